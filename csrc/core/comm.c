@@ -1,0 +1,156 @@
+/* The communication context. Owns the event pool, the kept gather buffer and the parked collectives; see comm.h for
+ * the lifetime rule. Reductions in flight hang off it but belong to reduce.c. */
+#include "comm.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "reduce.h"
+
+void fc_comm_init(fc_comm *c, fct_device device) {
+    memset(c, 0, sizeof *c);
+    c->device = device;
+    c->has_streams = fct_device_has_streams(device);
+    c->max_reductions = 1;
+}
+
+fc_status fc_comm_init_streams(fc_comm *c) {
+    fc_status status = FC_OK;
+    if (c->streams_ready || !c->has_streams) {
+        return FC_OK;
+    }
+    FC_TRY_RAISED(fct_stream_new(c->device, true, &c->copy_in_stream));
+    FC_TRY_RAISED(fct_stream_new(c->device, true, &c->gather_stream));
+    FC_TRY_RAISED(fct_stream_new(c->device, true, &c->reduce_stream));
+    FC_TRY_RAISED(fct_stream_new(c->device, false, &c->all_reduce_stream));
+    c->streams_ready = true;
+done:
+    return status;
+}
+
+void fc_comm_fini(fc_comm *c) {
+    fc_reduce_discard(c, NULL);
+    fct_tensor_release(c->kept.buffer);
+    fct_event_free(c->kept.copied);
+    fct_event_free(c->last_reduced);
+    while (c->parked != NULL) {
+        fc_parked *next = c->parked->next;
+        fct_work_release(c->parked->work);
+        fct_tensor_release(c->parked->buffers[0]);
+        fct_tensor_release(c->parked->buffers[1]);
+        free(c->parked);
+        c->parked = next;
+    }
+    for (size_t i = 0; i < c->free_event_count; i++) {
+        fct_event_free(c->free_events[i]);
+    }
+    free(c->free_events);
+    fc_order_fini(&c->order);
+    memset(c, 0, sizeof *c);
+}
+
+fc_status fc_comm_get_event(fc_comm *c, fct_event **out) {
+    if (c->free_event_count > 0) {
+        *out = c->free_events[--c->free_event_count];
+        return FC_OK;
+    }
+    return fct_event_new(c->device, out) == 0 ? FC_OK : FC_ERAISED;
+}
+
+void fc_comm_put_event(fc_comm *c, fct_event *e) {
+    if (e == NULL) {
+        return;
+    }
+    if (c->free_event_count == c->free_event_capacity) {
+        size_t capacity = c->free_event_capacity == 0 ? 16 : 2 * c->free_event_capacity;
+        fct_event **grown = (fct_event **)realloc(c->free_events, capacity * sizeof *grown);
+        if (grown == NULL) {
+            fct_event_free(e);
+            return;
+        }
+        c->free_events = grown;
+        c->free_event_capacity = capacity;
+    }
+    c->free_events[c->free_event_count++] = e;
+}
+
+fc_status fc_comm_record(fc_comm *c, fct_stream s, fct_event **out) {
+    fc_status status = FC_OK;
+    fct_event *e = NULL;
+    FC_TRY(fc_comm_get_event(c, &e));
+    FC_TRY_RAISED(fct_event_record(e, s));
+    *out = e;
+    e = NULL;
+done:
+    fc_comm_put_event(c, e);
+    return status;
+}
+
+fc_status fc_comm_order_streams(fc_comm *c, fct_stream waiter, fct_stream other) {
+    fc_status status = FC_OK;
+    fct_event *e = NULL;
+    FC_TRY(fc_comm_record(c, other, &e));
+    FC_TRY_RAISED(fct_event_wait(e, waiter));
+done:
+    fc_comm_put_event(c, e);
+    return status;
+}
+
+fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e) {
+    fc_status status = FC_OK;
+    if (!c->streams_ready || e == NULL) {
+        return FC_OK;
+    }
+    FC_TRY_RAISED(fct_event_wait(e, c->copy_in_stream));
+    FC_TRY_RAISED(fct_event_wait(e, c->gather_stream));
+done:
+    return status;
+}
+
+fc_status fc_comm_release_kept(fc_comm *c) {
+    fc_status status = FC_OK;
+    if (c->kept.buffer == NULL) {
+        return FC_OK;
+    }
+    FC_TRY(fc_comm_gather_streams_wait(c, c->kept.copied));
+    fct_tensor_release(c->kept.buffer);
+    fc_comm_put_event(c, c->kept.copied);
+    c->kept.buffer = NULL;
+    c->kept.copied = NULL;
+done:
+    return status;
+}
+
+void fc_comm_park(fc_comm *c, fct_work *work, fct_tensor *first, fct_tensor *second) {
+    fc_parked *record = NULL;
+    if (work != NULL && !fct_work_done(work)) {
+        record = (fc_parked *)malloc(sizeof *record);
+    }
+    if (record == NULL) {
+        fct_work_release(work);
+        fct_tensor_release(first);
+        fct_tensor_release(second);
+        return;
+    }
+    record->work = work;
+    record->buffers[0] = first;
+    record->buffers[1] = second;
+    record->next = c->parked;
+    c->parked = record;
+}
+
+void fc_comm_reap(fc_comm *c) {
+    fc_parked **link = &c->parked;
+    while (*link != NULL) {
+        fc_parked *record = *link;
+        if (!fct_work_done(record->work)) {
+            link = &record->next;
+            continue;
+        }
+        *link = record->next;
+        fct_work_release(record->work);
+        fct_tensor_release(record->buffers[0]);
+        fct_tensor_release(record->buffers[1]);
+        free(record);
+    }
+}

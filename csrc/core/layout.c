@@ -1,0 +1,58 @@
+/* Sharding arithmetic along dim 0. Owns nothing; every product is overflow-checked because the results become
+ * raw pointer offsets. */
+#include "layout.h"
+
+bool fc_size_mul(int64_t a, int64_t b, int64_t *out) {
+    int64_t product;
+    if (__builtin_mul_overflow(a, b, &product)) {
+        return false;
+    }
+    *out = product;
+    return true;
+}
+
+bool fc_size_add(int64_t a, int64_t b, int64_t *out) {
+    int64_t sum;
+    if (__builtin_add_overflow(a, b, &sum)) {
+        return false;
+    }
+    *out = sum;
+    return true;
+}
+
+static int64_t clamp(int64_t value, int64_t low, int64_t high) {
+    return value < low ? low : (value > high ? high : value);
+}
+
+fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, int64_t world, int64_t rank,
+                         fc_error *err) {
+    fc_layout made = {.world = world, .rank = rank};
+    if (ndim < 1) {
+        return fc_error_set(err, FC_EINVAL, "cannot shard a tensor of %d dimensions", (int)ndim);
+    }
+    if (world < 1 || rank < 0 || rank >= world) {
+        return fc_error_set(err, FC_EINVAL, "rank %lld is not in [0, %lld)", (long long)rank, (long long)world);
+    }
+    made.rows = sizes[0];
+    made.row_numel = 1;
+    bool fits = sizes[0] >= 0;
+    for (int32_t d = 1; fits && d < ndim; d++) {
+        fits = sizes[d] >= 0 && fc_size_mul(made.row_numel, sizes[d], &made.row_numel);
+    }
+    /* rows + world - 1 rounds up; the padded total chunk * world * row_numel bounds every later offset. */
+    int64_t rounded = 0;
+    fits = fits && fc_size_add(made.rows, world - 1, &rounded);
+    made.chunk_rows = rounded / world;
+    int64_t padded_total = 0;
+    fits = fits && fc_size_mul(made.chunk_rows, made.row_numel, &made.padded_numel) &&
+           fc_size_mul(made.padded_numel, world, &padded_total);
+    if (!fits) {
+        return fc_error_set(err, FC_EINVAL, "sizes of a tensor with %d dimensions are negative or overflow",
+                            (int)ndim);
+    }
+    made.numel = made.rows * made.row_numel;
+    made.local_rows = clamp(made.rows - rank * made.chunk_rows, 0, made.chunk_rows);
+    made.local_numel = made.local_rows * made.row_numel;
+    *layout = made;
+    return FC_OK;
+}

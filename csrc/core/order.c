@@ -1,0 +1,59 @@
+/* Post-forward order: a list, never a set or a hash, so that every rank prefetches the same. */
+#include "order.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Room for one more of `count` items of `size` bytes; the block, or NULL. */
+static void *grow(void *items, size_t count, size_t *capacity, size_t size) {
+    if (count < *capacity) {
+        return items;
+    }
+    size_t wanted = *capacity == 0 ? 16 : 2 * *capacity;
+    void *grown = realloc(items, wanted * size);
+    if (grown != NULL) {
+        *capacity = wanted;
+    }
+    return grown;
+}
+
+fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *position) {
+    struct fc_group **items = (struct fc_group **)grow(o->items, o->count, &o->capacity, sizeof *items);
+    if (items == NULL) {
+        return FC_ENOMEM;
+    }
+    o->items = items;
+    *position = o->count;
+    o->items[o->count++] = group;
+    return FC_OK;
+}
+
+void fc_order_forget(fc_order *o, const struct fc_group *group) {
+    for (size_t i = 0; i < o->count; i++) {
+        if (o->items[i] == group) {
+            o->items[i] = NULL;
+        }
+    }
+}
+
+void fc_order_clear(fc_order *o) { o->count = 0; }
+
+void fc_order_fini(fc_order *o) {
+    free(o->items);
+    memset(o, 0, sizeof *o);
+}
+
+fc_status fc_positions_push(fc_positions *p, size_t position) {
+    size_t *items = (size_t *)grow(p->items, p->count, &p->capacity, sizeof *items);
+    if (items == NULL) {
+        return FC_ENOMEM;
+    }
+    p->items = items;
+    p->items[p->count++] = position;
+    return FC_OK;
+}
+
+void fc_positions_fini(fc_positions *p) {
+    free(p->items);
+    memset(p, 0, sizeof *p);
+}

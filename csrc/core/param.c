@@ -1,0 +1,171 @@
+/* One parameter. Owns counted references to its tensors and the only partial gradients there are: what a failed or
+ * unsynchronised backward left is in `accumulated` or in .grad of `unsharded`, nowhere else. Memory of `flat` is
+ * allocated and freed on the device's current stream. Pointers are checked when facts are read, each time. */
+#include "param.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static void replace(fct_tensor **slot, fct_tensor *value) {
+    fct_tensor *old = *slot;
+    if (value != NULL) {
+        fct_tensor_retain(value);
+    }
+    *slot = value;
+    fct_tensor_release(old);
+}
+
+fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes, int64_t world, int64_t rank,
+                        fc_error *err) {
+    memset(p, 0, sizeof *p);
+    p->owner = owner;
+    p->orig_dtype = FCT_NO_DTYPE;
+    p->param_dtype = FCT_NO_DTYPE;
+    p->reduce_dtype = FCT_NO_DTYPE;
+    fc_status status = fc_layout_init(&p->layout, ndim, sizes, world, rank, err);
+    if (status != FC_OK) {
+        return status;
+    }
+    p->ndim = ndim;
+    p->local_sizes = (int64_t *)malloc(2 * (size_t)ndim * sizeof *p->local_sizes);
+    if (p->local_sizes == NULL) {
+        return fc_error_set(err, FC_ENOMEM, "out of memory");
+    }
+    p->strides = p->local_sizes + ndim;
+    int64_t stride = 1;
+    for (int32_t d = ndim - 1; d >= 0; d--) {
+        p->local_sizes[d] = d == 0 ? p->layout.local_rows : sizes[d];
+        p->strides[d] = stride;
+        stride *= sizes[d] > 1 ? sizes[d] : 1;
+    }
+    return FC_OK;
+}
+
+void fc_param_fini(fc_param *p) {
+    replace(&p->sharded, NULL);
+    replace(&p->sharded_data, NULL);
+    replace(&p->accumulated, NULL);
+    fc_param_forget_unsharded(p);
+    free(p->local_sizes);
+    p->local_sizes = NULL;
+    p->strides = NULL;
+}
+
+void fc_param_set_sharded(fc_param *p, fct_tensor *sharded) { replace(&p->sharded, sharded); }
+
+void fc_param_set_sharded_data(fc_param *p, fct_tensor *data) { replace(&p->sharded_data, data); }
+
+void fc_param_set_accumulated(fc_param *p, fct_tensor *grad) { replace(&p->accumulated, grad); }
+
+void fc_param_forget_unsharded(fc_param *p) {
+    replace(&p->unsharded, NULL);
+    replace(&p->flat, NULL);
+}
+
+fct_dtype fc_param_compute_dtype(const fc_param *p) {
+    return p->param_dtype != FCT_NO_DTYPE ? p->param_dtype : p->orig_dtype;
+}
+
+fc_status fc_param_shard_facts(const fc_param *p, fct_facts *facts, fc_error *err) {
+    const char *name = p->name != NULL ? p->name : "?";
+    if (p->sharded_data == NULL) {
+        return fc_error_set(err, FC_ESTATE, "parameter '%s' has no sharded data", name);
+    }
+    fct_tensor_facts(p->sharded_data, facts);
+    if (facts->numel != p->layout.padded_numel || !facts->strided || !facts->contiguous) {
+        return fc_error_set(err, FC_EINVAL,
+                            "sharded data of parameter '%s' has %lld elements (contiguous: %d); expected %lld",
+                            name, (long long)facts->numel, (int)facts->contiguous,
+                            (long long)p->layout.padded_numel);
+    }
+    if (facts->dtype != p->orig_dtype) {
+        return fc_error_set(err, FC_EINVAL,
+                            "sharded data of parameter '%s' changed its dtype since it was initialised", name);
+    }
+    int64_t bytes = 0;
+    if (!fc_size_mul(facts->numel, facts->itemsize, &bytes) ||
+        !fc_size_add(bytes, facts->offset_bytes, &bytes) || bytes > facts->storage_bytes ||
+        (facts->numel > 0 && facts->data == NULL)) {
+        return fc_error_set(err, FC_EINVAL, "sharded data of parameter '%s' lies outside its storage (%lld bytes)",
+                            name, (long long)facts->storage_bytes);
+    }
+    return FC_OK;
+}
+
+fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, fc_error *err) {
+    fc_status status = FC_OK;
+    int64_t numel = p->layout.padded_numel * p->layout.world; /* bounded by fc_layout_init */
+    int64_t bytes = 0;
+    if (p->flat == NULL) {
+        fct_tensor *flat = NULL;
+        FC_TRY_RAISED(fct_tensor_empty(numel, fc_param_compute_dtype(p), device, &flat));
+        p->flat = flat;
+    }
+    fct_tensor_facts(p->flat, facts);
+    if (facts->numel != numel || !fc_size_mul(numel, facts->itemsize, &bytes)) {
+        return fc_error_set(err, FC_EINVAL, "unsharded tensor of parameter '%s' was changed",
+                            p->name != NULL ? p->name : "?");
+    }
+    if (facts->storage_bytes != bytes) {
+        FC_TRY_RAISED(fct_storage_alloc(p->flat, bytes));
+        fct_tensor_facts(p->flat, facts);
+    }
+done:
+    return status;
+}
+
+void fc_param_free_flat(fc_param *p) {
+    if (p->flat != NULL) {
+        fct_storage_free(p->flat);
+    }
+}
+
+fc_status fc_param_fold_grad(fc_param *p) {
+    fc_status status = FC_OK;
+    fct_tensor *grad = NULL;
+    if (p->accumulated == NULL || p->unsharded == NULL || !fct_grad_has(p->unsharded)) {
+        return FC_OK;
+    }
+    fct_grad_take(p->unsharded, &grad);
+    FC_TRY_RAISED(fct_tensor_add(p->accumulated, grad));
+done:
+    fct_tensor_release(grad);
+    return status;
+}
+
+fc_status fc_param_stash_grad(fc_param *p) {
+    fc_status status = FC_OK;
+    fct_tensor *grad = NULL;
+    fct_tensor *cast = NULL;
+    if (p->reduce_dtype == FCT_NO_DTYPE || p->unsharded == NULL || !fct_grad_has(p->unsharded)) {
+        return FC_OK;
+    }
+    fct_grad_take(p->unsharded, &grad);
+    FC_TRY_RAISED(fct_tensor_cast(grad, p->reduce_dtype, &cast));
+    replace(&p->accumulated, cast);
+done:
+    fct_tensor_release(cast);
+    fct_tensor_release(grad);
+    return status;
+}
+
+void fc_param_take_grad(fc_param *p, fct_tensor **grad) {
+    if (p->accumulated != NULL) {
+        *grad = p->accumulated;
+        p->accumulated = NULL;
+        return;
+    }
+    *grad = NULL;
+    if (p->unsharded != NULL) {
+        fct_grad_take(p->unsharded, grad);
+    }
+}
+
+void fc_param_drop_grad(fc_param *p) {
+    fct_tensor *grad = NULL;
+    replace(&p->accumulated, NULL);
+    if (p->unsharded != NULL) {
+        fct_grad_take(p->unsharded, &grad);
+        fct_tensor_release(grad);
+    }
+}

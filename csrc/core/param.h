@@ -1,0 +1,56 @@
+/* One parameter: its shard, its unsharded tensor and its partial gradient. */
+#ifndef FSDP_C_CORE_PARAM_H
+#define FSDP_C_CORE_PARAM_H
+
+#include "../torch/torch_abi.h"
+#include "layout.h"
+#include "status.h"
+
+typedef struct fc_param {
+    void *owner;      /* the host's object; borrowed, outlives this struct's use */
+    const char *name; /* for messages; borrowed from the owner, may be NULL */
+    fc_layout layout;
+    int32_t ndim;
+    int64_t *local_sizes; /* [ndim] this rank's shard; owned, one block with strides */
+    int64_t *strides;     /* [ndim] contiguous, the same for the shard and the whole */
+    fct_dtype orig_dtype;
+    fct_dtype param_dtype;  /* compute type; FCT_NO_DTYPE: no cast */
+    fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own */
+    /* Counted references. */
+    fct_tensor *sharded;      /* the sharded parameter (a DTensor): requires_grad and .grad are read from it */
+    fct_tensor *sharded_data; /* flat, padded_numel elements: what is sent */
+    fct_tensor *flat;         /* world * padded_numel elements in the compute type; storage freed while sharded */
+    fct_tensor *unsharded;    /* the parameter over flat, ND; the leaf that autograd accumulates into */
+    fct_tensor *accumulated;  /* partial gradient in reduce_dtype, of backwards that did not reduce */
+} fc_param;
+
+/* Zeroes the struct and computes the layout. FC_EINVAL, FC_ENOMEM. */
+FC_CHECK fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes, int64_t world,
+                                 int64_t rank, fc_error *err);
+void fc_param_fini(fc_param *p); /* releases everything; safe on a zeroed struct */
+
+/* Each takes a new reference to its argument and drops the old one. NULL is fine. */
+void fc_param_set_sharded(fc_param *p, fct_tensor *sharded);
+void fc_param_set_sharded_data(fc_param *p, fct_tensor *data);
+void fc_param_set_accumulated(fc_param *p, fct_tensor *grad);
+/* Drops flat and unsharded; the next unshard makes them anew. Only while sharded. */
+void fc_param_forget_unsharded(fc_param *p);
+
+/* The type that is gathered and computed in. */
+fct_dtype fc_param_compute_dtype(const fc_param *p);
+/* Checks the shard and reads its facts: padded_numel contiguous elements of orig_dtype inside their storage. */
+FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, fct_facts *facts, fc_error *err);
+/* Makes flat where there is none, and gives it memory. On failure it holds none. */
+FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, fc_error *err);
+void fc_param_free_flat(fc_param *p); /* frees the storage, keeps the tensor */
+
+/* Folds .grad of the unsharded parameter into `accumulated` where there is one already. */
+FC_CHECK fc_status fc_param_fold_grad(fc_param *p);
+/* Moves .grad to `accumulated` in reduce_dtype, where that is set and differs. */
+FC_CHECK fc_status fc_param_stash_grad(fc_param *p);
+/* Takes the partial gradient out: `accumulated`, else .grad of the unsharded parameter. *grad new, or NULL: none. */
+void fc_param_take_grad(fc_param *p, fct_tensor **grad);
+/* Forgets every partial gradient. */
+void fc_param_drop_grad(fc_param *p);
+
+#endif

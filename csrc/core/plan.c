@@ -1,0 +1,198 @@
+/* Transfer plans. Own their descriptor arrays; borrow parameters. A gather plan is rebuilt after somebody changed a
+ * parameter's dtype or data; a reduce plan is laid out in each backward, because which gradients there are may change,
+ * but that is a few additions per parameter. Descriptor addresses are never trusted between steps. */
+#include "plan.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const struct {
+    fct_dtype dtype;
+    int32_t size;
+    const char *name;
+} dtypes[] = {
+    {0, 1, "torch.uint8"},        {1, 1, "torch.int8"},           {2, 2, "torch.int16"},
+    {3, 4, "torch.int32"},        {4, 8, "torch.int64"},          {5, 2, "torch.float16"},
+    {6, 4, "torch.float32"},      {7, 8, "torch.float64"},        {8, 4, "torch.complex32"},
+    {9, 8, "torch.complex64"},    {10, 16, "torch.complex128"},   {11, 1, "torch.bool"},
+    {15, 2, "torch.bfloat16"},    {23, 1, "torch.float8_e5m2"},   {24, 1, "torch.float8_e4m3fn"},
+    {25, 1, "torch.float8_e5m2fnuz"}, {26, 1, "torch.float8_e4m3fnuz"}, {27, 2, "torch.uint16"},
+    {28, 4, "torch.uint32"},      {29, 8, "torch.uint64"},
+};
+
+int32_t fc_dtype_size(fct_dtype dtype) {
+    for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
+        if (dtypes[i].dtype == dtype) {
+            return dtypes[i].size;
+        }
+    }
+    return 0;
+}
+
+const char *fc_dtype_name(fct_dtype dtype) {
+    for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
+        if (dtypes[i].dtype == dtype) {
+            return dtypes[i].name;
+        }
+    }
+    return "an unknown dtype";
+}
+
+void fc_gather_plan_fini(fc_gather_plan *plan) {
+    free(plan->segments);
+    free(plan->columns);
+    memset(plan, 0, sizeof *plan);
+}
+
+static fc_status reserve_gather(fc_gather_plan *plan, size_t count) {
+    if (plan->count == count && (count == 0 || plan->segments != NULL)) {
+        return FC_OK;
+    }
+    fc_gather_plan_fini(plan);
+    if (count == 0) {
+        return FC_OK;
+    }
+    plan->segments = (fck_segment *)calloc(count, sizeof *plan->segments);
+    plan->columns = (fck_column *)calloc(count, sizeof *plan->columns);
+    if (plan->segments == NULL || plan->columns == NULL) {
+        fc_gather_plan_fini(plan);
+        return FC_ENOMEM;
+    }
+    plan->count = count;
+    return FC_OK;
+}
+
+fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count, fc_error *err) {
+    fc_status status = reserve_gather(plan, count);
+    if (status != FC_OK) {
+        return status;
+    }
+    int64_t offset = 0;
+    bool uniform = true;
+    plan->valid = false;
+    plan->native = true;
+    for (size_t i = 0; i < count; i++) {
+        const fc_param *p = params[i];
+        fct_dtype compute = fc_param_compute_dtype(p);
+        int32_t size = fc_dtype_size(compute);
+        int32_t source_size = fc_dtype_size(p->orig_dtype);
+        if (size == 0 || source_size == 0) {
+            return fc_error_set(err, FC_EVALUE, "parameter '%s' has a dtype that cannot be gathered",
+                                p->name != NULL ? p->name : "?");
+        }
+        int64_t bytes = 0;
+        int64_t end = 0;
+        int64_t total = 0;
+        if (!fc_size_mul(p->layout.padded_numel, size, &bytes) || !fc_size_add(offset, bytes, &end) ||
+            !fc_size_mul(end, p->layout.world, &total)) {
+            return fc_error_set(err, FC_EINVAL, "the gather buffer's size overflows at parameter '%s'",
+                                p->name != NULL ? p->name : "?");
+        }
+        plan->segments[i] = (fck_segment){.count = p->layout.padded_numel,
+                                          .itemsize = source_size,
+                                          .src_dtype = p->orig_dtype,
+                                          .dst_dtype = compute};
+        plan->columns[i] = (fck_column){.offset = offset, .bytes = bytes};
+        plan->native = plan->native && fck_can_cast(p->orig_dtype, compute) != 0;
+        uniform = uniform && compute == fc_param_compute_dtype(params[0]);
+        offset = end;
+    }
+    plan->dtype = uniform && count > 0 ? fc_param_compute_dtype(params[0]) : (fct_dtype)FCK_UINT8;
+    plan->row_bytes = offset;
+    plan->row_numel = offset / fc_dtype_size(plan->dtype);
+    plan->valid = true;
+    return FC_OK;
+}
+
+fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
+    if (capacity <= plan->capacity) {
+        return FC_OK;
+    }
+    fc_reduce_plan grown = {.capacity = capacity};
+    grown.gradients = (fck_gradient *)calloc(capacity, sizeof *grown.gradients);
+    grown.params = (fc_param **)calloc(capacity, sizeof *grown.params);
+    grown.grads = (fct_tensor **)calloc(capacity, sizeof *grown.grads);
+    if (grown.gradients == NULL || grown.params == NULL || grown.grads == NULL) {
+        fc_reduce_plan_fini(&grown);
+        return FC_ENOMEM;
+    }
+    fc_reduce_plan_fini(plan);
+    *plan = grown;
+    return FC_OK;
+}
+
+void fc_reduce_plan_drop_grads(fc_reduce_plan *plan) {
+    for (size_t i = 0; i < plan->count; i++) {
+        fct_tensor_release(plan->grads[i]);
+        plan->grads[i] = NULL;
+    }
+    plan->count = 0;
+}
+
+void fc_reduce_plan_fini(fc_reduce_plan *plan) {
+    fc_reduce_plan_drop_grads(plan);
+    free(plan->gradients);
+    free((void *)plan->params);
+    free((void *)plan->grads);
+    memset(plan, 0, sizeof *plan);
+}
+
+/* Checks one gradient and describes it. Not contiguous: it is replaced by a contiguous copy. */
+static fc_status describe_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts, fc_error *err) {
+    fc_status status = FC_OK;
+    const fc_param *p = plan->params[i];
+    const char *name = p->name != NULL ? p->name : "?";
+    int64_t end = 0;
+    fct_tensor_facts(plan->grads[i], facts);
+    if (facts->strided && !facts->contiguous) {
+        fct_tensor *copy = NULL;
+        FC_TRY_RAISED(fct_tensor_contiguous(plan->grads[i], &copy));
+        fct_tensor_release(plan->grads[i]);
+        plan->grads[i] = copy;
+        fct_tensor_facts(copy, facts);
+    }
+    if (!facts->strided || facts->numel != p->layout.numel) {
+        return fc_error_set(err, FC_EINVAL,
+                            "the gradient of parameter '%s' has %lld elements (dense: %d); expected %lld", name,
+                            (long long)facts->numel, (int)facts->strided, (long long)p->layout.numel);
+    }
+    if (!fc_size_mul(facts->numel, facts->itemsize, &end) || !fc_size_add(end, facts->offset_bytes, &end) ||
+        end > facts->storage_bytes || (facts->numel > 0 && facts->data == NULL)) {
+        return fc_error_set(err, FC_EINVAL, "the gradient of parameter '%s' lies outside its storage", name);
+    }
+done:
+    return status;
+}
+
+fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, fc_error *err) {
+    int64_t offset = 0;
+    fct_dtype grad_dtype = FCT_NO_DTYPE;
+    for (size_t i = 0; i < plan->count; i++) {
+        const fc_layout *layout = &plan->params[i]->layout;
+        fct_facts facts;
+        fc_status status = describe_gradient(plan, i, &facts, err);
+        if (status != FC_OK) {
+            return status;
+        }
+        if (i == 0) {
+            grad_dtype = facts.dtype;
+        } else if (facts.dtype != grad_dtype) {
+            return fc_error_set(err, FC_EINVAL, "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
+                                fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
+        }
+        plan->gradients[i] = (fck_gradient){.src = facts.data,
+                                            .numel = facts.numel,
+                                            .chunk = layout->padded_numel,
+                                            .offset = offset,
+                                            .itemsize = (int32_t)facts.itemsize,
+                                            .src_dtype = facts.dtype};
+        int64_t total = 0;
+        if (!fc_size_add(offset, layout->padded_numel, &offset) || !fc_size_mul(offset, layout->world, &total) ||
+            !fc_size_mul(total, 16, &total)) {
+            return fc_error_set(err, FC_EINVAL, "the reduce buffer's size overflows");
+        }
+    }
+    plan->dtype = reduce_dtype != FCT_NO_DTYPE ? reduce_dtype : grad_dtype;
+    plan->row_numel = offset;
+    return FC_OK;
+}

@@ -1,0 +1,175 @@
+/* States and the iteration they share. Owns arrays of borrowed pointers only. What a state does to its groups in each
+ * hook is here; what a hook does to tensors and Python objects is in csrc/python/state.c. */
+#include "state.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "reduce.h"
+
+void fc_iteration_init(fc_iteration *it) {
+    memset(it, 0, sizeof *it);
+    it->is_last_backward = true;
+}
+
+void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count) {
+    free((void *)it->states);
+    it->states = states;
+    it->count = count;
+}
+
+void fc_iteration_fini(fc_iteration *it) { fc_iteration_set_states(it, NULL, 0); }
+
+/* Post-backward of the groups that autograd did not reach: no input of theirs required grad. */
+static fc_status finish_groups(fc_state *s) {
+    fc_status status = FC_OK;
+    for (size_t i = s->group_count; i-- > 0;) {
+        fc_group *g = s->groups[i];
+        if (g->training_state != FC_POST_BACKWARD) {
+            FC_TRY(fc_group_post_backward(g));
+        }
+        g->training_state = FC_IDLE;
+    }
+    s->training_state = FC_IDLE;
+done:
+    return status;
+}
+
+fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
+    fc_status status = FC_OK;
+    it->forward_root = NULL;
+    for (size_t i = 0; i < it->count; i++) {
+        fc_state *s = it->states[i];
+        FC_TRY(finish_groups(s));
+        for (size_t j = 0; it->is_last_backward && j < s->group_count; j++) {
+            FC_TRY(fc_group_finalize_backward(s->groups[j]));
+        }
+    }
+    if (it->is_last_backward) {
+        fc_order_clear(&c->order);
+    }
+    if (it->is_last_backward || !c->has_streams) {
+        FC_TRY(fc_reduce_recycle(c, 0));
+    }
+    it->callback_queued = false;
+done:
+    return status;
+}
+
+void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm, fct_device device) {
+    memset(s, 0, sizeof *s);
+    s->owner = owner;
+    s->iteration = iteration;
+    s->comm = comm;
+    s->device = device;
+    s->training_state = FC_IDLE;
+}
+
+void fc_state_fini(fc_state *s) {
+    if (s->iteration != NULL && s->iteration->forward_root == s) {
+        s->iteration->forward_root = NULL;
+    }
+    free((void *)s->groups);
+    free((void *)s->forward_prefetch);
+    free((void *)s->backward_prefetch);
+    memset(s, 0, sizeof *s);
+}
+
+fc_status fc_state_begin_iteration(fc_state *s) {
+    fc_status status = FC_OK;
+    if (s->iteration->forward_root != NULL) {
+        return FC_OK;
+    }
+    if (s->comm->streams_ready) {
+        fct_stream compute = fct_stream_current(s->device);
+        FC_TRY(fc_comm_order_streams(s->comm, s->comm->copy_in_stream, compute));
+        FC_TRY(fc_comm_order_streams(s->comm, s->comm->gather_stream, compute));
+    }
+    s->iteration->forward_root = s;
+done:
+    return status;
+}
+
+fc_status fc_state_recompute(fc_state *s) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < s->group_count; i++) {
+        if (s->groups[i]->sharded_state != FC_UNSHARDED) {
+            FC_TRY(fc_group_unshard(s->groups[i], false));
+            FC_TRY(fc_group_wait_unshard(s->groups[i]));
+        }
+    }
+done:
+    return status;
+}
+
+fc_status fc_state_forward_prefetch(fc_state *s) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < s->forward_prefetch_count; i++) {
+        const fc_state *target = s->forward_prefetch[i];
+        for (size_t j = 0; j < target->group_count; j++) {
+            FC_TRY(fc_group_prefetch(target->groups[j], FC_FORWARD));
+        }
+    }
+done:
+    return status;
+}
+
+fc_status fc_state_post_forward(fc_state *s) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < s->group_count; i++) {
+        FC_TRY(fc_group_post_forward(s->groups[i]));
+    }
+done:
+    return status;
+}
+
+fc_status fc_state_end_forward(fc_state *s) {
+    fc_status status = FC_OK;
+    s->training_state = FC_IDLE;
+    if (s->iteration->forward_root == s) {
+        FC_TRY(fc_comm_release_kept(s->comm));
+        s->iteration->forward_root = NULL;
+    }
+done:
+    return status;
+}
+
+fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
+    fc_status status = FC_OK;
+    s->training_state = FC_PRE_BACKWARD;
+    if (!s->iteration->callback_queued) {
+        FC_TRY_RAISED(fct_autograd_at_end(at_end));
+        s->iteration->callback_queued = true;
+    }
+    for (size_t i = 0; i < s->group_count; i++) {
+        FC_TRY(fc_group_pre_backward(s->groups[i], s->backward_prefetch_count == 0));
+    }
+    for (size_t i = 0; i < s->backward_prefetch_count; i++) {
+        const fc_state *target = s->backward_prefetch[i];
+        for (size_t j = target->group_count; j-- > 0;) {
+            FC_TRY(fc_group_prefetch(target->groups[j], FC_PRE_BACKWARD));
+        }
+    }
+done:
+    return status;
+}
+
+fc_status fc_state_reset(fc_state *s) {
+    fc_iteration *it = s->iteration;
+    fc_status first = fc_comm_release_kept(s->comm);
+    fc_reduce_discard(s->comm, NULL);
+    fc_order_clear(&s->comm->order);
+    for (size_t i = 0; i < it->count; i++) {
+        fc_state *one = it->states[i];
+        one->training_state = FC_IDLE;
+        for (size_t j = 0; j < one->group_count; j++) {
+            fc_status status = fc_group_reset(one->groups[j]);
+            if (first == FC_OK) {
+                first = status;
+            }
+        }
+    }
+    it->forward_root = NULL;
+    it->callback_queued = false;
+    return first;
+}

@@ -1,0 +1,57 @@
+/* The state of one fully_shard call (one or several modules, their groups) and the iteration that all states of one
+ * root share. The state drives its groups; it knows neither modules nor tensors. */
+#ifndef FSDP_C_CORE_STATE_H
+#define FSDP_C_CORE_STATE_H
+
+#include "group.h"
+
+struct fc_state;
+
+/* Shared by all states under one root. Borrows the states; the host keeps them alive. */
+typedef struct fc_iteration {
+    struct fc_state **states; /* in named_modules() pre-order */
+    size_t count;
+    struct fc_state *forward_root; /* whose forward this is; NULL between forwards */
+    bool callback_queued;          /* end-of-backward callback, once for each backward */
+    bool is_last_backward;
+} fc_iteration;
+
+typedef struct fc_state {
+    void *owner;
+    fc_iteration *iteration; /* borrowed */
+    fc_comm *comm;           /* borrowed */
+    fct_device device;
+    fc_training_state training_state;
+    fc_group **groups; /* owned array of borrowed groups */
+    size_t group_count;
+    struct fc_state **forward_prefetch; /* owned arrays of borrowed states */
+    size_t forward_prefetch_count;
+    struct fc_state **backward_prefetch;
+    size_t backward_prefetch_count;
+} fc_state;
+
+void fc_iteration_init(fc_iteration *it);
+void fc_iteration_fini(fc_iteration *it);
+/* Takes the array. */
+void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count);
+/* End of a backward: runs the post-backwards that autograd did not reach, finishes reductions, goes idle. */
+FC_CHECK fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c);
+
+void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm, fct_device device);
+void fc_state_fini(fc_state *s);
+
+/* Once per iteration, by the first state whose forward runs: the gather streams wait for the compute stream. */
+FC_CHECK fc_status fc_state_begin_iteration(fc_state *s);
+/* Recomputation inside backward (activation checkpointing): only makes sure that the groups are unsharded. */
+FC_CHECK fc_status fc_state_recompute(fc_state *s);
+FC_CHECK fc_status fc_state_forward_prefetch(fc_state *s);
+FC_CHECK fc_status fc_state_post_forward(fc_state *s);
+/* The forward is over: idle; the iteration's root also lets the last gather buffer go. */
+FC_CHECK fc_status fc_state_end_forward(fc_state *s);
+/* at_end is queued once per backward and must call fc_iteration_end_backward. */
+FC_CHECK fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end);
+/* Back to where a new iteration can start, whatever failed; for the root. The first failure is returned, after all of
+ * the reset was tried. */
+FC_CHECK fc_status fc_state_reset(fc_state *s);
+
+#endif

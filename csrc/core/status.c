@@ -1,0 +1,15 @@
+/* The message behind a status code. Nothing is owned here. */
+#include "status.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+fc_status fc_error_set(fc_error *err, fc_status code, const char *format, ...) {
+    if (err != NULL) {
+        va_list args;
+        va_start(args, format);
+        (void)vsnprintf(err->message, sizeof err->message, format, args);
+        va_end(args);
+    }
+    return code;
+}

@@ -1,0 +1,267 @@
+/* Moving memory. Owns nothing beyond a call. The address checks here are the last ones before raw copies: extents of
+ * both sides against their storages, in release builds too. */
+#include "transfer.h"
+
+#include <stdlib.h>
+
+/* The device's kernels, NULL where there are none. */
+static const fck_backend *backend_of(fct_device device) {
+    if (device.type == FCT_DEVICE_CPU) {
+        return fck_cpu();
+    }
+    if (device.type == FCT_DEVICE_CUDA && fck_cuda_built() != 0) {
+        return fck_cuda();
+    }
+    return NULL;
+}
+
+static void *stream_of(fct_device device) {
+    return fct_device_has_streams(device) ? fct_stream_native(fct_stream_current(device)) : NULL;
+}
+
+static fc_status launched(const char *failure, fc_error *err) {
+    return failure == NULL ? FC_OK : fc_error_set(err, FC_ESTATE, "a copy kernel failed: %s", failure);
+}
+
+/* Reads the facts of a buffer and checks that it holds `bytes` bytes of contiguous memory. */
+static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts *facts, fc_error *err) {
+    int64_t end = 0;
+    fct_tensor_facts(buffer, facts);
+    if (!facts->strided || !facts->contiguous || facts->numel * facts->itemsize < bytes ||
+        !fc_size_add(facts->offset_bytes, bytes, &end) || end > facts->storage_bytes ||
+        (bytes > 0 && facts->data == NULL)) {
+        return fc_error_set(err, FC_EINVAL, "a transfer of %lld bytes does not fit its buffer", (long long)bytes);
+    }
+    return FC_OK;
+}
+
+/* dst[offset ...) = src for devices without kernels; src flat, offset in elements of dst's type. */
+static fc_status torch_copy(const fct_tensor *dst, int64_t offset, const fct_tensor *src, int64_t count) {
+    fc_status status = FC_OK;
+    fct_tensor *target = NULL;
+    const int64_t size[1] = {count};
+    const int64_t stride[1] = {1};
+    FC_TRY_RAISED(fct_tensor_alias(dst, 1, size, stride, offset, &target));
+    FC_TRY_RAISED(fct_tensor_copy(target, src));
+done:
+    fct_tensor_release(target);
+    return status;
+}
+
+static fc_status no_kernels(fc_error *err) {
+    return fc_error_set(err, FC_EVALUE,
+                        "parameters of different compute dtypes in one group are not supported on a device "
+                        "without copy kernels");
+}
+
+/* Casts the shards that no kernel can cast, with torch; *casts gets [count] entries, NULL where none was needed. */
+static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params, fct_tensor ***casts) {
+    fc_status status = FC_OK;
+    fct_tensor **made = (fct_tensor **)calloc(plan->count, sizeof *made);
+    if (made == NULL) {
+        return FC_ENOMEM;
+    }
+    for (size_t i = 0; i < plan->count; i++) {
+        if (fck_can_cast(plan->segments[i].src_dtype, plan->segments[i].dst_dtype) == 0) {
+            FC_TRY_RAISED(fct_tensor_cast(params[i]->sharded_data, plan->segments[i].dst_dtype, &made[i]));
+        }
+    }
+    *casts = made;
+    return FC_OK;
+done:
+    for (size_t i = 0; i < plan->count; i++) {
+        fct_tensor_release(made[i]);
+    }
+    free((void *)made);
+    return status;
+}
+
+/* Runs the pack kernel over segments whose destinations are filled in. */
+static fc_status pack_segments(fc_gather_plan *plan, fc_param *const *params, const fck_backend *kernels,
+                               fct_device device, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_tensor **casts = NULL;
+    if (!plan->native) {
+        FC_TRY(cast_with_torch(plan, params, &casts));
+        for (size_t i = 0; i < plan->count; i++) {
+            if (casts[i] != NULL) {
+                fct_facts facts;
+                fck_segment *s = &plan->segments[i];
+                FC_TRY(buffer_facts(casts[i], s->count * fc_dtype_size(s->dst_dtype), &facts, err));
+                s->src = facts.data;
+                s->src_dtype = s->dst_dtype;
+                s->itemsize = (int32_t)facts.itemsize;
+            }
+        }
+        plan->valid = false; /* the segments' source types are no longer the plan's: build it anew next time */
+    }
+    FC_TRY(launched(kernels->pack(plan->segments, plan->count, stream_of(device)), err));
+done:
+    for (size_t i = 0; casts != NULL && i < plan->count; i++) {
+        fct_tensor_release(casts[i]);
+    }
+    free((void *)casts);
+    return status;
+}
+
+fc_status fc_transfer_pack(fc_gather_plan *plan, fc_param *const *params, fct_tensor *buffer, int64_t row,
+                           fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts target;
+    fct_facts source;
+    int64_t start = row * plan->row_bytes;
+    FC_TRY(buffer_facts(buffer, start + plan->row_bytes, &target, err));
+    const fck_backend *kernels = backend_of(target.device);
+    for (size_t i = 0; i < plan->count; i++) {
+        FC_TRY(fc_param_shard_facts(params[i], &source, err));
+        plan->segments[i].src = source.data;
+        plan->segments[i].dst = (char *)target.data + start + plan->columns[i].offset;
+        if (kernels == NULL) {
+            if (plan->dtype != plan->segments[i].dst_dtype) {
+                return no_kernels(err);
+            }
+            FC_TRY(torch_copy(buffer, (target.offset_bytes + start + plan->columns[i].offset) / target.itemsize,
+                              params[i]->sharded_data, source.numel));
+        }
+    }
+    if (kernels != NULL) {
+        FC_TRY(pack_segments(plan, params, kernels, target.device, err));
+    }
+done:
+    return status;
+}
+
+fc_status fc_transfer_fill(fc_gather_plan *plan, fc_param *const *params, fct_device device, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts target;
+    fct_facts source;
+    const fck_backend *kernels = backend_of(device);
+    for (size_t i = 0; i < plan->count; i++) {
+        FC_TRY(fc_param_shard_facts(params[i], &source, err));
+        FC_TRY(buffer_facts(params[i]->flat, plan->columns[i].bytes, &target, err));
+        plan->segments[i].src = source.data;
+        plan->segments[i].dst = target.data;
+        if (kernels == NULL) {
+            FC_TRY(torch_copy(params[i]->flat, 0, params[i]->sharded_data, source.numel));
+        }
+    }
+    if (kernels != NULL) {
+        FC_TRY(pack_segments(plan, params, kernels, device, err));
+    }
+done:
+    return status;
+}
+
+/* One parameter's columns, row by row, with torch copies. */
+static fc_status unpack_with_torch(const fc_gather_plan *plan, size_t i, const fc_param *p, const fct_tensor *buffer,
+                                   const fct_facts *source, int64_t world, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_tensor *part = NULL;
+    const int64_t size[1] = {p->layout.padded_numel};
+    const int64_t stride[1] = {1};
+    if (plan->dtype != fc_param_compute_dtype(p)) {
+        return no_kernels(err);
+    }
+    for (int64_t r = 0; r < world; r++) {
+        int64_t offset = (source->offset_bytes + r * plan->row_bytes + plan->columns[i].offset) / source->itemsize;
+        FC_TRY_RAISED(fct_tensor_alias(buffer, 1, size, stride, offset, &part));
+        FC_TRY(torch_copy(p->flat, r * p->layout.padded_numel, part, p->layout.padded_numel));
+        fct_tensor_release(part);
+        part = NULL;
+    }
+done:
+    fct_tensor_release(part);
+    return status;
+}
+
+fc_status fc_transfer_unpack(fc_gather_plan *plan, fc_param *const *params, const fct_tensor *buffer, int64_t world,
+                             fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts source;
+    fct_facts target;
+    FC_TRY(buffer_facts(buffer, world * plan->row_bytes, &source, err));
+    const fck_backend *kernels = backend_of(source.device);
+    for (size_t i = 0; i < plan->count; i++) {
+        FC_TRY(buffer_facts(params[i]->flat, world * plan->columns[i].bytes, &target, err));
+        plan->columns[i].dst = target.data;
+        if (kernels == NULL) {
+            FC_TRY(unpack_with_torch(plan, i, params[i], buffer, &source, world, err));
+        }
+    }
+    if (kernels != NULL) {
+        FC_TRY(launched(kernels->unpack(source.data, plan->row_bytes, world, plan->columns, plan->count,
+                                        stream_of(source.device)),
+                        err));
+    }
+done:
+    return status;
+}
+
+/* The padding must be zeros as the kernels make it, so the whole buffer is cleared first. */
+static fc_status pack_gradients_with_torch(fc_reduce_plan *plan, int64_t world, fct_tensor *buffer,
+                                           const fct_facts *target) {
+    fc_status status = FC_OK;
+    fct_tensor *part = NULL;
+    FC_TRY_RAISED(fct_tensor_zeros_like(buffer, &part));
+    FC_TRY_RAISED(fct_tensor_copy(buffer, part));
+    fct_tensor_release(part);
+    part = NULL;
+    for (size_t i = 0; i < plan->count; i++) {
+        const fck_gradient *g = &plan->gradients[i];
+        fct_facts facts;
+        fct_tensor_facts(plan->grads[i], &facts);
+        for (int64_t r = 0; r < world && r * g->chunk < g->numel; r++) {
+            int64_t left = g->numel - r * g->chunk;
+            const int64_t size[1] = {left < g->chunk ? left : g->chunk};
+            const int64_t stride[1] = {1};
+            FC_TRY_RAISED(fct_tensor_alias(plan->grads[i], 1, size, stride,
+                                           facts.offset_bytes / facts.itemsize + r * g->chunk, &part));
+            FC_TRY(torch_copy(buffer, target->offset_bytes / target->itemsize + r * plan->row_numel + g->offset, part,
+                              size[0]));
+            fct_tensor_release(part);
+            part = NULL;
+        }
+    }
+done:
+    fct_tensor_release(part);
+    return status;
+}
+
+/* Replaces the gradients by casts where no kernel knows the pair of types. */
+static fc_status cast_gradients(fc_reduce_plan *plan, fc_error *err) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < plan->count; i++) {
+        fck_gradient *g = &plan->gradients[i];
+        fct_tensor *cast = NULL;
+        fct_facts facts;
+        if (fck_can_cast(g->src_dtype, plan->dtype) != 0) {
+            continue;
+        }
+        FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &cast));
+        fct_tensor_release(plan->grads[i]);
+        plan->grads[i] = cast;
+        FC_TRY(buffer_facts(cast, g->numel * fc_dtype_size(plan->dtype), &facts, err));
+        g->src = facts.data;
+        g->src_dtype = plan->dtype;
+        g->itemsize = (int32_t)facts.itemsize;
+    }
+done:
+    return status;
+}
+
+fc_status fc_transfer_pack_gradients(fc_reduce_plan *plan, int64_t world, fct_tensor *buffer, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts target;
+    FC_TRY(buffer_facts(buffer, world * plan->row_numel * fc_dtype_size(plan->dtype), &target, err));
+    const fck_backend *kernels = backend_of(target.device);
+    if (kernels == NULL) {
+        FC_TRY(pack_gradients_with_torch(plan, world, buffer, &target));
+        return FC_OK;
+    }
+    FC_TRY(cast_gradients(plan, err));
+    FC_TRY(launched(kernels->pack_gradients(plan->gradients, plan->count, world, target.data, plan->row_numel,
+                                            plan->dtype, stream_of(target.device)),
+                    err));
+done:
+    return status;
+}

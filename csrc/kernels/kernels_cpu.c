@@ -1,0 +1,138 @@
+/* The CPU kernels. They run in the calling thread and are finished when they return: `stream` is ignored,
+ * nothing is allocated, no thread is started (ranks share the machine's cores, and torchrun gives each of
+ * them one), no state is kept. A launch that refuses its arguments has written nothing.
+ *
+ * Invariant: a segment or gradient with nothing to copy is never dereferenced, so its pointers may be NULL.
+ * Moves go through memcpy and conversions through the loops of cast_cpu.h; both take any address. */
+#include "kernels.h"
+
+#include <assert.h>
+#include <string.h>
+
+#include "cast_cpu.h"
+#include "index.h"
+
+static const char no_cast[] = "these element types can be moved but not converted";
+
+/* Elements converted at once on the way from one spoke to another; the block stays in L1. */
+enum { HUB_BLOCK = 512 };
+
+static fck_spoke spoke_of(fck_dtype dtype) {
+    assert(fck_float_size(dtype) != 0 && dtype != FCK_FLOAT32);
+    return dtype == FCK_FLOAT16   ? FCK_SPOKE_HALF
+           : dtype == FCK_FLOAT64 ? FCK_SPOKE_DOUBLE
+                                  : FCK_SPOKE_BFLOAT16;
+}
+
+/* Converts between two different spokes, block by block, through float32. */
+static void cast_through_float(const fck_loops *loops, const unsigned char *src,
+                               fck_dtype src_dtype, unsigned char *dst, fck_dtype dst_dtype,
+                               int64_t count) {
+    const fck_loop widen = loops->to_float[spoke_of(src_dtype)];
+    const fck_loop narrow = loops->from_float[spoke_of(dst_dtype)];
+    const int64_t src_size = fck_float_size(src_dtype);
+    const int64_t dst_size = fck_float_size(dst_dtype);
+    float block[HUB_BLOCK];
+
+    for (int64_t done = 0; done < count; done += HUB_BLOCK) {
+        const int64_t items = fck_min(count - done, HUB_BLOCK);
+        widen(src + done * src_size, block, items);
+        narrow(block, dst + done * dst_size, items);
+    }
+}
+
+/* Moves or converts `count` elements of a pair that fck_castable() accepts. */
+static void copy_elements(const fck_loops *loops, const void *src, fck_dtype src_dtype, void *dst,
+                          fck_dtype dst_dtype, int64_t itemsize, int64_t count) {
+    if (count <= 0) {
+        return;
+    }
+    if (src_dtype == dst_dtype) {
+        memcpy(dst, src, (size_t)(count * itemsize));
+    } else if (dst_dtype == FCK_FLOAT32) {
+        loops->to_float[spoke_of(src_dtype)](src, dst, count);
+    } else if (src_dtype == FCK_FLOAT32) {
+        loops->from_float[spoke_of(dst_dtype)](src, dst, count);
+    } else {
+        cast_through_float(loops, (const unsigned char *)src, src_dtype, (unsigned char *)dst,
+                           dst_dtype, count);
+    }
+}
+
+static const char *cpu_pack(const fck_segment *segments, size_t count, void *stream) {
+    (void)stream;
+    for (size_t i = 0; i < count; i++) {
+        if (!fck_castable(segments[i].src_dtype, segments[i].dst_dtype)) {
+            return no_cast;
+        }
+    }
+    const fck_loops *loops = fck_loops_best();
+    for (size_t i = 0; i < count; i++) {
+        const fck_segment *s = &segments[i];
+        copy_elements(loops, s->src, s->src_dtype, s->dst, s->dst_dtype, s->itemsize, s->count);
+    }
+    return NULL;
+}
+
+/* Row by row, so that the gathered buffer is read front to back. */
+static const char *cpu_unpack(const void *rows, int64_t row_bytes, int64_t world,
+                              const fck_column *columns, size_t count, void *stream) {
+    (void)stream;
+    for (int64_t r = 0; r < world; r++) {
+        for (size_t i = 0; i < count; i++) {
+            const fck_column *c = &columns[i];
+            if (c->bytes > 0) {
+                memcpy((unsigned char *)c->dst + r * c->bytes,
+                       (const unsigned char *)rows + r * row_bytes + c->offset, (size_t)c->bytes);
+            }
+        }
+    }
+    return NULL;
+}
+
+/* Writes one gradient's `chunk` slots of one row; `slots` is where they begin. */
+static void pack_gradient_row(const fck_loops *loops, const fck_gradient *g, int64_t row,
+                              unsigned char *slots, fck_dtype dst_dtype, int64_t dst_size) {
+    const int64_t filled = fck_row_filled(g->numel, g->chunk, row);
+    if (filled > 0) {
+        const unsigned char *src = (const unsigned char *)g->src + row * g->chunk * g->itemsize;
+        copy_elements(loops, src, g->src_dtype, slots, dst_dtype, g->itemsize, filled);
+    }
+    if (filled < g->chunk) {
+        /* All-zero bytes are zero in every type there is. */
+        memset(slots + filled * dst_size, 0, (size_t)((g->chunk - filled) * dst_size));
+    }
+}
+
+static const char *cpu_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
+                                      void *dst, int64_t row_numel, fck_dtype dst_dtype,
+                                      void *stream) {
+    (void)stream;
+    for (size_t i = 0; i < count; i++) {
+        if (!fck_castable(gradients[i].src_dtype, dst_dtype)) {
+            return no_cast;
+        }
+    }
+    const fck_loops *loops = fck_loops_best();
+    for (int64_t r = 0; r < world; r++) {
+        for (size_t i = 0; i < count; i++) {
+            const fck_gradient *g = &gradients[i];
+            if (g->chunk <= 0) {
+                continue;
+            }
+            const int64_t dst_size = fck_target_size(g, dst_dtype);
+            unsigned char *slots = (unsigned char *)dst + (r * row_numel + g->offset) * dst_size;
+            pack_gradient_row(loops, g, r, slots, dst_dtype, dst_size);
+        }
+    }
+    return NULL;
+}
+
+int fck_can_cast(fck_dtype src, fck_dtype dst) {
+    return fck_castable(src, dst);
+}
+
+const fck_backend *fck_cpu(void) {
+    static const fck_backend cpu = {"cpu", cpu_pack, cpu_unpack, cpu_pack_gradients};
+    return &cpu;
+}

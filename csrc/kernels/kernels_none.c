@@ -1,0 +1,46 @@
+/* Stands in for kernels_cuda.cu where the extension was built without nvcc: the CUDA backend exists, so
+ * nothing above it needs a build switch, and every launch fails with a message that names the remedy. */
+#include "kernels.h"
+
+static const char not_built[] = "fsdp_c was built without its CUDA kernels: rebuild it where nvcc "
+                                "is found, with FSDP_C_NO_CUDA unset";
+
+static const char *none_pack(const fck_segment *segments, size_t count, void *stream) {
+    (void)segments;
+    (void)count;
+    (void)stream;
+    return not_built;
+}
+
+static const char *none_unpack(const void *rows, int64_t row_bytes, int64_t world,
+                               const fck_column *columns, size_t count, void *stream) {
+    (void)rows;
+    (void)row_bytes;
+    (void)world;
+    (void)columns;
+    (void)count;
+    (void)stream;
+    return not_built;
+}
+
+static const char *none_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
+                                       void *dst, int64_t row_numel, fck_dtype dst_dtype,
+                                       void *stream) {
+    (void)gradients;
+    (void)count;
+    (void)world;
+    (void)dst;
+    (void)row_numel;
+    (void)dst_dtype;
+    (void)stream;
+    return not_built;
+}
+
+const fck_backend *fck_cuda(void) {
+    static const fck_backend none = {"cuda", none_pack, none_unpack, none_pack_gradients};
+    return &none;
+}
+
+int fck_cuda_built(void) {
+    return 0;
+}

@@ -1,0 +1,88 @@
+/* Getters and setters that several types share. Owns nothing. */
+#include "objects.h"
+
+PyObject *fcpy_or_none(PyObject *obj) {
+    PyObject *result = obj != NULL ? obj : Py_None;
+    Py_INCREF(result);
+    return result;
+}
+
+int fcpy_check_list(PyObject *list, PyTypeObject *type, const char *what) {
+    if (list == NULL || !PyList_Check(list)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a list", what);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        if (!PyObject_TypeCheck(PyList_GET_ITEM(list, i), type)) {
+            PyErr_Format(PyExc_TypeError, "%s must hold %s objects, got %s", what, type->tp_name,
+                         Py_TYPE(PyList_GET_ITEM(list, i))->tp_name);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Enum members are bound as tuples in the order of the C enums, which count from 1. */
+static PyObject *member(PyObject *members, int number) {
+    if (members == NULL || !PyTuple_Check(members) || number < 1 || number > PyTuple_GET_SIZE(members)) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: the extension is not bound");
+        return NULL;
+    }
+    PyObject *result = PyTuple_GET_ITEM(members, number - 1);
+    Py_INCREF(result);
+    return result;
+}
+
+PyObject *fcpy_training_state(const fcpy_module *mod, fc_training_state state) {
+    return member(mod->bound.training_states, (int)state);
+}
+
+int fcpy_parse_training_state(const fcpy_module *mod, PyObject *obj, fc_training_state *out) {
+    PyObject *members = mod->bound.training_states;
+    for (Py_ssize_t i = 0; members != NULL && i < PyTuple_GET_SIZE(members); i++) {
+        if (PyTuple_GET_ITEM(members, i) == obj) {
+            *out = (fc_training_state)(i + 1);
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_TypeError, "expected a TrainingState, got %R", obj != NULL ? obj : Py_None);
+    return -1;
+}
+
+PyObject *fcpy_sharded_state(const fcpy_module *mod, fc_sharded_state state) {
+    return member(mod->bound.sharded_states, (int)state);
+}
+
+int fcpy_set_bool(PyObject *value, bool *target) {
+    if (value == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "this attribute cannot be deleted");
+        return -1;
+    }
+    int truth = PyObject_IsTrue(value);
+    if (truth < 0) {
+        return -1;
+    }
+    *target = truth != 0;
+    return 0;
+}
+
+PyObject *fcpy_get_dtype(fct_dtype dtype) {
+    PyObject *result = NULL;
+    if (dtype == FCT_NO_DTYPE) {
+        Py_RETURN_NONE;
+    }
+    return fct_py_from_dtype(dtype, &result) == 0 ? result : NULL;
+}
+
+int fcpy_set_dtype(PyObject *value, fct_dtype *target) {
+    fct_dtype dtype = value == NULL ? FCT_NO_DTYPE : fct_py_dtype(value);
+    if (dtype < FCT_NO_DTYPE) {
+        return -1;
+    }
+    *target = dtype;
+    return 0;
+}
+
+void fcpy_retain(void *owner) { Py_INCREF((PyObject *)owner); }
+
+void fcpy_release(void *owner) { Py_DECREF((PyObject *)owner); }

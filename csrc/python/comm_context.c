@@ -1,0 +1,265 @@
+/* The CommContext type (streams and what is in flight, shared by the groups of one root) and the IterationContext type
+ * (the states of one root and the iteration's flags). */
+#include "objects.h"
+
+/* ---- CommContext ---- */
+
+static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *keywords[] = {"device", NULL};
+    PyObject *device = NULL;
+    fct_device parsed;
+    fcpy_module *mod = fcpy_module_of(type);
+    if (mod == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O", keywords, &device) ||
+        fct_py_device(device, &parsed) != 0) {
+        return NULL;
+    }
+    fcpy_comm *self = (fcpy_comm *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->mod = mod;
+        fc_comm_init(&self->core, parsed);
+    }
+    return (PyObject *)self;
+}
+
+static int comm_traverse(PyObject *obj, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(obj));
+    Py_VISIT(((fcpy_comm *)obj)->dict);
+    return 0;
+}
+
+static int comm_clear(PyObject *obj) {
+    Py_CLEAR(((fcpy_comm *)obj)->dict);
+    return 0;
+}
+
+static void comm_dealloc(PyObject *obj) {
+    fcpy_comm *self = (fcpy_comm *)obj;
+    PyTypeObject *type = Py_TYPE(obj);
+    PyObject_GC_UnTrack(obj);
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(obj);
+    }
+    (void)comm_clear(obj);
+    fc_comm_fini(&self->core);
+    type->tp_free(obj);
+    Py_DECREF(type);
+}
+
+static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
+    PyObject *device = NULL; /* stock's argument; ours knows its device */
+    if (!PyArg_ParseTuple(args, "|O", &device)) {
+        return NULL;
+    }
+    fc_status status = fc_comm_init_streams(&((fcpy_comm *)obj)->core);
+    if (status != FC_OK) {
+        (void)fcpy_raise(status, ((fcpy_comm *)obj)->core.error.message);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *comm_order(PyObject *obj, void *closure) {
+    (void)closure;
+    const fc_order *order = &((fcpy_comm *)obj)->core.order;
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < order->count; i++) {
+        PyObject *group = order->items[i] != NULL ? (PyObject *)order->items[i]->owner : Py_None;
+        if (PyList_Append(list, group) != 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *comm_in_flight(PyObject *obj, void *closure) {
+    (void)closure;
+    return PyLong_FromSize_t(((fcpy_comm *)obj)->core.reductions);
+}
+
+static PyObject *comm_max_buffers(PyObject *obj, void *closure) {
+    (void)closure;
+    return PyLong_FromSize_t(((fcpy_comm *)obj)->core.max_reductions);
+}
+
+static int comm_set_max_buffers(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    size_t count = value != NULL ? PyLong_AsSize_t(value) : 0;
+    if (count == (size_t)-1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (count < 1) {
+        PyErr_SetString(PyExc_ValueError, "at least one buffer is needed");
+        return -1;
+    }
+    ((fcpy_comm *)obj)->core.max_reductions = count;
+    return 0;
+}
+
+static PyGetSetDef comm_getset[] = {
+    {"post_forward_order", comm_order, NULL, "List of the groups in the order their forwards ended (a copy).", NULL},
+    {"reductions_in_flight", comm_in_flight, NULL, "Gradient reductions whose buffers are still kept.", NULL},
+    {"reduce_scatter_max_input_buffers", comm_max_buffers, comm_set_max_buffers, "How many of them are kept at most.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef comm_methods[] = {
+    {"lazy_init", comm_lazy_init, METH_VARARGS, "Takes the streams from torch's pool; idempotent."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef comm_members[] = {
+    {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_comm, dict), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_comm, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot comm_slots[] = {
+    {Py_tp_new, (void *)comm_new},           {Py_tp_dealloc, (void *)comm_dealloc},
+    {Py_tp_traverse, (void *)comm_traverse}, {Py_tp_clear, (void *)comm_clear},
+    {Py_tp_getset, comm_getset},             {Py_tp_methods, comm_methods},
+    {Py_tp_members, comm_members},           {Py_tp_doc, "CommContext(device): streams, events and buffers in flight."},
+    {0, NULL},
+};
+
+PyType_Spec fcpy_comm_spec = {
+    .name = "fsdp_c._C.CommContext",
+    .basicsize = sizeof(fcpy_comm),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = comm_slots,
+};
+
+/* ---- IterationContext ---- */
+
+static PyObject *iteration_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    (void)args;
+    (void)kwargs;
+    fcpy_module *mod = fcpy_module_of(type);
+    if (mod == NULL) {
+        return NULL;
+    }
+    fcpy_iteration *self = (fcpy_iteration *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->mod = mod;
+    fc_iteration_init(&self->core);
+    self->all_states = PyList_New(0);
+    if (self->all_states == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int iteration_traverse(PyObject *obj, visitproc visit, void *arg) {
+    fcpy_iteration *self = (fcpy_iteration *)obj;
+    Py_VISIT(Py_TYPE(obj));
+    Py_VISIT(self->all_states);
+    Py_VISIT(self->dict);
+    return 0;
+}
+
+static int iteration_clear(PyObject *obj) {
+    fcpy_iteration *self = (fcpy_iteration *)obj;
+    fc_iteration_fini(&self->core);
+    Py_CLEAR(self->all_states);
+    Py_CLEAR(self->dict);
+    return 0;
+}
+
+static void iteration_dealloc(PyObject *obj) {
+    PyTypeObject *type = Py_TYPE(obj);
+    PyObject_GC_UnTrack(obj);
+    (void)iteration_clear(obj);
+    type->tp_free(obj);
+    Py_DECREF(type);
+}
+
+static PyObject *get_all_states(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_or_none(((fcpy_iteration *)obj)->all_states);
+}
+
+static int set_all_states(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_iteration *self = (fcpy_iteration *)obj;
+    if (fcpy_check_list(value, self->mod->state_type, "all_states") != 0) {
+        return -1;
+    }
+    PyObject *copy = PyList_GetSlice(value, 0, PyList_GET_SIZE(value));
+    size_t count = (size_t)PyList_GET_SIZE(value);
+    fc_state **states = (fc_state **)malloc((count > 0 ? count : 1) * sizeof *states);
+    if (copy == NULL || states == NULL) {
+        Py_XDECREF(copy);
+        free((void *)states);
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < count; i++) {
+        states[i] = &((fcpy_state *)PyList_GET_ITEM(copy, (Py_ssize_t)i))->core;
+    }
+    fc_iteration_set_states(&self->core, states, count);
+    Py_XSETREF(self->all_states, copy);
+    return 0;
+}
+
+static PyObject *get_forward_root(PyObject *obj, void *closure) {
+    (void)closure;
+    const fc_state *root = ((fcpy_iteration *)obj)->core.forward_root;
+    return fcpy_or_none(root != NULL ? (PyObject *)root->owner : NULL);
+}
+
+static int set_forward_root(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_iteration *self = (fcpy_iteration *)obj;
+    if (value == NULL || value == Py_None) {
+        self->core.forward_root = NULL;
+        return 0;
+    }
+    if (!PyObject_TypeCheck(value, self->mod->state_type)) {
+        PyErr_SetString(PyExc_TypeError, "iter_forward_root must be a state or None");
+        return -1;
+    }
+    self->core.forward_root = &((fcpy_state *)value)->core;
+    return 0;
+}
+
+static PyObject *get_flag(PyObject *obj, void *closure) {
+    return PyBool_FromLong(*(bool *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static int set_flag(PyObject *obj, PyObject *value, void *closure) {
+    return fcpy_set_bool(value, (bool *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+#define ITERATION_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_iteration, core.field))
+
+static PyGetSetDef iteration_getset[] = {
+    {"all_states", get_all_states, set_all_states, "States under the root in named_modules() order.", NULL},
+    {"iter_forward_root", get_forward_root, set_forward_root, "State whose forward this iteration is, or None.", NULL},
+    {"post_backward_final_callback_queued", get_flag, set_flag, "Whether this backward's end is hooked already.",
+     ITERATION_OFFSET(callback_queued)},
+    {"is_last_backward", get_flag, set_flag, "Whether the next backward's end finalizes.",
+     ITERATION_OFFSET(is_last_backward)},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef iteration_members[] = {
+    {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_iteration, dict), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot iteration_slots[] = {
+    {Py_tp_new, (void *)iteration_new},           {Py_tp_dealloc, (void *)iteration_dealloc},
+    {Py_tp_traverse, (void *)iteration_traverse}, {Py_tp_clear, (void *)iteration_clear},
+    {Py_tp_getset, iteration_getset},             {Py_tp_members, iteration_members},
+    {Py_tp_doc, "IterationContext(): what the states under one root share about the running iteration."},
+    {0, NULL},
+};
+
+PyType_Spec fcpy_iteration_spec = {
+    .name = "fsdp_c._C.IterationContext",
+    .basicsize = sizeof(fcpy_iteration),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = iteration_slots,
+};

@@ -1,0 +1,23 @@
+/* From a core status to a Python exception: the one map. */
+#include "objects.h"
+
+int fcpy_raise(fc_status status, const char *message) {
+    PyObject *type = PyExc_RuntimeError;
+    if (status == FC_ERAISED) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_SystemError, "fsdp_c: a call failed without an exception");
+        }
+        return -1;
+    }
+    if (status == FC_ENOMEM) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (status == FC_EINVAL) {
+        type = PyExc_AssertionError;
+    } else if (status == FC_EVALUE) {
+        type = PyExc_ValueError;
+    }
+    PyErr_SetString(type, message != NULL && message[0] != '\0' ? message : "fsdp_c: internal error");
+    return -1;
+}

@@ -1,0 +1,155 @@
+/* The extension module: its state (types, interned names, bound Python functions) and nothing that is global. */
+#include "objects.h"
+
+#include <string.h>
+
+static fcpy_module *state_of(PyObject *module) { return (fcpy_module *)PyModule_GetState(module); }
+
+fcpy_module *fcpy_module_of(PyTypeObject *type) {
+    PyObject *mro = type->tp_mro;
+    for (Py_ssize_t i = 0; mro != NULL && i < PyTuple_GET_SIZE(mro); i++) {
+        PyTypeObject *base = (PyTypeObject *)PyTuple_GET_ITEM(mro, i);
+        if (!PyType_HasFeature(base, Py_TPFLAGS_HEAPTYPE)) {
+            continue;
+        }
+        PyObject *module = ((PyHeapTypeObject *)base)->ht_module;
+        if (module != NULL && PyModule_Check(module) && PyModule_GetDef(module) == &fcpy_module_def) {
+            return state_of(module);
+        }
+    }
+    PyErr_SetString(PyExc_TypeError, "not a type of fsdp_c._C");
+    return NULL;
+}
+
+/* bind(**objects): what the extension calls on its cold paths. */
+static PyObject *module_bind(PyObject *module, PyObject *args, PyObject *kwargs) {
+    fcpy_module *mod = state_of(module);
+    if (PyTuple_GET_SIZE(args) != 0 || kwargs == NULL) {
+        PyErr_SetString(PyExc_TypeError, "bind takes keyword arguments only");
+        return NULL;
+    }
+#define FCPY_TAKE(name)                                                   \
+    {                                                                     \
+        PyObject *value = PyDict_GetItemString(kwargs, #name);            \
+        if (value == NULL) {                                              \
+            PyErr_SetString(PyExc_TypeError, "bind: missing " #name);     \
+            return NULL;                                                  \
+        }                                                                 \
+        Py_INCREF(value);                                                 \
+        Py_XSETREF(mod->bound.name, value);                               \
+    }
+    FCPY_BOUND(FCPY_TAKE)
+#undef FCPY_TAKE
+    Py_RETURN_NONE;
+}
+
+static PyObject *module_fault_arm(PyObject *module, PyObject *arg) {
+    (void)module;
+    long long n = PyLong_AsLongLong(arg);
+    if (n == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    fct_fault_arm(n);
+    Py_RETURN_NONE;
+}
+
+static PyObject *module_fault_left(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    return PyLong_FromLongLong(fct_fault_left());
+}
+
+static PyMethodDef module_methods[] = {
+    {"bind", (PyCFunction)(void (*)(void))module_bind, METH_VARARGS | METH_KEYWORDS,
+     "bind(**objects): hands over the Python functions and classes that cold paths call."},
+    {"fault_arm", module_fault_arm, METH_O,
+     "fault_arm(n): the n-th fallible call into torch from now on, on this thread, raises RuntimeError; 0: off."},
+    {"fault_left", module_fault_left, METH_NOARGS, "fault_left(): what is left of fault_arm's n; 0: off or fired."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot) {
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    *slot = (PyTypeObject *)type;
+    return PyModule_AddType(module, *slot);
+}
+
+static int module_exec(PyObject *module) {
+    fcpy_module *mod = state_of(module);
+    memset(mod, 0, sizeof *mod);
+#define FCPY_INTERN(name)                                    \
+    mod->names.name = PyUnicode_InternFromString(#name);     \
+    if (mod->names.name == NULL) {                           \
+        return -1;                                           \
+    }
+    FCPY_NAMES(FCPY_INTERN)
+#undef FCPY_INTERN
+    mod->no_grad_kwnames = PyTuple_Pack(1, mod->names.requires_grad);
+    if (mod->no_grad_kwnames == NULL || add_type(module, &fcpy_param_spec, &mod->param_type) != 0 ||
+        add_type(module, &fcpy_comm_spec, &mod->comm_type) != 0 ||
+        add_type(module, &fcpy_iteration_spec, &mod->iteration_type) != 0 ||
+        add_type(module, &fcpy_group_spec, &mod->group_type) != 0 ||
+        add_type(module, &fcpy_state_spec, &mod->state_type) != 0 ||
+        add_type(module, &fcpy_hook_spec, &mod->hook_type) != 0) {
+        return -1;
+    }
+    return 0;
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg) {
+    fcpy_module *mod = state_of(module);
+    Py_VISIT(mod->param_type);
+    Py_VISIT(mod->comm_type);
+    Py_VISIT(mod->iteration_type);
+    Py_VISIT(mod->group_type);
+    Py_VISIT(mod->state_type);
+    Py_VISIT(mod->hook_type);
+#define FCPY_VISIT(name) Py_VISIT(mod->bound.name);
+    FCPY_BOUND(FCPY_VISIT)
+#undef FCPY_VISIT
+    return 0;
+}
+
+static int module_clear(PyObject *module) {
+    fcpy_module *mod = state_of(module);
+#define FCPY_CLEAR_BOUND(name) Py_CLEAR(mod->bound.name);
+    FCPY_BOUND(FCPY_CLEAR_BOUND)
+#undef FCPY_CLEAR_BOUND
+#define FCPY_CLEAR_NAME(name) Py_CLEAR(mod->names.name);
+    FCPY_NAMES(FCPY_CLEAR_NAME)
+#undef FCPY_CLEAR_NAME
+    Py_CLEAR(mod->no_grad_kwnames);
+    Py_CLEAR(mod->param_type);
+    Py_CLEAR(mod->comm_type);
+    Py_CLEAR(mod->iteration_type);
+    Py_CLEAR(mod->group_type);
+    Py_CLEAR(mod->state_type);
+    Py_CLEAR(mod->hook_type);
+    return 0;
+}
+
+static void module_free(void *module) { (void)module_clear((PyObject *)module); }
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, (void *)module_exec},
+    {0, NULL},
+};
+
+struct PyModuleDef fcpy_module_def = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "fsdp_c._C",
+    .m_doc = "The C core of fsdp_c. Import fsdp_c, not this.",
+    .m_size = sizeof(fcpy_module),
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__C(void);
+
+PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&fcpy_module_def); }

@@ -1,0 +1,172 @@
+/* The Python-visible objects around the core's structs, and what they share.
+ *
+ * Each object embeds its core struct and owns the Python references that the core borrows: a ParamGroup keeps its
+ * Params and CommContext alive, a State its groups, prefetch targets, contexts. Cycles are broken by GC; every object
+ * holds the module state it was made under (types keep the module alive), so there is no static PyObject. */
+#ifndef FSDP_C_PYTHON_OBJECTS_H
+#define FSDP_C_PYTHON_OBJECTS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include "../core/state.h"
+
+/* Interned names used on the hot path; X(identifier). */
+#define FCPY_NAMES(X)            \
+    X(_local_tensor)             \
+    X(_parameters)               \
+    X(_post_accumulate_grad_hooks) \
+    X(grad)                      \
+    X(requires_grad)             \
+    X(_make_unsharded)           \
+    X(_lazy_init)                \
+    X(_modules)
+
+/* Python functions and classes that the extension is told about once, by fsdp_c/__init__ (see module.c). */
+#define FCPY_BOUND(X)         \
+    X(dtensor_class)          \
+    X(dtensor_new)            \
+    X(collect_grad_tensors)   \
+    X(replace_grad_tensors)   \
+    X(cast_tree)              \
+    X(warn_view_output)       \
+    X(training_states)        \
+    X(sharded_states)
+
+typedef struct fcpy_module {
+    PyTypeObject *param_type;
+    PyTypeObject *group_type;
+    PyTypeObject *comm_type;
+    PyTypeObject *iteration_type;
+    PyTypeObject *state_type;
+    PyTypeObject *hook_type;
+    struct {
+#define FCPY_FIELD(name) PyObject *name;
+        FCPY_NAMES(FCPY_FIELD)
+    } names;
+    struct {
+        FCPY_BOUND(FCPY_FIELD)
+#undef FCPY_FIELD
+    } bound;
+    PyObject *no_grad_kwnames; /* ("requires_grad",) */
+} fcpy_module;
+
+/* One place where a parameter is registered. */
+typedef struct fcpy_slot {
+    PyObject *module;     /* used where the module has its own __setattr__ */
+    PyObject *parameters; /* module._parameters; NULL: go through setattr */
+    PyObject *name;       /* interned */
+} fcpy_slot;
+
+typedef struct fcpy_param {
+    PyObject_HEAD
+    fc_param core;
+    fcpy_module *mod;
+    PyObject *sharded_param;   /* the DTensor parameter */
+    PyObject *unsharded_param; /* the parameter used for computation; NULL before the first unshard */
+    PyObject *spec;            /* DTensorSpec of shard and gradient */
+    PyObject *fqn;             /* str or NULL */
+    fcpy_slot *slots;
+    Py_ssize_t slot_count;
+    PyObject *dict;
+    PyObject *weakrefs;
+} fcpy_param;
+
+typedef struct fcpy_comm {
+    PyObject_HEAD
+    fc_comm core;
+    fcpy_module *mod;
+    PyObject *dict;
+    PyObject *weakrefs;
+} fcpy_comm;
+
+typedef struct fcpy_iteration {
+    PyObject_HEAD
+    fc_iteration core;
+    fcpy_module *mod;
+    PyObject *all_states; /* list of State */
+    PyObject *dict;
+} fcpy_iteration;
+
+typedef struct fcpy_group {
+    PyObject_HEAD
+    fc_group core;
+    fcpy_module *mod;
+    PyObject *params; /* list of Param, as many as core.count, in its order */
+    PyObject *comm;   /* CommContext */
+    PyObject *pg_name;
+    PyObject *fqn;
+    PyObject *dict;
+    PyObject *weakrefs;
+} fcpy_group;
+
+typedef struct fcpy_state {
+    PyObject_HEAD
+    fc_state core;
+    fcpy_module *mod;
+    PyObject *groups;            /* list of ParamGroup */
+    PyObject *forward_prefetch;  /* list of State */
+    PyObject *backward_prefetch; /* list of State */
+    PyObject *iteration;         /* IterationContext */
+    PyObject *comm;              /* CommContext */
+    PyObject *modules_to_run;    /* set: modules of a multi-module state that have not run in this forward */
+    PyObject *is_root;           /* None, True or False */
+    fct_dtype input_dtype;       /* cast of forward inputs; FCT_NO_DTYPE: none */
+    fct_dtype output_dtype;
+    PyObject *dict;
+    PyObject *weakrefs;
+} fcpy_state;
+
+/* ---- errors.c ---- */
+/* Raises the exception of `status` (nothing for FC_ERAISED) with `message`; returns -1. */
+int fcpy_raise(fc_status status, const char *message);
+
+/* ---- module.c ---- */
+extern struct PyModuleDef fcpy_module_def;
+/* The module state of a type or of one of its bases; NULL with TypeError set. */
+fcpy_module *fcpy_module_of(PyTypeObject *type);
+extern const fc_host fcpy_host; /* param.c: what the core may ask of Python */
+
+/* ---- type specs, one for each file ---- */
+extern PyType_Spec fcpy_param_spec;
+extern PyType_Spec fcpy_comm_spec;
+extern PyType_Spec fcpy_iteration_spec;
+extern PyType_Spec fcpy_group_spec;
+extern PyType_Spec fcpy_state_spec;
+extern PyType_Spec fcpy_hook_spec;
+
+/* ---- attributes.c: getters and setters that several types share ---- */
+/* A list of objects of one type: checks the items; returns 0 or -1 with TypeError. */
+int fcpy_check_list(PyObject *list, PyTypeObject *type, const char *what);
+PyObject *fcpy_training_state(const fcpy_module *mod, fc_training_state state);
+/* -1 with TypeError where obj is no TrainingState. */
+int fcpy_parse_training_state(const fcpy_module *mod, PyObject *obj, fc_training_state *out);
+PyObject *fcpy_sharded_state(const fcpy_module *mod, fc_sharded_state state);
+/* Sets *target from a Python bool; deletion is refused. */
+int fcpy_set_bool(PyObject *value, bool *target);
+PyObject *fcpy_get_dtype(fct_dtype dtype); /* None for FCT_NO_DTYPE */
+int fcpy_set_dtype(PyObject *value, fct_dtype *target);
+/* New reference to obj, None for NULL. */
+PyObject *fcpy_or_none(PyObject *obj);
+
+/* ---- tree.c: forward arguments and outputs ---- */
+/* Casts floating-point tensors in args and kwargs; both are replaced (owned references). Differentiable. */
+int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObject **kwargs);
+/* The same for one object; new reference. */
+PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output);
+/* Puts a post-backward node above all tensors in args and kwargs that require grad; both are replaced. */
+int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, PyObject **kwargs);
+/* Calls hook when the gradient of any tensor in output has been computed. `state` only for the view warning. */
+int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output);
+
+/* ---- state.c ---- */
+/* The hooks' work. pre returns 0 and leaves args and kwargs (owned, replaced); post a new reference. */
+int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs);
+PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *output);
+
+/* Reference counting of a PyObject as the owner of an fct_hook. */
+void fcpy_retain(void *owner);
+void fcpy_release(void *owner);
+
+#endif

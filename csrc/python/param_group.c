@@ -1,0 +1,393 @@
+/* The ParamGroup type: the core's parameter group as Python sees it. Owns the list of Params and the CommContext. The
+ * cold side (lazy init, dtypes, state-dict hooks) is the Python subclass in fsdp_c/param_group.py. */
+#include "objects.h"
+
+#include <math.h>
+
+static fcpy_group *as_group(PyObject *obj) { return (fcpy_group *)obj; }
+
+static int raise_group(fcpy_group *self, fc_status status) {
+    return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
+}
+
+static PyObject *none_or_raise(fcpy_group *self, fc_status status) {
+    if (status != FC_OK) {
+        (void)raise_group(self, status);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- life ---- */
+
+static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    (void)args;
+    (void)kwargs;
+    fcpy_module *mod = fcpy_module_of(type);
+    if (mod == NULL) {
+        return NULL;
+    }
+    fcpy_group *self = (fcpy_group *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->mod = mod;
+    }
+    return (PyObject *)self;
+}
+
+/* The Params' core structs, in the list's order; NULL with MemoryError. */
+static fc_param **core_params(PyObject *list) {
+    size_t count = (size_t)PyList_GET_SIZE(list);
+    fc_param **params = (fc_param **)malloc((count > 0 ? count : 1) * sizeof *params);
+    if (params == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (size_t i = 0; i < count; i++) {
+        params[i] = &((fcpy_param *)PyList_GET_ITEM(list, (Py_ssize_t)i))->core;
+    }
+    return params;
+}
+
+static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
+    static char *keywords[] = {"params", "comm_ctx", "device", "pg_name", "world", "rank", "module_count", NULL};
+    fcpy_group *self = as_group(obj);
+    PyObject *list = NULL;
+    PyObject *comm = NULL;
+    PyObject *device = NULL;
+    PyObject *pg_name = NULL;
+    long long world = 0;
+    long long rank = 0;
+    Py_ssize_t module_count = 1;
+    fct_device parsed;
+    if (self->core.comm != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OULLn", keywords, &list, self->mod->comm_type, &comm, &device,
+                                     &pg_name, &world, &rank, &module_count) ||
+        fcpy_check_list(list, self->mod->param_type, "params") != 0 || fct_py_device(device, &parsed) != 0) {
+        return -1;
+    }
+    const char *text = PyUnicode_AsUTF8(pg_name);
+    PyObject *copy = PyList_GetSlice(list, 0, PyList_GET_SIZE(list));
+    fc_param **params = copy != NULL ? core_params(copy) : NULL;
+    if (text == NULL || params == NULL) {
+        Py_XDECREF(copy);
+        free((void *)params);
+        return -1;
+    }
+    fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, params, (size_t)PyList_GET_SIZE(copy),
+                  parsed, world, rank);
+    self->core.pg_name = text;
+    self->core.module_count = (size_t)module_count;
+    self->params = copy;
+    Py_INCREF(comm);
+    self->comm = comm;
+    Py_INCREF(pg_name);
+    self->pg_name = pg_name;
+    return 0;
+}
+
+static int group_traverse(PyObject *obj, visitproc visit, void *arg) {
+    fcpy_group *self = as_group(obj);
+    Py_VISIT(Py_TYPE(obj));
+    Py_VISIT(self->params);
+    Py_VISIT(self->comm);
+    Py_VISIT(self->dict);
+    return 0;
+}
+
+/* params and comm stay until dealloc: the core borrows them. */
+static int group_clear(PyObject *obj) {
+    Py_CLEAR(as_group(obj)->dict);
+    return 0;
+}
+
+static void group_dealloc(PyObject *obj) {
+    fcpy_group *self = as_group(obj);
+    PyTypeObject *type = Py_TYPE(obj);
+    PyObject_GC_UnTrack(obj);
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(obj);
+    }
+    (void)group_clear(obj);
+    fc_group_fini(&self->core);
+    Py_CLEAR(self->params);
+    Py_CLEAR(self->comm);
+    Py_CLEAR(self->pg_name);
+    Py_CLEAR(self->fqn);
+    type->tp_free(obj);
+    Py_DECREF(type);
+}
+
+/* ---- methods ---- */
+
+static PyObject *group_unshard(PyObject *obj, PyObject *args, PyObject *kwargs) {
+    static char *keywords[] = {"async_op", NULL};
+    int async_op = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p", keywords, &async_op)) {
+        return NULL;
+    }
+    return none_or_raise(as_group(obj), fc_group_unshard(&as_group(obj)->core, async_op != 0));
+}
+
+static PyObject *group_wait(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    return none_or_raise(as_group(obj), fc_group_wait_unshard(&as_group(obj)->core));
+}
+
+static PyObject *group_reshard(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    return none_or_raise(as_group(obj), fc_group_reshard(&as_group(obj)->core));
+}
+
+static PyObject *group_to_sharded(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    return none_or_raise(as_group(obj), fc_group_to_sharded(&as_group(obj)->core));
+}
+
+static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
+    int default_prefetch = 1;
+    if (PyTuple_GET_SIZE(args) > 0) {
+        default_prefetch = PyObject_IsTrue(PyTuple_GET_ITEM(args, 0));
+        if (default_prefetch < 0) {
+            return NULL;
+        }
+    }
+    return none_or_raise(as_group(obj), fc_group_pre_backward(&as_group(obj)->core, default_prefetch != 0));
+}
+
+static PyObject *group_post_backward(PyObject *obj, PyObject *args) {
+    (void)args;
+    return none_or_raise(as_group(obj), fc_group_post_backward(&as_group(obj)->core));
+}
+
+static PyObject *group_finalize(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    return none_or_raise(as_group(obj), fc_group_finalize_backward(&as_group(obj)->core));
+}
+
+static PyObject *group_reset(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    return none_or_raise(as_group(obj), fc_group_reset(&as_group(obj)->core));
+}
+
+static PyObject *group_check(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    return none_or_raise(as_group(obj), fc_group_check(&as_group(obj)->core));
+}
+
+static PyObject *group_invalidate(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    fc_group_invalidate(&as_group(obj)->core);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef group_methods[] = {
+    {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,
+     "unshard(async_op=False): starts the all-gather unless one is in flight or the group is unsharded already."},
+    {"wait_for_unshard", group_wait, METH_NOARGS, "Waits for unshard() and registers the unsharded parameters."},
+    {"reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters and frees the unsharded ones."},
+    {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() whatever the training state."},
+    {"pre_backward", group_pre_backward, METH_VARARGS, "pre_backward(default_prefetch): unshards for backward."},
+    {"post_backward", group_post_backward, METH_VARARGS, "Collects gradients, reshards and reduces; idempotent."},
+    {"finalize_backward", group_finalize, METH_NOARGS, "Waits for reductions and drops an unused all-gather."},
+    {"_reset_iter_state", group_reset, METH_NOARGS, "Back to sharded and idle, without partial gradients."},
+    {"_invalidate", group_invalidate, METH_NOARGS, "The transfer plan is built anew at the next unshard."},
+    {"_check", group_check, METH_NOARGS, "Raises RuntimeError where an invariant does not hold (tests)."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* ---- attributes ---- */
+
+static PyObject *get_flag(PyObject *obj, void *closure) {
+    return PyBool_FromLong(*(bool *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static int set_flag(PyObject *obj, PyObject *value, void *closure) {
+    return fcpy_set_bool(value, (bool *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static PyObject *get_dtype(PyObject *obj, void *closure) {
+    return fcpy_get_dtype(*(fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static int set_dtype(PyObject *obj, PyObject *value, void *closure) {
+    return fcpy_set_dtype(value, (fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static PyObject *get_params(PyObject *obj, void *closure) {
+    (void)closure;
+    return PyList_GetSlice(as_group(obj)->params, 0, PyList_GET_SIZE(as_group(obj)->params));
+}
+
+static PyObject *get_comm(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_or_none(as_group(obj)->comm);
+}
+
+static int set_comm(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_group *self = as_group(obj);
+    if (value == NULL || !PyObject_TypeCheck(value, self->mod->comm_type)) {
+        PyErr_SetString(PyExc_TypeError, "comm_ctx must be a fsdp_c CommContext");
+        return -1;
+    }
+    fc_status status = fc_group_set_comm(&self->core, &((fcpy_comm *)value)->core);
+    if (status != FC_OK) {
+        return raise_group(self, status);
+    }
+    Py_INCREF(value);
+    Py_XSETREF(self->comm, value);
+    return 0;
+}
+
+static PyObject *get_training(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_training_state(as_group(obj)->mod, as_group(obj)->core.training_state);
+}
+
+static int set_training(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    return fcpy_parse_training_state(as_group(obj)->mod, value, &as_group(obj)->core.training_state);
+}
+
+static PyObject *get_sharded(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_sharded_state(as_group(obj)->mod, as_group(obj)->core.sharded_state);
+}
+
+static PyObject *is_state(PyObject *obj, void *closure) {
+    return PyBool_FromLong((uintptr_t)as_group(obj)->core.sharded_state == (uintptr_t)closure);
+}
+
+static PyObject *get_divide_factor(PyObject *obj, void *closure) {
+    (void)closure;
+    const fc_group *g = &as_group(obj)->core;
+    if (!g->has_divide_factor) {
+        Py_RETURN_NONE;
+    }
+    return PyFloat_FromDouble(g->divide_factor);
+}
+
+static int set_divide_factor(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fc_group *g = &as_group(obj)->core;
+    if (value == NULL || value == Py_None) {
+        g->has_divide_factor = false;
+        return 0;
+    }
+    double factor = PyFloat_AsDouble(value);
+    if (factor == -1.0 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (!(factor > 0.0) || isinf(factor)) {
+        PyErr_Format(PyExc_ValueError, "the gradient divide factor must be positive and finite, got %R", value);
+        return -1;
+    }
+    g->divide_factor = factor;
+    g->has_divide_factor = true;
+    return 0;
+}
+
+static PyObject *get_fqn(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_or_none(as_group(obj)->fqn);
+}
+
+static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_group *self = as_group(obj);
+    const char *text = NULL;
+    if (value != NULL && value != Py_None) {
+        text = PyUnicode_AsUTF8(value);
+        if (text == NULL) {
+            return -1;
+        }
+        Py_INCREF(value);
+    } else {
+        value = NULL;
+    }
+    Py_XSETREF(self->fqn, value);
+    self->core.name = text;
+    return 0;
+}
+
+static PyObject *get_pending(PyObject *obj, void *closure) {
+    (void)closure;
+    if (as_group(obj)->core.gather.active) {
+        Py_RETURN_TRUE;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *get_positions(PyObject *obj, void *closure) {
+    (void)closure;
+    const fc_positions *positions = &as_group(obj)->core.positions;
+    PyObject *list = PyList_New((Py_ssize_t)positions->count);
+    for (size_t i = 0; list != NULL && i < positions->count; i++) {
+        PyObject *number = PyLong_FromSize_t(positions->items[i]);
+        if (number == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, number);
+    }
+    return list;
+}
+
+#define GROUP_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_group, core.field))
+#define GROUP_FLAG(name, field, doc) {name, get_flag, set_flag, doc, GROUP_OFFSET(field)}
+
+static PyGetSetDef group_getset[] = {
+    {"fsdp_params", get_params, NULL, "List of the group's Params (a copy).", NULL},
+    {"comm_ctx", get_comm, set_comm, "The CommContext shared under one root.", NULL},
+    {"_training_state", get_training, set_training, "TrainingState of the group.", NULL},
+    {"_sharded_state", get_sharded, NULL, "ShardedState of the group.", NULL},
+    {"is_sharded", is_state, NULL, "Whether the sharded parameters are registered.", (void *)FC_SHARDED},
+    {"is_sharded_post_forward", is_state, NULL, "Whether resharded to a smaller mesh.", (void *)FC_SHARDED_POST_FORWARD},
+    {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.", (void *)FC_UNSHARDED},
+    {"gradient_divide_factor", get_divide_factor, set_divide_factor, "Divisor of the sum of gradients; None: mean.",
+     NULL},
+    {"_module_fqn", get_fqn, set_fqn, "Names of the group's modules from the root, after lazy init.", NULL},
+    {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.", NULL},
+    {"_post_forward_indices", get_positions, NULL, "Positions in the post-forward order (a copy).", NULL},
+    {"_orig_dtype", get_dtype, set_dtype, "dtype of the trainable parameters, or None.", GROUP_OFFSET(orig_dtype)},
+    {"_reduce_dtype", get_dtype, set_dtype, "dtype gradients are reduced in, or None.", GROUP_OFFSET(reduce_dtype)},
+    GROUP_FLAG("reduce_grads", reduce_grads, "Whether backward reduces gradients."),
+    GROUP_FLAG("all_reduce_grads", all_reduce_grads, "HSDP only: whether backward all-reduces."),
+    GROUP_FLAG("_reshard_after_forward", reshard_after_forward, "Whether forward ends sharded."),
+    GROUP_FLAG("reshard_after_backward", reshard_after_backward, "Whether backward ends sharded."),
+    GROUP_FLAG("unshard_async_op", unshard_async_op, "Whether hooks unshard on the current stream."),
+    GROUP_FLAG("unshard_in_backward", unshard_in_backward, "Whether backward needs the parameters."),
+    GROUP_FLAG("force_sum_reduction_for_comms", force_sum, "Reduce with SUM only and divide separately."),
+    GROUP_FLAG("reduce_scatter_unused_params", reduce_unused, "Reduce zeros for parameters without gradient."),
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef group_members[] = {
+    {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_group, dict), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_group, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot group_slots[] = {
+    {Py_tp_new, (void *)group_new},
+    {Py_tp_init, (void *)group_init},
+    {Py_tp_dealloc, (void *)group_dealloc},
+    {Py_tp_traverse, (void *)group_traverse},
+    {Py_tp_clear, (void *)group_clear},
+    {Py_tp_getset, group_getset},
+    {Py_tp_methods, group_methods},
+    {Py_tp_members, group_members},
+    {Py_tp_doc, "ParamGroup(params, comm_ctx, device, pg_name, world, rank, module_count): parameters that are "
+                "gathered and reduced together."},
+    {0, NULL},
+};
+
+PyType_Spec fcpy_group_spec = {
+    .name = "fsdp_c._C.ParamGroup",
+    .basicsize = sizeof(fcpy_group),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = group_slots,
+};

@@ -1,0 +1,672 @@
+/* The State type: what the forward hooks of one fully_shard call do, and the Hook type that modules call. One C call
+ * for each hook, no Python frame inside on the common path.
+ *
+ * A state owns lists of its groups and prefetch targets (the core's arrays are made from them) and references to the
+ * contexts it shares with the other states under the root. */
+#include "objects.h"
+
+typedef enum fcpy_hook_kind { HOOK_PRE_FORWARD = 0, HOOK_POST_FORWARD = 1 } fcpy_hook_kind;
+
+/* A callable to register on a module. */
+typedef struct fcpy_hook {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    fcpy_state *state; /* owned */
+    fcpy_hook_kind kind;
+    bool grouped; /* several modules share the state: count which of them have run */
+    PyObject *modules; /* set of those modules, for grouped hooks */
+} fcpy_hook;
+
+static fcpy_state *as_state(PyObject *obj) { return (fcpy_state *)obj; }
+
+/* A state that was never initialised, or that the collector has cleared, has no contexts. */
+static bool is_ready(const fcpy_state *self) {
+    if (self->core.iteration != NULL && self->core.comm != NULL) {
+        return true;
+    }
+    PyErr_SetString(PyExc_RuntimeError, "the FSDP state is not initialised");
+    return false;
+}
+
+static int raise_state(const fcpy_state *self, fc_status status) {
+    return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
+}
+
+/* ---- call-backs from autograd ---- */
+
+static int call_end_backward(void *owner) {
+    fcpy_state *self = (fcpy_state *)owner;
+    void *range = fct_profile_enter("FSDP::root_post_backward_callback");
+    fc_status status = fc_iteration_end_backward(self->core.iteration, self->core.comm);
+    fct_profile_exit(range);
+    return status == FC_OK ? 0 : raise_state(self, status);
+}
+
+static int call_pre_backward(void *owner) {
+    fcpy_state *self = (fcpy_state *)owner;
+    const fct_hook at_end = {owner, call_end_backward, fcpy_retain, fcpy_release};
+    fc_status status = fc_state_pre_backward(&self->core, &at_end);
+    return status == FC_OK ? 0 : raise_state(self, status);
+}
+
+static int call_post_backward(void *owner) {
+    fcpy_group *group = (fcpy_group *)owner;
+    fc_status status = fc_group_post_backward(&group->core);
+    return status == FC_OK ? 0 : fcpy_raise(status, group->core.comm->error.message);
+}
+
+/* ---- forward ---- */
+
+static int cast_inputs(fcpy_state *self, PyObject **args, PyObject **kwargs) {
+    if (self->input_dtype == FCT_NO_DTYPE) {
+        return 0;
+    }
+    void *range = fct_profile_enter("FSDP::cast_forward_inputs");
+    int result = fcpy_cast_inputs(self->mod, self->input_dtype, args, kwargs);
+    fct_profile_exit(range);
+    return result;
+}
+
+static PyObject *cast_output(fcpy_state *self, PyObject *output) {
+    if (self->output_dtype == FCT_NO_DTYPE) {
+        Py_INCREF(output);
+        return output;
+    }
+    void *range = fct_profile_enter("FSDP::cast_forward_outputs");
+    PyObject *result = fcpy_cast_output(self->mod, self->output_dtype, output);
+    fct_profile_exit(range);
+    return result;
+}
+
+/* Lazy init where it has not been done, then the once-per-iteration part. */
+static int begin_forward(fcpy_state *self) {
+    if (self->is_root == Py_None) {
+        PyObject *done = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._lazy_init);
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    if (self->core.iteration->forward_root != NULL) {
+        return 0;
+    }
+    void *range = fct_profile_enter("FSDP::root_pre_forward");
+    fc_status status = fc_state_begin_iteration(&self->core);
+    fct_profile_exit(range);
+    return status == FC_OK ? 0 : raise_state(self, status);
+}
+
+/* Unshards the groups and puts their post-backward nodes above the arguments. */
+static int enter_groups(fcpy_state *self, PyObject **args, PyObject **kwargs) {
+    bool grad = fct_grad_enabled();
+    for (size_t i = 0; i < self->core.group_count; i++) {
+        fc_group *g = self->core.groups[i];
+        bool entering = false;
+        fc_status status = fc_group_pre_forward(g, &entering);
+        if (status != FC_OK) {
+            return raise_state(self, status);
+        }
+        if (entering && grad) {
+            const fct_hook hook = {g->owner, call_post_backward, fcpy_retain, fcpy_release};
+            if (fcpy_insert_node(self->mod, &hook, args, kwargs) != 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
+    (void)module;
+    if (!is_ready(self)) {
+        return -1;
+    }
+    if (self->core.training_state == FC_PRE_BACKWARD) {
+        fc_status status = fc_state_recompute(&self->core);
+        return status == FC_OK ? cast_inputs(self, args, kwargs) : raise_state(self, status);
+    }
+    bool first = self->core.training_state != FC_FORWARD;
+    if (first && begin_forward(self) != 0) {
+        return -1;
+    }
+    self->core.training_state = FC_FORWARD;
+    if (cast_inputs(self, args, kwargs) != 0 || enter_groups(self, args, kwargs) != 0) {
+        return -1;
+    }
+    if (first && self->core.forward_prefetch_count > 0) {
+        fc_status status = fc_state_forward_prefetch(&self->core);
+        return status == FC_OK ? 0 : raise_state(self, status);
+    }
+    return 0;
+}
+
+static int hook_outputs(fcpy_state *self, PyObject *output) {
+    const fct_hook hook = {self, call_pre_backward, fcpy_retain, fcpy_release};
+    return fct_grad_enabled() ? fcpy_hook_outputs(self->mod, (PyObject *)self, &hook, output) : 0;
+}
+
+/* Ends the forward of a multi-module state whose modules did not all run; hands its output cast on. */
+static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
+    fc_status status = fc_state_post_forward(&state->core);
+    if (status != FC_OK) {
+        (void)raise_state(state, status);
+        return NULL;
+    }
+    if (hook_outputs(state, output) != 0) {
+        return NULL;
+    }
+    state->core.training_state = FC_IDLE;
+    PyObject *cast = cast_output(state, output);
+    if (cast != NULL && PySet_Clear(state->modules_to_run) != 0) {
+        Py_CLEAR(cast);
+    }
+    return cast;
+}
+
+/* At the end of the iteration's forward; innermost states first. Steals output. */
+static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
+    PyObject *states = ((fcpy_iteration *)root->iteration)->all_states;
+    for (Py_ssize_t i = PyList_GET_SIZE(states); output != NULL && i-- > 0;) {
+        fcpy_state *state = as_state(PyList_GET_ITEM(states, i));
+        if (state == root || PySet_GET_SIZE(state->modules_to_run) == 0) {
+            continue;
+        }
+        PyObject *cast = complete_partial(state, output);
+        Py_SETREF(output, cast);
+    }
+    return output;
+}
+
+PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *output) {
+    if (!is_ready(self)) {
+        return NULL;
+    }
+    if (self->core.training_state == FC_PRE_BACKWARD) {
+        return cast_output(self, output);
+    }
+    fc_status status = fc_state_post_forward(&self->core);
+    if (status != FC_OK) {
+        (void)raise_state(self, status);
+        return NULL;
+    }
+    if (hook_outputs(self, output) != 0) {
+        return NULL;
+    }
+    Py_INCREF(output);
+    if (self->core.iteration->forward_root == &self->core) {
+        output = complete_partials(self, output);
+        if (output == NULL) {
+            return NULL;
+        }
+    }
+    status = fc_state_end_forward(&self->core);
+    if (status != FC_OK) {
+        Py_DECREF(output);
+        (void)raise_state(self, status);
+        return NULL;
+    }
+    PyObject *result = cast_output(self, output);
+    Py_DECREF(output);
+    return result;
+}
+
+/* ---- Hook ---- */
+
+/* (module, args, kwargs) -> None where nothing changed, else (args, kwargs) */
+static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *args, PyObject *kwargs) {
+    PyObject *new_args = args;
+    PyObject *new_kwargs = kwargs;
+    PyObject *result = NULL;
+    if (self->grouped && PySet_GET_SIZE(self->state->modules_to_run) == 0) {
+        PyObject *updated = PyObject_CallMethod(self->state->modules_to_run, "update", "O", self->modules);
+        if (updated == NULL) {
+            return NULL;
+        }
+        Py_DECREF(updated);
+    }
+    Py_INCREF(new_args);
+    Py_INCREF(new_kwargs);
+    if (fcpy_state_pre_forward(self->state, module, &new_args, &new_kwargs) == 0) {
+        if (new_args == args && new_kwargs == kwargs) {
+            result = Py_None;
+            Py_INCREF(result);
+        } else {
+            result = PyTuple_Pack(2, new_args, new_kwargs);
+        }
+    }
+    Py_DECREF(new_args);
+    Py_DECREF(new_kwargs);
+    return result;
+}
+
+/* (module, args, output) -> None where nothing changed, else the new output */
+static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *output) {
+    PyObject *result = NULL;
+    bool complete = true;
+    if (self->grouped) {
+        int found = PySet_Discard(self->state->modules_to_run, module);
+        if (found < 0) {
+            return NULL;
+        }
+        complete = found == 1 && PySet_GET_SIZE(self->state->modules_to_run) == 0;
+    }
+    result = complete ? fcpy_state_post_forward(self->state, output) : cast_output(self->state, output);
+    if (result == output) {
+        Py_DECREF(result);
+        Py_RETURN_NONE;
+    }
+    return result;
+}
+
+static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
+    fcpy_hook *self = (fcpy_hook *)callable;
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+    if (count != 3 || (kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0)) {
+        PyErr_Format(PyExc_TypeError, "a forward hook takes 3 arguments, got %zd", count);
+        return NULL;
+    }
+    return self->kind == HOOK_PRE_FORWARD ? run_pre_forward(self, args[0], args[1], args[2])
+                                          : run_post_forward(self, args[0], args[2]);
+}
+
+/* Hook(state, post, modules=None) */
+static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *keywords[] = {"state", "post", "modules", NULL};
+    PyObject *state = NULL;
+    PyObject *modules = Py_None;
+    int post = 0;
+    fcpy_module *mod = fcpy_module_of(type);
+    if (mod == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O!p|O", keywords, mod->state_type, &state, &post, &modules)) {
+        return NULL;
+    }
+    fcpy_hook *self = (fcpy_hook *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->vectorcall = hook_call;
+    self->kind = post ? HOOK_POST_FORWARD : HOOK_PRE_FORWARD;
+    self->grouped = modules != Py_None;
+    Py_INCREF(state);
+    self->state = as_state(state);
+    Py_INCREF(modules);
+    self->modules = modules;
+    return (PyObject *)self;
+}
+
+static int hook_traverse(PyObject *obj, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(obj));
+    Py_VISIT((PyObject *)((fcpy_hook *)obj)->state);
+    Py_VISIT(((fcpy_hook *)obj)->modules);
+    return 0;
+}
+
+static int hook_clear(PyObject *obj) {
+    (void)obj; /* the state breaks the cycle: a hook without its state could be called */
+    return 0;
+}
+
+static void hook_dealloc(PyObject *obj) {
+    fcpy_hook *self = (fcpy_hook *)obj;
+    PyTypeObject *type = Py_TYPE(obj);
+    PyObject_GC_UnTrack(obj);
+    Py_CLEAR(self->state);
+    Py_CLEAR(self->modules);
+    type->tp_free(obj);
+    Py_DECREF(type);
+}
+
+static PyMemberDef hook_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(fcpy_hook, vectorcall), READONLY, NULL},
+    {"state", T_OBJECT, offsetof(fcpy_hook, state), READONLY, "The state whose hook this is."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot hook_slots[] = {
+    {Py_tp_new, (void *)hook_new},           {Py_tp_dealloc, (void *)hook_dealloc},
+    {Py_tp_call, (void *)PyVectorcall_Call}, {Py_tp_traverse, (void *)hook_traverse},
+    {Py_tp_clear, (void *)hook_clear},       {Py_tp_members, hook_members},
+    {Py_tp_doc, "Hook(state, post, modules=None): a forward (pre-)hook for a module."},
+    {0, NULL},
+};
+
+PyType_Spec fcpy_hook_spec = {
+    .name = "fsdp_c._C.Hook",
+    .basicsize = sizeof(fcpy_hook),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .slots = hook_slots,
+};
+
+/* ---- State: life ---- */
+
+static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    (void)args;
+    (void)kwargs;
+    fcpy_module *mod = fcpy_module_of(type);
+    if (mod == NULL) {
+        return NULL;
+    }
+    fcpy_state *self = (fcpy_state *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    const fct_device cpu = {FCT_DEVICE_CPU, -1};
+    fc_state_init(&self->core, self, NULL, NULL, cpu);
+    self->mod = mod;
+    self->input_dtype = FCT_NO_DTYPE;
+    self->output_dtype = FCT_NO_DTYPE;
+    Py_INCREF(Py_None);
+    self->is_root = Py_None;
+    self->groups = PyList_New(0);
+    self->forward_prefetch = PyList_New(0);
+    self->backward_prefetch = PyList_New(0);
+    self->modules_to_run = PySet_New(NULL);
+    if (self->groups == NULL || self->forward_prefetch == NULL || self->backward_prefetch == NULL ||
+        self->modules_to_run == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int state_traverse(PyObject *obj, visitproc visit, void *arg) {
+    fcpy_state *self = as_state(obj);
+    Py_VISIT(Py_TYPE(obj));
+    Py_VISIT(self->groups);
+    Py_VISIT(self->forward_prefetch);
+    Py_VISIT(self->backward_prefetch);
+    Py_VISIT(self->iteration);
+    Py_VISIT(self->comm);
+    Py_VISIT(self->modules_to_run);
+    Py_VISIT(self->dict);
+    return 0;
+}
+
+/* Lists, contexts: the core's arrays go with them. */
+static int state_clear(PyObject *obj) {
+    fcpy_state *self = as_state(obj);
+    fc_state_fini(&self->core);
+    Py_CLEAR(self->groups);
+    Py_CLEAR(self->forward_prefetch);
+    Py_CLEAR(self->backward_prefetch);
+    Py_CLEAR(self->iteration);
+    Py_CLEAR(self->comm);
+    Py_CLEAR(self->modules_to_run);
+    Py_CLEAR(self->dict);
+    return 0;
+}
+
+static void state_dealloc(PyObject *obj) {
+    fcpy_state *self = as_state(obj);
+    PyTypeObject *type = Py_TYPE(obj);
+    PyObject_GC_UnTrack(obj);
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(obj);
+    }
+    (void)state_clear(obj);
+    Py_CLEAR(self->is_root);
+    type->tp_free(obj);
+    Py_DECREF(type);
+}
+
+/* ---- State: attributes ---- */
+
+static PyObject *copy_of(PyObject *list) { return PyList_GetSlice(list, 0, PyList_GET_SIZE(list)); }
+
+/* Core pointers of a list's items, `offset` bytes into each object; NULL with MemoryError. */
+static void **core_array(PyObject *list, size_t offset) {
+    size_t count = (size_t)PyList_GET_SIZE(list);
+    void **array = (void **)malloc((count > 0 ? count : 1) * sizeof *array);
+    if (array == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (size_t i = 0; i < count; i++) {
+        array[i] = (char *)PyList_GET_ITEM(list, (Py_ssize_t)i) + offset;
+    }
+    return array;
+}
+
+static PyObject *get_groups(PyObject *obj, void *closure) {
+    (void)closure;
+    return copy_of(as_state(obj)->groups);
+}
+
+static int set_groups(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_state *self = as_state(obj);
+    if (fcpy_check_list(value, self->mod->group_type, "_fsdp_param_groups") != 0) {
+        return -1;
+    }
+    PyObject *copy = copy_of(value);
+    void **array = copy != NULL ? core_array(copy, offsetof(fcpy_group, core)) : NULL;
+    if (array == NULL) {
+        Py_XDECREF(copy);
+        return -1;
+    }
+    free((void *)self->core.groups);
+    self->core.groups = (fc_group **)array;
+    self->core.group_count = (size_t)PyList_GET_SIZE(copy);
+    Py_SETREF(self->groups, copy);
+    return 0;
+}
+
+static PyObject *get_prefetch(PyObject *obj, void *closure) {
+    return copy_of(closure == NULL ? as_state(obj)->forward_prefetch : as_state(obj)->backward_prefetch);
+}
+
+static int set_prefetch(PyObject *obj, PyObject *value, void *closure) {
+    fcpy_state *self = as_state(obj);
+    if (fcpy_check_list(value, self->mod->state_type, "the states to prefetch") != 0) {
+        return -1;
+    }
+    PyObject *copy = copy_of(value);
+    void **array = copy != NULL ? core_array(copy, offsetof(fcpy_state, core)) : NULL;
+    if (array == NULL) {
+        Py_XDECREF(copy);
+        return -1;
+    }
+    size_t count = (size_t)PyList_GET_SIZE(copy);
+    if (closure == NULL) {
+        free((void *)self->core.forward_prefetch);
+        self->core.forward_prefetch = (fc_state **)array;
+        self->core.forward_prefetch_count = count;
+        Py_SETREF(self->forward_prefetch, copy);
+    } else {
+        free((void *)self->core.backward_prefetch);
+        self->core.backward_prefetch = (fc_state **)array;
+        self->core.backward_prefetch_count = count;
+        Py_SETREF(self->backward_prefetch, copy);
+    }
+    return 0;
+}
+
+static PyObject *get_iteration(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_or_none(as_state(obj)->iteration);
+}
+
+static int set_iteration(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_state *self = as_state(obj);
+    if (value == NULL || !PyObject_TypeCheck(value, self->mod->iteration_type)) {
+        PyErr_SetString(PyExc_TypeError, "_state_ctx must be an IterationContext");
+        return -1;
+    }
+    self->core.iteration = &((fcpy_iteration *)value)->core;
+    Py_INCREF(value);
+    Py_XSETREF(self->iteration, value);
+    return 0;
+}
+
+static PyObject *get_comm(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_or_none(as_state(obj)->comm);
+}
+
+static int set_comm(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_state *self = as_state(obj);
+    if (value == NULL || !PyObject_TypeCheck(value, self->mod->comm_type)) {
+        PyErr_SetString(PyExc_TypeError, "_comm_ctx must be a CommContext");
+        return -1;
+    }
+    self->core.comm = &((fcpy_comm *)value)->core;
+    self->core.device = self->core.comm->device;
+    Py_INCREF(value);
+    Py_XSETREF(self->comm, value);
+    return 0;
+}
+
+static PyObject *get_training(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_training_state(as_state(obj)->mod, as_state(obj)->core.training_state);
+}
+
+static int set_training(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    return fcpy_parse_training_state(as_state(obj)->mod, value, &as_state(obj)->core.training_state);
+}
+
+static PyObject *get_is_root(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_or_none(as_state(obj)->is_root);
+}
+
+static int set_is_root(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    if (value != Py_None && value != Py_True && value != Py_False) {
+        PyErr_SetString(PyExc_TypeError, "_is_root must be None or a bool");
+        return -1;
+    }
+    Py_INCREF(value);
+    Py_SETREF(as_state(obj)->is_root, value);
+    return 0;
+}
+
+static PyObject *get_modules_to_run(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_or_none(as_state(obj)->modules_to_run);
+}
+
+static PyObject *get_cast(PyObject *obj, void *closure) {
+    return fcpy_get_dtype(closure == NULL ? as_state(obj)->input_dtype : as_state(obj)->output_dtype);
+}
+
+static int set_cast(PyObject *obj, PyObject *value, void *closure) {
+    return fcpy_set_dtype(value, closure == NULL ? &as_state(obj)->input_dtype : &as_state(obj)->output_dtype);
+}
+
+static PyGetSetDef state_getset[] = {
+    {"_fsdp_param_groups", get_groups, set_groups, "List of the state's ParamGroups (a copy).", NULL},
+    {"_states_to_forward_prefetch", get_prefetch, set_prefetch, "States to unshard after this one's unshard.", NULL},
+    {"_states_to_backward_prefetch", get_prefetch, set_prefetch, "The same in backward.", (void *)1},
+    {"_state_ctx", get_iteration, set_iteration, "IterationContext shared under one root.", NULL},
+    {"_comm_ctx", get_comm, set_comm, "CommContext shared under one root.", NULL},
+    {"_training_state", get_training, set_training, "TrainingState of the state.", NULL},
+    {"_is_root", get_is_root, set_is_root, "None before lazy init, then whether this is the root.", NULL},
+    {"_modules_to_run_forward", get_modules_to_run, NULL, "Modules of the state still to run in this forward.", NULL},
+    {"_input_dtype", get_cast, set_cast, "dtype forward inputs are cast to, or None.", NULL},
+    {"_output_dtype", get_cast, set_cast, "dtype forward outputs are cast to, or None.", (void *)1},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+/* ---- State: methods ---- */
+
+static PyObject *state_pre_forward(PyObject *obj, PyObject *args) {
+    PyObject *module = NULL;
+    PyObject *inputs = NULL;
+    PyObject *kwargs = NULL;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs)) {
+        return NULL;
+    }
+    Py_INCREF(inputs);
+    Py_INCREF(kwargs);
+    if (fcpy_state_pre_forward(as_state(obj), module, &inputs, &kwargs) == 0) {
+        result = PyTuple_Pack(2, inputs, kwargs);
+    }
+    Py_DECREF(inputs);
+    Py_DECREF(kwargs);
+    return result;
+}
+
+static PyObject *state_post_forward(PyObject *obj, PyObject *args) {
+    PyObject *module = NULL;
+    PyObject *inputs = NULL;
+    PyObject *output = NULL;
+    if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &output)) {
+        return NULL;
+    }
+    return fcpy_state_post_forward(as_state(obj), output);
+}
+
+static PyObject *state_pre_backward(PyObject *obj, PyObject *grad) {
+    if (!is_ready(as_state(obj)) || call_pre_backward(obj) != 0) {
+        return NULL;
+    }
+    Py_INCREF(grad);
+    return grad;
+}
+
+static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    if (!is_ready(as_state(obj)) || call_end_backward(obj) != 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *state_reset(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    fcpy_state *self = as_state(obj);
+    if (!is_ready(self)) {
+        return NULL;
+    }
+    if (self->is_root == Py_False) {
+        PyErr_SetString(PyExc_RuntimeError, "reset_iter_state must be called on the root FSDP module");
+        return NULL;
+    }
+    PyObject *states = ((fcpy_iteration *)self->iteration)->all_states;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(states); i++) {
+        if (PySet_Clear(as_state(PyList_GET_ITEM(states, i))->modules_to_run) != 0) {
+            return NULL;
+        }
+    }
+    fc_status status = fc_state_reset(&self->core);
+    if (status != FC_OK) {
+        (void)raise_state(self, status);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef state_methods[] = {
+    {"_pre_forward", state_pre_forward, METH_VARARGS, "_pre_forward(module, args, kwargs) -> (args, kwargs)"},
+    {"_post_forward", state_post_forward, METH_VARARGS, "_post_forward(module, args, output) -> output"},
+    {"_pre_backward", state_pre_backward, METH_O, "_pre_backward(grad) -> grad: unshards for backward."},
+    {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS, "What runs at the end of a backward."},
+    {"_reset_iter_state", state_reset, METH_NOARGS, "Recovers after an exception in forward or backward; root only."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef state_members[] = {
+    {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_state, dict), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_state, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot state_slots[] = {
+    {Py_tp_new, (void *)state_new},           {Py_tp_dealloc, (void *)state_dealloc},
+    {Py_tp_traverse, (void *)state_traverse}, {Py_tp_clear, (void *)state_clear},
+    {Py_tp_getset, state_getset},             {Py_tp_methods, state_methods},
+    {Py_tp_members, state_members},           {Py_tp_doc, "State(): what one fully_shard call keeps for its modules."},
+    {0, NULL},
+};
+
+PyType_Spec fcpy_state_spec = {
+    .name = "fsdp_c._C.State",
+    .basicsize = sizeof(fcpy_state),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = state_slots,
+};

@@ -1,0 +1,308 @@
+/* Walking forward arguments and outputs. The common shapes (a tensor; a tuple or dict whose items are tensors or plain
+ * scalars) are walked here; anything nested goes to the bound Python functions, which know namedtuples, dataclasses and
+ * the rest. Owns nothing between calls. */
+#include "objects.h"
+
+enum { MAX_FLAT = 64 };
+
+/* Tensors found in a flat structure, with what each belongs to. */
+typedef struct fcpy_flat {
+    PyObject *tensors[MAX_FLAT]; /* borrowed */
+    Py_ssize_t count;
+} fcpy_flat;
+
+/* 1: a leaf that is no tensor; 2: a tensor; 0: something to be walked in Python. */
+static int leaf_kind(PyObject *item) {
+    if (item == Py_None || PyBool_Check(item) || PyLong_CheckExact(item) || PyFloat_CheckExact(item) ||
+        PyUnicode_CheckExact(item)) {
+        return 1;
+    }
+    return fct_py_is_tensor(item) ? 2 : 0;
+}
+
+static bool wants_node(PyObject *tensor) { return fct_tensor_requires_grad(fct_py_tensor(tensor)); }
+
+static bool is_floating(PyObject *tensor, fct_dtype unless) {
+    fct_facts facts;
+    fct_tensor_facts(fct_py_tensor(tensor), &facts);
+    return facts.dtype != unless && fct_dtype_is_floating(facts.dtype);
+}
+
+/* ---- flat args and kwargs: a filter, then a replacement for each chosen tensor ---- */
+
+typedef bool (*choose_fn)(PyObject *tensor, fct_dtype dtype);
+
+static bool choose_grad(PyObject *tensor, fct_dtype dtype) {
+    (void)dtype;
+    return wants_node(tensor);
+}
+
+/* Collects the chosen tensors of args, then of kwargs. false: not flat (or too many). */
+static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct_dtype dtype, fcpy_flat *flat) {
+    flat->count = 0;
+    if (!PyTuple_CheckExact(args) || !PyDict_CheckExact(kwargs)) {
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++) {
+        PyObject *item = PyTuple_GET_ITEM(args, i);
+        int kind = leaf_kind(item);
+        if (kind == 0 || flat->count == MAX_FLAT) {
+            return false;
+        }
+        if (kind == 2 && choose(item, dtype)) {
+            flat->tensors[flat->count++] = item;
+        }
+    }
+    PyObject *key = NULL;
+    PyObject *item = NULL;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(kwargs, &position, &key, &item)) {
+        int kind = leaf_kind(item);
+        if (kind == 0 || flat->count == MAX_FLAT) {
+            return false;
+        }
+        if (kind == 2 && choose(item, dtype)) {
+            flat->tensors[flat->count++] = item;
+        }
+    }
+    return true;
+}
+
+/* New args and kwargs with the chosen tensors replaced, in the order of collect_flat. `made` are borrowed. */
+static int replace_flat(PyObject **args, PyObject **kwargs, choose_fn choose, fct_dtype dtype, PyObject *const *made) {
+    Py_ssize_t next = 0;
+    Py_ssize_t count = PyTuple_GET_SIZE(*args);
+    PyObject *new_args = PyTuple_New(count);
+    PyObject *new_kwargs = NULL;
+    if (new_args == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyTuple_GET_ITEM(*args, i);
+        if (leaf_kind(item) == 2 && choose(item, dtype)) {
+            item = made[next++];
+        }
+        Py_INCREF(item);
+        PyTuple_SET_ITEM(new_args, i, item);
+    }
+    new_kwargs = PyDict_Copy(*kwargs);
+    PyObject *key = NULL;
+    PyObject *item = NULL;
+    Py_ssize_t position = 0;
+    while (new_kwargs != NULL && PyDict_Next(*kwargs, &position, &key, &item)) {
+        if (leaf_kind(item) == 2 && choose(item, dtype) && PyDict_SetItem(new_kwargs, key, made[next++]) != 0) {
+            Py_CLEAR(new_kwargs);
+        }
+    }
+    if (new_kwargs == NULL) {
+        Py_DECREF(new_args);
+        return -1;
+    }
+    Py_SETREF(*args, new_args);
+    Py_SETREF(*kwargs, new_kwargs);
+    return 0;
+}
+
+static void drop(PyObject **objects, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_CLEAR(objects[i]);
+    }
+}
+
+/* Replaces *args and *kwargs by the items of a 2-tuple (stolen). */
+static int take_pair(PyObject *pair, PyObject **args, PyObject **kwargs) {
+    if (pair == NULL) {
+        return -1;
+    }
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected (args, kwargs)");
+        Py_DECREF(pair);
+        return -1;
+    }
+    for (int i = 0; i < 2; i++) {
+        PyObject **target = i == 0 ? args : kwargs;
+        PyObject *item = PyTuple_GET_ITEM(pair, i);
+        Py_INCREF(item);
+        Py_SETREF(*target, item);
+    }
+    Py_DECREF(pair);
+    return 0;
+}
+
+/* ---- casts ---- */
+
+static PyObject *cast_one(PyObject *tensor, fct_dtype dtype) {
+    fct_tensor *cast = NULL;
+    PyObject *result = NULL;
+    if (fct_cast_differentiable(fct_py_tensor(tensor), dtype, &cast) != 0) {
+        return NULL;
+    }
+    if (fct_py_from_tensor(cast, &result) != 0) {
+        result = NULL;
+    }
+    fct_tensor_release(cast);
+    return result;
+}
+
+/* cast_tree(dtype, obj) of the Python side: walks every kind of container. */
+static PyObject *cast_general(fcpy_module *mod, fct_dtype dtype, PyObject *obj) {
+    PyObject *py_dtype = fcpy_get_dtype(dtype);
+    if (py_dtype == NULL) {
+        return NULL;
+    }
+    PyObject *result = PyObject_CallFunctionObjArgs(mod->bound.cast_tree, py_dtype, obj, NULL);
+    Py_DECREF(py_dtype);
+    return result;
+}
+
+int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObject **kwargs) {
+    fcpy_flat flat;
+    PyObject *made[MAX_FLAT] = {NULL};
+    if (!collect_flat(*args, *kwargs, is_floating, dtype, &flat)) {
+        PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
+        PyObject *cast = pair != NULL ? cast_general(mod, dtype, pair) : NULL;
+        Py_XDECREF(pair);
+        return take_pair(cast, args, kwargs);
+    }
+    if (flat.count == 0) {
+        return 0;
+    }
+    int result = -1;
+    for (Py_ssize_t i = 0; i < flat.count; i++) {
+        made[i] = cast_one(flat.tensors[i], dtype);
+        if (made[i] == NULL) {
+            goto done;
+        }
+    }
+    result = replace_flat(args, kwargs, is_floating, dtype, made);
+done:
+    drop(made, flat.count);
+    return result;
+}
+
+PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output) {
+    int kind = leaf_kind(output);
+    if (kind == 0) {
+        return cast_general(mod, dtype, output);
+    }
+    if (kind == 2 && is_floating(output, dtype)) {
+        return cast_one(output, dtype);
+    }
+    Py_INCREF(output);
+    return output;
+}
+
+/* ---- the post-backward node ---- */
+
+/* Runs count tensors through one node; made gets new references. */
+static int through_node(const fct_hook *hook, PyObject *const *tensors, Py_ssize_t count, PyObject **made) {
+    int result = -1;
+    fct_tensor **in = (fct_tensor **)PyMem_Calloc(2 * (size_t)count, sizeof *in);
+    if (in == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    fct_tensor **out = in + count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        in[i] = fct_py_tensor(tensors[i]);
+        if (in[i] == NULL) {
+            PyErr_SetString(PyExc_TypeError, "a tensor was expected");
+            goto done;
+        }
+    }
+    if (fct_autograd_node(in, (size_t)count, hook, out) != 0) {
+        goto done;
+    }
+    result = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (result == 0 && fct_py_from_tensor(out[i], &made[i]) != 0) {
+            result = -1;
+        }
+        fct_tensor_release(out[i]);
+    }
+    if (result != 0) {
+        drop(made, count);
+    }
+done:
+    PyMem_Free((void *)in);
+    return result;
+}
+
+static int insert_general(fcpy_module *mod, const fct_hook *hook, PyObject **args, PyObject **kwargs) {
+    int result = -1;
+    PyObject *list = NULL;
+    PyObject *iterator = NULL;
+    PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
+    PyObject *tensors = pair != NULL ? PyObject_CallOneArg(mod->bound.collect_grad_tensors, pair) : NULL;
+    if (tensors == NULL) {
+        goto done;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(tensors);
+    if (count == 0) {
+        result = 0;
+        goto done;
+    }
+    list = PyList_New(count); /* NULL items until the node has made them */
+    if (list == NULL || through_node(hook, &PyTuple_GET_ITEM(tensors, 0), count, &PyList_GET_ITEM(list, 0)) != 0) {
+        goto done;
+    }
+    iterator = PyObject_GetIter(list);
+    if (iterator != NULL) {
+        result = take_pair(PyObject_CallFunctionObjArgs(mod->bound.replace_grad_tensors, pair, iterator, NULL), args,
+                           kwargs);
+    }
+done:
+    Py_XDECREF(iterator);
+    Py_XDECREF(list);
+    Py_XDECREF(tensors);
+    Py_XDECREF(pair);
+    return result;
+}
+
+int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, PyObject **kwargs) {
+    fcpy_flat flat;
+    PyObject *made[MAX_FLAT] = {NULL};
+    if (!collect_flat(*args, *kwargs, choose_grad, FCT_NO_DTYPE, &flat)) {
+        return insert_general(mod, hook, args, kwargs);
+    }
+    if (flat.count == 0) {
+        return 0;
+    }
+    if (through_node(hook, flat.tensors, flat.count, made) != 0) {
+        return -1;
+    }
+    int result = replace_flat(args, kwargs, choose_grad, FCT_NO_DTYPE, made);
+    drop(made, flat.count);
+    return result;
+}
+
+/* ---- pre-backward hooks on outputs ---- */
+
+static int hook_one(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *tensor) {
+    fct_tensor *handle = fct_py_tensor(tensor);
+    if (fct_tensor_is_view(handle)) {
+        PyObject *warned = PyObject_CallOneArg(mod->bound.warn_view_output, state);
+        if (warned == NULL) {
+            return -1;
+        }
+        Py_DECREF(warned);
+    }
+    return fct_autograd_on_grad(handle, hook);
+}
+
+int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output) {
+    int kind = leaf_kind(output);
+    if (kind != 0) {
+        return kind == 2 && wants_node(output) ? hook_one(mod, state, hook, output) : 0;
+    }
+    PyObject *tensors = PyObject_CallOneArg(mod->bound.collect_grad_tensors, output);
+    if (tensors == NULL) {
+        return -1;
+    }
+    int result = 0;
+    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(tensors); i++) {
+        result = hook_one(mod, state, hook, PyTuple_GET_ITEM(tensors, i));
+    }
+    Py_DECREF(tensors);
+    return result;
+}

@@ -1,0 +1,311 @@
+/* Process groups, collectives and their works.
+ *
+ * A group is resolved once, by name, and remembers what its backends can do. A group written in C++ is called through
+ * ProcessGroup's methods (and so through the c10d ops); one that is a Python class is called through its Python
+ * methods, as torch.distributed would: its overrides are not visible from C++. The GIL is released while a collective
+ * is issued and while a work is waited for.
+ *
+ * A wait on gloo runs in slices, because its works neither see signals nor return early. Works of all other backends
+ * are waited for in one call: they return at once (streams) or cannot be asked. */
+#include "bridge.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+
+using fct::Borrowed;
+using fct::guarded;
+
+namespace {
+
+/* How the backend that serves a device behaves. */
+enum class Kind : uint8_t { unknown = 0, gloo, nccl_like, fake, python, other };
+
+constexpr auto kSlice = std::chrono::milliseconds(100);
+constexpr size_t kDeviceTypes = static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES);
+
+#if FCT_TORCH_AT_LEAST(2, 13)
+constexpr const char *kAllGather = "all_gather_single";
+constexpr const char *kReduceScatter = "reduce_scatter_single";
+#else
+constexpr const char *kAllGather = "_allgather_base";
+constexpr const char *kReduceScatter = "_reduce_scatter_base";
+#endif
+
+} // namespace
+
+struct fct_pg {
+    c10::intrusive_ptr<c10d::ProcessGroup> group;
+    pybind11::object python; /* the Python object where the group is a Python class, else empty */
+    int rank = 0;
+    int size = 1;
+    std::array<Kind, kDeviceTypes> kinds{}; /* by device type; filled when asked for */
+};
+
+struct fct_work {
+    c10::intrusive_ptr<c10d::Work> work;
+    pybind11::object python; /* instead of work where the group is a Python class */
+    Kind kind = Kind::unknown;
+    bool waited = false; /* a wait has returned without an error */
+};
+
+namespace {
+
+Kind kind_of_name(const std::string &name)
+{
+    if (name == "gloo") {
+        return Kind::gloo;
+    }
+    if (name == "fake") {
+        return Kind::fake;
+    }
+    for (const char *relative : {"nccl", "ncclx", "rccl", "xccl", "hccl", "mccl"}) {
+        if (name == relative) {
+            return Kind::nccl_like;
+        }
+    }
+    return Kind::other;
+}
+
+Kind kind_for(fct_pg *pg, c10::DeviceType type)
+{
+    if (pg->python) {
+        return Kind::python;
+    }
+    const auto index = static_cast<size_t>(type);
+    if (index >= kDeviceTypes) {
+        return Kind::other;
+    }
+    if (pg->kinds[index] == Kind::unknown) {
+        Kind kind = Kind::other;
+        try {
+            kind = kind_of_name(pg->group->getBackend(type)->getBackendName());
+        } catch (...) { /* no backend for this device: the collective itself will say so */
+        }
+        pg->kinds[index] = kind;
+    }
+    return pg->kinds[index];
+}
+
+c10d::ReduceOp reduce_op(fct_reduce_op op, double factor)
+{
+    switch (op) {
+    case FCT_SUM:
+        return c10d::ReduceOp(c10d::ReduceOp::SUM);
+    case FCT_AVG:
+        return c10d::ReduceOp(c10d::ReduceOp::AVG);
+    case FCT_PREMUL_SUM:
+        break;
+    }
+    c10d::ReduceOp premul;
+    premul.op_ = c10d::ReduceOp::PREMUL_SUM;
+    premul.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor);
+    return premul;
+}
+
+/* Issues a collective: `cpp` calls the C++ group, `python` the Python one; both return the work. */
+template <typename Cpp, typename Python>
+fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python)
+{
+    const at::NoGradGuard no_grad;
+    auto result = std::make_unique<fct_work>();
+    if (pg->python) {
+        result->kind = Kind::python;
+        result->python = python();
+        return result->python.is_none() ? nullptr : result.release();
+    }
+    result->kind = kind_for(pg, fct::impl(tensor)->device().type());
+    {
+        /* Backends that copy on a thread of their own (gloo) take this state along, so that the outputs' version
+         * counters stay as they are. */
+        const at::AutoDispatchBelowADInplaceOrView below;
+        pybind11::gil_scoped_release released;
+        result->work = cpp();
+    }
+    return result->work ? result.release() : nullptr;
+}
+
+/* Waits for a work that can only be waited for by blocking; see the head of this file. */
+void wait_in_slices(c10d::Work &work)
+{
+    for (;;) {
+        if (work.isCompleted()) {
+            work.wait(); /* raises the collective's own error, orders streams; does not block any more */
+            return;
+        }
+        {
+            pybind11::gil_scoped_release released;
+            try {
+                work.wait(kSlice);
+                return;
+            } catch (const std::exception &) {
+                /* Either the slice is over, or the collective has failed: the next round tells which. */
+            }
+        }
+        if (PyErr_CheckSignals() != 0) {
+            fct::throw_python_error();
+        }
+    }
+}
+
+/* Whether a Work object of a Python group can be asked: a Python class that leaves is_completed() to its C++ base
+ * says False for ever. */
+bool python_work_can_tell(pybind11::handle work)
+{
+    const pybind11::handle base = pybind11::type::of<c10d::Work>();
+    const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(work.ptr()));
+    return own.is(base) || !own.attr("is_completed").is(base.attr("is_completed"));
+}
+
+} // namespace
+
+extern "C" {
+
+int fct_pg_resolve(const char *name, fct_pg **out)
+{
+    return guarded("fct_pg_resolve", [&] {
+        auto pg = std::make_unique<fct_pg>();
+        pg->group = c10d::resolve_process_group(name);
+        pybind11::object object = pybind11::cast(pg->group);
+        const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
+        if (own.is(pybind11::type::of<c10d::ProcessGroup>())) {
+            pg->rank = pg->group->getRank();
+            pg->size = pg->group->getSize();
+        } else {
+            pg->rank = object.attr("rank")().cast<int>();
+            pg->size = object.attr("size")().cast<int>();
+            pg->python = std::move(object);
+        }
+        *out = pg.release();
+    });
+}
+
+void fct_pg_release(fct_pg *pg)
+{
+    if (pg == nullptr) {
+        return;
+    }
+    auto group = std::move(pg->group);
+    delete pg;
+    /* The end of a group joins threads that may want the GIL. */
+    pybind11::gil_scoped_release released;
+    group.reset();
+}
+
+int fct_pg_rank(const fct_pg *pg)
+{
+    return pg->rank;
+}
+
+int fct_pg_size(const fct_pg *pg)
+{
+    return pg->size;
+}
+
+/* The fake backend accepts any op and ignores it; saying yes makes it do what torch's own FSDP does on a GPU. */
+bool fct_pg_has_premul(fct_pg *pg, fct_device device)
+{
+    const Kind kind = kind_for(pg, static_cast<c10::DeviceType>(device.type));
+    return kind == Kind::nccl_like || kind == Kind::fake;
+}
+
+int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op, fct_work **work)
+{
+    return guarded("fct_all_gather", [&] {
+        Borrowed to(output), from(input);
+        c10d::AllgatherOptions options;
+        options.asyncOp = async_op;
+        *work = issue(
+            pg, output,
+            [&] {
+#if FCT_TORCH_AT_LEAST(2, 13)
+                return pg->group->all_gather_single(*to, *from, options);
+#else
+                return pg->group->_allgather_base(*to, *from, options);
+#endif
+            },
+            [&] { return pg->python.attr(kAllGather)(*to, *from, options); });
+    });
+}
+
+int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op, double factor,
+                       bool async_op, fct_work **work)
+{
+    return guarded("fct_reduce_scatter", [&] {
+        Borrowed to(output), from(input);
+        c10d::ReduceScatterOptions options;
+        options.reduceOp = reduce_op(op, factor);
+        options.asyncOp = async_op;
+        *work = issue(
+            pg, output,
+            [&] {
+#if FCT_TORCH_AT_LEAST(2, 13)
+                return pg->group->reduce_scatter_single(*to, *from, options);
+#else
+                return pg->group->_reduce_scatter_base(*to, *from, options);
+#endif
+            },
+            [&] { return pg->python.attr(kReduceScatter)(*to, *from, options); });
+    });
+}
+
+int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
+                   fct_work **work)
+{
+    return guarded("fct_all_reduce", [&] {
+        std::vector<at::Tensor> tensors = {*Borrowed(tensor)};
+        c10d::AllreduceOptions options;
+        options.reduceOp = reduce_op(op, factor);
+        options.asyncOp = async_op;
+        *work = issue(
+            pg, tensor, [&] { return pg->group->allreduce(tensors, options); },
+            [&] { return pg->python.attr("allreduce")(tensors, options); });
+    });
+}
+
+int fct_work_wait(fct_work *work)
+{
+    return guarded("fct_work_wait", [&] {
+        if (work->python) {
+            work->python.attr("wait")();
+        } else if (work->kind == Kind::gloo) {
+            wait_in_slices(*work->work);
+        } else {
+            pybind11::gil_scoped_release released;
+            work->work->wait();
+        }
+        work->waited = true;
+    });
+}
+
+bool fct_work_done(fct_work *work)
+{
+    try {
+        switch (work->kind) {
+        case Kind::gloo:
+        case Kind::nccl_like:
+            return work->work->isCompleted();
+        case Kind::fake:
+            return true;
+        case Kind::python:
+            return work->waited || !python_work_can_tell(work->python) ||
+                work->python.attr("is_completed")().cast<bool>();
+        default:
+            return work->waited || work->work->isCompleted();
+        }
+    } catch (...) {
+        PyErr_Clear();
+        return true;
+    }
+}
+
+void fct_work_release(fct_work *work)
+{
+    delete work;
+}
+
+} // extern "C"

@@ -1,0 +1,203 @@
+/* Python objects of torch (tensors, dtypes, devices), the translation of C++ exceptions into Python errors, the fault
+ * counter and the owner of call-backs: everything of the boundary that needs Python itself.
+ *
+ * Invariants: the fault counter is thread-local; a hook's owner is only touched with the GIL held and only while the
+ * interpreter is alive. */
+#include "bridge.h"
+
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace {
+
+thread_local int64_t faults_left = 0;
+
+} // namespace
+
+namespace fct {
+
+void fault_point(const char *function)
+{
+    if (C10_LIKELY(faults_left == 0)) {
+        return;
+    }
+    if (--faults_left == 0) {
+        throw std::runtime_error(std::string("injected fault in ") + function);
+    }
+}
+
+int set_error() noexcept
+{
+    try {
+        torch::translate_exception_to_python(std::current_exception());
+    } catch (...) { /* thrown objects that are no std::exception */
+        PyErr_SetString(PyExc_RuntimeError, "unknown C++ exception");
+    }
+    if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_SystemError, "a C++ exception left no Python error");
+    }
+    return -1;
+}
+
+void throw_python_error()
+{
+    if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_SystemError, "a call-back failed without setting an exception");
+    }
+    python_error error;
+    error.persist();
+    throw std::move(error);
+}
+
+bool python_alive() noexcept
+{
+    if (!Py_IsInitialized()) {
+        return false;
+    }
+#if PY_VERSION_HEX >= 0x030D0000
+    return !Py_IsFinalizing();
+#else
+    return !_Py_IsFinalizing();
+#endif
+}
+
+void HookRef::call() const
+{
+    pybind11::gil_scoped_acquire gil;
+    if (hook_.owner != nullptr && hook_.call(hook_.owner) != 0) {
+        throw_python_error();
+    }
+}
+
+void HookRef::reset() noexcept
+{
+    void *owner = std::exchange(hook_.owner, nullptr);
+    if (owner == nullptr || !python_alive()) {
+        return;
+    }
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    /* A graph may die while an exception travels; the owner's finalizers must not eat it. */
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    hook_.release(owner);
+    PyErr_Restore(type, value, traceback);
+    PyGILState_Release(gil);
+}
+
+c10::ScalarType scalar_type(fct_dtype dtype)
+{
+    TORCH_CHECK(
+        dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
+            dtype != static_cast<fct_dtype>(c10::ScalarType::Undefined),
+        "no such dtype number: ", dtype);
+    return static_cast<c10::ScalarType>(dtype);
+}
+
+} // namespace fct
+
+using fct::guarded;
+
+extern "C" {
+
+void fct_fault_arm(int64_t n)
+{
+    faults_left = n > 0 ? n : 0;
+}
+
+int64_t fct_fault_left(void)
+{
+    return faults_left;
+}
+
+/* By the real type, not by __class__: an object that only pretends to be a tensor has no TensorImpl. */
+bool fct_py_is_tensor(PyObject *obj)
+{
+    return obj != nullptr && THPVariableClass != nullptr &&
+        (THPVariable_CheckExact(obj) ||
+         PyType_IsSubtype(Py_TYPE(obj), reinterpret_cast<PyTypeObject *>(THPVariableClass)));
+}
+
+fct_tensor *fct_py_tensor(PyObject *obj)
+{
+    if (!fct_py_is_tensor(obj)) {
+        return nullptr;
+    }
+    const at::Tensor &tensor = THPVariable_Unpack(obj);
+    return tensor.defined() ? fct::handle(tensor.unsafeGetTensorImpl()) : nullptr;
+}
+
+int fct_py_from_tensor(fct_tensor *t, PyObject **out)
+{
+    return guarded("fct_py_from_tensor", [&] {
+        fct::Borrowed tensor(t);
+        PyObject *obj = THPVariable_Wrap(*tensor);
+        if (obj == nullptr) {
+            fct::throw_python_error();
+        }
+        *out = obj;
+    });
+}
+
+int fct_py_set_grad(PyObject *param, PyObject *grad)
+{
+    return guarded("fct_py_set_grad", [&] {
+        TORCH_CHECK_TYPE(fct_py_is_tensor(param), "the parameter must be a torch.Tensor");
+        const bool none = grad == nullptr || grad == Py_None;
+        TORCH_CHECK_TYPE(none || fct_py_is_tensor(grad), "the gradient must be a torch.Tensor or None");
+        const at::Tensor &tensor = THPVariable_Unpack(param);
+        at::Tensor old; /* dies last: its end may run Python code */
+        if (none) {
+            if (tensor.grad().defined()) {
+                old = std::exchange(tensor.mutable_grad(), at::Tensor());
+            }
+        } else {
+            old = std::exchange(tensor.mutable_grad(), THPVariable_Unpack(grad));
+        }
+    });
+}
+
+bool fct_dtype_is_floating(fct_dtype dtype)
+{
+    return dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
+        c10::isFloatingType(static_cast<c10::ScalarType>(dtype));
+}
+
+fct_dtype fct_py_dtype(PyObject *obj)
+{
+    if (obj == nullptr || obj == Py_None) {
+        return FCT_NO_DTYPE;
+    }
+    if (!THPDtype_Check(obj)) {
+        PyErr_Format(PyExc_TypeError, "expected torch.dtype or None, not %.200s", Py_TYPE(obj)->tp_name);
+        return -2;
+    }
+    return static_cast<fct_dtype>(reinterpret_cast<THPDtype *>(obj)->scalar_type);
+}
+
+int fct_py_from_dtype(fct_dtype dtype, PyObject **out)
+{
+    return guarded("fct_py_from_dtype", [&] {
+        PyObject *obj = Py_None;
+        if (dtype != FCT_NO_DTYPE) {
+            obj = reinterpret_cast<PyObject *>(torch::getTHPDtype(fct::scalar_type(dtype)));
+        }
+        Py_INCREF(obj);
+        *out = obj;
+    });
+}
+
+int fct_py_device(PyObject *obj, fct_device *out)
+{
+    return guarded("fct_py_device", [&] {
+        if (!THPDevice_Check(obj)) {
+            PyErr_Format(PyExc_TypeError, "expected torch.device, not %.200s", Py_TYPE(obj)->tp_name);
+            fct::throw_python_error();
+        }
+        *out = fct::device(reinterpret_cast<THPDevice *>(obj)->device);
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,124 @@
+/* Streams and events of whatever device a tensor is on, through torch's device-generic guard interface: no header of
+ * any accelerator is included, so the same code serves CUDA, XPU and out-of-tree devices.
+ *
+ * A stream travels by value (id + device); torch owns the streams, they are never freed. An event belongs to the one
+ * who made it; it may be recorded again and again. */
+#include "bridge.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <pybind11/pybind11.h>
+
+using fct::guarded;
+
+struct fct_event {
+    explicit fct_event(c10::DeviceType type) : event(type, c10::EventFlag::PYTORCH_DEFAULT) {}
+    c10::Event event;
+};
+
+namespace {
+
+c10::Stream unpack(fct_stream s)
+{
+    return c10::Stream(c10::Stream::UNSAFE, fct::device(s.device), s.id);
+}
+
+fct_stream pack(c10::Stream s)
+{
+    return fct_stream{s.id(), fct::device(s.device())};
+}
+
+c10::impl::VirtualGuardImpl guard_of(fct_device d)
+{
+    return c10::impl::VirtualGuardImpl(static_cast<c10::DeviceType>(d.type));
+}
+
+/* A device with an index; an index of -1 means the current device of that type. */
+c10::Device indexed(const c10::impl::VirtualGuardImpl &guard, fct_device d)
+{
+    return d.index < 0 ? guard.getDevice() : fct::device(d);
+}
+
+} // namespace
+
+extern "C" {
+
+bool fct_device_has_streams(fct_device device)
+{
+    return device.type != FCT_DEVICE_CPU && device.type != FCT_DEVICE_META;
+}
+
+fct_stream fct_stream_current(fct_device device)
+{
+    try {
+        const auto guard = guard_of(device);
+        return pack(guard.getStream(indexed(guard, device)));
+    } catch (...) { /* a device this torch was not built for */
+        return fct_stream{0, device};
+    }
+}
+
+int fct_stream_new(fct_device device, bool high_priority, fct_stream *out)
+{
+    return guarded("fct_stream_new", [&] {
+        const auto guard = guard_of(device);
+        const c10::Device where = indexed(guard, device);
+        try {
+            *out = pack(guard.getNewStream(where, high_priority ? -1 : 0));
+        } catch (const c10::Error &) { /* some devices only know the pool */
+            *out = pack(guard.getStreamFromGlobalPool(where, high_priority));
+        }
+    });
+}
+
+fct_stream fct_stream_set_current(fct_stream s)
+{
+    try {
+        return pack(guard_of(s.device).exchangeStream(unpack(s)));
+    } catch (...) {
+        return s;
+    }
+}
+
+void *fct_stream_native(fct_stream s)
+{
+    if (!fct_device_has_streams(s.device)) {
+        return nullptr;
+    }
+    try {
+        return guard_of(s.device).getStreamNativeHandle(unpack(s));
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+int fct_event_new(fct_device device, fct_event **out)
+{
+    return guarded("fct_event_new", [&] { *out = new fct_event(static_cast<c10::DeviceType>(device.type)); });
+}
+
+int fct_event_record(fct_event *e, fct_stream s)
+{
+    return guarded("fct_event_record", [&] { e->event.record(unpack(s)); });
+}
+
+int fct_event_wait(fct_event *e, fct_stream s)
+{
+    return guarded("fct_event_wait", [&] { e->event.block(unpack(s)); });
+}
+
+int fct_event_synchronize(fct_event *e)
+{
+    return guarded("fct_event_synchronize", [&] {
+        pybind11::gil_scoped_release released;
+        e->event.synchronize();
+    });
+}
+
+void fct_event_free(fct_event *e)
+{
+    delete e;
+}
+
+} // extern "C"

@@ -1,0 +1,78 @@
+"""Fully sharded data parallelism with a C core: FSDP2's API and numbers at a fraction of its host cost.
+
+``from fsdp_c import fully_shard`` is used as ``torch.distributed.fsdp.fully_shard`` is.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+)
+from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
+
+from . import _C
+
+
+def _cast_tree(dtype: torch.dtype, tree: Any) -> Any:
+    """``tree`` with every floating-point tensor cast to ``dtype``; containers are rebuilt."""
+    return _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), tree)
+
+
+def _warn_view_output(state: Any) -> None:
+    """Warns that a wrapped module returned a view (an in-place op on it would lose the hook)."""
+    names = ", ".join(type(module).__name__ for module in state._modules) or "?"
+    warnings.warn(
+        f"FSDP2-wrapped module ({names}) returned a view tensor. An in-place op on this view "
+        "drops the pre-backward hook, so that the parameters are not gathered for backward. "
+        "Use out-of-place operations or return output.clone().",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+_C.bind(
+    dtensor_class=DTensor,
+    dtensor_new=getattr(torch.Tensor, "_dtensor__new__", None) or DTensor,
+    collect_grad_tensors=collect_grad_tensors,
+    replace_grad_tensors=replace_grad_tensors,
+    cast_tree=_cast_tree,
+    warn_view_output=_warn_view_output,
+    # In the order of the C enums fc_training_state and fc_sharded_state.
+    training_states=(
+        TrainingState.FORWARD,
+        TrainingState.PRE_BACKWARD,
+        TrainingState.POST_BACKWARD,
+        TrainingState.IDLE,
+    ),
+    sharded_states=(
+        ShardedState.SHARDED,
+        ShardedState.SHARDED_POST_FORWARD,
+        ShardedState.UNSHARDED,
+    ),
+)
+
+from .fully_shard import fully_shard  # noqa: E402  (needs the bound extension)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+]

@@ -1,0 +1,129 @@
+"""The cold side of a state: hook registration and lazy init of everything under the root."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.autograd.graph import _MultiHandle
+from torch.distributed._composable_state import _insert_module_state
+from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+
+from . import _C
+
+
+class State(_C.State, FSDPState):
+    """What one ``fully_shard`` call keeps for its modules; torch's ``FSDPState`` by type.
+
+    The forward hooks, pre-backward and the end of backward are C (``_C.State``). Before lazy init
+    each state has contexts of its own; the first state whose forward runs becomes the root and
+    shares its contexts with all states below.
+    """
+
+    def __init__(self) -> None:
+        # FSDPState.__init__ would make stock's contexts: the C type has its own fields.
+        self._state_ctx = _C.IterationContext()
+        self._auto_reshard_after_forward: bool | None = True
+        self._modules: tuple[nn.Module, ...] = ()
+
+    def init(
+        self,
+        modules: tuple[nn.Module, ...],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        auto_reshard_after_forward: bool,
+    ) -> None:
+        """Attaches to ``modules``: state mapping and forward hooks."""
+        self._modules = modules
+        self._device = device
+        self._device_handle = _get_device_handle(device.type)
+        self._mp_policy = mp_policy
+        self._auto_reshard_after_forward = auto_reshard_after_forward
+        self._comm_ctx = _C.CommContext(device)
+        self._input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
+        self._output_dtype = mp_policy.output_dtype
+        for module in modules:
+            _insert_module_state(module, self)
+        group = set(modules) if len(modules) > 1 else None
+        pre, post = _C.Hook(self, False, group), _C.Hook(self, True, group)
+        pre_handles = tuple(
+            module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True)
+            for module in modules
+        )
+        post_handles = tuple(
+            module.register_forward_hook(post, prepend=False, always_call=group is not None)
+            for module in modules
+        )
+        if group is None:
+            self._pre_forward_hook_handle: Any = pre_handles[0]
+            self._post_forward_hook_handle: Any = post_handles[0]
+        else:
+            handle = _MultiHandle(pre_handles + post_handles)
+            self._pre_forward_hook_handle = handle
+            self._post_forward_hook_handle = handle
+
+    def _states_below(self) -> list[State]:
+        """All states in the root's tree, in ``named_modules()`` order; refuses other roots."""
+        root = self._modules[0]
+        states: list[State] = []
+        for name, module in root.named_modules():
+            state = _get_module_fsdp_state(module)
+            if state is None or state in states:
+                continue
+            if not isinstance(state, State):
+                raise RuntimeError(
+                    f"module '{name}' was sharded by torch.distributed.fsdp.fully_shard, its root by "
+                    "fsdp_c: use one of the two for all modules of a model"
+                )
+            if module is not root and state._is_root is not None:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\n"
+                    "FSDP requires running forward through the root module first"
+                )
+            states.append(state)
+        return states
+
+    def _lazy_init(self) -> None:
+        """Makes this state the root: names, shared contexts, validation. All or nothing."""
+        if self._is_root is not None:
+            return
+        if len(self._modules) > 1:
+            raise RuntimeError(f"FSDP requires a single root module but got {self._modules}")
+        states = self._states_below()
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        self._is_root = True
+        try:
+            self._state_ctx.all_states = states
+            self._init_fqns()
+            self._validate_no_duplicate_params()
+            for group in groups:
+                group.lazy_init()
+            self._comm_ctx.lazy_init(self._device)
+        except BaseException:
+            self._is_root = None
+            self._state_ctx.all_states = []
+            for group in groups:
+                group._module_fqn = None
+            raise
+        if self._auto_reshard_after_forward:
+            # The root's parameters are needed again right away in backward.
+            for group in self._fsdp_param_groups:
+                group.post_forward_mesh_info = None
+        self._init_shared_state()
+        for state in states:
+            state._is_root = state is self
+
+    def _init_shared_state(self) -> None:
+        groups = []
+        for state in self._state_ctx.all_states:
+            state._state_ctx = self._state_ctx
+            state._comm_ctx = self._comm_ctx
+            groups += state._fsdp_param_groups
+        for group in groups:
+            group.comm_ctx = self._comm_ctx
+        self._comm_ctx.reduce_scatter_max_input_buffers = max(
+            (group.reduce_scatter_max_input_buffers for group in groups), default=1
+        )

@@ -1,0 +1,263 @@
+"""Builds fsdp_c._C, the extension module: a C11 core, a C++ bridge to libtorch, one link.
+
+What is compiled by whom:
+
+- csrc/core, csrc/python and the CPU kernels are C11. torch's BuildExtension hands `.c` files to the
+  C++ compiler when it drives ninja, so `BuildC` takes them out of the extension's sources, compiles
+  them itself (only what changed, several at a time) and links the objects.
+- csrc/torch/*.cpp goes through BuildExtension and ninja, with the C++ standard that the installed
+  torch wants.
+- csrc/kernels/kernels_cuda.cu is compiled by nvcc where nvcc is found and torch is a CUDA build.
+  With a CPU-only torch there is no CUDA runtime to link with (and nothing to run on), so
+  kernels_none.c takes its place; `make cuda-check` still compiles the .cu file wherever nvcc is.
+
+Environment:
+    FSDP_C_DEBUG=1     -O0 -g and assertions on
+    FSDP_C_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize` runs it)
+    FSDP_C_NO_CUDA=1   leave the CUDA kernels out
+    FSDP_C_CUDA_ARCH   nvcc's -arch (default: all-major)
+    MAX_JOBS=n         parallel compilers (default: the number of processors)
+
+Each combination of Python, torch and switches has its own directory under build/, so switching
+between them recompiles nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from setuptools import setup
+from torch.utils import cpp_extension
+
+# ninja is a script of the environment, which need not be activated.
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+
+C_WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+    "-Wstrict-prototypes",
+    "-Wmissing-prototypes",
+    "-Wc++-compat",
+    "-Werror",
+]
+CXX_WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
+# gcc's flow analysis loses its way in instrumented code and suspects std::optional of being unset.
+SANITIZER_FALSE_ALARMS = ["-Wno-maybe-uninitialized"]
+
+
+def switch(name: str) -> bool:
+    """Whether environment switch `name` is on: set, and neither empty nor "0"."""
+    return os.environ.get(name, "") not in ("", "0")
+
+
+DEBUG = switch("FSDP_C_DEBUG")
+SANITIZE = switch("FSDP_C_SANITIZE")
+
+
+def find_nvcc() -> str | None:
+    """The nvcc that can build kernels for the installed torch, or None where there is none.
+
+    The CUDA runtime is linked dynamically so that it is the copy torch has loaded; that needs the
+    same major version on both sides.
+    """
+    if switch("FSDP_C_NO_CUDA") or torch.version.cuda is None:
+        return None
+    home = cpp_extension.CUDA_HOME
+    nvcc = shutil.which("nvcc") or (shutil.which(f"{home}/bin/nvcc") if home else None)
+    if nvcc is None:
+        print("fsdp_c: torch has CUDA but nvcc is not found; building without CUDA kernels")
+        return None
+    text = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)\.", text)
+    if found is None or found[1] != torch.version.cuda.split(".")[0]:
+        print(f"fsdp_c: {nvcc} is not for CUDA {torch.version.cuda}; building without CUDA kernels")
+        return None
+    return nvcc
+
+
+NVCC = find_nvcc()
+
+
+def optimisation() -> list[str]:
+    """Compiler flags that follow from the switches, for C, C++ and the host side of nvcc alike."""
+    flags = ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O2", "-DNDEBUG"]
+    if SANITIZE:
+        instrument = ["-fno-omit-frame-pointer", *SANITIZERS, *SANITIZER_FALSE_ALARMS]
+        flags = ["-O1", "-g", "-UNDEBUG", *instrument]
+    return flags
+
+
+def build_directory() -> Path:
+    """Where the objects of this combination of Python, torch and switches live."""
+    kind = "sanitize" if SANITIZE else "debug" if DEBUG else "release"
+    cuda = "cuda" if NVCC else "nocuda"
+    return ROOT / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}-{kind}-{cuda}"
+
+
+def headers() -> list[str]:
+    """Every header under csrc."""
+    return sorted(str(path) for path in CSRC.rglob("*.h"))
+
+
+def c_sources() -> list[str]:
+    """The C (and, with CUDA, .cu) files that BuildC compiles itself, relative to the repository."""
+    files = [*CSRC.glob("core/*.c"), *CSRC.glob("python/*.c"), CSRC / "kernels/kernels_cpu.c"]
+    files.append(CSRC / ("kernels/kernels_cuda.cu" if NVCC else "kernels/kernels_none.c"))
+    return sorted(str(path.relative_to(ROOT)) for path in files)
+
+
+def cxx_sources() -> list[str]:
+    """The bridge, relative to the repository."""
+    return sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("torch/*.cpp"))
+
+
+def compile_command(source: str) -> list[str]:
+    """The command that compiles one of c_sources(), up to and without the output options."""
+    if source.endswith(".cu"):
+        assert NVCC is not None
+        arch = os.environ.get("FSDP_C_CUDA_ARCH", "all-major")
+        level = ["-O0", "-g"] if DEBUG else ["-O3", "-DNDEBUG"]
+        host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+        return [NVCC, "-std=c++17", *level, f"-arch={arch}", f"-I{CSRC}", *host]
+    compiler = shlex.split(os.environ.get("CC") or "gcc")
+    command = [*compiler, "-std=c11", "-fPIC", "-fvisibility=hidden", *optimisation(), *C_WARNINGS]
+    # A system directory: the warnings are about our code, not about CPython's headers.
+    return [*command, f"-I{CSRC}", "-isystem", sysconfig.get_paths()["include"]]
+
+
+def is_current(target: Path, command: str) -> bool:
+    """Whether `target` was made by this very command, and from nothing that changed since."""
+    record, depfile = target.with_suffix(".cmd"), target.with_suffix(".d")
+    if not (target.exists() and record.exists() and depfile.exists()):
+        return False
+    if record.read_text() != command:
+        return False
+    made = target.stat().st_mtime_ns
+    inputs = depfile.read_text().replace("\\\n", " ").partition(":")[2].split()
+    return all(os.path.exists(path) and os.stat(path).st_mtime_ns <= made for path in inputs)
+
+
+def compile_one(source: str, directory: Path) -> str | None:
+    """Compiles `source` if needed and returns its object file; None where that failed."""
+    target = directory / Path(source).with_suffix(".o")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    depfile = target.with_suffix(".d")
+    outputs = ["-MMD", "-MF", str(depfile), "-c", source, "-o", str(target)]
+    command = [*compile_command(source), *outputs]
+    line = shlex.join(command)
+    if is_current(target, line):
+        return str(target)
+    print(f"  CC {source}", flush=True)
+    target.with_suffix(".cmd").unlink(missing_ok=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{line}\n{done.stdout}{done.stderr}", end="", flush=True)
+        return None
+    target.with_suffix(".cmd").write_text(line)
+    return str(target)
+
+
+def check_resolved(library: str) -> None:
+    """Fails the build where one of our own functions is used but defined nowhere.
+
+    A shared object links with holes in it; without this they show at import or at the first call.
+    """
+    nm = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
+    missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcp)_\w+)", nm.stdout)))
+    if missing:
+        os.unlink(library)
+        raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")
+
+
+@contextmanager
+def only_builder(directory: Path) -> Iterator[None]:
+    """Keeps a second build of the same combination out until this one is done."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class BuildC(cpp_extension.BuildExtension):
+    """BuildExtension that leaves the C files to a C compiler."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # pip's editable build asks for a temporary directory; ours stays, and so is incremental.
+        self.build_temp = str(build_directory())
+
+    def run(self) -> None:
+        with only_builder(build_directory()):
+            super().run()
+
+    def build_extension(self, ext: cpp_extension.CppExtension) -> None:
+        directory = build_directory()
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        with ThreadPoolExecutor(jobs) as pool:
+            ours = [s for s in ext.sources if not s.endswith(".cpp")]
+            objects = list(pool.map(lambda source: compile_one(source, directory), ours))
+        ext.sources = [s for s in ext.sources if s.endswith(".cpp")]
+        failed = [source for source, made in zip(ours, objects) if made is None]
+        if failed:
+            raise SystemExit(f"fsdp_c: does not compile: {', '.join(failed)}")
+        ext.extra_objects = objects
+        # Only the entry point leaves the module. -fvisibility=hidden does not reach the weak
+        # symbols of templates of the standard library and torch; the script does.
+        script = directory / "exports.map"
+        script.write_text("{ global: PyInit__C; local: *; };\n")
+        ext.extra_link_args = [*ext.extra_link_args, f"-Wl,--version-script={script}"]
+        try:
+            super().build_extension(ext)
+        except RuntimeError as error:  # ninja has printed what is wrong; a traceback would bury it
+            raise SystemExit(f"fsdp_c: {error}") from None
+        check_resolved(self.get_ext_fullpath(ext.name))
+
+
+def extension() -> cpp_extension.CppExtension:
+    """The one extension module."""
+    compile_args = [
+        "-fvisibility=hidden",
+        "-fvisibility-inlines-hidden",
+        *optimisation(),
+        *CXX_WARNINGS,
+    ]
+    if not DEBUG and not SANITIZE:
+        compile_args.append("-g0")
+    # Named again as system directories: warnings are errors in our code, not in torch's headers.
+    for path in [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]:
+        compile_args += ["-isystem", path]
+    link_args = ["-Wl,--exclude-libs,ALL", *(SANITIZERS if SANITIZE else [])]
+    libraries, library_dirs = [], []
+    if NVCC:
+        libraries.append("cudart")
+        library_dirs += cpp_extension.library_paths(device_type="cuda")
+    return cpp_extension.CppExtension(
+        "fsdp_c._C",
+        [*c_sources(), *cxx_sources()],
+        include_dirs=[str(CSRC)],
+        depends=headers(),
+        libraries=libraries,
+        library_dirs=library_dirs,
+        extra_compile_args=compile_args,
+        extra_link_args=link_args,
+    )
+
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": BuildC})
