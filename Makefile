@@ -1,0 +1,128 @@
+# The commands of daily work. Each makes what it needs first, from a bare clone on.
+#
+#   make demo    train a small GPT on two processes, with curves         make lint      style and types
+#   make test    every test there is                                      make format    put the style right
+#   make bench   host cost and memory beside torch's own FSDP2            make sanitize  under ASan and UBSan
+#
+# VENV=dir uses (and completes) an environment that exists; the default is .venv, made on first use.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+PYTHON ?= python3
+NVCC ?= $(shell command -v nvcc)
+DEMO_OUT ?= demo_out
+DEMO_ARGS ?=
+PYTEST_ARGS ?= -n 2
+# What runs under the sanitizers: fast, in this process, and through every C function.
+SANITIZE_TESTS ?= tests/unit
+CUDA_CHECK_ARCH ?= sm_80
+
+PY := $(VENV)/bin/python
+ENV_STAMP := $(VENV)/.fsdp_c-env
+# An editable install points at one checkout, so its stamp names the checkout.
+INSTALL_STAMP := $(VENV)/.fsdp_c-installed$(subst /,-,$(CURDIR))
+SANITIZE_LIB := build/sanitize-lib
+C_FILES = $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+# This checkout's fsdp_c, whichever one the environment was installed for; child processes too.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export MAX_JOBS ?= 2
+
+.PHONY: help env build demo test test-c lint lint-ruff lint-mypy lint-c format sanitize bench \
+	cuda-check clean
+
+help:
+	@sed -n '3,5s/^# *//p' Makefile
+
+# ---- environment and build --------------------------------------------------------------------------------
+
+# torch is pinned, and first: the rest must not choose another one.
+$(ENV_STAMP): Makefile pyproject.toml
+	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel ninja
+	@touch $@
+
+$(INSTALL_STAMP): $(ENV_STAMP)
+	$(PY) -m pip install -q --no-build-isolation '$(TORCH)' -e '.[test,demo,lint]'
+	@touch $@
+
+env: $(INSTALL_STAMP)
+
+# setup.py knows what is old; without a change this takes a second. The log is shown where something is wrong.
+build: env
+	@mkdir -p build
+	@$(PY) setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }
+	@echo "built $$(ls fsdp_c/_C.*.so)"
+
+# ---- demo -------------------------------------------------------------------------------------------------
+
+demo: build
+	$(PY) -m torch.distributed.run --nproc-per-node 2 examples/train_gpt.py --out $(DEMO_OUT) $(DEMO_ARGS)
+	@echo; echo "The loss curve and the time of each step:"; ls $(abspath $(DEMO_OUT))/*.png
+
+# ---- tests ------------------------------------------------------------------------------------------------
+
+test: build test-c
+	$(PY) -m pytest $(PYTEST_ARGS) tests
+
+test-c:
+	@$(MAKE) -C tests/c
+
+# The extension and the package under AddressSanitizer and UndefinedBehaviorSanitizer, beside the normal build
+# and not in its place. Python itself is not instrumented: libasan comes first by LD_PRELOAD (with libstdc++,
+# whose exceptions it must find at start), and leaks are not looked for, since CPython and torch keep much to
+# the end on purpose. -P and `pythonpath=tests` keep this directory's own fsdp_c out.
+sanitize: env
+	@mkdir -p build
+	@FSDP_C_SANITIZE=1 $(PY) setup.py build --build-lib $(SANITIZE_LIB) > build/log.txt 2>&1 \
+		|| { cat build/log.txt; exit 1; }
+	PYTHONPATH=$(CURDIR)/$(SANITIZE_LIB) PYTHONSAFEPATH=1 PYTHONMALLOC=malloc FSDP_C_SANITIZE=1 \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(PY) -m pytest -p no:cacheprovider -o pythonpath=tests $(SANITIZE_TESTS)
+
+# With a CPU-only torch the CUDA kernels are not part of the build: there is no CUDA runtime to link with. They
+# must compile all the same wherever nvcc is, or they would rot between the visits to a machine with a GPU.
+cuda-check:
+	@if [ -z "$(NVCC)" ]; then echo "cuda-check: skipped, nvcc is not found"; else \
+		mkdir -p build/cuda-check && \
+		$(NVCC) -std=c++17 -O2 -arch=$(CUDA_CHECK_ARCH) -Icsrc -Xcompiler -Wall,-Wextra \
+			--Werror all-warnings -c csrc/kernels/kernels_cuda.cu -o build/cuda-check/kernels_cuda.o && \
+		echo "cuda-check: kernels_cuda.cu compiles"; fi
+
+# ---- style ------------------------------------------------------------------------------------------------
+
+lint: lint-ruff lint-mypy lint-c
+
+lint-ruff: env
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+lint-mypy: env
+	$(PY) -m mypy
+
+lint-c: env
+	@$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+	@echo "clang-format: $(words $(C_FILES)) files are in style"
+
+format: env
+	$(PY) -m ruff check --fix-only --quiet .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(C_FILES)
+
+# ---- the rest ---------------------------------------------------------------------------------------------
+
+bench: build
+	$(PY) benchmarks/host.py
+	$(PY) benchmarks/memory.py
+
+# The environment stays; it is slow to make and `rm -rf .venv` is easy to say.
+clean:
+	rm -rf build dist $(DEMO_OUT) fsdp_c/_C.*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,112 @@
+"""The picture of a run: how the loss fell, and where the time of each step went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+
+# Colours that stay apart in print and for colour-blind readers (Okabe and Ito's palette).
+PHASE_COLOURS = {
+    "data": "#999999",
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "optimizer": "#E69F00",
+}
+TRAIN_COLOUR, VALIDATION_COLOUR = "#0072B2", "#D55E00"
+
+
+def rolling(values: Sequence[float], window: int, reduce: str = "mean") -> np.ndarray:
+    """Return the mean or median over the last ``window`` values at each place, same length."""
+    function = np.mean if reduce == "mean" else np.median
+    return np.array([function(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))])
+
+
+def draw_run(
+    path: Path,
+    *,
+    title: str,
+    train: Sequence[float],
+    validation: Mapping[int, float],
+    phases: Mapping[str, Sequence[float]],
+) -> None:
+    """Write the PNG.
+
+    ``train[i]`` is the loss of step i + 1 and ``validation[s]`` the one after step s, in nats per
+    byte; ``phases[name][i]`` are the seconds step i + 1 spent in that phase.
+    """
+    steps = np.arange(1, len(train) + 1)
+    window = max(1, len(train) // 30)
+    figure, (upper, lower) = plt.subplots(
+        2, 1, figsize=(9, 7.5), sharex=True, height_ratios=(3, 2), layout="constrained"
+    )
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    _draw_loss(upper, steps, train, validation, window)
+    _draw_phases(lower, steps, phases, window)
+    lower.set_xlabel("Training step")
+    lower.set_xlim(1, max(2, len(train)))
+    for axes in (upper, lower):
+        axes.grid(True, alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def _draw_loss(
+    axes: Axes,
+    steps: np.ndarray,
+    train: Sequence[float],
+    validation: Mapping[int, float],
+    window: int,
+) -> None:
+    if window > 1:
+        axes.plot(
+            steps, train, color=TRAIN_COLOUR, alpha=0.3, linewidth=0.8, label="training, each step"
+        )
+    label = "training" if window == 1 else f"training, mean of the last {window} steps"
+    axes.plot(steps, rolling(train, window), color=TRAIN_COLOUR, linewidth=2, label=label)
+    if validation:
+        at, losses = zip(*sorted(validation.items()), strict=True)
+        axes.plot(
+            at, losses, "o-", color=VALIDATION_COLOUR, markersize=5, linewidth=1, label="validation"
+        )
+        axes.annotate(
+            f"{losses[-1]:.3f}",
+            (at[-1], losses[-1]),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="right",
+            color=VALIDATION_COLOUR,
+        )
+    axes.set_ylabel("Loss (nats per byte)")
+    axes.set_title("Loss", loc="left", fontsize=11)
+    axes.legend(frameon=False)
+
+
+def _draw_phases(
+    axes: Axes, steps: np.ndarray, phases: Mapping[str, Sequence[float]], window: int
+) -> None:
+    layers, labels = [], []
+    total = sum(float(np.median(seconds)) for seconds in phases.values())
+    for name, seconds in phases.items():
+        typical = float(np.median(seconds))
+        layers.append(rolling(seconds, window, "median") * 1e3)
+        labels.append(f"{name}: {typical * 1e3:.1f} ms ({typical / total:.0%})")
+    colours = [PHASE_COLOURS[name] for name in phases]
+    axes.stackplot(steps, layers, labels=labels, colors=colours, linewidth=0)
+    top = np.sum(layers, axis=0)
+    # The slow first steps must not flatten all the others; the headroom is for the legend.
+    axes.set_ylim(0, 1.4 * float(top[min(window, len(top) - 1) :].max()))
+    axes.set_ylabel("Time per step (ms)")
+    smoothing = "" if window == 1 else f", median of {window} steps"
+    axes.set_title(f"Where a step's time goes (rank 0{smoothing})", loc="left", fontsize=11)
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], frameon=False, ncols=2, loc="upper right", fontsize=9)

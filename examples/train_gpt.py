@@ -1,0 +1,502 @@
+"""Train a small byte-level GPT with fully sharded parameters, on two ranks or on any number.
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out
+    torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out --resume
+
+The text is the source of Python's standard library. ``--impl`` picks whose ``fully_shard`` wraps
+the model, ours or torch's; nothing else depends on it, and ``losses.json`` comes out the same, bit
+for bit. Without torchrun the script runs as one process. The output folder receives:
+
+    losses.json     loss and gradient norm of every step and validation losses as hexadecimal
+                    floats, and a digest of the final weights; comparable with cmp
+    summary.json    final losses, tokens/s, peak memory, seconds
+    curve.png       loss curve and the time split of the steps
+    checkpoints/    step_NNNNNN folders for --resume
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import checkpoint
+import plots
+import torch
+import torch.distributed as dist
+from gpt import GPT, GPTConfig, generate, next_byte_loss
+from text import Corpus, TextError, Windows, load_corpus
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+CHECKPOINTS = "checkpoints"  # folder below --out
+PHASES = ("data", "forward", "backward", "optimizer")
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be done here."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors appear once, not once per rank."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message} (see --help)")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; every rank reads the same one."""
+    parser = Parser(
+        description="Train a byte-level GPT on Python's own source with fully_shard.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--impl", choices=("fsdp_c", "torch"), default="fsdp_c", help="whose fully_shard to use")
+    add("--out", type=Path, default=Path("demo_out"), help="folder for all results")
+    add("--bf16", action="store_true", help="compute in bf16, reduce gradients in fp32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
+    add(
+        "--resume",
+        nargs="?",
+        type=Path,
+        const="newest",
+        metavar="CHECKPOINT",
+        help="go on from the newest checkpoint in --out, or from the named one",
+    )
+    add("--text", type=Path, metavar="FOLDER", help="read *.py files below this folder instead")
+    add("--text-bytes", type=positive, default=8 << 20, help="read at most this much text")
+    add("--steps", type=positive, default=450, help="optimizer steps of the whole run")
+    add("--batch", type=positive, default=8, help="sequences per rank and step")
+    add("--lr", type=float, default=3e-3, help="peak learning rate")
+    add("--clip", type=float, default=1.0, help="largest gradient norm")
+    add("--seed", type=int, default=0, help="seed of weights, data order, dropout and sample")
+    add("--validate-every", type=positive, default=50, help="steps between validations")
+    add("--save-every", type=positive, default=150, help="steps between checkpoints")
+    add("--sample-bytes", type=natural, default=300, help="length of the generated sample")
+    add("--prompt", default="def __init__(self", help="what the generated sample starts with")
+    defaults = GPTConfig()
+    add("--layers", type=positive, default=defaults.layers, help="transformer blocks")
+    add("--width", type=positive, default=defaults.width, help="size of the hidden state")
+    add("--heads", type=positive, default=defaults.heads, help="attention heads")
+    add("--context", type=positive, default=defaults.context, help="bytes per sequence")
+    add("--dropout", type=float, default=defaults.dropout, help="dropout probability")
+    args = parser.parse_args()
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
+    if not 0.0 <= args.dropout < 1.0:
+        parser.error(f"--dropout must be in [0, 1), not {args.dropout}")
+    if not args.prompt:
+        parser.error("--prompt must not be empty")
+    return args
+
+
+def positive(text: str) -> int:
+    """Parse an integer above zero for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+    return value
+
+
+def natural(text: str) -> int:
+    """Parse an integer of at least zero for argparse."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below zero")
+    return value
+
+
+def say(*lines: str) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def fail(message: str) -> NoReturn:
+    """End all ranks with one message; they all get here, since they all see the same input."""
+    if RANK == 0:
+        print(f"train_gpt: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1)  # torchrun ends the other ranks at the first exit: let rank 0 speak first
+    sys.exit(2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes, model, optimizer
+
+
+def pick_fully_shard(impl: str) -> Callable[..., Any]:
+    """Return the ``fully_shard`` of the named implementation: the only place where they differ."""
+    if impl == "torch":
+        from torch.distributed.fsdp import fully_shard as stock
+
+        return stock
+    try:
+        from fsdp_c import fully_shard as ours
+    except ImportError as error:
+        raise UsageError(f"fsdp_c cannot be imported ({error}); build it first") from error
+    return ours
+
+
+def start_processes(wanted: str) -> tuple[torch.device, DeviceMesh]:
+    """Join the process group torchrun describes, or form one of a single process."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    enough_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    if wanted == "cuda" and not enough_gpus:
+        raise UsageError(f"--device cuda needs {local_ranks} GPUs, one for each rank")
+    torch.set_num_threads(1)
+    if enough_gpus and wanted != "cpu":
+        # Bit-equal runs need kernels that add in a fixed order.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device, init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def build_model(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> GPT:
+    """Create the model, the same on every rank, and shard each block and then the root."""
+    fully_shard = pick_fully_shard(args.impl)
+    torch.manual_seed(args.seed)
+    config = GPTConfig(args.layers, args.width, args.heads, args.context, args.dropout)
+    model = GPT(config).to(device)
+    policy = MixedPrecisionPolicy()
+    if args.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    torch.manual_seed(args.seed + 1 + RANK)  # dropout differs from rank to rank
+    return model
+
+
+def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices but not biases and norms."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over the first 5 % of the steps, then a cosine down to a tenth."""
+    warm_up = max(1, steps // 20)
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def full(value: Tensor) -> Tensor:
+    """Return the whole of a possibly sharded tensor; every rank has to call this."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """Return the mean of one number per rank; every rank has to call this."""
+    total = value.detach().float().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run leaves behind
+
+
+@dataclass
+class History:
+    """Everything measured so far. Floats that must compare equal are kept as ``float.hex()``."""
+
+    train: list[str] = field(default_factory=list)
+    gradient_norm: list[str] = field(default_factory=list)
+    validation: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in PHASES})
+
+    @contextmanager
+    def timed(self, phase: str, device: torch.device) -> Iterator[None]:
+        """Append the seconds the block takes, on the device as well, to ``seconds[phase]``."""
+        start = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds[phase].append(time.perf_counter() - start)
+
+    def total_seconds(self) -> float:
+        """Seconds spent in training steps: no validation, no checkpoints."""
+        return sum(map(sum, self.seconds.values()))
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return a SHA-256 over all parameters, gathered whole; every rank has to call this."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(full(parameter.detach()).cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def peak_memory(device: torch.device) -> list[float]:
+    """Return each rank's peak memory in MiB: of the process, or of the GPU where there is one."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / 2**20
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    peaks = [0.0] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak)
+    return peaks
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write one readable JSON file."""
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+# --------------------------------------------------------------------------------------------------
+# The run
+
+
+class Run:
+    """One training run: its model, its data and how far it has come."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.corpus = load_corpus(args.text_bytes, args.text)
+        self.windows = Windows(self.corpus.train, args.context, args.seed)
+        self.held_out = Windows(self.corpus.validation, args.context, args.seed)
+        self.device, mesh = start_processes(args.device)
+        self.ranks = dist.get_world_size()
+        self.settings = self._settings(self.corpus)
+        self.model = build_model(args, self.device, mesh)
+        self.optimizer = build_optimizer(self.model, args.lr)
+        self.history = History()
+        self.step = 0
+        self.position = 0  # windows consumed by all ranks together
+        self.folder = args.out / CHECKPOINTS
+        if args.resume:
+            self._resume(args.resume)
+        elif RANK == 0:
+            checkpoint.discard_all(self.folder)
+
+    def _settings(self, corpus: Corpus) -> dict[str, Any]:
+        """Return what decides the losses; ``--impl`` is not among it."""
+        names = ["steps", "batch", "lr", "clip", "seed", "bf16", "validate_every"]
+        chosen = {name: getattr(self.args, name) for name in names}
+        model = {name: getattr(self.args, name) for name in asdict(GPTConfig())}
+        where = {"ranks": self.ranks, "device": self.device.type, "text": corpus.digest[:16]}
+        return chosen | model | where
+
+    def _resume(self, path: Path) -> None:
+        if str(path) == "newest":
+            found = checkpoint.newest(self.folder)
+            if found is None:
+                raise checkpoint.CheckpointError(f"no checkpoint to resume from in {self.folder}")
+            path = found
+        self.history = History(**checkpoint.read_run(path, self.settings))
+        self.step, self.position = checkpoint.load(path, self.model, self.optimizer)
+        say(f"Resumed {path} after step {self.step}.")
+
+    def batch(self, windows: Windows, position: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's share of the global batch that starts at ``position``."""
+        size = self.args.batch
+        return windows.batch(position + RANK * size, size, self.device)
+
+    def train(self) -> None:
+        """Run the remaining steps, validating and saving on the way and at the end."""
+        args = self.args
+        args.out.mkdir(parents=True, exist_ok=True)
+        with tqdm(
+            total=args.steps,
+            initial=self.step,
+            desc="Training",
+            unit="step",
+            disable=RANK != 0,
+            mininterval=0.3 if sys.stderr.isatty() else 10.0,
+            dynamic_ncols=True,
+        ) as bar:
+            while self.step < args.steps:
+                self._train_step()
+                last = self.step == args.steps
+                if last or self.step % args.validate_every == 0:
+                    self.history.validation[str(self.step)] = self.validate().hex()
+                if last or self.step % args.save_every == 0:
+                    self._save()
+                bar.set_postfix_str(self._losses(), refresh=False)
+                bar.update()
+
+    def _train_step(self) -> None:
+        model, history, device = self.model, self.history, self.device
+        with history.timed("data", device):
+            inputs, targets = self.batch(self.windows, self.position)
+        model.train()
+        with history.timed("forward", device):
+            loss = next_byte_loss(model(inputs), targets)
+        with history.timed("backward", device):
+            loss.backward()
+        with history.timed("optimizer", device):
+            norm = full(nn.utils.clip_grad_norm_(model.parameters(), self.args.clip))
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(self.step, self.args.steps, self.args.lr)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        history.train.append(mean_over_ranks(loss).hex())
+        history.gradient_norm.append(float(norm.item()).hex())
+        self.step += 1
+        self.position += self.ranks * self.args.batch
+
+    @torch.no_grad()
+    def validate(self, batches: int = 2) -> float:
+        """Return the loss on the same held-out windows each time, in nats per byte."""
+        self.model.eval()
+        total = torch.zeros((), device=self.device)
+        for index in range(batches):
+            inputs, targets = self.batch(self.held_out, index * self.ranks * self.args.batch)
+            total += next_byte_loss(self.model(inputs), targets)
+        return mean_over_ranks(total / batches)
+
+    def _save(self) -> None:
+        checkpoint.save(
+            self.folder,
+            self.model,
+            self.optimizer,
+            step=self.step,
+            position=self.position,
+            settings=self.settings,
+            history=asdict(self.history),
+        )
+
+    def _losses(self) -> str:
+        text = f"loss {float.fromhex(self.history.train[-1]):.3f}"
+        if self.history.validation:
+            text += f", validation {self._last_validation():.3f}"
+        return text
+
+    def _last_validation(self) -> float:
+        return float.fromhex(list(self.history.validation.values())[-1])
+
+    def sample(self) -> str:
+        """Let the model continue the prompt; undecodable bytes are replaced."""
+        prompt, length = self.args.prompt.encode(), self.args.sample_bytes
+        written = generate(
+            self.model, prompt, length, temperature=0.7, seed=self.args.seed, device=self.device
+        )
+        return written.decode(errors="replace")
+
+    def report(self, started: float) -> None:
+        """Write the result files and print the figures."""
+        args, history = self.args, self.history
+        digest = weights_digest(self.model)
+        peaks = peak_memory(self.device)
+        if RANK != 0:
+            return
+        train = [float.fromhex(loss) for loss in history.train]
+        validation = {int(s): float.fromhex(loss) for s, loss in history.validation.items()}
+        seconds = history.total_seconds()
+        tokens = len(train) * self.ranks * args.batch * args.context
+        summary = {
+            "impl": args.impl,
+            "settings": self.settings,
+            "final_loss": train[-1],
+            "final_validation_loss": self._last_validation(),
+            "tokens_per_second": tokens / seconds,
+            "peak_memory_mib": peaks,
+            "training_seconds": seconds,
+            "total_seconds": time.perf_counter() - started,
+        }
+        equal = {
+            "train": history.train,
+            "gradient_norm": history.gradient_norm,
+            "validation": history.validation,
+            "weights_sha256": digest,
+        }
+        write_json(args.out / "losses.json", equal)
+        write_json(args.out / "summary.json", summary)
+        precision = "bf16 compute, fp32 reduction" if args.bf16 else "fp32"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        plots.draw_run(
+            args.out / "curve.png",
+            title=f"Byte-level GPT on Python's own source: {args.impl}, {ranks}, {precision}",
+            train=train,
+            validation=validation,
+            phases=history.seconds,
+        )
+        say(
+            f"Final loss        {train[-1]:.4f} nats per byte "
+            f"(validation {summary['final_validation_loss']:.4f})",
+            f"Throughput        {summary['tokens_per_second']:,.0f} tokens/s on {ranks} "
+            f"({1e3 * seconds / len(train):.0f} ms per step)",
+            f"Peak memory       {', '.join(f'{peak:.0f}' for peak in peaks)} MiB "
+            f"({'GPU' if self.device.type == 'cuda' else 'resident'}, by rank)",
+            f"Time              {seconds:.1f} s in training steps, "
+            f"{summary['total_seconds']:.1f} s from start to end",
+            f"Weights           sha256 {digest[:16]}",
+            f"Written to        {args.out}/: losses.json, summary.json, curve.png, checkpoints/",
+        )
+
+
+def execute(args: argparse.Namespace) -> None:
+    """Train, sample and report."""
+    started = time.perf_counter()
+    run = Run(args)
+    sharded = sum(p.numel() for p in run.model.parameters())
+    say(
+        f"Training with {args.impl} on {run.ranks} x {run.device.type}: "
+        f"{sharded:,} parameters, {args.steps} steps of {run.ranks * args.batch * args.context:,} "
+        f"bytes, {run.corpus.train.numel() / 2**20:.1f} MiB of text."
+    )
+    run.train()
+    if args.sample_bytes > 0:
+        say("Sample:", *("  | " + line for line in run.sample().splitlines()))
+    run.report(started)
+
+
+def main() -> None:
+    """Run, and turn expected failures and Ctrl-C into one line."""
+    args = parse_arguments()
+    try:
+        try:
+            execute(args)
+        except (UsageError, TextError, checkpoint.CheckpointError) as error:
+            fail(str(error))
+        except Exception:
+            # After Ctrl-C one rank can see its peer vanish before it sees its own signal.
+            time.sleep(0.5)
+            raise
+        dist.barrier()
+        dist.destroy_process_group()
+    except KeyboardInterrupt:
+        saved = checkpoint.newest(args.out / CHECKPOINTS)
+        say("", "Interrupted. " + (f"Go on after {saved.name} with --resume." if saved else ""))
+        # Leave at once: a collective cut short would hold up an orderly shutdown.
+        sys.stdout.flush()
+        os._exit(130)
+
+
+if __name__ == "__main__":
+    main()

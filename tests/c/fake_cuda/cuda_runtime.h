@@ -1,0 +1,55 @@
+/* Just enough of the CUDA runtime to compile csrc/kernels/kernels_cuda.cu as ordinary C++ and run it on the
+ * CPU, one thread of the grid after the other, under the sanitizers:
+ *
+ *     g++ -std=c++17 -x c++ -Itests/c/fake_cuda -Wno-unknown-pragmas -fsanitize=address,undefined -c csrc/kernels/kernels_cuda.cu
+ *
+ * test_kernels.c and test_casts.c linked with the result (and built with -DFCK_TEST_CUDA_ON_HOST) holds the CUDA kernels to the
+ * same specification as the CPU's: grid, tiles, alignment cases, batches, padding. Running threads in order is
+ * faithful because the kernels neither share memory nor synchronise. Not covered: what a GPU does by itself
+ * (its rounding instructions, misaligned vector accesses beyond what UBSan sees, streams). */
+#ifndef FSDP_C_TESTS_FAKE_CUDA_RUNTIME_H
+#define FSDP_C_TESTS_FAKE_CUDA_RUNTIME_H
+
+#include <cstddef>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(threads)
+
+struct dim3 {
+    unsigned int x, y, z;
+    explicit dim3(unsigned int width = 1) : x(width), y(1), z(1) {}
+};
+
+typedef void *cudaStream_t;
+typedef enum { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 } cudaError_t;
+
+static dim3 blockIdx;
+static dim3 threadIdx;
+
+/* An empty or oversized grid is refused as the driver would refuse it. */
+template <class Arguments>
+cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, void **arguments,
+                             size_t, cudaStream_t) {
+    if (grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024 ||
+        sizeof(Arguments) > 4096) {
+        return cudaErrorInvalidConfiguration;
+    }
+    for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) {
+        for (threadIdx.x = 0; threadIdx.x < block.x; threadIdx.x++) {
+            kernel(*static_cast<Arguments *>(arguments[0]));
+        }
+    }
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaGetLastError() {
+    return cudaSuccess;
+}
+
+static inline const char *cudaGetErrorString(cudaError_t) {
+    return "invalid configuration argument";
+}
+
+#endif

@@ -1,0 +1,179 @@
+/* What the kernels' conversions promise: the nearest value, ties to even, NaN kept, for every pair of floating
+ * types, on every backend under test, and the same bits from the vector loops and the portable ones. */
+#include "kernels_reference.h"
+
+#include "kernels/cast_cpu.h"
+
+static void every_16_bit_value_widens_exactly_and_converts_to_the_other_type(void **state) {
+    (void)state;
+    static uint16_t pattern[65536];
+    for (size_t t = 0; t < 2; t++) {
+        int64_t count = 0;
+        for (int bits = 0; bits < 65536; bits++) {
+            if (!isnan(value_of_16_bits((uint16_t)bits, FLOATS[t]))) {
+                pattern[count++] = (uint16_t)bits;
+            }
+        }
+        assert_int_equal(count, 65536 - 2 * (t == 0 ? 1023 : 127));
+        FOR_EACH_BACKEND(backend) {
+            for (size_t to = 0; to < FLOAT_TYPES; to++) {
+                assert_converts_like_reference(backend, pattern, FLOATS[t], FLOATS[to], count);
+            }
+        }
+    }
+}
+
+/* Every finite value of a 16-bit type, every midpoint between two, and the floats next to each. */
+static void floats_round_to_nearest_even_at_every_boundary(void **state) {
+    (void)state;
+    for (size_t t = 0; t < 2; t++) {
+        const fck_dtype dtype = FLOATS[t];
+        const int last = dtype == FCK_FLOAT16 ? 0x7bff : 0x7f7f;
+        float *edges = (float *)malloc(sizeof *edges * 12 * (size_t)(last + 1));
+        int64_t count = 0;
+        for (int bits = 0; bits <= last; bits++) {
+            const double value = value_of_16_bits((uint16_t)bits, dtype);
+            const double next = bits < last ? value_of_16_bits((uint16_t)(bits + 1), dtype)
+                                            : ldexp(1, dtype == FCK_FLOAT16 ? 16 : 128);
+            const float at[2] = {(float)value, (float)(value / 2 + next / 2)};
+            for (int k = 0; k < 2; k++) {
+                for (float sign = -1; sign <= 1; sign += 2) {
+                    edges[count++] = sign * at[k];
+                    edges[count++] = sign * nextafterf(at[k], INFINITY);
+                    edges[count++] = sign * nextafterf(at[k], 0);
+                }
+            }
+        }
+        FOR_EACH_BACKEND(backend) {
+            assert_converts_like_reference(backend, edges, FCK_FLOAT32, dtype, count);
+            assert_converts_like_reference(backend, edges, FCK_FLOAT32, FCK_FLOAT64, count);
+        }
+        free(edges);
+    }
+}
+
+static void random_patterns_of_every_type_convert_to_every_type(void **state) {
+    (void)state;
+    const int64_t count = 20000;
+    source random = {1};
+    for (size_t from = 0; from < FLOAT_TYPES; from++) {
+        unsigned char *src = new_elements(&random, FLOATS[from], count);
+        for (size_t to = 0; to < FLOAT_TYPES; to++) {
+            FOR_EACH_BACKEND(backend) {
+                assert_converts_like_reference(backend, src, FLOATS[from], FLOATS[to], count);
+            }
+        }
+        free(src);
+    }
+}
+
+/* A double just above the midpoint of two halves is the midpoint once it is a float, and then ties to even:
+ * 1 + 2^-11 + 2^-40 would be 1 + 2^-10 if it were rounded once. */
+static void doubles_reach_16_bits_through_float_as_in_torch(void **state) {
+    (void)state;
+    const double half_case = 1 + ldexp(1, -11) + ldexp(1, -40);
+    const double bfloat16_case = 1 + ldexp(1, -8) + ldexp(1, -40);
+    FOR_EACH_BACKEND(backend) {
+        uint16_t *half =
+            (uint16_t *)(void *)packed(backend, &half_case, FCK_FLOAT64, FCK_FLOAT16, 1);
+        uint16_t *brain =
+            (uint16_t *)(void *)packed(backend, &bfloat16_case, FCK_FLOAT64, FCK_BFLOAT16, 1);
+        assert_int_equal(*half, 0x3c00);
+        assert_int_equal(*brain, 0x3f80);
+        free(half);
+        free(brain);
+    }
+}
+
+/* Quiet and signalling, both signs, the smallest and the largest payload; long enough for vector loops. */
+static void a_nan_stays_a_nan_in_every_conversion(void **state) {
+    (void)state;
+    static const uint64_t fractions[] = {
+        1, 0x8, 0x10000, 0x2000000000000, 0x8000000000001, 0xfffffffffffff};
+    enum { COUNT = 37 };
+    for (size_t from = 0; from < FLOAT_TYPES; from++) {
+        const fck_dtype src_dtype = FLOATS[from];
+        const int64_t size = size_of(src_dtype);
+        const int fraction_bits = src_dtype == FCK_FLOAT64   ? 52
+                                  : src_dtype == FCK_FLOAT32 ? 23
+                                  : src_dtype == FCK_FLOAT16 ? 10
+                                                             : 7;
+        unsigned char src[COUNT * 8];
+        for (int i = 0; i < COUNT; i++) {
+            uint64_t fraction = fractions[i % 6] & ((UINT64_C(1) << fraction_bits) - 1);
+            fraction += fraction == 0;
+            const uint64_t exponent =
+                (UINT64_C(1) << (size * 8 - 1)) - (UINT64_C(1) << fraction_bits);
+            const uint64_t sign = (uint64_t)(i / 6 % 2) << (size * 8 - 1);
+            const uint64_t bits = sign | exponent | fraction;
+            memcpy(src + i * size, &bits, (size_t)size);
+            assert_true(isnan(load_value(src + i * size, src_dtype)));
+        }
+        for (size_t to = 0; to < FLOAT_TYPES; to++) {
+            FOR_EACH_BACKEND(backend) {
+                unsigned char *dst = packed(backend, src, src_dtype, FLOATS[to], COUNT);
+                for (int i = 0; i < COUNT; i++) {
+                    assert_true(isnan(load_value(dst + i * size_of(FLOATS[to]), FLOATS[to])));
+                }
+                free(dst);
+            }
+        }
+    }
+}
+
+/* Also for NaN: which loop ran must not show in the bits. Every length, so every tail. */
+static void vector_loops_and_portable_loops_agree_bit_for_bit(void **state) {
+    (void)state;
+    const fck_loops *best = fck_loops_best();
+    if (best == &fck_loops_portable) {
+        skip();
+    }
+    static const int64_t spoke_size[FCK_SPOKES] = {2, 8, 2};
+    enum { LONGEST = 5000 };
+    static unsigned char src[LONGEST * 8], fast[LONGEST * 8 + 8], slow[LONGEST * 8 + 8];
+    source random = {2};
+    for (int64_t count = 0; count <= LONGEST; count += count < 70 ? 1 : 493) {
+        for (int k = 0; k < (int)sizeof src; k++) {
+            /* A quarter of the 16-bit patterns and an eighth of the floats are NaN or infinite. */
+            src[k] = (unsigned char)(draw(&random) | (draw(&random) % 4 == 0 ? 0x7f : 0));
+        }
+        for (int s = 0; s < FCK_SPOKES; s++) {
+            memset(fast, UNTOUCHED, sizeof fast);
+            memset(slow, UNTOUCHED, sizeof slow);
+            best->from_float[s](src, fast, count);
+            fck_loops_portable.from_float[s](src, slow, count);
+            assert_memory_equal(fast, slow, sizeof fast);
+            assert_int_equal(fast[count * spoke_size[s]], UNTOUCHED);
+            best->to_float[s](src, fast, count);
+            fck_loops_portable.to_float[s](src, slow, count);
+            assert_memory_equal(fast, slow, sizeof fast);
+        }
+    }
+}
+
+static void only_floating_types_convert_and_every_type_moves(void **state) {
+    (void)state;
+    for (fck_dtype src = 0; src < 20; src++) {
+        for (fck_dtype dst = 0; dst < 20; dst++) {
+            const int floats = is_float(src) && is_float(dst);
+            assert_int_equal(!!fck_can_cast(src, dst), src == dst || floats);
+        }
+    }
+    assert_true(fck_can_cast(FCK_FLOAT64, FCK_BFLOAT16));
+    assert_true(fck_can_cast(FCK_COMPLEX128, FCK_COMPLEX128));
+    assert_false(fck_can_cast(FCK_UINT8, FCK_FLOAT32));
+    assert_false(fck_can_cast(FCK_FLOAT32, FCK_COMPLEX128));
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_16_bit_value_widens_exactly_and_converts_to_the_other_type),
+        cmocka_unit_test(floats_round_to_nearest_even_at_every_boundary),
+        cmocka_unit_test(random_patterns_of_every_type_convert_to_every_type),
+        cmocka_unit_test(doubles_reach_16_bits_through_float_as_in_torch),
+        cmocka_unit_test(a_nan_stays_a_nan_in_every_conversion),
+        cmocka_unit_test(vector_loops_and_portable_loops_agree_bit_for_bit),
+        cmocka_unit_test(only_floating_types_convert_and_every_type_moves),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

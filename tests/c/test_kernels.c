@@ -1,0 +1,375 @@
+/* What the foreach kernels promise about places (csrc/kernels/kernels.h): which bytes a pack, an unpack and
+ * a gradient pack write, which they leave alone, and what they refuse. test_casts.c has the conversions.
+ *
+ * Layouts are random but seeded; a failure prints the seed. Every destination is one arena compared as a
+ * whole, so a byte written where none belongs fails too. Built with -DFCK_TEST_CUDA_ON_HOST and linked with
+ * kernels_cuda.cu compiled against fake_cuda/cuda_runtime.h, the same tests run the CUDA kernels as well. */
+#include "kernels_reference.h"
+
+/* ---- pack ---- */
+
+typedef struct pack_case {
+    fck_segment segment[200];
+    unsigned char *source_memory[200]; /* owns what segment.src points into */
+    int64_t dst_offset[200];
+    int64_t arena_bytes;
+    size_t count;
+} pack_case;
+
+/* A layout of segments of random types, sizes and addresses; conversions stay element-aligned, because a
+ * GPU needs that, and moves go anywhere. Destinations come with random gaps. */
+static void pack_case_init(pack_case *c, source *random) {
+    c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 200 : 12);
+    c->arena_bytes = GUARD;
+    for (size_t i = 0; i < c->count; i++) {
+        fck_segment *s = &c->segment[i];
+        const int moved = draw(random) % 2 == 0;
+        static const fck_dtype movable[] = {FCK_UINT8,    FCK_BOOL,    FCK_COMPLEX128, FCK_FLOAT16,
+                                            FCK_BFLOAT16, FCK_FLOAT32, FCK_FLOAT64};
+        s->src_dtype = moved ? movable[draw(random) % 7] : FLOATS[draw(random) % FLOAT_TYPES];
+        s->dst_dtype = moved ? s->src_dtype : FLOATS[draw(random) % FLOAT_TYPES];
+        s->itemsize = (int32_t)size_of(s->src_dtype);
+        s->count = draw_size(random);
+        const int64_t shift = moved ? 0 : draw_between(random, 0, 9);
+        c->source_memory[i] = new_elements(random, s->src_dtype, s->count + shift);
+        s->src = c->source_memory[i] + shift * s->itemsize;
+        const int64_t unit = moved ? 1 : size_of(s->dst_dtype);
+        const int64_t at = c->arena_bytes + draw_between(random, 0, 20);
+        c->dst_offset[i] = (at + unit - 1) / unit * unit;
+        c->arena_bytes = c->dst_offset[i] + s->count * size_of(s->dst_dtype);
+    }
+    c->arena_bytes += GUARD;
+}
+
+static void pack_case_fini(pack_case *c) {
+    for (size_t i = 0; i < c->count; i++) {
+        free(c->source_memory[i]);
+    }
+}
+
+static void packing_writes_every_segment_and_nothing_else(void **state) {
+    (void)state;
+    static pack_case c;
+    for (uint64_t seed = 0; seed < ROUNDS; seed++) {
+        source random = {seed};
+        pack_case_init(&c, &random);
+        unsigned char *expected = new_bytes(c.arena_bytes, UNTOUCHED);
+        for (size_t i = 0; i < c.count; i++) {
+            const fck_segment *s = &c.segment[i];
+            reference_copy((const unsigned char *)s->src, s->src_dtype, expected + c.dst_offset[i],
+                           s->dst_dtype, s->count);
+        }
+        FOR_EACH_BACKEND(backend) {
+            unsigned char *actual = new_bytes(c.arena_bytes, UNTOUCHED);
+            for (size_t i = 0; i < c.count; i++) {
+                c.segment[i].dst = actual + c.dst_offset[i];
+            }
+            assert_null(backend->pack(c.segment, c.count, NULL));
+            assert_same_bytes(actual, expected, c.arena_bytes, backend, seed);
+            free(actual);
+        }
+        free(expected);
+        pack_case_fini(&c);
+    }
+}
+
+static void an_empty_segment_may_have_null_pointers(void **state) {
+    (void)state;
+    FOR_EACH_BACKEND(backend) {
+        const fck_segment segments[] = {{NULL, NULL, 0, 4, FCK_FLOAT32, FCK_FLOAT32},
+                                        {NULL, NULL, 0, 4, FCK_FLOAT32, FCK_BFLOAT16},
+                                        {NULL, NULL, 0, 8, FCK_FLOAT64, FCK_BFLOAT16}};
+        assert_null(backend->pack(segments, 3, NULL));
+        assert_null(backend->pack(NULL, 0, NULL));
+    }
+}
+
+static void a_launch_that_cannot_convert_says_so_and_writes_nothing(void **state) {
+    (void)state;
+    FOR_EACH_BACKEND(backend) {
+        const float src[2] = {1, 2};
+        float dst[4] = {7, 7, 7, 7};
+        const fck_segment segments[] = {{src, dst, 2, 4, FCK_FLOAT32, FCK_FLOAT32},
+                                        {src, dst + 2, 2, 4, FCK_FLOAT32, FCK_UINT8}};
+        assert_string_equal(backend->pack(segments, 2, NULL),
+                            "these element types can be moved but not converted");
+        const fck_gradient gradients[] = {{src, 2, 2, 0, 4, FCK_FLOAT32},
+                                          {src, 2, 2, 2, 4, FCK_BOOL}};
+        assert_string_equal(backend->pack_gradients(gradients, 2, 1, dst, 4, FCK_FLOAT32, NULL),
+                            "these element types can be moved but not converted");
+        for (int i = 0; i < 4; i++) {
+            assert_true(dst[i] == 7);
+        }
+    }
+}
+
+/* Storage offsets in bytes can put an element anywhere: the CPU takes it, a GPU cannot and says so. */
+static void misaligned_conversions_work_on_the_cpu(void **state) {
+    (void)state;
+    source random = {3};
+    const int64_t count = 61;
+    for (size_t from = 0; from < FLOAT_TYPES; from++) {
+        for (size_t to = 0; to < FLOAT_TYPES; to++) {
+            unsigned char *elements = new_elements(&random, FLOATS[from], count);
+            unsigned char *src = new_bytes(count * size_of(FLOATS[from]) + 1, 0);
+            unsigned char *dst = new_bytes(count * size_of(FLOATS[to]) + 2, UNTOUCHED);
+            unsigned char *expected = new_bytes(count * size_of(FLOATS[to]) + 2, UNTOUCHED);
+            memcpy(src + 1, elements, (size_t)(count * size_of(FLOATS[from])));
+            reference_copy(elements, FLOATS[from], expected + 1, FLOATS[to], count);
+            const fck_segment segment = {
+                src + 1, dst + 1, count, (int32_t)size_of(FLOATS[from]), FLOATS[from], FLOATS[to]};
+#ifdef FCK_TEST_CUDA_ON_HOST
+            if (from != to) {
+                assert_string_equal(
+                    fck_cuda()->pack(&segment, 1, NULL),
+                    "a conversion needs addresses that are multiples of the element size");
+            }
+#endif
+            assert_null(fck_cpu()->pack(&segment, 1, NULL));
+            assert_same_bytes(dst, expected, count * size_of(FLOATS[to]) + 2, fck_cpu(), 3);
+            free(elements);
+            free(src);
+            free(dst);
+            free(expected);
+        }
+    }
+}
+
+/* ---- unpack ---- */
+
+static void unpacking_concatenates_each_column_over_the_rows(void **state) {
+    (void)state;
+    enum { COLUMNS = 150 };
+    static fck_column columns[COLUMNS];
+    static int64_t dst_offset[COLUMNS];
+    for (uint64_t seed = 0; seed < ROUNDS; seed++) {
+        source random = {seed + 1000};
+        const int64_t world = draw_between(&random, 1, draw(&random) % 4 == 0 ? 70 : 9);
+        const size_t count =
+            (size_t)draw_between(&random, 0, draw(&random) % 8 == 0 ? COLUMNS : 10);
+        int64_t row_bytes = 0;
+        int64_t arena_bytes = GUARD;
+        for (size_t i = 0; i < count; i++) {
+            row_bytes += draw(&random) % 2 ? 0 : draw_between(&random, 0, 20);
+            columns[i].offset = row_bytes;
+            columns[i].bytes = world > 9 ? draw_between(&random, 0, 40) : draw_size(&random);
+            row_bytes += columns[i].bytes;
+            dst_offset[i] = arena_bytes + draw_between(&random, 0, 20);
+            arena_bytes = dst_offset[i] + world * columns[i].bytes;
+        }
+        arena_bytes += GUARD;
+        unsigned char *rows = new_elements(&random, FCK_UINT8, world * row_bytes);
+        unsigned char *expected = new_bytes(arena_bytes, UNTOUCHED);
+        for (size_t i = 0; i < count; i++) {
+            unsigned char *to = expected + dst_offset[i];
+            for (int64_t r = 0; r < world; r++) {
+                for (int64_t k = 0; k < columns[i].bytes; k++) {
+                    *to++ = rows[r * row_bytes + columns[i].offset + k];
+                }
+            }
+        }
+        FOR_EACH_BACKEND(backend) {
+            unsigned char *actual = new_bytes(arena_bytes, UNTOUCHED);
+            for (size_t i = 0; i < count; i++) {
+                columns[i].dst = columns[i].bytes > 0 ? actual + dst_offset[i] : NULL;
+            }
+            assert_null(backend->unpack(rows, row_bytes, world, columns, count, NULL));
+            assert_same_bytes(actual, expected, arena_bytes, backend, seed + 1000);
+            free(actual);
+        }
+        free(rows);
+        free(expected);
+    }
+}
+
+/* ---- gradients ---- */
+
+typedef struct gradient_case {
+    fck_gradient gradient[150];
+    unsigned char *source_memory[150]; /* owns what gradient.src points into */
+    size_t count;
+    int64_t world;
+    int64_t row_numel;
+    fck_dtype dst_dtype;
+} gradient_case;
+
+/* Chunks as FSDP cuts them (ceil(numel / world), so late rows may be short or empty), and now and then
+ * larger or zero; gradients of fewer elements than the world, of none, of mixed types. */
+static void gradient_case_init(gradient_case *c, source *random) {
+    c->world = draw_between(random, 1, draw(random) % 4 == 0 ? 70 : 9);
+    c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 150 : 10);
+    c->dst_dtype = FLOATS[draw(random) % FLOAT_TYPES];
+    c->row_numel = draw_between(random, 0, 3);
+    for (size_t i = 0; i < c->count; i++) {
+        fck_gradient *g = &c->gradient[i];
+        g->src_dtype = draw(random) % 2 ? c->dst_dtype : FLOATS[draw(random) % FLOAT_TYPES];
+        g->itemsize = (int32_t)size_of(g->src_dtype);
+        g->numel = draw_size(random);
+        g->chunk = (g->numel + c->world - 1) / c->world;
+        if (draw(random) % 8 == 0) {
+            g->chunk += draw_between(random, 0, 30);
+        }
+        g->offset = c->row_numel + draw_between(random, 0, 3);
+        c->row_numel = g->offset + g->chunk;
+        const int64_t shift = draw_between(random, 0, 9);
+        c->source_memory[i] = new_elements(random, g->src_dtype, g->numel + shift);
+        g->src = g->numel > 0 ? c->source_memory[i] + shift * g->itemsize : NULL;
+    }
+    c->row_numel += draw_between(random, 0, 3);
+}
+
+/* Slot by slot: element r * chunk + k of the gradient, or zero past its end. Gaps stay untouched. */
+static void gradient_case_expect(const gradient_case *c, unsigned char *dst) {
+    const int64_t size = size_of(c->dst_dtype);
+    for (size_t i = 0; i < c->count; i++) {
+        const fck_gradient *g = &c->gradient[i];
+        for (int64_t r = 0; r < c->world; r++) {
+            for (int64_t k = 0; k < g->chunk; k++) {
+                unsigned char *slot = dst + (r * c->row_numel + g->offset + k) * size;
+                const int64_t element = r * g->chunk + k;
+                if (element < g->numel) {
+                    const unsigned char *from =
+                        (const unsigned char *)g->src + element * g->itemsize;
+                    reference_copy(from, g->src_dtype, slot, c->dst_dtype, 1);
+                } else {
+                    memset(slot, 0, (size_t)size);
+                }
+            }
+        }
+    }
+}
+
+static void gradients_are_dealt_to_rows_and_padded_with_zeros(void **state) {
+    (void)state;
+    static gradient_case c;
+    for (uint64_t seed = 0; seed < ROUNDS; seed++) {
+        source random = {seed + 2000};
+        gradient_case_init(&c, &random);
+        const int64_t size = size_of(c.dst_dtype);
+        const int64_t bytes = c.world * c.row_numel * size + 2 * GUARD;
+        unsigned char *expected = new_bytes(bytes, UNTOUCHED);
+        gradient_case_expect(&c, expected + GUARD + size);
+        FOR_EACH_BACKEND(backend) {
+            unsigned char *actual = new_bytes(bytes, UNTOUCHED);
+            assert_null(backend->pack_gradients(c.gradient, c.count, c.world, actual + GUARD + size,
+                                                c.row_numel, c.dst_dtype, NULL));
+            assert_same_bytes(actual, expected, bytes, backend, seed + 2000);
+            free(actual);
+        }
+        free(expected);
+        for (size_t i = 0; i < c.count; i++) {
+            free(c.source_memory[i]);
+        }
+    }
+}
+
+/* The layouts that FSDP meets at its edges, with the numbers written out. Five rows of [2 | 1 | 0] slots:
+ * 7 elements in chunks of 2, one element for five ranks, and a parameter without elements. */
+static void uneven_small_and_empty_gradients_by_example(void **state) {
+    (void)state;
+    const float uneven[7] = {1, 2, 3, 4, 5, 6, 7};
+    const double lonely[1] = {9};
+    static const float rows[5][3] = {{1, 2, 9}, {3, 4, 0}, {5, 6, 0}, {7, 0, 0}, {0, 0, 0}};
+    FOR_EACH_BACKEND(backend) {
+        float dst[5][3];
+        memset(dst, UNTOUCHED, sizeof dst);
+        const fck_gradient gradients[] = {{uneven, 7, 2, 0, 4, FCK_FLOAT32},
+                                          {lonely, 1, 1, 2, 8, FCK_FLOAT64},
+                                          {NULL, 0, 0, 3, 4, FCK_FLOAT32}};
+        assert_null(backend->pack_gradients(gradients, 3, 5, dst, 3, FCK_FLOAT32, NULL));
+        assert_memory_equal(dst, rows, sizeof dst);
+        assert_null(backend->pack_gradients(gradients + 2, 1, 5, NULL, 0, FCK_FLOAT32, NULL));
+    }
+}
+
+/* A gradient of numel 0 with a chunk (an unused parameter's) is all padding. */
+static void a_missing_gradient_becomes_zeros(void **state) {
+    (void)state;
+    FOR_EACH_BACKEND(backend) {
+        uint16_t dst[6] = {1, 1, 1, 1, 1, 1};
+        const uint16_t zeros[6] = {0};
+        const fck_gradient gradient = {NULL, 0, 3, 0, 4, FCK_FLOAT32};
+        assert_null(backend->pack_gradients(&gradient, 1, 2, dst, 3, FCK_BFLOAT16, NULL));
+        assert_memory_equal(dst, zeros, sizeof dst);
+    }
+}
+
+/* ---- index arithmetic of the CUDA grid ---- */
+
+static void tiles_cover_every_item_of_every_row_once(void **state) {
+    (void)state;
+    source random = {4};
+    for (int round = 0; round < 400; round++) {
+        const int64_t tile_items = draw_between(&random, 1, 64);
+        const int64_t items = draw_between(&random, 0, draw(&random) % 2 ? 5 : 300);
+        const int64_t rows = draw_between(&random, 0, 80);
+        unsigned char *seen = new_bytes(rows * items, 0);
+        const int64_t tiles = fck_tile_count(items, tile_items, rows);
+        for (int64_t index = 0; index < tiles; index++) {
+            const fck_tile tile = fck_tile_at(items, tile_items, rows, index);
+            assert_true(tile.last_row > tile.first_row && tile.last_row <= rows);
+            assert_true(tile.end > tile.begin && tile.end <= items);
+            assert_true((tile.last_row - tile.first_row) * (tile.end - tile.begin) <= tile_items);
+            for (int64_t r = tile.first_row; r < tile.last_row; r++) {
+                for (int64_t k = tile.begin; k < tile.end; k++) {
+                    seen[r * items + k]++;
+                }
+            }
+        }
+        for (int64_t i = 0; i < rows * items; i++) {
+            assert_int_equal(seen[i], 1);
+        }
+        free(seen);
+    }
+}
+
+static void a_tile_finds_the_job_that_owns_it(void **state) {
+    (void)state;
+    const uint32_t first[] = {0, 1, 5, 6, 100};
+    for (int32_t count = 1; count <= 5; count++) {
+        for (uint32_t index = 0; index < 120; index++) {
+            int32_t owner = 0;
+            for (int32_t i = 0; i < count; i++) {
+                owner = first[i] <= index ? i : owner;
+            }
+            assert_int_equal(fck_find_job(first, count, index), owner);
+        }
+    }
+}
+
+/* ---- a build without nvcc ---- */
+
+static void without_nvcc_every_cuda_launch_names_the_remedy(void **state) {
+    (void)state;
+    if (fck_cuda_built()) {
+        skip();
+    }
+    const fck_backend *cuda = fck_cuda();
+    assert_string_equal(cuda->name, "cuda");
+    const char *const messages[] = {
+        cuda->pack(NULL, 0, NULL),
+        cuda->unpack(NULL, 0, 1, NULL, 0, NULL),
+        cuda->pack_gradients(NULL, 0, 1, NULL, 0, FCK_FLOAT32, NULL),
+    };
+    for (size_t i = 0; i < 3; i++) {
+        assert_non_null(messages[i]);
+        assert_non_null(strstr(messages[i], "nvcc"));
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(packing_writes_every_segment_and_nothing_else),
+        cmocka_unit_test(an_empty_segment_may_have_null_pointers),
+        cmocka_unit_test(a_launch_that_cannot_convert_says_so_and_writes_nothing),
+        cmocka_unit_test(misaligned_conversions_work_on_the_cpu),
+        cmocka_unit_test(unpacking_concatenates_each_column_over_the_rows),
+        cmocka_unit_test(gradients_are_dealt_to_rows_and_padded_with_zeros),
+        cmocka_unit_test(uneven_small_and_empty_gradients_by_example),
+        cmocka_unit_test(a_missing_gradient_becomes_zeros),
+        cmocka_unit_test(tiles_cover_every_item_of_every_row_once),
+        cmocka_unit_test(a_tile_finds_the_job_that_owns_it),
+        cmocka_unit_test(without_nvcc_every_cuda_launch_names_the_remedy),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,270 @@
+"""Run a function or a script on several gloo ranks, each in a fresh interpreter of its own.
+
+``run_ranks(target, world_size, args)`` starts ``world_size`` interpreters, joins them into one
+default gloo process group (rendezvous through a file in a temporary directory: no port, no
+network), calls ``target(rank, world_size, *args)`` in each and returns the pickled results in
+rank order. When a rank raises, dies or the time is up, the rest are stopped and ``RanksFailed``
+carries every rank's exit status and the end of its output; on a time-out the stacks of all
+threads are printed there too.
+
+The target must be importable by name in a fresh interpreter (no lambdas, no nested functions).
+A target that is a path is run as a script with ``args`` as its ``sys.argv[1:]`` under the
+environment that torchrun would give it; it forms its own process group and its results are the
+texts it printed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+OUTPUT_SHOWN = 6000
+"""Characters of a failed rank's output that its report keeps (the end of it)."""
+
+GRACE_SECONDS = 5.0
+"""How long the other ranks may go on after one has failed, so that they can report too."""
+
+
+@dataclass
+class RankReport:
+    """How one rank ended: its exit status (None: still running) and the end of its output."""
+
+    rank: int
+    returncode: int | None
+    output: str
+
+    @property
+    def status(self) -> str:
+        if self.returncode is None:
+            return "stopped: still running"
+        if self.returncode < 0:
+            return f"killed by {signal.Signals(-self.returncode).name}"
+        return f"exit status {self.returncode}"
+
+
+class RanksFailed(RuntimeError):
+    """At least one rank raised, died, or was still running at the time limit."""
+
+    def __init__(self, reason: str, reports: list[RankReport]) -> None:
+        self.reports = reports
+        parts = [reason]
+        for report in reports:
+            parts.append(f"--- rank {report.rank}: {report.status}\n{report.output.rstrip()}")
+        super().__init__("\n".join(parts))
+
+
+def run_ranks(
+    target: Callable[..., Any] | str | Path,
+    world_size: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float = 120.0,
+    env: dict[str, str] | None = None,
+    backend: str = "gloo",
+    collective_timeout: float = 30.0,
+) -> list[Any]:
+    """Run ``target`` on ``world_size`` ranks and return their results in rank order.
+
+    ``args`` and the results travel by pickle. ``timeout`` bounds the whole run and
+    ``collective_timeout`` (seconds) each collective of the default process group. ``env`` adds to
+    the environment. Raises ``RanksFailed``.
+    """
+    with tempfile.TemporaryDirectory(prefix="fsdp_c_ranks_") as folder:
+        return _Launch(Path(folder), target, world_size, args, backend, collective_timeout).run(
+            timeout, env or {}
+        )
+
+
+class _Launch:
+    """The ranks of one run: their processes, their output files and their results."""
+
+    def __init__(
+        self,
+        folder: Path,
+        target: Callable[..., Any] | str | Path,
+        world_size: int,
+        args: Sequence[Any],
+        backend: str,
+        collective_timeout: float,
+    ) -> None:
+        self.folder = folder
+        self.world_size = world_size
+        self.is_script = isinstance(target, (str, Path))
+        payload = {
+            "target": str(target) if self.is_script else _name_of(target),
+            "is_script": self.is_script,
+            "args": pickle.dumps(tuple(args)),
+            "path": [entry or os.getcwd() for entry in sys.path],
+            "backend": backend,
+            "collective_timeout": collective_timeout,
+        }
+        (folder / "payload.pkl").write_bytes(pickle.dumps(payload))
+
+    def run(self, timeout: float, env: dict[str, str]) -> list[Any]:
+        processes = [self._start(rank, env) for rank in range(self.world_size)]
+        try:
+            reason = self._wait(processes, timeout)
+        finally:
+            codes = [process.poll() for process in processes]
+            for process in processes:
+                _stop(process)
+        if reason is not None:
+            raise RanksFailed(reason, [self._report(r, code) for r, code in enumerate(codes)])
+        if self.is_script:
+            return [self._output(rank).read_text() for rank in range(self.world_size)]
+        return [
+            pickle.loads((self.folder / f"result_{rank}.pkl").read_bytes())
+            for rank in range(self.world_size)
+        ]
+
+    def _start(self, rank: int, extra: dict[str, str]) -> subprocess.Popen[bytes]:
+        env = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.is_script:
+            if not hasattr(self, "port"):
+                self.port = _free_port()
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        with self._output(rank).open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, __file__, str(self.folder), str(rank)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env | extra,
+                start_new_session=True,
+            )
+
+    def _wait(self, processes: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
+        """Wait for all ranks; the reason of the failure, or None when all ended well."""
+        deadline = time.monotonic() + timeout
+        reason = None
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if None not in codes:
+                return f"rank {failed[0]} failed" if failed and reason is None else reason
+            if failed and reason is None:
+                reason = f"rank {failed[0]} failed"
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            if time.monotonic() > deadline:
+                if reason is None:
+                    running = [rank for rank, code in enumerate(codes) if code is None]
+                    reason = f"ranks {running} still running after {timeout:g} s"
+                _print_stacks(processes)
+                return reason
+            time.sleep(0.02)
+
+    def _output(self, rank: int) -> Path:
+        return self.folder / f"output_{rank}.txt"
+
+    def _report(self, rank: int, returncode: int | None) -> RankReport:
+        text = self._output(rank).read_text(errors="replace")
+        return RankReport(rank, returncode, text[-OUTPUT_SHOWN:])
+
+
+def _name_of(target: Callable[..., Any]) -> tuple[str, str]:
+    """The module and qualified name under which a fresh interpreter can import ``target``."""
+    name = target.__qualname__
+    if "<" in name or target.__module__ == "__main__":
+        raise ValueError(f"{target!r} cannot be imported by name in a fresh interpreter")
+    return target.__module__, name
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _print_stacks(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Have every rank that still runs write the stacks of its threads into its output."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _main(folder: Path, rank: int) -> None:
+    """The life of one rank."""
+    payload = pickle.loads((folder / "payload.pkl").read_bytes())
+    sys.path[:] = payload["path"]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # The parent may have been killed: no rank outlives it by more than a moment.
+    _die_with_parent()
+    if payload["is_script"]:
+        sys.argv = [payload["target"], *map(str, pickle.loads(payload["args"]))]
+        runpy.run_path(payload["target"], run_name="__main__")
+        return
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    world_size = int(os.environ["WORLD_SIZE"])
+    module, qualname = payload["target"]
+    function: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        function = getattr(function, part)
+    dist.init_process_group(
+        payload["backend"],
+        store=dist.FileStore(str(folder / "store"), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=payload["collective_timeout"]),
+    )
+    result = function(rank, world_size, *pickle.loads(payload["args"]))
+    partial = folder / f"result_{rank}.partial"
+    partial.write_bytes(pickle.dumps(result))
+    partial.rename(folder / f"result_{rank}.pkl")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """Linux: have the kernel kill this process when its parent ends."""
+    import ctypes
+
+    try:
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    except (OSError, AttributeError):
+        pass
+
+
+if __name__ == "__main__":
+    try:
+        _main(Path(sys.argv[1]), int(sys.argv[2]))
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A rank that failed must not wait for its peers while the interpreter shuts down.
+        os._exit(1)

@@ -1,0 +1,77 @@
+"""run_ranks: results in rank order, and failures that say what happened on which rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import RanksFailed, run_ranks
+
+
+def sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, float]:
+    total = torch.tensor(float(rank + offset))
+    dist.all_reduce(total)
+    return rank, total.item()
+
+
+def raise_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("the reason")
+    dist.barrier()
+
+
+def die_on_rank_zero(rank: int, world_size: int) -> None:
+    if rank == 0:
+        os.abort()
+
+
+def sleep_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(1000)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_come_in_rank_order(world_size: int) -> None:
+    total = float(sum(rank + 10 for rank in range(world_size)))
+    expected = [(rank, total) for rank in range(world_size)]
+    assert run_ranks(sum_of_ranks, world_size, (10,)) == expected
+
+
+def test_an_exception_is_reported_with_its_rank() -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)--- rank 1: exit status 1.*ValueError: the reason"):
+        run_ranks(raise_on_rank_one, 2, timeout=60)
+
+
+def test_a_killed_rank_is_reported_with_its_signal() -> None:
+    with pytest.raises(RanksFailed, match="rank 0: killed by SIGABRT"):
+        run_ranks(die_on_rank_zero, 2, timeout=60)
+
+
+def test_a_hang_ends_at_the_time_limit_and_shows_where() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"(?s)\[1\] still running.*in sleep_on_rank_one"):
+        run_ranks(sleep_on_rank_one, 2, timeout=12)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_function_without_an_importable_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be imported by name"):
+        run_ranks(lambda rank, world_size: None, 2)
+
+
+def test_a_script_runs_as_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor(dist.get_rank() + 1)\n"
+        "dist.all_reduce(total)\n"
+        "print(sys.argv[1], int(total))\n"
+        "dist.destroy_process_group()\n"
+    )
+    texts = run_ranks(script, 2, ["word"])
+    assert [text.splitlines()[-1] for text in texts] == ["word 3", "word 3"]

@@ -1,0 +1,215 @@
+"""The grid of settings that the parity tests compare, generated from a seed.
+
+A ``Setting`` is one model, one way to wrap it and one training script; every field is one
+dimension of the grid. ``generate(seed, count)`` returns first the anchors (each value of each
+dimension once, everything else plain, so that a failure points at its cause) and then random
+combinations. ``FSDP_C_PARITY_SEED`` and ``FSDP_C_PARITY_COUNT`` widen or move the grid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from models import FAMILIES
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the grid; the defaults are the plain case."""
+
+    family: str = "residual"
+    wrap: str = "blocks"
+    """root: the root alone; blocks: blocks and root; deep: leaves of blocks, blocks and root."""
+    reshard: bool | None = None
+    """reshard_after_forward of every wrapped module."""
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    cast_inputs: bool = True
+    original: str = "fp32"
+    """dtype of the parameters before wrapping."""
+    inputs: str | None = None
+    """dtype of floating inputs; None: that of the parameters."""
+    schedule: str = "plain"
+    """How a step's microbatches are run; see SCHEDULES."""
+    optimizer: str = "sgd"
+    clip: bool = False
+    checkpoint: str | None = None
+    """reentrant, nonreentrant: torch's checkpoint() around wrapped blocks; inside: checkpoint
+    wrappers within the wrapped blocks."""
+    prefetch: str | None = None
+    divide: str | None = None
+    unshard: str | None = None
+    """Explicit unshard/reshard calls around the forward."""
+    toggle_reshard: bool = False
+    toggle_frozen: bool = False
+    evaluate: bool = False
+    hooks: bool = False
+    ignored: bool = False
+    state: str | None = None
+    """assign, copy: continue in a new model from the state dict; meta: start on meta."""
+    reset: bool = False
+    zero: str = "none"
+    """none: gradients dropped after each step; keep: set to zero in place."""
+    perturb: float = 0.0
+    """Test of the harness: added to a parameter before the last step by "ours" only."""
+
+    def __str__(self) -> str:
+        """The fields that differ from the plain case, short enough for a test's name."""
+        words = [self.family]
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if entry.name == "family" or value == entry.default:
+                continue
+            words.append(entry.name if value is True else f"{entry.name}={value}")
+        return ",".join(words)
+
+
+SCHEDULES = (
+    "plain",  # one microbatch per step
+    "accumulate",  # two microbatches, both reduced
+    "no_sync",  # two microbatches without reduction, a third with
+    "no_sync_some",  # as no_sync, but only the blocks skip the reduction (recurse=False)
+    "keep_params",  # two microbatches, parameters kept unsharded after the first's backward
+    "no_sync_keep_params",  # both of the above, as a pipeline schedule does
+    "last_backward",  # set_is_last_backward(False) for all but the last microbatch
+    "interleaved",  # forward a, forward b, backward a, backward b
+    "reversed",  # forward a, forward b, backward b, backward a
+    "summed",  # forward a, forward b, backward of the sum
+    "retained",  # one forward, two backwards (retain_graph)
+    "input_grad",  # gradients of the inputs only (torch.autograd.grad), then a backward
+    "abandoned",  # a forward without backward before the step's own
+)
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "family": tuple(FAMILIES),
+    "wrap": ("root", "blocks", "deep"),
+    "reshard": (None, True, False),
+    "schedule": SCHEDULES,
+    "optimizer": ("sgd", "sgd_foreach", "adamw", "adamw_foreach", "adamw_fused"),
+    "clip": (False, True),
+    "checkpoint": (None, "reentrant", "nonreentrant", "inside"),
+    "prefetch": (None, "forward", "backward", "both"),
+    "divide": (None, "world", "force_sum", "force_sum_factor", "fp16_factor"),
+    "unshard": (None, "sync", "async", "async_wait", "blocks", "reshard"),
+    "toggle_reshard": (False, True),
+    "toggle_frozen": (False, True),
+    "evaluate": (False, True),
+    "hooks": (False, True),
+    "ignored": (False, True),
+    "state": (None, "copy", "assign", "meta"),
+    "reset": (False, True),
+    "zero": ("none", "keep"),
+}
+
+MIXED = (
+    # param, reduce, output, cast_inputs, original, inputs
+    ("bf16", "fp32", None, True, "fp32", None),
+    ("bf16", None, None, True, "fp32", None),
+    ("bf16", "bf16", None, True, "fp32", None),
+    ("bf16", "fp32", "fp32", True, "fp32", None),
+    ("bf16", "fp32", "fp32", False, "fp32", "bf16"),
+    ("bf16", "fp16", None, True, "fp32", None),
+    ("fp16", "fp32", None, True, "fp32", None),
+    ("fp16", None, "fp32", True, "fp32", "fp16"),
+    ("fp16", "fp16", "bf16", True, "fp32", "fp64"),
+    ("fp32", "bf16", None, True, "fp32", None),
+    (None, "bf16", None, True, "fp32", None),
+    (None, "fp16", None, True, "fp32", None),
+    (None, "fp64", None, True, "fp32", None),
+    (None, None, "bf16", True, "fp32", None),
+    (None, None, "fp16", False, "fp32", None),
+    ("fp32", "fp32", "fp32", True, "fp32", "bf16"),
+    ("fp32", None, None, True, "bf16", None),
+    (None, "fp32", None, True, "bf16", None),
+    (None, None, None, True, "bf16", None),
+    ("bf16", "fp32", None, True, "fp64", None),
+    ("fp32", "fp64", None, True, "fp64", "fp32"),
+    (None, "fp32", None, True, "fp64", None),
+    (None, None, None, True, "fp16", None),
+    # mismatching dtypes: both must fail alike
+    ("bf16", "fp32", None, False, "fp32", None),
+)
+MIXED_FIELDS = ("param", "reduce", "output", "cast_inputs", "original", "inputs")
+
+
+def generate(seed: int, count: int) -> list[Setting]:
+    """The first ``count`` settings of the grid of this seed: the anchors, then random ones."""
+    settings = dict.fromkeys(_anchors())
+    rng = random.Random(seed)
+    while len(settings) < count:
+        settings[_random(rng)] = None
+    return list(settings)[:count]
+
+
+def default_grid() -> list[Setting]:
+    """The grid that the environment asks for; 240 settings of seed 0 where it says nothing."""
+    seed = int(os.environ.get("FSDP_C_PARITY_SEED", "0"))
+    return generate(seed, int(os.environ.get("FSDP_C_PARITY_COUNT", "240")))
+
+
+def _anchors() -> list[Setting]:
+    plain = Setting()
+    found = [plain]
+    for name, values in CHOICES.items():
+        found += [_repaired(dataclasses.replace(plain, **{name: value})) for value in values]
+    found += [_with_mixed(plain, mixed) for mixed in MIXED]
+    return found
+
+
+def _with_mixed(setting: Setting, mixed: tuple[Any, ...]) -> Setting:
+    return dataclasses.replace(setting, **dict(zip(MIXED_FIELDS, mixed, strict=True)))
+
+
+def _random(rng: random.Random) -> Setting:
+    """A combination: the structural dimensions freely, each of the others now and then."""
+    setting = Setting(
+        family=rng.choice(CHOICES["family"]),
+        wrap=rng.choice(CHOICES["wrap"]),
+        reshard=rng.choice(CHOICES["reshard"]),
+        optimizer=rng.choice(CHOICES["optimizer"]),
+    )
+    if rng.random() < 0.6:
+        setting = dataclasses.replace(setting, schedule=rng.choice(SCHEDULES))
+    if rng.random() < 0.6:
+        setting = _with_mixed(setting, rng.choice(MIXED[:-1]))
+    for name in tuple(CHOICES)[tuple(CHOICES).index("clip") :]:
+        if rng.random() < 0.2:
+            setting = dataclasses.replace(setting, **{name: rng.choice(CHOICES[name][1:])})
+    return _repaired(setting)
+
+
+def _repaired(setting: Setting) -> Setting:
+    """Drop what cannot be combined, so that nearly every setting trains."""
+    if setting.divide == "fp16_factor":
+        setting = dataclasses.replace(setting, reduce="fp16")
+    elif setting.divide is not None and "fp16" in (setting.reduce, setting.param, setting.original):
+        setting = dataclasses.replace(setting, divide=None)
+    if setting.wrap == "root" and (setting.prefetch or setting.unshard == "blocks"):
+        setting = dataclasses.replace(setting, wrap="blocks")
+    compute = setting.param or setting.original
+    if setting.ignored and not (compute == setting.original == "fp32"):
+        # An ignored parameter keeps its dtype, which must be that of the activations.
+        setting = dataclasses.replace(setting, ignored=False)
+    if setting.family == "batchnorm" and compute != setting.original:
+        setting = dataclasses.replace(setting, param=None, inputs=None)
+    if setting.family == "frozen" and setting.toggle_frozen and (setting.param or setting.reduce):
+        # Stock fixes a group's dtypes at its first forward from the parameters that train then,
+        # and fails in backward when a group that was frozen as a whole is released later.
+        setting = dataclasses.replace(setting, toggle_frozen=False)
+    if setting.checkpoint == "inside" and setting.state is not None:
+        setting = dataclasses.replace(setting, state=None)
+    return setting

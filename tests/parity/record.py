@@ -1,0 +1,160 @@
+"""What a rank writes down while it runs a setting, and how two such records are compared.
+
+A record is a list of entries in the order of events. Tensors are kept as dtype, shape and raw
+bytes, so that equal means equal in bits (NaNs included); collectives are entries of the same list,
+so that their place among the losses and gradients is compared too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+COLLECTIVES = (
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allgather_",
+    "allgather_into_tensor_coalesced_",
+    "allreduce_",
+    "allreduce_coalesced_",
+    "alltoall_base_",
+    "broadcast_",
+    "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_",
+)
+"""The c10d operators that are recorded."""
+
+
+@dataclass(frozen=True)
+class Bits:
+    """A tensor's value: dtype, shape and bytes; ``kind`` says what held it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes = field(repr=False)
+    kind: str = "Tensor"
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Bits:
+        """The bits of a plain tensor, or of a DTensor's local shard (kind: its global layout)."""
+        kind = type(tensor).__name__
+        with torch.no_grad():
+            tensor = tensor.detach()
+            if isinstance(tensor, DTensor):
+                kind = f"{kind} {tuple(tensor.shape)} {tensor.placements}"
+                tensor = tensor._local_tensor
+            flat = tensor.contiguous().clone().view(-1).view(torch.uint8)
+        return cls(str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes(), kind)
+
+    def tensor(self) -> torch.Tensor:
+        """The value as a tensor of its dtype and shape."""
+        dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        if not self.data:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=dtype).view(self.shape)
+
+
+Entry = tuple[str, Any]
+
+
+class Recorder:
+    """Collects the entries of one setting on one rank."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def note(self, label: str, value: Any) -> None:
+        self.entries.append((label, value))
+
+    def tensor(self, label: str, tensor: torch.Tensor | None) -> None:
+        self.entries.append((label, None if tensor is None else Bits.of(tensor)))
+
+
+@contextmanager
+def recorded_collectives() -> Iterator[list[Recorder]]:
+    """Put a recording kernel before the kernels of the c10d operators.
+
+    Yields a list whose last member receives an entry per collective: the operator's name, and
+    dtype and element count of its tensors. A dispatch mode would see them as well, but would
+    also see every other operator, and a fast path may rightly step aside under a mode. The
+    kernel sits at the autograd key, which CPU tensors carry under no_grad too, and goes on
+    through the operator itself, which releases the GIL (a kernel called directly would hold it
+    while it waits for peers, and gloo's threads need it to free tensors).
+    """
+    receivers: list[Recorder] = []
+    library = torch.library.Library("c10d", "IMPL")
+    for name in COLLECTIVES:
+        _wrap(library, name, receivers)
+    try:
+        yield receivers
+    finally:
+        library._destroy()
+
+
+def _wrap(library: torch.library.Library, name: str, receivers: list[Recorder]) -> None:
+    operator = getattr(torch.ops.c10d, name).default
+
+    def kernel(*args: Any) -> Any:
+        if receivers:
+            facts = [_facts(arg) for arg in args[:2] if _has_tensors(arg)]
+            receivers[-1].note(f"collective {name.strip('_')}", facts)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args)
+
+    library.impl(name, kernel, "AutogradCPU")
+
+
+def _has_tensors(arg: Any) -> bool:
+    return isinstance(arg, (torch.Tensor, list, tuple))
+
+
+def _facts(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return (str(arg.dtype), arg.numel())
+    return [_facts(entry) for entry in arg]
+
+
+def error_entry(error: BaseException) -> Entry:
+    """An exception as an entry: type and message, memory addresses blanked."""
+    message = re.sub(r"0x[0-9a-f]+", "0x", str(error))
+    return ("error", f"{type(error).__name__}: {message}")
+
+
+def differences(stock: list[Entry], ours: list[Entry], limit: int = 8) -> list[str]:
+    """What differs between two records, at most ``limit`` lines; empty when they are equal."""
+    found: list[str] = []
+    for index, (left, right) in enumerate(zip(stock, ours, strict=False)):
+        if left != right:
+            found.append(f"entry {index}: {_difference(left, right)}")
+        if left[0] != right[0]:
+            # The sequences of events have parted: what follows only repeats that.
+            found += [f"  before it: {_show(entry)}" for entry in stock[max(0, index - 3) : index]]
+            break
+        if len(found) >= limit:
+            found.append("(and more)")
+            break
+    if len(stock) != len(ours):
+        found.append(f"number of entries: stock {len(stock)}, ours {len(ours)}")
+    return found
+
+
+def _difference(left: Entry, right: Entry) -> str:
+    (label, a), (other, b) = left, right
+    if label != other or not (isinstance(a, Bits) and isinstance(b, Bits)):
+        return f"stock {_show(left)}, ours {_show(right)}"
+    if (a.dtype, a.shape, a.kind) != (b.dtype, b.shape, b.kind):
+        return f"{label}: stock {a}, ours {b}"
+    x, y = a.tensor(), b.tensor()
+    gap = (x.double() - y.double()).abs()
+    return f"{label}: {int((x != y).sum())} of {x.numel()} differ, by up to {gap.max():.3g}"
+
+
+def _show(entry: Entry) -> str:
+    label, value = entry
+    return f"{label} {value}"

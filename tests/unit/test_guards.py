@@ -1,0 +1,229 @@
+"""The rules of the house: who may include what, what the module exports, how long a file gets."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+
+C_FLAGS = [
+    "-std=c11",
+    "-fsyntax-only",
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+    "-Wstrict-prototypes",
+    "-Wmissing-prototypes",
+    "-Wc++-compat",
+    "-Werror",
+    f"-I{CSRC}",
+]
+C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
+MAX_LINES = 600
+
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.M)
+NVCC_ONLY = re.compile(r"^#ifdef __CUDACC__$(?:\n(?!#if|#el).*)*?\n#endif$", re.M)
+# torch/torch_abi.h is ours, and is the one file below torch/ that others may name.
+TORCH_INCLUDE = re.compile(r"^(?:\.\./)*(?:torch|ATen|c10|caffe2)/(?!torch_abi\.h$)")
+PYTHON_INCLUDE = re.compile(r"^(?:Python|structmember|frameobject|pybind11/.*|cpython/.*)(?:\.h)?$")
+CUDA_INCLUDE = re.compile(r"^(?:cuda|cub|thrust|nccl|cooperative_groups).*")
+
+
+def sources(*folders: str) -> list[Path]:
+    """All C, C++ and CUDA files below the folders of csrc."""
+    found = [p for f in folders for p in sorted((CSRC / f).rglob("*")) if p.suffix in C_SUFFIXES]
+    assert found, f"no sources in {folders}: the guard would guard nothing"
+    return found
+
+
+def includes(path: Path) -> list[str]:
+    """What `path` names in its #include lines."""
+    return INCLUDE.findall(path.read_text())
+
+
+def offenders(paths: list[Path], forbidden: re.Pattern[str]) -> list[str]:
+    """`file: include` for every include that matches `forbidden`."""
+    return [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in paths
+        for name in includes(path)
+        if forbidden.search(name)
+    ]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# ---- headers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header",
+    [*(p for p in sources("core", "kernels") if p.suffix == ".h"), CSRC / "torch/torch_abi.h"],
+    ids=relative,
+)
+def test_header_is_c11_and_includes_what_it_uses(header: Path, tmp_path: Path) -> None:
+    unit = tmp_path / "alone.c"
+    # Twice: the second time must be empty. The typedef is there because an empty unit is not ISO C.
+    unit.write_text(f'#include "{header}"\n#include "{header}"\ntypedef int fc_alone;\n')
+    done = subprocess.run(["gcc", *C_FLAGS, str(unit)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- who includes what ---------------------------------------------------------------------------
+
+
+def test_only_the_bridge_sees_torch() -> None:
+    assert offenders(sources("core", "kernels", "python"), TORCH_INCLUDE) == []
+    # ... and in it only the .cpp files: its header is C, for everybody.
+    assert offenders([CSRC / "torch/torch_abi.h"], TORCH_INCLUDE) == []
+
+
+def test_only_the_binding_and_the_bridge_see_python() -> None:
+    assert offenders(sources("core", "kernels"), PYTHON_INCLUDE) == []
+    assert offenders([CSRC / "torch/torch_abi.h"], PYTHON_INCLUDE) == []
+
+
+def test_the_core_knows_of_other_layers_only_their_c_headers() -> None:
+    own = {p.name for p in sources("core")}
+    standard = re.compile(r"^[a-z0-9_]+\.h$|^sys/")  # <stdint.h> and the like
+    strangers = [
+        f"{relative(path)}: {name}"
+        for path in sources("core")
+        for name in includes(path)
+        if name not in own
+        and not re.fullmatch(r"core/\w+\.h", name)
+        and not re.fullmatch(r"(?:\.\./)?(?:torch/torch_abi|kernels/kernels)\.h", name)
+        and not standard.search(name)
+    ]
+    assert strangers == []
+
+
+def test_nothing_below_the_binding_includes_it() -> None:
+    assert offenders(sources("core", "kernels", "torch"), re.compile(r"^(?:\.\./)?python/")) == []
+
+
+def test_only_nvcc_sees_cuda_headers() -> None:
+    seen = [
+        f"{relative(path)}: {name}"
+        for path in sources(".")
+        if path.suffix not in (".cu", ".cuh")
+        for name in INCLUDE.findall(re.sub(NVCC_ONLY, "", path.read_text()))
+        if CUDA_INCLUDE.search(name)
+    ]
+    assert seen == []
+
+
+def test_cuda_kernels_are_free_of_torch_and_python() -> None:
+    kernels = [CSRC / "kernels/kernels_cuda.cu"]
+    assert offenders(kernels, TORCH_INCLUDE) + offenders(kernels, PYTHON_INCLUDE) == []
+
+
+def test_the_patterns_catch_what_they_are_for() -> None:
+    for name in (
+        "torch/extension.h",
+        "ATen/ATen.h",
+        "c10/core/Device.h",
+        "torch/csrc/Exceptions.h",
+        "../torch/bridge.h",
+    ):
+        assert TORCH_INCLUDE.search(name), name
+    for name in ("../torch/torch_abi.h", "torch/torch_abi.h", "kernels/kernels.h"):
+        assert not TORCH_INCLUDE.search(name), name
+    assert PYTHON_INCLUDE.search("Python.h") and PYTHON_INCLUDE.search("pybind11/pybind11.h")
+    assert CUDA_INCLUDE.search("cuda_runtime.h") and not CUDA_INCLUDE.search("kernels.h")
+
+
+# ---- the built module ----------------------------------------------------------------------------
+
+
+def extension() -> Path:
+    """The extension module that tests run on, normal or sanitized."""
+    import fsdp_c
+
+    found = list(Path(fsdp_c.__file__).parent.glob("_C*" + sysconfig.get_config_var("EXT_SUFFIX")))
+    assert len(found) == 1, "run `make build`"
+    return found[0]
+
+
+def dynamic_symbols(*options: str) -> list[list[str]]:
+    """Lines of `nm -D` on the extension: [address,] kind, name."""
+    nm = subprocess.run(
+        ["nm", "-D", *options, str(extension())], check=True, capture_output=True, text=True
+    )
+    return [line.split() for line in nm.stdout.splitlines()]
+
+
+def test_only_the_entry_point_is_exported() -> None:
+    assert [(kind, name) for _, kind, name in dynamic_symbols("--defined-only")] == [
+        ("T", "PyInit__C")
+    ]
+
+
+def test_nothing_of_ours_is_left_undefined() -> None:
+    undefined = [line[-1] for line in dynamic_symbols("--undefined-only")]
+    assert "PyModuleDef_Init" in undefined, "nm shows nothing: the guard would guard nothing"
+    assert [name for name in undefined if re.match(r"fc[tkp]?_", name)] == []
+
+
+def test_the_module_is_not_tied_to_one_copy_of_python_or_torch() -> None:
+    dynamic = subprocess.run(
+        ["readelf", "-d", str(extension())], check=True, capture_output=True, text=True
+    ).stdout
+    assert "libtorch_python.so" in dynamic  # the bridge needs it; import torch has loaded it
+    assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
+    assert "libpython" not in dynamic
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def written_files() -> list[Path]:
+    """The files people wrote: sources, tests, tools."""
+    folders = ("csrc", "fsdp_c", "tests", "benchmarks", "examples")
+    suffixes = C_SUFFIXES | {".py", ".pyi"}
+    found = [p for f in folders for p in sorted((ROOT / f).rglob("*")) if p.suffix in suffixes]
+    return [*found, ROOT / "setup.py"]
+
+
+def test_no_file_outgrows_a_reader() -> None:
+    lengths = {relative(p): len(p.read_text().splitlines()) for p in written_files()}
+    assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize("path", sources("core", "kernels", "python", "torch"), ids=relative)
+def test_a_c_file_opens_with_what_it_is_for(path: Path) -> None:
+    assert re.match(r"/[*/]", path.read_text()), "open with a paragraph: what it owns, and how"
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(re.findall(r"`[^`]+`", readme))))
+    named |= set(re.findall(r"^\s*\$?\s*make ([a-z][\w-]*)", readme, re.M))
+    assert {"demo", "test"} <= named
+    assert named <= targets
+
+
+def test_setup_and_the_c_tests_share_one_list_of_warnings() -> None:
+    wanted = {flag for flag in C_FLAGS if flag.startswith("-W")}
+    for path in (ROOT / "setup.py", ROOT / "tests/c/Makefile"):
+        assert wanted <= set(re.findall(r"-W[\w+-]+", path.read_text())), relative(path)
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_cuda_kernels_compile() -> None:
+    done = subprocess.run(["make", "cuda-check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kernels_cuda.cu compiles" in done.stdout
