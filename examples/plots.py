@@ -81,10 +81,11 @@ def _draw_loss(
         axes.annotate(
             f"{losses[-1]:.3f}",
             (at[-1], losses[-1]),
-            xytext=(0, 9),
+            xytext=(0, 12),
             textcoords="offset points",
             ha="right",
             color=VALIDATION_COLOUR,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
         )
     axes.set_ylabel("Loss (nats per byte)")
     axes.set_title("Loss", loc="left", fontsize=11)

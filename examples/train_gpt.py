@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 CHECKPOINTS = "checkpoints"  # folder below --out
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -83,15 +83,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--text", type=Path, metavar="FOLDER", help="read *.py files below this folder instead")
     add("--text-bytes", type=positive, default=8 << 20, help="read at most this much text")
-    add("--steps", type=positive, default=450, help="optimizer steps of the whole run")
+    add("--steps", type=positive, default=400, help="optimizer steps of the whole run")
     add("--batch", type=positive, default=8, help="sequences per rank and step")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--seed", type=int, default=0, help="seed of weights, data order, dropout and sample")
     add("--validate-every", type=positive, default=50, help="steps between validations")
-    add("--save-every", type=positive, default=150, help="steps between checkpoints")
+    add("--save-every", type=positive, default=100, help="steps between checkpoints")
     add("--sample-bytes", type=natural, default=300, help="length of the generated sample")
-    add("--prompt", default="def __init__(self", help="what the generated sample starts with")
+    add("--prompt", default="class Parser:\n    def ", help="what the generated sample starts with")
     defaults = GPTConfig()
     add("--layers", type=positive, default=defaults.layers, help="transformer blocks")
     add("--width", type=positive, default=defaults.width, help="size of the hidden state")
@@ -253,11 +253,13 @@ class History:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a SHA-256 over all parameters, gathered whole; every rank has to call this."""
+    """Return a SHA-256 over all fp32 parameters, gathered whole; every rank has to call this."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    # Not named_parameters(): after a forward without backward the root's are the gathered ones, in
+    # the compute dtype. state_dict() always gives the sharded fp32 ones.
+    for name, parameter in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(full(parameter.detach()).cpu().contiguous().numpy().tobytes())
+        digest.update(full(parameter).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -404,7 +406,7 @@ class Run:
         """Let the model continue the prompt; undecodable bytes are replaced."""
         prompt, length = self.args.prompt.encode(), self.args.sample_bytes
         written = generate(
-            self.model, prompt, length, temperature=0.7, seed=self.args.seed, device=self.device
+            self.model, prompt, length, temperature=0.8, seed=self.args.seed, device=self.device
         )
         return written.decode(errors="replace")
 

@@ -277,7 +277,7 @@ static fc_status fill_unsharded(fc_group *g) {
             fct_tensor_retain(made);
             p->unsharded = made;
         }
-        bool wanted = fct_tensor_requires_grad(p->sharded);
+        bool wanted = g->host->requires_grad(p->owner);
         if (fct_tensor_requires_grad(p->unsharded) != wanted) {
             FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
         }

@@ -15,6 +15,9 @@ typedef struct fc_host {
     /* Registers the unsharded (true) or sharded (false) parameter on every module that holds it. Fails only where a
      * module overrides __setattr__; a swap to what is registered already never fails. */
     int (*swap)(void *param, bool unsharded);
+    /* Whether the sharded parameter requires grad now. (Users may swap the tensor behind the parameter object, so the
+     * core keeps no handle of it.) */
+    bool (*requires_grad)(void *param);
     /* Gives the sharded parameter its reduced gradient: sets .grad or adds to it, then runs post-accumulate-grad
      * hooks. Borrows `local` (this rank's shard of the gradient). */
     int (*take_grad)(void *param, fct_tensor *local);

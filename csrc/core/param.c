@@ -42,7 +42,6 @@ fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *s
 }
 
 void fc_param_fini(fc_param *p) {
-    replace(&p->sharded, NULL);
     replace(&p->sharded_data, NULL);
     replace(&p->accumulated, NULL);
     fc_param_forget_unsharded(p);
@@ -50,8 +49,6 @@ void fc_param_fini(fc_param *p) {
     p->local_sizes = NULL;
     p->strides = NULL;
 }
-
-void fc_param_set_sharded(fc_param *p, fct_tensor *sharded) { replace(&p->sharded, sharded); }
 
 void fc_param_set_sharded_data(fc_param *p, fct_tensor *data) { replace(&p->sharded_data, data); }
 

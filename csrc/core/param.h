@@ -17,7 +17,6 @@ typedef struct fc_param {
     fct_dtype param_dtype;  /* compute type; FCT_NO_DTYPE: no cast */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own */
     /* Counted references. */
-    fct_tensor *sharded;      /* the sharded parameter (a DTensor): requires_grad and .grad are read from it */
     fct_tensor *sharded_data; /* flat, padded_numel elements: what is sent */
     fct_tensor *flat;         /* world * padded_numel elements in the compute type; storage freed while sharded */
     fct_tensor *unsharded;    /* the parameter over flat, ND; the leaf that autograd accumulates into */
@@ -30,7 +29,6 @@ FC_CHECK fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const i
 void fc_param_fini(fc_param *p); /* releases everything; safe on a zeroed struct */
 
 /* Each takes a new reference to its argument and drops the old one. NULL is fine. */
-void fc_param_set_sharded(fc_param *p, fct_tensor *sharded);
 void fc_param_set_sharded_data(fc_param *p, fct_tensor *data);
 void fc_param_set_accumulated(fc_param *p, fct_tensor *grad);
 /* Drops flat and unsharded; the next unshard makes them anew. Only while sharded. */

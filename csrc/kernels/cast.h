@@ -1,14 +1,15 @@
-/* Scalar conversions between float and the two 16-bit types, on bit patterns. This is the reference
- * that the vector loops (cast_cpu.h) must match bit for bit, their tail, the fallback on processors
- * without them, and, on a GPU, a thin name for the hardware conversion.
+/* Scalar conversions between float and the two 16-bit types, on bit patterns. This is the
+ * reference that the vector loops (cast_cpu.h) must match bit for bit, their tail, the fallback
+ * on processors without them, and, on a GPU, a thin name for the hardware conversion.
  *
- * Rounding is to nearest even and done on integers where subnormals are involved, so the result does not
- * depend on the flush-to-zero setting of the thread. Values of the wider types reach 16 bits through float,
- * as torch's conversions do: float64 -> bfloat16 therefore rounds twice, exactly like torch.
+ * Rounding is to nearest even and done on integers where subnormals are involved, so the result
+ * does not depend on the flush-to-zero setting of the thread. Values of the wider types reach 16
+ * bits through float, as torch's conversions do: float64 -> bfloat16 therefore rounds twice,
+ * exactly like torch.
  *
- * NaN stays NaN. Which NaN is not promised (torch's own choice changes with vector width and position);
- * here float16 keeps sign and upper payload as F16C does, and bfloat16 becomes 0xffff as in torch's
- * vectorised float32 -> bfloat16 copy. */
+ * NaN stays NaN. Which NaN is not promised (torch's own choice changes with vector width and
+ * position); here float16 keeps sign and upper payload as F16C does, and bfloat16 becomes 0xffff
+ * as in torch's vectorised float32 -> bfloat16 copy. */
 #ifndef FSDP_C_KERNELS_CAST_H
 #define FSDP_C_KERNELS_CAST_H
 
@@ -89,8 +90,8 @@ FCK_FN uint16_t fck_half_of_float(float value) {
     } else if (magnitude <= 0x33000000u) {
         half = 0; /* up to half of the smallest subnormal; the tie goes to even, which is zero */
     } else {
-        /* Subnormal: the significand in units of 2^-24, rounded to nearest even. The exponent field is
-         * 102..112 here, so the shift is 14..24. */
+        /* Subnormal: the significand in units of 2^-24, rounded to nearest even. The exponent
+         * field is 102..112 here, so the shift is 14..24. */
         const uint32_t shift = 126u - (magnitude >> 23);
         const uint32_t significand = (magnitude & 0x7fffffu) | 0x800000u;
         const uint32_t kept = significand >> shift;

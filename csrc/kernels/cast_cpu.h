@@ -1,10 +1,12 @@
-/* Conversion loops of the CPU kernels: a portable set, an AVX2 + F16C set, and the choice between them.
- * Included by kernels_cpu.c (and by the C tests, which hold the two sets against each other).
+/* Conversion loops of the CPU kernels: a portable set, an AVX2 + F16C set, and the choice
+ * between them. Included by kernels_cpu.c (and by the C tests, which hold the two sets against
+ * each other).
  *
- * float32 is the hub: each set converts float16, float64 and bfloat16 to and from float32, and the
- * remaining pairs go through it in blocks (kernels_cpu.c). The AVX2 loops are compiled for that instruction
- * set whatever the build flags say, so only fck_loops_best() may hand them out: it asks the processor. Every
- * loop takes any address: a storage offset need not be a multiple of the element size. */
+ * float32 is the hub: each set converts float16, float64 and bfloat16 to and from float32, and
+ * the remaining pairs go through it in blocks (kernels_cpu.c). The AVX2 loops are compiled for
+ * that instruction set whatever the build flags say, so only fck_loops_best() may hand them out:
+ * it asks the processor. Every loop takes any address: a storage offset need not be a multiple
+ * of the element size. */
 #ifndef FSDP_C_KERNELS_CAST_CPU_H
 #define FSDP_C_KERNELS_CAST_CPU_H
 
@@ -61,7 +63,8 @@ static const fck_loops fck_loops_portable = {
 
 #define FCK_AVX2 __attribute__((target("avx2,f16c")))
 
-/* Defines `name`: converts `step` elements at a time with `convert(from, to)`, the rest with `tail`. */
+/* Defines `name`: converts `step` elements at a time with `convert(from, to)`, the rest with
+ * `tail`. */
 #define FCK_AVX2_LOOP(name, source_size, target_size, step, convert, tail)                         \
     FCK_AVX2 static void name(const void *src, void *dst, int64_t count) {                         \
         const unsigned char *from = (const unsigned char *)src;                                    \
@@ -89,8 +92,8 @@ FCK_AVX2 static inline void avx2_store_half_width(void *to, __m128i value) {
     _mm_storeu_si128((__m128i *)to, value);
 }
 
-/* Eight floats rounded to bfloat16, each in the low half of its lane with the upper half zero. A NaN
- * rounds to garbage, which the mask overwrites with 0xffff. */
+/* Eight floats rounded to bfloat16, each in the low half of its lane with the upper half zero. A
+ * NaN rounds to garbage, which the mask overwrites with 0xffff. */
 FCK_AVX2 static inline __m256i avx2_round_bfloat16(const unsigned char *from) {
     const __m256i bits = avx2_load(from);
     const __m256 value = _mm256_castsi256_ps(bits);
@@ -146,7 +149,8 @@ static const fck_loops fck_loops_avx2 = {
 
 #endif /* FCK_HAVE_AVX2_LOOPS */
 
-/* The fastest loops this processor runs. A few loads, so it is asked per launch and nothing is cached. */
+/* The fastest loops this processor runs. A few loads, so it is asked per launch and nothing is
+ * cached. */
 static inline const fck_loops *fck_loops_best(void) {
 #ifdef FCK_HAVE_AVX2_LOOPS
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {

@@ -1,10 +1,12 @@
-/* Index arithmetic of the kernels, shared by the CPU loops and the CUDA grid so that one set of tests
- * covers both: which elements of a gradient land in which row, and how work is cut into tiles.
+/* Index arithmetic of the kernels, shared by the CPU loops and the CUDA grid so that one set of
+ * tests covers both: which elements of a gradient land in which row, and how work is cut into
+ * tiles.
  *
- * A job is `rows` rows of `items` items each. Long rows are cut into tiles of at most `tile_items`
- * items; short rows are put several to a tile, so that a large world of small shards does not become
- * a grid of nearly empty blocks. Every (row, item) belongs to exactly one tile. All sizes are int64:
- * callers have checked that every extent fits its storage, so no product here overflows. */
+ * A job is `rows` rows of `items` items each. Long rows are cut into tiles of at most
+ * `tile_items` items; short rows are put several to a tile, so that a large world of small
+ * shards does not become a grid of nearly empty blocks. Every (row, item) belongs to exactly one
+ * tile. All sizes are int64: callers have checked that every extent fits its storage, so no
+ * product here overflows. */
 #ifndef FSDP_C_KERNELS_INDEX_H
 #define FSDP_C_KERNELS_INDEX_H
 
@@ -43,7 +45,8 @@ FCK_FN int64_t fck_ceil_div(int64_t a, int64_t b) {
     return a / b + (a % b != 0);
 }
 
-/* Bytes of one element of a castable type, 0 for every other type (its size comes with the data). */
+/* Bytes of one element of a castable type, 0 for every other type (its size comes with the
+ * data). */
 FCK_FN int32_t fck_float_size(fck_dtype dtype) {
     switch (dtype) {
     case FCK_FLOAT16:
@@ -62,12 +65,14 @@ FCK_FN int fck_castable(fck_dtype src, fck_dtype dst) {
     return src == dst || (fck_float_size(src) != 0 && fck_float_size(dst) != 0);
 }
 
-/* Bytes of a destination element: an equal type has the gradient's own size, any other is castable. */
+/* Bytes of a destination element: an equal type has the gradient's own size, any other is
+ * castable. */
 FCK_FN int64_t fck_target_size(const fck_gradient *gradient, fck_dtype dst_dtype) {
     return gradient->src_dtype == dst_dtype ? gradient->itemsize : fck_float_size(dst_dtype);
 }
 
-/* How many of the `chunk` slots of `row` hold elements of a gradient of `numel`; the rest is padding. */
+/* How many of the `chunk` slots of `row` hold elements of a gradient of `numel`; the rest is
+ * padding. */
 FCK_FN int64_t fck_row_filled(int64_t numel, int64_t chunk, int64_t row) {
     return fck_min(fck_max(numel - row * chunk, 0), chunk);
 }
@@ -107,7 +112,8 @@ FCK_FN fck_tile fck_tile_at(int64_t items, int64_t tile_items, int64_t rows, int
     return tile;
 }
 
-/* The job that owns tile `index`: the last i with first[i] <= index. `first` rises strictly from 0. */
+/* The job that owns tile `index`: the last i with first[i] <= index. `first` rises strictly from
+ * 0. */
 FCK_FN int32_t fck_find_job(const uint32_t *first, int32_t count, uint32_t index) {
     int32_t low = 0;
     int32_t high = count;

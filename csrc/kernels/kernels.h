@@ -1,9 +1,11 @@
-/* The foreach kernels: pack shards into a gather buffer, unpack gathered rows into parameters, pack
- * gradients into a reduce buffer. Raw pointers and a stream handle, nothing else: no torch, no Python.
+/* The foreach kernels: pack shards into a gather buffer, unpack gathered rows into parameters,
+ * pack gradients into a reduce buffer. Raw pointers and a stream handle, nothing else: no torch,
+ * no Python.
  *
- * Every function works on memory the caller owns and has already checked (offset + extent <= storage
- * bytes); kernels keep no pointer after they return (CPU) or after the work queued on `stream` is done
- * (CUDA: descriptor arrays are copied before the launch returns, so the caller may reuse them at once).
+ * Every function works on memory the caller owns and has already checked (offset + extent <=
+ * storage bytes); kernels keep no pointer after they return (CPU) or after the work queued on
+ * `stream` is done (CUDA: descriptor arrays are copied before the launch returns, so the caller
+ * may reuse them at once).
  *
  * Casts round to nearest even, as torch's own do. NaN stays NaN. */
 #ifndef FSDP_C_KERNELS_H
@@ -16,8 +18,8 @@
 extern "C" {
 #endif
 
-/* Element types; the numbers are torch's ScalarType numbers (asserted in csrc/torch). Types that are not
- * listed can be moved (same type on both sides) but not cast. */
+/* Element types; the numbers are torch's ScalarType numbers (asserted in csrc/torch). Types that
+ * are not listed can be moved (same type on both sides) but not cast. */
 typedef int32_t fck_dtype;
 enum {
     FCK_UINT8 = 0,
@@ -27,9 +29,9 @@ enum {
     FCK_BFLOAT16 = 15,
 };
 
-/* One shard to pack: `count` elements of `src_dtype` at `src` become `count` elements of `dst_dtype` at
- * `dst`. src and dst do not overlap. `itemsize` is the size of a source element in bytes (used when the two
- * types are equal, so that any type can be moved). */
+/* One shard to pack: `count` elements of `src_dtype` at `src` become `count` elements of
+ * `dst_dtype` at `dst`. src and dst do not overlap. `itemsize` is the size of a source element
+ * in bytes (used when the two types are equal, so that any type can be moved). */
 typedef struct fck_segment {
     const void *src;
     void *dst;
@@ -39,17 +41,18 @@ typedef struct fck_segment {
     fck_dtype dst_dtype;
 } fck_segment;
 
-/* One parameter to unpack: for every row r in [0, world), `bytes` bytes at rows + r*row_bytes + offset go to
- * dst + r*bytes. */
+/* One parameter to unpack: for every row r in [0, world), `bytes` bytes at rows + r*row_bytes +
+ * offset go to dst + r*bytes. */
 typedef struct fck_column {
     void *dst;
     int64_t offset;
     int64_t bytes;
 } fck_column;
 
-/* One gradient to pack for a reduce-scatter. The gradient is `numel` contiguous elements of `src_dtype`. Row r
- * of the destination gets elements [r*chunk, min((r+1)*chunk, numel)) at element offset `offset` of that row,
- * cast to the destination type; the rest of the `chunk` slots are filled with zeros. `itemsize` as above. */
+/* One gradient to pack for a reduce-scatter. The gradient is `numel` contiguous elements of
+ * `src_dtype`. Row r of the destination gets elements [r*chunk, min((r+1)*chunk, numel)) at
+ * element offset `offset` of that row, cast to the destination type; the rest of the `chunk`
+ * slots are filled with zeros. `itemsize` as above. */
 typedef struct fck_gradient {
     const void *src;
     int64_t numel;
@@ -59,22 +62,24 @@ typedef struct fck_gradient {
     fck_dtype src_dtype;
 } fck_gradient;
 
-/* One device's kernels. Every launch returns NULL on success, else a static message that says what failed. */
+/* One device's kernels. Every launch returns NULL on success, else a static message that says
+ * what failed. */
 typedef struct fck_backend {
     const char *name;
     const char *(*pack)(const fck_segment *segments, size_t count, void *stream);
-    const char *(*unpack)(const void *rows, int64_t row_bytes, int64_t world, const fck_column *columns,
-                          size_t count, void *stream);
+    const char *(*unpack)(const void *rows, int64_t row_bytes, int64_t world,
+                          const fck_column *columns, size_t count, void *stream);
     /* dst holds world rows of `row_numel` elements of dst_dtype. */
-    const char *(*pack_gradients)(const fck_gradient *gradients, size_t count, int64_t world, void *dst,
-                                  int64_t row_numel, fck_dtype dst_dtype, void *stream);
+    const char *(*pack_gradients)(const fck_gradient *gradients, size_t count, int64_t world,
+                                  void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream);
 } fck_backend;
 
 /* 1 if elements of `src` can be packed as `dst` (equal types always can). */
 int fck_can_cast(fck_dtype src, fck_dtype dst);
 
-/* The CPU kernels (always there) and the CUDA kernels. Without nvcc at build time the CUDA backend is still
- * there, but each of its functions fails with a message that says so, and fck_cuda_built() is 0. */
+/* The CPU kernels (always there) and the CUDA kernels. Without nvcc at build time the CUDA
+ * backend is still there, but each of its functions fails with a message that says so, and
+ * fck_cuda_built() is 0. */
 const fck_backend *fck_cpu(void);
 const fck_backend *fck_cuda(void);
 int fck_cuda_built(void);

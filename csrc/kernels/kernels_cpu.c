@@ -1,9 +1,11 @@
-/* The CPU kernels. They run in the calling thread and are finished when they return: `stream` is ignored,
- * nothing is allocated, no thread is started (ranks share the machine's cores, and torchrun gives each of
- * them one), no state is kept. A launch that refuses its arguments has written nothing.
+/* The CPU kernels. They run in the calling thread and are finished when they return: `stream` is
+ * ignored, nothing is allocated, no thread is started (ranks share the machine's cores, and
+ * torchrun gives each of them one), no state is kept. A launch that refuses its arguments has
+ * written nothing.
  *
- * Invariant: a segment or gradient with nothing to copy is never dereferenced, so its pointers may be NULL.
- * Moves go through memcpy and conversions through the loops of cast_cpu.h; both take any address. */
+ * Invariant: a segment or gradient with nothing to copy is never dereferenced, so its pointers
+ * may be NULL. Moves go through memcpy and conversions through the loops of cast_cpu.h; both
+ * take any address. */
 #include "kernels.h"
 
 #include <assert.h>

@@ -1,13 +1,14 @@
-/* The CUDA kernels: raw pointers and a stream, no torch header. Work is queued on the caller's stream of
- * the caller's current device; nothing is allocated and nothing is synchronised.
+/* The CUDA kernels: raw pointers and a stream, no torch header. Work is queued on the caller's
+ * stream of the caller's current device; nothing is allocated and nothing is synchronised.
  *
- * Descriptors travel as kernel arguments: each launch takes a batch by value (at most 4 KB, what every
- * driver accepts), so they are copied before the launch returns, no staging buffer exists and a launch may be
- * captured in a graph. Longer lists become several launches in stream order.
+ * Descriptors travel as kernel arguments: each launch takes a batch by value (at most 4 KB, what
+ * every driver accepts), so they are copied before the launch returns, no staging buffer exists
+ * and a launch may be captured in a graph. Longer lists become several launches in stream order.
  *
- * One block works on one tile (index.h): it finds its job by binary search over the jobs' first tiles, then
- * moves or converts in 16-byte accesses wherever both addresses allow it. Moves are counted in bytes, so any
- * type and any address will do; conversions need element-aligned addresses and are refused otherwise. */
+ * One block works on one tile (index.h): it finds its job by binary search over the jobs' first
+ * tiles, then moves or converts in 16-byte accesses wherever both addresses allow it. Moves are
+ * counted in bytes, so any type and any address will do; conversions need element-aligned
+ * addresses and are refused otherwise. */
 #include "kernels.h"
 
 #include <cuda_runtime.h>
@@ -106,7 +107,8 @@ __device__ inline void for_units(const S *src, D *dst, int count, team t, Conver
     }
 }
 
-/* The body in words of W, which divides the distance between the two addresses; the ends in bytes. */
+/* The body in words of W, which divides the distance between the two addresses; the ends in
+ * bytes. */
 template <class W>
 __device__ inline void move_words(const unsigned char *src, unsigned char *dst, int bytes, team t) {
     constexpr int size = sizeof(W);
@@ -160,7 +162,8 @@ template <class S, class D> __device__ inline D convert_item(S value) {
     return result;
 }
 
-/* Converts N items at a time, 16 bytes of the wider type, where a common head aligns both addresses. */
+/* Converts N items at a time, 16 bytes of the wider type, where a common head aligns both
+ * addresses. */
 template <class S, class D>
 __device__ inline void cast_items(const void *from, void *to, int count, team t) {
     constexpr int N = 16 / (sizeof(S) > sizeof(D) ? sizeof(S) : sizeof(D));
@@ -224,9 +227,9 @@ __device__ inline void cast_run(const void *src, fck_dtype src_dtype, void *dst,
 
 /* ---- the kernel: rows of items, moved or converted, the end of a row padded with zeros ---- */
 
-/* Row r is items [r * chunk, min((r + 1) * chunk, numel)) at src + r * src_pitch, going to dst + r *
- * dst_pitch; what is missing to `chunk` items there becomes zeros. An item is one byte of a move or one
- * element of a conversion. Pitches are in bytes. */
+/* Row r is items [r * chunk, min((r + 1) * chunk, numel)) at src + r * src_pitch, going to dst +
+ * r * dst_pitch; what is missing to `chunk` items there becomes zeros. An item is one byte of a
+ * move or one element of a conversion. Pitches are in bytes. */
 struct row_job {
     const unsigned char *src;
     unsigned char *dst;
@@ -254,8 +257,8 @@ struct row_batch {
 };
 static_assert(sizeof(row_batch) <= ARGUMENT_BYTES, "a batch must fit in the kernel arguments");
 
-/* A tile of several short rows is shared out row by row to the warps of its block. CASTS is false for
- * batches of moves alone, which spares them the registers of the conversions. */
+/* A tile of several short rows is shared out row by row to the warps of its block. CASTS is
+ * false for batches of moves alone, which spares them the registers of the conversions. */
 template <bool CASTS>
 __global__ void __launch_bounds__(THREADS) copy_rows(const __grid_constant__ row_batch batch) {
     const int thread = static_cast<int>(threadIdx.x);
@@ -291,7 +294,8 @@ __global__ void __launch_bounds__(THREADS) copy_rows(const __grid_constant__ row
 
 /* ---- batching and launching ---- */
 
-/* Collects jobs and launches them whenever a batch is full. Every job of one launcher has `rows` rows. */
+/* Collects jobs and launches them whenever a batch is full. Every job of one launcher has `rows`
+ * rows. */
 class launcher {
   public:
     launcher(int64_t rows, void *stream) : stream_(static_cast<cudaStream_t>(stream)) {

@@ -1,5 +1,6 @@
-/* Stands in for kernels_cuda.cu where the extension was built without nvcc: the CUDA backend exists, so
- * nothing above it needs a build switch, and every launch fails with a message that names the remedy. */
+/* Stands in for kernels_cuda.cu where the extension was built without nvcc: the CUDA backend
+ * exists, so nothing above it needs a build switch, and every launch fails with a message that
+ * names the remedy. */
 #include "kernels.h"
 
 static const char not_built[] = "fsdp_c was built without its CUDA kernels: rebuild it where nvcc "

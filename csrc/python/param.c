@@ -129,9 +129,24 @@ done:
     return result;
 }
 
+/* The tensor behind the parameter object now: swap_tensors may change it, and wants no other reference. */
+static fct_tensor *sharded_handle(const fcpy_param *self) {
+    return self->sharded_param != NULL ? fct_py_tensor(self->sharded_param) : NULL;
+}
+
+static bool host_requires_grad(void *owner) {
+    const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
+    return sharded != NULL && fct_tensor_requires_grad(sharded);
+}
+
 static int host_take_grad(void *owner, fct_tensor *local) {
     fcpy_param *self = (fcpy_param *)owner;
-    int failed = fct_grad_has(self->core.sharded) ? add_to_grad(self, local) : set_new_grad(self, local);
+    const fct_tensor *sharded = sharded_handle(self);
+    if (sharded == NULL) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: no sharded parameter for the gradient");
+        return -1;
+    }
+    int failed = fct_grad_has(sharded) ? add_to_grad(self, local) : set_new_grad(self, local);
     return failed ? -1 : run_hooks(self);
 }
 
@@ -145,6 +160,7 @@ static bool host_wants_grad_now(void *owner) {
 const fc_host fcpy_host = {
     .make_unsharded = host_make_unsharded,
     .swap = host_swap,
+    .requires_grad = host_requires_grad,
     .take_grad = host_take_grad,
     .wants_grad_now = host_wants_grad_now,
 };
@@ -279,7 +295,6 @@ static int set_sharded_param(PyObject *obj, PyObject *value, void *closure) {
     if (tensor_or_fail(value, &handle, "sharded_param") != 0) {
         return -1;
     }
-    fc_param_set_sharded(&self->core, handle);
     Py_INCREF(value);
     Py_XSETREF(self->sharded_param, value);
     return 0;

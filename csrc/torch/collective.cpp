@@ -5,10 +5,15 @@
  * methods, as torch.distributed would: its overrides are not visible from C++. The GIL is released while a collective
  * is issued and while a work is waited for.
  *
- * A wait on gloo runs in slices, because its works neither see signals nor return early. Works of all other backends
- * are waited for in one call: they return at once (streams) or cannot be asked. */
+ * Waiting on gloo must stay interruptible, and its works see no signals. Most of them can be polled and are waited for
+ * in slices. Its reduce-scatter cannot: its work does the rest of its job (the copy into the output) inside wait(), has
+ * no completion flag and ignores the timeout. Such works go to a helper thread of the group as soon as they are issued,
+ * which makes them progress in the background and pollable like the others. The helper shares ownership of what it
+ * touches and calls no Python; when a group is released it ends by itself after its last work. Works of all other
+ * backends are waited for in one call: they return at once (streams) or cannot be asked. */
 #include "bridge.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -16,6 +21,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
 
 using fct::Borrowed;
 using fct::guarded;
@@ -36,6 +46,38 @@ constexpr const char *kAllGather = "_allgather_base";
 constexpr const char *kReduceScatter = "_reduce_scatter_base";
 #endif
 
+/* One wait by a helper thread. */
+struct Waiter {
+    Waiter(c10::intrusive_ptr<c10d::Work> w, at::ThreadLocalState s) : work(std::move(w)), state(std::move(s)) {}
+
+    c10::intrusive_ptr<c10d::Work> work; /* the helper's; dropped when it is done */
+    at::ThreadLocalState state;          /* of the thread that issued the collective */
+    std::mutex mutex;                    /* guards what follows */
+    std::condition_variable changed;
+    bool done = false;
+    std::exception_ptr error; /* once done: what the wait has thrown */
+};
+
+/* The works of one group that can only be waited for by blocking, in order of issue, and the thread that does it. */
+class Helper {
+public:
+    Helper() = default;
+    Helper(const Helper &) = delete;
+    Helper &operator=(const Helper &) = delete;
+    ~Helper();
+    std::shared_ptr<Waiter> add(c10::intrusive_ptr<c10d::Work> work);
+
+private:
+    struct Queue {
+        std::mutex mutex;
+        std::condition_variable changed;
+        std::deque<std::shared_ptr<Waiter>> waiters;
+        bool closed = false;
+    };
+    static void run(const std::shared_ptr<Queue> &queue);
+    std::shared_ptr<Queue> queue_; /* empty until there is a work */
+};
+
 } // namespace
 
 struct fct_pg {
@@ -44,13 +86,15 @@ struct fct_pg {
     int rank = 0;
     int size = 1;
     std::array<Kind, kDeviceTypes> kinds{}; /* by device type; filled when asked for */
+    Helper helper;
 };
 
 struct fct_work {
     c10::intrusive_ptr<c10d::Work> work;
     pybind11::object python; /* instead of work where the group is a Python class */
     Kind kind = Kind::unknown;
-    bool waited = false; /* a wait has returned without an error */
+    bool waited = false;            /* a wait has returned without an error */
+    std::shared_ptr<Waiter> waiter; /* where the group's helper waits */
 };
 
 namespace {
@@ -107,6 +151,12 @@ c10d::ReduceOp reduce_op(fct_reduce_op op, double factor)
     return premul;
 }
 
+/* Whether isCompleted() means something; gloo's real works name their operation, its deferred ones do not. */
+bool can_poll(const fct_work &work)
+{
+    return work.kind != Kind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
+}
+
 /* Issues a collective: `cpp` calls the C++ group, `python` the Python one; both return the work. */
 template <typename Cpp, typename Python>
 fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python)
@@ -125,31 +175,136 @@ fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python
         const at::AutoDispatchBelowADInplaceOrView below;
         pybind11::gil_scoped_release released;
         result->work = cpp();
+        if (result->work && !can_poll(*result) && fct::impl(tensor)->is_cpu()) {
+            result->waiter = pg->helper.add(result->work);
+        }
     }
     return result->work ? result.release() : nullptr;
 }
 
-/* Waits for a work that can only be waited for by blocking; see the head of this file. */
-void wait_in_slices(c10d::Work &work)
+void finish(Waiter &waiter)
+{
+    std::exception_ptr error;
+    try {
+        const at::ThreadLocalStateGuard guard(waiter.state);
+        /* Python's dispatch modes of the issuing thread are not ours to run. */
+        const c10::impl::ExcludeDispatchKeyGuard no_python(c10::python_ks);
+        waiter.work->wait();
+    } catch (...) {
+        error = std::current_exception();
+    }
+    waiter.work.reset();
+    const std::lock_guard<std::mutex> lock(waiter.mutex);
+    waiter.error = error;
+    waiter.done = true;
+    waiter.changed.notify_all();
+}
+
+void Helper::run(const std::shared_ptr<Queue> &queue)
 {
     for (;;) {
-        if (work.isCompleted()) {
-            work.wait(); /* raises the collective's own error, orders streams; does not block any more */
-            return;
+        std::shared_ptr<Waiter> next;
+        {
+            std::unique_lock<std::mutex> lock(queue->mutex);
+            queue->changed.wait(lock, [&] { return queue->closed || !queue->waiters.empty(); });
+            if (queue->waiters.empty()) {
+                return;
+            }
+            next = std::move(queue->waiters.front());
+            queue->waiters.pop_front();
         }
+        finish(*next);
+    }
+}
+
+std::shared_ptr<Waiter> Helper::add(c10::intrusive_ptr<c10d::Work> work)
+{
+    auto waiter = std::make_shared<Waiter>(std::move(work), at::ThreadLocalState());
+    if (!queue_) {
+        auto queue = std::make_shared<Queue>();
+        std::thread([queue] { run(queue); }).detach();
+        queue_ = std::move(queue);
+    }
+    const std::lock_guard<std::mutex> lock(queue_->mutex);
+    queue_->waiters.push_back(waiter);
+    queue_->changed.notify_one();
+    return waiter;
+}
+
+Helper::~Helper()
+{
+    if (queue_) {
+        const std::lock_guard<std::mutex> lock(queue_->mutex);
+        queue_->closed = true;
+        queue_->changed.notify_one();
+    }
+}
+
+void check_signals()
+{
+    if (PyErr_CheckSignals() != 0) {
+        fct::throw_python_error();
+    }
+}
+
+void wait_in_slices(c10d::Work &work)
+{
+    while (!work.isCompleted()) {
         {
             pybind11::gil_scoped_release released;
+            const auto start = std::chrono::steady_clock::now();
             try {
                 work.wait(kSlice);
                 return;
             } catch (const std::exception &) {
-                /* Either the slice is over, or the collective has failed: the next round tells which. */
+                /* The slice is over, or the collective has failed; then it counts as completed. Anything else would
+                 * make this loop spin. */
+                if (std::chrono::steady_clock::now() - start < kSlice / 2 && !work.isCompleted()) {
+                    throw;
+                }
             }
         }
-        if (PyErr_CheckSignals() != 0) {
-            fct::throw_python_error();
+        check_signals();
+    }
+    work.wait(); /* raises the collective's own error; does not block any more */
+}
+
+void wait_for_helper(Waiter &waiter)
+{
+    for (bool done = false; !done;) {
+        {
+            pybind11::gil_scoped_release released;
+            std::unique_lock<std::mutex> lock(waiter.mutex);
+            done = waiter.changed.wait_for(lock, kSlice, [&] { return waiter.done; });
+        }
+        if (!done) {
+            check_signals();
         }
     }
+    if (waiter.error) {
+        std::rethrow_exception(waiter.error);
+    }
+}
+
+void wait_on_gloo(fct_work &work)
+{
+    if (work.waiter) {
+        wait_for_helper(*work.waiter);
+    } else if (can_poll(work)) {
+        wait_in_slices(*work.work);
+    } else {
+        pybind11::gil_scoped_release released;
+        work.work->wait();
+    }
+}
+
+bool gloo_done(fct_work &work)
+{
+    if (work.waiter) {
+        const std::lock_guard<std::mutex> lock(work.waiter->mutex);
+        return work.waiter->done;
+    }
+    return !can_poll(work) || work.work->isCompleted();
 }
 
 /* Whether a Work object of a Python group can be asked: a Python class that leaves is_completed() to its C++ base
@@ -270,13 +425,17 @@ int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double fact
 int fct_work_wait(fct_work *work)
 {
     return guarded("fct_work_wait", [&] {
+        const at::NoGradGuard no_grad;
         if (work->python) {
             work->python.attr("wait")();
-        } else if (work->kind == Kind::gloo) {
-            wait_in_slices(*work->work);
         } else {
-            pybind11::gil_scoped_release released;
-            work->work->wait();
+            const at::AutoDispatchBelowADInplaceOrView below; /* some works copy into the output now */
+            if (work->kind == Kind::gloo) {
+                wait_on_gloo(*work);
+            } else {
+                pybind11::gil_scoped_release released;
+                work->work->wait();
+            }
         }
         work->waited = true;
     });
@@ -287,6 +446,7 @@ bool fct_work_done(fct_work *work)
     try {
         switch (work->kind) {
         case Kind::gloo:
+            return gloo_done(*work);
         case Kind::nccl_like:
             return work->work->isCompleted();
         case Kind::fake:

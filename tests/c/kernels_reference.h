@@ -1,6 +1,6 @@
-/* What the kernel tests share: seeded random data, memory under comparison, and reference conversions written
- * the slow way: one element at a time, by searching the nearest representable value. Nothing of the
- * kernels' own arithmetic is used to say what is right. */
+/* What the kernel tests share: seeded random data, memory under comparison, and reference
+ * conversions written the slow way: one element at a time, by searching the nearest
+ * representable value. Nothing of the kernels' own arithmetic is used to say what is right. */
 #ifndef FSDP_C_TESTS_KERNELS_REFERENCE_H
 #define FSDP_C_TESTS_KERNELS_REFERENCE_H
 
@@ -96,9 +96,9 @@ static inline double value_of_16_bits(uint16_t bits, fck_dtype dtype) {
     return dtype == FCK_FLOAT16 ? value_of_small(bits, 10, 15) : value_of_small(bits, 7, 127);
 }
 
-/* The pattern nearest to `value`, the even one of two equally near: positive patterns are ordered like
- * their values, so bisect, then compare the two neighbours. Overflow goes to infinity where the value is at
- * least half a step above the largest finite one. */
+/* The pattern nearest to `value`, the even one of two equally near: positive patterns are
+ * ordered like their values, so bisect, then compare the two neighbours. Overflow goes to
+ * infinity where the value is at least half a step above the largest finite one. */
 static inline uint16_t nearest_16_bits(float value, fck_dtype dtype) {
     const uint16_t infinity = dtype == FCK_FLOAT16 ? 0x7c00 : 0x7f80;
     const double step_above = dtype == FCK_FLOAT16 ? ldexp(1, 16) : ldexp(1, 128);
@@ -201,7 +201,8 @@ static inline unsigned char *new_bytes(int64_t bytes, int fill) {
     return memory;
 }
 
-/* `count` random elements, every bit pattern but NaN, whose bits are not promised. The caller frees. */
+/* `count` random elements, every bit pattern but NaN, whose bits are not promised. The caller
+ * frees. */
 static inline unsigned char *new_elements(source *random, fck_dtype dtype, int64_t count) {
     const int64_t size = size_of(dtype);
     unsigned char *memory = new_bytes(count * size, 0);

@@ -1,5 +1,6 @@
-/* What the kernels' conversions promise: the nearest value, ties to even, NaN kept, for every pair of floating
- * types, on every backend under test, and the same bits from the vector loops and the portable ones. */
+/* What the kernels' conversions promise: the nearest value, ties to even, NaN kept, for every
+ * pair of floating types, on every backend under test, and the same bits from the vector loops
+ * and the portable ones. */
 #include "kernels_reference.h"
 
 #include "kernels/cast_cpu.h"
@@ -67,8 +68,8 @@ static void random_patterns_of_every_type_convert_to_every_type(void **state) {
     }
 }
 
-/* A double just above the midpoint of two halves is the midpoint once it is a float, and then ties to even:
- * 1 + 2^-11 + 2^-40 would be 1 + 2^-10 if it were rounded once. */
+/* A double just above the midpoint of two halves is the midpoint once it is a float, and then
+ * ties to even: 1 + 2^-11 + 2^-40 would be 1 + 2^-10 if it were rounded once. */
 static void doubles_reach_16_bits_through_float_as_in_torch(void **state) {
     (void)state;
     const double half_case = 1 + ldexp(1, -11) + ldexp(1, -40);
@@ -85,7 +86,8 @@ static void doubles_reach_16_bits_through_float_as_in_torch(void **state) {
     }
 }
 
-/* Quiet and signalling, both signs, the smallest and the largest payload; long enough for vector loops. */
+/* Quiet and signalling, both signs, the smallest and the largest payload; long enough for vector
+ * loops. */
 static void a_nan_stays_a_nan_in_every_conversion(void **state) {
     (void)state;
     static const uint64_t fractions[] = {

@@ -1,9 +1,11 @@
-/* What the foreach kernels promise about places (csrc/kernels/kernels.h): which bytes a pack, an unpack and
- * a gradient pack write, which they leave alone, and what they refuse. test_casts.c has the conversions.
+/* What the foreach kernels promise about places (csrc/kernels/kernels.h): which bytes a pack, an
+ * unpack and a gradient pack write, which they leave alone, and what they refuse. test_casts.c
+ * has the conversions.
  *
- * Layouts are random but seeded; a failure prints the seed. Every destination is one arena compared as a
- * whole, so a byte written where none belongs fails too. Built with -DFCK_TEST_CUDA_ON_HOST and linked with
- * kernels_cuda.cu compiled against fake_cuda/cuda_runtime.h, the same tests run the CUDA kernels as well. */
+ * Layouts are random but seeded; a failure prints the seed. Every destination is one arena
+ * compared as a whole, so a byte written where none belongs fails too. Built with
+ * -DFCK_TEST_CUDA_ON_HOST and linked with kernels_cuda.cu compiled against
+ * fake_cuda/cuda_runtime.h, the same tests run the CUDA kernels as well. */
 #include "kernels_reference.h"
 
 /* ---- pack ---- */
@@ -16,8 +18,8 @@ typedef struct pack_case {
     size_t count;
 } pack_case;
 
-/* A layout of segments of random types, sizes and addresses; conversions stay element-aligned, because a
- * GPU needs that, and moves go anywhere. Destinations come with random gaps. */
+/* A layout of segments of random types, sizes and addresses; conversions stay element-aligned,
+ * because a GPU needs that, and moves go anywhere. Destinations come with random gaps. */
 static void pack_case_init(pack_case *c, source *random) {
     c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 200 : 12);
     c->arena_bytes = GUARD;
@@ -103,7 +105,8 @@ static void a_launch_that_cannot_convert_says_so_and_writes_nothing(void **state
     }
 }
 
-/* Storage offsets in bytes can put an element anywhere: the CPU takes it, a GPU cannot and says so. */
+/* Storage offsets in bytes can put an element anywhere: the CPU takes it, a GPU cannot and says
+ * so. */
 static void misaligned_conversions_work_on_the_cpu(void **state) {
     (void)state;
     source random = {3};
@@ -193,8 +196,8 @@ typedef struct gradient_case {
     fck_dtype dst_dtype;
 } gradient_case;
 
-/* Chunks as FSDP cuts them (ceil(numel / world), so late rows may be short or empty), and now and then
- * larger or zero; gradients of fewer elements than the world, of none, of mixed types. */
+/* Chunks as FSDP cuts them (ceil(numel / world), so late rows may be short or empty), and now
+ * and then larger or zero; gradients of fewer elements than the world, of none, of mixed types. */
 static void gradient_case_init(gradient_case *c, source *random) {
     c->world = draw_between(random, 1, draw(random) % 4 == 0 ? 70 : 9);
     c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 150 : 10);
@@ -218,7 +221,8 @@ static void gradient_case_init(gradient_case *c, source *random) {
     c->row_numel += draw_between(random, 0, 3);
 }
 
-/* Slot by slot: element r * chunk + k of the gradient, or zero past its end. Gaps stay untouched. */
+/* Slot by slot: element r * chunk + k of the gradient, or zero past its end. Gaps stay
+ * untouched. */
 static void gradient_case_expect(const gradient_case *c, unsigned char *dst) {
     const int64_t size = size_of(c->dst_dtype);
     for (size_t i = 0; i < c->count; i++) {
@@ -263,8 +267,9 @@ static void gradients_are_dealt_to_rows_and_padded_with_zeros(void **state) {
     }
 }
 
-/* The layouts that FSDP meets at its edges, with the numbers written out. Five rows of [2 | 1 | 0] slots:
- * 7 elements in chunks of 2, one element for five ranks, and a parameter without elements. */
+/* The layouts that FSDP meets at its edges, with the numbers written out. Five rows of [2 | 1 |
+ * 0] slots: 7 elements in chunks of 2, one element for five ranks, and a parameter without
+ * elements. */
 static void uneven_small_and_empty_gradients_by_example(void **state) {
     (void)state;
     const float uneven[7] = {1, 2, 3, 4, 5, 6, 7};

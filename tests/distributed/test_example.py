@@ -18,7 +18,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 STEPS = 6
 # Dropout makes a resumed run depend on the random state, the uneven width on padded shards.
 TINY = (
-    f"--device cpu --steps {STEPS} --save-every 3 --validate-every 2 --batch 2 --layers 2 "
+    f"--device cpu --steps {STEPS} --save-every 3 --validate-every 3 --batch 2 --layers 2 "
     "--width 30 --heads 2 --context 32 --text-bytes 300000 --sample-bytes 8 --dropout 0.1 --lr 0.01"
 ).split()
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"]}
@@ -61,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_both_implementations_give_the_same_bits(runs: Runs, precision: str) -> None:
     ours, stock = (losses(runs.get(impl, precision)) for impl in ("fsdp_c", "torch"))
     assert len(ours["train"]) == STEPS
-    assert list(ours["validation"]) == ["2", "4", "6"]
+    assert list(ours["validation"]) == ["3", "6"]
     assert ours == stock
 
 
@@ -80,14 +80,22 @@ def test_training_lowers_the_loss(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader"), [("torch", "torch"), ("fsdp_c", "fsdp_c"), ("torch", "fsdp_c")]
+    ("writer", "reader", "precision"),
+    [
+        ("torch", "torch", "bf16"),
+        ("fsdp_c", "fsdp_c", "fp32"),
+        ("fsdp_c", "fsdp_c", "bf16"),
+        ("torch", "fsdp_c", "bf16"),
+    ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    runs: Runs, writer: str, reader: str, tmp_path: Path
+    runs: Runs, writer: str, reader: str, precision: str, tmp_path: Path
 ) -> None:
-    whole = runs.get(writer, "fp32")
+    whole = runs.get(writer, precision)
+    # Saved right after a validation, whose forward leaves the root module gathered.
     halfway = whole / "checkpoints" / "step_000003"
-    done = launch("--impl", reader, "--out", tmp_path, "--resume", halfway)
+    more = PRECISIONS[precision]
+    done = launch("--impl", reader, "--out", tmp_path, "--resume", halfway, *more)
     assert done.returncode == 0, done.stderr
     assert "after step 3." in done.stdout
     assert losses(tmp_path) == losses(whole)

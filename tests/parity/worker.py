@@ -31,12 +31,17 @@ RankRecords = list[list[Entry]]
 
 
 def run_grid(
-    implementation: str, settings: list[Setting], world_size: int, folder: Path, ours: bool
+    implementation: str,
+    settings: list[Setting],
+    world_size: int,
+    folder: Path,
+    ours: bool,
+    max_crashes: int = MAX_CRASHES,
 ) -> list[RankRecords]:
     """Run the settings under one implementation; per setting, the records of all ranks.
 
     A setting during which a rank died has, on every rank, one entry ("crash", report); settings
-    that were not reached after ``MAX_CRASHES`` crashes have one entry ("not run", reason).
+    that were not reached after ``max_crashes`` crashes have one entry ("not run", reason).
     """
     results: list[RankRecords] = []
     crashes = 0
@@ -64,7 +69,7 @@ def run_grid(
         crashes += 1
         if len(results) < len(settings):
             results.append([[crash]] * world_size)
-        if crashes == MAX_CRASHES:
+        if crashes == max_crashes:
             missing: Entry = ("not run", f"after {crashes} crashes")
             results += [[[missing]] * world_size] * (len(settings) - len(results))
     return results

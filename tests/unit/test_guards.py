@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -25,6 +26,8 @@ C_FLAGS = [
     "-Werror",
     f"-I{CSRC}",
 ]
+# Compilers and nm must not run under the sanitizer that `make sanitize` preloads into this process.
+TOOL_ENV = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
 MAX_LINES = 600
 
@@ -34,6 +37,11 @@ NVCC_ONLY = re.compile(r"^#ifdef __CUDACC__$(?:\n(?!#if|#el).*)*?\n#endif$", re.
 TORCH_INCLUDE = re.compile(r"^(?:\.\./)*(?:torch|ATen|c10|caffe2)/(?!torch_abi\.h$)")
 PYTHON_INCLUDE = re.compile(r"^(?:Python|structmember|frameobject|pybind11/.*|cpython/.*)(?:\.h)?$")
 CUDA_INCLUDE = re.compile(r"^(?:cuda|cub|thrust|nccl|cooperative_groups).*")
+
+
+def tool(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a compiler or a tool of binutils in the repository; the caller looks at the result."""
+    return subprocess.run(command, cwd=ROOT, env=TOOL_ENV, capture_output=True, text=True)
 
 
 def sources(*folders: str) -> list[Path]:
@@ -74,7 +82,7 @@ def test_header_is_c11_and_includes_what_it_uses(header: Path, tmp_path: Path) -
     unit = tmp_path / "alone.c"
     # Twice: the second time must be empty. The typedef is there because an empty unit is not ISO C.
     unit.write_text(f'#include "{header}"\n#include "{header}"\ntypedef int fc_alone;\n')
-    done = subprocess.run(["gcc", *C_FLAGS, str(unit)], capture_output=True, text=True)
+    done = tool("gcc", *C_FLAGS, str(unit))
     assert done.returncode == 0, done.stderr
 
 
@@ -156,9 +164,8 @@ def extension() -> Path:
 
 def dynamic_symbols(*options: str) -> list[list[str]]:
     """Lines of `nm -D` on the extension: [address,] kind, name."""
-    nm = subprocess.run(
-        ["nm", "-D", *options, str(extension())], check=True, capture_output=True, text=True
-    )
+    nm = tool("nm", "-D", *options, str(extension()))
+    assert nm.returncode == 0, nm.stderr
     return [line.split() for line in nm.stdout.splitlines()]
 
 
@@ -175,9 +182,7 @@ def test_nothing_of_ours_is_left_undefined() -> None:
 
 
 def test_the_module_is_not_tied_to_one_copy_of_python_or_torch() -> None:
-    dynamic = subprocess.run(
-        ["readelf", "-d", str(extension())], check=True, capture_output=True, text=True
-    ).stdout
+    dynamic = tool("readelf", "-d", str(extension())).stdout
     assert "libtorch_python.so" in dynamic  # the bridge needs it; import torch has loaded it
     assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
     assert "libpython" not in dynamic
@@ -224,6 +229,6 @@ def test_setup_and_the_c_tests_share_one_list_of_warnings() -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_cuda_kernels_compile() -> None:
-    done = subprocess.run(["make", "cuda-check"], cwd=ROOT, capture_output=True, text=True)
+    done = tool("make", "cuda-check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kernels_cuda.cu compiles" in done.stdout

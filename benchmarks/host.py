@@ -1,0 +1,160 @@
+"""Host cost of a training step, per parameter group and per parameter, beside stock FSDP2.
+
+Method. One process, a fake process group of 8 ranks (collectives complete at once), ``--groups``
+equal groups of tiny parameters below a root without parameters, resharded after forward. A group's
+forward multiplies its input by each of its parameters, so that the model itself costs little. Three
+copies of the model, bare, under stock and under ours, take turns within every round; a step is one
+forward and one backward, timed as CPU time of the calling thread (which runs the backward too, as
+everything is on CPU). The garbage collector is off. Gradients are set to None between steps,
+outside the timed part, so every backward creates its gradients anew as in a usual loop.
+
+The figure of a model is its minimum over the rounds; the cost of an implementation is
+(its figure - the bare model's) / groups, and cost per parameter is the slope of a least-squares
+line over the numbers of parameters per group. The bare model of the mixed runs computes in bf16.
+
+    python benchmarks/host.py [--rounds N] [--groups N] [--params 1 2 5 9 14 20] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from typing import Any
+
+import torch
+import torch.nn as nn
+from report import POLICIES, FullyShard, fake_mesh, implementations, table, write_json
+from torch.distributed.device_mesh import DeviceMesh
+
+WORLD_SIZE = 8
+WIDTH = 16
+SHOWN = (1, 9, 20)
+STEPS_PER_TURN = 2
+
+
+class Group(nn.Module):
+    """Multiplies its input by each of ``count`` vectors of its own: (WIDTH,) -> (WIDTH,)."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for index in range(count):
+            self.register_parameter(f"scale{index}", nn.Parameter(torch.ones(WIDTH)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self._parameters.values():
+            x = x * scale
+        return x
+
+
+class Timed:
+    """One model with its input and the times of its steps (nanoseconds of thread CPU time)."""
+
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+        self.model = model
+        self.x = x
+        self.parameters = list(model.parameters())
+        self.times: list[int] = []
+
+    def step(self) -> None:
+        begin = time.thread_time_ns()
+        self.model(self.x).sum().backward()
+        self.times.append(time.thread_time_ns() - begin)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def build(groups: int, params: int, precision: str, shard: FullyShard | None, mesh: DeviceMesh) -> Timed:
+    """A model of ``groups`` groups of ``params`` vectors, wrapped by ``shard`` unless None."""
+    model = nn.Sequential(*(Group(params) for _ in range(groups)))
+    x = torch.ones(WIDTH)
+    policy = POLICIES[precision]
+    if shard is None:
+        model.to(policy.param_dtype)
+        return Timed(model, x.to(policy.param_dtype))
+    for group in model:
+        shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    shard(model, mesh=mesh, mp_policy=policy)
+    return Timed(model, x)
+
+
+def measure(
+    shards: dict[str, FullyShard],
+    mesh: DeviceMesh,
+    precision: str,
+    groups: int,
+    params: int,
+    rounds: int,
+) -> dict[str, float]:
+    """Microseconds per group and step: of the bare model, and of each implementation above it."""
+    timed = {"bare": build(groups, params, precision, None, mesh)}
+    for name, shard in shards.items():
+        timed[name] = build(groups, params, precision, shard, mesh)
+    for one in timed.values():
+        for _ in range(5):
+            one.step()
+        one.times.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for one in timed.values():
+                for _ in range(STEPS_PER_TURN):
+                    one.step()
+    finally:
+        gc.enable()
+    best = {name: min(one.times) / 1000 / groups for name, one in timed.items()}
+    return {name: us if name == "bare" else us - best["bare"] for name, us in best.items()}
+
+
+def fit(points: dict[int, float]) -> tuple[float, float]:
+    """Intercept and slope of the least-squares line through (parameters per group, us)."""
+    count = len(points)
+    mean_x, mean_y = sum(points) / count, sum(points.values()) / count
+    spread = sum((x - mean_x) ** 2 for x in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points.items()) / spread if spread else 0.0
+    return mean_y - slope * mean_x, slope
+
+
+def ratio(row: dict[str, float]) -> float | None:
+    """How many times the cost of ours stock's is."""
+    return row["stock"] / row["ours"] if "ours" in row else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Host cost per group and parameter.")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of each model")
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--params", type=int, nargs="+", default=[1, 2, 5, 9, 14, 20])
+    parser.add_argument("--json", help="write the results to this file as well")
+    options = parser.parse_args()
+    counts = sorted(set(options.params))
+    mesh = fake_mesh(WORLD_SIZE)
+    shards = implementations()
+    results: dict[str, Any] = {"groups": options.groups, "rounds": options.rounds}
+    for precision in POLICIES:
+        rows = {
+            params: measure(shards, mesh, precision, options.groups, params, options.rounds)
+            for params in counts
+        }
+        shown = [params for params in counts if params in SHOWN] or counts
+        print(f"{precision}: us of CPU time per group and step above the bare model")
+        lines = [
+            [params, *(rows[params].get(k) for k in ("bare", "stock", "ours")), ratio(rows[params])]
+            for params in shown
+        ]
+        print(table(["parameters", "bare", "stock", "ours", "stock/ours"], lines))
+        fits = {name: fit({n: rows[n][name] for n in counts}) for name in shards}
+        for name, (fixed, slope) in fits.items():
+            print(f"{name}: {fixed:.1f} us per group + {slope:.2f} us per parameter")
+        print()
+        results[precision] = {
+            "us_per_group_step": rows,
+            "ratio": {params: ratio(row) for params, row in rows.items()},
+            "fit": {name: {"fixed_us": f, "us_per_param": s} for name, (f, s) in fits.items()},
+        }
+    write_json(options.json, "host", results)
+
+
+if __name__ == "__main__":
+    main()

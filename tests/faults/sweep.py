@@ -1,0 +1,177 @@
+"""A training step in which one thing fails, on every rank at the same point, and what comes after.
+
+Run by ``test_sweep.py`` on gloo ranks. Each attempt starts from the same weights, trains one clean
+step, one step with the failure, recovers with ``reset_iter_state()`` and ``zero_grad()``, repeats the
+step and trains one more. Losses, gradients and weights must equal those of a run without failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fsdp_c import MixedPrecisionPolicy, _C, fully_shard
+
+DIM = 6
+STEPS = 3
+
+
+class UserError(Exception):
+    """Raised by the model's own code."""
+
+
+class Block(nn.Module):
+    """Linear, norm, and a point where user code can fail in forward or backward."""
+
+    def __init__(self, bomb: Bomb) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.bomb = bomb
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.bomb.tick()
+        y = self.norm(self.linear(x)).relu()
+        if y.requires_grad:
+            y.register_hook(self.bomb.tick)
+        return x + y
+
+
+class Bomb:
+    """Raises UserError at its n-th tick; 0: never."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def tick(self, *unused: Any) -> None:
+        if self.left > 0:
+            self.left -= 1
+            if self.left == 0:
+                raise UserError("user code failed")
+
+
+def build(mixed: bool, reshard: bool | None) -> tuple[nn.Module, Bomb]:
+    torch.manual_seed(0)
+    bomb = Bomb()
+    model = nn.Sequential(*(Block(bomb) for _ in range(3)), nn.Linear(DIM, 3))
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if mixed
+        else MixedPrecisionPolicy()
+    )
+    for block in list(model)[:3]:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
+    return model, bomb
+
+
+def batch(rank: int, step: int, part: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + part)
+    return torch.randn(4, DIM, generator=generator)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local().detach().clone()
+
+
+class Trainer:
+    """The script under test: accumulation without synchronisation, then a synchronised backward."""
+
+    def __init__(self, rank: int, mixed: bool, accumulate: bool, reshard: bool | None) -> None:
+        self.rank = rank
+        self.parts = 2 if accumulate else 1
+        self.model, self.bomb = build(mixed, reshard)
+        self.train_step(0)  # lazy init and first-use allocations
+        self.model.zero_grad()
+        self.start = [local(p) for p in self.model.parameters()]
+
+    def train_step(self, step: int) -> list[float]:
+        losses = []
+        for part in range(self.parts):
+            last = part == self.parts - 1
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_is_last_backward(last)
+            loss = self.model(batch(self.rank, step, part)).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    def recover(self) -> None:
+        _C.fault_arm(0)
+        self.bomb.left = 0
+        self.model.reset_iter_state()
+        self.model.set_requires_gradient_sync(True)
+        self.model.set_is_last_backward(True)
+        self.model.zero_grad()
+        for state in self.model._get_fsdp_state()._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group._check()
+
+    def run(self, arm: Callable[[], None]) -> tuple[list[Any], str | None]:
+        """(what was computed, the failure's type and text or None)."""
+        with torch.no_grad():
+            for p, start in zip(self.model.parameters(), self.start):
+                p.to_local().copy_(start)
+        results: list[Any] = []
+        failure = None
+        for step in range(STEPS):
+            if step == 1:
+                arm()
+                try:
+                    losses = self.train_step(step)
+                    _C.fault_arm(0)
+                    self.bomb.left = 0
+                except Exception as error:
+                    failure = f"{type(error).__name__}: {error}"
+                    self.recover()
+                    losses = self.train_step(step)
+            else:
+                losses = self.train_step(step)
+            results.append(losses)
+            results += [local(p.grad) for p in self.model.parameters()]
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    p -= 0.1 * p.grad
+            self.model.zero_grad()
+            results += [local(p) for p in self.model.parameters()]
+        return results, failure
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b)
+    )
+
+
+def points(trainer: Trainer, kind: str) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Every n, from 1 on, with what makes the n-th call fail."""
+    n = 0
+    while True:
+        n += 1
+        if kind == "boundary":
+            yield n, lambda n=n: _C.fault_arm(n)
+        else:
+            yield n, lambda n=n: setattr(trainer.bomb, "left", n)
+
+
+def sweep(
+    rank: int, world: int, kind: str, mixed: bool, accumulate: bool, reshard: bool | None
+) -> dict[str, Any]:
+    """Fails at every point in turn. {'points': how many, 'wrong': [(n, failure)], 'failures': set}."""
+    torch.set_num_threads(1)
+    trainer = Trainer(rank, mixed, accumulate, reshard)
+    expected, failure = trainer.run(lambda: None)
+    assert failure is None
+    wrong: list[tuple[int, str]] = []
+    seen: set[str] = set()
+    for n, arm in points(trainer, kind):
+        got, failure = trainer.run(arm)
+        if failure is None:
+            return {"points": n - 1, "wrong": wrong, "failures": seen, "same": same(got, expected)}
+        seen.add(failure.split(":")[0])
+        if not same(got, expected):
+            wrong.append((n, failure))
+    raise AssertionError("unreachable")

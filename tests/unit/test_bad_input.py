@@ -1,0 +1,304 @@
+"""What users get wrong is refused at ``fully_shard`` or at the first forward, and can be corrected."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fsdp_c import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def snapshot(module: nn.Module) -> dict[str, Any]:
+    """Everything about a module that a refused call might have left changed."""
+    return {
+        "class": [type(m) for m in module.modules()],
+        "parameters": {name: id(p) for name, p in module.named_parameters()},
+        "data": {name: p.detach().clone() for name, p in module.named_parameters()},
+        "hooks": [
+            (len(m._forward_pre_hooks), len(m._forward_hooks), len(m._load_state_dict_post_hooks))
+            for m in module.modules()
+        ],
+        "dynamo": [hasattr(m, "_is_fsdp_managed_module") for m in module.modules()],
+        "states": [fully_shard.state(m) for m in module.modules()],
+    }
+
+
+def assert_unchanged(module: nn.Module, before: dict[str, Any]) -> None:
+    after = snapshot(module)
+    data, expected = after.pop("data"), dict(before)
+    for name, value in expected.pop("data").items():
+        assert torch.equal(data[name], value)
+    assert after == expected
+
+
+def refused(module: nn.Module, error: type[Exception], match: str, **kwargs: Any) -> None:
+    before = snapshot(module)
+    with pytest.raises(error, match=match):
+        fully_shard(module, **kwargs)
+    assert_unchanged(module, before)
+
+
+def train(module: nn.Module, width: int = 4) -> None:
+    module(torch.randn(2, width)).sum().backward()
+    assert all(isinstance(p.grad, DTensor) for p in module.parameters())
+
+
+class WithScalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.temperature
+
+
+def test_scalar_parameter_is_refused_and_the_corrected_call_works(fake_group: int) -> None:
+    module = WithScalar()
+    refused(module, ValueError, "doesn't support scalar parameters.*temperature")
+    module.temperature = nn.Parameter(torch.ones(1))
+    fully_shard(module)
+    train(module)
+
+
+def test_noncontiguous_parameter_is_refused_and_the_corrected_call_works(fake_group: int) -> None:
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(module.weight.detach().t())
+    refused(module, NotImplementedError, "does not support non-contiguous parameters yet")
+    module.weight = nn.Parameter(module.weight.detach().contiguous())
+    fully_shard(module)
+    train(module)
+
+
+def test_zero_size_parameter_works(fake_group: int) -> None:
+    module = nn.Linear(4, 4)
+    module.extra = nn.Parameter(torch.empty(0, 3))
+    fully_shard(module)
+    out = module(torch.randn(2, 4))
+    (out.sum() + module.extra.sum()).backward()
+    assert module.weight.grad is not None
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
+def test_container_without_forward_is_refused(fake_group: int, container: type) -> None:
+    module = container() if container is nn.ModuleDict else container([nn.Linear(4, 4)])
+    refused(module, ValueError, "does not support containers that do not implement forward")
+
+
+def test_container_with_forward_is_accepted(fake_group: int) -> None:
+    class Chain(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in self:
+                x = module(x)
+            return x
+
+    module = Chain([nn.Linear(4, 4)])
+    fully_shard(module)
+    train(module)
+
+
+def test_three_dimensional_mesh_is_refused(fake_group: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    refused(nn.Linear(4, 4), ValueError, "expects a 1D or 2D DeviceMesh", mesh=mesh)
+
+
+def test_two_dimensional_mesh_without_names_is_refused_as_by_stock(fake_group: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 4))
+    refused(nn.Linear(4, 4), AssertionError, "mesh_dim_names", mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [
+        ({"reshard_after_forward": 2}, "reshard_after_forward=int"),
+        ({"shard_placement_fn": lambda p: Shard(0)}, "shard_placement_fn"),
+        ({"offload_policy": CPUOffloadPolicy()}, "offload_policy"),
+        ({"dp_mesh_dims": DataParallelMeshDims(shard="dp")}, "dp_mesh_dims"),
+    ],
+)
+def test_what_is_not_supported_yet_is_named(
+    fake_group: int, kwargs: dict[str, Any], name: str
+) -> None:
+    refused(nn.Linear(4, 4), NotImplementedError, name, **kwargs)
+
+
+def test_hsdp_mesh_is_named_as_not_supported_yet(fake_group: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    refused(nn.Linear(4, 4), NotImplementedError, "2 dimensions", mesh=mesh)
+
+
+def test_dtensor_parameter_is_named_as_not_supported_yet(fake_group: int) -> None:
+    mesh = init_device_mesh("cpu", (8,))
+    module = nn.Linear(8, 8)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+    refused(module, NotImplementedError, "DTensor parameters.*weight")
+
+
+def test_wrong_reshard_after_forward_is_refused(fake_group: int) -> None:
+    refused(nn.Linear(4, 4), ValueError, "should be a bool or an int", reshard_after_forward="yes")
+
+
+def test_second_application_is_refused(fake_group: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(module)
+    refused(module, AssertionError, "can only be applied to a module once")
+    train(module)
+
+
+def test_stock_then_ours_on_one_module_is_refused(fake_group: int) -> None:
+    module = nn.Linear(4, 4)
+    stock_fully_shard(module)
+    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        fully_shard(module)
+
+
+def test_ours_above_stock_is_refused_at_the_first_forward(fake_group: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stock_fully_shard(module[0])
+    fully_shard(module)
+    with pytest.raises(RuntimeError, match="sharded by torch.distributed.fsdp.fully_shard"):
+        module(torch.randn(2, 4))
+
+
+def test_a_call_that_fails_in_the_middle_leaves_the_module_as_it_was(
+    fake_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = importlib.import_module("fsdp_c.fully_shard")
+
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with monkeypatch.context() as patch:
+
+        def fail(*args: Any) -> None:
+            raise MemoryError("no memory for the classes")
+
+        patch.setattr(room, "_apply_to_module", fail)
+        refused(module, MemoryError, "no memory")
+    fully_shard(module)
+    train(module)
+
+
+def test_uninitialised_process_group_is_refused_with_torchs_error() -> None:
+    assert not dist.is_initialized()
+    module = nn.Linear(4, 4)
+    before = snapshot(module)
+    with pytest.raises(ValueError, match="environment variable|rendezvous"):
+        fully_shard(module)
+    assert_unchanged(module, before)
+
+
+def test_meta_parameter_is_refused_at_the_first_forward_and_can_be_materialised(
+    fake_group: int,
+) -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(module[0])
+    fully_shard(module)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"materialized from meta device.*1\.weight"):
+            module(torch.randn(2, 4))
+    module.to_empty(device="cpu")
+    for linear in module:
+        linear.reset_parameters()
+    train(module)
+
+
+def test_forward_through_a_child_first_is_refused_at_the_root(fake_group: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(module[0])
+    fully_shard(module)
+    module[0](torch.randn(2, 4))
+    with pytest.raises(RuntimeError, match="already been lazily initialized for 0"):
+        module(torch.randn(2, 4))
+
+
+def test_list_as_root_is_refused(fake_group: int) -> None:
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    fully_shard(modules)
+    with pytest.raises(RuntimeError, match="requires a single root module"):
+        modules[0](torch.randn(2, 4))
+
+
+def test_parameter_tied_across_units_is_refused_at_the_first_forward(fake_group: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    fully_shard(module[0])
+    fully_shard(module)
+    with pytest.raises(ValueError, match="shared with a parameter already managed"):
+        module(torch.randn(2, 4))
+
+
+def test_mixed_original_dtypes_are_refused_at_the_first_forward(fake_group: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    fully_shard(module)
+    with pytest.raises(AssertionError, match="uniform original parameter dtype"):
+        module(torch.randn(2, 4))
+    module.float()
+    train(module)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda m: m.set_modules_to_forward_prefetch([nn.Linear(2, 2)]), ValueError, "Expects FSDP"),
+        (lambda m: m.set_modules_to_backward_prefetch([nn.Linear(2, 2)]), ValueError, "Expects FSDP"),
+        (lambda m: m.set_reshard_after_forward(2), ValueError, "should be a bool"),
+        (lambda m: m.set_gradient_divide_factor(0), ValueError, "positive and finite"),
+        (lambda m: m.set_all_reduce_hook(lambda t: None), NotImplementedError, "all_reduce_hook"),
+        (lambda m: m.set_custom_all_gather(object()), NotImplementedError, "custom_all_gather"),
+        (lambda m: m.set_custom_reduce_scatter(object()), NotImplementedError, "reduce_scatter"),
+        (lambda m: m.set_symm_mem_for_comm(), NotImplementedError, "symm_mem"),
+        (lambda m: m.set_separate_reduce_scatter_group(), NotImplementedError, "separate"),
+    ],
+)
+def test_module_methods_refuse(
+    fake_group: int, call: Any, error: type[Exception], match: str
+) -> None:
+    module = nn.Linear(4, 4)
+    fully_shard(module)
+    with pytest.raises(error, match=match):
+        call(module)
+    train(module)
+
+
+def test_reset_of_a_child_is_refused(fake_group: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(module[0])
+    fully_shard(module)
+    train(module)
+    assert isinstance(module[0], FSDPModule)
+    with pytest.raises(RuntimeError, match="must be called on the root"):
+        module[0].reset_iter_state()
+
+
+def test_gradients_of_mixed_dtypes_are_refused(fake_group: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    fully_shard(module, mp_policy=MixedPrecisionPolicy())
+    module(torch.randn(2, 4))
+    group = module._get_fsdp_state()._fsdp_param_groups[0]
+    group.unshard()
+    group.wait_for_unshard()
+    first, second = group.fsdp_params
+    first._unsharded_param.grad = torch.zeros(4, 4)
+    second.unsharded_accumulated_grad = torch.zeros(4, 4, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match="expects uniform gradient dtype"):
+        group.post_backward()
+    module.reset_iter_state()
+    train(module)
+
+
+def test_deepcopy_is_refused(fake_group: int) -> None:
+    import copy
+
+    module = nn.Linear(4, 4)
+    fully_shard(module)
+    with pytest.raises(AssertionError, match="does not support deepcopy"):
+        copy.deepcopy(module)
