@@ -1,8 +1,9 @@
-/* Autograd: the post-backward node, gradient hooks, the end-of-backward call-back, and profiler ranges.
+/* Autograd: the post-backward node, gradient hooks, the end-of-backward call-back, and profiler
+ * ranges.
  *
- * Hooks run with the GIL held on whichever thread the engine uses. A hook that fails throws python_error with the
- * exception inside, so its type arrives unchanged at the caller of backward(). Owners are released wherever a graph
- * happens to die (see HookRef). */
+ * Hooks run with the GIL held on whichever thread the engine uses. A hook that fails throws
+ * python_error with the exception inside, so its type arrives unchanged at the caller of
+ * backward(). Owners are released wherever a graph happens to die (see HookRef). */
 #include "bridge.h"
 
 #include <ATen/SequenceNumber.h>
@@ -24,15 +25,16 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-/* The identity in backward, plus the hook. Like torch.autograd.Function it fills in zeros for outputs that received
- * no gradient. */
+/* The identity in backward, plus the hook. Like torch.autograd.Function it fills in zeros for
+ * outputs that received no gradient. */
 struct PostBackwardNode final : autograd::Node {
     explicit PostBackwardNode(const fct_hook &h) : hook(h) {}
 
-    std::string name() const override { return "RegisterPostBackwardFunctionBackward"; }
+    std::string name() const override {
+        return "RegisterPostBackwardFunctionBackward";
+    }
 
-    autograd::variable_list apply(autograd::variable_list &&grads) override
-    {
+    autograd::variable_list apply(autograd::variable_list &&grads) override {
         autograd::variable_list result = std::move(grads);
         for (size_t i = 0; i < result.size(); i++) {
             if (!result[i].defined()) {
@@ -44,8 +46,7 @@ struct PostBackwardNode final : autograd::Node {
     }
 
 #if FCT_TORCH_AT_LEAST(2, 13)
-    void release_resources() override
-    {
+    void release_resources() override {
         Node::release_resources();
         hook.reset();
     }
@@ -56,35 +57,34 @@ struct PostBackwardNode final : autograd::Node {
 
 #if FCT_TORCH_AT_LEAST(2, 13)
 using NodePtr = c10::intrusive_ptr<autograd::Node>;
-NodePtr make_node(const fct_hook &hook)
-{
+NodePtr make_node(const fct_hook &hook) {
     return c10::make_intrusive<PostBackwardNode>(hook);
 }
 #else
 using NodePtr = std::shared_ptr<autograd::Node>;
-NodePtr make_node(const fct_hook &hook)
-{
+NodePtr make_node(const fct_hook &hook) {
     return NodePtr(new PostBackwardNode(hook), autograd::deleteNode);
 }
 #endif
 
-/* Whether an alias of t may be built by hand: a plain dense tensor, and nobody watches view operations. */
-bool plain(const at::Tensor &t)
-{
+/* Whether an alias of t may be built by hand: a plain dense tensor, and nobody watches view
+ * operations. */
+bool plain(const at::Tensor &t) {
     c10::TensorImpl &impl = *t.unsafeGetTensorImpl();
     if (typeid(impl) != typeid(c10::TensorImpl) || impl.is_python_dispatch() ||
-        impl.layout() != c10::Layout::Strided || impl.is_inference() || impl.has_symbolic_sizes_strides() ||
-        !impl.has_storage() || !impl.support_as_strided() || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-        fct_functorch_active() || t._fw_grad(0).defined()) {
+        impl.layout() != c10::Layout::Strided || impl.is_inference() ||
+        impl.has_symbolic_sizes_strides() || !impl.has_storage() || !impl.support_as_strided() ||
+        c10::impl::TorchDispatchModeTLS::any_modes_set() || fct_functorch_active() ||
+        t._fw_grad(0).defined()) {
         return false;
     }
     const autograd::DifferentiableViewMeta *view = autograd::impl::get_view_autograd_meta(t);
     return view == nullptr || (view->shared_view_info() && view->has_bw_view());
 }
 
-/* t.view_as(t) under no_grad, which is what torch.autograd.Function makes of an input that is returned as it is. */
-at::Tensor view_of(const at::Tensor &t)
-{
+/* t.view_as(t) under no_grad, which is what torch.autograd.Function makes of an input that is
+ * returned as it is. */
+at::Tensor view_of(const at::Tensor &t) {
     if (!plain(t)) {
         const at::NoGradGuard no_grad;
         return t.view_as(t);
@@ -96,19 +96,20 @@ at::Tensor view_of(const at::Tensor &t)
     const autograd::DifferentiableViewMeta *view = autograd::impl::get_view_autograd_meta(t);
     if (view == nullptr) {
         return autograd::make_variable_differentiable_view(
-            result, autograd::ViewInfo(t, nullptr, nullptr), std::nullopt, /*shared_view_info=*/true, meta);
+            result, autograd::ViewInfo(t, nullptr, nullptr), std::nullopt,
+            /*shared_view_info=*/true, meta);
     }
     meta = autograd::propagate_creation_meta(view->get_creation_meta(), meta);
     return autograd::make_variable_differentiable_view(
-        result, view->get_backward_view().chain(t, result), std::nullopt, /*shared_view_info=*/true, meta);
+        result, view->get_backward_view().chain(t, result), std::nullopt, /*shared_view_info=*/true,
+        meta);
 }
 
 /* A hook on the gradient with this index of a node. */
 struct GradHook final : autograd::FunctionPreHook {
     explicit GradHook(const fct_hook &h) : hook(h) {}
 
-    autograd::variable_list operator()(const autograd::variable_list &grads) override
-    {
+    autograd::variable_list operator()(const autograd::variable_list &grads) override {
         hook.call();
         return grads;
     }
@@ -118,8 +119,7 @@ struct GradHook final : autograd::FunctionPreHook {
 
 constexpr const char *kCapsule = "fsdp_c.hook";
 
-PyObject *call_capsule(PyObject *self, PyObject *)
-{
+PyObject *call_capsule(PyObject *self, PyObject *) {
     auto *hook = static_cast<HookRef *>(PyCapsule_GetPointer(self, kCapsule));
     if (hook == nullptr || guarded("gradient hook", [&] { hook->call(); }) != 0) {
         return nullptr;
@@ -127,19 +127,18 @@ PyObject *call_capsule(PyObject *self, PyObject *)
     Py_RETURN_NONE;
 }
 
-void free_capsule(PyObject *capsule)
-{
+void free_capsule(PyObject *capsule) {
     delete static_cast<HookRef *>(PyCapsule_GetPointer(capsule, kCapsule));
 }
 
 PyMethodDef hook_method = {"fsdp_c_grad_hook", call_capsule, METH_O, nullptr};
 
-/* Leaves keep their hooks in one Python dict, and registering any hook replaces whatever else was on the tensor: so
- * ours has to go through the same door. */
-void register_python_hook(const at::Tensor &t, const fct_hook &hook)
-{
+/* Leaves keep their hooks in one Python dict, and registering any hook replaces whatever else was
+ * on the tensor: so ours has to go through the same door. */
+void register_python_hook(const at::Tensor &t, const fct_hook &hook) {
     auto ref = std::make_unique<HookRef>(hook);
-    auto capsule = py::reinterpret_steal<py::object>(PyCapsule_New(ref.get(), kCapsule, free_capsule));
+    auto capsule =
+        py::reinterpret_steal<py::object>(PyCapsule_New(ref.get(), kCapsule, free_capsule));
     if (!capsule) {
         fct::throw_python_error();
     }
@@ -156,21 +155,19 @@ void register_python_hook(const at::Tensor &t, const fct_hook &hook)
 
 extern "C" {
 
-bool fct_grad_enabled(void)
-{
+bool fct_grad_enabled(void) {
     return at::GradMode::is_enabled();
 }
 
-bool fct_in_backward(void)
-{
+bool fct_in_backward(void) {
     return autograd::get_current_graph_task_id() != -1;
 }
 
-int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook, fct_tensor **out)
-{
+int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook, fct_tensor **out) {
     return guarded("fct_autograd_node", [&] {
         const auto sequence = static_cast<int64_t>(at::sequence_number::peek());
-        RECORD_FUNCTION("RegisterPostBackwardFunction", c10::ArrayRef<const c10::IValue>(), sequence);
+        RECORD_FUNCTION("RegisterPostBackwardFunction", c10::ArrayRef<const c10::IValue>(),
+                        sequence);
         NodePtr node = make_node(*hook);
         autograd::edge_list edges;
         edges.reserve(n);
@@ -196,11 +193,11 @@ int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook, fct
     });
 }
 
-int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook)
-{
+int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook) {
     return guarded("fct_autograd_on_grad", [&] {
         Borrowed tensor(t);
-        TORCH_CHECK(tensor->requires_grad(), "cannot register a hook on a tensor that doesn't require gradient");
+        TORCH_CHECK(tensor->requires_grad(),
+                    "cannot register a hook on a tensor that doesn't require gradient");
         const auto &node = tensor->grad_fn();
         if (node) {
             node->add_tensor_pre_hook(std::make_unique<GradHook>(*hook));
@@ -210,21 +207,18 @@ int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook)
     });
 }
 
-int fct_autograd_at_end(const fct_hook *hook)
-{
+int fct_autograd_at_end(const fct_hook *hook) {
     return guarded("fct_autograd_at_end", [&] {
         auto ref = std::make_shared<HookRef>(*hook);
         autograd::Engine::get_default_engine().queue_callback([ref] { ref->call(); });
     });
 }
 
-bool fct_profile_active(void)
-{
+bool fct_profile_active(void) {
     return at::isRecordFunctionEnabled() && at::hasCallbacks();
 }
 
-void *fct_profile_enter(const char *name)
-{
+void *fct_profile_enter(const char *name) {
     try {
         auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
         if (!callbacks.has_value()) {
@@ -238,8 +232,7 @@ void *fct_profile_enter(const char *name)
     }
 }
 
-void fct_profile_exit(void *token)
-{
+void fct_profile_exit(void *token) {
     delete static_cast<at::RecordFunction *>(token);
 }
 

@@ -1,7 +1,9 @@
-/* What the .cpp files of this directory share: casts between the C handles and libtorch's objects, the one place
- * where C++ exceptions become Python errors, the fault point, and the owner of a call-back.
+/* What the .cpp files of this directory share: casts between the C handles and libtorch's objects,
+ * the one place where C++ exceptions become Python errors, the fault point, and the owner of a
+ * call-back.
  *
- * Rules: no C++ exception leaves an extern "C" function; every fallible function is a body passed to guarded(). */
+ * Rules: no C++ exception leaves an extern "C" function; every fallible function is a body passed
+ * to guarded(). */
 #ifndef FSDP_C_TORCH_BRIDGE_H
 #define FSDP_C_TORCH_BRIDGE_H
 
@@ -15,51 +17,52 @@
 #include "torch_abi.h"
 
 /* Where torch releases differ. */
-#define FCT_TORCH_AT_LEAST(major, minor) \
-    (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+#define FCT_TORCH_AT_LEAST(major, minor)                                                           \
+    (TORCH_VERSION_MAJOR > (major) ||                                                              \
+     (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 namespace fct {
 
-inline c10::TensorImpl *impl(const fct_tensor *t)
-{
+inline c10::TensorImpl *impl(const fct_tensor *t) {
     return const_cast<c10::TensorImpl *>(reinterpret_cast<const c10::TensorImpl *>(t));
 }
 
-inline fct_tensor *handle(c10::TensorImpl *impl)
-{
+inline fct_tensor *handle(c10::TensorImpl *impl) {
     return reinterpret_cast<fct_tensor *>(impl);
 }
 
 /* Hands a tensor's reference to the caller of the boundary. */
-inline fct_tensor *give(at::Tensor &&t)
-{
+inline fct_tensor *give(at::Tensor &&t) {
     return handle(t.unsafeReleaseTensorImpl());
 }
 
 /* An at::Tensor on top of a borrowed handle: neither takes nor drops a reference. */
 class Borrowed {
-public:
+  public:
     explicit Borrowed(const fct_tensor *t)
-        : tensor_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(impl(t)))
-    {
+        : tensor_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(impl(t))) {
     }
     Borrowed(const Borrowed &) = delete;
     Borrowed &operator=(const Borrowed &) = delete;
-    ~Borrowed() { (void)tensor_.unsafeReleaseTensorImpl(); }
-    at::Tensor &operator*() { return tensor_; }
-    at::Tensor *operator->() { return &tensor_; }
+    ~Borrowed() {
+        (void)tensor_.unsafeReleaseTensorImpl();
+    }
+    at::Tensor &operator*() {
+        return tensor_;
+    }
+    at::Tensor *operator->() {
+        return &tensor_;
+    }
 
-private:
+  private:
     at::Tensor tensor_;
 };
 
-inline c10::Device device(fct_device d)
-{
+inline c10::Device device(fct_device d) {
     return c10::Device(static_cast<c10::DeviceType>(d.type), d.index);
 }
 
-inline fct_device device(c10::Device d)
-{
+inline fct_device device(c10::Device d) {
     return fct_device{static_cast<int8_t>(d.type()), static_cast<int8_t>(d.index())};
 }
 
@@ -68,13 +71,13 @@ c10::ScalarType scalar_type(fct_dtype dtype);
 
 /* Throws the injected fault when it is due. */
 void fault_point(const char *function);
-/* Inside a catch block: makes the current C++ exception the Python error; returns -1. Needs the GIL. */
+/* Inside a catch block: makes the current C++ exception the Python error; returns -1. Needs the
+ * GIL. */
 int set_error() noexcept;
 /* A Python error is set: throws it as torch's python_error, which survives autograd's threads. */
 [[noreturn]] void throw_python_error();
 
-template <typename Body> int guarded(const char *function, Body &&body) noexcept
-{
+template <typename Body> int guarded(const char *function, Body &&body) noexcept {
     try {
         fault_point(function);
         body();
@@ -89,19 +92,26 @@ bool python_alive() noexcept;
 
 /* One counted reference to a hook's owner. May die on any thread, with or without the GIL. */
 class HookRef {
-public:
-    explicit HookRef(const fct_hook &hook) : hook_(hook) { hook_.retain(hook_.owner); }
-    HookRef(HookRef &&other) noexcept : hook_(other.hook_) { other.hook_.owner = nullptr; }
+  public:
+    explicit HookRef(const fct_hook &hook) : hook_(hook) {
+        hook_.retain(hook_.owner);
+    }
+    HookRef(HookRef &&other) noexcept : hook_(other.hook_) {
+        other.hook_.owner = nullptr;
+    }
     HookRef(const HookRef &) = delete;
     HookRef &operator=(const HookRef &) = delete;
     HookRef &operator=(HookRef &&) = delete;
-    ~HookRef() { reset(); }
-    /* Calls the hook with the GIL held; throws python_error where it failed. Nothing after reset(). */
+    ~HookRef() {
+        reset();
+    }
+    /* Calls the hook with the GIL held; throws python_error where it failed. Nothing after reset().
+     */
     void call() const;
     /* Drops the owner early; idempotent. */
     void reset() noexcept;
 
-private:
+  private:
     fct_hook hook_;
 };
 

@@ -1,19 +1,21 @@
 /* Process groups, collectives and their works.
  *
- * A group is resolved once, by name, and remembers what its backends can do. A group written in C++ is called through
- * ProcessGroup's methods (and so through the c10d ops); one that is a Python class is called through its Python
- * methods, as torch.distributed would: its overrides are not visible from C++. The GIL is released while a collective
- * is issued and while a work is waited for.
+ * A group is resolved once, by name, and remembers what its backends can do. A group written in C++
+ * is called through ProcessGroup's methods (and so through the c10d ops); one that is a Python
+ * class is called through its Python methods, as torch.distributed would: its overrides are not
+ * visible from C++. The GIL is released while a collective is issued and while a work is waited
+ * for.
  *
- * Waiting on gloo must stay interruptible, and its works see no signals. Most of them can be polled and are waited for
- * in slices. Its reduce-scatter cannot: its work does the rest of its job (the copy into the output) inside wait(), has
- * no completion flag and ignores the timeout. Such works go to a helper thread of the group as soon as they are issued,
- * which makes them progress in the background and pollable like the others. The helper shares ownership of what it
- * touches and calls no Python; when a group is released it ends by itself after its last work. Works of all other
+ * Waiting on gloo must stay interruptible, and its works see no signals. Most of them can be polled
+ * and are waited for in slices. Its reduce-scatter cannot: its work does the rest of its job (the
+ * copy into the output) inside wait(), has no completion flag and ignores the timeout. Such works
+ * go to a helper thread of the group as soon as they are issued, which makes them progress in the
+ * background and pollable like the others. The helper shares ownership of what it touches and calls
+ * no Python; when a group is released it ends by itself after its last work. Works of all other
  * backends are waited for in one call: they return at once (streams) or cannot be asked. */
 #include "bridge.h"
+#include "waiter.h"
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -21,11 +23,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
-#include <condition_variable>
-#include <deque>
+#include <chrono>
 #include <memory>
-#include <mutex>
-#include <thread>
+#include <system_error>
 
 using fct::Borrowed;
 using fct::guarded;
@@ -46,38 +46,6 @@ constexpr const char *kAllGather = "_allgather_base";
 constexpr const char *kReduceScatter = "_reduce_scatter_base";
 #endif
 
-/* One wait by a helper thread. */
-struct Waiter {
-    Waiter(c10::intrusive_ptr<c10d::Work> w, at::ThreadLocalState s) : work(std::move(w)), state(std::move(s)) {}
-
-    c10::intrusive_ptr<c10d::Work> work; /* the helper's; dropped when it is done */
-    at::ThreadLocalState state;          /* of the thread that issued the collective */
-    std::mutex mutex;                    /* guards what follows */
-    std::condition_variable changed;
-    bool done = false;
-    std::exception_ptr error; /* once done: what the wait has thrown */
-};
-
-/* The works of one group that can only be waited for by blocking, in order of issue, and the thread that does it. */
-class Helper {
-public:
-    Helper() = default;
-    Helper(const Helper &) = delete;
-    Helper &operator=(const Helper &) = delete;
-    ~Helper();
-    std::shared_ptr<Waiter> add(c10::intrusive_ptr<c10d::Work> work);
-
-private:
-    struct Queue {
-        std::mutex mutex;
-        std::condition_variable changed;
-        std::deque<std::shared_ptr<Waiter>> waiters;
-        bool closed = false;
-    };
-    static void run(const std::shared_ptr<Queue> &queue);
-    std::shared_ptr<Queue> queue_; /* empty until there is a work */
-};
-
 } // namespace
 
 struct fct_pg {
@@ -86,21 +54,20 @@ struct fct_pg {
     int rank = 0;
     int size = 1;
     std::array<Kind, kDeviceTypes> kinds{}; /* by device type; filled when asked for */
-    Helper helper;
+    fct::Helper helper;
 };
 
 struct fct_work {
     c10::intrusive_ptr<c10d::Work> work;
     pybind11::object python; /* instead of work where the group is a Python class */
     Kind kind = Kind::unknown;
-    bool waited = false;            /* a wait has returned without an error */
-    std::shared_ptr<Waiter> waiter; /* where the group's helper waits */
+    bool waited = false;                 /* a wait has returned without an error */
+    std::shared_ptr<fct::Waiter> waiter; /* where the group's helper waits */
 };
 
 namespace {
 
-Kind kind_of_name(const std::string &name)
-{
+Kind kind_of_name(const std::string &name) {
     if (name == "gloo") {
         return Kind::gloo;
     }
@@ -115,8 +82,7 @@ Kind kind_of_name(const std::string &name)
     return Kind::other;
 }
 
-Kind kind_for(fct_pg *pg, c10::DeviceType type)
-{
+Kind kind_for(fct_pg *pg, c10::DeviceType type) {
     if (pg->python) {
         return Kind::python;
     }
@@ -128,15 +94,15 @@ Kind kind_for(fct_pg *pg, c10::DeviceType type)
         Kind kind = Kind::other;
         try {
             kind = kind_of_name(pg->group->getBackend(type)->getBackendName());
-        } catch (...) { /* no backend for this device: the collective itself will say so */
+        } catch (...) {
+            /* No backend for this device: the collective itself will say so. */
         }
         pg->kinds[index] = kind;
     }
     return pg->kinds[index];
 }
 
-c10d::ReduceOp reduce_op(fct_reduce_op op, double factor)
-{
+c10d::ReduceOp reduce_op(fct_reduce_op op, double factor) {
     switch (op) {
     case FCT_SUM:
         return c10d::ReduceOp(c10d::ReduceOp::SUM);
@@ -151,16 +117,15 @@ c10d::ReduceOp reduce_op(fct_reduce_op op, double factor)
     return premul;
 }
 
-/* Whether isCompleted() means something; gloo's real works name their operation, its deferred ones do not. */
-bool can_poll(const fct_work &work)
-{
+/* Whether isCompleted() means something; gloo's real works name their operation, its deferred ones
+ * do not. */
+bool can_poll(const fct_work &work) {
     return work.kind != Kind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
 }
 
 /* Issues a collective: `cpp` calls the C++ group, `python` the Python one; both return the work. */
 template <typename Cpp, typename Python>
-fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python)
-{
+fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python) {
     const at::NoGradGuard no_grad;
     auto result = std::make_unique<fct_work>();
     if (pg->python) {
@@ -170,85 +135,29 @@ fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python
     }
     result->kind = kind_for(pg, fct::impl(tensor)->device().type());
     {
-        /* Backends that copy on a thread of their own (gloo) take this state along, so that the outputs' version
-         * counters stay as they are. */
+        /* Backends that copy on a thread of their own (gloo) take this state along, so that the
+         * outputs' version counters stay as they are. */
         const at::AutoDispatchBelowADInplaceOrView below;
         pybind11::gil_scoped_release released;
         result->work = cpp();
         if (result->work && !can_poll(*result) && fct::impl(tensor)->is_cpu()) {
-            result->waiter = pg->helper.add(result->work);
+            try {
+                result->waiter = pg->helper.add(result->work);
+            } catch (const std::system_error &) {
+                /* No thread to be had: the wait will block without seeing signals, nothing worse. */
+            }
         }
     }
     return result->work ? result.release() : nullptr;
 }
 
-void finish(Waiter &waiter)
-{
-    std::exception_ptr error;
-    try {
-        const at::ThreadLocalStateGuard guard(waiter.state);
-        /* Python's dispatch modes of the issuing thread are not ours to run. */
-        const c10::impl::ExcludeDispatchKeyGuard no_python(c10::python_ks);
-        waiter.work->wait();
-    } catch (...) {
-        error = std::current_exception();
-    }
-    waiter.work.reset();
-    const std::lock_guard<std::mutex> lock(waiter.mutex);
-    waiter.error = error;
-    waiter.done = true;
-    waiter.changed.notify_all();
-}
-
-void Helper::run(const std::shared_ptr<Queue> &queue)
-{
-    for (;;) {
-        std::shared_ptr<Waiter> next;
-        {
-            std::unique_lock<std::mutex> lock(queue->mutex);
-            queue->changed.wait(lock, [&] { return queue->closed || !queue->waiters.empty(); });
-            if (queue->waiters.empty()) {
-                return;
-            }
-            next = std::move(queue->waiters.front());
-            queue->waiters.pop_front();
-        }
-        finish(*next);
-    }
-}
-
-std::shared_ptr<Waiter> Helper::add(c10::intrusive_ptr<c10d::Work> work)
-{
-    auto waiter = std::make_shared<Waiter>(std::move(work), at::ThreadLocalState());
-    if (!queue_) {
-        auto queue = std::make_shared<Queue>();
-        std::thread([queue] { run(queue); }).detach();
-        queue_ = std::move(queue);
-    }
-    const std::lock_guard<std::mutex> lock(queue_->mutex);
-    queue_->waiters.push_back(waiter);
-    queue_->changed.notify_one();
-    return waiter;
-}
-
-Helper::~Helper()
-{
-    if (queue_) {
-        const std::lock_guard<std::mutex> lock(queue_->mutex);
-        queue_->closed = true;
-        queue_->changed.notify_one();
-    }
-}
-
-void check_signals()
-{
+void check_signals() {
     if (PyErr_CheckSignals() != 0) {
         fct::throw_python_error();
     }
 }
 
-void wait_in_slices(c10d::Work &work)
-{
+void wait_in_slices(c10d::Work &work) {
     while (!work.isCompleted()) {
         {
             pybind11::gil_scoped_release released;
@@ -257,8 +166,8 @@ void wait_in_slices(c10d::Work &work)
                 work.wait(kSlice);
                 return;
             } catch (const std::exception &) {
-                /* The slice is over, or the collective has failed; then it counts as completed. Anything else would
-                 * make this loop spin. */
+                /* The slice is over, or the collective has failed; then it counts as completed.
+                 * Anything else would make this loop spin. */
                 if (std::chrono::steady_clock::now() - start < kSlice / 2 && !work.isCompleted()) {
                     throw;
                 }
@@ -269,25 +178,18 @@ void wait_in_slices(c10d::Work &work)
     work.wait(); /* raises the collective's own error; does not block any more */
 }
 
-void wait_for_helper(Waiter &waiter)
-{
-    for (bool done = false; !done;) {
+void wait_for_helper(fct::Waiter &waiter) {
+    while (!waiter.done()) {
         {
             pybind11::gil_scoped_release released;
-            std::unique_lock<std::mutex> lock(waiter.mutex);
-            done = waiter.changed.wait_for(lock, kSlice, [&] { return waiter.done; });
+            waiter.wait_for(kSlice);
         }
-        if (!done) {
-            check_signals();
-        }
+        check_signals();
     }
-    if (waiter.error) {
-        std::rethrow_exception(waiter.error);
-    }
+    waiter.rethrow();
 }
 
-void wait_on_gloo(fct_work &work)
-{
+void wait_on_gloo(fct_work &work) {
     if (work.waiter) {
         wait_for_helper(*work.waiter);
     } else if (can_poll(work)) {
@@ -298,19 +200,16 @@ void wait_on_gloo(fct_work &work)
     }
 }
 
-bool gloo_done(fct_work &work)
-{
+bool gloo_done(fct_work &work) {
     if (work.waiter) {
-        const std::lock_guard<std::mutex> lock(work.waiter->mutex);
-        return work.waiter->done;
+        return work.waiter->done();
     }
     return !can_poll(work) || work.work->isCompleted();
 }
 
-/* Whether a Work object of a Python group can be asked: a Python class that leaves is_completed() to its C++ base
- * says False for ever. */
-bool python_work_can_tell(pybind11::handle work)
-{
+/* Whether a Work object of a Python group can be asked: a Python class that leaves is_completed()
+ * to its C++ base says False for ever. */
+bool python_work_can_tell(pybind11::handle work) {
     const pybind11::handle base = pybind11::type::of<c10d::Work>();
     const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(work.ptr()));
     return own.is(base) || !own.attr("is_completed").is(base.attr("is_completed"));
@@ -320,8 +219,7 @@ bool python_work_can_tell(pybind11::handle work)
 
 extern "C" {
 
-int fct_pg_resolve(const char *name, fct_pg **out)
-{
+int fct_pg_resolve(const char *name, fct_pg **out) {
     return guarded("fct_pg_resolve", [&] {
         auto pg = std::make_unique<fct_pg>();
         pg->group = c10d::resolve_process_group(name);
@@ -339,8 +237,7 @@ int fct_pg_resolve(const char *name, fct_pg **out)
     });
 }
 
-void fct_pg_release(fct_pg *pg)
-{
+void fct_pg_release(fct_pg *pg) {
     if (pg == nullptr) {
         return;
     }
@@ -351,25 +248,23 @@ void fct_pg_release(fct_pg *pg)
     group.reset();
 }
 
-int fct_pg_rank(const fct_pg *pg)
-{
+int fct_pg_rank(const fct_pg *pg) {
     return pg->rank;
 }
 
-int fct_pg_size(const fct_pg *pg)
-{
+int fct_pg_size(const fct_pg *pg) {
     return pg->size;
 }
 
-/* The fake backend accepts any op and ignores it; saying yes makes it do what torch's own FSDP does on a GPU. */
-bool fct_pg_has_premul(fct_pg *pg, fct_device device)
-{
+/* The fake backend accepts any op and ignores it; saying yes makes it do what torch's own FSDP does
+ * on a GPU. */
+bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
     const Kind kind = kind_for(pg, static_cast<c10::DeviceType>(device.type));
     return kind == Kind::nccl_like || kind == Kind::fake;
 }
 
-int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op, fct_work **work)
-{
+int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
+                   fct_work **work) {
     return guarded("fct_all_gather", [&] {
         Borrowed to(output), from(input);
         c10d::AllgatherOptions options;
@@ -387,9 +282,8 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
     });
 }
 
-int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op, double factor,
-                       bool async_op, fct_work **work)
-{
+int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op,
+                       double factor, bool async_op, fct_work **work) {
     return guarded("fct_reduce_scatter", [&] {
         Borrowed to(output), from(input);
         c10d::ReduceScatterOptions options;
@@ -409,8 +303,7 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
 }
 
 int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
-                   fct_work **work)
-{
+                   fct_work **work) {
     return guarded("fct_all_reduce", [&] {
         std::vector<at::Tensor> tensors = {*Borrowed(tensor)};
         c10d::AllreduceOptions options;
@@ -422,14 +315,14 @@ int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double fact
     });
 }
 
-int fct_work_wait(fct_work *work)
-{
+int fct_work_wait(fct_work *work) {
     return guarded("fct_work_wait", [&] {
         const at::NoGradGuard no_grad;
         if (work->python) {
             work->python.attr("wait")();
         } else {
-            const at::AutoDispatchBelowADInplaceOrView below; /* some works copy into the output now */
+            /* Some works copy into the output only now. */
+            const at::AutoDispatchBelowADInplaceOrView below;
             if (work->kind == Kind::gloo) {
                 wait_on_gloo(*work);
             } else {
@@ -441,8 +334,7 @@ int fct_work_wait(fct_work *work)
     });
 }
 
-bool fct_work_done(fct_work *work)
-{
+bool fct_work_done(fct_work *work) {
     try {
         switch (work->kind) {
         case Kind::gloo:
@@ -453,7 +345,7 @@ bool fct_work_done(fct_work *work)
             return true;
         case Kind::python:
             return work->waited || !python_work_can_tell(work->python) ||
-                work->python.attr("is_completed")().cast<bool>();
+                   work->python.attr("is_completed")().cast<bool>();
         default:
             return work->waited || work->work->isCompleted();
         }
@@ -463,8 +355,7 @@ bool fct_work_done(fct_work *work)
     }
 }
 
-void fct_work_release(fct_work *work)
-{
+void fct_work_release(fct_work *work) {
     delete work;
 }
 

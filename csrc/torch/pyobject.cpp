@@ -1,8 +1,9 @@
-/* Python objects of torch (tensors, dtypes, devices), the translation of C++ exceptions into Python errors, the fault
- * counter and the owner of call-backs: everything of the boundary that needs Python itself.
+/* Python objects of torch (tensors, dtypes, devices), the translation of C++ exceptions into Python
+ * errors, the fault counter and the owner of call-backs: everything of the boundary that needs
+ * Python itself.
  *
- * Invariants: the fault counter is thread-local; a hook's owner is only touched with the GIL held and only while the
- * interpreter is alive. */
+ * Invariants: the fault counter is thread-local; a hook's owner is only touched with the GIL held
+ * and only while the interpreter is alive. */
 #include "bridge.h"
 
 #include <torch/csrc/Device.h>
@@ -19,8 +20,7 @@ thread_local int64_t faults_left = 0;
 
 namespace fct {
 
-void fault_point(const char *function)
-{
+void fault_point(const char *function) {
     if (C10_LIKELY(faults_left == 0)) {
         return;
     }
@@ -29,8 +29,7 @@ void fault_point(const char *function)
     }
 }
 
-int set_error() noexcept
-{
+int set_error() noexcept {
     try {
         torch::translate_exception_to_python(std::current_exception());
     } catch (...) { /* thrown objects that are no std::exception */
@@ -42,8 +41,7 @@ int set_error() noexcept
     return -1;
 }
 
-void throw_python_error()
-{
+void throw_python_error() {
     if (!PyErr_Occurred()) {
         PyErr_SetString(PyExc_SystemError, "a call-back failed without setting an exception");
     }
@@ -52,8 +50,7 @@ void throw_python_error()
     throw std::move(error);
 }
 
-bool python_alive() noexcept
-{
+bool python_alive() noexcept {
     if (!Py_IsInitialized()) {
         return false;
     }
@@ -64,16 +61,14 @@ bool python_alive() noexcept
 #endif
 }
 
-void HookRef::call() const
-{
+void HookRef::call() const {
     pybind11::gil_scoped_acquire gil;
     if (hook_.owner != nullptr && hook_.call(hook_.owner) != 0) {
         throw_python_error();
     }
 }
 
-void HookRef::reset() noexcept
-{
+void HookRef::reset() noexcept {
     void *owner = std::exchange(hook_.owner, nullptr);
     if (owner == nullptr || !python_alive()) {
         return;
@@ -87,12 +82,10 @@ void HookRef::reset() noexcept
     PyGILState_Release(gil);
 }
 
-c10::ScalarType scalar_type(fct_dtype dtype)
-{
-    TORCH_CHECK(
-        dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
-            dtype != static_cast<fct_dtype>(c10::ScalarType::Undefined),
-        "no such dtype number: ", dtype);
+c10::ScalarType scalar_type(fct_dtype dtype) {
+    TORCH_CHECK(dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
+                    dtype != static_cast<fct_dtype>(c10::ScalarType::Undefined),
+                "no such dtype number: ", dtype);
     return static_cast<c10::ScalarType>(dtype);
 }
 
@@ -102,26 +95,23 @@ using fct::guarded;
 
 extern "C" {
 
-void fct_fault_arm(int64_t n)
-{
+void fct_fault_arm(int64_t n) {
     faults_left = n > 0 ? n : 0;
 }
 
-int64_t fct_fault_left(void)
-{
+int64_t fct_fault_left(void) {
     return faults_left;
 }
 
-/* By the real type, not by __class__: an object that only pretends to be a tensor has no TensorImpl. */
-bool fct_py_is_tensor(PyObject *obj)
-{
+/* By the real type, not by __class__: an object that only pretends to be a tensor has no
+ * TensorImpl. */
+bool fct_py_is_tensor(PyObject *obj) {
     return obj != nullptr && THPVariableClass != nullptr &&
-        (THPVariable_CheckExact(obj) ||
-         PyType_IsSubtype(Py_TYPE(obj), reinterpret_cast<PyTypeObject *>(THPVariableClass)));
+           (THPVariable_CheckExact(obj) ||
+            PyType_IsSubtype(Py_TYPE(obj), reinterpret_cast<PyTypeObject *>(THPVariableClass)));
 }
 
-fct_tensor *fct_py_tensor(PyObject *obj)
-{
+fct_tensor *fct_py_tensor(PyObject *obj) {
     if (!fct_py_is_tensor(obj)) {
         return nullptr;
     }
@@ -129,8 +119,7 @@ fct_tensor *fct_py_tensor(PyObject *obj)
     return tensor.defined() ? fct::handle(tensor.unsafeGetTensorImpl()) : nullptr;
 }
 
-int fct_py_from_tensor(fct_tensor *t, PyObject **out)
-{
+int fct_py_from_tensor(fct_tensor *t, PyObject **out) {
     return guarded("fct_py_from_tensor", [&] {
         fct::Borrowed tensor(t);
         PyObject *obj = THPVariable_Wrap(*tensor);
@@ -141,12 +130,12 @@ int fct_py_from_tensor(fct_tensor *t, PyObject **out)
     });
 }
 
-int fct_py_set_grad(PyObject *param, PyObject *grad)
-{
+int fct_py_set_grad(PyObject *param, PyObject *grad) {
     return guarded("fct_py_set_grad", [&] {
         TORCH_CHECK_TYPE(fct_py_is_tensor(param), "the parameter must be a torch.Tensor");
         const bool none = grad == nullptr || grad == Py_None;
-        TORCH_CHECK_TYPE(none || fct_py_is_tensor(grad), "the gradient must be a torch.Tensor or None");
+        TORCH_CHECK_TYPE(none || fct_py_is_tensor(grad),
+                         "the gradient must be a torch.Tensor or None");
         const at::Tensor &tensor = THPVariable_Unpack(param);
         at::Tensor old; /* dies last: its end may run Python code */
         if (none) {
@@ -159,26 +148,24 @@ int fct_py_set_grad(PyObject *param, PyObject *grad)
     });
 }
 
-bool fct_dtype_is_floating(fct_dtype dtype)
-{
+bool fct_dtype_is_floating(fct_dtype dtype) {
     return dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
-        c10::isFloatingType(static_cast<c10::ScalarType>(dtype));
+           c10::isFloatingType(static_cast<c10::ScalarType>(dtype));
 }
 
-fct_dtype fct_py_dtype(PyObject *obj)
-{
+fct_dtype fct_py_dtype(PyObject *obj) {
     if (obj == nullptr || obj == Py_None) {
         return FCT_NO_DTYPE;
     }
     if (!THPDtype_Check(obj)) {
-        PyErr_Format(PyExc_TypeError, "expected torch.dtype or None, not %.200s", Py_TYPE(obj)->tp_name);
+        PyErr_Format(PyExc_TypeError, "expected torch.dtype or None, not %.200s",
+                     Py_TYPE(obj)->tp_name);
         return -2;
     }
     return static_cast<fct_dtype>(reinterpret_cast<THPDtype *>(obj)->scalar_type);
 }
 
-int fct_py_from_dtype(fct_dtype dtype, PyObject **out)
-{
+int fct_py_from_dtype(fct_dtype dtype, PyObject **out) {
     return guarded("fct_py_from_dtype", [&] {
         PyObject *obj = Py_None;
         if (dtype != FCT_NO_DTYPE) {
@@ -189,11 +176,11 @@ int fct_py_from_dtype(fct_dtype dtype, PyObject **out)
     });
 }
 
-int fct_py_device(PyObject *obj, fct_device *out)
-{
+int fct_py_device(PyObject *obj, fct_device *out) {
     return guarded("fct_py_device", [&] {
         if (!THPDevice_Check(obj)) {
-            PyErr_Format(PyExc_TypeError, "expected torch.device, not %.200s", Py_TYPE(obj)->tp_name);
+            PyErr_Format(PyExc_TypeError, "expected torch.device, not %.200s",
+                         Py_TYPE(obj)->tp_name);
             fct::throw_python_error();
         }
         *out = fct::device(reinterpret_cast<THPDevice *>(obj)->device);

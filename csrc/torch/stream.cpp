@@ -1,8 +1,9 @@
-/* Streams and events of whatever device a tensor is on, through torch's device-generic guard interface: no header of
- * any accelerator is included, so the same code serves CUDA, XPU and out-of-tree devices.
+/* Streams and events of whatever device a tensor is on, through torch's device-generic guard
+ * interface: no header of any accelerator is included, so the same code serves CUDA, XPU and
+ * out-of-tree devices.
  *
- * A stream travels by value (id + device); torch owns the streams, they are never freed. An event belongs to the one
- * who made it; it may be recorded again and again. */
+ * A stream travels by value (id + device); torch owns the streams, they are never freed. An event
+ * belongs to the one who made it; it may be recorded again and again. */
 #include "bridge.h"
 
 #include <c10/core/Event.h>
@@ -19,24 +20,20 @@ struct fct_event {
 
 namespace {
 
-c10::Stream unpack(fct_stream s)
-{
+c10::Stream unpack(fct_stream s) {
     return c10::Stream(c10::Stream::UNSAFE, fct::device(s.device), s.id);
 }
 
-fct_stream pack(c10::Stream s)
-{
+fct_stream pack(c10::Stream s) {
     return fct_stream{s.id(), fct::device(s.device())};
 }
 
-c10::impl::VirtualGuardImpl guard_of(fct_device d)
-{
+c10::impl::VirtualGuardImpl guard_of(fct_device d) {
     return c10::impl::VirtualGuardImpl(static_cast<c10::DeviceType>(d.type));
 }
 
 /* A device with an index; an index of -1 means the current device of that type. */
-c10::Device indexed(const c10::impl::VirtualGuardImpl &guard, fct_device d)
-{
+c10::Device indexed(const c10::impl::VirtualGuardImpl &guard, fct_device d) {
     return d.index < 0 ? guard.getDevice() : fct::device(d);
 }
 
@@ -44,13 +41,11 @@ c10::Device indexed(const c10::impl::VirtualGuardImpl &guard, fct_device d)
 
 extern "C" {
 
-bool fct_device_has_streams(fct_device device)
-{
+bool fct_device_has_streams(fct_device device) {
     return device.type != FCT_DEVICE_CPU && device.type != FCT_DEVICE_META;
 }
 
-fct_stream fct_stream_current(fct_device device)
-{
+fct_stream fct_stream_current(fct_device device) {
     try {
         const auto guard = guard_of(device);
         return pack(guard.getStream(indexed(guard, device)));
@@ -59,8 +54,7 @@ fct_stream fct_stream_current(fct_device device)
     }
 }
 
-int fct_stream_new(fct_device device, bool high_priority, fct_stream *out)
-{
+int fct_stream_new(fct_device device, bool high_priority, fct_stream *out) {
     return guarded("fct_stream_new", [&] {
         const auto guard = guard_of(device);
         const c10::Device where = indexed(guard, device);
@@ -72,8 +66,7 @@ int fct_stream_new(fct_device device, bool high_priority, fct_stream *out)
     });
 }
 
-fct_stream fct_stream_set_current(fct_stream s)
-{
+fct_stream fct_stream_set_current(fct_stream s) {
     try {
         return pack(guard_of(s.device).exchangeStream(unpack(s)));
     } catch (...) {
@@ -81,8 +74,7 @@ fct_stream fct_stream_set_current(fct_stream s)
     }
 }
 
-void *fct_stream_native(fct_stream s)
-{
+void *fct_stream_native(fct_stream s) {
     if (!fct_device_has_streams(s.device)) {
         return nullptr;
     }
@@ -93,31 +85,27 @@ void *fct_stream_native(fct_stream s)
     }
 }
 
-int fct_event_new(fct_device device, fct_event **out)
-{
-    return guarded("fct_event_new", [&] { *out = new fct_event(static_cast<c10::DeviceType>(device.type)); });
+int fct_event_new(fct_device device, fct_event **out) {
+    return guarded("fct_event_new",
+                   [&] { *out = new fct_event(static_cast<c10::DeviceType>(device.type)); });
 }
 
-int fct_event_record(fct_event *e, fct_stream s)
-{
+int fct_event_record(fct_event *e, fct_stream s) {
     return guarded("fct_event_record", [&] { e->event.record(unpack(s)); });
 }
 
-int fct_event_wait(fct_event *e, fct_stream s)
-{
+int fct_event_wait(fct_event *e, fct_stream s) {
     return guarded("fct_event_wait", [&] { e->event.block(unpack(s)); });
 }
 
-int fct_event_synchronize(fct_event *e)
-{
+int fct_event_synchronize(fct_event *e) {
     return guarded("fct_event_synchronize", [&] {
         pybind11::gil_scoped_release released;
         e->event.synchronize();
     });
 }
 
-void fct_event_free(fct_event *e)
-{
+void fct_event_free(fct_event *e) {
     delete e;
 }
 

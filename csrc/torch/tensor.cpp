@@ -1,8 +1,9 @@
 /* Tensors and their storages.
  *
- * Facts, aliases and storage memory are handled on TensorImpl and StorageImpl directly: they are asked for on every
- * step for every parameter, and the dispatcher would cost more than the work. Everything that computes goes through
- * at:: below autograd and ADInplaceOrView, so it neither records history nor bumps version counters. */
+ * Facts, aliases and storage memory are handled on TensorImpl and StorageImpl directly: they are
+ * asked for on every step for every parameter, and the dispatcher would cost more than the work.
+ * Everything that computes goes through at:: below autograd and ADInplaceOrView, so it neither
+ * records history nor bumps version counters. */
 #include "bridge.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -22,15 +23,13 @@ struct Quiet {
     at::AutoDispatchBelowADInplaceOrView below;
 };
 
-void *first_element(const c10::TensorImpl *t, int64_t offset_bytes)
-{
+void *first_element(const c10::TensorImpl *t, int64_t offset_bytes) {
     c10::StorageImpl *storage = t->unsafe_storage().unsafeGetStorageImpl();
     void *base = storage->mutable_data(); /* throws where a wrapper must not be touched */
     return base == nullptr ? nullptr : static_cast<char *>(base) + offset_bytes;
 }
 
-void read_facts(const c10::TensorImpl *t, fct_facts *out)
-{
+void read_facts(const c10::TensorImpl *t, fct_facts *out) {
     out->dtype = static_cast<fct_dtype>(c10::typeMetaToScalarType(t->dtype()));
     out->itemsize = static_cast<int64_t>(t->itemsize());
     out->device = fct::device(t->device());
@@ -49,57 +48,55 @@ void read_facts(const c10::TensorImpl *t, fct_facts *out)
 }
 
 /* Elements from the alias's first one to one past its last; throws where that overflows. */
-int64_t alias_extent(c10::IntArrayRef sizes, c10::IntArrayRef strides)
-{
+int64_t alias_extent(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
     int64_t last = 0;
     bool empty = false, fits = true;
     for (size_t i = 0; i < sizes.size(); i++) {
         int64_t step = 0;
-        TORCH_CHECK(sizes[i] >= 0 && strides[i] >= 0, "an alias with sizes ", sizes, " and strides ", strides,
-                    " is not possible: negative numbers");
+        TORCH_CHECK(sizes[i] >= 0 && strides[i] >= 0, "an alias with sizes ", sizes,
+                    " and strides ", strides, " is not possible: negative numbers");
         if (sizes[i] == 0) {
             empty = true;
             continue;
         }
         fits = fits && !__builtin_mul_overflow(sizes[i] - 1, strides[i], &step) &&
-            !__builtin_add_overflow(last, step, &last);
+               !__builtin_add_overflow(last, step, &last);
     }
-    TORCH_CHECK(empty || (fits && last < INT64_MAX), "an alias with sizes ", sizes, " and strides ", strides,
-                " is too large");
+    TORCH_CHECK(empty || (fits && last < INT64_MAX), "an alias with sizes ", sizes, " and strides ",
+                strides, " is too large");
     return empty ? 0 : last + 1;
 }
 
-void check_alias(const c10::TensorImpl *base, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset)
-{
+void check_alias(const c10::TensorImpl *base, c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                 int64_t offset) {
     TORCH_CHECK(base->layout() == c10::Layout::Strided && base->has_storage(),
                 "an alias needs a dense tensor with a storage");
     const int64_t extent = alias_extent(sizes, strides);
     const int64_t bytes = static_cast<int64_t>(base->unsafe_storage().nbytes());
     int64_t end = 0;
     const bool fits = offset >= 0 && !__builtin_add_overflow(offset, extent, &end) &&
-        !__builtin_mul_overflow(end, static_cast<int64_t>(base->itemsize()), &end);
-    TORCH_CHECK(fits && end <= bytes, "an alias with sizes ", sizes, ", strides ", strides, " and offset ", offset,
-                " (", base->itemsize(), " bytes per element) does not fit into a storage of ", bytes, " bytes");
+                      !__builtin_mul_overflow(end, static_cast<int64_t>(base->itemsize()), &end);
+    TORCH_CHECK(fits && end <= bytes, "an alias with sizes ", sizes, ", strides ", strides,
+                " and offset ", offset, " (", base->itemsize(),
+                " bytes per element) does not fit into a storage of ", bytes, " bytes");
 }
 
 } // namespace
 
 extern "C" {
 
-void fct_tensor_retain(fct_tensor *t)
-{
+void fct_tensor_retain(fct_tensor *t) {
     c10::raw::intrusive_ptr::incref(impl(t));
 }
 
-void fct_tensor_release(fct_tensor *t)
-{
+void fct_tensor_release(fct_tensor *t) {
     if (t != nullptr) {
-        at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(impl(t))).reset();
+        at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(impl(t)))
+            .reset();
     }
 }
 
-void fct_tensor_facts(const fct_tensor *t, fct_facts *out)
-{
+void fct_tensor_facts(const fct_tensor *t, fct_facts *out) {
     fct_facts facts = {};
     facts.dtype = FCT_NO_DTYPE;
     try {
@@ -113,18 +110,15 @@ void fct_tensor_facts(const fct_tensor *t, fct_facts *out)
     *out = facts;
 }
 
-bool fct_tensor_requires_grad(const fct_tensor *t)
-{
+bool fct_tensor_requires_grad(const fct_tensor *t) {
     return impl(t)->requires_grad();
 }
 
-uint32_t fct_tensor_version(const fct_tensor *t)
-{
+uint32_t fct_tensor_version(const fct_tensor *t) {
     return impl(t)->is_inference() ? 0 : impl(t)->version_counter().current_version();
 }
 
-bool fct_tensor_is_view(const fct_tensor *t)
-{
+bool fct_tensor_is_view(const fct_tensor *t) {
     try {
         return Borrowed(t)->is_view();
     } catch (...) {
@@ -132,26 +126,27 @@ bool fct_tensor_is_view(const fct_tensor *t)
     }
 }
 
-int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out)
-{
+int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
     return guarded("fct_tensor_empty", [&] {
         const Quiet quiet;
-        const auto options = at::TensorOptions().dtype(fct::scalar_type(dtype)).device(fct::device(device));
+        const auto options =
+            at::TensorOptions().dtype(fct::scalar_type(dtype)).device(fct::device(device));
         *out = give(at::empty({numel}, options));
     });
 }
 
-int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes, const int64_t *strides,
-                     int64_t offset, fct_tensor **out)
-{
+int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
+                     const int64_t *strides, int64_t offset, fct_tensor **out) {
     return guarded("fct_tensor_alias", [&] {
         c10::TensorImpl *from = impl(base);
         const c10::IntArrayRef shape(sizes, static_cast<size_t>(ndim));
         const c10::IntArrayRef steps(strides, static_cast<size_t>(ndim));
         check_alias(from, shape, steps, offset);
-        /* The base's key set makes a normal (or, from an inference tensor, an inference) tensor; its Python keys are
-         * dropped by the constructor, and an alias of a conjugate view means the memory itself. */
-        const c10::DispatchKeySet keys = from->key_set() -
+        /* The base's key set makes a normal (or, from an inference tensor, an inference) tensor;
+         * its Python keys are dropped by the constructor, and an alias of a conjugate view means
+         * the memory itself. */
+        const c10::DispatchKeySet keys =
+            from->key_set() -
             c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
         auto alias = c10::make_intrusive<c10::TensorImpl>(
             c10::TensorImpl::VIEW, c10::Storage(from->unsafe_storage()), keys, from->dtype());
@@ -160,40 +155,35 @@ int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
     });
 }
 
-int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out)
-{
+int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {
     return guarded("fct_tensor_contiguous", [&] {
         const Quiet quiet;
         *out = give(Borrowed(t)->contiguous());
     });
 }
 
-int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out)
-{
+int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
     return guarded("fct_tensor_cast", [&] {
         const Quiet quiet;
         *out = give(Borrowed(t)->to(fct::scalar_type(dtype)));
     });
 }
 
-int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out)
-{
+int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out) {
     return guarded("fct_tensor_zeros_like", [&] {
         const Quiet quiet;
         *out = give(at::zeros_like(*Borrowed(t)));
     });
 }
 
-int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src)
-{
+int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_copy", [&] {
         const Quiet quiet;
         Borrowed(dst)->copy_(*Borrowed(src));
     });
 }
 
-int fct_tensor_add(fct_tensor *dst, const fct_tensor *src)
-{
+int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_add", [&] {
         const Quiet quiet;
         Borrowed(dst)->add_(*Borrowed(src));
@@ -203,34 +193,30 @@ int fct_tensor_add(fct_tensor *dst, const fct_tensor *src)
     });
 }
 
-int fct_tensor_div(fct_tensor *t, double divisor)
-{
+int fct_tensor_div(fct_tensor *t, double divisor) {
     return guarded("fct_tensor_div", [&] {
         const Quiet quiet;
         Borrowed(t)->div_(divisor);
     });
 }
 
-int fct_tensor_mul(fct_tensor *t, double factor)
-{
+int fct_tensor_mul(fct_tensor *t, double factor) {
     return guarded("fct_tensor_mul", [&] {
         const Quiet quiet;
         Borrowed(t)->mul_(factor);
     });
 }
 
-int fct_tensor_set_requires_grad(fct_tensor *t, bool value)
-{
+int fct_tensor_set_requires_grad(fct_tensor *t, bool value) {
     return guarded("fct_tensor_set_requires_grad", [&] { Borrowed(t)->requires_grad_(value); });
 }
 
-int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out)
-{
-    return guarded("fct_cast_differentiable", [&] { *out = give(Borrowed(t)->to(fct::scalar_type(dtype))); });
+int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
+    return guarded("fct_cast_differentiable",
+                   [&] { *out = give(Borrowed(t)->to(fct::scalar_type(dtype))); });
 }
 
-int fct_storage_alloc(fct_tensor *t, int64_t nbytes)
-{
+int fct_storage_alloc(fct_tensor *t, int64_t nbytes) {
     return guarded("fct_storage_alloc", [&] {
         TORCH_CHECK(impl(t)->has_storage(), "a tensor without a storage cannot be given memory");
         c10::StorageImpl *storage = impl(t)->unsafe_storage().unsafeGetStorageImpl();
@@ -238,11 +224,13 @@ int fct_storage_alloc(fct_tensor *t, int64_t nbytes)
         if (now == nbytes) {
             return;
         }
-        TORCH_CHECK(nbytes >= 0 && now == 0, "cannot give ", nbytes, " bytes to a storage that holds ", now);
+        TORCH_CHECK(nbytes >= 0 && now == 0, "cannot give ", nbytes,
+                    " bytes to a storage that holds ", now);
         TORCH_CHECK(storage->resizable() && storage->allocator() != nullptr,
                     "cannot give memory to a storage that is not resizable");
         c10::OptionalDeviceGuard guard;
-        if (storage->device_type() != c10::DeviceType::CPU && storage->device_type() != c10::DeviceType::Meta) {
+        if (storage->device_type() != c10::DeviceType::CPU &&
+            storage->device_type() != c10::DeviceType::Meta) {
             guard.reset_device(storage->device());
         }
         storage->set_data_ptr_noswap(storage->allocator()->allocate(static_cast<size_t>(nbytes)));
@@ -250,8 +238,7 @@ int fct_storage_alloc(fct_tensor *t, int64_t nbytes)
     });
 }
 
-void fct_storage_free(fct_tensor *t)
-{
+void fct_storage_free(fct_tensor *t) {
     if (!impl(t)->has_storage()) {
         return;
     }
@@ -260,21 +247,21 @@ void fct_storage_free(fct_tensor *t)
     storage->set_nbytes(static_cast<size_t>(0));
 }
 
-bool fct_grad_has(const fct_tensor *t)
-{
+bool fct_grad_has(const fct_tensor *t) {
     return Borrowed(t)->grad().defined();
 }
 
-void fct_grad_take(fct_tensor *t, fct_tensor **out)
-{
+void fct_grad_take(fct_tensor *t, fct_tensor **out) {
     Borrowed tensor(t);
-    *out = tensor->grad().defined() ? give(std::exchange(tensor->mutable_grad(), at::Tensor())) : nullptr;
+    *out = tensor->grad().defined() ? give(std::exchange(tensor->mutable_grad(), at::Tensor()))
+                                    : nullptr;
 }
 
-bool fct_functorch_active(void)
-{
-    /* functorch's own header needs a library that torch does not ship; this key is on while its stack is not empty. */
-    return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+bool fct_functorch_active(void) {
+    /* functorch's own header needs a library that torch does not ship; this key is on while its
+     * stack is not empty. */
+    return c10::impl::tls_is_dispatch_key_included(
+        c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
 } // extern "C"

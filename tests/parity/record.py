@@ -83,9 +83,10 @@ def recorded_collectives() -> Iterator[list[Recorder]]:
     Yields a list whose last member receives an entry per collective: the operator's name, and
     dtype and element count of its tensors. A dispatch mode would see them as well, but would
     also see every other operator, and a fast path may rightly step aside under a mode. The
-    kernel sits at the autograd key, which CPU tensors carry under no_grad too, and goes on
-    through the operator itself, which releases the GIL (a kernel called directly would hold it
-    while it waits for peers, and gloo's threads need it to free tensors).
+    kernel sits at the BackendSelect key, which every call passes, those made below autograd
+    included. It goes on by redispatching, which releases the GIL (``call_boxed`` of a kernel taken
+    from the dispatcher would hold it while waiting for peers; gloo's threads need it to free
+    tensors).
     """
     receivers: list[Recorder] = []
     library = torch.library.Library("c10d", "IMPL")
@@ -99,15 +100,15 @@ def recorded_collectives() -> Iterator[list[Recorder]]:
 
 def _wrap(library: torch.library.Library, name: str, receivers: list[Recorder]) -> None:
     operator = getattr(torch.ops.c10d, name).default
+    cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
     def kernel(*args: Any) -> Any:
         if receivers:
             facts = [_facts(arg) for arg in args[:2] if _has_tensors(arg)]
             receivers[-1].note(f"collective {name.strip('_')}", facts)
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*args)
+        return operator.redispatch(cpu, *args)
 
-    library.impl(name, kernel, "AutogradCPU")
+    library.impl(name, kernel, "BackendSelect")
 
 
 def _has_tensors(arg: Any) -> bool:

@@ -1,0 +1,93 @@
+/* Helper threads for works that can only be waited for by blocking.
+ *
+ * A group has at most one helper, started with its first such work; it waits for one work after the
+ * other, in order of issue. Invariants: helper and callers share ownership of all they both touch,
+ * so either may be gone first; a helper calls no Python and never holds the GIL; a waiter's outcome
+ * is published once, under its mutex. */
+#include "waiter.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <thread>
+#include <utility>
+
+namespace fct {
+
+bool Waiter::done() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return done_;
+}
+
+bool Waiter::wait_for(std::chrono::milliseconds slice) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, slice, [&] { return done_; });
+}
+
+void Waiter::rethrow() const {
+    if (error_) {
+        std::rethrow_exception(error_);
+    }
+}
+
+void Waiter::run() {
+    std::exception_ptr error;
+    try {
+        const at::ThreadLocalStateGuard guard(state_);
+        /* Python's dispatch modes of the issuing thread are not ours to run. */
+        const c10::impl::ExcludeDispatchKeyGuard no_python(c10::python_ks);
+        work_->wait();
+    } catch (...) {
+        error = std::current_exception();
+    }
+    work_.reset();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error_ = std::move(error);
+    done_ = true;
+    changed_.notify_all();
+}
+
+struct Helper::Queue {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::shared_ptr<Waiter>> waiters;
+    bool closed = false;
+};
+
+void Helper::run(Queue &queue) {
+    for (;;) {
+        std::shared_ptr<Waiter> next;
+        {
+            std::unique_lock<std::mutex> lock(queue.mutex);
+            queue.changed.wait(lock, [&] { return queue.closed || !queue.waiters.empty(); });
+            if (queue.waiters.empty()) {
+                return;
+            }
+            next = std::move(queue.waiters.front());
+            queue.waiters.pop_front();
+        }
+        next->run();
+    }
+}
+
+std::shared_ptr<Waiter> Helper::add(c10::intrusive_ptr<c10d::Work> work) {
+    auto waiter = std::make_shared<Waiter>(std::move(work));
+    if (!queue_) {
+        auto queue = std::make_shared<Queue>();
+        std::thread([queue] { run(*queue); }).detach();
+        queue_ = std::move(queue);
+    }
+    const std::lock_guard<std::mutex> lock(queue_->mutex);
+    queue_->waiters.push_back(waiter);
+    queue_->changed.notify_one();
+    return waiter;
+}
+
+Helper::~Helper() {
+    if (queue_) {
+        const std::lock_guard<std::mutex> lock(queue_->mutex);
+        queue_->closed = true;
+        queue_->changed.notify_one();
+    }
+}
+
+} // namespace fct

@@ -1,0 +1,123 @@
+/* The simulated device and process groups: all of csrc/torch/torch_abi.h that the core calls, without torch and
+ * without Python (autograd nodes and Python objects belong to csrc/python and are not here).
+ *
+ * Time. Everything that touches memory (kernels, copies, collectives, fresh allocations) is an operation on a stream.
+ * On a device with streams operations are queued and executed later, in any order that streams and events allow,
+ * drawn from the seed. On a device without streams the host executes its own at once and only collectives run late.
+ * Vector clocks say which operation is ordered before which; a use of a buffer that is not ordered after what
+ * produced it, or an allocation that may reuse memory still in use elsewhere, fails the test, however lucky the
+ * schedule was.
+ *
+ * Memory. Freed blocks go back to the pool of the stream that allocated them and are reused at once, filled with
+ * bytes that are NaN in every floating type.
+ *
+ * Peers. This process is one rank. What the others send is known: their shards by way of the process group's oracle,
+ * their gradients because rank j's gradient is (j + 1) times the gradient of rank 0.
+ *
+ * Faults. Every call that may fail asks sim_fault() first; see sim_fault_arm().
+ *
+ * A failure is noted, printed and raised by sim_end(), never thrown through the core. */
+#ifndef FSDP_C_TESTS_SIM_H
+#define FSDP_C_TESTS_SIM_H
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "kernels/kernels.h"
+#include "torch/torch_abi.h"
+
+/* ---- one simulation ---- */
+
+typedef struct sim_config {
+    uint64_t seed;
+    bool streams;    /* the device has streams */
+    bool no_kernels; /* the device is neither CPU nor CUDA: the core has to copy through the boundary */
+    bool premul;     /* the backend can scale inside a collective */
+    bool profile;    /* somebody records profiler ranges */
+} sim_config;
+
+void sim_begin(sim_config config);
+/* Runs what is still queued, then fails the test for every failure noted and for everything still alive. */
+void sim_end(void);
+/* Notes a failure; sim_end() raises it. */
+void sim_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* How many failures were noted, and forgets them: for tests of the simulation itself. */
+size_t sim_take_failures(void);
+/* Counts of what is alive. */
+typedef struct sim_alive {
+    size_t tensors, storages, works, events, groups, hooks;
+} sim_alive;
+sim_alive sim_count_alive(void);
+size_t sim_live_bytes(void); /* of memory that is allocated now */
+
+fct_device sim_device(void);
+uint64_t sim_random(void);
+
+/* ---- time ---- */
+
+void sim_drain(void); /* the host waits for everything, collectives that nobody waited for too */
+void sim_tick(void);  /* executes a few operations that may run now */
+
+/* ---- what happened, in order; words separated by blanks ---- */
+
+void sim_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
+const char *sim_log_text(void);
+void sim_log_clear(void);
+
+/* ---- faults ---- */
+
+typedef enum sim_fault_kind {
+    SIM_NO_FAULT = 0,
+    SIM_FAULT_BOUNDARY, /* a fct_ call fails */
+    SIM_FAULT_HOST,     /* a fc_host call-back fails */
+    SIM_FAULT_KERNEL,   /* a kernel launch fails */
+    SIM_FAULT_MEMORY,   /* the core's malloc returns NULL */
+} sim_fault_kind;
+
+/* The n-th call from now on that can fail does (n >= 1); lasting: and so does every later one. 0: off. */
+void sim_fault_arm(int64_t n, bool lasting);
+/* What the armed fault did fail; SIM_NO_FAULT if it was not reached. name may be NULL. */
+sim_fault_kind sim_fault_fired(const char **name);
+/* Asked by every call that can fail: true if it has to. Notes the pending error. */
+bool sim_fault(sim_fault_kind kind, const char *name);
+bool sim_error_pending(void); /* an exception is set */
+
+/* ---- data ---- */
+
+double sim_round(fct_dtype dtype, double value); /* to the nearest value of the type */
+/* New tensor of the given shape (contiguous, on the simulated device) holding values; cannot fail. */
+fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes, const double *values);
+/* Queued on the current stream: writes `values` into t (bumps its version), or checks that it holds them. */
+void sim_tensor_write(fct_tensor *t, const double *values, const char *what);
+void sim_tensor_expect(const fct_tensor *t, const double *values, const char *what);
+/* The values now, after everything queued before is done: the host waits. out has room for all elements. */
+void sim_tensor_read(const fct_tensor *t, double *out);
+int64_t sim_tensor_numel(const fct_tensor *t);
+size_t sim_tensor_refs(const fct_tensor *t);
+bool sim_tensor_has_memory(const fct_tensor *t);
+/* Sets or adds to .grad as autograd does (steals grad). */
+void sim_grad_accumulate(fct_tensor *t, fct_tensor *grad);
+fct_tensor *sim_grad_peek(const fct_tensor *t); /* borrowed, NULL if none */
+
+/* ---- process groups ---- */
+
+/* Writes the row that `rank` sends in an all-gather. */
+typedef void (*sim_row_fn)(void *context, int64_t rank, void *row, int64_t bytes);
+/* A group that fct_pg_resolve() will find; name and context are borrowed until sim_end(). */
+void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn row, void *context);
+/* Collectives stay unfinished until someone waits for them or this is switched off. */
+void sim_collectives_stall(bool stall);
+
+/* ---- autograd ---- */
+
+void sim_set_in_backward(bool value);
+/* Runs and forgets the call-back queued for the end of the backward; 0 if there is none. */
+int sim_run_at_end(void);
+void sim_drop_at_end(void);
+
+#endif

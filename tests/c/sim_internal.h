@@ -1,0 +1,110 @@
+/* What the simulation's files share. Not for tests. */
+#ifndef FSDP_C_TESTS_SIM_INTERNAL_H
+#define FSDP_C_TESTS_SIM_INTERNAL_H
+
+#include "sim.h"
+
+enum { SIM_STREAMS_MAX = 24, SIM_DIMS_MAX = 4, SIM_USES_MAX = 64 };
+
+/* at[s]: the operations of stream s up to this number have happened before. */
+typedef struct sim_clock {
+    uint32_t at[SIM_STREAMS_MAX];
+} sim_clock;
+
+/* ---- memory (sim_memory.c) ---- */
+
+typedef struct sim_access {
+    uint32_t seq; /* 0: none */
+    int stream;
+    const char *what;
+} sim_access;
+
+typedef struct sim_block {
+    char *base;
+    size_t capacity;
+    size_t size; /* asked for */
+    bool live;
+    int stream; /* whose pool it belongs to */
+    uint64_t freed_at;
+    sim_access written;
+    sim_access read[SIM_STREAMS_MAX];
+} sim_block;
+
+typedef struct sim_use {
+    sim_block *block;
+    bool write;
+} sim_use;
+
+sim_block *sim_block_alloc(size_t bytes);
+/* checked: the caller frees without knowing who else uses it, so on the CPU every use must be ordered before. */
+void sim_block_free(sim_block *block, bool checked);
+/* The live block around these bytes; notes a failure and returns NULL where there is none. */
+sim_block *sim_block_around(const void *address, int64_t bytes, const char *what);
+void sim_block_touch(sim_block *block, bool write, int stream, uint32_t seq, const sim_clock *now,
+                     const char *what);
+void sim_memory_begin(void);
+void sim_memory_end(void);
+
+/* malloc for the simulation itself: never made to fail. */
+void *sim_alloc(size_t bytes); /* zeroed */
+
+/* ---- streams (sim_stream.c) ---- */
+
+typedef struct sim_point {
+    int stream;
+    uint32_t seq;
+    sim_clock clock;
+} sim_point;
+
+typedef struct sim_op {
+    const char *what;
+    const sim_use *uses;
+    size_t use_count;
+    void (*run)(void *args); /* may be NULL */
+    void *args;              /* owned: freed after run */
+    fct_tensor *held[2];     /* references that the backend keeps until it ran */
+} sim_op;
+
+/* Appends to the stream; *point (may be NULL) is its end. */
+void sim_stream_push(int stream, const sim_op *op, sim_point *point);
+void sim_stream_wait(int stream, const sim_point *point);
+bool sim_point_passed(const sim_point *point);
+sim_point sim_stream_now(int stream);
+int sim_stream_current(void);
+int sim_stream_of_native(void *native);
+int sim_stream_reserve(bool collective); /* a new stream */
+sim_clock sim_clock_of(int stream);
+void sim_streams_begin(void);
+void sim_streams_end(void);
+
+/* ---- tensors (sim_tensor.c) ---- */
+
+/* A strided array of memory, by value. */
+typedef struct sim_view {
+    char *data;
+    fct_dtype dtype;
+    int32_t ndim;
+    int64_t sizes[SIM_DIMS_MAX];
+    int64_t strides[SIM_DIMS_MAX];
+    int64_t numel;
+} sim_view;
+
+int64_t sim_itemsize(fct_dtype dtype);
+double sim_get(fct_dtype dtype, const void *address);
+void sim_put(fct_dtype dtype, void *address, double value);
+sim_view sim_view_of(const fct_tensor *t, const char *what);
+void *sim_view_at(const sim_view *view, int64_t index);
+sim_block *sim_tensor_block(const fct_tensor *t);
+void sim_tensors_begin(void);
+
+/* ---- the rest ---- */
+
+extern sim_config sim_now;     /* of the simulation that runs */
+extern sim_alive sim_living;
+bool sim_profile_is_nested(void);
+void sim_faults_begin(void);
+void sim_groups_begin(void);
+void sim_groups_end(void);
+void sim_autograd_begin(void);
+
+#endif

@@ -1,0 +1,202 @@
+/* The simulated allocator and the happens-before checker.
+ *
+ * Owns every block of a simulation. A block belongs for ever to the pool of the stream that was current when it was
+ * made, as in torch's caching allocator: once freed, the next allocation on that stream may have it. On streams the
+ * free itself therefore checks nothing; the allocation does: every free block of the pool must be out of use as seen
+ * from that stream, whichever of them is taken. Without streams memory goes back at once, so a free must be ordered.
+ *
+ * Each block remembers its last write and, for each stream, its last read. A read must come after the write, a write
+ * after all of them; "after" is a matter of vector clocks, not of luck. */
+#include "sim_internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#endif
+
+enum { BLOCKS_MAX = 4096, GRAIN = 64, POISON = 0xff };
+
+static sim_block *blocks[BLOCKS_MAX];
+static size_t block_count;
+static uint64_t frees;
+
+void sim_memory_begin(void) {
+    block_count = 0;
+    frees = 0;
+}
+
+void sim_memory_end(void) {
+    for (size_t i = 0; i < block_count; i++) {
+        ASAN_UNPOISON_MEMORY_REGION(blocks[i]->base, blocks[i]->capacity);
+        free(blocks[i]->base);
+        free(blocks[i]);
+    }
+    block_count = 0;
+}
+
+size_t sim_live_bytes(void) {
+    size_t bytes = 0;
+    for (size_t i = 0; i < block_count; i++) {
+        bytes += blocks[i]->live ? blocks[i]->size : 0;
+    }
+    return bytes;
+}
+
+/* ---- the checker ---- */
+
+static bool ordered(const sim_access *access, const sim_clock *now) {
+    return access->seq <= now->at[access->stream];
+}
+
+/* The first access that `now` does not come after; reads count where `writing`. */
+static const sim_access *unordered(const sim_block *block, bool writing, const sim_clock *now) {
+    if (!ordered(&block->written, now)) {
+        return &block->written;
+    }
+    for (int s = 0; writing && s < SIM_STREAMS_MAX; s++) {
+        if (!ordered(&block->read[s], now)) {
+            return &block->read[s];
+        }
+    }
+    return NULL;
+}
+
+static void forget_accesses(sim_block *block) {
+    memset(&block->written, 0, sizeof block->written);
+    memset(block->read, 0, sizeof block->read);
+}
+
+void sim_block_touch(sim_block *block, bool write, int stream, uint32_t seq, const sim_clock *now,
+                     const char *what) {
+    if (!block->live) {
+        sim_fail("%s on stream %d uses freed memory", what, stream);
+        return;
+    }
+    const sim_access *race = unordered(block, write, now);
+    if (race != NULL) {
+        sim_fail("%s on stream %d %s %zu bytes that %s on stream %d %s, and is not ordered after it", what, stream,
+                 write ? "writes" : "reads", block->size, race->what, race->stream,
+                 race == &block->written ? "writes" : "reads");
+        forget_accesses(block); /* one report is enough */
+    }
+    const sim_access access = {.seq = seq, .stream = stream, .what = what};
+    if (write) {
+        forget_accesses(block);
+        block->written = access;
+    } else {
+        block->read[stream] = access;
+    }
+}
+
+/* ---- allocation ---- */
+
+static void check_pool(int stream, const sim_clock *now) {
+    for (size_t i = 0; i < block_count; i++) {
+        sim_block *block = blocks[i];
+        if (block->live || block->stream != stream) {
+            continue;
+        }
+        const sim_access *race = unordered(block, true, now);
+        if (race != NULL) {
+            sim_fail("an allocation on stream %d may reuse %zu freed bytes that %s on stream %d still %s", stream,
+                     block->size, race->what, race->stream, race == &block->written ? "writes" : "reads");
+            forget_accesses(block);
+        }
+    }
+}
+
+/* The block of the pool that was freed last, of those with room. */
+static sim_block *reuse(int stream, size_t bytes) {
+    sim_block *best = NULL;
+    for (size_t i = 0; i < block_count; i++) {
+        sim_block *block = blocks[i];
+        if (!block->live && block->stream == stream && block->capacity >= bytes &&
+            (best == NULL || block->freed_at > best->freed_at)) {
+            best = block;
+        }
+    }
+    return best;
+}
+
+static sim_block *make(int stream, size_t bytes) {
+    if (block_count == BLOCKS_MAX) {
+        fail_msg("the simulation has no room for another block");
+    }
+    sim_block *block = (sim_block *)sim_alloc(sizeof *block);
+    block->capacity = (bytes + GRAIN - 1) / GRAIN * GRAIN;
+    block->base = (char *)sim_alloc(block->capacity);
+    block->stream = stream;
+    blocks[block_count++] = block;
+    return block;
+}
+
+typedef struct fill {
+    char *base;
+    size_t bytes;
+} fill;
+
+static void run_fill(void *args) {
+    const fill *f = (const fill *)args;
+    memset(f->base, POISON, f->bytes);
+}
+
+sim_block *sim_block_alloc(size_t bytes) {
+    int stream = sim_stream_current();
+    sim_clock now = sim_clock_of(stream);
+    check_pool(stream, &now);
+    sim_block *block = reuse(stream, bytes);
+    if (block == NULL) {
+        block = make(stream, bytes);
+    }
+    block->live = true;
+    block->size = bytes;
+    ASAN_UNPOISON_MEMORY_REGION(block->base, block->capacity);
+    if (!sim_now.streams) {
+        ASAN_POISON_MEMORY_REGION(block->base + bytes, block->capacity - bytes);
+    }
+    fill *args = (fill *)sim_alloc(sizeof *args);
+    args->base = block->base;
+    args->bytes = bytes;
+    const sim_use use = {block, true};
+    const sim_op op = {.what = "the allocation", .uses = &use, .use_count = 1, .run = run_fill, .args = args};
+    sim_stream_push(stream, &op, NULL);
+    return block;
+}
+
+void sim_block_free(sim_block *block, bool checked) {
+    if (!sim_now.streams) {
+        sim_clock now = sim_clock_of(0);
+        const sim_access *race = checked ? unordered(block, true, &now) : NULL;
+        if (race != NULL) {
+            sim_fail("%zu bytes are freed while %s still %s them", block->size, race->what,
+                     race == &block->written ? "writes" : "reads");
+        } else {
+            /* A collective in flight keeps its storages, so whoever drops the last reference comes after it. */
+            ASAN_POISON_MEMORY_REGION(block->base, block->capacity);
+        }
+        forget_accesses(block);
+    }
+    block->live = false;
+    block->freed_at = ++frees;
+}
+
+sim_block *sim_block_around(const void *address, int64_t bytes, const char *what) {
+    uintptr_t start = (uintptr_t)address;
+    for (size_t i = 0; i < block_count; i++) {
+        uintptr_t base = (uintptr_t)blocks[i]->base;
+        if (blocks[i]->live && start >= base && start < base + blocks[i]->capacity) {
+            if (start - base + (uintptr_t)bytes > blocks[i]->size) {
+                sim_fail("%s runs over the end of %zu bytes", what, blocks[i]->size);
+                return NULL;
+            }
+            return blocks[i];
+        }
+    }
+    sim_fail("%s uses %lld bytes at an address where nothing is allocated", what, (long long)bytes);
+    return NULL;
+}

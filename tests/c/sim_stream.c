@@ -1,0 +1,305 @@
+/* Simulated streams and events.
+ *
+ * Owns the queues. An operation may run once everything before it on its stream has run and, if it is a wait, once
+ * the point it waits for has passed; which of those that may run does so next is drawn from the seed. Operations of
+ * stream 0 of a device without streams are the host's own: they run at once.
+ *
+ * Clocks. An operation comes after all earlier ones of its stream, after the points that its stream has waited for,
+ * and after what the host had seen the end of when it queued it. */
+#include "sim_internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct queued {
+    void (*run)(void *args);
+    void *args;
+    fct_tensor *held[2];
+    sim_point end;
+    bool waits;
+    sim_point wait; /* for this, if waits */
+    struct queued *next;
+} queued;
+
+typedef struct stream {
+    sim_clock clock; /* what its next operation comes after */
+    uint32_t issued;
+    uint32_t executed;
+    queued *first;
+    queued *last;
+    bool collective;
+} stream;
+
+struct fct_event {
+    bool recorded;
+    sim_point point;
+};
+
+static stream streams[SIM_STREAMS_MAX];
+static int stream_count;
+static int current;
+static sim_clock host; /* what the host has seen the end of */
+static bool stalled;
+
+static void join(sim_clock *into, const sim_clock *other) {
+    for (int s = 0; s < SIM_STREAMS_MAX; s++) {
+        into->at[s] = into->at[s] > other->at[s] ? into->at[s] : other->at[s];
+    }
+}
+
+void sim_streams_begin(void) {
+    memset(streams, 0, sizeof streams);
+    memset(&host, 0, sizeof host);
+    stream_count = 1;
+    current = 0;
+    stalled = false;
+}
+
+int sim_stream_reserve(bool collective) {
+    if (stream_count == SIM_STREAMS_MAX) {
+        fail_msg("the simulation has no room for another stream");
+    }
+    streams[stream_count].collective = collective;
+    return stream_count++;
+}
+
+int sim_stream_current(void) {
+    return current;
+}
+
+sim_clock sim_clock_of(int s) {
+    sim_clock clock = streams[s].clock;
+    join(&clock, &host);
+    return clock;
+}
+
+sim_point sim_stream_now(int s) {
+    return (sim_point){.stream = s, .seq = streams[s].issued, .clock = sim_clock_of(s)};
+}
+
+/* ---- execution ---- */
+
+bool sim_point_passed(const sim_point *point) {
+    return streams[point->stream].executed >= point->seq;
+}
+
+static bool may_run(const stream *s) {
+    return s->first != NULL && (!s->first->waits || sim_point_passed(&s->first->wait));
+}
+
+static void run_first(stream *s) {
+    queued *op = s->first;
+    s->first = op->next;
+    if (s->first == NULL) {
+        s->last = NULL;
+    }
+    if (op->run != NULL) {
+        op->run(op->args);
+    }
+    s->executed++;
+    if (op->held[0] != NULL || op->held[1] != NULL) {
+        /* The backend has seen the end of its operation when it lets go of the memory. */
+        if (sim_now.streams) {
+            join(&host, &op->end.clock);
+        }
+        fct_tensor_release(op->held[0]);
+        fct_tensor_release(op->held[1]);
+    }
+    free(op->args);
+    free(op);
+}
+
+void sim_tick(void) {
+    for (uint64_t i = sim_random() % 4; i > 0; i--) {
+        stream *s = &streams[sim_random() % (uint64_t)stream_count];
+        if (may_run(s) && !(stalled && s->collective)) {
+            run_first(s);
+        }
+    }
+}
+
+static void run_until(const sim_point *point) {
+    stream *s = &streams[point->stream];
+    while (s->executed < point->seq) {
+        if (s->first->waits && !sim_point_passed(&s->first->wait)) {
+            sim_point wait = s->first->wait;
+            run_until(&wait);
+        }
+        run_first(s);
+    }
+}
+
+void sim_drain(void) {
+    bool ran = true;
+    while (ran) {
+        ran = false;
+        for (int i = 0; i < stream_count; i++) {
+            /* Rounds start anywhere and go on as far as they get, so that the end is in random order, too. */
+            stream *s = &streams[((uint64_t)i + sim_random()) % (uint64_t)stream_count];
+            ran = ran || s->first != NULL;
+            while (may_run(s) && sim_random() % 4 != 0) {
+                run_first(s);
+            }
+        }
+        for (int i = 0; !ran && i < stream_count; i++) {
+            ran = streams[i].first != NULL;
+        }
+    }
+    for (int i = 0; i < stream_count; i++) {
+        join(&host, &streams[i].clock);
+    }
+    join(&streams[0].clock, &host);
+}
+
+void sim_streams_end(void) {
+    sim_drain();
+}
+
+void sim_collectives_stall(bool stall) {
+    stalled = stall;
+}
+
+/* ---- queueing ---- */
+
+static queued *append(int index, const sim_op *op) {
+    stream *s = &streams[index];
+    queued *q = (queued *)sim_alloc(sizeof *q);
+    join(&s->clock, &host);
+    s->clock.at[index] = ++s->issued;
+    for (size_t i = 0; i < op->use_count; i++) {
+        sim_block_touch(op->uses[i].block, op->uses[i].write, index, s->issued, &s->clock, op->what);
+    }
+    q->run = op->run;
+    q->args = op->args;
+    memcpy(q->held, op->held, sizeof q->held);
+    q->end = (sim_point){.stream = index, .seq = s->issued, .clock = s->clock};
+    if (s->last != NULL) {
+        s->last->next = q;
+    } else {
+        s->first = q;
+    }
+    s->last = q;
+    return q;
+}
+
+/* Without streams stream 0 is the host: it does not queue. */
+static void settle(int index) {
+    if (!sim_now.streams && index == 0) {
+        run_until(&(sim_point){.stream = 0, .seq = streams[0].issued});
+    }
+}
+
+void sim_stream_push(int index, const sim_op *op, sim_point *point) {
+    const queued *q = append(index, op);
+    if (point != NULL) {
+        *point = q->end;
+    }
+    settle(index);
+}
+
+void sim_stream_wait(int index, const sim_point *point) {
+    const sim_op nothing = {.what = "a wait"};
+    join(&streams[index].clock, &point->clock);
+    queued *q = append(index, &nothing);
+    q->waits = true;
+    q->wait = *point;
+    settle(index);
+}
+
+/* ---- the boundary ---- */
+
+bool fct_device_has_streams(fct_device device) {
+    return sim_now.streams && device.type == sim_device().type;
+}
+
+static void must_have_streams(const char *call) {
+    if (!sim_now.streams) {
+        sim_fail("%s is called on a device without streams", call);
+    }
+}
+
+fct_stream fct_stream_current(fct_device device) {
+    must_have_streams("fct_stream_current");
+    return (fct_stream){.id = current, .device = device};
+}
+
+int fct_stream_new(fct_device device, bool high_priority, fct_stream *out) {
+    (void)high_priority;
+    must_have_streams("fct_stream_new");
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_stream_new")) {
+        return -1;
+    }
+    *out = (fct_stream){.id = sim_stream_reserve(false), .device = device};
+    return 0;
+}
+
+fct_stream fct_stream_set_current(fct_stream s) {
+    fct_stream before = fct_stream_current(s.device);
+    current = (int)s.id;
+    return before;
+}
+
+void *fct_stream_native(fct_stream s) {
+    return (void *)(uintptr_t)(s.id + 1);
+}
+
+int sim_stream_of_native(void *native) {
+    if (!sim_now.streams) {
+        return 0;
+    }
+    uintptr_t id = (uintptr_t)native;
+    if (id == 0 || id > (uintptr_t)stream_count) {
+        sim_fail("a kernel is launched on no stream");
+        return 0;
+    }
+    return (int)(id - 1);
+}
+
+int fct_event_new(fct_device device, fct_event **out) {
+    (void)device;
+    must_have_streams("fct_event_new");
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_event_new")) {
+        return -1;
+    }
+    *out = (fct_event *)sim_alloc(sizeof **out);
+    sim_living.events++;
+    return 0;
+}
+
+int fct_event_record(fct_event *e, fct_stream s) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_event_record")) {
+        return -1;
+    }
+    e->recorded = true;
+    e->point = sim_stream_now((int)s.id);
+    return 0;
+}
+
+/* A wait is for what the event stands for now; recording it again later changes nothing. */
+int fct_event_wait(fct_event *e, fct_stream s) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_event_wait")) {
+        return -1;
+    }
+    if (e->recorded) {
+        sim_stream_wait((int)s.id, &e->point);
+    }
+    return 0;
+}
+
+int fct_event_synchronize(fct_event *e) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_event_synchronize")) {
+        return -1;
+    }
+    if (e->recorded) {
+        run_until(&e->point);
+        join(&host, &e->point.clock);
+    }
+    return 0;
+}
+
+void fct_event_free(fct_event *e) {
+    if (e != NULL) {
+        sim_living.events--;
+        free(e);
+    }
+}
