@@ -164,6 +164,8 @@ int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, P
 /* The hooks' work. pre returns 0 and leaves args and kwargs (owned, replaced); post a new reference. */
 int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs);
 PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *output);
+/* output cast to the policy's output dtype; new reference. */
+PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output);
 
 /* Reference counting of a PyObject as the owner of an fct_hook. */
 void fcpy_retain(void *owner);

@@ -95,13 +95,11 @@ void sim_put(fct_dtype dtype, void *address, double value);
 sim_view sim_view_of(const fct_tensor *t, const char *what);
 void *sim_view_at(const sim_view *view, int64_t index);
 sim_block *sim_tensor_block(const fct_tensor *t);
-void sim_tensors_begin(void);
 
 /* ---- the rest ---- */
 
 extern sim_config sim_now;     /* of the simulation that runs */
 extern sim_alive sim_living;
-bool sim_profile_is_nested(void);
 void sim_faults_begin(void);
 void sim_groups_begin(void);
 void sim_groups_end(void);

@@ -1,0 +1,189 @@
+/* The simulation as a whole: its configuration, its random numbers, its log, the failures noted, and the small parts
+ * of the boundary that have no noun of their own (autograd's flags, the profiler). */
+#include "sim_internal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { LOG_MAX = 1 << 16, DEVICE_PRIVATE = 20, RANGES_MAX = 64 };
+
+sim_config sim_now;
+sim_alive sim_living;
+
+static uint64_t random_state;
+static size_t failures;
+static char first_failure[512];
+static char log_text[LOG_MAX];
+static size_t log_length;
+static size_t range_depth;
+static bool in_backward;
+static fct_hook at_end;
+
+void sim_begin(sim_config config) {
+    memset(&sim_living, 0, sizeof sim_living);
+    sim_now = config;
+    random_state = config.seed;
+    failures = 0;
+    range_depth = 0;
+    sim_log_clear();
+    sim_faults_begin();
+    sim_memory_begin();
+    sim_streams_begin();
+    sim_groups_begin();
+    sim_autograd_begin();
+}
+
+void sim_end(void) {
+    sim_fault_arm(0, false);
+    sim_drop_at_end();
+    sim_streams_end();
+    const sim_alive left = sim_living;
+    if (left.tensors + left.storages + left.works + left.events + left.groups + left.hooks > 0) {
+        sim_fail("leaked: %zu tensors, %zu storages, %zu works, %zu events, %zu process groups, %zu hooks",
+                 left.tensors, left.storages, left.works, left.events, left.groups, left.hooks);
+    }
+    if (range_depth != 0) {
+        sim_fail("%zu profiler ranges were not left", range_depth);
+    }
+    sim_groups_end();
+    sim_memory_end();
+    if (failures > 0) {
+        fail_msg("%zu failures in the simulation (seed %llu); the first: %s", failures,
+                 (unsigned long long)sim_now.seed, first_failure);
+    }
+}
+
+void sim_fail(const char *format, ...) {
+    char text[sizeof first_failure];
+    va_list args;
+    va_start(args, format);
+    (void)vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (failures++ == 0) {
+        memcpy(first_failure, text, sizeof text);
+    }
+}
+
+size_t sim_take_failures(void) {
+    size_t taken = failures;
+    failures = 0;
+    return taken;
+}
+
+sim_alive sim_count_alive(void) {
+    return sim_living;
+}
+
+fct_device sim_device(void) {
+    if (sim_now.no_kernels) {
+        return (fct_device){.type = DEVICE_PRIVATE, .index = 0};
+    }
+    return sim_now.streams ? (fct_device){.type = FCT_DEVICE_CUDA, .index = 0}
+                           : (fct_device){.type = FCT_DEVICE_CPU, .index = -1};
+}
+
+uint64_t sim_random(void) {
+    uint64_t z = (random_state += UINT64_C(0x9e3779b97f4a7c15));
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+/* ---- log ---- */
+
+void sim_log_clear(void) {
+    log_length = 0;
+    log_text[0] = '\0';
+}
+
+const char *sim_log_text(void) {
+    return log_text;
+}
+
+void sim_log(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    if (log_length > 0 && log_length + 1 < LOG_MAX) {
+        log_text[log_length++] = ' ';
+    }
+    int written = vsnprintf(log_text + log_length, LOG_MAX - log_length, format, args);
+    va_end(args);
+    if (written < 0 || log_length + (size_t)written >= LOG_MAX) {
+        fail_msg("the simulation's log is full");
+    }
+    log_length += (size_t)written;
+}
+
+/* ---- autograd ---- */
+
+void sim_autograd_begin(void) {
+    in_backward = false;
+    memset(&at_end, 0, sizeof at_end);
+}
+
+void sim_set_in_backward(bool value) {
+    in_backward = value;
+}
+
+bool fct_in_backward(void) {
+    return in_backward;
+}
+
+int fct_autograd_at_end(const fct_hook *hook) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_autograd_at_end")) {
+        return -1;
+    }
+    if (at_end.call != NULL) {
+        sim_fail("the end of one backward has two call-backs");
+    }
+    at_end = *hook;
+    at_end.retain(at_end.owner);
+    sim_living.hooks++;
+    return 0;
+}
+
+void sim_drop_at_end(void) {
+    if (at_end.call != NULL) {
+        at_end.release(at_end.owner);
+        sim_living.hooks--;
+        memset(&at_end, 0, sizeof at_end);
+    }
+}
+
+int sim_run_at_end(void) {
+    int result = at_end.call != NULL ? at_end.call(at_end.owner) : 0;
+    sim_drop_at_end();
+    return result;
+}
+
+/* ---- profiler ---- */
+
+bool fct_profile_active(void) {
+    return sim_now.profile;
+}
+
+/* A token is the place of its range in this array, so that ranges left in the wrong order show. */
+static char range_places[RANGES_MAX];
+
+void *fct_profile_enter(const char *name) {
+    if (!sim_now.profile) {
+        return NULL;
+    }
+    if (range_depth == RANGES_MAX) {
+        fail_msg("profiler ranges are entered and never left");
+    }
+    sim_log("<%s>", name);
+    return &range_places[range_depth++];
+}
+
+void fct_profile_exit(void *token) {
+    if (token == NULL) {
+        return;
+    }
+    if (range_depth == 0 || token != &range_places[range_depth - 1]) {
+        sim_fail("a profiler range is left that is not the innermost");
+        return;
+    }
+    range_depth--;
+}

@@ -1,0 +1,95 @@
+/* Injected faults, and the exception that is pending after one.
+ *
+ * One counter over everything that may fail: boundary calls, host call-backs, kernel launches and, by way of the
+ * linker's --wrap, the core's own malloc, calloc and realloc. As in Python there is one pending exception; a call
+ * that fails while one is pending keeps the first. */
+#include "sim_internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+void *__real_malloc(size_t size);
+void *__real_calloc(size_t count, size_t size);
+void *__real_realloc(void *block, size_t size);
+void *__wrap_malloc(size_t size);
+void *__wrap_calloc(size_t count, size_t size);
+void *__wrap_realloc(void *block, size_t size);
+
+static struct {
+    int64_t left; /* calls until the fault; 0: off */
+    bool lasting;
+    sim_fault_kind fired;
+    const char *name;
+    bool error;
+} faults;
+
+void sim_faults_begin(void) {
+    memset(&faults, 0, sizeof faults);
+}
+
+void sim_fault_arm(int64_t n, bool lasting) {
+    faults.left = n;
+    faults.lasting = lasting;
+    faults.fired = SIM_NO_FAULT;
+    faults.name = NULL;
+}
+
+sim_fault_kind sim_fault_fired(const char **name) {
+    if (name != NULL) {
+        *name = faults.name;
+    }
+    return faults.fired;
+}
+
+bool sim_error_pending(void) {
+    return faults.error;
+}
+
+bool sim_fault(sim_fault_kind kind, const char *name) {
+    if (faults.left == 0 || --faults.left > 0) {
+        return false;
+    }
+    if (faults.lasting) {
+        faults.left = 1;
+    }
+    if (faults.fired == SIM_NO_FAULT) {
+        faults.fired = kind;
+        faults.name = name;
+    }
+    faults.error = faults.error || kind == SIM_FAULT_BOUNDARY || kind == SIM_FAULT_HOST;
+    return true;
+}
+
+void fct_fault_arm(int64_t n) {
+    sim_fault_arm(n, false);
+}
+
+int64_t fct_fault_left(void) {
+    return faults.left;
+}
+
+void fct_error_clear(void) {
+    faults.error = false;
+}
+
+/* ---- memory of the core ---- */
+
+void *__wrap_malloc(size_t size) {
+    return sim_fault(SIM_FAULT_MEMORY, "malloc") ? NULL : __real_malloc(size);
+}
+
+void *__wrap_calloc(size_t count, size_t size) {
+    return sim_fault(SIM_FAULT_MEMORY, "calloc") ? NULL : __real_calloc(count, size);
+}
+
+void *__wrap_realloc(void *block, size_t size) {
+    return sim_fault(SIM_FAULT_MEMORY, "realloc") ? NULL : __real_realloc(block, size);
+}
+
+void *sim_alloc(size_t bytes) {
+    void *block = __real_calloc(1, bytes > 0 ? bytes : 1);
+    if (block == NULL) {
+        fail_msg("the simulation is out of memory");
+    }
+    return block;
+}
