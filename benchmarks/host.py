@@ -64,7 +64,9 @@ class Timed:
             parameter.grad = None
 
 
-def build(groups: int, params: int, precision: str, shard: FullyShard | None, mesh: DeviceMesh) -> Timed:
+def build(
+    groups: int, params: int, precision: str, shard: FullyShard | None, mesh: DeviceMesh
+) -> Timed:
     """A model of ``groups`` groups of ``params`` vectors, wrapped by ``shard`` unless None."""
     model = nn.Sequential(*(Group(params) for _ in range(groups)))
     x = torch.ones(WIDTH)

@@ -43,9 +43,7 @@ def side_of(params: int) -> int:
     return round((ELEMENTS / params) ** 0.5 / WORLD_SIZE) * WORLD_SIZE
 
 
-def measure(
-    shard: FullyShard, mesh: DeviceMesh, precision: str, groups: int, params: int
-) -> Peaks:
+def measure(shard: FullyShard, mesh: DeviceMesh, precision: str, groups: int, params: int) -> Peaks:
     """The peaks of one implementation."""
     side, policy = side_of(params), POLICIES[precision]
     model = nn.Sequential(

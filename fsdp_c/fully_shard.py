@@ -76,7 +76,7 @@ def fully_shard(
     A call that raises leaves the module as it was.
     """
     torch._C._log_api_usage_once("fsdp_c.fully_shard")
-    _validate_module(module, "fully_shard")
+    _validate_module(module, "fully_shard")  # type: ignore[arg-type]  # lists are fine
     _refuse_unsupported(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
     mesh = mesh or _init_default_mesh()
     _validate_mesh(mesh)

@@ -54,7 +54,6 @@ class Param(_C.Param):
         self.offload_to_cpu = False
         self.pin_memory = False
         self._group: weakref.ref[ParamGroup] | None = None
-        self._orig_param = param
         self._orig_param_uid = _get_orig_param_uid(param)
         self._orig_size = param.size()
         self._contiguous_orig_stride = param.stride()
@@ -73,9 +72,10 @@ class Param(_C.Param):
             tensor_meta=TensorMeta(data.size(), data.stride(), data.dtype),
         )
         rest = self._orig_size[1:]
+        mesh_rank = self.mesh_info.shard_mesh_rank
         self.padded_sharded_param_size = torch.Size((self.chunk_rows, *rest))
         self.sharded_size = torch.Size((self.local_rows, *rest))
-        start = min(self.mesh_info.shard_mesh_rank * self.chunk_rows, self.rows)
+        start = min(mesh_rank * self.chunk_rows, self.rows)
         padded = self._pad(data.narrow(0, start, self.local_rows))
         self._sharded_param_data = padded.view(-1)
         self.sharded_param = nn.Parameter(
@@ -104,17 +104,9 @@ class Param(_C.Param):
         self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(
             lambda *args, **kwargs: self.reset_sharded_param()
         )
-        del self._orig_param
-
-    def unregister(self) -> None:
-        """Undoes :meth:`register` with the original parameter, for a ``fully_shard`` that fails."""
-        original = self.__dict__.get("_orig_param")
-        if original is None:
-            raise RuntimeError("the original parameter is gone")
-        self.restore(original)
 
     def restore(self, original: nn.Parameter) -> None:
-        """Registers ``original`` on every module again and removes the load hook."""
+        """Undoes :meth:`register`, for a ``fully_shard`` call that fails."""
         if self._post_load_hook_handle is not None:
             self._post_load_hook_handle.remove()
             self._post_load_hook_handle = None

@@ -409,6 +409,7 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     }
     void *range = enter_range(g, "pre_backward");
     g->training_state = FC_PRE_BACKWARD;
+    FC_TRY(fc_reduce_poll(g->comm));
     FC_TRY(fc_group_unshard(g, g->unshard_async_op));
     FC_TRY(fc_group_wait_unshard(g));
     if (default_prefetch) {

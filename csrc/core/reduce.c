@@ -199,6 +199,16 @@ done:
     return status;
 }
 
+fc_status fc_reduce_poll(fc_comm *c) {
+    fc_status status = FC_OK;
+    while (!c->has_streams && c->oldest != NULL &&
+           (c->oldest->work == NULL || fct_work_done(c->oldest->work))) {
+        FC_TRY(fc_reduce_recycle(c, c->reductions - 1));
+    }
+done:
+    return status;
+}
+
 /* ---- start ---- */
 
 static bool wanted_now(const fc_reduction *r) {
@@ -290,12 +300,9 @@ fc_status fc_reduce_start(fc_group *g, bool order_compute) {
         }
     } else {
         FC_TRY(scatter(g, r));
-        if (r->work == NULL || wanted_now(r)) {
-            FC_TRY(finish(r));
-        }
     }
     append(c, r);
-    return FC_OK;
+    return !c->has_streams && wanted_now(r) ? fc_reduce_recycle(c, 0) : fc_reduce_poll(c);
 done:
     fc_reduce_plan_drop_grads(plan);
     abandon(c, r);

@@ -29,6 +29,8 @@ fc_divide fc_reduce_divide(int64_t world, fct_dtype dtype, bool has_factor, doub
 FC_CHECK fc_status fc_reduce_start(fc_group *g, bool order_compute);
 /* Finishes the oldest reductions until at most `keep` are in flight, and releases their inputs. */
 FC_CHECK fc_status fc_reduce_recycle(fc_comm *c, size_t keep);
+/* Without streams: finishes the oldest reductions whose collectives are done by now, so that their buffers go early. */
+FC_CHECK fc_status fc_reduce_poll(fc_comm *c);
 /* Gives up on the reductions of `g` (NULL: of all groups) without waiting; their gradients are lost. */
 void fc_reduce_discard(fc_comm *c, const fc_group *g);
 

@@ -34,15 +34,19 @@ void sim_begin(sim_config config) {
     sim_autograd_begin();
 }
 
-void sim_end(void) {
-    sim_fault_arm(0, false);
-    sim_drop_at_end();
-    sim_streams_end();
+void sim_check_nothing_alive(void) {
     const sim_alive left = sim_living;
     if (left.tensors + left.storages + left.works + left.events + left.groups + left.hooks > 0) {
         sim_fail("leaked: %zu tensors, %zu storages, %zu works, %zu events, %zu process groups, %zu hooks",
                  left.tensors, left.storages, left.works, left.events, left.groups, left.hooks);
     }
+}
+
+void sim_end(void) {
+    sim_fault_arm(0, false);
+    sim_drop_at_end();
+    sim_streams_end();
+    sim_check_nothing_alive();
     if (range_depth != 0) {
         sim_fail("%zu profiler ranges were not left", range_depth);
     }

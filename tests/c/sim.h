@@ -48,6 +48,8 @@ void sim_end(void);
 void sim_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* How many failures were noted, and forgets them: for tests of the simulation itself. */
 size_t sim_take_failures(void);
+/* Notes a failure if anything is alive; sim_end() does it, too. */
+void sim_check_nothing_alive(void);
 /* Counts of what is alive. */
 typedef struct sim_alive {
     size_t tensors, storages, works, events, groups, hooks;
@@ -95,6 +97,10 @@ fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes, 
 /* Queued on the current stream: writes `values` into t (bumps its version), or checks that it holds them. */
 void sim_tensor_write(fct_tensor *t, const double *values, const char *what);
 void sim_tensor_expect(const fct_tensor *t, const double *values, const char *what);
+/* Queued on the current stream: reads t and checks that there is no NaN in it. */
+void sim_tensor_touch(const fct_tensor *t, const char *what);
+/* New alias; cannot fail. */
+fct_tensor *sim_tensor_view(const fct_tensor *t, int32_t ndim, const int64_t *sizes, const int64_t *strides);
 /* The values now, after everything queued before is done: the host waits. out has room for all elements. */
 void sim_tensor_read(const fct_tensor *t, double *out);
 int64_t sim_tensor_numel(const fct_tensor *t);

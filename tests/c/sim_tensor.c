@@ -506,6 +506,17 @@ static void run_expect(void *args) {
     }
 }
 
+static void run_touch(void *args) {
+    const transfer *e = (const transfer *)args;
+    for (int64_t i = 0; i < e->view.numel; i++) {
+        double found = sim_get(e->view.dtype, sim_view_at(&e->view, i));
+        if (found != found) {
+            sim_fail("%s finds NaN in element %lld", e->what, (long long)i);
+            return;
+        }
+    }
+}
+
 static void run_read(void *args) {
     const transfer *r = (const transfer *)args;
     for (int64_t i = 0; i < r->view.numel; i++) {
@@ -546,6 +557,15 @@ fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes, 
 void sim_tensor_write(fct_tensor *t, const double *values, const char *what) {
     queue_transfer(t, values, NULL, run_write, what);
     t->version++;
+}
+
+void sim_tensor_touch(const fct_tensor *t, const char *what) {
+    queue_transfer(t, NULL, NULL, run_touch, what);
+}
+
+fct_tensor *sim_tensor_view(const fct_tensor *t, int32_t ndim, const int64_t *sizes, const int64_t *strides) {
+    t->storage->refs++;
+    return tensor_over(t->storage, t->dtype, ndim, sizes, strides, t->offset);
 }
 
 void sim_tensor_expect(const fct_tensor *t, const double *values, const char *what) {

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from models import FAMILIES
 
 DTYPES = {
@@ -161,6 +160,15 @@ def default_grid() -> list[Setting]:
     return generate(seed, int(os.environ.get("FSDP_C_PARITY_COUNT", "240")))
 
 
+def at_world_size(setting: Setting, world_size: int) -> Setting:
+    """The setting as it is run on this many ranks."""
+    if world_size == 1 and setting.divide in ("force_sum_factor", "fp16_factor"):
+        # On one rank stock divides by a given factor in place of the collective, and then again
+        # after it where the reduction is a plain sum. Ours divides once.
+        return dataclasses.replace(setting, divide="world")
+    return setting
+
+
 def _anchors() -> list[Setting]:
     plain = Setting()
     found = [plain]
@@ -210,6 +218,11 @@ def _repaired(setting: Setting) -> Setting:
         # Stock fixes a group's dtypes at its first forward from the parameters that train then,
         # and fails in backward when a group that was frozen as a whole is released later.
         setting = dataclasses.replace(setting, toggle_frozen=False)
+    if setting.reset and (setting.schedule, setting.checkpoint) == ("summed", "reentrant"):
+        # The inner backward of reentrant recomputation ends stock's iteration early, which leaves
+        # gradients of the other forward behind (and out of this step); stock's reset_iter_state
+        # keeps them for the next step, ours drops them as a reset must.
+        setting = dataclasses.replace(setting, reset=False)
     if setting.checkpoint == "inside" and setting.state is not None:
         setting = dataclasses.replace(setting, state=None)
     return setting

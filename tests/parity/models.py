@@ -128,9 +128,7 @@ class Layer(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.attention = Attention(dim)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(
-            nn.Linear(dim, 13), nn.SiLU(), nn.Dropout(0.1), nn.Linear(13, dim)
-        )
+        self.mlp = nn.Sequential(nn.Linear(dim, 13), nn.SiLU(), nn.Dropout(0.1), nn.Linear(13, dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))

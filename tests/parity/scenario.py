@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from grid import DTYPES, Setting
+from models import FAMILIES, Case, Inputs, tensors_in
+from record import Recorder, error_entry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -22,10 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-
-from grid import DTYPES, Setting
-from models import FAMILIES, Case, Inputs, tensors_in
-from record import Recorder, error_entry
 
 STEPS = 3
 SEED = 1234

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-
 from grid import Setting
 from launch import RanksFailed, run_ranks
 from record import Entry, Recorder, recorded_collectives
 from scenario import load_implementation, run_setting
+from torch.distributed.device_mesh import init_device_mesh
 
 SETTING_SECONDS = 60
 """A setting that takes longer than this has hung: its rank prints all stacks and dies."""

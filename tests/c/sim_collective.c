@@ -1,0 +1,268 @@
+/* Simulated process groups and works.
+ *
+ * A group knows what its peers send (see sim.h), so a collective computes what real ranks would have exchanged: an
+ * all-gather also checks that this rank's row is what its peers would expect of it. On devices with streams a
+ * collective runs on the group's own stream, or, if it is not asynchronous, for about half of the seeds on the
+ * current one, as NCCL's do in newer releases. On the CPU it runs on the group's own thread, whenever it is drawn. */
+#include "sim_internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { GROUPS_MAX = 32 };
+
+struct fct_pg {
+    const char *name;
+    int64_t world;
+    int64_t rank;
+    sim_row_fn row;
+    void *context;
+    int stream;
+    size_t refs;
+};
+
+struct fct_work {
+    sim_point end;
+};
+
+static fct_pg groups[GROUPS_MAX];
+static size_t group_count;
+static bool sync_on_current;
+static int shared_stream;
+
+void sim_groups_begin(void) {
+    group_count = 0;
+    sync_on_current = sim_now.streams && sim_random() % 2 == 0;
+    shared_stream = sim_stream_reserve(true);
+}
+
+void sim_groups_end(void) {
+    group_count = 0;
+}
+
+/* All groups of a test share one stream, as the groups of one mesh share one communicator. */
+void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn row, void *context) {
+    if (group_count == GROUPS_MAX) {
+        fail_msg("the simulation has no room for another process group");
+    }
+    groups[group_count++] = (fct_pg){
+        .name = name, .world = world, .rank = rank, .row = row, .context = context, .stream = shared_stream};
+}
+
+int fct_pg_resolve(const char *name, fct_pg **out) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_resolve")) {
+        return -1;
+    }
+    for (size_t i = 0; i < group_count; i++) {
+        if (strcmp(groups[i].name, name) == 0) {
+            groups[i].refs++;
+            sim_living.groups++;
+            *out = &groups[i];
+            return 0;
+        }
+    }
+    fail_msg("no process group is called %s", name);
+    return -1;
+}
+
+void fct_pg_release(fct_pg *pg) {
+    if (pg != NULL) {
+        pg->refs--;
+        sim_living.groups--;
+    }
+}
+
+int fct_pg_rank(const fct_pg *pg) {
+    return (int)pg->rank;
+}
+
+int fct_pg_size(const fct_pg *pg) {
+    return (int)pg->world;
+}
+
+bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
+    (void)pg;
+    (void)device;
+    return sim_now.premul;
+}
+
+/* ---- issuing ---- */
+
+/* Queues a collective that reads input and writes output (the same tensor: in place). */
+static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op, sim_op op) {
+    bool here = sim_now.streams && sync_on_current && !async_op;
+    int stream = here ? sim_stream_current() : pg->stream;
+    sim_use uses[2];
+    size_t count = 0;
+    if (sim_tensor_block(input) != NULL && sim_tensor_block(input) != sim_tensor_block(output)) {
+        uses[count++] = (sim_use){sim_tensor_block(input), false};
+    }
+    if (sim_tensor_block(output) != NULL) {
+        uses[count++] = (sim_use){sim_tensor_block(output), true};
+    }
+    op.uses = uses;
+    op.use_count = count;
+    if (!here) {
+        sim_point issued = sim_stream_now(sim_stream_current());
+        sim_stream_wait(stream, &issued);
+        fct_tensor_retain(output);
+        fct_tensor_retain(input);
+        op.held[0] = output;
+        op.held[1] = input;
+    }
+    fct_work *work = (fct_work *)sim_alloc(sizeof *work);
+    sim_stream_push(stream, &op, &work->end);
+    sim_living.works++;
+    if (here ? sim_random() % 2 == 0 : !sim_now.streams && sim_random() % 8 == 0) {
+        /* Without a work: on the current stream there is nothing to wait for, on the CPU it is done. */
+        sim_stream_wait(sim_stream_current(), &work->end);
+        fct_work_release(work);
+        return NULL;
+    }
+    return work;
+}
+
+int fct_work_wait(fct_work *work) {
+    sim_tick();
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_work_wait")) {
+        return -1; /* interrupted: the collective goes on */
+    }
+    sim_stream_wait(sim_stream_current(), &work->end);
+    return 0;
+}
+
+bool fct_work_done(fct_work *work) {
+    sim_tick();
+    return sim_point_passed(&work->end);
+}
+
+void fct_work_release(fct_work *work) {
+    if (work != NULL) {
+        sim_living.works--;
+        free(work);
+    }
+}
+
+/* ---- all-gather ---- */
+
+typedef struct gathering {
+    sim_view output;
+    sim_view input;
+    int64_t world;
+    int64_t rank;
+    int64_t row_bytes;
+    char *rows; /* behind the struct: what all ranks send */
+} gathering;
+
+static void run_all_gather(void *args) {
+    const gathering *g = (const gathering *)args;
+    if (g->output.numel == 0) {
+        return;
+    }
+    if (memcmp(g->input.data, g->rows + g->rank * g->row_bytes, (size_t)g->row_bytes) != 0) {
+        sim_fail("rank %lld sends a row to an all-gather that is not its own", (long long)g->rank);
+    }
+    memcpy(g->output.data, g->rows, (size_t)(g->world * g->row_bytes));
+}
+
+int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op, fct_work **work) {
+    sim_tick();
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_all_gather")) {
+        return -1;
+    }
+    sim_view to = sim_view_of(output, "an all-gather");
+    sim_view from = sim_view_of(input, "an all-gather");
+    int64_t row_bytes = from.numel * sim_itemsize(from.dtype);
+    if (to.numel != from.numel * pg->world || to.dtype != from.dtype || to.ndim != 1 || from.ndim != 1) {
+        sim_fail("an all-gather of %lld to %lld elements", (long long)from.numel, (long long)to.numel);
+        to.numel = 0;
+    }
+    if (to.numel > 0 && from.data != to.data + pg->rank * row_bytes) {
+        sim_fail("the input of an all-gather is not this rank's row of the output");
+    }
+    gathering *g = (gathering *)sim_alloc(sizeof *g + (size_t)(pg->world * row_bytes));
+    g->output = to;
+    g->input = from;
+    g->world = pg->world;
+    g->rank = pg->rank;
+    g->row_bytes = row_bytes;
+    g->rows = (char *)(g + 1);
+    for (int64_t r = 0; r < pg->world; r++) {
+        pg->row(pg->context, r, g->rows + r * row_bytes, row_bytes);
+    }
+    sim_log("gather:%s", pg->name);
+    *work = issue(pg, output, input, async_op,
+                  (sim_op){.what = "an all-gather", .run = run_all_gather, .args = g});
+    return 0;
+}
+
+/* ---- reductions ---- */
+
+typedef struct reducing {
+    sim_view output;
+    sim_view input;
+    int64_t first; /* element of the input where this rank's row starts */
+    int64_t world;
+    int64_t rank;
+    double scale;
+} reducing;
+
+static void run_reduce(void *args) {
+    const reducing *r = (const reducing *)args;
+    for (int64_t i = 0; i < r->output.numel; i++) {
+        double own = sim_get(r->input.dtype, sim_view_at(&r->input, r->first + i));
+        double sum = 0.0;
+        for (int64_t j = 0; j < r->world; j++) {
+            sum += own / (double)(r->rank + 1) * (double)(j + 1);
+        }
+        sim_put(r->output.dtype, sim_view_at(&r->output, i), sum * r->scale);
+    }
+}
+
+static reducing *reducing_new(const fct_pg *pg, fct_reduce_op op, double factor) {
+    reducing *r = (reducing *)sim_alloc(sizeof *r);
+    r->world = pg->world;
+    r->rank = pg->rank;
+    r->scale = op == FCT_AVG ? 1.0 / (double)pg->world : (op == FCT_PREMUL_SUM ? factor : 1.0);
+    if (op == FCT_PREMUL_SUM && !sim_now.premul) {
+        sim_fail("the backend does not know PREMUL_SUM");
+    }
+    return r;
+}
+
+int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op, double factor,
+                       bool async_op, fct_work **work) {
+    sim_tick();
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_scatter")) {
+        return -1;
+    }
+    reducing *r = reducing_new(pg, op, factor);
+    r->output = sim_view_of(output, "a reduce-scatter");
+    r->input = sim_view_of(input, "a reduce-scatter");
+    if (r->input.numel != r->output.numel * pg->world || r->input.dtype != r->output.dtype ||
+        r->input.ndim != 1 || r->output.ndim != 1) {
+        sim_fail("a reduce-scatter of %lld to %lld elements", (long long)r->input.numel,
+                 (long long)r->output.numel);
+        r->output.numel = 0;
+    }
+    r->first = pg->rank * r->output.numel;
+    sim_log("scatter:%s", pg->name);
+    *work = issue(pg, output, input, async_op,
+                  (sim_op){.what = "a reduce-scatter", .run = run_reduce, .args = r});
+    return 0;
+}
+
+int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
+                   fct_work **work) {
+    sim_tick();
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_all_reduce")) {
+        return -1;
+    }
+    reducing *r = reducing_new(pg, op, factor);
+    r->output = sim_view_of(tensor, "an all-reduce");
+    r->input = r->output;
+    sim_log("all-reduce:%s", pg->name);
+    *work = issue(pg, tensor, tensor, async_op,
+                  (sim_op){.what = "an all-reduce", .run = run_reduce, .args = r});
+    return 0;
+}

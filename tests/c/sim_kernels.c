@@ -1,0 +1,175 @@
+/* The kernels as the core sees them in these tests: the CPU's (by way of the linker's --wrap) and, in the place of
+ * kernels_none.c, CUDA's. Both run the real CPU kernels as operations on a simulated stream, after looking up every
+ * address: which block it is in, whether it stays inside, who else uses it. Descriptor arrays are copied, as the
+ * interface promises. */
+#include "sim_internal.h"
+
+#include <string.h>
+
+const fck_backend *__real_fck_cpu(void);
+const fck_backend *__wrap_fck_cpu(void);
+
+/* The blocks that one launch uses. */
+typedef struct uses {
+    sim_use items[SIM_USES_MAX];
+    size_t count;
+} uses;
+
+static void use(uses *u, const void *address, int64_t bytes, bool write, const char *what) {
+    sim_block *block = bytes > 0 ? sim_block_around(address, bytes, what) : NULL;
+    if (block == NULL) {
+        return;
+    }
+    for (size_t i = 0; i < u->count; i++) {
+        if (u->items[i].block == block) {
+            u->items[i].write = u->items[i].write || write;
+            return;
+        }
+    }
+    if (u->count == SIM_USES_MAX) {
+        fail_msg("the simulation has no room for a launch with that many buffers");
+    }
+    u->items[u->count++] = (sim_use){block, write};
+}
+
+typedef struct launch {
+    void *dst;
+    const void *rows;
+    int64_t row_bytes;
+    int64_t row_numel;
+    int64_t world;
+    fck_dtype dtype;
+    size_t count;
+    union {
+        const fck_segment *segments;
+        const fck_column *columns;
+        const fck_gradient *gradients;
+        void *copy;
+    } of;
+} launch;
+
+/* The launch with a copy of its descriptors behind it. */
+static launch *launch_new(const void *descriptors, size_t count, size_t size) {
+    launch *l = (launch *)sim_alloc(sizeof *l + count * size);
+    l->count = count;
+    l->of.copy = l + 1;
+    if (count > 0) {
+        memcpy(l->of.copy, descriptors, count * size);
+    }
+    return l;
+}
+
+static void queue(const uses *u, void *native, void (*run)(void *), launch *args, const char *what) {
+    const sim_op op = {.what = what, .uses = u->items, .use_count = u->count, .run = run, .args = args};
+    sim_stream_push(sim_stream_of_native(native), &op, NULL);
+}
+
+/* ---- pack ---- */
+
+static void run_pack(void *args) {
+    const launch *l = (const launch *)args;
+    if (__real_fck_cpu()->pack(l->of.segments, l->count, NULL) != NULL) {
+        sim_fail("the pack kernel failed");
+    }
+}
+
+static const char *sim_pack(const fck_segment *segments, size_t count, void *stream) {
+    static const char what[] = "the pack kernel";
+    uses u = {.count = 0};
+    sim_tick();
+    if (sim_fault(SIM_FAULT_KERNEL, "pack")) {
+        return "injected";
+    }
+    for (size_t i = 0; i < count; i++) {
+        const fck_segment *s = &segments[i];
+        if (s->count > 0 && s->itemsize != sim_itemsize(s->src_dtype)) {
+            sim_fail("a segment's itemsize is %d, its type's %lld", (int)s->itemsize,
+                     (long long)sim_itemsize(s->src_dtype));
+        }
+        use(&u, s->src, s->count * sim_itemsize(s->src_dtype), false, what);
+        use(&u, s->dst, s->count * sim_itemsize(s->dst_dtype), true, what);
+    }
+    queue(&u, stream, run_pack, launch_new(segments, count, sizeof *segments), what);
+    return NULL;
+}
+
+/* ---- unpack ---- */
+
+static void run_unpack(void *args) {
+    const launch *l = (const launch *)args;
+    if (__real_fck_cpu()->unpack(l->rows, l->row_bytes, l->world, l->of.columns, l->count, NULL) != NULL) {
+        sim_fail("the unpack kernel failed");
+    }
+}
+
+static const char *sim_unpack(const void *rows, int64_t row_bytes, int64_t world, const fck_column *columns,
+                              size_t count, void *stream) {
+    static const char what[] = "the unpack kernel";
+    uses u = {.count = 0};
+    sim_tick();
+    if (sim_fault(SIM_FAULT_KERNEL, "unpack")) {
+        return "injected";
+    }
+    use(&u, rows, row_bytes * world, false, what);
+    for (size_t i = 0; i < count; i++) {
+        if (columns[i].offset < 0 || columns[i].offset + columns[i].bytes > row_bytes) {
+            sim_fail("a column ends outside its row");
+        }
+        use(&u, columns[i].dst, columns[i].bytes * world, true, what);
+    }
+    launch *l = launch_new(columns, count, sizeof *columns);
+    l->rows = rows;
+    l->row_bytes = row_bytes;
+    l->world = world;
+    queue(&u, stream, run_unpack, l, what);
+    return NULL;
+}
+
+/* ---- pack_gradients ---- */
+
+static void run_pack_gradients(void *args) {
+    const launch *l = (const launch *)args;
+    if (__real_fck_cpu()->pack_gradients(l->of.gradients, l->count, l->world, l->dst, l->row_numel, l->dtype,
+                                         NULL) != NULL) {
+        sim_fail("the gradient kernel failed");
+    }
+}
+
+static const char *sim_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world, void *dst,
+                                      int64_t row_numel, fck_dtype dst_dtype, void *stream) {
+    static const char what[] = "the gradient kernel";
+    uses u = {.count = 0};
+    sim_tick();
+    if (sim_fault(SIM_FAULT_KERNEL, "pack_gradients")) {
+        return "injected";
+    }
+    use(&u, dst, world * row_numel * sim_itemsize(dst_dtype), true, what);
+    for (size_t i = 0; i < count; i++) {
+        const fck_gradient *g = &gradients[i];
+        if (g->offset < 0 || g->offset + g->chunk > row_numel || g->chunk * world < g->numel) {
+            sim_fail("a gradient does not fit its row");
+        }
+        use(&u, g->src, g->numel * sim_itemsize(g->src_dtype), false, what);
+    }
+    launch *l = launch_new(gradients, count, sizeof *gradients);
+    l->world = world;
+    l->dst = dst;
+    l->row_numel = row_numel;
+    l->dtype = dst_dtype;
+    queue(&u, stream, run_pack_gradients, l, what);
+    return NULL;
+}
+
+static const fck_backend backend = {"simulated", sim_pack, sim_unpack, sim_pack_gradients};
+
+const fck_backend *__wrap_fck_cpu(void) {
+    return &backend;
+}
+
+const fck_backend *fck_cuda(void) {
+    return &backend;
+}
+
+int fck_cuda_built(void) {
+    return 1;
+}

@@ -1,0 +1,125 @@
+/* A model under the core, as csrc/python would drive it: a root state and a row of layers below it, each with its
+ * parameter groups, the host's call-backs, autograd's order of events, an optimizer, and an account of what every
+ * parameter and gradient has to be.
+ *
+ * All numbers are small multiples of powers of two, so that sums and means are exact in every type and the tests can
+ * ask for equality. Rank j's gradients are (j + 1) times those of rank 0 (sim.h). */
+#ifndef FSDP_C_TESTS_SIM_MODEL_H
+#define FSDP_C_TESTS_SIM_MODEL_H
+
+#include "sim.h"
+
+#include "core/group.h"
+#include "core/state.h"
+
+enum { SIM_LAYERS_MAX = 8, SIM_LAYER_GROUPS_MAX = 2, SIM_PARAMS_MAX = 8, SIM_TAPE_MAX = 128 };
+
+/* One parameter. A type of 0 stands for the default. */
+typedef struct sim_shape {
+    int32_t ndim;
+    int64_t sizes[3];
+    fct_dtype dtype;   /* of the sharded parameter; default float32 */
+    fct_dtype compute; /* default: the same */
+    bool frozen;
+    bool unused;     /* gets no gradient */
+    bool hooked;     /* has a post-accumulate-grad hook */
+    bool transposed; /* its gradient is not contiguous */
+    bool tied;       /* registered in two places */
+} sim_shape;
+
+typedef struct sim_scenario {
+    const char *name;
+    sim_config device;
+    int64_t world;
+    int64_t rank;
+    size_t layers;
+    size_t layer_groups; /* default 1 */
+    size_t shape_count;
+    sim_shape shapes[SIM_PARAMS_MAX]; /* of every group */
+    fct_dtype reduce_dtype;           /* default: the gradients' own */
+    size_t forwards;                  /* before each backward; default 1 */
+    size_t unsynced;                  /* backwards that do not reduce before the one that does */
+    size_t forward_prefetch;          /* how many layers ahead; 0: no list */
+    size_t backward_prefetch;
+    size_t max_reductions; /* default 1 */
+    double divide_factor;  /* 0: none */
+    bool force_sum;
+    bool stay_after_forward; /* reshard_after_forward=False, everywhere */
+    bool root_stays;         /* the same for the root alone: the default of fully_shard */
+    bool stay_while_unsynced;
+    bool async_unshard;
+    bool reduce_unused;
+    bool recompute;           /* activation checkpointing around each layer */
+    bool modules_share_group; /* module_count > 1 */
+} sim_scenario;
+
+typedef struct sim_param {
+    fc_param core;
+    sim_shape shape;
+    char name[32];
+    int64_t numel;
+    double *full;           /* the whole parameter's values */
+    double *gradient;       /* what this step's backwards gave on rank 0, summed */
+    size_t contributions;   /* how many there were */
+    fct_tensor *unsharded;  /* the host's reference */
+    bool registered[2];     /* true: unsharded; second slot only where tied */
+    size_t seed;
+} sim_param;
+
+typedef struct sim_group {
+    fc_group core;
+    char name[16];
+    char pg_name[16];
+    sim_param params[SIM_PARAMS_MAX];
+    size_t count;
+} sim_group;
+
+typedef struct sim_layer {
+    fc_state core;
+    sim_group groups[SIM_LAYER_GROUPS_MAX];
+    size_t group_count;
+} sim_layer;
+
+typedef enum sim_tape_kind { SIM_NODE, SIM_COMPUTE, SIM_OUTPUT } sim_tape_kind;
+
+typedef struct sim_model {
+    sim_scenario scenario;
+    fc_comm comm;
+    fc_iteration iteration;
+    sim_layer layers[SIM_LAYERS_MAX + 1]; /* [0] is the root */
+    size_t layer_count;
+    bool ready; /* lazy initialisation is done */
+    size_t hook_owners;
+    struct {
+        sim_tape_kind kind;
+        sim_layer *layer;
+        sim_group *group;
+    } tape[SIM_TAPE_MAX];
+    size_t tape_length;
+} sim_model;
+
+/* Between sim_begin() and sim_end(). Nothing of it is made to fail. */
+sim_model *sim_model_new(const sim_scenario *scenario);
+void sim_model_free(sim_model *m);
+
+/* Everything up to the reduced gradients: forwards and backwards of one step. On failure it stops where it is. */
+FC_CHECK fc_status sim_model_step(sim_model *m);
+/* The parts of a step. A forward with grad writes the tape, a backward runs and empties it. */
+FC_CHECK fc_status sim_model_forward(sim_model *m, bool grad);
+FC_CHECK fc_status sim_model_backward(sim_model *m);
+void sim_model_set_last(sim_model *m, bool last); /* gradient sync and is_last_backward */
+/* Checks the sharded gradients, takes a step with them and forgets them. */
+void sim_model_optimize(sim_model *m);
+void sim_model_zero_grad(sim_model *m);
+/* Forgets the interrupted step: what autograd holds, and the account. */
+void sim_model_forget_step(sim_model *m);
+/* Notes a failure wherever fc_group_check() or the registration does not hold. */
+void sim_model_check(sim_model *m, const char *when);
+/* Notes a failure where a sharded parameter's values are not the account's. */
+void sim_model_check_shards(sim_model *m);
+/* Sum over everything that training changed, to compare runs by. */
+double sim_model_digest(sim_model *m);
+
+extern const fc_host sim_host;
+
+#endif

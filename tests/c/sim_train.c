@@ -1,0 +1,247 @@
+/* One training step of the model: what csrc/python's hooks and autograd do to the core, in their order.
+ *
+ * A forward writes a tape: where a post-backward node was put, where a layer computed, where an output got its
+ * pre-backward hook. A backward walks the tape from its end. A failure anywhere ends the step there and then, as an
+ * exception would. */
+#include "sim_model.h"
+
+#include <stdlib.h>
+
+#include "sim_internal.h"
+
+static void record(sim_model *m, sim_tape_kind kind, sim_layer *layer, sim_group *group) {
+    if (m->tape_length == SIM_TAPE_MAX) {
+        fail_msg("the tape is full");
+    }
+    m->tape[m->tape_length].kind = kind;
+    m->tape[m->tape_length].layer = layer;
+    m->tape[m->tape_length].group = group;
+    m->tape_length++;
+}
+
+/* ---- computing ---- */
+
+/* Uses the parameters as a layer does: they must be there, whole and right. */
+static void use_params(sim_layer *layer) {
+    for (size_t k = 0; k < layer->group_count; k++) {
+        sim_group *g = &layer->groups[k];
+        for (size_t i = 0; i < g->count; i++) {
+            sim_param *p = &g->params[i];
+            if (g->core.sharded_state != FC_UNSHARDED || !p->registered[0] || p->core.unsharded == NULL ||
+                p->core.unsharded != p->unsharded) {
+                sim_fail("a layer computes while %s is not unsharded", p->name);
+                continue;
+            }
+            double *values = (double *)sim_alloc((size_t)(p->numel + 1) * sizeof *values);
+            for (int64_t e = 0; e < p->numel; e++) {
+                values[e] = sim_round(p->shape.compute != 0 ? p->shape.compute : p->shape.dtype, p->full[e]);
+            }
+            sim_tensor_expect(p->core.unsharded, values, p->name);
+            free(values);
+        }
+    }
+}
+
+/* The gradient of one use, on rank 0: -2 .. 2. */
+static double gradient_of(const sim_param *p, size_t use, int64_t element) {
+    return (double)(((uint64_t)element * 3 + p->seed + use * 5) % 5) - 2.0;
+}
+
+static void give_gradient(const sim_model *m, sim_param *p) {
+    double *values = (double *)sim_alloc((size_t)(p->numel + 1) * sizeof *values);
+    fct_dtype dtype = p->shape.compute != 0 ? p->shape.compute : p->shape.dtype;
+    fct_tensor *grad = NULL;
+    for (int64_t e = 0; e < p->numel; e++) {
+        double base = gradient_of(p, p->contributions, e);
+        p->gradient[e] += base;
+        values[e] = base * (double)(m->scenario.rank + 1);
+    }
+    if (p->shape.transposed && p->shape.ndim == 2) {
+        const int64_t sizes[2] = {p->shape.sizes[1], p->shape.sizes[0]};
+        const int64_t strides[2] = {1, p->shape.sizes[0]};
+        fct_tensor *turned = sim_tensor_new(dtype, 2, sizes, values);
+        grad = sim_tensor_view(turned, 2, p->shape.sizes, strides);
+        sim_tensor_write(grad, values, "a transposed gradient");
+        fct_tensor_release(turned);
+    } else {
+        grad = sim_tensor_new(dtype, p->shape.ndim, p->shape.sizes, values);
+    }
+    sim_grad_accumulate(p->core.unsharded, grad);
+    p->contributions++;
+    free(values);
+}
+
+static void give_gradients(sim_model *m, sim_layer *layer) {
+    for (size_t k = 0; k < layer->group_count; k++) {
+        sim_group *g = &layer->groups[k];
+        for (size_t i = 0; i < g->count; i++) {
+            sim_param *p = &g->params[i];
+            if (p->core.unsharded != NULL && !p->shape.unused &&
+                fct_tensor_requires_grad(p->core.unsharded)) {
+                give_gradient(m, p);
+            }
+        }
+    }
+}
+
+/* ---- forward ---- */
+
+static fc_status lazy_init(sim_model *m) {
+    fc_status status = FC_OK;
+    if (!m->ready) {
+        FC_TRY(fc_comm_init_streams(&m->comm));
+        m->ready = true;
+    }
+done:
+    return status;
+}
+
+static fc_status pre_forward(sim_model *m, sim_layer *layer, bool grad) {
+    fc_status status = FC_OK;
+    fc_state *state = &layer->core;
+    if (state->training_state == FC_PRE_BACKWARD) {
+        return fc_state_recompute(state);
+    }
+    bool first = state->training_state != FC_FORWARD;
+    if (first) {
+        FC_TRY(lazy_init(m));
+        FC_TRY(fc_state_begin_iteration(state));
+    }
+    state->training_state = FC_FORWARD;
+    for (size_t k = 0; k < layer->group_count; k++) {
+        bool entering = false;
+        FC_TRY(fc_group_pre_forward(&layer->groups[k].core, &entering));
+        /* The root's input is data: no node. */
+        if (entering && grad && layer != &m->layers[0]) {
+            record(m, SIM_NODE, layer, &layer->groups[k]);
+        }
+    }
+    if (first && state->forward_prefetch_count > 0) {
+        FC_TRY(fc_state_forward_prefetch(state));
+    }
+done:
+    return status;
+}
+
+static fc_status post_forward(sim_model *m, sim_layer *layer, bool grad) {
+    fc_status status = FC_OK;
+    if (layer->core.training_state == FC_PRE_BACKWARD) {
+        return FC_OK;
+    }
+    FC_TRY(fc_state_post_forward(&layer->core));
+    if (grad) {
+        record(m, SIM_OUTPUT, layer, NULL);
+    }
+    FC_TRY(fc_state_end_forward(&layer->core));
+done:
+    return status;
+}
+
+static void compute(sim_model *m, sim_layer *layer, bool grad) {
+    use_params(layer);
+    if (grad) {
+        record(m, SIM_COMPUTE, layer, NULL);
+    }
+}
+
+fc_status sim_model_forward(sim_model *m, bool grad) {
+    fc_status status = FC_OK;
+    sim_layer *root = &m->layers[0];
+    FC_TRY(pre_forward(m, root, grad));
+    compute(m, root, grad);
+    for (size_t i = 1; i < m->layer_count; i++) {
+        FC_TRY(pre_forward(m, &m->layers[i], grad));
+        compute(m, &m->layers[i], grad);
+        FC_TRY(post_forward(m, &m->layers[i], grad));
+    }
+    FC_TRY(post_forward(m, root, grad));
+done:
+    return status;
+}
+
+/* ---- backward ---- */
+
+static int call_at_end(void *owner) {
+    sim_model *m = (sim_model *)owner;
+    return fc_iteration_end_backward(&m->iteration, &m->comm);
+}
+
+static void retain_model(void *owner) {
+    ((sim_model *)owner)->hook_owners++;
+}
+
+static void release_model(void *owner) {
+    ((sim_model *)owner)->hook_owners--;
+}
+
+static fc_status backward_compute(sim_model *m, sim_layer *layer) {
+    fc_status status = FC_OK;
+    if (m->scenario.recompute && layer != &m->layers[0]) {
+        FC_TRY(pre_forward(m, layer, true));
+        use_params(layer);
+        FC_TRY(post_forward(m, layer, true));
+    }
+    use_params(layer);
+    give_gradients(m, layer);
+done:
+    return status;
+}
+
+static fc_status backward(sim_model *m) {
+    fc_status status = FC_OK;
+    const fct_hook at_end = {m, call_at_end, retain_model, release_model};
+    while (m->tape_length > 0) {
+        m->tape_length--;
+        sim_layer *layer = m->tape[m->tape_length].layer;
+        sim_group *group = m->tape[m->tape_length].group;
+        switch (m->tape[m->tape_length].kind) {
+        case SIM_OUTPUT:
+            FC_TRY(fc_state_pre_backward(&layer->core, &at_end));
+            break;
+        case SIM_COMPUTE:
+            FC_TRY(backward_compute(m, layer));
+            break;
+        case SIM_NODE:
+            FC_TRY(fc_group_post_backward(&group->core));
+            sim_log("post:%s", group->name);
+            break;
+        }
+    }
+    status = (fc_status)sim_run_at_end();
+done:
+    return status;
+}
+
+fc_status sim_model_backward(sim_model *m) {
+    sim_set_in_backward(true);
+    fc_status status = backward(m);
+    sim_set_in_backward(false);
+    return status;
+}
+
+/* ---- steps ---- */
+
+void sim_model_set_last(sim_model *m, bool last) {
+    m->iteration.is_last_backward = last;
+    for (size_t i = 0; i < m->layer_count; i++) {
+        for (size_t k = 0; k < m->layers[i].group_count; k++) {
+            fc_group *g = &m->layers[i].groups[k].core;
+            g->reduce_grads = last;
+            g->reshard_after_backward = last || !m->scenario.stay_while_unsynced;
+        }
+    }
+}
+
+fc_status sim_model_step(sim_model *m) {
+    fc_status status = FC_OK;
+    size_t forwards = m->scenario.forwards > 0 ? m->scenario.forwards : 1;
+    for (size_t batch = 0; batch <= m->scenario.unsynced; batch++) {
+        sim_model_set_last(m, batch == m->scenario.unsynced);
+        for (size_t f = 0; f < forwards; f++) {
+            FC_TRY(sim_model_forward(m, true));
+        }
+        FC_TRY(sim_model_backward(m));
+    }
+done:
+    return status;
+}

@@ -1,0 +1,358 @@
+/* The simulation itself: it must catch what it is there to catch, or the other tests prove nothing. Each test makes
+ * one mistake on purpose and the same thing done right. */
+#include "sim.h"
+
+#include <string.h>
+
+static const int64_t eight[1] = {8};
+static const int64_t one_step[1] = {1};
+
+static fct_tensor *vector_of(double value) {
+    double values[8];
+    for (int i = 0; i < 8; i++) {
+        values[i] = value;
+    }
+    return sim_tensor_new(FCK_FLOAT32, 1, eight, values);
+}
+
+static fct_stream side_stream(void) {
+    fct_stream s;
+    assert_int_equal(fct_stream_new(sim_device(), false, &s), 0);
+    return s;
+}
+
+/* All that was queued on `first` so far comes before what is queued on `then` from now on. */
+static void order(fct_stream first, fct_stream then) {
+    fct_event *e = NULL;
+    assert_int_equal(fct_event_new(sim_device(), &e), 0);
+    assert_int_equal(fct_event_record(e, first), 0);
+    assert_int_equal(fct_event_wait(e, then), 0);
+    fct_event_free(e);
+}
+
+static void copy(fct_tensor *to, const fct_tensor *from) {
+    assert_int_equal(fct_tensor_copy(to, from), 0);
+}
+
+/* ---- streams ---- */
+
+static void a_read_must_be_ordered_after_the_write(void **state) {
+    (void)state;
+    for (int right = 0; right < 2; right++) {
+        sim_begin((sim_config){.seed = 1, .streams = true});
+        fct_stream main = fct_stream_current(sim_device());
+        fct_stream side = side_stream();
+        fct_tensor *a = vector_of(1.0);
+        fct_tensor *b = vector_of(2.0);
+        sim_drain();
+        copy(a, b);
+        if (right) {
+            order(main, side);
+        }
+        (void)fct_stream_set_current(side);
+        sim_tensor_expect(a, (const double[8]){2, 2, 2, 2, 2, 2, 2, 2}, "a");
+        (void)fct_stream_set_current(main);
+        assert_int_equal(sim_take_failures() > 0, !right);
+        fct_tensor_release(a);
+        fct_tensor_release(b);
+        sim_drain();
+        (void)sim_take_failures(); /* the wrong order may or may not have given the wrong values */
+        sim_end();
+    }
+}
+
+static void a_write_must_be_ordered_after_the_read(void **state) {
+    (void)state;
+    for (int right = 0; right < 2; right++) {
+        sim_begin((sim_config){.seed = 2, .streams = true});
+        fct_stream main = fct_stream_current(sim_device());
+        fct_stream side = side_stream();
+        fct_tensor *a = vector_of(1.0);
+        fct_tensor *b = vector_of(2.0);
+        fct_tensor *c = vector_of(3.0);
+        sim_drain();
+        copy(b, a); /* reads a on main */
+        (void)fct_stream_set_current(side);
+        if (right) {
+            order(main, side);
+        }
+        copy(a, c); /* writes a on side */
+        (void)fct_stream_set_current(main);
+        assert_int_equal(sim_take_failures() > 0, !right);
+        sim_drain();
+        fct_tensor_release(a);
+        fct_tensor_release(b);
+        fct_tensor_release(c);
+        sim_end();
+    }
+}
+
+/* A block freed while another stream still reads it is fine until its own stream may hand it out again. */
+static void memory_must_be_out_of_use_when_its_stream_allocates_again(void **state) {
+    (void)state;
+    for (int right = 0; right < 2; right++) {
+        sim_begin((sim_config){.seed = 3, .streams = true});
+        fct_stream main = fct_stream_current(sim_device());
+        fct_stream side = side_stream();
+        fct_tensor *a = vector_of(1.0);
+        fct_tensor *b = vector_of(2.0);
+        sim_drain();
+        (void)fct_stream_set_current(side);
+        copy(b, a);
+        (void)fct_stream_set_current(main);
+        fct_tensor_release(a);
+        assert_int_equal(sim_take_failures(), 0);
+        if (right) {
+            order(side, main);
+        }
+        fct_tensor *c = vector_of(3.0);
+        assert_int_equal(sim_take_failures() > 0, !right);
+        sim_drain();
+        fct_tensor_release(b);
+        fct_tensor_release(c);
+        sim_end();
+    }
+}
+
+static void an_event_stands_for_the_moment_of_its_record(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 4, .streams = true});
+    fct_stream main = fct_stream_current(sim_device());
+    fct_stream side = side_stream();
+    fct_tensor *a = vector_of(1.0);
+    fct_tensor *b = vector_of(2.0);
+    fct_event *e = NULL;
+    sim_drain();
+    assert_int_equal(fct_event_new(sim_device(), &e), 0);
+    assert_int_equal(fct_event_wait(e, side), 0); /* never recorded: no wait */
+    assert_int_equal(fct_event_record(e, main), 0);
+    copy(a, b); /* after the record */
+    assert_int_equal(fct_event_wait(e, side), 0);
+    (void)fct_stream_set_current(side);
+    sim_tensor_expect(b, (const double[8]){2, 2, 2, 2, 2, 2, 2, 2}, "b");
+    assert_int_equal(sim_take_failures(), 0);
+    copy(b, a);
+    assert_true(sim_take_failures() > 0);
+    (void)fct_stream_set_current(main);
+    sim_drain();
+    fct_event_free(e);
+    fct_tensor_release(a);
+    fct_tensor_release(b);
+    sim_end();
+}
+
+static void streams_really_run_in_different_orders(void **state) {
+    (void)state;
+    bool seen[2] = {false, false};
+    for (uint64_t seed = 0; seed < 32; seed++) {
+        sim_begin((sim_config){.seed = seed, .streams = true});
+        fct_stream side = side_stream();
+        fct_tensor *a = vector_of(0.0);
+        double values[8];
+        sim_drain();
+        sim_tensor_write(a, (const double[8]){1, 1, 1, 1, 1, 1, 1, 1}, "one write");
+        fct_stream main = fct_stream_set_current(side);
+        sim_tensor_write(a, (const double[8]){2, 2, 2, 2, 2, 2, 2, 2}, "another write");
+        (void)fct_stream_set_current(main);
+        sim_tensor_read(a, values);
+        assert_true(sim_take_failures() > 0);
+        seen[values[0] == 2.0] = true;
+        fct_tensor_release(a);
+        sim_end();
+    }
+    assert_true(seen[0] && seen[1]);
+}
+
+/* ---- collectives ---- */
+
+static void row_of_ranks(void *context, int64_t rank, void *row, int64_t bytes) {
+    float *values = (float *)row;
+    (void)context;
+    for (int64_t i = 0; i < bytes / (int64_t)sizeof *values; i++) {
+        values[i] = (float)(10 * rank + i);
+    }
+}
+
+typedef struct exchange {
+    fct_pg *pg;
+    fct_tensor *all; /* 2 rows of 4 */
+    fct_tensor *own; /* row 1 of them */
+    fct_work *work;
+} exchange;
+
+static exchange start_all_gather(bool right_row) {
+    exchange x = {NULL, NULL, NULL, NULL};
+    const int64_t four[1] = {4};
+    double first = right_row ? 10 : 0;
+    sim_pg_register("world", 2, 1, row_of_ranks, NULL);
+    assert_int_equal(fct_pg_resolve("world", &x.pg), 0);
+    x.all = sim_tensor_new(FCK_FLOAT32, 1, eight,
+                           (const double[8]){-1, -1, -1, -1, first, first + 1, first + 2, first + 3});
+    assert_int_equal(fct_tensor_alias(x.all, 1, four, one_step, 4, &x.own), 0);
+    assert_int_equal(fct_all_gather(x.pg, x.all, x.own, true, &x.work), 0);
+    return x;
+}
+
+static void end_exchange(const exchange *x) {
+    fct_work_release(x->work);
+    fct_tensor_release(x->own);
+    fct_tensor_release(x->all);
+    fct_pg_release(x->pg);
+}
+
+static void an_all_gather_brings_the_rows_of_all_ranks(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        sim_begin((sim_config){.seed = 5, .streams = streams != 0});
+        exchange x = start_all_gather(true);
+        assert_non_null(x.work);
+        assert_int_equal(fct_work_wait(x.work), 0);
+        sim_tensor_expect(x.all, (const double[8]){0, 1, 2, 3, 10, 11, 12, 13}, "the gathered rows");
+        end_exchange(&x);
+        sim_end();
+    }
+}
+
+static void a_wrong_row_in_an_all_gather_is_noticed(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 5});
+    exchange x = start_all_gather(false);
+    assert_int_equal(fct_work_wait(x.work), 0);
+    assert_int_equal(sim_take_failures(), 1);
+    end_exchange(&x);
+    sim_end();
+}
+
+static void a_gathered_buffer_must_be_waited_for(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        sim_begin((sim_config){.seed = 5, .streams = streams != 0});
+        exchange x = start_all_gather(true);
+        sim_tensor_write(x.all, (const double[8]){0}, "an early write");
+        assert_true(sim_take_failures() > 0);
+        end_exchange(&x);
+        sim_drain();
+        (void)sim_take_failures(); /* the row that was sent may have been overwritten */
+        sim_end();
+    }
+}
+
+static void memory_of_a_collective_in_flight_must_not_be_freed(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 5});
+    sim_collectives_stall(true);
+    exchange x = start_all_gather(true);
+    fct_storage_free(x.all);
+    assert_true(sim_take_failures() > 0);
+    end_exchange(&x);
+    sim_end();
+}
+
+static void a_collective_keeps_its_tensors_until_it_is_done(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 5});
+    sim_collectives_stall(true);
+    exchange x = start_all_gather(true);
+    assert_false(fct_work_done(x.work));
+    end_exchange(&x);
+    assert_int_equal(sim_count_alive().tensors, 2);
+    sim_drain();
+    assert_int_equal(sim_count_alive().tensors, 0);
+    sim_end();
+}
+
+static void a_reduction_sums_the_peers_multiples(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 6});
+    const int64_t four[1] = {4};
+    fct_pg *pg = NULL;
+    fct_work *work = NULL;
+    sim_pg_register("world", 2, 1, row_of_ranks, NULL);
+    assert_int_equal(fct_pg_resolve("world", &pg), 0);
+    fct_tensor *in = sim_tensor_new(FCK_FLOAT32, 1, eight, (const double[8]){0, 0, 0, 0, 2, 4, 6, 8});
+    fct_tensor *out = sim_tensor_new(FCK_FLOAT32, 1, four, (const double[4]){0});
+    assert_int_equal(fct_reduce_scatter(pg, out, in, FCT_AVG, 1.0, true, &work), 0);
+    assert_int_equal(fct_work_wait(work), 0);
+    sim_tensor_expect(out, (const double[4]){1.5, 3, 4.5, 6}, "(1 + 2) / 2 times rank 0's row");
+    fct_work_release(work);
+    fct_tensor_release(in);
+    fct_tensor_release(out);
+    fct_pg_release(pg);
+    sim_end();
+}
+
+/* ---- memory, faults ---- */
+
+static void freed_memory_is_reused_at_once_and_filled_with_nan(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 7});
+    double values[8];
+    fct_facts before;
+    fct_facts after;
+    fct_tensor *a = vector_of(1.0);
+    fct_tensor *b = NULL;
+    fct_tensor_facts(a, &before);
+    fct_tensor_release(a);
+    assert_int_equal(fct_tensor_empty(8, FCK_FLOAT32, sim_device(), &b), 0);
+    fct_tensor_facts(b, &after);
+    assert_ptr_equal(before.data, after.data);
+    sim_tensor_read(b, values);
+    assert_true(values[0] != values[0]);
+    fct_tensor_release(b);
+    sim_end();
+}
+
+static void a_leak_is_noticed(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 8});
+    fct_tensor *a = vector_of(1.0);
+    assert_int_equal(sim_count_alive().tensors, 1);
+    assert_int_equal(sim_live_bytes(), 32);
+    sim_check_nothing_alive();
+    assert_int_equal(sim_take_failures(), 1);
+    fct_tensor_release(a);
+    assert_int_equal(sim_live_bytes(), 0);
+    sim_check_nothing_alive();
+    assert_int_equal(sim_take_failures(), 0);
+    sim_end();
+}
+
+static void the_nth_call_fails_and_no_other(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 9});
+    fct_tensor *a = vector_of(1.0);
+    const char *name = NULL;
+    sim_fault_arm(3, false);
+    for (int i = 1; i <= 5; i++) {
+        assert_int_equal(fct_tensor_mul(a, 1.0), i == 3 ? -1 : 0);
+    }
+    assert_int_equal(sim_fault_fired(&name), SIM_FAULT_BOUNDARY);
+    assert_string_equal(name, "fct_tensor_mul");
+    assert_true(sim_error_pending());
+    sim_fault_arm(3, true);
+    for (int i = 1; i <= 5; i++) {
+        assert_int_equal(fct_tensor_mul(a, 1.0), i >= 3 ? -1 : 0);
+    }
+    fct_tensor_release(a);
+    sim_end();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_read_must_be_ordered_after_the_write),
+        cmocka_unit_test(a_write_must_be_ordered_after_the_read),
+        cmocka_unit_test(memory_must_be_out_of_use_when_its_stream_allocates_again),
+        cmocka_unit_test(an_event_stands_for_the_moment_of_its_record),
+        cmocka_unit_test(streams_really_run_in_different_orders),
+        cmocka_unit_test(an_all_gather_brings_the_rows_of_all_ranks),
+        cmocka_unit_test(a_wrong_row_in_an_all_gather_is_noticed),
+        cmocka_unit_test(a_gathered_buffer_must_be_waited_for),
+        cmocka_unit_test(memory_of_a_collective_in_flight_must_not_be_freed),
+        cmocka_unit_test(a_collective_keeps_its_tensors_until_it_is_done),
+        cmocka_unit_test(a_reduction_sums_the_peers_multiples),
+        cmocka_unit_test(freed_memory_is_reused_at_once_and_filled_with_nan),
+        cmocka_unit_test(a_leak_is_noticed),
+        cmocka_unit_test(the_nth_call_fails_and_no_other),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
