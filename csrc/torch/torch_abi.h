@@ -51,7 +51,7 @@ typedef struct fct_stream {
 /* ---- faults ------------------------------------------------------------------------------------------------
  * For tests: the n-th fallible boundary call of this thread from now on fails with RuntimeError("injected
  * fault ..."). 0 switches it off. fct_fault_left() is what is left of n (0: off or already fired). The counter
- * is thread-local. */
+ * is thread-local. While it is armed fct_work_done() says false, so that the order of calls does not depend on timing. */
 void fct_fault_arm(int64_t n);
 int64_t fct_fault_left(void);
 

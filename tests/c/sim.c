@@ -43,6 +43,15 @@ void sim_check_nothing_alive(void) {
 }
 
 void sim_end(void) {
+    sim_named_end("a simulation");
+}
+
+void sim_named_end(const char *format, ...) {
+    char name[256];
+    va_list args;
+    va_start(args, format);
+    (void)vsnprintf(name, sizeof name, format, args);
+    va_end(args);
     sim_fault_arm(0, false);
     sim_drop_at_end();
     sim_streams_end();
@@ -53,8 +62,8 @@ void sim_end(void) {
     sim_groups_end();
     sim_memory_end();
     if (failures > 0) {
-        fail_msg("%zu failures in the simulation (seed %llu); the first: %s", failures,
-                 (unsigned long long)sim_now.seed, first_failure);
+        fail_msg("%s (seed %llu): %zu failures, the first: %s", name, (unsigned long long)sim_now.seed, failures,
+                 first_failure);
     }
 }
 

@@ -44,6 +44,8 @@ typedef struct sim_config {
 void sim_begin(sim_config config);
 /* Runs what is still queued, then fails the test for every failure noted and for everything still alive. */
 void sim_end(void);
+/* The same, and says what was simulated where it fails. */
+void sim_named_end(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* Notes a failure; sim_end() raises it. */
 void sim_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* How many failures were noted, and forgets them: for tests of the simulation itself. */

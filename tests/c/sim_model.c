@@ -70,7 +70,7 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
     if (fct_tensor_alias(flat, p->shape.ndim, p->shape.sizes, p->core.strides, 0, &made) != 0) {
         return -1;
     }
-    if (fct_tensor_set_requires_grad(made, fct_tensor_requires_grad(p->core.sharded)) != 0) {
+    if (fct_tensor_set_requires_grad(made, fct_tensor_requires_grad(p->sharded)) != 0) {
         fct_tensor_release(made);
         return -1;
     }
@@ -102,22 +102,26 @@ static int host_swap(void *owner, bool unsharded) {
     return 0;
 }
 
+static bool host_requires_grad(void *owner) {
+    return fct_tensor_requires_grad(((const sim_param *)owner)->sharded);
+}
+
 static int host_take_grad(void *owner, fct_tensor *local) {
     sim_param *p = (sim_param *)owner;
     if (sim_fault(SIM_FAULT_HOST, "take_grad")) {
         return -1;
     }
-    fct_tensor *grad = sim_grad_peek(p->core.sharded);
+    fct_tensor *grad = sim_grad_peek(p->sharded);
     if (grad != NULL) {
         if (fct_tensor_add(grad, local) != 0) {
             return -1;
         }
     } else {
         fct_tensor_retain(local);
-        sim_grad_accumulate(p->core.sharded, local);
+        sim_grad_accumulate(p->sharded, local);
     }
     if (p->shape.hooked) {
-        sim_tensor_touch(sim_grad_peek(p->core.sharded), "a post-accumulate-grad hook");
+        sim_tensor_touch(sim_grad_peek(p->sharded), "a post-accumulate-grad hook");
         sim_log("hook:%s", p->name);
     }
     return 0;
@@ -130,6 +134,7 @@ static bool host_wants_grad_now(void *owner) {
 const fc_host sim_host = {
     .make_unsharded = host_make_unsharded,
     .swap = host_swap,
+    .requires_grad = host_requires_grad,
     .take_grad = host_take_grad,
     .wants_grad_now = host_wants_grad_now,
 };
@@ -141,7 +146,7 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     fc_error error;
     p->shape = *shape;
     p->shape.dtype = shape->dtype != 0 ? shape->dtype : (fct_dtype)FCK_FLOAT32;
-    p->seed = sim_random() % 1000;
+    p->seed = 17 * index + 5 * strlen(g->name) + (size_t)g->name[0];
     (void)snprintf(p->name, sizeof p->name, "%s.%zu", g->name, index);
     p->numel = 1;
     for (int32_t d = 0; d < shape->ndim; d++) {
@@ -150,7 +155,8 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     p->full = (double *)sim_alloc((size_t)(p->numel + 1) * sizeof *p->full);
     p->gradient = (double *)sim_alloc((size_t)(p->numel + 1) * sizeof *p->gradient);
     for (int64_t i = 0; i < p->numel; i++) {
-        p->full[i] = (double)((int64_t)(((uint64_t)i * 7 + p->seed) % 33) - 16) / 8.0;
+        double whole = (double)(((uint64_t)i * 7 + p->seed) % 33);
+        p->full[i] = fct_dtype_is_floating(p->shape.dtype) ? (whole - 16.0) / 8.0 : whole;
     }
     assert_int_equal(
         fc_param_init(&p->core, p, shape->ndim, shape->sizes, s->world, s->rank, &error), FC_OK);
@@ -167,9 +173,8 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
         fct_tensor_alias(data, shape->ndim, p->core.local_sizes, p->core.strides, 0, &sharded), 0);
     assert_int_equal(fct_tensor_set_requires_grad(sharded, !shape->frozen), 0);
     fc_param_set_sharded_data(&p->core, data);
-    fc_param_set_sharded(&p->core, sharded);
     fct_tensor_release(data);
-    fct_tensor_release(sharded);
+    p->sharded = sharded;
     free(values);
 }
 
@@ -256,6 +261,7 @@ sim_model *sim_model_new(const sim_scenario *scenario) {
 static void param_fini(sim_param *p) {
     fc_param_fini(&p->core);
     fct_tensor_release(p->unsharded);
+    fct_tensor_release(p->sharded);
     free(p->full);
     free(p->gradient);
 }
@@ -350,7 +356,7 @@ static void zero_grad(sim_model *m, sim_group *g, sim_param *p) {
     fct_tensor *grad = NULL;
     (void)m;
     (void)g;
-    fct_grad_take(p->core.sharded, &grad);
+    fct_grad_take(p->sharded, &grad);
     fct_tensor_release(grad);
 }
 
@@ -371,7 +377,7 @@ static double reduced_scale(const sim_scenario *s) {
 
 static void optimize(sim_model *m, sim_group *g, sim_param *p) {
     const sim_scenario *s = &m->scenario;
-    const fct_tensor *grad = sim_grad_peek(p->core.sharded);
+    const fct_tensor *grad = sim_grad_peek(p->sharded);
     (void)g;
     bool expected = !p->shape.frozen && (p->contributions > 0 || s->reduce_unused);
     if ((grad != NULL) != expected) {

@@ -56,11 +56,12 @@ typedef struct sim_scenario {
 typedef struct sim_param {
     fc_param core;
     sim_shape shape;
-    char name[32];
+    char name[48];
     int64_t numel;
     double *full;           /* the whole parameter's values */
     double *gradient;       /* what this step's backwards gave on rank 0, summed */
     size_t contributions;   /* how many there were */
+    fct_tensor *sharded;    /* the sharded parameter over this rank's elements; its .grad is the result */
     fct_tensor *unsharded;  /* the host's reference */
     bool registered[2];     /* true: unsharded; second slot only where tied */
     size_t seed;
@@ -68,8 +69,8 @@ typedef struct sim_param {
 
 typedef struct sim_group {
     fc_group core;
-    char name[16];
-    char pg_name[16];
+    char name[24];
+    char pg_name[24];
     sim_param params[SIM_PARAMS_MAX];
     size_t count;
 } sim_group;
@@ -121,5 +122,10 @@ void sim_model_check_shards(sim_model *m);
 double sim_model_digest(sim_model *m);
 
 extern const fc_host sim_host;
+
+/* ---- sim_scenarios.c ---- */
+
+/* Calls visit for every scenario on every kind of device that it is for. */
+void sim_each_scenario(void (*visit)(const sim_scenario *scenario, const char *device));
 
 #endif

@@ -101,6 +101,10 @@ void sim_put(fct_dtype dtype, void *address, double value) {
     }
 }
 
+bool fct_dtype_is_floating(fct_dtype dtype) {
+    return dtype != FCK_UINT8 && dtype != 4;
+}
+
 double sim_round(fct_dtype dtype, double value) {
     char bytes[8];
     sim_put(dtype, bytes, value);

@@ -218,6 +218,10 @@ def _repaired(setting: Setting) -> Setting:
         # Stock fixes a group's dtypes at its first forward from the parameters that train then,
         # and fails in backward when a group that was frozen as a whole is released later.
         setting = dataclasses.replace(setting, toggle_frozen=False)
+    if setting.family == "unused" and setting.schedule.startswith("no_sync") and setting.reduce:
+        # Stock fails in backward on a group that no forward has reached, when gradients are
+        # accumulated without reduction in a dtype of their own.
+        setting = dataclasses.replace(setting, reduce=None)
     if setting.reset and (setting.schedule, setting.checkpoint) == ("summed", "reentrant"):
         # The inner backward of reentrant recomputation ends stock's iteration early, which leaves
         # gradients of the other forward behind (and out of this step); stock's reset_iter_state

@@ -1,0 +1,243 @@
+"""Behaviour scenarios: functions that run under torch's FSDP2 and under fsdp_c, in processes of their own.
+
+A worker module (``behaviour_*.py``) defines functions marked ``@scenario(world)``; each takes an
+``Api`` and returns something that pickles. ``outcomes(...)`` runs all scenarios of one world size in
+one launch per implementation (a launch costs seconds, a scenario milliseconds) and remembers what
+came back, across the workers of pytest-xdist too. A scenario that raises does not stop the others:
+its outcome is a ``Raised``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import importlib
+import os
+import pickle
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from launch import run_ranks
+
+MODULES = (
+    "behaviour_events",
+    "behaviour_training",
+    "behaviour_state",
+    "behaviour_solo",
+)
+DIM = 5
+"""Width of the models here: not divisible by 2, so that shards are uneven."""
+
+
+@dataclass
+class Api:
+    """One implementation, seen from one rank."""
+
+    name: str
+    rank: int
+    world: int
+    folder: Path
+
+    @property
+    def fully_shard(self) -> Callable[..., Any]:
+        if self.name == "torch":
+            from torch.distributed.fsdp import fully_shard
+        else:
+            from fsdp_c import fully_shard
+        return fully_shard
+
+    @property
+    def ours(self) -> bool:
+        return self.name == "fsdp_c"
+
+    def other(self) -> Api:
+        """The other implementation in this process."""
+        return Api("torch" if self.ours else "fsdp_c", self.rank, self.world, self.folder)
+
+
+@dataclass
+class Raised:
+    """The outcome of a scenario that raised."""
+
+    kind: str
+    text: str
+
+
+Scenario = Callable[[Api], Any]
+_scenarios: dict[int, dict[str, Scenario]] = {}
+
+
+def scenario(world: int = 2) -> Callable[[Scenario], Scenario]:
+    """Registers a function to be run on ``world`` ranks."""
+
+    def register(function: Scenario) -> Scenario:
+        name = function.__name__
+        known = _scenarios.setdefault(world, {})
+        if name in known:
+            raise ValueError(f"two scenarios are called {name}")
+        known[name] = function
+        return function
+
+    return register
+
+
+# ---- in the ranks ----
+
+
+def run_scenarios(rank: int, world: int, name: str, folder: str) -> dict[str, Any]:
+    """Runs every scenario for ``world`` ranks under one implementation."""
+    results: dict[str, Any] = {}
+    for module in MODULES:
+        importlib.import_module(module)
+    for title, function in _scenarios[world].items():
+        print("scenario", title, flush=True)
+        torch.manual_seed(0)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                results[title] = function(Api(name, rank, world, Path(folder)))
+        except Exception as error:
+            results[title] = Raised(type(error).__name__, traceback.format_exc())
+        dist.barrier()
+    return results
+
+
+class Block(nn.Module):
+    """A residual block with two parameters of different shapes and a norm."""
+
+    def __init__(self, width: int = DIM) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x)).relu()
+
+
+def plain(blocks: int = 3, seed: int = 7) -> nn.Sequential:
+    """Blocks, then a head that belongs to the root's own group."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block() for _ in range(blocks)), nn.Linear(DIM, 3))
+
+
+def shard(api: Api, model: nn.Sequential, **kwargs: Any) -> nn.Sequential:
+    for block in list(model)[:-1]:
+        api.fully_shard(block, **kwargs)
+    return api.fully_shard(model, **kwargs)
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A DTensor gathered, a tensor copied."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {
+        name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()
+    }
+
+
+def train(
+    model: nn.Module, rank: int, steps: int, optimizer: torch.optim.Optimizer | None = None
+) -> list[Any]:
+    """Losses and gradients of ``steps`` steps, then the weights."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Any] = []
+    for step in range(steps):
+        loss = model(batch(rank, step)).square().mean()
+        loss.backward()
+        seen += [loss.item(), grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, weights(model)]
+
+
+# ---- in the tests ----
+
+Outcomes = dict[str, list[dict[str, Any]]]
+
+
+@functools.cache
+def outcomes(world: int) -> Outcomes:
+    """For each implementation and rank: name of the scenario -> what it returned, or Raised."""
+    shared = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
+    folder = Path(tempfile.gettempdir()) / f"fsdp_c_behaviour_{shared}_{world}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        saved = folder / "outcomes.pkl"
+        if not saved.exists():
+            found = {}
+            for name in ("torch", "fsdp_c"):
+                (folder / name).mkdir(exist_ok=True)
+                found[name] = run_ranks(
+                    run_scenarios, world, (name, str(folder / name)), timeout=150
+                )
+            saved.write_bytes(pickle.dumps(found))
+        return pickle.loads(saved.read_bytes())
+
+
+def returned(name: str, implementation: str, world: int = 2) -> list[Any]:
+    """What a scenario returned, rank by rank; fails where it raised."""
+    results = [ranks[name] for ranks in outcomes(world)[implementation]]
+    for rank, result in enumerate(results):
+        if isinstance(result, Raised):
+            raise AssertionError(f"{implementation}, rank {rank}: {result.text}")
+    return results
+
+
+def raised(name: str, implementation: str, world: int = 2) -> list[Raised]:
+    """What a scenario raised, rank by rank; fails where it did not."""
+    results = [ranks[name] for ranks in outcomes(world)[implementation]]
+    for rank, result in enumerate(results):
+        if not isinstance(result, Raised):
+            raise AssertionError(f"{implementation}, rank {rank}: no exception but {result!r}")
+    return results
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """What differs between two structures; tensors are compared in bits, dtype included."""
+    if type(a) is not type(b):
+        return [f"{where}: {type(a).__name__} and {type(b).__name__}"]
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return [f"{where}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"]
+        return [] if torch.equal(a, b) else [f"{where}: values differ by {(a - b).abs().max()}"]
+    if isinstance(a, dict):
+        if list(a) != list(b):
+            return [f"{where}: keys {list(a)} and {list(b)}"]
+        return [line for key in a for line in differences(a[key], b[key], f"{where}.{key}")]
+    if isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{where}: {len(a)} and {len(b)} items: {a} and {b}"]
+        return [
+            line
+            for index, (x, y) in enumerate(zip(a, b))
+            for line in differences(x, y, f"{where}[{index}]")
+        ]
+    return [] if a == b else [f"{where}: {a!r} and {b!r}"]
+
+
+def assert_same(name: str, world: int = 2) -> list[Any]:
+    """The scenario gave the same under both implementations; returns ours."""
+    ours, theirs = returned(name, "fsdp_c", world), returned(name, "torch", world)
+    found = differences(theirs, ours, name)
+    assert not found, "torch's and ours differ:\n" + "\n".join(found[:20])
+    return ours

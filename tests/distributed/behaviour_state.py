@@ -1,0 +1,1 @@
+from behaviour import scenario
