@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,32 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import (
 )
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _C
 
 if TYPE_CHECKING:
     from .param_group import ParamGroup
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    shards = [
+        param._local_tensor
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if isinstance(param, DTensor)
+    ]
+    torch.autograd.graph.increment_version(shards)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Makes every ``optimizer.step()`` count as a write to its shards.
+
+    DTensor's operations write them below the layer that counts, so that a gather made before the
+    step (by an evaluation) would not be seen to be stale.
+    """
+    register_optimizer_step_post_hook(_count_step)
 
 
 class Param(_C.Param):
@@ -77,11 +99,11 @@ class Param(_C.Param):
         self.sharded_size = torch.Size((self.local_rows, *rest))
         start = min(mesh_rank * self.chunk_rows, self.rows)
         padded = self._pad(data.narrow(0, start, self.local_rows))
-        self._sharded_param_data = padded.view(-1)
         self.sharded_param = nn.Parameter(
             self.to_sharded_dtensor(padded.narrow(0, 0, self.local_rows)),
             requires_grad=param.requires_grad,
         )
+        self._sharded_param_data = self._with_padding(self.sharded_param._local_tensor)
 
     def _pad(self, shard: torch.Tensor) -> torch.Tensor:
         """A new tensor of ``padded_sharded_param_size``: the shard, then rows of zeros."""
@@ -89,6 +111,10 @@ class Param(_C.Param):
         if shard.numel() > 0:
             padded.narrow(0, 0, shard.size(0)).copy_(shard)
         return padded
+
+    def _with_padding(self, local: torch.Tensor) -> torch.Tensor:
+        """``local`` and the padding behind it, 1-D: a view, so that the two share a version counter."""
+        return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
 
     def register(self) -> None:
         """Puts the sharded parameter in place of the original on every module that holds it."""
@@ -101,6 +127,7 @@ class Param(_C.Param):
         ]
         self._set_slots(slots, direct)
         self._register_sharded()
+        _watch_optimizers()
         self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(
             lambda *args, **kwargs: self.reset_sharded_param()
         )
@@ -192,7 +219,8 @@ class Param(_C.Param):
         data = self._sharded_param_data
         if not data.is_meta and data.dtype == local.dtype:
             if address != 0 and data.untyped_storage().data_ptr() == address:
-                return  # same memory: the padding is still behind it
+                self._sharded_param_data = self._with_padding(local)  # it is still behind it
+                return
         if local.size() == self.padded_sharded_param_size and local.is_contiguous():
             self._sharded_param_data = local.view(-1)
             return

@@ -96,6 +96,29 @@ done:
     return status;
 }
 
+void fc_comm_settle_streams(fc_comm *c, fct_stream waiter, fct_stream other) {
+    void *error = fct_error_set_aside();
+    (void)!fc_comm_order_streams(c, waiter, other);
+    fct_error_put_back(error);
+}
+
+fc_status fc_comm_quiesce(fc_comm *c) {
+    fc_status status = FC_OK;
+    if (!c->streams_ready) {
+        return FC_OK;
+    }
+    const fct_stream all[] = {c->copy_in_stream, c->gather_stream, c->reduce_stream, c->all_reduce_stream};
+    fct_stream current = fct_stream_current(c->device);
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        FC_TRY(fc_comm_order_streams(c, current, all[i]));
+    }
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        FC_TRY(fc_comm_order_streams(c, all[i], current));
+    }
+done:
+    return status;
+}
+
 fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e) {
     fc_status status = FC_OK;
     if (!c->streams_ready || e == NULL) {

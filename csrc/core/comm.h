@@ -63,6 +63,11 @@ void fc_comm_put_event(fc_comm *c, fct_event *e);
 FC_CHECK fc_status fc_comm_record(fc_comm *c, fct_stream s, fct_event **out);
 /* Makes `waiter` wait for all work queued on `other` so far. */
 FC_CHECK fc_status fc_comm_order_streams(fc_comm *c, fct_stream waiter, fct_stream other);
+/* The same for clean-up: as well as it can be done; a pending exception stays. */
+void fc_comm_settle_streams(fc_comm *c, fct_stream waiter, fct_stream other);
+/* Before memory is let go whose users are not known: the current stream waits for all of the context's streams, and
+ * they for it. */
+FC_CHECK fc_status fc_comm_quiesce(fc_comm *c);
 /* Both gather streams wait for e. Nothing before the streams are ready. */
 FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e);
 

@@ -47,8 +47,18 @@ static void drop_gather(fc_group *g) {
     memset(&g->gather, 0, sizeof g->gather);
 }
 
-void fc_group_fini(fc_group *g) {
+/* The same with work on the buffer still queued: whichever stream it was allocated on waits for that first. */
+static void abandon_gather(fc_group *g) {
+    if (g->gather.active && g->comm != NULL && g->comm->streams_ready) {
+        fct_stream current = fct_stream_current(g->device);
+        fc_comm_settle_streams(g->comm, current, g->comm->gather_stream);
+        fc_comm_settle_streams(g->comm, g->comm->copy_in_stream, current);
+    }
     drop_gather(g);
+}
+
+void fc_group_fini(fc_group *g) {
+    abandon_gather(g);
     if (g->comm != NULL) {
         fc_reduce_discard(g->comm, g);
         fc_order_forget(&g->comm->order, g);
@@ -96,7 +106,8 @@ static void *enter_range(const fc_group *g, const char *label) {
 
 /* ---- sharded state ---- */
 
-/* Changes whenever a shard is written, replaced or moved. */
+/* Changes whenever a shard is written, replaced or moved: through its local tensor and by optimizers (the version of
+ * sharded_data), or by operations on the parameter as a whole (the host's). */
 static uint64_t shard_fingerprint(const fc_group *g) {
     uint64_t print = 0;
     for (size_t i = 0; i < g->count; i++) {
@@ -105,18 +116,23 @@ static uint64_t shard_fingerprint(const fc_group *g) {
         if (data != NULL) {
             one += fct_tensor_version(data);
         }
+        if (g->host->shard_version != NULL) {
+            one += (uint64_t)g->host->shard_version(g->params[i]->owner) << 32;
+        }
         print = print * UINT64_C(1099511628211) + one;
     }
     return print;
 }
 
-/* Registers one side on all modules; on failure the other side again. */
+/* Registers one side on all modules; on failure the other side again, also where the failed swap got half way. */
 static fc_status swap_all(fc_group *g, bool unsharded) {
     for (size_t i = 0; i < g->count; i++) {
         if (g->host->swap(g->params[i]->owner, unsharded) != 0) {
-            while (i-- > 0) {
-                (void)g->host->swap(g->params[i]->owner, !unsharded);
+            void *error = fct_error_set_aside();
+            for (size_t back = i + 1; back-- > 0;) {
+                (void)g->host->swap(g->params[back]->owner, !unsharded);
             }
+            fct_error_put_back(error);
             return FC_ERAISED;
         }
     }
@@ -206,12 +222,10 @@ static fc_status start_gather(fc_group *g, bool async_op) {
     } else {
         status = issue_gather(g, async_op, NULL, &gather);
     }
-    if (status != FC_OK) {
-        fc_comm_park(g->comm, gather.work, gather.buffer, NULL);
-        fc_comm_put_event(g->comm, gather.done);
-        goto done;
-    }
     g->gather = gather;
+    if (status != FC_OK) {
+        abandon_gather(g);
+    }
 done:
     fct_profile_exit(range);
     return status;
@@ -511,7 +525,7 @@ fc_status fc_group_finalize_backward(fc_group *g) {
     g->reduced = NULL;
     if (g->gather.active) {
         FC_TRY(await_gather(g));
-        drop_gather(g);
+        abandon_gather(g);
     }
     g->positions.count = 0;
 done:
@@ -524,11 +538,7 @@ fc_status fc_group_reset(fc_group *g) {
     for (size_t i = 0; i < g->count; i++) {
         fc_param_drop_grad(g->params[i]);
     }
-    /* With streams nothing is parked: the buffer may be reused once the current stream is past the gather. */
-    if (g->gather.done != NULL && fct_event_wait(g->gather.done, fct_stream_current(g->device)) != 0) {
-        fct_error_clear();
-    }
-    drop_gather(g);
+    abandon_gather(g);
     g->positions.count = 0;
     g->training_state = FC_IDLE;
     fc_comm_put_event(g->comm, g->reduced);

@@ -18,6 +18,9 @@ typedef struct fc_host {
     /* Whether the sharded parameter requires grad now. (Users may swap the tensor behind the parameter object, so the
      * core keeps no handle of it.) */
     bool (*requires_grad)(void *param);
+    /* A number that grows with every write to the sharded parameter that its own version counter sees; the counter of
+     * sharded_data sees the rest. NULL: there is only the latter. Never fails. */
+    uint32_t (*shard_version)(void *param);
     /* Gives the sharded parameter its reduced gradient: sets .grad or adds to it, then runs post-accumulate-grad
      * hooks. Borrows `local` (this rank's shard of the gradient). */
     int (*take_grad)(void *param, fct_tensor *local);

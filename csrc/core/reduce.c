@@ -85,14 +85,12 @@ static void append(fc_comm *c, fc_reduction *r) {
     c->reductions++;
 }
 
-/* Parks what the backend may still use, releases the rest. */
+/* Parks what the backend may still use, releases the rest, ordered behind the reduce stream. */
 static void abandon(fc_comm *c, fc_reduction *r) {
-    if (r->scattered != NULL) {
-        if (fct_event_wait(r->scattered, fct_stream_current(c->device)) != 0) {
-            fct_error_clear();
-        }
-        fc_comm_put_event(c, r->scattered);
+    if (c->streams_ready) {
+        fc_comm_settle_streams(c, fct_stream_current(c->device), c->reduce_stream);
     }
+    fc_comm_put_event(c, r->scattered);
     fc_comm_park(c, r->work, r->input, r->output);
     free(r);
 }
@@ -183,8 +181,9 @@ fc_status fc_reduce_recycle(fc_comm *c, size_t keep) {
     fc_status status = FC_OK;
     while (c->reductions > keep) {
         fc_reduction *r = c->oldest;
-        if (!r->finished) {
-            FC_TRY(finish(r));
+        if (!r->finished && (status = finish(r)) != FC_OK) {
+            abandon(c, pop_oldest(c)); /* it cannot be finished twice: its gradients are lost */
+            goto done;
         }
         if (r->scattered != NULL) {
             FC_TRY_RAISED(fct_event_wait(r->scattered, fct_stream_current(c->device)));

@@ -156,7 +156,11 @@ done:
 
 fc_status fc_state_reset(fc_state *s) {
     fc_iteration *it = s->iteration;
-    fc_status first = fc_comm_release_kept(s->comm);
+    fc_status first = fc_comm_quiesce(s->comm);
+    if (first != FC_OK) {
+        return first; /* nothing may be let go; what there is stays for the next attempt */
+    }
+    first = fc_comm_release_kept(s->comm);
     fc_reduce_discard(s->comm, NULL);
     fc_order_clear(&s->comm->order);
     for (size_t i = 0; i < it->count; i++) {

@@ -50,8 +50,8 @@ FC_CHECK fc_status fc_state_post_forward(fc_state *s);
 FC_CHECK fc_status fc_state_end_forward(fc_state *s);
 /* at_end is queued once per backward and must call fc_iteration_end_backward. */
 FC_CHECK fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end);
-/* Back to where a new iteration can start, whatever failed; for the root. The first failure is returned, after all of
- * the reset was tried. */
+/* Back to where a new iteration can start, whatever failed; for the root. Where the device's streams do not obey, nothing
+ * is changed. Any other failure is returned after all of the reset was tried. A reset can be repeated. */
 FC_CHECK fc_status fc_state_reset(fc_state *s);
 
 #endif

@@ -139,6 +139,11 @@ static bool host_requires_grad(void *owner) {
     return sharded != NULL && fct_tensor_requires_grad(sharded);
 }
 
+static uint32_t host_shard_version(void *owner) {
+    const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
+    return sharded != NULL ? fct_tensor_version(sharded) : 0;
+}
+
 static int host_take_grad(void *owner, fct_tensor *local) {
     fcpy_param *self = (fcpy_param *)owner;
     const fct_tensor *sharded = sharded_handle(self);
@@ -161,6 +166,7 @@ const fc_host fcpy_host = {
     .make_unsharded = host_make_unsharded,
     .swap = host_swap,
     .requires_grad = host_requires_grad,
+    .shard_version = host_shard_version,
     .take_grad = host_take_grad,
     .wants_grad_now = host_wants_grad_now,
 };

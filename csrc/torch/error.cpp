@@ -3,4 +3,42 @@
 
 #include "torch_abi.h"
 
-extern "C" void fct_error_clear(void) { PyErr_Clear(); }
+extern "C" {
+
+void *fct_error_set_aside(void) {
+#if PY_VERSION_HEX >= 0x030c0000
+    return PyErr_GetRaisedException();
+#else
+    PyObject *type = nullptr;
+    PyObject *value = nullptr;
+    PyObject *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (type == nullptr) {
+        return nullptr;
+    }
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != nullptr) {
+        PyException_SetTraceback(value, traceback);
+        Py_DECREF(traceback);
+    }
+    Py_DECREF(type);
+    return value;
+#endif
+}
+
+void fct_error_put_back(void *error) {
+    auto *value = static_cast<PyObject *>(error);
+#if PY_VERSION_HEX >= 0x030c0000
+    PyErr_SetRaisedException(value); // NULL clears
+#else
+    if (value == nullptr) {
+        PyErr_Clear();
+        return;
+    }
+    auto *type = reinterpret_cast<PyObject *>(Py_TYPE(value));
+    Py_INCREF(type);
+    PyErr_Restore(type, value, PyException_GetTraceback(value));
+#endif
+}
+
+} // extern "C"

@@ -51,12 +51,15 @@ typedef struct fct_stream {
 /* ---- faults ------------------------------------------------------------------------------------------------
  * For tests: the n-th fallible boundary call of this thread from now on fails with RuntimeError("injected
  * fault ..."). 0 switches it off. fct_fault_left() is what is left of n (0: off or already fired). The counter
- * is thread-local. While it is armed fct_work_done() says false, so that the order of calls does not depend on timing. */
+ * is thread-local. While it is armed fct_work_done() says false, so that the order of calls does not depend on
+ * timing. */
 void fct_fault_arm(int64_t n);
 int64_t fct_fault_left(void);
 
-/* Forgets the pending exception, for clean-up that goes on after a failure it cannot report. */
-void fct_error_clear(void);
+/* Sets the pending exception aside (NULL: there is none) before clean-up that may fail itself; put_back takes it again
+ * and forgets whatever the clean-up left pending. */
+void *fct_error_set_aside(void);
+void fct_error_put_back(void *error);
 
 /* ---- tensors ----------------------------------------------------------------------------------------------- */
 /* Facts read from a tensor, valid until somebody changes it. */

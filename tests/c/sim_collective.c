@@ -133,7 +133,11 @@ int fct_work_wait(fct_work *work) {
 
 bool fct_work_done(fct_work *work) {
     sim_tick();
-    return sim_point_passed(&work->end);
+    if (!sim_point_passed(&work->end)) {
+        return false;
+    }
+    sim_host_saw(&work->end);
+    return true;
 }
 
 void fct_work_release(fct_work *work) {

@@ -68,8 +68,16 @@ int64_t fct_fault_left(void) {
     return faults.left;
 }
 
-void fct_error_clear(void) {
+/* One byte stands for the exception. */
+void *fct_error_set_aside(void) {
+    static char exception;
+    void *error = faults.error ? &exception : NULL;
     faults.error = false;
+    return error;
+}
+
+void fct_error_put_back(void *error) {
+    faults.error = error != NULL;
 }
 
 /* ---- memory of the core ---- */

@@ -69,6 +69,7 @@ typedef struct sim_op {
 void sim_stream_push(int stream, const sim_op *op, sim_point *point);
 void sim_stream_wait(int stream, const sim_point *point);
 bool sim_point_passed(const sim_point *point);
+void sim_host_saw(const sim_point *point); /* that it has passed */
 sim_point sim_stream_now(int stream);
 int sim_stream_current(void);
 int sim_stream_of_native(void *native);

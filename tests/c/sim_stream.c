@@ -83,6 +83,10 @@ bool sim_point_passed(const sim_point *point) {
     return streams[point->stream].executed >= point->seq;
 }
 
+void sim_host_saw(const sim_point *point) {
+    join(&host, &point->clock);
+}
+
 static bool may_run(const stream *s) {
     return s->first != NULL && (!s->first->waits || sim_point_passed(&s->first->wait));
 }

@@ -68,7 +68,7 @@ static void recover(sim_model *m, const breakage *b) {
         if (fc_state_reset(&m->layers[0].core) != FC_OK) {
             sim_model_check(m, "after a failed reset");
         }
-        fct_error_clear();
+        fct_error_put_back(NULL);
     }
     sim_fault_arm(0, false);
     if (fc_state_reset(&m->layers[0].core) != FC_OK) {
@@ -83,7 +83,7 @@ static void recover(sim_model *m, const breakage *b) {
 static void repeat_step(sim_model *m, const breakage *b, fc_status status) {
     check_status(m, status);
     sim_model_check(m, "after a failure");
-    fct_error_clear();
+    fct_error_put_back(NULL);
     if (b->carry_on) {
         sim_fault_arm(0, false);
         sim_model_forget_step(m);

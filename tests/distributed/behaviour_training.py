@@ -16,44 +16,128 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 # ---- an evaluation between backward and the optimizer's step ----
 
 
-def train_with_evaluation(api: Api, mode: Any, **kwargs: Any) -> dict[str, Any]:
-    """Three steps; ``mode()`` (None: no evaluation) surrounds a forward before each optimizer step."""
+def by_optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+    def prepare(model: nn.Module) -> Any:
+        return kind(model.parameters(), lr=0.5, **options).step
+
+    return prepare
+
+
+def by_hand(write: Any) -> Any:
+    """``write(param, change)`` subtracts the change."""
+
+    def prepare(model: nn.Module) -> Any:
+        params = list(model.parameters())
+
+        def step() -> None:
+            with torch.no_grad():
+                for param in params:
+                    write(param, 0.5 * param.grad)
+
+        return step
+
+    return prepare
+
+
+WRITERS = {
+    "sgd foreach": by_optimizer(torch.optim.SGD, foreach=True),
+    "sgd": by_optimizer(torch.optim.SGD, foreach=False),
+    "adamw foreach": by_optimizer(torch.optim.AdamW, foreach=True),
+    "adamw fused": by_optimizer(torch.optim.AdamW, fused=True),
+    "parameter": by_hand(lambda param, change: param.sub_(change)),
+    "to_local": by_hand(lambda param, change: param.to_local().sub_(change.to_local())),
+    "copy_": by_hand(lambda param, change: param.copy_(param - change)),
+    "_local_tensor": by_hand(lambda param, change: param._local_tensor.sub_(change.to_local())),
+}
+
+
+def train_with_evaluation(
+    api: Api,
+    mode: Any,
+    writer: Any = WRITERS["sgd foreach"],
+    after: bool = False,
+    **kwargs: Any,
+) -> dict[str, list[float]]:
+    """Three steps; ``mode()`` surrounds a forward before each optimizer step (None: no such forward).
+
+    ``after``: evaluates after each step too.
+    """
     model = shard(api, plain(), **kwargs)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses, evaluations = [], []
-    for step in range(3):
-        loss = model(batch(api.rank, step)).square().mean()
+    step = writer(model)
+    params = list(model.parameters())
+
+    def evaluate() -> float:
+        with mode or torch.no_grad():
+            return model(batch(api.rank, 50)).square().mean().item()
+
+    found: dict[str, list[float]] = {"losses": [], "after": []}
+    for index in range(3):
+        loss = model(batch(api.rank, index)).square().mean()
         loss.backward()
         if mode is not None:
-            with mode():
-                evaluations.append(model(batch(api.rank, 50)).square().mean().item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "evaluations": evaluations}
+            evaluate()
+        step()
+        for param in params:
+            param.grad = None
+        if after:
+            found["after"].append(evaluate())
+        found["losses"].append(loss.item())
+    return found
 
 
 @scenario()
 def evaluation_before_step(api: Api) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {}
+    for name, writer in WRITERS.items():
+        found[name] = {
+            "without": train_with_evaluation(api, None, writer)["losses"],
+            "with": train_with_evaluation(api, torch.no_grad(), writer)["losses"],
+        }
+    for reshard in (True, False):
+        found[f"reshard {reshard}"] = {
+            "without": train_with_evaluation(api, None)["losses"],
+            "with": train_with_evaluation(api, torch.no_grad(), reshard_after_forward=reshard)[
+                "losses"
+            ],
+        }
+    found["inference_mode"] = {
         "without": train_with_evaluation(api, None)["losses"],
-        "no_grad": train_with_evaluation(api, torch.no_grad)["losses"],
-        "keep": train_with_evaluation(api, torch.no_grad, reshard_after_forward=False)["losses"],
-        "reshard": train_with_evaluation(api, torch.no_grad, reshard_after_forward=True)["losses"],
+        "with": train_with_evaluation(api, torch.inference_mode())["losses"],
+    }
+    return found
+
+
+@scenario()
+def evaluations_around_a_step(api: Api) -> dict[str, Any]:
+    return {
+        "after": train_with_evaluation(api, None, after=True),
+        "around": train_with_evaluation(api, torch.no_grad(), after=True),
     }
 
 
 @scenario()
-def evaluation_in_inference_mode(api: Api) -> dict[str, Any]:
-    return {
-        "without": train_with_evaluation(api, None)["losses"],
-        "with": train_with_evaluation(api, torch.inference_mode)["losses"],
-    }
+def gathers_of_evaluations(api: Api) -> dict[str, list[int]]:
+    """All-gathers of forwards without gradients: a gather of weights that did not change is reused."""
+    found: dict[str, list[int]] = {}
+    for reshard in (None, True, False):
+        model = shard(api, plain(), reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        counts = found[str(reshard)] = []
+        for index in range(2):
+            model(batch(api.rank, index)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for _ in range(3):
+                with torch.no_grad(), CommDebugMode() as mode:
+                    model(batch(api.rank))
+                counts.append(mode.get_total_counts())
+    return found
 
 
 @scenario()
@@ -63,20 +147,6 @@ def first_forward_in_inference_mode(api: Api) -> list[Any]:
         first = model(batch(api.rank)).square().mean().item()
     return [first, *train(model, api.rank, 2)]
 
-
-@scenario()
-def evaluation_sees_the_step(api: Api) -> list[float]:
-    """Evaluations after each step, without a training forward between step and evaluation."""
-    model = shard(api, plain())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    seen = []
-    for step in range(3):
-        model(batch(api.rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            seen.append(model(batch(api.rank, 50)).square().mean().item())
-    return seen
 
 
 # ---- the arithmetic of reductions ----

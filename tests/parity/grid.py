@@ -222,11 +222,10 @@ def _repaired(setting: Setting) -> Setting:
         # Stock fails in backward on a group that no forward has reached, when gradients are
         # accumulated without reduction in a dtype of their own.
         setting = dataclasses.replace(setting, reduce=None)
-    if setting.reset and (setting.schedule, setting.checkpoint) == ("summed", "reentrant"):
-        # The inner backward of reentrant recomputation ends stock's iteration early, which leaves
-        # gradients of the other forward behind (and out of this step); stock's reset_iter_state
-        # keeps them for the next step, ours drops them as a reset must.
-        setting = dataclasses.replace(setting, reset=False)
+    if (setting.schedule, setting.checkpoint) == ("summed", "reentrant"):
+        # The inner backward of reentrant recomputation ends stock's iteration early: it loses the
+        # gradients of the other forward and trains on with stale unsharded parameters.
+        setting = dataclasses.replace(setting, checkpoint="nonreentrant")
     if setting.checkpoint == "inside" and setting.state is not None:
         setting = dataclasses.replace(setting, state=None)
     return setting
