@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism with a C core: FSDP2's API and numbers at a fraction of its host cost.
+"""Fully sharded data parallelism with a C core: FSDP2's API and numbers, less host time.
 
 ``from fsdp_c import fully_shard`` is used as ``torch.distributed.fsdp.fully_shard`` is.
 """

@@ -34,7 +34,10 @@ from .param import Param
 from .param_group import ParamGroup, check_offload_policy
 from .state import State
 
-# States are stored under stock's undecorated function, so that torch's fully_shard.state() finds them.
+_DEFAULT_MP_POLICY = MixedPrecisionPolicy()
+_DEFAULT_OFFLOAD_POLICY = OffloadPolicy()
+
+# States are stored under stock's undecorated function: torch's fully_shard.state() finds them.
 _CONTRACT_KEY: Any = stock.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -44,8 +47,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = _DEFAULT_MP_POLICY,
+    offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD_POLICY,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
@@ -82,9 +85,7 @@ def fully_shard(
     _validate_mesh(mesh)
     if mesh.ndim != 1:
         raise NotImplementedError("fsdp_c does not support mesh with 2 dimensions (HSDP) yet")
-    modules = (
-        (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
-    )
+    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _refuse_applied(modules)
     mesh_info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
     device = _get_device_from_mesh(mesh)
@@ -159,9 +160,7 @@ def _refuse_applied(modules: tuple[nn.Module, ...]) -> None:
 
 
 def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
-    names = {
-        parameter: name for module in modules for name, parameter in module.named_parameters()
-    }
+    names = {parameter: name for module in modules for name, parameter in module.named_parameters()}
     for param in params:
         if isinstance(param, DTensor):
             raise NotImplementedError(

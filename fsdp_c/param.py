@@ -1,4 +1,4 @@
-"""The cold side of a parameter: sharding it, its DTensor specs, and adopting what users load or convert."""
+"""The cold side of a parameter: sharding, DTensor specs, adopting what users load or convert."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Param(_C.Param):
         return padded
 
     def _with_padding(self, local: torch.Tensor) -> torch.Tensor:
-        """``local`` and the padding behind it, 1-D: a view, so that the two share a version counter."""
+        """``local`` and the padding behind it, 1-D: a view, sharing the version counter."""
         return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
 
     def register(self) -> None:
@@ -217,10 +217,10 @@ class Param(_C.Param):
     def _adopt_local(self, local: torch.Tensor) -> None:
         address = local.untyped_storage().data_ptr()
         data = self._sharded_param_data
-        if not data.is_meta and data.dtype == local.dtype:
-            if address != 0 and data.untyped_storage().data_ptr() == address:
-                self._sharded_param_data = self._with_padding(local)  # it is still behind it
-                return
+        same_kind = not data.is_meta and data.dtype == local.dtype
+        if same_kind and address != 0 and data.untyped_storage().data_ptr() == address:
+            self._sharded_param_data = self._with_padding(local)  # it is still behind it
+            return
         if local.size() == self.padded_sharded_param_size and local.is_contiguous():
             self._sharded_param_data = local.view(-1)
             return

@@ -1,4 +1,4 @@
-"""The cold side of a parameter group: lazy init, dtypes, state-dict hooks and what is not supported yet."""
+"""The cold side of a parameter group: lazy init, dtypes, state-dict hooks, what is missing."""
 
 from __future__ import annotations
 

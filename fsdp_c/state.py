@@ -75,8 +75,8 @@ class State(_C.State, FSDPState):
                 continue
             if not isinstance(state, State):
                 raise RuntimeError(
-                    f"module '{name}' was sharded by torch.distributed.fsdp.fully_shard, its root by "
-                    "fsdp_c: use one of the two for all modules of a model"
+                    f"module '{name}' was sharded by torch.distributed.fsdp.fully_shard, its "
+                    "root by fsdp_c: use one of the two for all modules of a model"
                 )
             if module is not root and state._is_root is not None:
                 raise RuntimeError(

@@ -1,5 +1,6 @@
-/* The communication context. Owns the event pool, the kept gather buffer and the parked collectives; see comm.h for
- * the lifetime rule. Reductions in flight hang off it but belong to reduce.c. */
+/* The communication context. Owns the event pool, the kept gather buffer and the parked
+ * collectives; see comm.h for the lifetime rule. Reductions in flight hang off it but belong to
+ * reduce.c. */
 #include "comm.h"
 
 #include <stdlib.h>
@@ -107,7 +108,8 @@ fc_status fc_comm_quiesce(fc_comm *c) {
     if (!c->streams_ready) {
         return FC_OK;
     }
-    const fct_stream all[] = {c->copy_in_stream, c->gather_stream, c->reduce_stream, c->all_reduce_stream};
+    const fct_stream all[] = {c->copy_in_stream, c->gather_stream, c->reduce_stream,
+                              c->all_reduce_stream};
     fct_stream current = fct_stream_current(c->device);
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
         FC_TRY(fc_comm_order_streams(c, current, all[i]));

@@ -1,12 +1,11 @@
-/* The communication context that the groups of one root share: streams, events, what is in flight, post-forward
- * order.
+/* The communication context that the groups of one root share: streams, events, what is in flight,
+ * post-forward order.
  *
  * The lifetime rule, stated once: a buffer is released only
  *   - after its collective is done (devices without streams), or
- *   - after the stream that will reuse its memory has been made to wait for an event recorded after the last use
- *     (devices with streams).
- * Where a wait is abandoned (signal, exception, reset), Work and buffers are parked here and reaped once the backend
- * is done with them. */
+ *   - after the stream that will reuse its memory has been made to wait for an event recorded after
+ * the last use (devices with streams). Where a wait is abandoned (signal, exception, reset), Work
+ * and buffers are parked here and reaped once the backend is done with them. */
 #ifndef FSDP_C_CORE_COMM_H
 #define FSDP_C_CORE_COMM_H
 
@@ -23,7 +22,8 @@ typedef struct fc_parked {
     struct fc_parked *next;
 } fc_parked;
 
-/* A gather buffer whose copy-out was queued: kept until the gather streams have waited for `copied`. */
+/* A gather buffer whose copy-out was queued: kept until the gather streams have waited for
+ * `copied`. */
 typedef struct fc_kept_gather {
     fct_tensor *buffer;
     fct_event *copied;
@@ -38,7 +38,8 @@ typedef struct fc_comm {
     fct_stream reduce_stream;
     fct_stream all_reduce_stream;
     fc_kept_gather kept;
-    struct fc_reduction *oldest; /* reductions in flight, oldest first; reduce.c owns the list's contents */
+    struct fc_reduction
+        *oldest; /* reductions in flight, oldest first; reduce.c owns the list's contents */
     struct fc_reduction *newest;
     size_t reductions;
     size_t max_reductions;   /* how many may stay in flight when the next one starts; at least 1 */
@@ -56,7 +57,8 @@ void fc_comm_init(fc_comm *c, fct_device device);
 FC_CHECK fc_status fc_comm_init_streams(fc_comm *c);
 void fc_comm_fini(fc_comm *c);
 
-/* Pooled events; only on devices with streams. get: *out is the caller's until put back. put: NULL is fine. */
+/* Pooled events; only on devices with streams. get: *out is the caller's until put back. put: NULL
+ * is fine. */
 FC_CHECK fc_status fc_comm_get_event(fc_comm *c, fct_event **out);
 void fc_comm_put_event(fc_comm *c, fct_event *e);
 /* An event from the pool recorded on s. */
@@ -65,8 +67,8 @@ FC_CHECK fc_status fc_comm_record(fc_comm *c, fct_stream s, fct_event **out);
 FC_CHECK fc_status fc_comm_order_streams(fc_comm *c, fct_stream waiter, fct_stream other);
 /* The same for clean-up: as well as it can be done; a pending exception stays. */
 void fc_comm_settle_streams(fc_comm *c, fct_stream waiter, fct_stream other);
-/* Before memory is let go whose users are not known: the current stream waits for all of the context's streams, and
- * they for it. */
+/* Before memory is let go whose users are not known: the current stream waits for all of the
+ * context's streams, and they for it. */
 FC_CHECK fc_status fc_comm_quiesce(fc_comm *c);
 /* Both gather streams wait for e. Nothing before the streams are ready. */
 FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e);
@@ -74,8 +76,8 @@ FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e);
 /* Releases the kept gather buffer after ordering the gather streams behind its copy-out. */
 FC_CHECK fc_status fc_comm_release_kept(fc_comm *c);
 
-/* Keeps work and buffers (all taken, NULL is fine) until the backend is done with them. Never fails: where there is
- * no memory for the record, the backend's own references are relied on. */
+/* Keeps work and buffers (all taken, NULL is fine) until the backend is done with them. Never
+ * fails: where there is no memory for the record, the backend's own references are relied on. */
 void fc_comm_park(fc_comm *c, fct_work *work, fct_tensor *first, fct_tensor *second);
 void fc_comm_reap(fc_comm *c); /* releases what is done by now */
 

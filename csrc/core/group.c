@@ -1,6 +1,7 @@
-/* The parameter group's state machine (drawn in group.h). Owns its arrays, plans, the gather in flight and its process
- * group handle; borrows parameters and the comm context. Stream rules: copy-in and gather run on the context's gather
- * streams in forward and pre-backward and on the current stream otherwise; copy-out always on the current stream. */
+/* The parameter group's state machine (drawn in group.h). Owns its arrays, plans, the gather in
+ * flight and its process group handle; borrows parameters and the comm context. Stream rules:
+ * copy-in and gather run on the context's gather streams in forward and pre-backward and on the
+ * current stream otherwise; copy-out always on the current stream. */
 #include "group.h"
 
 #include <stdio.h>
@@ -12,8 +13,8 @@
 
 /* ---- life ---- */
 
-void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm, fc_param **params, size_t count,
-                   fct_device device, int64_t world, int64_t rank) {
+void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm, fc_param **params,
+                   size_t count, fct_device device, int64_t world, int64_t rank) {
     memset(g, 0, sizeof *g);
     g->owner = owner;
     g->host = host;
@@ -47,7 +48,8 @@ static void drop_gather(fc_group *g) {
     memset(&g->gather, 0, sizeof g->gather);
 }
 
-/* The same with work on the buffer still queued: whichever stream it was allocated on waits for that first. */
+/* The same with work on the buffer still queued: whichever stream it was allocated on waits for
+ * that first. */
 static void abandon_gather(fc_group *g) {
     if (g->gather.active && g->comm != NULL && g->comm->streams_ready) {
         fct_stream current = fct_stream_current(g->device);
@@ -87,7 +89,9 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
     return FC_OK;
 }
 
-void fc_group_invalidate(fc_group *g) { g->gather_plan.valid = false; }
+void fc_group_invalidate(fc_group *g) {
+    g->gather_plan.valid = false;
+}
 
 /* ---- profiler ranges, with stock's names ---- */
 
@@ -106,8 +110,9 @@ static void *enter_range(const fc_group *g, const char *label) {
 
 /* ---- sharded state ---- */
 
-/* Changes whenever a shard is written, replaced or moved: through its local tensor and by optimizers (the version of
- * sharded_data), or by operations on the parameter as a whole (the host's). */
+/* Changes whenever a shard is written, replaced or moved: through its local tensor and by
+ * optimizers (the version of sharded_data), or by operations on the parameter as a whole (the
+ * host's). */
 static uint64_t shard_fingerprint(const fc_group *g) {
     uint64_t print = 0;
     for (size_t i = 0; i < g->count; i++) {
@@ -124,7 +129,8 @@ static uint64_t shard_fingerprint(const fc_group *g) {
     return print;
 }
 
-/* Registers one side on all modules; on failure the other side again, also where the failed swap got half way. */
+/* Registers one side on all modules; on failure the other side again, also where the failed swap
+ * got half way. */
 static fc_status swap_all(fc_group *g, bool unsharded) {
     for (size_t i = 0; i < g->count; i++) {
         if (g->host->swap(g->params[i]->owner, unsharded) != 0) {
@@ -175,17 +181,20 @@ done:
     return status;
 }
 
-/* Allocates the gather buffer, packs this rank's row and issues the collective, all on the current stream. `gather`
- * stream is the one the collective goes to; on failure nothing is kept. */
-static fc_status issue_gather(fc_group *g, bool async_op, const fct_stream *gather_stream, fc_gather *gather) {
+/* Allocates the gather buffer, packs this rank's row and issues the collective, all on the current
+ * stream. `gather` stream is the one the collective goes to; on failure nothing is kept. */
+static fc_status issue_gather(fc_group *g, bool async_op, const fct_stream *gather_stream,
+                              fc_gather *gather) {
     fc_status status = FC_OK;
     fct_tensor *input = NULL;
     const fc_gather_plan *plan = &g->gather_plan;
     const int64_t size[1] = {plan->row_numel};
     const int64_t stride[1] = {1};
-    FC_TRY_RAISED(fct_tensor_empty(g->world * plan->row_numel, plan->dtype, g->device, &gather->buffer));
+    FC_TRY_RAISED(
+        fct_tensor_empty(g->world * plan->row_numel, plan->dtype, g->device, &gather->buffer));
     FC_TRY(fc_transfer_pack(&g->gather_plan, g->params, gather->buffer, g->rank, &g->comm->error));
-    FC_TRY_RAISED(fct_tensor_alias(gather->buffer, 1, size, stride, g->rank * plan->row_numel, &input));
+    FC_TRY_RAISED(
+        fct_tensor_alias(gather->buffer, 1, size, stride, g->rank * plan->row_numel, &input));
     if (gather_stream != NULL) {
         FC_TRY(fc_comm_order_streams(g->comm, *gather_stream, fct_stream_current(g->device)));
         (void)fct_stream_set_current(*gather_stream);
@@ -242,7 +251,8 @@ fc_status fc_group_unshard(fc_group *g, bool async_op) {
         if (!between_steps || version == g->gathered_version) {
             return FC_OK;
         }
-        /* The shards were written since (an optimizer step after an evaluation left us unsharded). */
+        /* The shards were written since (an optimizer step after an evaluation left us unsharded).
+         */
         FC_TRY(fc_group_to_sharded(g));
     }
     if (!g->unshard_in_backward && g->training_state == FC_PRE_BACKWARD) {
@@ -269,8 +279,8 @@ done:
     return status;
 }
 
-/* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure no flat tensor
- * holds memory. */
+/* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
+ * no flat tensor holds memory. */
 static fc_status fill_unsharded(fc_group *g) {
     fc_status status = FC_OK;
     size_t allocated = 0;
@@ -281,7 +291,8 @@ static fc_status fill_unsharded(fc_group *g) {
     if (g->world == 1) {
         FC_TRY(fc_transfer_fill(&g->gather_plan, g->params, g->device, &g->comm->error));
     } else if (g->gather.buffer != NULL) {
-        FC_TRY(fc_transfer_unpack(&g->gather_plan, g->params, g->gather.buffer, g->world, &g->comm->error));
+        FC_TRY(fc_transfer_unpack(&g->gather_plan, g->params, g->gather.buffer, g->world,
+                                  &g->comm->error));
     }
     for (size_t i = 0; i < g->count; i++) {
         fc_param *p = g->params[i];
@@ -392,7 +403,8 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
     void *range = NULL;
     if (fct_profile_active()) {
         char name[256];
-        (void)snprintf(name, sizeof name, "FSDP::%s_prefetch for %s", pass == FC_FORWARD ? "forward" : "backward",
+        (void)snprintf(name, sizeof name, "FSDP::%s_prefetch for %s",
+                       pass == FC_FORWARD ? "forward" : "backward",
                        g->name != NULL ? g->name : "None");
         range = fct_profile_enter(name);
     }
@@ -548,17 +560,21 @@ fc_status fc_group_reset(fc_group *g) {
 
 fc_status fc_group_check(fc_group *g) {
     if (g->gather.active && g->sharded_state == FC_UNSHARDED) {
-        return fc_error_set(&g->comm->error, FC_ESTATE, "a gather is in flight while the group is unsharded");
+        return fc_error_set(&g->comm->error, FC_ESTATE,
+                            "a gather is in flight while the group is unsharded");
     }
-    if (!g->gather.active && (g->gather.buffer != NULL || g->gather.work != NULL || g->gather.done != NULL)) {
-        return fc_error_set(&g->comm->error, FC_ESTATE, "an inactive gather holds a buffer, work or event");
+    if (!g->gather.active &&
+        (g->gather.buffer != NULL || g->gather.work != NULL || g->gather.done != NULL)) {
+        return fc_error_set(&g->comm->error, FC_ESTATE,
+                            "an inactive gather holds a buffer, work or event");
     }
     for (size_t i = 0; i < g->count; i++) {
         const fc_param *p = g->params[i];
         fct_facts facts = {0};
         if (p->flat == NULL) {
             if (g->sharded_state == FC_UNSHARDED) {
-                return fc_error_set(&g->comm->error, FC_ESTATE, "unsharded, but a parameter has no unsharded tensor");
+                return fc_error_set(&g->comm->error, FC_ESTATE,
+                                    "unsharded, but a parameter has no unsharded tensor");
             }
             continue;
         }
@@ -566,7 +582,8 @@ fc_status fc_group_check(fc_group *g) {
         bool holds = facts.storage_bytes != 0;
         bool expected = g->sharded_state == FC_UNSHARDED && facts.numel > 0;
         if (holds != expected) {
-            return fc_error_set(&g->comm->error, FC_ESTATE, "parameter %zu holds %lld bytes while %s", i,
+            return fc_error_set(&g->comm->error, FC_ESTATE,
+                                "parameter %zu holds %lld bytes while %s", i,
                                 (long long)facts.storage_bytes, expected ? "unsharded" : "sharded");
         }
     }

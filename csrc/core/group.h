@@ -1,4 +1,5 @@
-/* The parameter group: parameters that are gathered in one collective and reduced in one collective.
+/* The parameter group: parameters that are gathered in one collective and reduced in one
+ * collective.
  *
  * Sharded state (what is registered on the modules):
  *
@@ -8,15 +9,17 @@
  *      |                                      |
  *      +--------------- reshard --------------+
  *
- * "gather in flight" is not a state of its own: the modules still hold the sharded parameters, `gather.active` says
- * that there is something to wait for. Every transition has two phases: first all that can fail (allocate, gather,
- * wait, copy out), then one loop of swaps. A swap that fails (a module's own __setattr__) is rolled back.
+ * "gather in flight" is not a state of its own: the modules still hold the sharded parameters,
+ * `gather.active` says that there is something to wait for. Every transition has two phases: first
+ * all that can fail (allocate, gather, wait, copy out), then one loop of swaps. A swap that fails
+ * (a module's own __setattr__) is rolled back.
  *
  * Training state:
  *
  *   IDLE -> FORWARD -> IDLE -> PRE_BACKWARD -> POST_BACKWARD -> IDLE
  *
- * After any failure fc_group_reset brings the group to SHARDED and IDLE with no partial gradient. */
+ * After any failure fc_group_reset brings the group to SHARDED and IDLE with no partial gradient.
+ */
 #ifndef FSDP_C_CORE_GROUP_H
 #define FSDP_C_CORE_GROUP_H
 
@@ -27,7 +30,11 @@
 #include "param.h"
 #include "plan.h"
 
-typedef enum fc_sharded_state { FC_SHARDED = 1, FC_SHARDED_POST_FORWARD = 2, FC_UNSHARDED = 3 } fc_sharded_state;
+typedef enum fc_sharded_state {
+    FC_SHARDED = 1,
+    FC_SHARDED_POST_FORWARD = 2,
+    FC_UNSHARDED = 3
+} fc_sharded_state;
 
 typedef enum fc_training_state {
     FC_FORWARD = 1,
@@ -48,8 +55,8 @@ typedef struct fc_gather {
 typedef struct fc_group {
     void *owner;
     const fc_host *host;
-    const char *name; /* FQN of the modules, for messages and profiler ranges; borrowed, may be NULL */
-    fc_comm *comm;    /* borrowed: the host keeps it alive */
+    const char *name; /* FQN of the modules, for messages and ranges; borrowed, may be NULL */
+    fc_comm *comm; /* borrowed: the host keeps it alive */
     fc_param **params;
     size_t count;
     size_t module_count; /* of the modules that the group was made for */
@@ -62,7 +69,8 @@ typedef struct fc_group {
     fc_sharded_state sharded_state;
     fc_training_state training_state;
     fc_gather gather;
-    uint64_t gathered_version; /* fingerprint of the shards that the unsharded parameters were made of */
+    uint64_t
+        gathered_version; /* fingerprint of the shards that the unsharded parameters were made of */
 
     fc_gather_plan gather_plan;
     fc_reduce_plan reduce_plan;
@@ -84,36 +92,45 @@ typedef struct fc_group {
 } fc_group;
 
 /* Takes the array of `count` borrowed parameters (freed by fini). */
-void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm, fc_param **params, size_t count,
-                   fct_device device, int64_t world, int64_t rank);
+void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm, fc_param **params,
+                   size_t count, fct_device device, int64_t world, int64_t rank);
 /* Parks what is in flight, forgets the group in its comm context, releases all. */
 void fc_group_fini(fc_group *g);
-/* Moves the group to another context (of the same device). FC_ESTATE while something is in flight. */
+/* Moves the group to another context (of the same device). FC_ESTATE while something is in flight.
+ */
 FC_CHECK fc_status fc_group_set_comm(fc_group *g, fc_comm *comm);
-/* To be called after any parameter's shard or dtype was replaced: the plan is built anew at the next unshard. */
+/* To be called after any parameter's shard or dtype was replaced: the plan is built anew at the
+ * next unshard. */
 void fc_group_invalidate(fc_group *g);
 
-/* Starts the all-gather, unless there is one in flight or the group is unsharded with current data. */
+/* Starts the all-gather, unless there is one in flight or the group is unsharded with current data.
+ */
 FC_CHECK fc_status fc_group_unshard(fc_group *g, bool async_op);
-/* Waits for it, copies out and registers the unsharded parameters. Nothing without a gather in flight. */
+/* Waits for it, copies out and registers the unsharded parameters. Nothing without a gather in
+ * flight. */
 FC_CHECK fc_status fc_group_wait_unshard(fc_group *g);
-/* Registers the sharded parameters and frees the unsharded ones; in FORWARD only where reshard_after_forward. */
+/* Registers the sharded parameters and frees the unsharded ones; in FORWARD only where
+ * reshard_after_forward. */
 FC_CHECK fc_status fc_group_reshard(fc_group *g);
 FC_CHECK fc_status fc_group_to_sharded(fc_group *g);
 
-/* *entering: this is the first module of the group in this forward (register the post-backward node). */
+/* *entering: this is the first module of the group in this forward (register the post-backward
+ * node). */
 FC_CHECK fc_status fc_group_pre_forward(fc_group *g, bool *entering);
 FC_CHECK fc_status fc_group_post_forward(fc_group *g);
 FC_CHECK fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch);
 FC_CHECK fc_status fc_group_post_backward(fc_group *g);
 FC_CHECK fc_status fc_group_prefetch(fc_group *g, fc_training_state pass);
-/* End of the last backward: orders the current stream after the reductions, drops a gather nobody waited for. */
+/* End of the last backward: orders the current stream after the reductions, drops a gather nobody
+ * waited for. */
 FC_CHECK fc_status fc_group_finalize_backward(fc_group *g);
 
-/* Back to SHARDED and IDLE after a failure: what is in flight is parked, partial gradients are dropped. */
+/* Back to SHARDED and IDLE after a failure: what is in flight is parked, partial gradients are
+ * dropped. */
 FC_CHECK fc_status fc_group_reset(fc_group *g);
 
-/* Consistency walker for debug builds and tests: FC_ESTATE with a message where an invariant does not hold. */
+/* Consistency walker for debug builds and tests: FC_ESTATE with a message where an invariant does
+ * not hold. */
 FC_CHECK fc_status fc_group_check(fc_group *g);
 
 #endif

@@ -1,5 +1,5 @@
-/* Sharding arithmetic along dim 0. Owns nothing; every product is overflow-checked because the results become
- * raw pointer offsets. */
+/* Sharding arithmetic along dim 0. Owns nothing; every product is overflow-checked because the
+ * results become raw pointer offsets. */
 #include "layout.h"
 
 bool fc_size_mul(int64_t a, int64_t b, int64_t *out) {
@@ -24,14 +24,15 @@ static int64_t clamp(int64_t value, int64_t low, int64_t high) {
     return value < low ? low : (value > high ? high : value);
 }
 
-fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, int64_t world, int64_t rank,
-                         fc_error *err) {
+fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, int64_t world,
+                         int64_t rank, fc_error *err) {
     fc_layout made = {.world = world, .rank = rank};
     if (ndim < 1) {
         return fc_error_set(err, FC_EINVAL, "cannot shard a tensor of %d dimensions", (int)ndim);
     }
     if (world < 1 || rank < 0 || rank >= world) {
-        return fc_error_set(err, FC_EINVAL, "rank %lld is not in [0, %lld)", (long long)rank, (long long)world);
+        return fc_error_set(err, FC_EINVAL, "rank %lld is not in [0, %lld)", (long long)rank,
+                            (long long)world);
     }
     made.rows = sizes[0];
     made.row_numel = 1;
@@ -39,7 +40,8 @@ fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, 
     for (int32_t d = 1; fits && d < ndim; d++) {
         fits = sizes[d] >= 0 && fc_size_mul(made.row_numel, sizes[d], &made.row_numel);
     }
-    /* rows + world - 1 rounds up; the padded total chunk * world * row_numel bounds every later offset. */
+    /* rows + world - 1 rounds up; the padded total chunk * world * row_numel bounds every later
+     * offset. */
     int64_t rounded = 0;
     fits = fits && fc_size_add(made.rows, world - 1, &rounded);
     made.chunk_rows = rounded / world;
@@ -47,7 +49,8 @@ fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, 
     fits = fits && fc_size_mul(made.chunk_rows, made.row_numel, &made.padded_numel) &&
            fc_size_mul(made.padded_numel, world, &padded_total);
     if (!fits) {
-        return fc_error_set(err, FC_EINVAL, "sizes of a tensor with %d dimensions are negative or overflow",
+        return fc_error_set(err, FC_EINVAL,
+                            "sizes of a tensor with %d dimensions are negative or overflow",
                             (int)ndim);
     }
     made.numel = made.rows * made.row_numel;

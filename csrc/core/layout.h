@@ -1,4 +1,5 @@
-/* Pure arithmetic: how one parameter is cut along dim 0, with torch.chunk's semantics and padding. */
+/* Pure arithmetic: how one parameter is cut along dim 0, with torch.chunk's semantics and padding.
+ */
 #ifndef FSDP_C_CORE_LAYOUT_H
 #define FSDP_C_CORE_LAYOUT_H
 
@@ -7,8 +8,9 @@
 
 #include "status.h"
 
-/* Rank r of `world` holds rows [r*chunk_rows, r*chunk_rows + local_rows) of the `rows` rows; every rank reserves
- * chunk_rows rows, the ones past local_rows are zero padding. All counts in elements. */
+/* Rank r of `world` holds rows [r*chunk_rows, r*chunk_rows + local_rows) of the `rows` rows; every
+ * rank reserves chunk_rows rows, the ones past local_rows are zero padding. All counts in elements.
+ */
 typedef struct fc_layout {
     int64_t world;
     int64_t rank;
@@ -25,8 +27,9 @@ typedef struct fc_layout {
 bool fc_size_mul(int64_t a, int64_t b, int64_t *out);
 bool fc_size_add(int64_t a, int64_t b, int64_t *out);
 
-/* FC_EINVAL where ndim < 1, a size is negative, rank is not in [0, world) or a product overflows. */
-FC_CHECK fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, int64_t world,
-                                  int64_t rank, fc_error *err);
+/* FC_EINVAL where ndim < 1, a size is negative, rank is not in [0, world) or a product overflows.
+ */
+FC_CHECK fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes,
+                                  int64_t world, int64_t rank, fc_error *err);
 
 #endif

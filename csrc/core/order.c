@@ -18,7 +18,8 @@ static void *grow(void *items, size_t count, size_t *capacity, size_t size) {
 }
 
 fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *position) {
-    struct fc_group **items = (struct fc_group **)grow(o->items, o->count, &o->capacity, sizeof *items);
+    struct fc_group **items =
+        (struct fc_group **)grow(o->items, o->count, &o->capacity, sizeof *items);
     if (items == NULL) {
         return FC_ENOMEM;
     }
@@ -36,7 +37,9 @@ void fc_order_forget(fc_order *o, const struct fc_group *group) {
     }
 }
 
-void fc_order_clear(fc_order *o) { o->count = 0; }
+void fc_order_clear(fc_order *o) {
+    o->count = 0;
+}
 
 void fc_order_fini(fc_order *o) {
     free(o->items);

@@ -1,5 +1,6 @@
-/* The order in which groups finished their forwards, for prefetching the other way round in backward. A group that
- * ran several forwards stands in it several times. Groups are borrowed; a dying group is forgotten first. */
+/* The order in which groups finished their forwards, for prefetching the other way round in
+ * backward. A group that ran several forwards stands in it several times. Groups are borrowed; a
+ * dying group is forgotten first. */
 #ifndef FSDP_C_CORE_ORDER_H
 #define FSDP_C_CORE_ORDER_H
 
@@ -15,7 +16,8 @@ typedef struct fc_order {
     size_t capacity;
 } fc_order;
 
-/* A stack of positions in the order, one for each forward of a group that has not been through backward. */
+/* A stack of positions in the order, one for each forward of a group that has not been through
+ * backward. */
 typedef struct fc_positions {
     size_t *items;
     size_t count;

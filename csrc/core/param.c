@@ -1,6 +1,7 @@
-/* One parameter. Owns counted references to its tensors and the only partial gradients there are: what a failed or
- * unsynchronised backward left is in `accumulated` or in .grad of `unsharded`, nowhere else. Memory of `flat` is
- * allocated and freed on the device's current stream. Pointers are checked when facts are read, each time. */
+/* One parameter. Owns counted references to its tensors and the only partial gradients there are:
+ * what a failed or unsynchronised backward left is in `accumulated` or in .grad of `unsharded`,
+ * nowhere else. Memory of `flat` is allocated and freed on the device's current stream. Pointers
+ * are checked when facts are read, each time. */
 #include "param.h"
 
 #include <stdlib.h>
@@ -15,8 +16,8 @@ static void replace(fct_tensor **slot, fct_tensor *value) {
     fct_tensor_release(old);
 }
 
-fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes, int64_t world, int64_t rank,
-                        fc_error *err) {
+fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes, int64_t world,
+                        int64_t rank, fc_error *err) {
     memset(p, 0, sizeof *p);
     p->owner = owner;
     p->orig_dtype = FCT_NO_DTYPE;
@@ -50,9 +51,13 @@ void fc_param_fini(fc_param *p) {
     p->strides = NULL;
 }
 
-void fc_param_set_sharded_data(fc_param *p, fct_tensor *data) { replace(&p->sharded_data, data); }
+void fc_param_set_sharded_data(fc_param *p, fct_tensor *data) {
+    replace(&p->sharded_data, data);
+}
 
-void fc_param_set_accumulated(fc_param *p, fct_tensor *grad) { replace(&p->accumulated, grad); }
+void fc_param_set_accumulated(fc_param *p, fct_tensor *grad) {
+    replace(&p->accumulated, grad);
+}
 
 void fc_param_forget_unsharded(fc_param *p) {
     replace(&p->unsharded, NULL);
@@ -70,20 +75,23 @@ fc_status fc_param_shard_facts(const fc_param *p, fct_facts *facts, fc_error *er
     }
     fct_tensor_facts(p->sharded_data, facts);
     if (facts->numel != p->layout.padded_numel || !facts->strided || !facts->contiguous) {
-        return fc_error_set(err, FC_EINVAL,
-                            "sharded data of parameter '%s' has %lld elements (contiguous: %d); expected %lld",
-                            name, (long long)facts->numel, (int)facts->contiguous,
-                            (long long)p->layout.padded_numel);
+        return fc_error_set(
+            err, FC_EINVAL,
+            "sharded data of parameter '%s' has %lld elements (contiguous: %d); expected %lld",
+            name, (long long)facts->numel, (int)facts->contiguous,
+            (long long)p->layout.padded_numel);
     }
     if (facts->dtype != p->orig_dtype) {
-        return fc_error_set(err, FC_EINVAL,
-                            "sharded data of parameter '%s' changed its dtype since it was initialised", name);
+        return fc_error_set(
+            err, FC_EINVAL,
+            "sharded data of parameter '%s' changed its dtype since it was initialised", name);
     }
     int64_t bytes = 0;
     if (!fc_size_mul(facts->numel, facts->itemsize, &bytes) ||
         !fc_size_add(bytes, facts->offset_bytes, &bytes) || bytes > facts->storage_bytes ||
         (facts->numel > 0 && facts->data == NULL)) {
-        return fc_error_set(err, FC_EINVAL, "sharded data of parameter '%s' lies outside its storage (%lld bytes)",
+        return fc_error_set(err, FC_EINVAL,
+                            "sharded data of parameter '%s' lies outside its storage (%lld bytes)",
                             name, (long long)facts->storage_bytes);
     }
     return FC_OK;

@@ -18,14 +18,17 @@ typedef struct fc_param {
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own */
     /* Counted references. */
     fct_tensor *sharded_data; /* flat, padded_numel elements: what is sent */
-    fct_tensor *flat;         /* world * padded_numel elements in the compute type; storage freed while sharded */
-    fct_tensor *unsharded;    /* the parameter over flat, ND; the leaf that autograd accumulates into */
-    fct_tensor *accumulated;  /* partial gradient in reduce_dtype, of backwards that did not reduce */
+    fct_tensor
+        *flat; /* world * padded_numel elements in the compute type; storage freed while sharded */
+    fct_tensor
+        *unsharded; /* the parameter over flat, ND; the leaf that autograd accumulates into */
+    fct_tensor
+        *accumulated; /* partial gradient in reduce_dtype, of backwards that did not reduce */
 } fc_param;
 
 /* Zeroes the struct and computes the layout. FC_EINVAL, FC_ENOMEM. */
-FC_CHECK fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes, int64_t world,
-                                 int64_t rank, fc_error *err);
+FC_CHECK fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes,
+                                 int64_t world, int64_t rank, fc_error *err);
 void fc_param_fini(fc_param *p); /* releases everything; safe on a zeroed struct */
 
 /* Each takes a new reference to its argument and drops the old one. NULL is fine. */
@@ -36,17 +39,20 @@ void fc_param_forget_unsharded(fc_param *p);
 
 /* The type that is gathered and computed in. */
 fct_dtype fc_param_compute_dtype(const fc_param *p);
-/* Checks the shard and reads its facts: padded_numel contiguous elements of orig_dtype inside their storage. */
+/* Checks the shard and reads its facts: padded_numel contiguous elements of orig_dtype inside their
+ * storage. */
 FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, fct_facts *facts, fc_error *err);
 /* Makes flat where there is none, and gives it memory. On failure it holds none. */
-FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, fc_error *err);
+FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,
+                                       fc_error *err);
 void fc_param_free_flat(fc_param *p); /* frees the storage, keeps the tensor */
 
 /* Folds .grad of the unsharded parameter into `accumulated` where there is one already. */
 FC_CHECK fc_status fc_param_fold_grad(fc_param *p);
 /* Moves .grad to `accumulated` in reduce_dtype, where that is set and differs. */
 FC_CHECK fc_status fc_param_stash_grad(fc_param *p);
-/* Takes the partial gradient out: `accumulated`, else .grad of the unsharded parameter. *grad new, or NULL: none. */
+/* Takes the partial gradient out: `accumulated`, else .grad of the unsharded parameter. *grad new,
+ * or NULL: none. */
 void fc_param_take_grad(fc_param *p, fct_tensor **grad);
 /* Forgets every partial gradient. */
 void fc_param_drop_grad(fc_param *p);

@@ -1,6 +1,7 @@
-/* Transfer plans. Own their descriptor arrays; borrow parameters. A gather plan is rebuilt after somebody changed a
- * parameter's dtype or data; a reduce plan is laid out in each backward, because which gradients there are may change,
- * but that is a few additions per parameter. Descriptor addresses are never trusted between steps. */
+/* Transfer plans. Own their descriptor arrays; borrow parameters. A gather plan is rebuilt after
+ * somebody changed a parameter's dtype or data; a reduce plan is laid out in each backward, because
+ * which gradients there are may change, but that is a few additions per parameter. Descriptor
+ * addresses are never trusted between steps. */
 #include "plan.h"
 
 #include <stdlib.h>
@@ -11,13 +12,26 @@ static const struct {
     int32_t size;
     const char *name;
 } dtypes[] = {
-    {0, 1, "torch.uint8"},        {1, 1, "torch.int8"},           {2, 2, "torch.int16"},
-    {3, 4, "torch.int32"},        {4, 8, "torch.int64"},          {5, 2, "torch.float16"},
-    {6, 4, "torch.float32"},      {7, 8, "torch.float64"},        {8, 4, "torch.complex32"},
-    {9, 8, "torch.complex64"},    {10, 16, "torch.complex128"},   {11, 1, "torch.bool"},
-    {15, 2, "torch.bfloat16"},    {23, 1, "torch.float8_e5m2"},   {24, 1, "torch.float8_e4m3fn"},
-    {25, 1, "torch.float8_e5m2fnuz"}, {26, 1, "torch.float8_e4m3fnuz"}, {27, 2, "torch.uint16"},
-    {28, 4, "torch.uint32"},      {29, 8, "torch.uint64"},
+    {0, 1, "torch.uint8"},
+    {1, 1, "torch.int8"},
+    {2, 2, "torch.int16"},
+    {3, 4, "torch.int32"},
+    {4, 8, "torch.int64"},
+    {5, 2, "torch.float16"},
+    {6, 4, "torch.float32"},
+    {7, 8, "torch.float64"},
+    {8, 4, "torch.complex32"},
+    {9, 8, "torch.complex64"},
+    {10, 16, "torch.complex128"},
+    {11, 1, "torch.bool"},
+    {15, 2, "torch.bfloat16"},
+    {23, 1, "torch.float8_e5m2"},
+    {24, 1, "torch.float8_e4m3fn"},
+    {25, 1, "torch.float8_e5m2fnuz"},
+    {26, 1, "torch.float8_e4m3fnuz"},
+    {27, 2, "torch.uint16"},
+    {28, 4, "torch.uint32"},
+    {29, 8, "torch.uint64"},
 };
 
 int32_t fc_dtype_size(fct_dtype dtype) {
@@ -62,7 +76,8 @@ static fc_status reserve_gather(fc_gather_plan *plan, size_t count) {
     return FC_OK;
 }
 
-fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count, fc_error *err) {
+fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
+                               fc_error *err) {
     fc_status status = reserve_gather(plan, count);
     if (status != FC_OK) {
         return status;
@@ -77,15 +92,17 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
         int32_t size = fc_dtype_size(compute);
         int32_t source_size = fc_dtype_size(p->orig_dtype);
         if (size == 0 || source_size == 0) {
-            return fc_error_set(err, FC_EVALUE, "parameter '%s' has a dtype that cannot be gathered",
+            return fc_error_set(err, FC_EVALUE,
+                                "parameter '%s' has a dtype that cannot be gathered",
                                 p->name != NULL ? p->name : "?");
         }
         int64_t bytes = 0;
         int64_t end = 0;
         int64_t total = 0;
-        if (!fc_size_mul(p->layout.padded_numel, size, &bytes) || !fc_size_add(offset, bytes, &end) ||
-            !fc_size_mul(end, p->layout.world, &total)) {
-            return fc_error_set(err, FC_EINVAL, "the gather buffer's size overflows at parameter '%s'",
+        if (!fc_size_mul(p->layout.padded_numel, size, &bytes) ||
+            !fc_size_add(offset, bytes, &end) || !fc_size_mul(end, p->layout.world, &total)) {
+            return fc_error_set(err, FC_EINVAL,
+                                "the gather buffer's size overflows at parameter '%s'",
                                 p->name != NULL ? p->name : "?");
         }
         plan->segments[i] = (fck_segment){.count = p->layout.padded_numel,
@@ -138,7 +155,8 @@ void fc_reduce_plan_fini(fc_reduce_plan *plan) {
 }
 
 /* Checks one gradient and describes it. Not contiguous: it is replaced by a contiguous copy. */
-static fc_status describe_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts, fc_error *err) {
+static fc_status describe_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts,
+                                   fc_error *err) {
     fc_status status = FC_OK;
     const fc_param *p = plan->params[i];
     const char *name = p->name != NULL ? p->name : "?";
@@ -152,13 +170,16 @@ static fc_status describe_gradient(fc_reduce_plan *plan, size_t i, fct_facts *fa
         fct_tensor_facts(copy, facts);
     }
     if (!facts->strided || facts->numel != p->layout.numel) {
-        return fc_error_set(err, FC_EINVAL,
-                            "the gradient of parameter '%s' has %lld elements (dense: %d); expected %lld", name,
-                            (long long)facts->numel, (int)facts->strided, (long long)p->layout.numel);
+        return fc_error_set(
+            err, FC_EINVAL,
+            "the gradient of parameter '%s' has %lld elements (dense: %d); expected %lld", name,
+            (long long)facts->numel, (int)facts->strided, (long long)p->layout.numel);
     }
-    if (!fc_size_mul(facts->numel, facts->itemsize, &end) || !fc_size_add(end, facts->offset_bytes, &end) ||
-        end > facts->storage_bytes || (facts->numel > 0 && facts->data == NULL)) {
-        return fc_error_set(err, FC_EINVAL, "the gradient of parameter '%s' lies outside its storage", name);
+    if (!fc_size_mul(facts->numel, facts->itemsize, &end) ||
+        !fc_size_add(end, facts->offset_bytes, &end) || end > facts->storage_bytes ||
+        (facts->numel > 0 && facts->data == NULL)) {
+        return fc_error_set(err, FC_EINVAL,
+                            "the gradient of parameter '%s' lies outside its storage", name);
     }
 done:
     return status;
@@ -177,8 +198,10 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, f
         if (i == 0) {
             grad_dtype = facts.dtype;
         } else if (facts.dtype != grad_dtype) {
-            return fc_error_set(err, FC_EINVAL, "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
-                                fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
+            return fc_error_set(
+                err, FC_EINVAL,
+                "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
+                fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
         }
         plan->gradients[i] = (fck_gradient){.src = facts.data,
                                             .numel = facts.numel,
@@ -187,8 +210,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, f
                                             .itemsize = (int32_t)facts.itemsize,
                                             .src_dtype = facts.dtype};
         int64_t total = 0;
-        if (!fc_size_add(offset, layout->padded_numel, &offset) || !fc_size_mul(offset, layout->world, &total) ||
-            !fc_size_mul(total, 16, &total)) {
+        if (!fc_size_add(offset, layout->padded_numel, &offset) ||
+            !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {
             return fc_error_set(err, FC_EINVAL, "the reduce buffer's size overflows");
         }
     }

@@ -1,8 +1,9 @@
 /* Transfer plans: what does not change between steps, computed once.
  *
- * A gather plan lays a group's shards out in one row (the parameters' padded shards one after the other); rank r's row
- * stands at r * row_bytes of the gather buffer. Where all compute types are equal the buffer has that type, else it
- * is bytes. A reduce plan does the same for the gradients that are there in this backward, in the reduce type. */
+ * A gather plan lays a group's shards out in one row (the parameters' padded shards one after the
+ * other); rank r's row stands at r * row_bytes of the gather buffer. Where all compute types are
+ * equal the buffer has that type, else it is bytes. A reduce plan does the same for the gradients
+ * that are there in this backward, in the reduce type. */
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
@@ -15,7 +16,7 @@ typedef struct fc_gather_plan {
     bool valid;
     bool native; /* the kernels can do every cast; else torch copies do the packing */
     fct_dtype dtype;
-    int64_t row_numel;    /* elements of dtype in a row */
+    int64_t row_numel; /* elements of dtype in a row */
     int64_t row_bytes;
     fck_segment *segments; /* [count] types, counts; addresses are filled in at each use */
     fck_column *columns;   /* [count] offsets and bytes; addresses likewise */
@@ -24,23 +25,28 @@ typedef struct fc_gather_plan {
 
 typedef struct fc_reduce_plan {
     fct_dtype dtype;
-    int64_t row_numel;        /* elements of dtype in one rank's row */
-    fck_gradient *gradients;  /* [capacity] */
-    fc_param **params;        /* [capacity] the parameters that have a gradient, in group order; borrowed */
-    fct_tensor **grads;       /* [capacity] their gradients; counted, owned here until copied or dropped */
+    int64_t row_numel;       /* elements of dtype in one rank's row */
+    fck_gradient *gradients; /* [capacity] */
+    fc_param *
+        *params; /* [capacity] the parameters that have a gradient, in group order; borrowed */
+    fct_tensor *
+        *grads; /* [capacity] their gradients; counted, owned here until copied or dropped */
     size_t count;
     size_t capacity;
 } fc_reduce_plan;
 
 /* Builds the plan anew from the parameters' layouts and dtypes.
  * FC_ENOMEM, FC_EINVAL, FC_EVALUE. */
-FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count, fc_error *err);
+FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
+                                        fc_error *err);
 void fc_gather_plan_fini(fc_gather_plan *plan);
 
 /* Room for `capacity` gradients. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
-/* Lays out the collected gradients: fills offsets, chunks and row_numel. Gradients must be of one dtype. */
-FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, fc_error *err);
+/* Lays out the collected gradients: fills offsets, chunks and row_numel. Gradients must be of one
+ * dtype. */
+FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
+                                          fc_error *err);
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan);
 void fc_reduce_plan_fini(fc_reduce_plan *plan);
 

@@ -1,6 +1,7 @@
-/* Gradient reduction. Owns the records of reductions in flight (a list in the comm context) with their buffers. Stream
- * rules: the pack runs on the current stream, everything after it on the reduce stream; the input is kept until the
- * current stream has waited for the collective, the output lives on in the gradients' views. */
+/* Gradient reduction. Owns the records of reductions in flight (a list in the comm context) with
+ * their buffers. Stream rules: the pack runs on the current stream, everything after it on the
+ * reduce stream; the input is kept until the current stream has waited for the collective, the
+ * output lives on in the gradients' views. */
 #include "reduce.h"
 
 #include <stdlib.h>
@@ -23,9 +24,12 @@ typedef struct fc_reduction {
 
 /* ---- arithmetic ---- */
 
-static bool may_overflow(fct_dtype dtype) { return dtype != FCK_FLOAT32 && dtype != FCK_BFLOAT16; }
+static bool may_overflow(fct_dtype dtype) {
+    return dtype != FCK_FLOAT32 && dtype != FCK_BFLOAT16;
+}
 
-/* Splits a division so that neither side over- or underflows: about the square root before the sum. */
+/* Splits a division so that neither side over- or underflows: about the square root before the sum.
+ */
 static double divisor_before(double factor) {
     double before = 1.0;
     while (factor / before == (double)(int64_t)(factor / before) && factor / before > before) {
@@ -34,8 +38,8 @@ static double divisor_before(double factor) {
     return before;
 }
 
-fc_divide fc_reduce_divide(int64_t world, fct_dtype dtype, bool has_factor, double factor, bool force_sum,
-                           bool has_premul) {
+fc_divide fc_reduce_divide(int64_t world, fct_dtype dtype, bool has_factor, double factor,
+                           bool force_sum, bool has_premul) {
     fc_divide divide = {.before = 1.0, .after = 1.0, .op = FCT_SUM, .premultiply = 1.0};
     if (world == 1) {
         divide.after = has_factor ? factor : 1.0;
@@ -224,8 +228,8 @@ static fc_status scatter(fc_group *g, fc_reduction *r) {
     fc_status status = FC_OK;
     const fc_reduce_plan *plan = &g->reduce_plan;
     bool has_premul = g->has_divide_factor && g->pg != NULL && fct_pg_has_premul(g->pg, g->device);
-    fc_divide divide = fc_reduce_divide(g->world, plan->dtype, g->has_divide_factor, g->divide_factor, g->force_sum,
-                                        has_premul);
+    fc_divide divide = fc_reduce_divide(g->world, plan->dtype, g->has_divide_factor,
+                                        g->divide_factor, g->force_sum, has_premul);
     r->divide_after = divide.after;
     if (divide.before != 1.0) {
         FC_TRY_RAISED(fct_tensor_div(r->input, divide.before));
@@ -236,8 +240,8 @@ static fc_status scatter(fc_group *g, fc_reduction *r) {
         return FC_OK;
     }
     FC_TRY_RAISED(fct_tensor_empty(plan->row_numel, plan->dtype, g->device, &r->output));
-    FC_TRY_RAISED(fct_reduce_scatter(g->pg, r->output, r->input, divide.op, divide.premultiply, !g->comm->has_streams,
-                                     &r->work));
+    FC_TRY_RAISED(fct_reduce_scatter(g->pg, r->output, r->input, divide.op, divide.premultiply,
+                                     !g->comm->has_streams, &r->work));
 done:
     return status;
 }

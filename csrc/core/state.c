@@ -1,5 +1,6 @@
-/* States and the iteration they share. Owns arrays of borrowed pointers only. What a state does to its groups in each
- * hook is here; what a hook does to tensors and Python objects is in csrc/python/state.c. */
+/* States and the iteration they share. Owns arrays of borrowed pointers only. What a state does to
+ * its groups in each hook is here; what a hook does to tensors and Python objects is in
+ * csrc/python/state.c. */
 #include "state.h"
 
 #include <stdlib.h>
@@ -18,7 +19,9 @@ void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count) 
     it->count = count;
 }
 
-void fc_iteration_fini(fc_iteration *it) { fc_iteration_set_states(it, NULL, 0); }
+void fc_iteration_fini(fc_iteration *it) {
+    fc_iteration_set_states(it, NULL, 0);
+}
 
 /* Post-backward of the groups that autograd did not reach: no input of theirs required grad. */
 static fc_status finish_groups(fc_state *s) {
@@ -56,7 +59,8 @@ done:
     return status;
 }
 
-void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm, fct_device device) {
+void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm,
+                   fct_device device) {
     memset(s, 0, sizeof *s);
     s->owner = owner;
     s->iteration = iteration;

@@ -1,5 +1,6 @@
-/* The state of one fully_shard call (one or several modules, their groups) and the iteration that all states of one
- * root share. The state drives its groups; it knows neither modules nor tensors. */
+/* The state of one fully_shard call (one or several modules, their groups) and the iteration that
+ * all states of one root share. The state drives its groups; it knows neither modules nor tensors.
+ */
 #ifndef FSDP_C_CORE_STATE_H
 #define FSDP_C_CORE_STATE_H
 
@@ -34,15 +35,19 @@ void fc_iteration_init(fc_iteration *it);
 void fc_iteration_fini(fc_iteration *it);
 /* Takes the array. */
 void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count);
-/* End of a backward: runs the post-backwards that autograd did not reach, finishes reductions, goes idle. */
+/* End of a backward: runs the post-backwards that autograd did not reach, finishes reductions, goes
+ * idle. */
 FC_CHECK fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c);
 
-void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm, fct_device device);
+void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm,
+                   fct_device device);
 void fc_state_fini(fc_state *s);
 
-/* Once per iteration, by the first state whose forward runs: the gather streams wait for the compute stream. */
+/* Once per iteration, by the first state whose forward runs: the gather streams wait for the
+ * compute stream. */
 FC_CHECK fc_status fc_state_begin_iteration(fc_state *s);
-/* Recomputation inside backward (activation checkpointing): only makes sure that the groups are unsharded. */
+/* Recomputation inside backward (activation checkpointing): only makes sure that the groups are
+ * unsharded. */
 FC_CHECK fc_status fc_state_recompute(fc_state *s);
 FC_CHECK fc_status fc_state_forward_prefetch(fc_state *s);
 FC_CHECK fc_status fc_state_post_forward(fc_state *s);
@@ -50,8 +55,9 @@ FC_CHECK fc_status fc_state_post_forward(fc_state *s);
 FC_CHECK fc_status fc_state_end_forward(fc_state *s);
 /* at_end is queued once per backward and must call fc_iteration_end_backward. */
 FC_CHECK fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end);
-/* Back to where a new iteration can start, whatever failed; for the root. Where the device's streams do not obey, nothing
- * is changed. Any other failure is returned after all of the reset was tried. A reset can be repeated. */
+/* Back to where a new iteration can start, whatever failed; for the root. Where the device's
+ * streams do not obey, nothing is changed. Any other failure is returned after all of the reset was
+ * tried. A reset can be repeated. */
 FC_CHECK fc_status fc_state_reset(fc_state *s);
 
 #endif

@@ -5,12 +5,12 @@
 #include <stddef.h>
 
 /* X(name, value, what the Python layer raises) */
-#define FC_STATUS_MAP(X)                                              \
-    X(FC_OK, 0, "no exception")                                       \
-    X(FC_ERAISED, -1, "the exception that the boundary or host set")  \
-    X(FC_ENOMEM, -2, "MemoryError")                                   \
-    X(FC_ESTATE, -3, "RuntimeError")                                  \
-    X(FC_EINVAL, -4, "AssertionError")                                \
+#define FC_STATUS_MAP(X)                                                                           \
+    X(FC_OK, 0, "no exception")                                                                    \
+    X(FC_ERAISED, -1, "the exception that the boundary or host set")                               \
+    X(FC_ENOMEM, -2, "MemoryError")                                                                \
+    X(FC_ESTATE, -3, "RuntimeError")                                                               \
+    X(FC_EINVAL, -4, "AssertionError")                                                             \
     X(FC_EVALUE, -5, "ValueError")
 
 typedef enum fc_status {
@@ -28,29 +28,31 @@ typedef enum fc_status {
 #endif
 
 /* Runs a core call and leaves through `done:` where it failed. Needs a local `fc_status status`. */
-#define FC_TRY(call)              \
-    do {                          \
-        status = (call);          \
-        if (status != FC_OK) {    \
-            goto done;            \
-        }                         \
+#define FC_TRY(call)                                                                               \
+    do {                                                                                           \
+        status = (call);                                                                           \
+        if (status != FC_OK) {                                                                     \
+            goto done;                                                                             \
+        }                                                                                          \
     } while (0)
 
 /* The same for a boundary or host call (0, or -1 with the Python error set). */
-#define FC_TRY_RAISED(call)       \
-    do {                          \
-        if ((call) != 0) {        \
-            status = FC_ERAISED;  \
-            goto done;            \
-        }                         \
+#define FC_TRY_RAISED(call)                                                                        \
+    do {                                                                                           \
+        if ((call) != 0) {                                                                         \
+            status = FC_ERAISED;                                                                   \
+            goto done;                                                                             \
+        }                                                                                          \
     } while (0)
 
-/* Where the message of a failure is left: the caller owns it, one for each rank's comm context and group. */
+/* Where the message of a failure is left: the caller owns it, one for each rank's comm context and
+ * group. */
 typedef struct fc_error {
     char message[512];
 } fc_error;
 
-/* Writes the message and returns `code`, so that one can `return fc_error_set(...)`. err may be NULL. */
+/* Writes the message and returns `code`, so that one can `return fc_error_set(...)`. err may be
+ * NULL. */
 fc_status fc_error_set(fc_error *err, fc_status code, const char *format, ...) FC_PRINTF(3, 4);
 
 #endif

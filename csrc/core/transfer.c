@@ -1,5 +1,5 @@
-/* Moving memory. Owns nothing beyond a call. The address checks here are the last ones before raw copies: extents of
- * both sides against their storages, in release builds too. */
+/* Moving memory. Owns nothing beyond a call. The address checks here are the last ones before raw
+ * copies: extents of both sides against their storages, in release builds too. */
 #include "transfer.h"
 
 #include <stdlib.h>
@@ -20,23 +20,27 @@ static void *stream_of(fct_device device) {
 }
 
 static fc_status launched(const char *failure, fc_error *err) {
-    return failure == NULL ? FC_OK : fc_error_set(err, FC_ESTATE, "a copy kernel failed: %s", failure);
+    return failure == NULL ? FC_OK
+                           : fc_error_set(err, FC_ESTATE, "a copy kernel failed: %s", failure);
 }
 
 /* Reads the facts of a buffer and checks that it holds `bytes` bytes of contiguous memory. */
-static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts *facts, fc_error *err) {
+static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts *facts,
+                              fc_error *err) {
     int64_t end = 0;
     fct_tensor_facts(buffer, facts);
     if (!facts->strided || !facts->contiguous || facts->numel * facts->itemsize < bytes ||
         !fc_size_add(facts->offset_bytes, bytes, &end) || end > facts->storage_bytes ||
         (bytes > 0 && facts->data == NULL)) {
-        return fc_error_set(err, FC_EINVAL, "a transfer of %lld bytes does not fit its buffer", (long long)bytes);
+        return fc_error_set(err, FC_EINVAL, "a transfer of %lld bytes does not fit its buffer",
+                            (long long)bytes);
     }
     return FC_OK;
 }
 
 /* dst[offset ...) = src for devices without kernels; src flat, offset in elements of dst's type. */
-static fc_status torch_copy(const fct_tensor *dst, int64_t offset, const fct_tensor *src, int64_t count) {
+static fc_status torch_copy(const fct_tensor *dst, int64_t offset, const fct_tensor *src,
+                            int64_t count) {
     fc_status status = FC_OK;
     fct_tensor *target = NULL;
     const int64_t size[1] = {count};
@@ -49,13 +53,16 @@ done:
 }
 
 static fc_status no_kernels(fc_error *err) {
-    return fc_error_set(err, FC_EVALUE,
-                        "parameters of different compute dtypes in one group are not supported on a device "
-                        "without copy kernels");
+    return fc_error_set(
+        err, FC_EVALUE,
+        "parameters of different compute dtypes in one group are not supported on a device "
+        "without copy kernels");
 }
 
-/* Casts the shards that no kernel can cast, with torch; *casts gets [count] entries, NULL where none was needed. */
-static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params, fct_tensor ***casts) {
+/* Casts the shards that no kernel can cast, with torch; *casts gets [count] entries, NULL where
+ * none was needed. */
+static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params,
+                                 fct_tensor ***casts) {
     fc_status status = FC_OK;
     fct_tensor **made = (fct_tensor **)calloc(plan->count, sizeof *made);
     if (made == NULL) {
@@ -63,7 +70,8 @@ static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *pa
     }
     for (size_t i = 0; i < plan->count; i++) {
         if (fck_can_cast(plan->segments[i].src_dtype, plan->segments[i].dst_dtype) == 0) {
-            FC_TRY_RAISED(fct_tensor_cast(params[i]->sharded_data, plan->segments[i].dst_dtype, &made[i]));
+            FC_TRY_RAISED(
+                fct_tensor_cast(params[i]->sharded_data, plan->segments[i].dst_dtype, &made[i]));
         }
     }
     *casts = made;
@@ -77,8 +85,8 @@ done:
 }
 
 /* Runs the pack kernel over segments whose destinations are filled in. */
-static fc_status pack_segments(fc_gather_plan *plan, fc_param *const *params, const fck_backend *kernels,
-                               fct_device device, fc_error *err) {
+static fc_status pack_segments(fc_gather_plan *plan, fc_param *const *params,
+                               const fck_backend *kernels, fct_device device, fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor **casts = NULL;
     if (!plan->native) {
@@ -93,7 +101,8 @@ static fc_status pack_segments(fc_gather_plan *plan, fc_param *const *params, co
                 s->itemsize = (int32_t)facts.itemsize;
             }
         }
-        plan->valid = false; /* the segments' source types are no longer the plan's: build it anew next time */
+        plan->valid = false; /* the segments' source types are no longer the plan's: build it anew
+                                next time */
     }
     FC_TRY(launched(kernels->pack(plan->segments, plan->count, stream_of(device)), err));
 done:
@@ -104,8 +113,8 @@ done:
     return status;
 }
 
-fc_status fc_transfer_pack(fc_gather_plan *plan, fc_param *const *params, fct_tensor *buffer, int64_t row,
-                           fc_error *err) {
+fc_status fc_transfer_pack(fc_gather_plan *plan, fc_param *const *params, fct_tensor *buffer,
+                           int64_t row, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts target;
     fct_facts source;
@@ -120,8 +129,9 @@ fc_status fc_transfer_pack(fc_gather_plan *plan, fc_param *const *params, fct_te
             if (plan->dtype != plan->segments[i].dst_dtype) {
                 return no_kernels(err);
             }
-            FC_TRY(torch_copy(buffer, (target.offset_bytes + start + plan->columns[i].offset) / target.itemsize,
-                              params[i]->sharded_data, source.numel));
+            FC_TRY(torch_copy(
+                buffer, (target.offset_bytes + start + plan->columns[i].offset) / target.itemsize,
+                params[i]->sharded_data, source.numel));
         }
     }
     if (kernels != NULL) {
@@ -131,7 +141,8 @@ done:
     return status;
 }
 
-fc_status fc_transfer_fill(fc_gather_plan *plan, fc_param *const *params, fct_device device, fc_error *err) {
+fc_status fc_transfer_fill(fc_gather_plan *plan, fc_param *const *params, fct_device device,
+                           fc_error *err) {
     fc_status status = FC_OK;
     fct_facts target;
     fct_facts source;
@@ -153,8 +164,9 @@ done:
 }
 
 /* One parameter's columns, row by row, with torch copies. */
-static fc_status unpack_with_torch(const fc_gather_plan *plan, size_t i, const fc_param *p, const fct_tensor *buffer,
-                                   const fct_facts *source, int64_t world, fc_error *err) {
+static fc_status unpack_with_torch(const fc_gather_plan *plan, size_t i, const fc_param *p,
+                                   const fct_tensor *buffer, const fct_facts *source, int64_t world,
+                                   fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
     const int64_t size[1] = {p->layout.padded_numel};
@@ -163,7 +175,8 @@ static fc_status unpack_with_torch(const fc_gather_plan *plan, size_t i, const f
         return no_kernels(err);
     }
     for (int64_t r = 0; r < world; r++) {
-        int64_t offset = (source->offset_bytes + r * plan->row_bytes + plan->columns[i].offset) / source->itemsize;
+        int64_t offset = (source->offset_bytes + r * plan->row_bytes + plan->columns[i].offset) /
+                         source->itemsize;
         FC_TRY_RAISED(fct_tensor_alias(buffer, 1, size, stride, offset, &part));
         FC_TRY(torch_copy(p->flat, r * p->layout.padded_numel, part, p->layout.padded_numel));
         fct_tensor_release(part);
@@ -174,8 +187,8 @@ done:
     return status;
 }
 
-fc_status fc_transfer_unpack(fc_gather_plan *plan, fc_param *const *params, const fct_tensor *buffer, int64_t world,
-                             fc_error *err) {
+fc_status fc_transfer_unpack(fc_gather_plan *plan, fc_param *const *params,
+                             const fct_tensor *buffer, int64_t world, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts source;
     fct_facts target;
@@ -189,8 +202,8 @@ fc_status fc_transfer_unpack(fc_gather_plan *plan, fc_param *const *params, cons
         }
     }
     if (kernels != NULL) {
-        FC_TRY(launched(kernels->unpack(source.data, plan->row_bytes, world, plan->columns, plan->count,
-                                        stream_of(source.device)),
+        FC_TRY(launched(kernels->unpack(source.data, plan->row_bytes, world, plan->columns,
+                                        plan->count, stream_of(source.device)),
                         err));
     }
 done:
@@ -215,9 +228,11 @@ static fc_status pack_gradients_with_torch(fc_reduce_plan *plan, int64_t world, 
             const int64_t size[1] = {left < g->chunk ? left : g->chunk};
             const int64_t stride[1] = {1};
             FC_TRY_RAISED(fct_tensor_alias(plan->grads[i], 1, size, stride,
-                                           facts.offset_bytes / facts.itemsize + r * g->chunk, &part));
-            FC_TRY(torch_copy(buffer, target->offset_bytes / target->itemsize + r * plan->row_numel + g->offset, part,
-                              size[0]));
+                                           facts.offset_bytes / facts.itemsize + r * g->chunk,
+                                           &part));
+            FC_TRY(torch_copy(
+                buffer, target->offset_bytes / target->itemsize + r * plan->row_numel + g->offset,
+                part, size[0]));
             fct_tensor_release(part);
             part = NULL;
         }
@@ -249,18 +264,20 @@ done:
     return status;
 }
 
-fc_status fc_transfer_pack_gradients(fc_reduce_plan *plan, int64_t world, fct_tensor *buffer, fc_error *err) {
+fc_status fc_transfer_pack_gradients(fc_reduce_plan *plan, int64_t world, fct_tensor *buffer,
+                                     fc_error *err) {
     fc_status status = FC_OK;
     fct_facts target;
-    FC_TRY(buffer_facts(buffer, world * plan->row_numel * fc_dtype_size(plan->dtype), &target, err));
+    FC_TRY(
+        buffer_facts(buffer, world * plan->row_numel * fc_dtype_size(plan->dtype), &target, err));
     const fck_backend *kernels = backend_of(target.device);
     if (kernels == NULL) {
         FC_TRY(pack_gradients_with_torch(plan, world, buffer, &target));
         return FC_OK;
     }
     FC_TRY(cast_gradients(plan, err));
-    FC_TRY(launched(kernels->pack_gradients(plan->gradients, plan->count, world, target.data, plan->row_numel,
-                                            plan->dtype, stream_of(target.device)),
+    FC_TRY(launched(kernels->pack_gradients(plan->gradients, plan->count, world, target.data,
+                                            plan->row_numel, plan->dtype, stream_of(target.device)),
                     err));
 done:
     return status;

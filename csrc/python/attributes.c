@@ -24,7 +24,8 @@ int fcpy_check_list(PyObject *list, PyTypeObject *type, const char *what) {
 
 /* Enum members are bound as tuples in the order of the C enums, which count from 1. */
 static PyObject *member(PyObject *members, int number) {
-    if (members == NULL || !PyTuple_Check(members) || number < 1 || number > PyTuple_GET_SIZE(members)) {
+    if (members == NULL || !PyTuple_Check(members) || number < 1 ||
+        number > PyTuple_GET_SIZE(members)) {
         PyErr_SetString(PyExc_SystemError, "fsdp_c: the extension is not bound");
         return NULL;
     }
@@ -83,6 +84,10 @@ int fcpy_set_dtype(PyObject *value, fct_dtype *target) {
     return 0;
 }
 
-void fcpy_retain(void *owner) { Py_INCREF((PyObject *)owner); }
+void fcpy_retain(void *owner) {
+    Py_INCREF((PyObject *)owner);
+}
 
-void fcpy_release(void *owner) { Py_DECREF((PyObject *)owner); }
+void fcpy_release(void *owner) {
+    Py_DECREF((PyObject *)owner);
+}

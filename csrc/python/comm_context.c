@@ -1,5 +1,5 @@
-/* The CommContext type (streams and what is in flight, shared by the groups of one root) and the IterationContext type
- * (the states of one root and the iteration's flags). */
+/* The CommContext type (streams and what is in flight, shared by the groups of one root) and the
+ * IterationContext type (the states of one root and the iteration's flags). */
 #include "objects.h"
 
 /* ---- CommContext ---- */
@@ -96,9 +96,12 @@ static int comm_set_max_buffers(PyObject *obj, PyObject *value, void *closure) {
 }
 
 static PyGetSetDef comm_getset[] = {
-    {"post_forward_order", comm_order, NULL, "List of the groups in the order their forwards ended (a copy).", NULL},
-    {"reductions_in_flight", comm_in_flight, NULL, "Gradient reductions whose buffers are still kept.", NULL},
-    {"reduce_scatter_max_input_buffers", comm_max_buffers, comm_set_max_buffers, "How many of them are kept at most.", NULL},
+    {"post_forward_order", comm_order, NULL,
+     "List of the groups in the order their forwards ended (a copy).", NULL},
+    {"reductions_in_flight", comm_in_flight, NULL,
+     "Gradient reductions whose buffers are still kept.", NULL},
+    {"reduce_scatter_max_input_buffers", comm_max_buffers, comm_set_max_buffers,
+     "How many of them are kept at most.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -114,10 +117,14 @@ static PyMemberDef comm_members[] = {
 };
 
 static PyType_Slot comm_slots[] = {
-    {Py_tp_new, (void *)comm_new},           {Py_tp_dealloc, (void *)comm_dealloc},
-    {Py_tp_traverse, (void *)comm_traverse}, {Py_tp_clear, (void *)comm_clear},
-    {Py_tp_getset, comm_getset},             {Py_tp_methods, comm_methods},
-    {Py_tp_members, comm_members},           {Py_tp_doc, "CommContext(device): streams, events and buffers in flight."},
+    {Py_tp_new, (void *)comm_new},
+    {Py_tp_dealloc, (void *)comm_dealloc},
+    {Py_tp_traverse, (void *)comm_traverse},
+    {Py_tp_clear, (void *)comm_clear},
+    {Py_tp_getset, comm_getset},
+    {Py_tp_methods, comm_methods},
+    {Py_tp_members, comm_members},
+    {Py_tp_doc, "CommContext(device): streams, events and buffers in flight."},
     {0, NULL},
 };
 
@@ -235,10 +242,12 @@ static int set_flag(PyObject *obj, PyObject *value, void *closure) {
 #define ITERATION_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_iteration, core.field))
 
 static PyGetSetDef iteration_getset[] = {
-    {"all_states", get_all_states, set_all_states, "States under the root in named_modules() order.", NULL},
-    {"iter_forward_root", get_forward_root, set_forward_root, "State whose forward this iteration is, or None.", NULL},
-    {"post_backward_final_callback_queued", get_flag, set_flag, "Whether this backward's end is hooked already.",
-     ITERATION_OFFSET(callback_queued)},
+    {"all_states", get_all_states, set_all_states,
+     "States under the root in named_modules() order.", NULL},
+    {"iter_forward_root", get_forward_root, set_forward_root,
+     "State whose forward this iteration is, or None.", NULL},
+    {"post_backward_final_callback_queued", get_flag, set_flag,
+     "Whether this backward's end is hooked already.", ITERATION_OFFSET(callback_queued)},
     {"is_last_backward", get_flag, set_flag, "Whether the next backward's end finalizes.",
      ITERATION_OFFSET(is_last_backward)},
     {NULL, NULL, NULL, NULL, NULL},
@@ -250,10 +259,14 @@ static PyMemberDef iteration_members[] = {
 };
 
 static PyType_Slot iteration_slots[] = {
-    {Py_tp_new, (void *)iteration_new},           {Py_tp_dealloc, (void *)iteration_dealloc},
-    {Py_tp_traverse, (void *)iteration_traverse}, {Py_tp_clear, (void *)iteration_clear},
-    {Py_tp_getset, iteration_getset},             {Py_tp_members, iteration_members},
-    {Py_tp_doc, "IterationContext(): what the states under one root share about the running iteration."},
+    {Py_tp_new, (void *)iteration_new},
+    {Py_tp_dealloc, (void *)iteration_dealloc},
+    {Py_tp_traverse, (void *)iteration_traverse},
+    {Py_tp_clear, (void *)iteration_clear},
+    {Py_tp_getset, iteration_getset},
+    {Py_tp_members, iteration_members},
+    {Py_tp_doc,
+     "IterationContext(): what the states under one root share about the running iteration."},
     {0, NULL},
 };
 

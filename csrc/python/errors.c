@@ -18,6 +18,7 @@ int fcpy_raise(fc_status status, const char *message) {
     } else if (status == FC_EVALUE) {
         type = PyExc_ValueError;
     }
-    PyErr_SetString(type, message != NULL && message[0] != '\0' ? message : "fsdp_c: internal error");
+    PyErr_SetString(type,
+                    message != NULL && message[0] != '\0' ? message : "fsdp_c: internal error");
     return -1;
 }

@@ -1,5 +1,6 @@
-/* The Hook type: the callable that is registered on a module as its forward (pre-)hook. Owns its state, and for states
- * of several modules the set of those modules. Under torch.compile dynamo breaks the graph here and calls it. */
+/* The Hook type: the callable that is registered on a module as its forward (pre-)hook. Owns its
+ * state, and for states of several modules the set of those modules. Under torch.compile dynamo
+ * breaks the graph here and calls it. */
 #include "objects.h"
 
 typedef enum fcpy_hook_kind { HOOK_PRE_FORWARD = 0, HOOK_POST_FORWARD = 1 } fcpy_hook_kind;
@@ -10,17 +11,19 @@ typedef struct fcpy_hook {
     vectorcallfunc vectorcall;
     fcpy_state *state; /* owned */
     fcpy_hook_kind kind;
-    bool grouped; /* several modules share the state: count which of them have run */
+    bool grouped;      /* several modules share the state: count which of them have run */
     PyObject *modules; /* set of those modules, for grouped hooks */
 } fcpy_hook;
 
 /* (module, args, kwargs) -> None where nothing changed, else (args, kwargs) */
-static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *args, PyObject *kwargs) {
+static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *args,
+                                 PyObject *kwargs) {
     PyObject *new_args = args;
     PyObject *new_kwargs = kwargs;
     PyObject *result = NULL;
     if (self->grouped && PySet_GET_SIZE(self->state->modules_to_run) == 0) {
-        PyObject *updated = PyObject_CallMethod(self->state->modules_to_run, "update", "O", self->modules);
+        PyObject *updated =
+            PyObject_CallMethod(self->state->modules_to_run, "update", "O", self->modules);
         if (updated == NULL) {
             return NULL;
         }
@@ -52,7 +55,8 @@ static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *o
         }
         complete = found == 1 && PySet_GET_SIZE(self->state->modules_to_run) == 0;
     }
-    result = complete ? fcpy_state_post_forward(self->state, output) : fcpy_state_cast_output(self->state, output);
+    result = complete ? fcpy_state_post_forward(self->state, output)
+                      : fcpy_state_cast_output(self->state, output);
     if (result == output) {
         Py_DECREF(result);
         Py_RETURN_NONE;
@@ -60,7 +64,8 @@ static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *o
     return result;
 }
 
-static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
+static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nargsf,
+                           PyObject *kwnames) {
     fcpy_hook *self = (fcpy_hook *)callable;
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
     if (count != 3 || (kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0)) {
@@ -78,8 +83,8 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     PyObject *modules = Py_None;
     int post = 0;
     fcpy_module *mod = fcpy_module_of(type);
-    if (mod == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "O!p|O", keywords, mod->state_type, &state, &post, &modules)) {
+    if (mod == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O!p|O", keywords,
+                                                    mod->state_type, &state, &post, &modules)) {
         return NULL;
     }
     fcpy_hook *self = (fcpy_hook *)type->tp_alloc(type, 0);
@@ -125,9 +130,12 @@ static PyMemberDef hook_members[] = {
 };
 
 static PyType_Slot hook_slots[] = {
-    {Py_tp_new, (void *)hook_new},           {Py_tp_dealloc, (void *)hook_dealloc},
-    {Py_tp_call, (void *)PyVectorcall_Call}, {Py_tp_traverse, (void *)hook_traverse},
-    {Py_tp_clear, (void *)hook_clear},       {Py_tp_members, hook_members},
+    {Py_tp_new, (void *)hook_new},
+    {Py_tp_dealloc, (void *)hook_dealloc},
+    {Py_tp_call, (void *)PyVectorcall_Call},
+    {Py_tp_traverse, (void *)hook_traverse},
+    {Py_tp_clear, (void *)hook_clear},
+    {Py_tp_members, hook_members},
     {Py_tp_doc, "Hook(state, post, modules=None): a forward (pre-)hook for a module."},
     {0, NULL},
 };

@@ -1,9 +1,12 @@
-/* The extension module: its state (types, interned names, bound Python functions) and nothing that is global. */
+/* The extension module: its state (types, interned names, bound Python functions) and nothing that
+ * is global. */
 #include "objects.h"
 
 #include <string.h>
 
-static fcpy_module *state_of(PyObject *module) { return (fcpy_module *)PyModule_GetState(module); }
+static fcpy_module *state_of(PyObject *module) {
+    return (fcpy_module *)PyModule_GetState(module);
+}
 
 fcpy_module *fcpy_module_of(PyTypeObject *type) {
     PyObject *mro = type->tp_mro;
@@ -13,7 +16,8 @@ fcpy_module *fcpy_module_of(PyTypeObject *type) {
             continue;
         }
         PyObject *module = ((PyHeapTypeObject *)base)->ht_module;
-        if (module != NULL && PyModule_Check(module) && PyModule_GetDef(module) == &fcpy_module_def) {
+        if (module != NULL && PyModule_Check(module) &&
+            PyModule_GetDef(module) == &fcpy_module_def) {
             return state_of(module);
         }
     }
@@ -28,15 +32,15 @@ static PyObject *module_bind(PyObject *module, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "bind takes keyword arguments only");
         return NULL;
     }
-#define FCPY_TAKE(name)                                                   \
-    {                                                                     \
-        PyObject *value = PyDict_GetItemString(kwargs, #name);            \
-        if (value == NULL) {                                              \
-            PyErr_SetString(PyExc_TypeError, "bind: missing " #name);     \
-            return NULL;                                                  \
-        }                                                                 \
-        Py_INCREF(value);                                                 \
-        Py_XSETREF(mod->bound.name, value);                               \
+#define FCPY_TAKE(name)                                                                            \
+    {                                                                                              \
+        PyObject *value = PyDict_GetItemString(kwargs, #name);                                     \
+        if (value == NULL) {                                                                       \
+            PyErr_SetString(PyExc_TypeError, "bind: missing " #name);                              \
+            return NULL;                                                                           \
+        }                                                                                          \
+        Py_INCREF(value);                                                                          \
+        Py_XSETREF(mod->bound.name, value);                                                        \
     }
     FCPY_BOUND(FCPY_TAKE)
 #undef FCPY_TAKE
@@ -63,8 +67,10 @@ static PyMethodDef module_methods[] = {
     {"bind", (PyCFunction)(void (*)(void))module_bind, METH_VARARGS | METH_KEYWORDS,
      "bind(**objects): hands over the Python functions and classes that cold paths call."},
     {"fault_arm", module_fault_arm, METH_O,
-     "fault_arm(n): the n-th fallible call into torch from now on, on this thread, raises RuntimeError; 0: off."},
-    {"fault_left", module_fault_left, METH_NOARGS, "fault_left(): what is left of fault_arm's n; 0: off or fired."},
+     "fault_arm(n): the n-th fallible call into torch from now on, on this thread, raises "
+     "RuntimeError; 0: off."},
+    {"fault_left", module_fault_left, METH_NOARGS,
+     "fault_left(): what is left of fault_arm's n; 0: off or fired."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -80,10 +86,10 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot) {
 static int module_exec(PyObject *module) {
     fcpy_module *mod = state_of(module);
     memset(mod, 0, sizeof *mod);
-#define FCPY_INTERN(name)                                    \
-    mod->names.name = PyUnicode_InternFromString(#name);     \
-    if (mod->names.name == NULL) {                           \
-        return -1;                                           \
+#define FCPY_INTERN(name)                                                                          \
+    mod->names.name = PyUnicode_InternFromString(#name);                                           \
+    if (mod->names.name == NULL) {                                                                 \
+        return -1;                                                                                 \
     }
     FCPY_NAMES(FCPY_INTERN)
 #undef FCPY_INTERN
@@ -131,7 +137,9 @@ static int module_clear(PyObject *module) {
     return 0;
 }
 
-static void module_free(void *module) { (void)module_clear((PyObject *)module); }
+static void module_free(void *module) {
+    (void)module_clear((PyObject *)module);
+}
 
 static PyModuleDef_Slot module_slots[] = {
     {Py_mod_exec, (void *)module_exec},
@@ -152,4 +160,6 @@ struct PyModuleDef fcpy_module_def = {
 
 PyMODINIT_FUNC PyInit__C(void);
 
-PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&fcpy_module_def); }
+PyMODINIT_FUNC PyInit__C(void) {
+    return PyModuleDef_Init(&fcpy_module_def);
+}

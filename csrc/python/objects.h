@@ -1,8 +1,9 @@
 /* The Python-visible objects around the core's structs, and what they share.
  *
- * Each object embeds its core struct and owns the Python references that the core borrows: a ParamGroup keeps its
- * Params and CommContext alive, a State its groups, prefetch targets, contexts. Cycles are broken by GC; every object
- * holds the module state it was made under (types keep the module alive), so there is no static PyObject. */
+ * Each object embeds its core struct and owns the Python references that the core borrows: a
+ * ParamGroup keeps its Params and CommContext alive, a State its groups, prefetch targets,
+ * contexts. Cycles are broken by GC; every object holds the module state it was made under (types
+ * keep the module alive), so there is no static PyObject. */
 #ifndef FSDP_C_PYTHON_OBJECTS_H
 #define FSDP_C_PYTHON_OBJECTS_H
 
@@ -13,25 +14,26 @@
 #include "../core/state.h"
 
 /* Interned names used on the hot path; X(identifier). */
-#define FCPY_NAMES(X)            \
-    X(_local_tensor)             \
-    X(_parameters)               \
-    X(_post_accumulate_grad_hooks) \
-    X(grad)                      \
-    X(requires_grad)             \
-    X(_make_unsharded)           \
-    X(_lazy_init)                \
+#define FCPY_NAMES(X)                                                                              \
+    X(_local_tensor)                                                                               \
+    X(_parameters)                                                                                 \
+    X(_post_accumulate_grad_hooks)                                                                 \
+    X(grad)                                                                                        \
+    X(requires_grad)                                                                               \
+    X(_make_unsharded)                                                                             \
+    X(_lazy_init)                                                                                  \
     X(_modules)
 
-/* Python functions and classes that the extension is told about once, by fsdp_c/__init__ (see module.c). */
-#define FCPY_BOUND(X)         \
-    X(dtensor_class)          \
-    X(dtensor_new)            \
-    X(collect_grad_tensors)   \
-    X(replace_grad_tensors)   \
-    X(cast_tree)              \
-    X(warn_view_output)       \
-    X(training_states)        \
+/* Python functions and classes that the extension is told about once, by fsdp_c/__init__ (see
+ * module.c). */
+#define FCPY_BOUND(X)                                                                              \
+    X(dtensor_class)                                                                               \
+    X(dtensor_new)                                                                                 \
+    X(collect_grad_tensors)                                                                        \
+    X(replace_grad_tensors)                                                                        \
+    X(cast_tree)                                                                                   \
+    X(warn_view_output)                                                                            \
+    X(training_states)                                                                             \
     X(sharded_states)
 
 typedef struct fcpy_module {
@@ -63,10 +65,11 @@ typedef struct fcpy_param {
     PyObject_HEAD
     fc_param core;
     fcpy_module *mod;
-    PyObject *sharded_param;   /* the DTensor parameter */
-    PyObject *unsharded_param; /* the parameter used for computation; NULL before the first unshard */
-    PyObject *spec;            /* DTensorSpec of shard and gradient */
-    PyObject *fqn;             /* str or NULL */
+    PyObject *sharded_param; /* the DTensor parameter */
+    PyObject
+        *unsharded_param; /* the parameter used for computation; NULL before the first unshard */
+    PyObject *spec;       /* DTensorSpec of shard and gradient */
+    PyObject *fqn;        /* str or NULL */
     fcpy_slot *slots;
     Py_ssize_t slot_count;
     PyObject *dict;
@@ -110,9 +113,10 @@ typedef struct fcpy_state {
     PyObject *backward_prefetch; /* list of State */
     PyObject *iteration;         /* IterationContext */
     PyObject *comm;              /* CommContext */
-    PyObject *modules_to_run;    /* set: modules of a multi-module state that have not run in this forward */
-    PyObject *is_root;           /* None, True or False */
-    fct_dtype input_dtype;       /* cast of forward inputs; FCT_NO_DTYPE: none */
+    PyObject *
+        modules_to_run; /* set: modules of a multi-module state that have not run in this forward */
+    PyObject *is_root;  /* None, True or False */
+    fct_dtype input_dtype; /* cast of forward inputs; FCT_NO_DTYPE: none */
     fct_dtype output_dtype;
     PyObject *dict;
     PyObject *weakrefs;
@@ -151,17 +155,21 @@ int fcpy_set_dtype(PyObject *value, fct_dtype *target);
 PyObject *fcpy_or_none(PyObject *obj);
 
 /* ---- tree.c: forward arguments and outputs ---- */
-/* Casts floating-point tensors in args and kwargs; both are replaced (owned references). Differentiable. */
+/* Casts floating-point tensors in args and kwargs; both are replaced (owned references).
+ * Differentiable. */
 int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObject **kwargs);
 /* The same for one object; new reference. */
 PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output);
-/* Puts a post-backward node above all tensors in args and kwargs that require grad; both are replaced. */
+/* Puts a post-backward node above all tensors in args and kwargs that require grad; both are
+ * replaced. */
 int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, PyObject **kwargs);
-/* Calls hook when the gradient of any tensor in output has been computed. `state` only for the view warning. */
+/* Calls hook when the gradient of any tensor in output has been computed. `state` only for the view
+ * warning. */
 int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output);
 
 /* ---- state.c ---- */
-/* The hooks' work. pre returns 0 and leaves args and kwargs (owned, replaced); post a new reference. */
+/* The hooks' work. pre returns 0 and leaves args and kwargs (owned, replaced); post a new
+ * reference. */
 int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs);
 PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *output);
 /* output cast to the policy's output dtype; new reference. */

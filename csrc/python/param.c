@@ -1,7 +1,9 @@
-/* The Param type: one parameter as Python sees it, and the host call-backs that the core makes for a parameter.
+/* The Param type: one parameter as Python sees it, and the host call-backs that the core makes for
+ * a parameter.
  *
- * Owns the sharded parameter (a DTensor nn.Parameter), the unsharded nn.Parameter, the sharding spec and the module
- * slots. The cold side (sharding, DTensor specs, reloading) is the Python subclass in fsdp_c/param.py. */
+ * Owns the sharded parameter (a DTensor nn.Parameter), the unsharded nn.Parameter, the sharding
+ * spec and the module slots. The cold side (sharding, DTensor specs, reloading) is the Python
+ * subclass in fsdp_c/param.py. */
 #include "objects.h"
 
 /* ---- host call-backs: the core's view of Python ---- */
@@ -12,7 +14,8 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
     if (fct_py_from_tensor(flat, &tensor) != 0) {
         return -1;
     }
-    PyObject *made = PyObject_CallMethodObjArgs((PyObject *)self, self->mod->names._make_unsharded, tensor, NULL);
+    PyObject *made = PyObject_CallMethodObjArgs((PyObject *)self, self->mod->names._make_unsharded,
+                                                tensor, NULL);
     Py_DECREF(tensor);
     if (made == NULL) {
         return -1;
@@ -55,7 +58,8 @@ static int add_to_grad(fcpy_param *self, const fct_tensor *local) {
         return -1;
     }
     if (!PyObject_IsInstance(grad, self->mod->bound.dtensor_class)) {
-        PyErr_Format(PyExc_AssertionError, "Expected fsdp_param.sharded_param.grad to be DTensor, got %R",
+        PyErr_Format(PyExc_AssertionError,
+                     "Expected fsdp_param.sharded_param.grad to be DTensor, got %R",
                      (PyObject *)Py_TYPE(grad));
         goto done;
     }
@@ -80,7 +84,8 @@ static int set_new_grad(fcpy_param *self, fct_tensor *local) {
         return -1;
     }
     PyObject *const args[] = {self->mod->bound.dtensor_class, tensor, self->spec, Py_False};
-    PyObject *grad = PyObject_Vectorcall(self->mod->bound.dtensor_new, args, 3, self->mod->no_grad_kwnames);
+    PyObject *grad =
+        PyObject_Vectorcall(self->mod->bound.dtensor_new, args, 3, self->mod->no_grad_kwnames);
     Py_DECREF(tensor);
     if (grad == NULL) {
         return -1;
@@ -92,7 +97,8 @@ static int set_new_grad(fcpy_param *self, fct_tensor *local) {
 
 /* The dict of post-accumulate-grad hooks, NULL (no error) where there are none. New reference. */
 static PyObject *hooks_of(const fcpy_param *self) {
-    PyObject *hooks = PyObject_GetAttr(self->sharded_param, self->mod->names._post_accumulate_grad_hooks);
+    PyObject *hooks =
+        PyObject_GetAttr(self->sharded_param, self->mod->names._post_accumulate_grad_hooks);
     if (hooks == NULL) {
         PyErr_Clear();
         return NULL;
@@ -129,7 +135,8 @@ done:
     return result;
 }
 
-/* The tensor behind the parameter object now: swap_tensors may change it, and wants no other reference. */
+/* The tensor behind the parameter object now: swap_tensors may change it, and wants no other
+ * reference. */
 static fct_tensor *sharded_handle(const fcpy_param *self) {
     return self->sharded_param != NULL ? fct_py_tensor(self->sharded_param) : NULL;
 }
@@ -362,7 +369,8 @@ static PyObject *get_accumulated(PyObject *obj, void *closure) {
 static int set_accumulated(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fct_tensor *handle = NULL;
-    if (value != NULL && value != Py_None && tensor_or_fail(value, &handle, "unsharded_accumulated_grad") != 0) {
+    if (value != NULL && value != Py_None &&
+        tensor_or_fail(value, &handle, "unsharded_accumulated_grad") != 0) {
         return -1;
     }
     fc_param_set_accumulated(&((fcpy_param *)obj)->core, handle);
@@ -374,7 +382,9 @@ static fct_dtype *dtype_field(PyObject *obj, void *closure) {
     return (fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure);
 }
 
-static PyObject *get_dtype(PyObject *obj, void *closure) { return fcpy_get_dtype(*dtype_field(obj, closure)); }
+static PyObject *get_dtype(PyObject *obj, void *closure) {
+    return fcpy_get_dtype(*dtype_field(obj, closure));
+}
 
 static int set_dtype(PyObject *obj, PyObject *value, void *closure) {
     return fcpy_set_dtype(value, dtype_field(obj, closure));
@@ -422,30 +432,40 @@ static PyObject *get_count(PyObject *obj, void *closure) {
 #define PARAM_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_param, core.field))
 
 static PyGetSetDef param_getset[] = {
-    {"sharded_param", get_sharded_param, set_sharded_param, "The registered DTensor parameter while sharded.", NULL},
+    {"sharded_param", get_sharded_param, set_sharded_param,
+     "The registered DTensor parameter while sharded.", NULL},
     {"_sharded_param_data", get_sharded_data, set_sharded_data,
-     "1-D tensor of padded_numel elements: this rank's shard with its padding; what is sent.", NULL},
-    {"_unsharded_param", get_unsharded_param, NULL, "The parameter used for computation, after the 1st unshard.", NULL},
+     "1-D tensor of padded_numel elements: this rank's shard with its padding; what is sent.",
+     NULL},
+    {"_unsharded_param", get_unsharded_param, NULL,
+     "The parameter used for computation, after the 1st unshard.", NULL},
     {"unsharded_param", get_unsharded_param, NULL, "The same as _unsharded_param.", NULL},
     {"all_gather_outputs", get_all_gather_outputs, NULL,
      "List of the 1-D tensor behind the unsharded parameter, [] before the first unshard.", NULL},
     {"unsharded_accumulated_grad", get_accumulated, set_accumulated,
      "Partial gradient in the reduce dtype, of backwards that did not reduce; or None.", NULL},
-    {"orig_dtype", get_dtype, set_dtype, "dtype of the sharded parameter.", PARAM_OFFSET(orig_dtype)},
-    {"param_dtype", get_dtype, set_dtype, "dtype to compute in; None: no cast.", PARAM_OFFSET(param_dtype)},
-    {"reduce_dtype", get_dtype, set_dtype, "dtype to reduce in; None: the gradient's.", PARAM_OFFSET(reduce_dtype)},
+    {"orig_dtype", get_dtype, set_dtype, "dtype of the sharded parameter.",
+     PARAM_OFFSET(orig_dtype)},
+    {"param_dtype", get_dtype, set_dtype, "dtype to compute in; None: no cast.",
+     PARAM_OFFSET(param_dtype)},
+    {"reduce_dtype", get_dtype, set_dtype, "dtype to reduce in; None: the gradient's.",
+     PARAM_OFFSET(reduce_dtype)},
     {"_sharding_spec", get_spec, set_spec, "DTensorSpec of the shard and of its gradient.", NULL},
     {"_param_fqn", get_fqn, set_fqn, "Name from the root module, after lazy init.", NULL},
-    {"padded_numel", get_count, NULL, "Elements every rank stores and sends.", PARAM_OFFSET(layout.padded_numel)},
-    {"chunk_rows", get_count, NULL, "Rows (dim 0) every rank reserves.", PARAM_OFFSET(layout.chunk_rows)},
-    {"local_rows", get_count, NULL, "Rows (dim 0) of this rank's shard.", PARAM_OFFSET(layout.local_rows)},
+    {"padded_numel", get_count, NULL, "Elements every rank stores and sends.",
+     PARAM_OFFSET(layout.padded_numel)},
+    {"chunk_rows", get_count, NULL, "Rows (dim 0) every rank reserves.",
+     PARAM_OFFSET(layout.chunk_rows)},
+    {"local_rows", get_count, NULL, "Rows (dim 0) of this rank's shard.",
+     PARAM_OFFSET(layout.local_rows)},
     {"rows", get_count, NULL, "Rows (dim 0) of the whole parameter.", PARAM_OFFSET(layout.rows)},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 /* ---- methods ---- */
 
-/* One (module, name) pair into a slot; the dict is used directly unless the module has its own __setattr__. */
+/* One (module, name) pair into a slot; the dict is used directly unless the module has its own
+ * __setattr__. */
 static int fill_slot(fcpy_param *self, fcpy_slot *slot, PyObject *pair, bool direct) {
     PyObject *module = NULL;
     PyObject *name = NULL;
@@ -488,7 +508,8 @@ static PyObject *set_slots(PyObject *obj, PyObject *args) {
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         self->slot_count = i + 1;
-        if (fill_slot(self, &self->slots[i], PyList_GET_ITEM(pairs, i), PyList_GET_ITEM(direct, i) == Py_True) != 0) {
+        if (fill_slot(self, &self->slots[i], PyList_GET_ITEM(pairs, i),
+                      PyList_GET_ITEM(direct, i) == Py_True) != 0) {
             clear_slots(self);
             return NULL;
         }
@@ -515,10 +536,12 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
 
 static PyMethodDef param_methods[] = {
     {"_set_slots", set_slots, METH_VARARGS,
-     "_set_slots(pairs, direct): the (module, name) pairs that hold the parameter; direct[i] is True where the "
+     "_set_slots(pairs, direct): the (module, name) pairs that hold the parameter; direct[i] is "
+     "True where the "
      "module's _parameters dict may be written directly."},
     {"_register_sharded", register_sharded, METH_NOARGS, "Puts sharded_param into every slot."},
-    {"_forget_unsharded", forget_unsharded, METH_NOARGS, "Drops the unsharded parameter; only while sharded."},
+    {"_forget_unsharded", forget_unsharded, METH_NOARGS,
+     "Drops the unsharded parameter; only while sharded."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,10 +1,13 @@
-/* The ParamGroup type: the core's parameter group as Python sees it. Owns the list of Params and the CommContext. The
- * cold side (lazy init, dtypes, state-dict hooks) is the Python subclass in fsdp_c/param_group.py. */
+/* The ParamGroup type: the core's parameter group as Python sees it. Owns the list of Params and
+ * the CommContext. The cold side (lazy init, dtypes, state-dict hooks) is the Python subclass in
+ * fsdp_c/param_group.py. */
 #include "objects.h"
 
 #include <math.h>
 
-static fcpy_group *as_group(PyObject *obj) { return (fcpy_group *)obj; }
+static fcpy_group *as_group(PyObject *obj) {
+    return (fcpy_group *)obj;
+}
 
 static int raise_group(fcpy_group *self, fc_status status) {
     return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
@@ -49,7 +52,8 @@ static fc_param **core_params(PyObject *list) {
 }
 
 static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"params", "comm_ctx", "device", "pg_name", "world", "rank", "module_count", NULL};
+    static char *keywords[] = {"params", "comm_ctx", "device",       "pg_name",
+                               "world",  "rank",     "module_count", NULL};
     fcpy_group *self = as_group(obj);
     PyObject *list = NULL;
     PyObject *comm = NULL;
@@ -63,9 +67,11 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OULLn", keywords, &list, self->mod->comm_type, &comm, &device,
-                                     &pg_name, &world, &rank, &module_count) ||
-        fcpy_check_list(list, self->mod->param_type, "params") != 0 || fct_py_device(device, &parsed) != 0) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OULLn", keywords, &list,
+                                     self->mod->comm_type, &comm, &device, &pg_name, &world, &rank,
+                                     &module_count) ||
+        fcpy_check_list(list, self->mod->param_type, "params") != 0 ||
+        fct_py_device(device, &parsed) != 0) {
         return -1;
     }
     const char *text = PyUnicode_AsUTF8(pg_name);
@@ -76,8 +82,8 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
         free((void *)params);
         return -1;
     }
-    fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, params, (size_t)PyList_GET_SIZE(copy),
-                  parsed, world, rank);
+    fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, params,
+                  (size_t)PyList_GET_SIZE(copy), parsed, world, rank);
     self->core.pg_name = text;
     self->core.module_count = (size_t)module_count;
     self->params = copy;
@@ -154,7 +160,8 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
             return NULL;
         }
     }
-    return none_or_raise(as_group(obj), fc_group_pre_backward(&as_group(obj)->core, default_prefetch != 0));
+    return none_or_raise(as_group(obj),
+                         fc_group_pre_backward(&as_group(obj)->core, default_prefetch != 0));
 }
 
 static PyObject *group_post_backward(PyObject *obj, PyObject *args) {
@@ -185,16 +192,25 @@ static PyObject *group_invalidate(PyObject *obj, PyObject *unused) {
 
 static PyMethodDef group_methods[] = {
     {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,
-     "unshard(async_op=False): starts the all-gather unless one is in flight or the group is unsharded already."},
-    {"wait_for_unshard", group_wait, METH_NOARGS, "Waits for unshard() and registers the unsharded parameters."},
-    {"reshard", group_reshard, METH_NOARGS, "Registers the sharded parameters and frees the unsharded ones."},
+     "unshard(async_op=False): starts the all-gather unless one is in flight or the group is "
+     "unsharded already."},
+    {"wait_for_unshard", group_wait, METH_NOARGS,
+     "Waits for unshard() and registers the unsharded parameters."},
+    {"reshard", group_reshard, METH_NOARGS,
+     "Registers the sharded parameters and frees the unsharded ones."},
     {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() whatever the training state."},
-    {"pre_backward", group_pre_backward, METH_VARARGS, "pre_backward(default_prefetch): unshards for backward."},
-    {"post_backward", group_post_backward, METH_VARARGS, "Collects gradients, reshards and reduces; idempotent."},
-    {"finalize_backward", group_finalize, METH_NOARGS, "Waits for reductions and drops an unused all-gather."},
-    {"_reset_iter_state", group_reset, METH_NOARGS, "Back to sharded and idle, without partial gradients."},
-    {"_invalidate", group_invalidate, METH_NOARGS, "The transfer plan is built anew at the next unshard."},
-    {"_check", group_check, METH_NOARGS, "Raises RuntimeError where an invariant does not hold (tests)."},
+    {"pre_backward", group_pre_backward, METH_VARARGS,
+     "pre_backward(default_prefetch): unshards for backward."},
+    {"post_backward", group_post_backward, METH_VARARGS,
+     "Collects gradients, reshards and reduces; idempotent."},
+    {"finalize_backward", group_finalize, METH_NOARGS,
+     "Waits for reductions and drops an unused all-gather."},
+    {"_reset_iter_state", group_reset, METH_NOARGS,
+     "Back to sharded and idle, without partial gradients."},
+    {"_invalidate", group_invalidate, METH_NOARGS,
+     "The transfer plan is built anew at the next unshard."},
+    {"_check", group_check, METH_NOARGS,
+     "Raises RuntimeError where an invariant does not hold (tests)."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -249,7 +265,8 @@ static PyObject *get_training(PyObject *obj, void *closure) {
 
 static int set_training(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
-    return fcpy_parse_training_state(as_group(obj)->mod, value, &as_group(obj)->core.training_state);
+    return fcpy_parse_training_state(as_group(obj)->mod, value,
+                                     &as_group(obj)->core.training_state);
 }
 
 static PyObject *get_sharded(PyObject *obj, void *closure) {
@@ -282,7 +299,8 @@ static int set_divide_factor(PyObject *obj, PyObject *value, void *closure) {
         return -1;
     }
     if (!(factor > 0.0) || isinf(factor)) {
-        PyErr_Format(PyExc_ValueError, "the gradient divide factor must be positive and finite, got %R", value);
+        PyErr_Format(PyExc_ValueError,
+                     "the gradient divide factor must be positive and finite, got %R", value);
         return -1;
     }
     g->divide_factor = factor;
@@ -344,24 +362,36 @@ static PyGetSetDef group_getset[] = {
     {"comm_ctx", get_comm, set_comm, "The CommContext shared under one root.", NULL},
     {"_training_state", get_training, set_training, "TrainingState of the group.", NULL},
     {"_sharded_state", get_sharded, NULL, "ShardedState of the group.", NULL},
-    {"is_sharded", is_state, NULL, "Whether the sharded parameters are registered.", (void *)FC_SHARDED},
-    {"is_sharded_post_forward", is_state, NULL, "Whether resharded to a smaller mesh.", (void *)FC_SHARDED_POST_FORWARD},
-    {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.", (void *)FC_UNSHARDED},
-    {"gradient_divide_factor", get_divide_factor, set_divide_factor, "Divisor of the sum of gradients; None: mean.",
+    {"is_sharded", is_state, NULL, "Whether the sharded parameters are registered.",
+     (void *)FC_SHARDED},
+    {"is_sharded_post_forward", is_state, NULL, "Whether resharded to a smaller mesh.",
+     (void *)FC_SHARDED_POST_FORWARD},
+    {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.",
+     (void *)FC_UNSHARDED},
+    {"gradient_divide_factor", get_divide_factor, set_divide_factor,
+     "Divisor of the sum of gradients; None: mean.", NULL},
+    {"_module_fqn", get_fqn, set_fqn,
+     "Names of the group's modules from the root, after lazy init.", NULL},
+    {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.",
      NULL},
-    {"_module_fqn", get_fqn, set_fqn, "Names of the group's modules from the root, after lazy init.", NULL},
-    {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.", NULL},
-    {"_post_forward_indices", get_positions, NULL, "Positions in the post-forward order (a copy).", NULL},
-    {"_orig_dtype", get_dtype, set_dtype, "dtype of the trainable parameters, or None.", GROUP_OFFSET(orig_dtype)},
-    {"_reduce_dtype", get_dtype, set_dtype, "dtype gradients are reduced in, or None.", GROUP_OFFSET(reduce_dtype)},
+    {"_post_forward_indices", get_positions, NULL, "Positions in the post-forward order (a copy).",
+     NULL},
+    {"_orig_dtype", get_dtype, set_dtype, "dtype of the trainable parameters, or None.",
+     GROUP_OFFSET(orig_dtype)},
+    {"_reduce_dtype", get_dtype, set_dtype, "dtype gradients are reduced in, or None.",
+     GROUP_OFFSET(reduce_dtype)},
     GROUP_FLAG("reduce_grads", reduce_grads, "Whether backward reduces gradients."),
     GROUP_FLAG("all_reduce_grads", all_reduce_grads, "HSDP only: whether backward all-reduces."),
     GROUP_FLAG("_reshard_after_forward", reshard_after_forward, "Whether forward ends sharded."),
     GROUP_FLAG("reshard_after_backward", reshard_after_backward, "Whether backward ends sharded."),
-    GROUP_FLAG("unshard_async_op", unshard_async_op, "Whether hooks unshard on the current stream."),
-    GROUP_FLAG("unshard_in_backward", unshard_in_backward, "Whether backward needs the parameters."),
-    GROUP_FLAG("force_sum_reduction_for_comms", force_sum, "Reduce with SUM only and divide separately."),
-    GROUP_FLAG("reduce_scatter_unused_params", reduce_unused, "Reduce zeros for parameters without gradient."),
+    GROUP_FLAG("unshard_async_op", unshard_async_op,
+               "Whether hooks unshard on the current stream."),
+    GROUP_FLAG("unshard_in_backward", unshard_in_backward,
+               "Whether backward needs the parameters."),
+    GROUP_FLAG("force_sum_reduction_for_comms", force_sum,
+               "Reduce with SUM only and divide separately."),
+    GROUP_FLAG("reduce_scatter_unused_params", reduce_unused,
+               "Reduce zeros for parameters without gradient."),
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -380,7 +410,8 @@ static PyType_Slot group_slots[] = {
     {Py_tp_getset, group_getset},
     {Py_tp_methods, group_methods},
     {Py_tp_members, group_members},
-    {Py_tp_doc, "ParamGroup(params, comm_ctx, device, pg_name, world, rank, module_count): parameters that are "
+    {Py_tp_doc, "ParamGroup(params, comm_ctx, device, pg_name, world, rank, module_count): "
+                "parameters that are "
                 "gathered and reduced together."},
     {0, NULL},
 };

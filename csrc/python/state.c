@@ -1,11 +1,13 @@
-/* The State type: what the forward hooks of one fully_shard call do (hook.c has the callables that modules call). One
- * C call for each hook, no Python frame inside on the common path.
+/* The State type: what the forward hooks of one fully_shard call do (hook.c has the callables that
+ * modules call). One C call for each hook, no Python frame inside on the common path.
  *
- * A state owns lists of its groups and prefetch targets (the core's arrays are made from them) and references to the
- * contexts it shares with the other states under the root. */
+ * A state owns lists of its groups and prefetch targets (the core's arrays are made from them) and
+ * references to the contexts it shares with the other states under the root. */
 #include "objects.h"
 
-static fcpy_state *as_state(PyObject *obj) { return (fcpy_state *)obj; }
+static fcpy_state *as_state(PyObject *obj) {
+    return (fcpy_state *)obj;
+}
 
 /* A state that was never initialised, or that the collector has cleared, has no contexts. */
 static bool is_ready(const fcpy_state *self) {
@@ -133,7 +135,8 @@ static int hook_outputs(fcpy_state *self, PyObject *output) {
     return fct_grad_enabled() ? fcpy_hook_outputs(self->mod, (PyObject *)self, &hook, output) : 0;
 }
 
-/* Ends the forward of a multi-module state whose modules did not all run; hands its output cast on. */
+/* Ends the forward of a multi-module state whose modules did not all run; hands its output cast on.
+ */
 static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
     fc_status status = fc_state_post_forward(&state->core);
     if (status != FC_OK) {
@@ -272,7 +275,9 @@ static void state_dealloc(PyObject *obj) {
 
 /* ---- State: attributes ---- */
 
-static PyObject *copy_of(PyObject *list) { return PyList_GetSlice(list, 0, PyList_GET_SIZE(list)); }
+static PyObject *copy_of(PyObject *list) {
+    return PyList_GetSlice(list, 0, PyList_GET_SIZE(list));
+}
 
 /* Core pointers of a list's items, `offset` bytes into each object; NULL with MemoryError. */
 static void **core_array(PyObject *list, size_t offset) {
@@ -313,7 +318,8 @@ static int set_groups(PyObject *obj, PyObject *value, void *closure) {
 }
 
 static PyObject *get_prefetch(PyObject *obj, void *closure) {
-    return copy_of(closure == NULL ? as_state(obj)->forward_prefetch : as_state(obj)->backward_prefetch);
+    return copy_of(closure == NULL ? as_state(obj)->forward_prefetch
+                                   : as_state(obj)->backward_prefetch);
 }
 
 static int set_prefetch(PyObject *obj, PyObject *value, void *closure) {
@@ -386,7 +392,8 @@ static PyObject *get_training(PyObject *obj, void *closure) {
 
 static int set_training(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
-    return fcpy_parse_training_state(as_state(obj)->mod, value, &as_state(obj)->core.training_state);
+    return fcpy_parse_training_state(as_state(obj)->mod, value,
+                                     &as_state(obj)->core.training_state);
 }
 
 static PyObject *get_is_root(PyObject *obj, void *closure) {
@@ -411,22 +418,29 @@ static PyObject *get_modules_to_run(PyObject *obj, void *closure) {
 }
 
 static PyObject *get_cast(PyObject *obj, void *closure) {
-    return fcpy_get_dtype(closure == NULL ? as_state(obj)->input_dtype : as_state(obj)->output_dtype);
+    return fcpy_get_dtype(closure == NULL ? as_state(obj)->input_dtype
+                                          : as_state(obj)->output_dtype);
 }
 
 static int set_cast(PyObject *obj, PyObject *value, void *closure) {
-    return fcpy_set_dtype(value, closure == NULL ? &as_state(obj)->input_dtype : &as_state(obj)->output_dtype);
+    return fcpy_set_dtype(value, closure == NULL ? &as_state(obj)->input_dtype
+                                                 : &as_state(obj)->output_dtype);
 }
 
 static PyGetSetDef state_getset[] = {
-    {"_fsdp_param_groups", get_groups, set_groups, "List of the state's ParamGroups (a copy).", NULL},
-    {"_states_to_forward_prefetch", get_prefetch, set_prefetch, "States to unshard after this one's unshard.", NULL},
-    {"_states_to_backward_prefetch", get_prefetch, set_prefetch, "The same in backward.", (void *)1},
+    {"_fsdp_param_groups", get_groups, set_groups, "List of the state's ParamGroups (a copy).",
+     NULL},
+    {"_states_to_forward_prefetch", get_prefetch, set_prefetch,
+     "States to unshard after this one's unshard.", NULL},
+    {"_states_to_backward_prefetch", get_prefetch, set_prefetch, "The same in backward.",
+     (void *)1},
     {"_state_ctx", get_iteration, set_iteration, "IterationContext shared under one root.", NULL},
     {"_comm_ctx", get_comm, set_comm, "CommContext shared under one root.", NULL},
     {"_training_state", get_training, set_training, "TrainingState of the state.", NULL},
-    {"_is_root", get_is_root, set_is_root, "None before lazy init, then whether this is the root.", NULL},
-    {"_modules_to_run_forward", get_modules_to_run, NULL, "Modules of the state still to run in this forward.", NULL},
+    {"_is_root", get_is_root, set_is_root, "None before lazy init, then whether this is the root.",
+     NULL},
+    {"_modules_to_run_forward", get_modules_to_run, NULL,
+     "Modules of the state still to run in this forward.", NULL},
     {"_input_dtype", get_cast, set_cast, "dtype forward inputs are cast to, or None.", NULL},
     {"_output_dtype", get_cast, set_cast, "dtype forward outputs are cast to, or None.", (void *)1},
     {NULL, NULL, NULL, NULL, NULL},
@@ -485,7 +499,8 @@ static PyObject *state_reset(PyObject *obj, PyObject *unused) {
         return NULL;
     }
     if (self->is_root == Py_False) {
-        PyErr_SetString(PyExc_RuntimeError, "reset_iter_state must be called on the root FSDP module");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "reset_iter_state must be called on the root FSDP module");
         return NULL;
     }
     PyObject *states = ((fcpy_iteration *)self->iteration)->all_states;
@@ -503,11 +518,16 @@ static PyObject *state_reset(PyObject *obj, PyObject *unused) {
 }
 
 static PyMethodDef state_methods[] = {
-    {"_pre_forward", state_pre_forward, METH_VARARGS, "_pre_forward(module, args, kwargs) -> (args, kwargs)"},
-    {"_post_forward", state_post_forward, METH_VARARGS, "_post_forward(module, args, output) -> output"},
-    {"_pre_backward", state_pre_backward, METH_O, "_pre_backward(grad) -> grad: unshards for backward."},
-    {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS, "What runs at the end of a backward."},
-    {"_reset_iter_state", state_reset, METH_NOARGS, "Recovers after an exception in forward or backward; root only."},
+    {"_pre_forward", state_pre_forward, METH_VARARGS,
+     "_pre_forward(module, args, kwargs) -> (args, kwargs)"},
+    {"_post_forward", state_post_forward, METH_VARARGS,
+     "_post_forward(module, args, output) -> output"},
+    {"_pre_backward", state_pre_backward, METH_O,
+     "_pre_backward(grad) -> grad: unshards for backward."},
+    {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
+     "What runs at the end of a backward."},
+    {"_reset_iter_state", state_reset, METH_NOARGS,
+     "Recovers after an exception in forward or backward; root only."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -518,10 +538,14 @@ static PyMemberDef state_members[] = {
 };
 
 static PyType_Slot state_slots[] = {
-    {Py_tp_new, (void *)state_new},           {Py_tp_dealloc, (void *)state_dealloc},
-    {Py_tp_traverse, (void *)state_traverse}, {Py_tp_clear, (void *)state_clear},
-    {Py_tp_getset, state_getset},             {Py_tp_methods, state_methods},
-    {Py_tp_members, state_members},           {Py_tp_doc, "State(): what one fully_shard call keeps for its modules."},
+    {Py_tp_new, (void *)state_new},
+    {Py_tp_dealloc, (void *)state_dealloc},
+    {Py_tp_traverse, (void *)state_traverse},
+    {Py_tp_clear, (void *)state_clear},
+    {Py_tp_getset, state_getset},
+    {Py_tp_methods, state_methods},
+    {Py_tp_members, state_members},
+    {Py_tp_doc, "State(): what one fully_shard call keeps for its modules."},
     {0, NULL},
 };
 

@@ -1,6 +1,6 @@
-/* Walking forward arguments and outputs. The common shapes (a tensor; a tuple or dict whose items are tensors or plain
- * scalars) are walked here; anything nested goes to the bound Python functions, which know namedtuples, dataclasses and
- * the rest. Owns nothing between calls. */
+/* Walking forward arguments and outputs. The common shapes (a tensor; a tuple or dict whose items
+ * are tensors or plain scalars) are walked here; anything nested goes to the bound Python
+ * functions, which know namedtuples, dataclasses and the rest. Owns nothing between calls. */
 #include "objects.h"
 
 enum { MAX_FLAT = 64 };
@@ -13,14 +13,16 @@ typedef struct fcpy_flat {
 
 /* 1: a leaf that is no tensor; 2: a tensor; 0: something to be walked in Python. */
 static int leaf_kind(PyObject *item) {
-    if (item == Py_None || PyBool_Check(item) || PyLong_CheckExact(item) || PyFloat_CheckExact(item) ||
-        PyUnicode_CheckExact(item)) {
+    if (item == Py_None || PyBool_Check(item) || PyLong_CheckExact(item) ||
+        PyFloat_CheckExact(item) || PyUnicode_CheckExact(item)) {
         return 1;
     }
     return fct_py_is_tensor(item) ? 2 : 0;
 }
 
-static bool wants_node(PyObject *tensor) { return fct_tensor_requires_grad(fct_py_tensor(tensor)); }
+static bool wants_node(PyObject *tensor) {
+    return fct_tensor_requires_grad(fct_py_tensor(tensor));
+}
 
 static bool is_floating(PyObject *tensor, fct_dtype unless) {
     fct_facts facts;
@@ -38,7 +40,8 @@ static bool choose_grad(PyObject *tensor, fct_dtype dtype) {
 }
 
 /* Collects the chosen tensors of args, then of kwargs. false: not flat (or too many). */
-static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct_dtype dtype, fcpy_flat *flat) {
+static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct_dtype dtype,
+                         fcpy_flat *flat) {
     flat->count = 0;
     if (!PyTuple_CheckExact(args) || !PyDict_CheckExact(kwargs)) {
         return false;
@@ -68,8 +71,10 @@ static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct
     return true;
 }
 
-/* New args and kwargs with the chosen tensors replaced, in the order of collect_flat. `made` are borrowed. */
-static int replace_flat(PyObject **args, PyObject **kwargs, choose_fn choose, fct_dtype dtype, PyObject *const *made) {
+/* New args and kwargs with the chosen tensors replaced, in the order of collect_flat. `made` are
+ * borrowed. */
+static int replace_flat(PyObject **args, PyObject **kwargs, choose_fn choose, fct_dtype dtype,
+                        PyObject *const *made) {
     Py_ssize_t next = 0;
     Py_ssize_t count = PyTuple_GET_SIZE(*args);
     PyObject *new_args = PyTuple_New(count);
@@ -90,7 +95,8 @@ static int replace_flat(PyObject **args, PyObject **kwargs, choose_fn choose, fc
     PyObject *item = NULL;
     Py_ssize_t position = 0;
     while (new_kwargs != NULL && PyDict_Next(*kwargs, &position, &key, &item)) {
-        if (leaf_kind(item) == 2 && choose(item, dtype) && PyDict_SetItem(new_kwargs, key, made[next++]) != 0) {
+        if (leaf_kind(item) == 2 && choose(item, dtype) &&
+            PyDict_SetItem(new_kwargs, key, made[next++]) != 0) {
             Py_CLEAR(new_kwargs);
         }
     }
@@ -195,7 +201,8 @@ PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output) 
 /* ---- the post-backward node ---- */
 
 /* Runs count tensors through one node; made gets new references. */
-static int through_node(const fct_hook *hook, PyObject *const *tensors, Py_ssize_t count, PyObject **made) {
+static int through_node(const fct_hook *hook, PyObject *const *tensors, Py_ssize_t count,
+                        PyObject **made) {
     int result = -1;
     fct_tensor **in = (fct_tensor **)PyMem_Calloc(2 * (size_t)count, sizeof *in);
     if (in == NULL) {
@@ -228,12 +235,14 @@ done:
     return result;
 }
 
-static int insert_general(fcpy_module *mod, const fct_hook *hook, PyObject **args, PyObject **kwargs) {
+static int insert_general(fcpy_module *mod, const fct_hook *hook, PyObject **args,
+                          PyObject **kwargs) {
     int result = -1;
     PyObject *list = NULL;
     PyObject *iterator = NULL;
     PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
-    PyObject *tensors = pair != NULL ? PyObject_CallOneArg(mod->bound.collect_grad_tensors, pair) : NULL;
+    PyObject *tensors =
+        pair != NULL ? PyObject_CallOneArg(mod->bound.collect_grad_tensors, pair) : NULL;
     if (tensors == NULL) {
         goto done;
     }
@@ -243,13 +252,15 @@ static int insert_general(fcpy_module *mod, const fct_hook *hook, PyObject **arg
         goto done;
     }
     list = PyList_New(count); /* NULL items until the node has made them */
-    if (list == NULL || through_node(hook, &PyTuple_GET_ITEM(tensors, 0), count, &PyList_GET_ITEM(list, 0)) != 0) {
+    if (list == NULL ||
+        through_node(hook, &PyTuple_GET_ITEM(tensors, 0), count, &PyList_GET_ITEM(list, 0)) != 0) {
         goto done;
     }
     iterator = PyObject_GetIter(list);
     if (iterator != NULL) {
-        result = take_pair(PyObject_CallFunctionObjArgs(mod->bound.replace_grad_tensors, pair, iterator, NULL), args,
-                           kwargs);
+        result = take_pair(
+            PyObject_CallFunctionObjArgs(mod->bound.replace_grad_tensors, pair, iterator, NULL),
+            args, kwargs);
     }
 done:
     Py_XDECREF(iterator);

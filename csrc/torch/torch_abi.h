@@ -1,14 +1,15 @@
-/* The boundary between the C core and libtorch. Valid C11, no torch header: opaque handles and functions whose
- * ownership is stated. The .cpp files here are the only real implementation; tests/c/ has a simulated one.
+/* The boundary between the C core and libtorch. Valid C11, no torch header: opaque handles and
+ * functions whose ownership is stated. The .cpp files here are the only real implementation;
+ * tests/c/ has a simulated one.
  *
  * Conventions
- *   - `int` results: 0, or -1 with a Python exception set (the GIL is held on every entry and on every exit).
- *     Functions returning void, bool or a value cannot fail.
+ *   - `int` results: 0, or -1 with a Python exception set (the GIL is held on every entry and on
+ * every exit). Functions returning void, bool or a value cannot fail.
  *   - Output parameters come last and are written only on success.
- *   - "new": the caller owns one reference and releases it. "borrows": the callee takes no reference. "takes":
- *     the callee steals the caller's reference, on failure too.
- *   - No function bumps a tensor's version counter or records autograd history unless it says so: every
- *     operation on tensors runs with grad mode off and below autograd.
+ *   - "new": the caller owns one reference and releases it. "borrows": the callee takes no
+ * reference. "takes": the callee steals the caller's reference, on failure too.
+ *   - No function bumps a tensor's version counter or records autograd history unless it says so:
+ * every operation on tensors runs with grad mode off and below autograd.
  *   - No process-global mutable state: ranks may be threads of one process. */
 #ifndef FSDP_C_TORCH_ABI_H
 #define FSDP_C_TORCH_ABI_H
@@ -48,27 +49,30 @@ typedef struct fct_stream {
     fct_device device;
 } fct_stream;
 
-/* ---- faults ------------------------------------------------------------------------------------------------
- * For tests: the n-th fallible boundary call of this thread from now on fails with RuntimeError("injected
- * fault ..."). 0 switches it off. fct_fault_left() is what is left of n (0: off or already fired). The counter
- * is thread-local. While it is armed fct_work_done() says false, so that the order of calls does not depend on
- * timing. */
+/* ---- faults
+ * ------------------------------------------------------------------------------------------------
+ * For tests: the n-th fallible boundary call of this thread from now on fails with
+ * RuntimeError("injected fault ..."). 0 switches it off. fct_fault_left() is what is left of n (0:
+ * off or already fired). The counter is thread-local. While it is armed fct_work_done() says false,
+ * so that the order of calls does not depend on timing. */
 void fct_fault_arm(int64_t n);
 int64_t fct_fault_left(void);
 
-/* Sets the pending exception aside (NULL: there is none) before clean-up that may fail itself; put_back takes it again
- * and forgets whatever the clean-up left pending. */
+/* Sets the pending exception aside (NULL: there is none) before clean-up that may fail itself;
+ * put_back takes it again and forgets whatever the clean-up left pending. */
 void *fct_error_set_aside(void);
 void fct_error_put_back(void *error);
 
-/* ---- tensors ----------------------------------------------------------------------------------------------- */
+/* ---- tensors
+ * -----------------------------------------------------------------------------------------------
+ */
 /* Facts read from a tensor, valid until somebody changes it. */
 typedef struct fct_facts {
-    void *data;             /* address of the first element; NULL if there is no memory behind it */
-    int64_t numel;          /* elements */
-    int64_t itemsize;       /* bytes per element */
-    int64_t offset_bytes;   /* of data inside the storage */
-    int64_t storage_bytes;  /* size of the storage now (0 while freed) */
+    void *data;            /* address of the first element; NULL if there is no memory behind it */
+    int64_t numel;         /* elements */
+    int64_t itemsize;      /* bytes per element */
+    int64_t offset_bytes;  /* of data inside the storage */
+    int64_t storage_bytes; /* size of the storage now (0 while freed) */
     fct_dtype dtype;
     fct_device device;
     bool contiguous;
@@ -85,36 +89,41 @@ uint32_t fct_tensor_version(const fct_tensor *t);
 
 /* New 1-D tensor of `numel` uninitialised elements, allocated on the device's current stream. */
 FCT_CHECK int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out);
-/* New tensor aliasing base's storage, with base's dtype and its own version counter, no autograd relation.
- * `offset` in elements from the start of the STORAGE. Checked: offset + extent <= storage bytes. */
-FCT_CHECK int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes, const int64_t *strides,
-                               int64_t offset, fct_tensor **out);
+/* New tensor aliasing base's storage, with base's dtype and its own version counter, no autograd
+ * relation. `offset` in elements from the start of the STORAGE. Checked: offset + extent <= storage
+ * bytes. */
+FCT_CHECK int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
+                               const int64_t *strides, int64_t offset, fct_tensor **out);
 /* New contiguous copy of t (or a new reference to t where it is contiguous already). */
 FCT_CHECK int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out);
-/* New tensor of `dtype` with t's values (or a new reference to t where the dtype is right already). */
+/* New tensor of `dtype` with t's values (or a new reference to t where the dtype is right already).
+ */
 FCT_CHECK int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
 /* New tensor of zeros, like t in shape, dtype and device. */
 FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
 FCT_CHECK int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src); /* dst.copy_(src), casts */
-FCT_CHECK int fct_tensor_add(fct_tensor *dst, const fct_tensor *src);  /* dst += src; bumps dst's version */
-FCT_CHECK int fct_tensor_div(fct_tensor *t, double divisor);           /* t.div_(divisor) */
-FCT_CHECK int fct_tensor_mul(fct_tensor *t, double factor);            /* t.mul_(factor) */
+FCT_CHECK int fct_tensor_add(fct_tensor *dst,
+                             const fct_tensor *src);         /* dst += src; bumps dst's version */
+FCT_CHECK int fct_tensor_div(fct_tensor *t, double divisor); /* t.div_(divisor) */
+FCT_CHECK int fct_tensor_mul(fct_tensor *t, double factor);  /* t.mul_(factor) */
 /* requires_grad_() of a leaf. */
 FCT_CHECK int fct_tensor_set_requires_grad(fct_tensor *t, bool value);
 
-/* Gives the storage of t `nbytes` bytes of fresh uninitialised memory from the storage's own allocator (the
- * storage must hold none: storage bytes 0; same size already: nothing happens). */
+/* Gives the storage of t `nbytes` bytes of fresh uninitialised memory from the storage's own
+ * allocator (the storage must hold none: storage bytes 0; same size already: nothing happens). */
 FCT_CHECK int fct_storage_alloc(fct_tensor *t, int64_t nbytes);
 /* Frees the storage's memory; size becomes 0. Nothing happens where it is 0 already. */
 void fct_storage_free(fct_tensor *t);
 
-/* .grad of a leaf. has: whether one is set. take: moves it out (leaving None); *out is new, or NULL if none. */
+/* .grad of a leaf. has: whether one is set. take: moves it out (leaving None); *out is new, or NULL
+ * if none. */
 bool fct_grad_has(const fct_tensor *t);
 void fct_grad_take(fct_tensor *t, fct_tensor **out);
 
-/* ---- process groups and collectives -------------------------------------------------------------------------
- * Every collective goes through the ProcessGroup's method and so through the dispatcher ops of namespace c10d,
- * which CommDebugMode, the flight recorder and tests count: one call here, one op there. */
+/* ---- process groups and collectives
+ * ------------------------------------------------------------------------- Every collective goes
+ * through the ProcessGroup's method and so through the dispatcher ops of namespace c10d, which
+ * CommDebugMode, the flight recorder and tests count: one call here, one op there. */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
 /* New handle by the group's registered name (pg.group_name). */
@@ -122,42 +131,54 @@ FCT_CHECK int fct_pg_resolve(const char *name, fct_pg **out);
 void fct_pg_release(fct_pg *pg); /* NULL is fine */
 int fct_pg_rank(const fct_pg *pg);
 int fct_pg_size(const fct_pg *pg);
-/* Whether the backend that serves `device` knows ReduceOp.PREMUL_SUM (NCCL and its relatives do, gloo does not). */
+/* Whether the backend that serves `device` knows ReduceOp.PREMUL_SUM (NCCL and its relatives do,
+ * gloo does not). */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device);
 
-/* Each issues one asynchronous collective; *work is new, or NULL where the backend finished at once. The tensors
- * are 1-D contiguous; the backend keeps its own references until it is done. `factor` only for FCT_PREMUL_SUM. */
-FCT_CHECK int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op, fct_work **work);
-FCT_CHECK int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op, double factor,
-                                 bool async_op, fct_work **work);
-FCT_CHECK int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
+/* Each issues one asynchronous collective; *work is new, or NULL where the backend finished at
+ * once. The tensors are 1-D contiguous; the backend keeps its own references until it is done.
+ * `factor` only for FCT_PREMUL_SUM. */
+FCT_CHECK int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
                              fct_work **work);
+FCT_CHECK int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input,
+                                 fct_reduce_op op, double factor, bool async_op, fct_work **work);
+FCT_CHECK int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor,
+                             bool async_op, fct_work **work);
 
-/* Waits for a work. On devices with streams this orders the current stream after it and returns at once. On the
- * CPU it blocks with the GIL released, in slices: between slices pending signals are handled (KeyboardInterrupt is
- * seen within 0.2 s), and when a handler raises, the wait is abandoned: -1, and the work is still running. An error
- * of the collective itself is raised with torch's own exception type. */
+/* Waits for a work. On devices with streams this orders the current stream after it and returns at
+ * once. On the CPU it blocks with the GIL released, in slices: between slices pending signals are
+ * handled (KeyboardInterrupt is seen within 0.2 s), and when a handler raises, the wait is
+ * abandoned: -1, and the work is still running. An error of the collective itself is raised with
+ * torch's own exception type. */
 FCT_CHECK int fct_work_wait(fct_work *work);
-bool fct_work_done(fct_work *work); /* finished, successfully or not; true where the backend cannot tell */
+bool fct_work_done(
+    fct_work *work); /* finished, successfully or not; true where the backend cannot tell */
 void fct_work_release(fct_work *work); /* NULL is fine */
 
-/* ---- streams and events ------------------------------------------------------------------------------------- */
-bool fct_device_has_streams(fct_device device); /* false: none of the functions below is to be called */
+/* ---- streams and events
+ * ------------------------------------------------------------------------------------- */
+bool fct_device_has_streams(
+    fct_device device); /* false: none of the functions below is to be called */
 fct_stream fct_stream_current(fct_device device);
-FCT_CHECK int fct_stream_new(fct_device device, bool high_priority, fct_stream *out); /* from torch's pool */
+FCT_CHECK int fct_stream_new(fct_device device, bool high_priority,
+                             fct_stream *out); /* from torch's pool */
 /* Makes s the device's current stream and returns the one that was. */
 fct_stream fct_stream_set_current(fct_stream s);
 void *fct_stream_native(fct_stream s); /* cudaStream_t and the like; NULL on the CPU */
 
 FCT_CHECK int fct_event_new(fct_device device, fct_event **out);
 FCT_CHECK int fct_event_record(fct_event *e, fct_stream s);
-FCT_CHECK int fct_event_wait(fct_event *e, fct_stream s); /* s waits for e; a never-recorded event: no wait */
-FCT_CHECK int fct_event_synchronize(fct_event *e);        /* the host waits; GIL released */
-void fct_event_free(fct_event *e);                        /* NULL is fine */
+FCT_CHECK int fct_event_wait(fct_event *e,
+                             fct_stream s); /* s waits for e; a never-recorded event: no wait */
+FCT_CHECK int fct_event_synchronize(fct_event *e); /* the host waits; GIL released */
+void fct_event_free(fct_event *e);                 /* NULL is fine */
 
-/* ---- autograd ----------------------------------------------------------------------------------------------- */
-/* A call-back with an owner. `call` returns 0, or -1 with a Python exception set; it runs with the GIL held, on
- * whichever thread runs backward. retain/release count the owner (GIL held); release may run when a graph dies. */
+/* ---- autograd
+ * -----------------------------------------------------------------------------------------------
+ */
+/* A call-back with an owner. `call` returns 0, or -1 with a Python exception set; it runs with the
+ * GIL held, on whichever thread runs backward. retain/release count the owner (GIL held); release
+ * may run when a graph dies. */
 typedef struct fct_hook {
     void *owner;
     int (*call)(void *owner);
@@ -167,34 +188,43 @@ typedef struct fct_hook {
 
 bool fct_grad_enabled(void);
 bool fct_in_backward(void); /* torch._C._current_graph_task_id() != -1 on this thread */
-/* Puts one identity node named "RegisterPostBackwardFunctionBackward" above n tensors that require grad: out[i] (new)
- * is an alias of in[i] whose grad_fn is the node (a view-like output, as torch.autograd.Function gives for inputs
- * returned unchanged). When the node runs in backward, hook is called first, then the gradients pass through. */
-FCT_CHECK int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook, fct_tensor **out);
+/* Puts one identity node named "RegisterPostBackwardFunctionBackward" above n tensors that require
+ * grad: out[i] (new) is an alias of in[i] whose grad_fn is the node (a view-like output, as
+ * torch.autograd.Function gives for inputs returned unchanged). When the node runs in backward,
+ * hook is called first, then the gradients pass through. */
+FCT_CHECK int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook,
+                                fct_tensor **out);
 /* Calls hook whenever the gradient of t (non-leaf or leaf, requires grad) has been computed; like
  * Tensor.register_hook with a hook that returns the gradient unchanged. */
 FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);
 /* Calls hook at the end of the backward pass that is running now. */
 FCT_CHECK int fct_autograd_at_end(const fct_hook *hook);
 
-/* ---- profiler ----------------------------------------------------------------------------------------------- */
-/* A user-scope record_function range, only while somebody records: *token is NULL where nobody does. Ranges nest. */
+/* ---- profiler
+ * -----------------------------------------------------------------------------------------------
+ */
+/* A user-scope record_function range, only while somebody records: *token is NULL where nobody
+ * does. Ranges nest. */
 bool fct_profile_active(void);
 void *fct_profile_enter(const char *name); /* NULL: no range */
 void fct_profile_exit(void *token);        /* NULL is fine */
 
-/* ---- Python objects ------------------------------------------------------------------------------------------ */
+/* ---- Python objects
+ * ------------------------------------------------------------------------------------------ */
 bool fct_py_is_tensor(struct _object *obj); /* isinstance(obj, torch.Tensor), fast */
-/* The tensor behind a torch.Tensor object; borrows (valid while obj lives). NULL if obj is no tensor; sets nothing. */
+/* The tensor behind a torch.Tensor object; borrows (valid while obj lives). NULL if obj is no
+ * tensor; sets nothing. */
 fct_tensor *fct_py_tensor(struct _object *obj);
 /* New Python object for t (the one that exists already where there is one). */
 FCT_CHECK int fct_py_from_tensor(fct_tensor *t, struct _object **out);
-/* sharded_param.grad = grad without the checks of the Python setter; both are torch.Tensor objects. grad NULL: None. */
+/* sharded_param.grad = grad without the checks of the Python setter; both are torch.Tensor objects.
+ * grad NULL: None. */
 FCT_CHECK int fct_py_set_grad(struct _object *param, struct _object *grad);
 /* t._base is not None */
 bool fct_tensor_is_view(const fct_tensor *t);
 bool fct_dtype_is_floating(fct_dtype dtype);
-/* torch.dtype objects; the first returns FCT_NO_DTYPE for None, and -2 with TypeError set for anything else. */
+/* torch.dtype objects; the first returns FCT_NO_DTYPE for None, and -2 with TypeError set for
+ * anything else. */
 fct_dtype fct_py_dtype(struct _object *obj);
 FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
 /* torch.device objects. */

@@ -18,26 +18,28 @@ def ranges(profiler: Any) -> list[str]:
     return [event.name for event in sorted(found, key=lambda event: event.time_range.start)]
 
 
-def step(model: nn.Module, rank: int) -> None:
-    model(batch(rank)).square().mean().backward()
+def step(model: nn.Module, rank: int, input_grad: bool = False) -> None:
+    model(batch(rank).requires_grad_(input_grad)).square().mean().backward()
 
 
-def profiled(model: nn.Module, rank: int) -> list[str]:
+def profiled(model: nn.Module, rank: int, input_grad: bool = False) -> list[str]:
     """The ranges of one step; an unprofiled one runs before, for lazy init."""
-    step(model, rank)
+    step(model, rank, input_grad)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step(model, rank)
+        step(model, rank, input_grad)
     return ranges(profiler)
 
 
 @scenario()
 def profiler_ranges(api: Api) -> dict[str, list[str]]:
-    mixed = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-    )
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    mixed = plain(2)
+    for block in list(mixed)[:-1]:
+        api.fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes))
+    api.fully_shard(mixed, mp_policy=MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32))
     found = {
         "fp32": profiled(shard(api, plain(2)), api.rank),
-        "mixed": profiled(shard(api, plain(2), mp_policy=mixed), api.rank),
+        "mixed": profiled(mixed, api.rank),
     }
     for reshard in (True, False):
         found[f"reshard {reshard}"] = profiled(
@@ -51,10 +53,10 @@ def order_of_events(api: Api) -> dict[str, list[str]]:
     """U: an all-gather begins; P: gradients begin to be reduced. By the profiler's ranges."""
     found: dict[str, list[str]] = {}
 
-    def record(case: str, model: nn.Module) -> None:
+    def record(case: str, model: nn.Module, input_grad: bool = True) -> None:
         short = {"FSDP::all_gather": "U", "FSDP::post_backward_reduce": "P"}
         events = []
-        for name in profiled(model, api.rank):
+        for name in profiled(model, api.rank, input_grad):
             label, _, fqn = name.partition(" (")
             if label in short:
                 events.append(f"{short[label]}{fqn.rstrip(')')}")
@@ -74,6 +76,8 @@ def order_of_events(api: Api) -> dict[str, list[str]]:
             before = blocks[max(0, index - depth) : index]
             block.set_modules_to_backward_prefetch(before[::-1])
         record(f"backward prefetch {depth}", model)
+    # Nothing below the first block requires grad: its post-backward is left to the end of backward.
+    record("input without gradient", shard(api, plain()), input_grad=False)
     return found
 
 
@@ -218,12 +222,12 @@ def slices_of_a_sequential(api: Api) -> dict[str, Any]:
     model = shard(api, plain())
     part = model[1:3]
     first = part(batch(api.rank))
-    found = {"class": type(part).__name__, "first": first.detach().clone()}
-    try:
-        part._get_fsdp_state()
-    except AssertionError as error:
-        found["state"] = str(error).partition(" ")[0]
-    return found | {"weights": weights(part)}
+    return {
+        "class": type(part).__name__,
+        "classes": [type(module).__name__ for module in part],
+        "first": first.detach().clone(),
+        "weights": weights(part),
+    }
 
 
 @scenario()

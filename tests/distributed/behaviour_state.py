@@ -1,1 +1,272 @@
-from behaviour import scenario
+"""Scenarios about state: state dicts of models and optimizers, checkpoints, meta devices."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from behaviour import DIM, Api, batch, plain, scenario, shard, train, weights, whole
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+
+def gathered(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: whole(value) for name, value in state.items()}
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+@scenario()
+def state_dict_of_a_model(api: Api) -> dict[str, Any]:
+    """Names, types, placements and values; before the first forward, after training, while unsharded."""
+    found: dict[str, Any] = {}
+    for reshard in (True, False):
+        model = shard(api, plain(), reshard_after_forward=reshard)
+
+        def note(case: str, model: nn.Module = model, reshard: bool = reshard) -> None:
+            state = model.state_dict()
+            found[f"{reshard}, {case}"] = [
+                [name, type(v).__name__, str(v.placements), list(v.shape), v.requires_grad]
+                for name, v in state.items()
+            ] + [gathered(state)]
+
+        note("at first")
+        model(batch(api.rank))
+        note("after a forward without backward")
+        found[f"{reshard}, kinds"] = [type(p).__name__ for p in model.parameters()]
+        train(model, api.rank, 1)
+        note("after training")
+    return found
+
+
+@scenario()
+def state_dict_stays_aliased(api: Api) -> list[Any]:
+    """A state dict that is taken before training shows the weights after it."""
+    model = shard(api, plain())
+    state = model.state_dict()
+    local = {name: value.to_local() for name, value in state.items()}
+    train(model, api.rank, 2)
+    now = weights(model)
+    return [
+        now,
+        gathered(state),
+        [torch.equal(local[n], p.to_local()) for n, p in model.named_parameters()],
+        [local[n].data_ptr() == p.to_local().data_ptr() for n, p in model.named_parameters()],
+        [state[n].untyped_storage().nbytes() for n in state],
+    ]
+
+
+@scenario()
+def loaded_state_dict(api: Api) -> dict[str, Any]:
+    """load_state_dict by copy and by assignment, at first, between steps and while unsharded."""
+    found: dict[str, Any] = {}
+    for assign in (False, True):
+        for when in ("at first", "after a step", "after a forward"):
+            source = shard(api, plain(seed=11))
+            model = shard(api, plain(), reshard_after_forward=False)
+            if when == "after a step":
+                train(model, api.rank, 1)
+            if when == "after a forward":
+                model(batch(api.rank))
+            model.load_state_dict(
+                {name: value.clone() for name, value in source.state_dict().items()}, assign=assign
+            )
+            found[f"{assign}, {when}"] = train(model, api.rank, 2)
+    return found
+
+
+@scenario()
+def assigned_state_trains_the_assigned_tensors(api: Api) -> list[bool]:
+    """With assign=True the parameters are the loaded tensors."""
+    source = shard(api, plain(seed=11))
+    state = {name: value.clone() for name, value in source.state_dict().items()}
+    model = shard(api, plain())
+    model.load_state_dict(state, assign=True)
+    before = {name: whole(value) for name, value in state.items()}
+    train(model, api.rank, 1)
+    return [not torch.equal(before[name], value) for name, value in weights(model).items()] + [
+        type(p).__name__ == "DTensor" for p in model.parameters()
+    ]
+
+
+def initialise(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+@scenario()
+def meta_device(api: Api) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with torch.device("meta"):
+        model = plain()
+    shard(api, model)
+    try:
+        model(batch(api.rank))
+    except RuntimeError as error:
+        found["before to_empty"] = str(error).partition("\n")[0]
+    model.to_empty(device="cpu")
+    initialise(model)
+    found["trained"] = train(model, api.rank, 2)
+
+    with torch.device("meta"):
+        model = plain()
+    shard(api, model)
+    source = shard(api, plain(seed=11))
+    model.load_state_dict(source.state_dict(), assign=True)
+    found["assigned"] = train(model, api.rank, 2)
+
+    with torch.device("meta"):
+        model = plain()
+    shard(api, model)
+    full = plain(seed=11).state_dict() if api.rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model.to_empty(device="cpu")
+    set_model_state_dict(model, full, options=options)
+    found["broadcast"] = train(model, api.rank, 2)
+    return found
+
+
+@scenario()
+def converted_model(api: Api) -> dict[str, Any]:
+    """``model.to(dtype)`` and back, before lazy init and after."""
+    found: dict[str, Any] = {}
+    for when in ("at first", "after a step", "after a forward"):
+        model = shard(api, plain(), reshard_after_forward=False)
+        if when == "after a step":
+            train(model, api.rank, 1)
+        if when == "after a forward":
+            model(batch(api.rank))
+        model.double()
+        model.float()
+        found[when] = train(model, api.rank, 2)
+        model.double()
+        found[f"{when}, double"] = [
+            model(batch(api.rank).double()).square().mean().item(),
+            [str(p.dtype) for p in model.parameters()],
+        ]
+    return found
+
+
+@scenario()
+def full_state_dicts(api: Api) -> dict[str, Any]:
+    """get_/set_state_dict, full and on the CPU; model and optimizer continue where they were."""
+    model = shard(api, plain())
+    optimizer = adamw(model)
+    train(model, api.rank, 2, optimizer)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(model, options=options)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    found: dict[str, Any] = {"model": dict(full), "optimizer": copy.deepcopy(state)}
+
+    other = shard(api, plain(seed=11))
+    other_optimizer = adamw(other)
+    load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, full if api.rank == 0 else {}, options=load)
+    set_optimizer_state_dict(other, other_optimizer, state if api.rank == 0 else {}, options=load)
+    found["broadcast"] = train(other, api.rank, 2, other_optimizer)
+    found["continued"] = train(model, api.rank, 2, optimizer)
+    return found
+
+
+@scenario()
+def sharded_state_dicts(api: Api) -> dict[str, Any]:
+    model = shard(api, plain())
+    optimizer = adamw(model)
+    train(model, api.rank, 2, optimizer)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    state = copy.deepcopy(state)
+    optimizer_state = copy.deepcopy(optimizer_state)
+    other = shard(api, plain(seed=11))
+    other_optimizer = adamw(other)
+    set_state_dict(
+        other, other_optimizer, model_state_dict=state, optim_state_dict=optimizer_state
+    )
+    return {
+        "loaded": train(other, api.rank, 2, other_optimizer),
+        "continued": train(model, api.rank, 2, optimizer),
+    }
+
+
+def checkpoint(api: Api, model: nn.Module, optimizer: Any, name: str) -> None:
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optim": optimizer_state}, checkpoint_id=str(api.folder / name))
+
+
+def resume(api: Api, name: str, options: StateDictOptions | None = None) -> list[Any]:
+    """Loads the checkpoint into a model with other weights and trains on."""
+    model = shard(api, plain(seed=11))
+    optimizer = adamw(model)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    everything = {"model": state, "optim": optimizer_state}
+    dcp.load(everything, checkpoint_id=str(api.folder / name))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=everything["model"],
+        optim_state_dict=everything["optim"],
+        options=options,
+    )
+    return train(model, api.rank, 2, optimizer)
+
+
+@scenario()
+def checkpoints(api: Api) -> dict[str, Any]:
+    """Written by each implementation, resumed by each, and by the run that went on."""
+    found: dict[str, Any] = {}
+    for writer in (api, api.other()):
+        model = shard(writer, plain())
+        optimizer = adamw(model)
+        train(model, api.rank, 2, optimizer)
+        checkpoint(writer, model, optimizer, writer.name)
+        dist.barrier()
+        for reader in (api, api.other()):
+            found[f"written by {writer.name}, resumed by {reader.name}"] = resume(
+                reader, writer.name
+            )
+        found[f"{writer.name} went on"] = train(model, api.rank, 2, optimizer)
+    return found
+
+
+@scenario()
+def shared_and_uneven_parameters(api: Api) -> dict[str, Any]:
+    """State dicts where ranks have empty shards, and where a parameter has two names."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(DIM, DIM, bias=False)
+            self.small = nn.Parameter(torch.ones(1, DIM))
+            self.head = nn.Linear(DIM, DIM, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(x) * self.small)
+
+    torch.manual_seed(1)
+    model = api.fully_shard(Tied())
+    found: dict[str, Any] = {"at first": gathered(model.state_dict())}
+    found["trained"] = train(model, api.rank, 2)
+    found["same object"] = model.head.weight is model.embed.weight
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(2)
+    other = api.fully_shard(Tied())
+    other.load_state_dict(state)
+    found["loaded"] = train(other, api.rank, 1)
+    full = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
+    found["full"] = {name: value for name, value in full.items() if value.numel()}
+    return found

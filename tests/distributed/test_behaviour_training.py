@@ -37,10 +37,12 @@ def test_evaluations_gather_as_often_as_stocks() -> None:
         assert found["False"] == [4, 0, 0, 4, 0, 0]
 
 
-def test_a_first_forward_in_inference_mode_is_refused_by_both() -> None:
+def test_a_first_forward_in_inference_mode_leaves_a_model_that_does_not_train_as_in_stock() -> None:
+    """A limit of both: what the first forward allocates are inference tensors."""
     for name in ("fsdp_c", "torch"):
         for error in raised("first_forward_in_inference_mode", name):
-            assert "Inference tensors cannot be saved for backward" in error.text
+            assert error.kind == "RuntimeError"
+            assert "inference tensor" in error.text.lower()
 
 
 # ---- the arithmetic of reductions ----

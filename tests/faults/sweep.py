@@ -1,8 +1,8 @@
 """A training step in which one thing fails, on every rank at the same point, and what comes after.
 
 Run by ``test_sweep.py`` on gloo ranks. Each attempt starts from the same weights, trains one clean
-step, one step with the failure, recovers with ``reset_iter_state()`` and ``zero_grad()``, repeats the
-step and trains one more. Losses, gradients and weights must equal those of a run without failure.
+step, one step with the failure, recovers with ``reset_iter_state()`` and ``zero_grad()``, repeats
+the step and trains one more. Losses, gradients and weights must equal those of a clean run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fsdp_c import MixedPrecisionPolicy, _C, fully_shard
+from fsdp_c import _C, MixedPrecisionPolicy, fully_shard
 
 DIM = 6
 STEPS = 3
@@ -160,7 +160,7 @@ def points(trainer: Trainer, kind: str) -> Iterator[tuple[int, Callable[[], None
 def sweep(
     rank: int, world: int, kind: str, mixed: bool, accumulate: bool, reshard: bool | None
 ) -> dict[str, Any]:
-    """Fails at every point in turn. {'points': how many, 'wrong': [(n, failure)], 'failures': set}."""
+    """Fails at every point in turn: {'points': count, 'wrong': [(n, failure)], ...}."""
     torch.set_num_threads(1)
     trainer = Trainer(rank, mixed, accumulate, reshard)
     expected, failure = trainer.run(lambda: None)

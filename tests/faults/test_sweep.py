@@ -1,4 +1,4 @@
-"""An exception anywhere leaves nothing wrong: every boundary call and every point of user code fails in turn."""
+"""An exception anywhere leaves nothing wrong: boundary calls and user code fail in turn."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ENV = {"PYTHONPATH": f"{HERE}:{HERE.parent.parent}"}
 @pytest.mark.parametrize("kind", ["boundary", "user"])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["sync", "accumulate"])
 @pytest.mark.parametrize(
-    ("mixed", "reshard"), [(False, None), (True, True), (False, False)], ids=["fp32", "mixed", "keep"]
+    ("mixed", "reshard"),
+    [(False, None), (True, True), (False, False)],
+    ids=["fp32", "mixed", "keep"],
 )
 def test_training_after_a_failure_equals_training_without(
     kind: str, accumulate: bool, mixed: bool, reshard: bool | None
 ) -> None:
-    results = run_ranks(
-        sweep.sweep, 2, (kind, mixed, accumulate, reshard), env=ENV, timeout=300
-    )
+    results = run_ranks(sweep.sweep, 2, (kind, mixed, accumulate, reshard), env=ENV, timeout=300)
     expected_type = "RuntimeError" if kind == "boundary" else "UserError"
     for result in results:
         assert result["wrong"] == []

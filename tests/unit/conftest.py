@@ -1,4 +1,4 @@
-"""One process that believes it is rank 0 of 8: torch's fake process group, whose collectives move nothing."""
+"""One process that believes it is rank 0 of 8: torch's fake process group moves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users get wrong is refused at ``fully_shard`` or at the first forward, and can be corrected."""
+"""Mistakes are refused at ``fully_shard`` or at the first forward, and can be corrected."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_ours_above_stock_is_refused_at_the_first_forward(fake_group: int) -> No
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     stock_fully_shard(module[0])
     fully_shard(module)
-    with pytest.raises(RuntimeError, match="sharded by torch.distributed.fsdp.fully_shard"):
+    with pytest.raises(RuntimeError, match=r"sharded by torch\.distributed\.fsdp\.fully_shard"):
         module(torch.randn(2, 4))
 
 
@@ -190,7 +190,7 @@ def test_uninitialised_process_group_is_refused_with_torchs_error() -> None:
     assert not dist.is_initialized()
     module = nn.Linear(4, 4)
     before = snapshot(module)
-    with pytest.raises(ValueError, match="environment variable|rendezvous"):
+    with pytest.raises(ValueError, match=r"environment variable|rendezvous"):
         fully_shard(module)
     assert_unchanged(module, before)
 
@@ -248,8 +248,16 @@ def test_mixed_original_dtypes_are_refused_at_the_first_forward(fake_group: int)
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda m: m.set_modules_to_forward_prefetch([nn.Linear(2, 2)]), ValueError, "Expects FSDP"),
-        (lambda m: m.set_modules_to_backward_prefetch([nn.Linear(2, 2)]), ValueError, "Expects FSDP"),
+        (
+            lambda m: m.set_modules_to_forward_prefetch([nn.Linear(2, 2)]),
+            ValueError,
+            "Expects FSDP",
+        ),
+        (
+            lambda m: m.set_modules_to_backward_prefetch([nn.Linear(2, 2)]),
+            ValueError,
+            "Expects FSDP",
+        ),
         (lambda m: m.set_reshard_after_forward(2), ValueError, "should be a bool"),
         (lambda m: m.set_gradient_divide_factor(0), ValueError, "positive and finite"),
         (lambda m: m.set_all_reduce_hook(lambda t: None), NotImplementedError, "all_reduce_hook"),

@@ -1,0 +1,56 @@
+"""State dicts, checkpoints and meta devices: what torch's FSDP2 writes ours reads, and the other way."""
+
+from __future__ import annotations
+
+import pytest
+from behaviour import assert_same, differences, returned
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "state_dict_of_a_model",
+        "loaded_state_dict",
+        "converted_model",
+        "full_state_dicts",
+        "sharded_state_dicts",
+    ],
+)
+def test_as_stock(name: str) -> None:
+    assert_same(name)
+
+
+def test_a_state_dict_taken_before_training_shows_the_weights_after_it() -> None:
+    for now, then, equal, same_memory, _ in assert_same("state_dict_stays_aliased"):
+        assert differences(now, then) == []
+        assert all(equal) and all(same_memory)
+
+
+def test_assigned_tensors_are_trained() -> None:
+    for found in assert_same("assigned_state_trains_the_assigned_tensors"):
+        assert all(found)
+
+
+def test_a_full_state_dict_continues_where_it_was_taken() -> None:
+    for name, first in (("full_state_dicts", "broadcast"), ("sharded_state_dicts", "loaded")):
+        for found in returned(name, "fsdp_c"):
+            assert differences(found[first], found["continued"]) == []
+
+
+def test_a_model_made_on_the_meta_device() -> None:
+    for found in assert_same("meta_device"):
+        assert found["before to_empty"].startswith("FSDP parameters should be materialized")
+        assert differences(found["assigned"], found["broadcast"]) == []
+
+
+def test_checkpoints_are_exchanged_with_stock() -> None:
+    for found in returned("checkpoints", "fsdp_c"):
+        assert len(found) == 6
+        expected = found["torch went on"]
+        for case, results in found.items():
+            assert differences(expected, results) == [], case
+
+
+def test_shared_and_uneven_parameters() -> None:
+    for found in assert_same("shared_and_uneven_parameters"):
+        assert found["same object"]
