@@ -64,7 +64,8 @@ _C.bind(
     ),
 )
 
-from .fully_shard import fully_shard  # noqa: E402  (needs the bound extension)
+from . import names  # noqa: E402  (these need the bound extension)
+from .fully_shard import fully_shard  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -75,4 +76,5 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "fully_shard",
+    "names",
 ]
