@@ -13,6 +13,8 @@ from grid import CHOICES, MIXED, MIXED_FIELDS, Setting, generate
 from record import Bits, Recorder, differences
 from worker import run_grid
 
+pytestmark = pytest.mark.timeout(1200)
+
 PLAIN = Setting(family="tiny")
 
 

@@ -20,9 +20,11 @@ from record import Entry, Recorder, recorded_collectives
 from scenario import load_implementation, run_setting
 from torch.distributed.device_mesh import init_device_mesh
 
-SETTING_SECONDS = 60
-"""A setting that takes longer than this has hung: its rank prints all stacks and dies."""
-COLLECTIVE_SECONDS = 15
+SETTING_SECONDS = 240
+"""A setting that takes longer than this has hung: its rank prints all stacks and dies. Generous,
+since a setting of half a second takes twenty on a machine with other work."""
+COLLECTIVE_SECONDS = 60
+"""How long a rank waits for peers that have left the setting with an exception."""
 MAX_CRASHES = 6
 
 RankRecords = list[list[Entry]]
@@ -54,7 +56,7 @@ def run_grid(
                 run_settings,
                 world_size,
                 (implementation, rest, str(part), ours),
-                timeout=60 + 5.0 * len(rest),
+                timeout=2 * SETTING_SECONDS + 10.0 * len(rest),
                 collective_timeout=COLLECTIVE_SECONDS,
             )
         except RanksFailed as failure:
