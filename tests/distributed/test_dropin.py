@@ -1,0 +1,56 @@
+"""An unchanged job under torchrun, on torch's FSDP2 and on fsdp_c: the same losses to the bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from site_dir import installed_environment
+
+JOB = Path(__file__).with_name("dropin_train.py")
+STOCK = "torch.distributed.fsdp._fully_shard._fsdp_state"
+OURS = "fsdp_c.state"
+
+LAUNCHES: dict[str, tuple[dict[str, str], list[str]]] = {
+    "plain": ({}, [str(JOB)]),
+    "FSDP_C=1": ({"FSDP_C": "1"}, [str(JOB)]),
+    "-m fsdp_c": ({}, ["-m", "fsdp_c", str(JOB)]),
+    "-m fsdp_c -m": ({}, ["-m", "fsdp_c", "-m", JOB.stem]),
+}
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs one of LAUNCHES on two ranks; what each rank reported."""
+    reports: dict[str, list[dict[str, Any]]] = {}
+
+    def run(name: str) -> list[dict[str, Any]]:
+        if name not in reports:
+            folder = tmp_path_factory.mktemp("job")
+            extra, target = LAUNCHES[name]
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", "2", *target, str(folder), "--lr", "1 2"]
+            env = installed_environment(folder, **extra)
+            done = subprocess.run(
+                command, env=env, cwd=JOB.parent, capture_output=True, text=True, timeout=280
+            )
+            assert done.returncode == 0, done.stderr[-6000:]
+            paths = sorted(folder.glob("rank*.json"))
+            reports[name] = [json.loads(path.read_text()) for path in paths]
+        return reports[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_an_unchanged_job(outcome: Any, name: str) -> None:
+    found, plain = outcome(name), outcome("plain")
+    assert len(found) == 2
+    assert {report["state"] for report in plain} == {STOCK}
+    assert {report["state"] for report in found} == {STOCK if name == "plain" else OURS}
+    assert [report["losses"] for report in found] == [report["losses"] for report in plain]
+    assert all(report["argv"] == ["--lr", "1 2"] for report in found)

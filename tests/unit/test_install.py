@@ -1,0 +1,354 @@
+"""How a job that knows nothing of fsdp_c gets it: FSDP_C=1, python -m fsdp_c, install()."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch.distributed._composable.fsdp as composable
+import torch.distributed.fsdp as public
+import torch.distributed.fsdp._fully_shard._fully_shard as stock
+import torch.nn as nn
+from site_dir import installed_environment
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+import fsdp_c
+import fsdp_c_autoload
+
+State = importlib.import_module("fsdp_c.state").State
+LOGGER = "torch.distributed.fsdp.fully_shard"
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    fsdp_c.install()
+    try:
+        yield
+    finally:
+        fsdp_c.uninstall()
+
+
+# ---- install and uninstall -----------------------------------------------------------------------
+
+
+def test_whoever_holds_the_function_gets_ours(fake_group: int, installed: None) -> None:
+    holders = (
+        fully_shard,  # imported above, before install()
+        public.fully_shard,
+        stock.fully_shard,
+        composable.fully_shard,
+        importlib.import_module("torch.distributed._composable.fsdp.fully_shard").fully_shard,
+        importlib.import_module("torch.distributed.pipelining.stage").fully_shard,
+    )
+    for function in holders:
+        module = nn.Linear(3, 4)
+        assert function(module, reshard_after_forward=False) is module
+        assert isinstance(fully_shard.state(module), State)
+        assert isinstance(module, FSDPModule)
+        assert not module._get_fsdp_state()._fsdp_param_group._reshard_after_forward
+
+
+def test_the_function_object_stays_what_it_is(installed: None) -> None:
+    assert public.fully_shard is stock.fully_shard is composable.fully_shard is fully_shard
+    assert fully_shard.__module__ == "torch.distributed.fsdp"
+    assert fully_shard.__name__ == fully_shard.__wrapped__.__name__ == "fully_shard"
+    assert "reshard_after_forward" in str(importlib.import_module("inspect").signature(fully_shard))
+    assert pickle.loads(pickle.dumps(fully_shard)) is fully_shard
+
+
+def test_uninstall_restores_everything(fake_group: int) -> None:
+    def facts() -> list[Any]:
+        functions = [
+            value
+            for module in (public, stock, composable)
+            for value in vars(module).values()
+            if isinstance(value, FunctionType)
+        ]
+        return [
+            *((f, f.__code__, f.__closure__, dict(f.__dict__)) for f in functions),
+            *sys.meta_path,
+        ]
+
+    before = facts()
+    fsdp_c.install()
+    assert facts() != before
+    fsdp_c.uninstall()
+    assert facts() == before
+    module = fully_shard(nn.Linear(3, 4))
+    assert type(fully_shard.state(module)) is FSDPState
+
+
+def test_install_and_uninstall_twice(fake_group: int) -> None:
+    codes = fully_shard.__code__, fsdp_c.fully_shard.__code__
+    for _ in range(2):
+        fsdp_c.install()
+        once = fully_shard.__code__
+        fsdp_c.install()
+        assert fully_shard.__code__ is once
+        assert isinstance(fully_shard.state(fully_shard(nn.Linear(2, 2))), State)
+        fsdp_c.uninstall()
+        fsdp_c.uninstall()
+        assert (fully_shard.__code__, fsdp_c.fully_shard.__code__) == codes
+
+
+def test_torchs_own_function_stays_within_reach(fake_group: int, installed: None) -> None:
+    module = fsdp_c_autoload.original(fully_shard)(nn.Linear(3, 4))
+    assert type(fully_shard.state(module)) is FSDPState
+    assert fsdp_c_autoload.original(print) is print
+
+
+def test_modules_keep_the_implementation_they_were_sharded_with(fake_group: int) -> None:
+    theirs = fully_shard(nn.Linear(8, 8))
+    fsdp_c.install()
+    ours = fully_shard(nn.Linear(8, 8))
+    fsdp_c.uninstall()
+    for module, kind in ((theirs, FSDPState), (ours, State)):
+        x = importlib.import_module("torch").ones(2, 8)
+        module(x).sum().backward()
+        assert type(fully_shard.state(module)) is kind
+        assert module.weight.grad is not None
+
+
+def test_what_fsdp_c_does_not_have_stays_torchs(fake_group: int, installed: None) -> None:
+    class Twice(nn.Linear):
+        def twice(self, x: Any) -> Any:
+            return self(self(x))
+
+    module = fully_shard(Twice(8, 8))
+    public.register_fsdp_forward_method(module, "twice")
+    with pytest.raises(ValueError, match="does not have a method thrice"):
+        public.register_fsdp_forward_method(module, "thrice")
+    public.share_comm_ctx([module, fully_shard(nn.Linear(8, 8))])
+
+
+def test_one_line_says_what_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, LOGGER):
+        for _ in range(2):
+            fsdp_c.install()
+        fsdp_c.uninstall()
+    lines = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"fsdp_c {fsdp_c.__version__} replaces ")
+    assert "torch.distributed.fsdp._fully_shard._fully_shard.fully_shard" in lines[0]
+
+
+# ---- a redirected function -----------------------------------------------------------------------
+
+
+def make_counter(start: int) -> FunctionType:
+    cell = [start]
+
+    def count(step: int = 1, *, twice: bool = False) -> int:
+        cell[0] += step + (step if twice else 0)
+        return cell[0]
+
+    count.note = "kept"  # type: ignore[attr-defined]
+    return count
+
+
+def test_a_redirection_is_seen_by_all_holders_and_can_be_undone() -> None:
+    count = held = make_counter(10)
+    seen: list[Any] = []
+    code = count.__code__
+
+    def target(*args: Any, **kwargs: Any) -> str:
+        seen.append((args, kwargs))
+        return "target"
+
+    redirection = fsdp_c_autoload.Redirection(count, target)
+    assert held(3, twice=True) == "target" and seen == [((3,), {"twice": True})]
+    assert redirection.original(3, twice=True) == 16  # and it shares the cell with ...
+    redirection.undo()
+    assert held() == 17  # ... the function itself
+    assert count.__code__ is code and count.note == "kept"
+
+
+def test_two_redirections_of_functions_with_the_same_code() -> None:
+    first, second = make_counter(1), make_counter(2)
+    redirections = [fsdp_c_autoload.Redirection(f, lambda f=f: f) for f in (first, second)]
+    assert first() is first and second() is second
+    for redirection in redirections:
+        redirection.undo()
+    assert (first(), second()) == (2, 3)
+
+
+# ---- FSDP_C=1 ------------------------------------------------------------------------------------
+
+PROBE = """
+import json, os, sys
+import torch
+facts = {}
+facts["after torch"] = sorted(n for n in sys.modules if n.startswith("fsdp_c"))
+facts["finders"] = sum(type(f).__module__ == "fsdp_c_autoload" for f in sys.meta_path)
+facts["torch.distributed.fsdp came early"] = "torch.distributed.fsdp" in sys.modules
+from torch.distributed.fsdp import fully_shard, FSDPModule
+facts["after fsdp"] = sorted(n for n in sys.modules if n.startswith("fsdp_c"))
+import torch.nn as nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+module = fully_shard(nn.Linear(2, 2))
+facts["state"] = type(fully_shard.state(module)).__module__
+facts["FSDPModule"] = isinstance(module, FSDPModule)
+import torch.distributed._composable.replicate_with_fsdp as late
+facts["loader"] = type(late.__spec__.loader).__name__
+facts["late"] = late.replicate.__code__.co_filename
+print(json.dumps(facts))
+"""
+
+
+def run(*arguments: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What PROBE finds under a value of FSDP_C (None: unset)."""
+    folder = tmp_path_factory.mktemp("site")
+    found: dict[str | None, dict[str, Any]] = {}
+
+    def facts(value: str | None) -> dict[str, Any]:
+        if value not in found:
+            env = installed_environment(folder, **({} if value is None else {"FSDP_C": value}))
+            done = run("-c", PROBE, env=env, cwd=folder)
+            assert done.returncode == 0, done.stderr
+            found[value] = json.loads(done.stdout.splitlines()[-1])
+        return found[value]
+
+    return facts
+
+
+@pytest.mark.parametrize("value", [None, "0", ""])
+def test_without_the_switch_nothing_is_imported(probe: Any, value: str | None) -> None:
+    facts = probe(value)
+    assert facts["after torch"] == facts["after fsdp"] == ["fsdp_c_autoload"]
+    assert facts["finders"] == 0
+    assert facts["state"] == "torch.distributed.fsdp._fully_shard._fsdp_state"
+    assert facts["late"].endswith("contract.py")
+
+
+def test_with_the_switch_the_first_call_imports_ours(probe: Any) -> None:
+    facts = probe("1")
+    assert facts["after torch"] == facts["after fsdp"] == ["fsdp_c_autoload"]
+    assert facts["finders"] == 1
+    assert not facts["torch.distributed.fsdp came early"]
+    assert facts["state"] == "fsdp_c.state" and facts["FSDPModule"]
+    assert facts["loader"] == "SourceFileLoader"  # the hook leaves no trace in the module
+    assert facts["late"] == "<redirected by fsdp_c>"
+
+
+def test_the_module_of_the_entry_point_needs_only_the_standard_library() -> None:
+    code = "import sys, fsdp_c_autoload; print('torch' in sys.modules, 'fsdp_c' in sys.modules)"
+    folder = Path(fsdp_c_autoload.__file__).parent
+    done = run("-S", "-c", code, env={"PYTHONPATH": str(folder)}, cwd=folder)
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+# ---- python -m fsdp_c ----------------------------------------------------------------------------
+
+FACTS = """
+import json, os, pickle, sys
+class Here: pass
+main = sys.modules["__main__"]
+print(json.dumps({
+    "argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": __file__,
+    "main": main.__dict__ is globals(), "doc": __doc__, "package": __package__,
+    "spec": __spec__ and __spec__.name, "cached": __cached__ and "set",
+    "pickled": type(pickle.loads(pickle.dumps(Here()))) is Here,
+    "loader": type(__loader__).__name__, "others": sorted(
+        k for k in globals() if k not in ("json", "os", "pickle", "sys", "Here", "main")),
+    "annotations": "__annotations__" in globals(),
+}))
+"""
+USES = """
+from torch.distributed.fsdp import fully_shard
+import os
+print(fully_shard.__code__.co_filename, os.environ["FSDP_C"])
+"""
+SCRIPTS = {
+    "facts.py": FACTS,
+    "uses.py": USES,
+    "raises.py": "def f(x):\n    return 1 / x\n\n\nf(0)\n",
+    "chained.py": "try:\n    {}['a']\nexcept KeyError as e:\n    raise ValueError('b') from e\n",
+    "syntax.py": "print('never')\nx = = 2\n",
+    "leaves.py": "import sys\nsys.exit(3)\n",
+    "says.py": "raise SystemExit('a message')\n",
+    "interrupted.py": "raise KeyboardInterrupt\n",
+    "hooked.py": "import sys\nsys.excepthook = lambda k, e, t: print('hook', k)\nraise OSError\n",
+    "package/__init__.py": "",
+    "package/__main__.py": FACTS,
+    "package/module.py": FACTS,
+    "package/broken.py": "def f():\n    raise TypeError('t')\n\n\nf()\n",
+    "folder/__main__.py": FACTS,
+}
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, text in SCRIPTS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(textwrap.dedent(text).lstrip())
+    return folder
+
+
+def both(scripts: Path, *arguments: str) -> tuple[Any, Any]:
+    """Plain python's outcome of a command line and ``-m fsdp_c``'s: (status, stdout, stderr)."""
+    env = installed_environment(scripts)
+    outcomes = []
+    for prefix in ((), ("-m", "fsdp_c")):
+        done = run(*prefix, *arguments, env=env, cwd=scripts)
+        # The interpreter's own frames of `python -m` come and go with its version.
+        lines = [line for line in done.stderr.splitlines() if "<frozen runpy>" not in line]
+        outcomes.append((done.returncode, done.stdout, lines))
+    return outcomes[0], outcomes[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("facts.py", "-x", "a b"),
+        ("-m", "package.module", "--flag"),
+        ("-m", "package"),
+        ("folder", "1"),
+        ("raises.py",),
+        ("chained.py",),
+        ("syntax.py",),
+        ("leaves.py",),
+        ("says.py",),
+        ("interrupted.py",),
+        ("hooked.py",),
+        ("missing.py",),
+        ("-m", "missing"),
+        ("-m", "package.broken"),
+    ],
+    ids=" ".join,
+)
+def test_a_script_runs_as_under_plain_python(scripts: Path, arguments: tuple[str, ...]) -> None:
+    plain, ours = both(scripts, *arguments)
+    assert plain[0] != 0 or plain[1], "a script that does nothing compares nothing"
+    assert ours == plain
+
+
+def test_the_script_gets_ours_and_its_children_too(scripts: Path) -> None:
+    done = run("-m", "fsdp_c", "uses.py", env=installed_environment(scripts), cwd=scripts)
+    assert done.stdout.split("\n")[0] == "<redirected by fsdp_c> 1", done.stderr
+
+
+def test_usage(scripts: Path) -> None:
+    env = installed_environment(scripts)
+    asked, empty = (run("-m", "fsdp_c", *a, env=env, cwd=scripts) for a in (["--help"], []))
+    assert asked.returncode == 0 and asked.stdout.startswith("usage: ") and asked.stderr == ""
+    assert empty.returncode == 2 and empty.stderr == asked.stdout
