@@ -67,6 +67,7 @@ _C.bind(
 from . import names  # noqa: E402  (these need the bound extension)
 from .fully_shard import fully_shard  # noqa: E402
 from .install import install, uninstall  # noqa: E402
+from .wrap import auto_shard  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -76,6 +77,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "auto_shard",
     "fully_shard",
     "install",
     "names",

@@ -1,0 +1,395 @@
+"""``auto_shard``: tied and frozen weights, full precision, and that a failure changes nothing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_bad_input import assert_unchanged, snapshot
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import _wrap_utils
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    always_wrap_policy,
+)
+from wrap_models import Block, Layer, Transformer, bytes_of, classes, train, trees, units_of
+
+from fsdp_c import FSDPModule, MixedPrecisionPolicy, auto_shard, fully_shard, wrap
+from fsdp_c.wrap_policy import children_first
+
+
+class TestHelpers:
+    @given(trees)
+    def test_post_order_is_torchs(self, tree: nn.Module) -> None:
+        ours = wrap.post_order_named_modules(tree)
+        assert ours == _wrap_utils._get_post_order_named_modules(tree)
+
+    def test_post_order_of_torchs_own_example(self) -> None:
+        model = nn.ModuleDict(
+            {
+                "s1": nn.ReLU(),
+                "s2": nn.ModuleDict({"ss1": nn.ReLU(), "ss2": nn.ReLU()}),
+                "s3": nn.ReLU(),
+            }
+        )
+        found = [name for name, _ in wrap.post_order_named_modules(model)]
+        assert found == ["s1", "s2.ss1", "s2.ss2", "s2", "s3", ""]
+
+    @given(trees, classes, st.integers(0, 20))
+    def test_managed_parameters_and_names_are_torchs(
+        self, tree: nn.Module, kinds: set[Any], skip: int
+    ) -> None:
+        ignored = set(list(tree.parameters())[skip : skip + 2])
+        ours: set[nn.Module] = set()
+        theirs: set[nn.Module] = set()
+        for name, module in wrap.post_order_named_modules(tree):
+            if isinstance(module, (*kinds, nn.Conv1d)):
+                assert wrap.managed_param_to_fqn(
+                    module, ignored, ours, name
+                ) == _wrap_utils._get_managed_param_to_fqn(module, ignored, theirs, name)
+                assert ours == theirs
+
+    @given(trees)
+    def test_children_first_has_every_module_once(self, tree: nn.Module) -> None:
+        assert set(children_first(tree)) == set(tree.modules())
+        assert len(list(children_first(tree))) == len(list(tree.modules()))
+
+
+class TestFrozenParameters:
+    @given(trees, classes, st.integers(0, 2**16))
+    def test_the_units_that_torch_complains_about(
+        self, tree: nn.Module, kinds: set[Any], bits: int
+    ) -> None:
+        for i, param in enumerate(tree.parameters()):
+            param.requires_grad_(bool(bits >> i & 1))
+        units = wrap.plan(tree, kinds)[:-1]
+        ours = [message.split("\n", 1)[1] for message in wrap.mixed_requires_grad(tree, units, ())]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _wrap_utils._validate_frozen_params(
+                tree, {unit.modules[0] for unit in units}, set(), use_orig_params=True
+            )
+        theirs = [str(one.message).split("\n", 1)[1] for one in caught]
+        assert sorted(ours) == sorted(theirs)  # the lists of names, word for word
+
+    def mixed(self) -> Transformer:
+        model = Transformer()
+        model.layers[1].mlp.requires_grad_(False)
+        return model
+
+    def test_warn_by_default(self, fake_group: int) -> None:
+        with pytest.warns(
+            UserWarning, match="layers.1 has both parameters with requires_grad=True"
+        ):
+            auto_shard(self.mixed())
+
+    def test_raise_if_asked(self, fake_group: int) -> None:
+        model = self.mixed()
+        before = snapshot(model)
+        with pytest.raises(ValueError, match=r"layers.1 has both.*\n.*\n\['layers.1.norm.weight'"):
+            auto_shard(model, frozen="error")
+        assert_unchanged(model, before)
+
+    def test_say_nothing_if_asked_or_separate(self, fake_group: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            auto_shard(self.mixed(), frozen="ignore")
+            auto_shard(self.mixed(), {nn.Sequential, Layer, nn.LayerNorm})
+
+    def test_unknown_choice(self) -> None:
+        with pytest.raises(ValueError, match="'warn', 'error' or 'ignore', not 'maybe'"):
+            auto_shard(nn.Linear(1, 1), frozen="maybe")  # type: ignore[arg-type]
+
+
+class TestSharding:
+    def test_shards_the_units_and_the_root(self, fake_group: int) -> None:
+        model = auto_shard(Transformer(), reshard_after_forward=True)
+        sharded = {name for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+        assert sharded == {"", "layers.0", "layers.1", "layers.2"}
+        assert isinstance(model, Transformer)
+        train(model)
+        assert all(p.grad is not None for p in model.parameters())
+
+    def test_units_of_several_modules_are_one_group(self, fake_group: int) -> None:
+        model = Transformer(layers=4)
+        auto_shard(model, 2 * bytes_of(model.layers[0].parameters()))
+        assert fully_shard.state(model.layers[0]) is fully_shard.state(model.layers[1])
+        assert fully_shard.state(model.layers[1]) is not fully_shard.state(model.layers[2])
+        train(model)
+
+    def test_ignored_modules_and_parameters_stay(self, fake_group: int) -> None:
+        model = Transformer()
+        auto_shard(
+            model,
+            always_wrap_policy,
+            ignored_modules=[model.layers[0]],
+            ignored_params=[model.head.weight],
+        )
+        plain = {n for n, p in model.named_parameters() if type(p) is nn.Parameter}
+        assert plain == {
+            "head.weight",
+            *(f"layers.0.{name}" for name, _ in model.layers[0].named_parameters()),
+        }
+        assert not any(isinstance(m, FSDPModule) for m in model.layers[0].modules())
+
+    def test_another_function_may_shard(self, fake_group: int) -> None:
+        calls: list[Any] = []
+        auto_shard(Transformer(), shard_fn=lambda module, **kwargs: calls.append(kwargs), mesh=None)
+        assert calls == [{"mesh": None}] * 4
+
+    @pytest.mark.parametrize("applied", ["ours", "inside"])
+    def test_a_model_with_sharded_parts_is_refused(self, fake_group: int, applied: str) -> None:
+        model = Transformer()
+        fully_shard(model if applied == "ours" else model.layers[1].mlp)
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="modules to not already have FSDP applied but found"):
+            auto_shard(model)
+        assert_unchanged(model, before)
+
+
+class TestFullPrecision:
+    POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    def test_batch_norms_are_units_that_keep_their_dtype(self, fake_group: int) -> None:
+        model = Transformer(norm=nn.BatchNorm1d)
+        with pytest.warns(
+            UserWarning, match=r"Both mixed precision and an auto_wrap_policy.*\n.*BatchNorm1d"
+        ):
+            auto_shard(model, mp_policy=self.POLICY)
+        seen: dict[str, tuple[torch.dtype, ...]] = {}
+
+        def note(name: str) -> Any:
+            def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+                seen[name] = (args[0].dtype, module._parameters["weight"].dtype)
+
+            return hook
+
+        norm = model.layers[0].norm
+        assert isinstance(norm, FSDPModule)
+        # fully_shard's own hook casts the output after hooks that were there before.
+        norm.register_forward_pre_hook(lambda m, args: note("norm")(m, args, args[0]))
+        model.layers[0].mlp[0].register_forward_hook(note("linear"))
+        model(torch.arange(8))
+        assert seen == {
+            "norm": (torch.float32, torch.float32),
+            "linear": (torch.bfloat16, torch.bfloat16),
+        }
+
+    def test_classes_can_be_chosen(self, fake_group: int) -> None:
+        with pytest.warns(UserWarning, match="LayerNorm"):
+            units = wrap.plan(
+                Transformer(), full_precision_classes=[nn.LayerNorm], mp_policy=self.POLICY
+            )
+        assert units_of(units) == [
+            *((f"layers.{i}{part}",) for i in range(3) for part in (".norm", "")),
+            ("norm",),
+            ("",),
+        ]
+        assert units[0].kwargs["mp_policy"] == MixedPrecisionPolicy(
+            param_dtype=torch.float32, output_dtype=torch.bfloat16
+        )
+        assert units[1].kwargs["mp_policy"] is self.POLICY
+
+    @pytest.mark.parametrize("policy", ["blocks", 2000, {Layer}])
+    def test_runs_under_every_kind_of_policy(self, fake_group: int, policy: Any) -> None:
+        model = Transformer(norm=nn.BatchNorm1d)
+        with pytest.warns(UserWarning, match="Both mixed precision"):
+            auto_shard(model, policy, mp_policy=self.POLICY)
+        norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+        assert all(isinstance(norm, FSDPModule) for norm in norms)
+        train(model)
+
+    def test_nothing_is_overridden_without_mixed_precision(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            units = wrap.plan(Transformer(norm=nn.BatchNorm1d))
+        assert len(units) == 4
+
+
+class TestTiedWeights:
+    def test_separate_units_become_one(self, fake_group: int) -> None:
+        model = Transformer(tied=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            units = wrap.plan(model, {nn.Embedding, nn.Linear, Layer})
+        assert ("embed", "head") in units_of(units)
+        auto_shard(model, {nn.Embedding, nn.Linear, Layer})
+        assert model.embed.weight is model.head.weight
+        train(model)
+        assert model.embed.weight is model.head.weight
+
+    def test_a_unit_inside_the_other_is_not_made(self, fake_group: int) -> None:
+        model = Transformer(tied=True)
+        units = wrap.plan(model, {nn.Embedding, Layer})
+        assert units_of(units) == [("layers.0",), ("layers.1",), ("layers.2",), ("",)]
+        auto_shard(model, {nn.Embedding, Layer})
+        train(model)
+        assert model.embed.weight is model.head.weight
+
+    def test_all_units_between_the_two_go(self) -> None:
+        inner = nn.Linear(2, 2)
+        model = Block([Block([nn.Sequential(inner)]), nn.Linear(2, 2)])
+        model.part1.weight = inner.weight
+        with pytest.warns(UserWarning, match="'part0' does not become a unit"):
+            units = wrap.plan(model, {nn.Sequential, Block})
+        assert units_of(units) == [("",)]
+
+    def test_units_with_more_than_the_tied_weight_are_warned_about(self) -> None:
+        model = Transformer()
+        model.layers[2].mlp[0].weight = model.layers[0].mlp[0].weight
+        with pytest.warns(UserWarning) as caught:
+            units = wrap.plan(model)
+        assert units_of(units) == [("layers.0", "layers.2"), ("layers.1",), ("",)]
+        (warning,) = caught
+        assert str(warning.message) == (
+            "'layers.0.mlp.0.weight' of the unit 'layers.0' and 'layers.2.mlp.0.weight' of the "
+            "unit 'layers.2' are one parameter: the two become one unit"
+        )
+
+    def test_a_module_registered_in_two_units(self, fake_group: int) -> None:
+        model = Transformer()
+        model.layers[2].mlp = model.layers[0].mlp
+        auto_shard(model)
+        assert fully_shard.state(model.layers[0]) is fully_shard.state(model.layers[2])
+        train(model)
+
+    def test_units_with_different_arguments_are_refused_by_name(self, fake_group: int) -> None:
+        model = Transformer(tied=True)
+        policy = CustomPolicy(
+            lambda m: (
+                {"reshard_after_forward": m is model.embed}
+                if m in (model.embed, model.head)
+                else False
+            )
+        )
+        before = snapshot(model)
+        with pytest.raises(
+            ValueError,
+            match=r"'embed.weight' of the unit 'embed' and 'head.weight' of the unit 'head' are",
+        ):
+            auto_shard(model, policy)
+        assert_unchanged(model, before)
+
+    def test_units_that_would_be_inside_one_another_are_refused(self) -> None:
+        a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+        x, y = Block([a, nn.Linear(3, 3)]), Block([b, nn.Linear(3, 3)])
+        model = nn.Sequential(x, y)
+        y.part1.weight = a.weight
+        x.part1.bias = b.bias
+        classes = {nn.Linear, Block}
+        policy = CustomPolicy(lambda m: m in (a, b, x, y))
+        with (
+            pytest.raises(ValueError, match="put these units inside one another"),
+            pytest.warns(UserWarning, match="become one unit"),
+        ):
+            wrap.plan(model, policy)
+        assert units_of(wrap.plan(nn.Sequential(nn.Linear(2, 2)), classes)) == [("0",), ("",)]
+
+    @settings(max_examples=200)
+    @given(st.data())
+    def test_every_parameter_ends_in_one_unit(self, data: st.DataObject) -> None:
+        leaves = [nn.Linear(2, 2) for _ in range(6)]
+        model = nn.Sequential(
+            Block(leaves[:2]), nn.Sequential(Block(leaves[2:4]), leaves[4]), leaves[5]
+        )
+        for _ in range(data.draw(st.integers(0, 3))):
+            one, other = data.draw(st.lists(st.sampled_from(leaves), min_size=2, max_size=2))
+            one.weight = other.weight
+        chosen = data.draw(st.sets(st.sampled_from(list(model.modules())[1:])))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                units = wrap.plan(model, CustomPolicy(lambda m: m in chosen))
+            except ValueError as error:
+                assert "inside one another" in str(error)
+                return
+        assert all(len(found) == 1 for found in wrap._owners(model, units).values())
+        for i, unit in enumerate(units):
+            below = {m for module in unit.modules for m in module.modules() if m is not module}
+            assert not below & {module for later in units[i:] for module in later.modules}
+
+
+class TestAllOrNothing:
+    def fails(
+        self, model: nn.Module, error: type[Exception], match: str, *args: Any, **kw: Any
+    ) -> None:
+        before = snapshot(model)
+        attributes = [dict(m.__dict__) for m in model.modules()]
+        with pytest.raises(error, match=match):
+            auto_shard(model, *args, **kw)
+        assert_unchanged(model, before)
+        after = [dict(m.__dict__) for m in model.modules()]
+        assert [list(d) for d in after] == [list(d) for d in attributes]
+
+    def test_a_policy_that_raises(self, fake_group: int) -> None:
+        def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+            if isinstance(module, nn.LayerNorm):
+                raise RuntimeError("no norms, please")
+            return True
+
+        self.fails(Transformer(), RuntimeError, "no norms, please", policy)
+        self.fails(
+            Transformer(),
+            RuntimeError,
+            "no norms, please",
+            CustomPolicy(lambda m: policy(m, False, 0)),
+        )
+
+    def test_a_policy_that_returns_nonsense(self, fake_group: int) -> None:
+        self.fails(Transformer(), ValueError, "should return", CustomPolicy(lambda m: "yes"))  # type: ignore[arg-type, return-value]
+
+    @pytest.mark.parametrize("policy", [None, True, 1.5, "layers", [int], object()])
+    def test_something_that_is_no_policy(self, fake_group: int, policy: Any) -> None:
+        error = ValueError if policy == "layers" else TypeError
+        self.fails(Transformer(), error, "auto_shard", policy)
+
+    def test_an_argument_that_fully_shard_does_not_have(self, fake_group: int) -> None:
+        self.fails(Transformer(), TypeError, "wrap_root", wrap_root=True)
+
+    def test_a_unit_that_fully_shard_refuses_after_others(self, fake_group: int) -> None:
+        model = Transformer()
+        model.layers[2].norm.weight = nn.Parameter(torch.tensor(1.0))
+        self.fails(model, ValueError, "doesn't support scalar parameters")
+        model.layers[2].norm.weight = nn.Parameter(torch.ones(8))
+        auto_shard(model)
+        train(model)
+
+    def test_a_mesh_that_only_the_root_has_and_that_is_bad(self, fake_group: int) -> None:
+        model = Transformer()
+        mesh = init_device_mesh("cpu", (2, 2, 2))
+        policy = CustomPolicy(lambda m: {"mesh": mesh} if m is model else isinstance(m, Layer))
+        self.fails(model, ValueError, "1D or 2D", policy)
+
+    def test_other_hooks_and_states_survive(self, fake_group: int) -> None:
+        model = Transformer()
+        calls: list[str] = []
+        model.layers[0].register_forward_pre_hook(lambda m, args: calls.append("hook"))
+        model.layers[2].norm.weight = nn.Parameter(torch.tensor(1.0))
+        self.fails(model, ValueError, "scalar")
+        model.layers[2].norm.weight = nn.Parameter(torch.ones(8))
+        model(torch.arange(8))
+        assert calls == ["hook"]
+
+    def test_without_originals_the_units_before_the_failure_stay_sharded(
+        self, fake_group: int
+    ) -> None:
+        model = Transformer()
+        model.layers[2].norm.weight = nn.Parameter(torch.tensor(1.0))
+        with pytest.raises(ValueError, match="scalar"):
+            auto_shard(model, keep_originals=False)
+        assert isinstance(model.layers[0], FSDPModule)
+
+    def test_originals_are_freed_at_the_end(self, fake_group: int) -> None:
+        import gc
+        import weakref
+
+        model = Transformer()
+        original = weakref.ref(model.layers[0].mlp[0].weight.untyped_storage())
+        auto_shard(model)
+        gc.collect()
+        assert original() is None
