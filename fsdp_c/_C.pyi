@@ -1,7 +1,7 @@
 """Types of the extension module; what each means is in its docstrings and in csrc/README.md."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn as nn
@@ -13,22 +13,34 @@ def bind(**objects: Any) -> None: ...
 def fault_arm(n: int, /) -> None: ...
 def fault_left() -> int: ...
 
+# What torch's classes of the same names have, too, is typed Any: the package's classes derive from
+# both, and torch writes attributes that are computed here.
+
 class Param:
     sharded_param: Any
     _sharded_param_data: torch.Tensor
     unsharded_accumulated_grad: torch.Tensor | None
+    all_gather_outputs: list[torch.Tensor]
+    is_dtensor: Any
     orig_dtype: torch.dtype
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    _unsharded_param: nn.Parameter
+    _sharded_post_forward_param: nn.Parameter | None
+    _sharded_post_forward_param_data: torch.Tensor | None
     _sharding_spec: DTensorSpec
     _param_fqn: str | None
-    def __init__(self, sizes: Sequence[int], world: int, rank: int) -> None: ...
-    @property
-    def _unsharded_param(self) -> nn.Parameter: ...
+    _hosted: bool
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dim: int,
+        world: int,
+        rank: int,
+        forward: tuple[int, int] | None = None,
+    ) -> None: ...
     @property
     def unsharded_param(self) -> nn.Parameter: ...
-    @property
-    def all_gather_outputs(self) -> list[torch.Tensor]: ...
     @property
     def padded_numel(self) -> int: ...
     @property
@@ -43,12 +55,12 @@ class Param:
 
 class CommContext:
     reduce_scatter_max_input_buffers: int
-    def __new__(cls, device: torch.device) -> CommContext: ...
-    @property
-    def post_forward_order(self) -> list[ParamGroup]: ...
+    post_forward_order: list[Any]
+    def __new__(cls, device: torch.device) -> Self: ...
     @property
     def reductions_in_flight(self) -> int: ...
     def lazy_init(self, device: torch.device = ..., /) -> None: ...
+    def _stream_id(self, which: int, /) -> int | None: ...
 
 class IterationContext:
     all_states: list[Any]
@@ -57,7 +69,17 @@ class IterationContext:
     is_last_backward: bool
 
 class ParamGroup:
-    comm_ctx: CommContext
+    fsdp_params: Any
+    comm_ctx: Any
+    _sharded_state: Any
+    _all_gather_result: Any
+    _post_forward_indices: Any
+    _partial_reduce_output: Any
+    _param_group_index: int
+    _num_param_groups: int
+    _hosted_gather: bool
+    _hosted_reduce: bool
+    _has_reduce_hook: bool
     gradient_divide_factor: float | None
     reduce_grads: bool
     all_reduce_grads: bool
@@ -76,25 +98,17 @@ class ParamGroup:
         params: Sequence[Param],
         comm_ctx: CommContext,
         device: torch.device,
-        pg_name: str,
+        pg_name: str | None,
         world: int,
         rank: int,
         module_count: int,
     ) -> None: ...
-    @property
-    def fsdp_params(self) -> list[Any]: ...
-    @property
-    def _sharded_state(self) -> ShardedState: ...
     @property
     def is_sharded(self) -> bool: ...
     @property
     def is_sharded_post_forward(self) -> bool: ...
     @property
     def is_unsharded(self) -> bool: ...
-    @property
-    def _all_gather_result(self) -> bool | None: ...
-    @property
-    def _post_forward_indices(self) -> list[int]: ...
     def unshard(self, async_op: bool = False) -> None: ...
     def wait_for_unshard(self) -> None: ...
     def reshard(self) -> None: ...
@@ -104,6 +118,8 @@ class ParamGroup:
     def finalize_backward(self) -> None: ...
     def _reset_iter_state(self) -> None: ...
     def _invalidate(self) -> None: ...
+    def _set_link(self, kind: str, name: str | None, world: int, rank: int, /) -> None: ...
+    def _set_unit(self, unit: object, index: int, siblings: int, /) -> None: ...
     def _check(self) -> None: ...
 
 class State:

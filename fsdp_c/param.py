@@ -8,21 +8,51 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    FSDPMeshInfo,
+    _from_local_no_grad,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import (
+    FSDPParam,
     ParamModuleInfo,
     ShardedState,
     _get_orig_param_uid,
+    free_storage,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
 
 if TYPE_CHECKING:
     from .param_group import ParamGroup
+
+
+def _shard_dim(placement: Shard | None, param: torch.Tensor, local: torch.Tensor) -> int:
+    if placement is None:
+        return 0
+    dim = placement.dim + (param.ndim if placement.dim < 0 else 0)
+    if not 0 <= dim < local.ndim:
+        raise AssertionError(f"Shard dim {dim} is invalid for {local.ndim}D tensor: {param.shape}")
+    return dim
+
+
+def _smaller_mesh(
+    mesh_info: DataParallelMeshInfo, post_forward: FSDPMeshInfo | None
+) -> tuple[int, int] | None:
+    """World size and rank of the smaller mesh to reshard to after forward, if there is one."""
+    if post_forward is None or post_forward == mesh_info:
+        return None
+    return post_forward.shard_mesh_size, post_forward.shard_mesh_rank
+
+
+def _resized(size: torch.Size, dim: int, rows: int) -> torch.Size:
+    return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -45,75 +75,132 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_count_step)
 
 
-class Param(_C.Param):
-    """One parameter of a group.
+class Param(_C.Param, FSDPParam):
+    """One parameter of a group; torch's ``FSDPParam`` by type.
 
     Args:
-        param: The parameter as the user made it: contiguous, at least 1-D, on ``device`` or meta.
+        param: The parameter as the user made it: contiguous, at least 1-D, on ``device`` or meta;
+            or a DTensor of a tensor-, expert- or SPMD-parallel mesh with such a local tensor.
         module_info: Where it is registered (first module and name, then the shared ones).
-        mesh_info: The 1-D mesh that it is sharded over.
-        device: Where shards and unsharded parameters live.
+        mesh_info: The mesh that it is sharded and replicated over.
+        post_forward_mesh_info: Where it stays between forward and backward: ``mesh_info``, a mesh
+            with a smaller shard dimension, or ``None`` (unsharded).
+        device: Where unsharded parameters live, and shards that are not offloaded.
+        placement: The dimension that is cut.
         mp_policy: Dtypes for computation and reduction.
+        offload_policy: Whether shards live on the CPU.
 
-    The constructor copies this rank's rows but registers nothing: see :meth:`register`.
+    The constructor copies this rank's rows but registers nothing: see :meth:`register`. The
+    sharding specs of parallel DTensors and the all-gather extensions are torch's own code.
     """
+
+    mesh_info: Any  # one of torch's classes of mesh infos
+    _unsharded_dtensor_spec: DTensorSpec | None
 
     def __init__(
         self,
         param: nn.Parameter,
         module_info: ParamModuleInfo,
-        mesh_info: FSDPMeshInfo,
+        mesh_info: DataParallelMeshInfo,
+        post_forward_mesh_info: FSDPMeshInfo | None,
         device: torch.device,
+        placement: Shard | None,
         mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
     ) -> None:
-        super().__init__(tuple(param.size()), mesh_info.shard_mesh_size, mesh_info.shard_mesh_rank)
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        dim = _shard_dim(placement, param, local)
+        if isinstance(mesh_info, FSDPMeshInfo):
+            world, rank = mesh_info.shard_mesh_size, mesh_info.shard_mesh_rank
+        else:
+            world, rank = 1, 0
+        if dim > 0 and local.size(dim) % world != 0:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: "
+                f"{local.size()} (world size: {world})"
+            )
+        forward = _smaller_mesh(mesh_info, post_forward_mesh_info)
+        if forward is not None and isinstance(param, DTensor):
+            raise NotImplementedError(
+                "Resharding to smaller mesh is not supported for DTensor parameters yet"
+            )
+        _C.Param.__init__(self, tuple(local.size()), dim, world, rank, forward)
         self._module_info = module_info
         self.mesh_info = mesh_info
+        self.post_forward_mesh_info = post_forward_mesh_info
         self.device = device
         self.mp_policy = mp_policy
-        self.fsdp_placement = Shard(0)
-        self.is_dtensor = False
-        self.offload_to_cpu = False
-        self.pin_memory = False
+        self.offload_to_cpu = isinstance(offload_policy, CPUOffloadPolicy)
+        self.pin_memory = (
+            isinstance(offload_policy, CPUOffloadPolicy)
+            and offload_policy.pin_memory
+            and torch.accelerator.is_available()
+        )
+        self.grad_offload_event: torch.Event | None = None
+        self.is_dtensor = isinstance(param, DTensor)
+        self._shard_mesh = self._init_shard_mesh()
         self._group: weakref.ref[ParamGroup] | None = None
         self._orig_param_uid = _get_orig_param_uid(param)
-        self._orig_size = param.size()
-        self._contiguous_orig_stride = param.stride()
-        self._spmd_mesh = mesh_info.mesh
-        self._spmd_placements = (self.fsdp_placement,)
-        self._init_sharded_param(param)
+        self._orig_class = type(param)
+        self._orig_attributes = dict(vars(param))
+        self.fsdp_placement = Shard(dim)
+        self._shard(param)
+        if forward is not None:
+            rows = -(-self._orig_size[0] // forward[0])
+            start = min(forward[1] * rows, self._orig_size[0])
+            kept = min(rows, self._orig_size[0] - start)
+            self.sharded_post_forward_size = torch.Size((kept, *self._orig_size[1:]))
+            self.contiguous_sharded_post_forward_stride = make_contiguous_strides_for(
+                self.sharded_post_forward_size
+            )
+        self._init_extensions()
         self.init_dtype_attrs(mp_policy)
         self._post_load_hook_handle: Any = None
 
     @torch.no_grad()
-    def _init_sharded_param(self, param: nn.Parameter) -> None:
-        data = param.detach()
-        self._sharding_spec = DTensorSpec(
-            self._spmd_mesh,
-            self._spmd_placements,
-            tensor_meta=TensorMeta(data.size(), data.stride(), data.dtype),
-        )
-        rest = self._orig_size[1:]
-        mesh_rank = self.mesh_info.shard_mesh_rank
-        self.padded_sharded_param_size = torch.Size((self.chunk_rows, *rest))
-        self.sharded_size = torch.Size((self.local_rows, *rest))
-        start = min(mesh_rank * self.chunk_rows, self.rows)
-        padded = self._pad(data.narrow(0, start, self.local_rows))
+    def _shard(self, param: nn.Parameter) -> None:
+        dim = self.fsdp_placement.dim
+        data = self._init_sharding_spec(param, self.fsdp_placement, dim).detach()
+        self._orig_size = data.size()
+        self._contiguous_orig_stride = make_contiguous_strides_for(data.size())
+        self.padded_sharded_param_size = _resized(data.size(), dim, self.chunk_rows)
+        self.sharded_size = _resized(data.size(), dim, self.local_rows)
+        self.contiguous_sharded_stride = make_contiguous_strides_for(self.sharded_size)
+        start = min(self._shard_rank * self.chunk_rows, self.rows)
+        padded = self._pad(data.narrow(dim, start, self.local_rows))
+        if self.offload_to_cpu and not padded.is_meta:
+            padded = padded.cpu()
+            padded = padded.pin_memory() if self.pin_memory else padded
         self.sharded_param = nn.Parameter(
-            self.to_sharded_dtensor(padded.narrow(0, 0, self.local_rows)),
+            self.to_sharded_dtensor(padded.narrow(dim, 0, self.local_rows)),
             requires_grad=param.requires_grad,
         )
-        self._sharded_param_data = self._with_padding(self.sharded_param._local_tensor)
+        self._copy_attributes(self.sharded_param)
+        self._adopted = self.sharded_param._local_tensor
+        self._sharded_param_data = self._with_padding(padded, self._adopted)
+
+    def _copy_attributes(self, to: nn.Parameter) -> None:
+        """What the user has noted on the parameter object stays on its stand-ins."""
+        for name, value in self._orig_attributes.items():
+            to.__dict__.setdefault(name, value)
+
+    @property
+    def _shard_rank(self) -> int:
+        info = self.mesh_info
+        return info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
 
     def _pad(self, shard: torch.Tensor) -> torch.Tensor:
         """A new tensor of ``padded_sharded_param_size``: the shard, then rows of zeros."""
         padded = shard.new_zeros(self.padded_sharded_param_size)
         if shard.numel() > 0:
-            padded.narrow(0, 0, shard.size(0)).copy_(shard)
+            dim = self.fsdp_placement.dim
+            padded.narrow(dim, 0, shard.size(dim)).copy_(shard)
         return padded
 
-    def _with_padding(self, local: torch.Tensor) -> torch.Tensor:
+    def _with_padding(self, padded: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """``local`` and the padding behind it, 1-D: a view, sharing the version counter."""
+        if is_traceable_wrapper_subclass(local):
+            return padded.view(-1)
         return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
 
     def register(self) -> None:
@@ -144,7 +231,7 @@ class Param(_C.Param):
             module._parameters[name] = original
 
     @property
-    def sharded_state(self) -> ShardedState:
+    def sharded_state(self) -> ShardedState:  # type: ignore[override]
         """The group's sharded state: parameters are never swapped one by one."""
         group = self._group() if self._group is not None else None
         return group._sharded_state if group is not None else ShardedState.SHARDED
@@ -152,14 +239,6 @@ class Param(_C.Param):
     @property
     def _sharded_local_tensor(self) -> torch.Tensor:
         return self.sharded_param._local_tensor
-
-    @property
-    def contiguous_sharded_stride(self) -> tuple[int, ...]:
-        return self._contiguous_orig_stride
-
-    @property
-    def shard_mesh(self) -> Any:
-        return self.mesh_info.mesh
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
         """Resolves compute and reduce dtypes; ``None`` stands for "no cast needed"."""
@@ -175,17 +254,53 @@ class Param(_C.Param):
         if before is not None and before != (param_dtype or self.orig_dtype):
             self._forget_unsharded()
 
-    def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """The DTensor of a local shard (parameter or gradient) of ``sharded_size``."""
-        if tensor.shape != self.sharded_size:
-            raise AssertionError(f"Expects size {self.sharded_size} but got {tensor.shape}")
-        return DTensor(tensor, self._sharding_spec, requires_grad=tensor.requires_grad)
-
     def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
         """The parameter seen while unsharded, over ``flat`` (called once by the core)."""
         with torch.no_grad():
             whole = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
-            return nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+            if self._unsharded_dtensor_spec is not None:
+                whole = _from_local_no_grad(whole, self._get_unsharded_dtensor_spec(whole))
+            return self._as_original(
+                nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+            )
+
+    def _as_original(self, parameter: nn.Parameter) -> nn.Parameter:
+        """With the class (for plain subclasses of ``nn.Parameter``) and attributes of the
+        parameter that the user made."""
+        original = self._orig_class
+        if type(parameter) is nn.Parameter and issubclass(original, nn.Parameter):
+            parameter.__class__ = original
+        self._copy_attributes(parameter)
+        return parameter
+
+    def _make_forward(self, data: torch.Tensor) -> nn.Parameter:
+        """The parameter seen between forward and backward on the smaller mesh, over ``data``."""
+        with torch.no_grad():
+            rows = torch.as_strided(
+                data,
+                self.sharded_post_forward_size,
+                self.contiguous_sharded_post_forward_stride,
+                0,
+            )
+            return nn.Parameter(
+                self.to_sharded_post_forward_dtensor(rows),
+                requires_grad=self.sharded_param.requires_grad,
+            )
+
+    def _free_hosted(self) -> None:
+        """Frees what all-gather extensions made (called by the core at each reshard)."""
+        for tensor in (*self.all_gather_outputs, *self._unsharded_inner_tensors):
+            free_storage(tensor)
+
+    def init_unsharded_param(self) -> None:
+        """torch's, for gathers of the host; plain parameters are those the core makes."""
+        extended = hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
+        if not extended and not hasattr(self, "_unsharded_param"):
+            self._unsharded_param = self._make_unsharded(self.all_gather_outputs[0])
+            return
+        super().init_unsharded_param()
+        if extended:
+            self._hosted = True
 
     def reset_sharded_param(self) -> None:
         """Adopts what is registered now: ``_apply``, ``load_state_dict(assign=True)`` and the like
@@ -215,18 +330,33 @@ class Param(_C.Param):
 
     @torch.no_grad()
     def _adopt_local(self, local: torch.Tensor) -> None:
-        address = local.untyped_storage().data_ptr()
-        data = self._sharded_param_data
-        same_kind = not data.is_meta and data.dtype == local.dtype
-        if same_kind and address != 0 and data.untyped_storage().data_ptr() == address:
-            self._sharded_param_data = self._with_padding(local)  # it is still behind it
+        if is_traceable_wrapper_subclass(local):
+            if local is self._adopted:
+                return
+        elif self._is_current(local):
+            self._sharded_param_data = self._with_padding(self._sharded_param_data, local)
             return
+        dim = self.fsdp_placement.dim
+        unpinned = self.pin_memory and not local.is_pinned()
         if local.size() == self.padded_sharded_param_size and local.is_contiguous():
-            self._sharded_param_data = local.view(-1)
-            return
+            if not unpinned:
+                self._sharded_param_data = local.view(-1)
+                return
+        elif dim != 0:
+            raise AssertionError(f"Shard({dim}) requires even sharding: {local.size()=}")
         padded = self._pad(local)
+        padded = padded.cpu().pin_memory() if unpinned else padded
         self._sharded_param_data = padded.view(-1)
-        self.sharded_param._local_tensor = padded.narrow(0, 0, local.size(0))
+        self._adopted = padded.narrow(dim, 0, local.size(dim))
+        self.sharded_param._local_tensor = self._adopted
+
+    def _is_current(self, local: torch.Tensor) -> bool:
+        """Whether ``local`` still lies in the storage that is sent, padding behind it."""
+        data = self._sharded_param_data
+        if data.is_meta or data.dtype != local.dtype or is_traceable_wrapper_subclass(data):
+            return False
+        address = local.untyped_storage().data_ptr()
+        return address != 0 and data.untyped_storage().data_ptr() == address
 
     def __repr__(self) -> str:
         return f"Param(fqn={self._param_fqn}, orig_size={self._orig_size})"

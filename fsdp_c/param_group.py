@@ -1,108 +1,302 @@
-"""The cold side of a parameter group: lazy init, dtypes, state-dict hooks, what is missing."""
+"""The cold side of a parameter group: process groups, lazy init, dtypes, state-dict hooks.
+
+Also the host's side of data movement (``_host_*``): where a group has custom collectives or
+all-gather extensions, torch's own functions gather and reduce for it, with the same state machine
+around them.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
 import torch.nn as nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+)
 
 from . import _C
 from .param import Param
 
 
-def _unsupported(what: str) -> NoReturn:
-    raise NotImplementedError(f"fsdp_c does not support {what} yet")
-
-
-class _Unsupported:
-    """An attribute that stock has and that may only be set to its default here."""
-
-    def __init__(self, what: str, default: Any = None) -> None:
-        self.what = what
-        self.default = default
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        return self.default
-
-    def __set__(self, instance: object, value: Any) -> None:
-        if value is not self.default:
-            _unsupported(self.what)
-
-
-class ParamGroup(_C.ParamGroup):
+class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
     """Parameters that are gathered in one collective and reduced in one collective.
+
+    torch's ``FSDPParamGroup`` by type; what runs in each step is C (``_C.ParamGroup``).
 
     Args:
         params: The group's parameters, in the order of the modules' traversal.
         modules: The modules that ``fully_shard`` was called on.
-        mesh_info: The 1-D mesh.
-        post_forward_mesh_info: ``mesh_info`` to reshard after forward, ``None`` to stay unsharded.
-        device: Device of shards and collectives.
+        mesh_info: The mesh: its shard dimension, its replicate dimension, or both.
+        post_forward_mesh_info: ``mesh_info`` to reshard after forward, a mesh with a smaller shard
+            dimension to keep a larger shard, ``None`` to stay unsharded.
+        device: Device of collectives and unsharded parameters.
         mp_policy: Mixed precision.
+        offload_policy: Whether shards live on the CPU.
         comm_ctx: Communication context of the state until lazy init shares the root's.
     """
 
-    _all_reduce_hook = _Unsupported("set_all_reduce_hook")
-    _all_reduce_hook_stream = _Unsupported("set_all_reduce_hook(stream=...)")
-    _all_gather_comm = _Unsupported("set_custom_all_gather")
-    _reduce_scatter_comm = _Unsupported("set_custom_reduce_scatter")
+    mesh_info: Any  # one of torch's classes of mesh infos
 
     def __init__(
         self,
         params: list[Param],
         modules: tuple[nn.Module, ...],
-        mesh_info: FSDPMeshInfo,
+        mesh_info: DataParallelMeshInfo,
         post_forward_mesh_info: FSDPMeshInfo | None,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
         comm_ctx: _C.CommContext,
     ) -> None:
-        super().__init__(
-            params,
-            comm_ctx,
-            device,
-            mesh_info.shard_process_group.group_name,
-            mesh_info.shard_mesh_size,
-            mesh_info.shard_mesh_rank,
-            len(modules),
-        )
+        name, world, rank = None, 1, 0
+        if isinstance(mesh_info, FSDPMeshInfo):
+            name = mesh_info.shard_process_group.group_name
+            world, rank = mesh_info.shard_mesh_size, mesh_info.shard_mesh_rank
+        _C.ParamGroup.__init__(self, params, comm_ctx, device, name, world, rank, len(modules))
         self.modules = modules
         self.mesh_info = mesh_info
         self.device = device
+        self.device_handle = _get_device_handle(device.type)
         self.mp_policy = mp_policy
-        self.offload_policy = OffloadPolicy()
+        self.offload_policy = offload_policy
         self.reduce_scatter_max_input_buffers = 1
         self._reset_sharded_params = False
-        self._param_group_index = 0
-        self._num_param_groups = 1
         self._module_to_pre_save_state_dict_hook_handle: dict[nn.Module, Any] = {}
         self._module_to_pre_load_state_dict_hook_handle: dict[nn.Module, Any] = {}
+        self._all_gather_output = torch.empty(0, device=device)
+        self._comms: dict[str, Any] = {
+            "gather": stock.DefaultAllGather(),
+            "reduce": stock.DefaultReduceScatter(),
+        }
+        self._reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self._all_reduce_hook_stream: Any = None
+        self._host_gathered: Any = None
+        self._host_partial: torch.Tensor | None = None
+        self._host_events: list[Any] = []
+        if isinstance(mesh_info, DDPMeshInfo):
+            self._set_link(
+                "replicate",
+                mesh_info.replicate_process_group.group_name,
+                mesh_info.replicate_mesh_size,
+                mesh_info.replicate_mesh_rank,
+            )
         self.post_forward_mesh_info = post_forward_mesh_info
+        self._update_hosted()
         for param in params:
             param._group = weakref.ref(self)
+
+    # ---- meshes and process groups ----
 
     @property
     def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
         """The mesh that parameters are sharded over between forward and backward, or None."""
-        return self.mesh_info if self._reshard_after_forward else None
+        if not self._reshard_after_forward:
+            return None
+        return self._smaller_mesh_info or self.mesh_info
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, value: FSDPMeshInfo | None) -> None:
-        if value is not None and value != self.mesh_info:
-            _unsupported("reshard_after_forward=int")
+        self._smaller_mesh_info = None if value == self.mesh_info else value
         self._reshard_after_forward = value is not None
+        if self._smaller_mesh_info is None:
+            self._set_link("forward", None, 1, 0)
+        else:
+            info = self._smaller_mesh_info
+            name = info.shard_process_group.group_name
+            self._set_link("forward", name, info.shard_mesh_size, info.shard_mesh_rank)
 
     @property
     def _use_post_forward_mesh(self) -> bool:
-        return False
+        return self._reshard_after_forward and self._smaller_mesh_info is not None
+
+    def _set_separate_reduce_scatter_group(
+        self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
+    ) -> None:
+        super()._set_separate_reduce_scatter_group(enable, new_groups)
+        info = self.mesh_info
+        name = info.reduce_scatter_process_group.group_name if enable else None
+        self._set_link("scatter", name, info.shard_mesh_size, info.shard_mesh_rank)
+
+    # ---- what users plug in ----
+
+    def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """torch's; refused at once where symmetric memory cannot be had."""
+        if self.device.type != "cuda":
+            raise RuntimeError(
+                "symmetric memory for collectives needs CUDA devices and NCCL; the parameters of "
+                f"'{self._module_fqn or type(self.modules[0]).__name__}' are on "
+                f"'{self.device.type}'"
+            )
+        super().set_symm_mem(backend)
 
     @property
-    def _is_hsdp(self) -> bool:
-        return False
+    def _all_gather_comm(self) -> Any:
+        return self._comms["gather"]
+
+    @_all_gather_comm.setter
+    def _all_gather_comm(self, comm: Any) -> None:
+        self._comms["gather"] = comm
+        self._update_hosted()
+
+    @property
+    def _reduce_scatter_comm(self) -> Any:
+        return self._comms["reduce"]
+
+    @_reduce_scatter_comm.setter
+    def _reduce_scatter_comm(self, comm: Any) -> None:
+        self._comms["reduce"] = comm
+        self._update_hosted()
+
+    @property
+    def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+        return self._reduce_hook
+
+    @_all_reduce_hook.setter
+    def _all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        self._reduce_hook = hook
+        self._has_reduce_hook = hook is not None
+
+    def _run_reduce_hook(self, row: torch.Tensor) -> None:
+        """The user's all-reduce of a reduced row (1-D, this rank's shards), in place."""
+        assert self._reduce_hook is not None
+        if self.device.type == "cpu":
+            self._reduce_hook(row)
+            return
+        current = self.device_handle.current_stream()
+        stream = self._all_reduce_hook_stream or self.comm_ctx.all_reduce_stream
+        stream.wait_stream(current)
+        with self.device_handle.stream(stream):
+            self._reduce_hook(row)
+        current.wait_stream(stream)
+
+    def _update_hosted(self) -> None:
+        """Decides who moves the data: the core, or torch's functions called from here."""
+        offloaded = self.device.type != "cpu" and any(p.offload_to_cpu for p in self.fsdp_params)
+        extended = any(
+            hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+            for param in self.fsdp_params
+        )
+        self._hosted_gather = (
+            offloaded or extended or type(self._all_gather_comm) is not stock.DefaultAllGather
+        )
+        self._hosted_reduce = (
+            offloaded or type(self._reduce_scatter_comm) is not stock.DefaultReduceScatter
+        )
+
+    # ---- data movement by torch's functions (called by the core, see csrc/core/host.h) ----
+
+    def _host_gather(self, async_op: bool) -> None:
+        info = self.mesh_info
+        if not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1:
+            self._host_gathered = "local"
+            return
+        copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
+        self._host_gathered = stock.foreach_all_gather(
+            self.fsdp_params,
+            info.shard_process_group,
+            async_op,
+            copy_in,
+            gather,
+            self.device,
+            self._all_gather_comm,
+        )
+
+    def _host_copy_out(self) -> None:
+        if self._host_gathered == "local":
+            for param in self.fsdp_params:
+                self._copy_local(param)
+        else:
+            stock.foreach_all_gather_copy_out(
+                self._host_gathered,
+                self.fsdp_params,
+                self.mesh_info.shard_process_group,
+            )
+        for param in self.fsdp_params:
+            param.init_unsharded_param()
+        if self.device.type != "cpu":
+            event = self.device_handle.current_stream().record_event()
+            for stream in self.comm_ctx.gather_streams:
+                stream.wait_event(event)
+        self._host_gathered = None
+
+    @torch.no_grad()
+    def _copy_local(self, param: Param) -> None:
+        """The gather of one rank."""
+        inputs = param.all_gather_inputs
+        param.init_all_gather_outputs(
+            [tensor.numel() for tensor in inputs],
+            [tensor.dtype for tensor in inputs],
+            1,
+            self.device,
+        )
+        param.alloc_all_gather_outputs()
+        for output, source in zip(param.all_gather_outputs, inputs, strict=True):
+            if output.is_inference():
+                output.copy_(source)
+                continue
+            with torch.autograd._unsafe_preserve_version_counter(output):
+                output.copy_(source)
+
+    def _host_drop_gather(self) -> None:
+        self._host_gathered = None
+
+    def _host_drop_reduce(self) -> None:
+        self._host_partial = None
+        self._host_events.clear()
+
+    def _host_reduce(
+        self, params: list[Param], grads: list[torch.Tensor], order_compute: bool
+    ) -> None:
+        info, comm = self.mesh_info, self.comm_ctx
+        replicas = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+        stream = comm.all_reduce_stream
+        if replicas is None and self._all_reduce_hook_stream is not None:
+            stream = self._all_reduce_hook_stream
+        kept = stock.foreach_reduce(
+            params,  # type: ignore[arg-type]
+            grads,
+            self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None,  # type: ignore[arg-type]
+            comm.reduce_scatter_stream,
+            self._reduce_scatter_comm,
+            self._orig_dtype,
+            self._reduce_dtype,
+            self.device,
+            self.gradient_divide_factor,
+            replicas,
+            stream,
+            self.all_reduce_grads,
+            self._host_partial,
+            self._all_reduce_hook,
+            self.force_sum_reduction_for_comms,
+        )
+        self._host_partial = kept[6]
+        if self.device.type == "cpu":
+            return
+        # The input must outlive the reduce-scatter, the all-reduced row its cast.
+        self._host_events.append((kept[3], kept[0], kept[4]))
+        if order_compute or len(self._host_events) > 1:
+            self._host_finalize()
+
+    def _host_finalize(self) -> None:
+        current = self.device_handle.current_stream()
+        for event, *_ in self._host_events:
+            current.wait_event(event)
+        self._host_events.clear()
+        for param in self.fsdp_params:
+            if param.grad_offload_event is not None:
+                param.grad_offload_event.synchronize()
+                param.grad_offload_event = None
+
+    # ---- lazy init ----
 
     def lazy_init(self) -> None:
         """Adopts what changed since ``fully_shard`` and validates; idempotent."""
@@ -110,8 +304,12 @@ class ParamGroup(_C.ParamGroup):
         if self.is_sharded and not self._reset_sharded_params:
             for param in params:
                 param.reset_sharded_param()
+                param._init_extensions()
         self._validate_no_meta_params()
+        self._validate_cpu_offload_params()
+        self._validate_reduce_scatter_max_input_buffers()
         self._init_mp_dtypes()
+        self._update_hosted()
         self._register_state_dict_hooks()
         self._reset_sharded_params = True
         self._invalidate()
@@ -172,22 +370,5 @@ class ParamGroup(_C.ParamGroup):
                     module._register_load_state_dict_pre_hook(to_sharded)
                 )
 
-    def set_symm_mem(self, backend: str = "NCCL") -> None:
-        _unsupported("set_symm_mem_for_comm")
-
-    def set_allocate_memory_from_process_group(self, enable: bool) -> None:
-        if enable:
-            _unsupported("set_allocate_memory_from_process_group_for_comm")
-
-    def _set_separate_reduce_scatter_group(self, enable: bool, new_groups: dict) -> None:
-        if enable:
-            _unsupported("set_separate_reduce_scatter_group")
-
     def __repr__(self) -> str:
         return f"ParamGroup(fqn={self._module_fqn})"
-
-
-def check_offload_policy(policy: OffloadPolicy) -> None:
-    """Refuses what is not supported yet."""
-    if isinstance(policy, CPUOffloadPolicy):
-        _unsupported("offload_policy=CPUOffloadPolicy(...)")

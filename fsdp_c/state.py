@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 from . import _C
+from .comm_context import CommContext
 
 
 class State(_C.State, FSDPState):
@@ -42,7 +43,7 @@ class State(_C.State, FSDPState):
         self._device_handle = _get_device_handle(device.type)
         self._mp_policy = mp_policy
         self._auto_reshard_after_forward = auto_reshard_after_forward
-        self._comm_ctx = _C.CommContext(device)
+        self._comm_ctx = CommContext(device)
         self._input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
         self._output_dtype = mp_policy.output_dtype
         for module in modules:

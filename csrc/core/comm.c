@@ -34,6 +34,11 @@ void fc_comm_fini(fc_comm *c) {
     fct_tensor_release(c->kept.buffer);
     fct_event_free(c->kept.copied);
     fct_event_free(c->last_reduced);
+    fct_event_free(c->last_all_reduced);
+    for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
+        fct_tensor_release(c->kept_rows[i].buffer);
+        fct_event_free(c->kept_rows[i].copied);
+    }
     while (c->parked != NULL) {
         fc_parked *next = c->parked->next;
         fct_work_release(c->parked->work);
@@ -143,6 +148,20 @@ fc_status fc_comm_release_kept(fc_comm *c) {
     c->kept.buffer = NULL;
     c->kept.copied = NULL;
 done:
+    return status;
+}
+
+fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done) {
+    fc_status status = FC_OK;
+    fc_kept_gather oldest = c->kept_rows[0];
+    c->kept_rows[0] = c->kept_rows[1];
+    c->kept_rows[1] = (fc_kept_gather){.buffer = row, .copied = done};
+    if (oldest.copied != NULL) {
+        FC_TRY_RAISED(fct_event_wait(oldest.copied, c->reduce_stream));
+    }
+done:
+    fct_tensor_release(oldest.buffer);
+    fc_comm_put_event(c, oldest.copied);
     return status;
 }
 

@@ -43,7 +43,10 @@ typedef struct fc_comm {
     struct fc_reduction *newest;
     size_t reductions;
     size_t max_reductions;   /* how many may stay in flight when the next one starts; at least 1 */
-    fct_event *last_reduced; /* end of the latest reduction, on reduce_stream */
+    fct_event *last_reduced; /* end of the latest reduction on reduce_stream */
+    fct_event *last_all_reduced; /* the same on all_reduce_stream */
+    fc_kept_gather
+        kept_rows[2]; /* all-reduced rows, until reduce_stream has waited for their cast */
     fc_order order;
     fc_parked *parked;
     fct_event **free_events;
@@ -75,6 +78,10 @@ FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e);
 
 /* Releases the kept gather buffer after ordering the gather streams behind its copy-out. */
 FC_CHECK fc_status fc_comm_release_kept(fc_comm *c);
+
+/* Keeps an all-reduced row whose cast was queued on the all-reduce stream (takes both), and lets the
+ * one before the last go: two stay, so that a reduce-scatter needs not wait for an all-reduce. */
+FC_CHECK fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done);
 
 /* Keeps work and buffers (all taken, NULL is fine) until the backend is done with them. Never
  * fails: where there is no memory for the record, the backend's own references are relied on. */

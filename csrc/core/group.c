@@ -1,15 +1,14 @@
-/* The parameter group's state machine (drawn in group.h). Owns its arrays, plans, the gather in
- * flight and its process group handle; borrows parameters and the comm context. Stream rules:
- * copy-in and gather run on the context's gather streams in forward and pre-backward and on the
- * current stream otherwise; copy-out always on the current stream. */
+/* The parameter group's state machine (drawn in group.h). Owns its arrays, plans and process group
+ * handles; borrows parameters and the comm context. The gather itself is gather.c's, the reduction
+ * reduce.c's. */
 #include "group.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "gather.h"
 #include "reduce.h"
-#include "transfer.h"
 
 /* ---- life ---- */
 
@@ -23,8 +22,8 @@ void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm,
     g->count = count;
     g->module_count = 1;
     g->device = device;
-    g->world = world;
-    g->rank = rank;
+    g->siblings = 1;
+    fc_link_set(&g->shard, NULL, world, rank);
     g->sharded_state = FC_SHARDED;
     g->training_state = FC_IDLE;
     g->reduce_grads = true;
@@ -36,40 +35,31 @@ void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm,
     g->reduce_dtype = FCT_NO_DTYPE;
 }
 
-/* Gives up on the gather in flight without waiting. */
-static void drop_gather(fc_group *g) {
-    if (!g->gather.active) {
-        return;
-    }
-    if (g->comm != NULL) {
-        fc_comm_park(g->comm, g->gather.work, g->gather.buffer, NULL);
-        fc_comm_put_event(g->comm, g->gather.done);
-    }
-    memset(&g->gather, 0, sizeof g->gather);
+fc_status fc_link_open(fc_link *link) {
+    return link->pg != NULL || fct_pg_resolve(link->name, &link->pg) == 0 ? FC_OK : FC_ERAISED;
 }
 
-/* The same with work on the buffer still queued: whichever stream it was allocated on waits for
- * that first. */
-static void abandon_gather(fc_group *g) {
-    if (g->gather.active && g->comm != NULL && g->comm->streams_ready) {
-        fct_stream current = fct_stream_current(g->device);
-        fc_comm_settle_streams(g->comm, current, g->comm->gather_stream);
-        fc_comm_settle_streams(g->comm, g->comm->copy_in_stream, current);
-    }
-    drop_gather(g);
+void fc_link_set(fc_link *link, const char *name, int64_t world, int64_t rank) {
+    fct_pg_release(link->pg);
+    *link = (fc_link){.name = name, .world = world, .rank = rank};
 }
 
 void fc_group_fini(fc_group *g) {
-    abandon_gather(g);
+    fc_gather_abandon(g);
     if (g->comm != NULL) {
         fc_reduce_discard(g->comm, g);
         fc_order_forget(&g->comm->order, g);
         fc_comm_put_event(g->comm, g->reduced);
+        fc_comm_put_event(g->comm, g->resharded);
     }
     fc_gather_plan_fini(&g->gather_plan);
+    fc_gather_plan_fini(&g->forward_plan);
     fc_reduce_plan_fini(&g->reduce_plan);
     fc_positions_fini(&g->positions);
-    fct_pg_release(g->pg);
+    fct_pg_release(g->shard.pg);
+    fct_pg_release(g->scatter.pg);
+    fct_pg_release(g->replicate.pg);
+    fct_pg_release(g->forward.pg);
     free((void *)g->params);
     memset(g, 0, sizeof *g);
 }
@@ -83,6 +73,8 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
         fc_order_forget(&g->comm->order, g);
         fc_comm_put_event(g->comm, g->reduced);
         g->reduced = NULL;
+        fc_comm_put_event(g->comm, g->resharded);
+        g->resharded = NULL;
     }
     g->positions.count = 0;
     g->comm = comm;
@@ -91,11 +83,12 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
 
 void fc_group_invalidate(fc_group *g) {
     g->gather_plan.valid = false;
+    g->forward_plan.valid = false;
 }
 
 /* ---- profiler ranges, with stock's names ---- */
 
-static void *enter_range(const fc_group *g, const char *label) {
+void *fc_group_enter_range(const fc_group *g, const char *label) {
     char name[256];
     if (!fct_profile_active()) {
         return NULL;
@@ -129,14 +122,14 @@ static uint64_t shard_fingerprint(const fc_group *g) {
     return print;
 }
 
-/* Registers one side on all modules; on failure the other side again, also where the failed swap
- * got half way. */
-static fc_status swap_all(fc_group *g, bool unsharded) {
+/* Registers one face on all modules; on failure the one that is registered now again, also where
+ * the failed swap got half way. */
+static fc_status swap_all(fc_group *g, fc_sharded_state face) {
     for (size_t i = 0; i < g->count; i++) {
-        if (g->host->swap(g->params[i]->owner, unsharded) != 0) {
+        if (g->host->swap(g->params[i]->owner, face) != 0) {
             void *error = fct_error_set_aside();
             for (size_t back = i + 1; back-- > 0;) {
-                (void)g->host->swap(g->params[back]->owner, !unsharded);
+                (void)g->host->swap(g->params[back]->owner, g->sharded_state);
             }
             fct_error_put_back(error);
             return FC_ERAISED;
@@ -145,100 +138,67 @@ static fc_status swap_all(fc_group *g, bool unsharded) {
     return FC_OK;
 }
 
+static void drop_forward(fc_group *g) {
+    for (size_t i = 0; i < g->count; i++) {
+        fc_param_drop_forward(g->params[i]);
+    }
+}
+
 fc_status fc_group_to_sharded(fc_group *g) {
     fc_status status = FC_OK;
     if (g->sharded_state == FC_SHARDED) {
         return FC_OK;
     }
-    FC_TRY(swap_all(g, false));
-    for (size_t i = 0; i < g->count; i++) {
-        fc_param_free_flat(g->params[i]);
+    FC_TRY(swap_all(g, FC_SHARDED));
+    fc_gather_free(g);
+    if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
+        drop_forward(g);
     }
     g->sharded_state = FC_SHARDED;
 done:
     return status;
 }
 
-fc_status fc_group_reshard(fc_group *g) {
-    if (g->training_state == FC_FORWARD && !g->reshard_after_forward) {
+/* From unsharded to the smaller group's shards. */
+static fc_status to_forward(fc_group *g) {
+    fc_status status = FC_OK;
+    if (g->sharded_state != FC_UNSHARDED) {
         return FC_OK;
+    }
+    for (size_t i = 0; i < g->count; i++) {
+        fc_param *p = g->params[i];
+        FC_TRY(fc_param_keep_forward(p, g->device));
+        FC_TRY_RAISED(g->host->make_forward(p->owner, p->forward_data));
+    }
+    if (g->comm->has_streams) {
+        fct_event *copied = NULL;
+        FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &copied));
+        fc_comm_put_event(g->comm, g->resharded);
+        g->resharded = copied;
+    }
+    FC_TRY(swap_all(g, FC_SHARDED_POST_FORWARD));
+    fc_gather_free(g);
+    g->sharded_state = FC_SHARDED_POST_FORWARD;
+done:
+    if (status != FC_OK) {
+        drop_forward(g);
+    }
+    return status;
+}
+
+fc_status fc_group_reshard(fc_group *g) {
+    if (g->training_state == FC_FORWARD) {
+        if (!g->reshard_after_forward) {
+            return FC_OK;
+        }
+        if (g->forward.name != NULL) {
+            return to_forward(g);
+        }
     }
     return fc_group_to_sharded(g);
 }
 
 /* ---- unshard ---- */
-
-static fc_status prepare_gather(fc_group *g) {
-    fc_status status = FC_OK;
-    if (g->pg == NULL && g->world > 1) {
-        FC_TRY_RAISED(fct_pg_resolve(g->pg_name, &g->pg));
-    }
-    if (!g->gather_plan.valid) {
-        FC_TRY(fc_gather_plan_build(&g->gather_plan, g->params, g->count, &g->comm->error));
-    }
-    fc_comm_reap(g->comm);
-done:
-    return status;
-}
-
-/* Allocates the gather buffer, packs this rank's row and issues the collective, all on the current
- * stream. `gather` stream is the one the collective goes to; on failure nothing is kept. */
-static fc_status issue_gather(fc_group *g, bool async_op, const fct_stream *gather_stream,
-                              fc_gather *gather) {
-    fc_status status = FC_OK;
-    fct_tensor *input = NULL;
-    const fc_gather_plan *plan = &g->gather_plan;
-    const int64_t size[1] = {plan->row_numel};
-    const int64_t stride[1] = {1};
-    FC_TRY_RAISED(
-        fct_tensor_empty(g->world * plan->row_numel, plan->dtype, g->device, &gather->buffer));
-    FC_TRY(fc_transfer_pack(&g->gather_plan, g->params, gather->buffer, g->rank, &g->comm->error));
-    FC_TRY_RAISED(
-        fct_tensor_alias(gather->buffer, 1, size, stride, g->rank * plan->row_numel, &input));
-    if (gather_stream != NULL) {
-        FC_TRY(fc_comm_order_streams(g->comm, *gather_stream, fct_stream_current(g->device)));
-        (void)fct_stream_set_current(*gather_stream);
-    }
-    FC_TRY_RAISED(fct_all_gather(g->pg, gather->buffer, input, async_op, &gather->work));
-    if (gather_stream != NULL && gather->work != NULL) {
-        FC_TRY_RAISED(fct_work_wait(gather->work));
-        fct_work_release(gather->work);
-        gather->work = NULL;
-    }
-    if (g->comm->has_streams && !async_op) {
-        FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &gather->done));
-    }
-done:
-    fct_tensor_release(input);
-    return status;
-}
-
-static fc_status start_gather(fc_group *g, bool async_op) {
-    fc_status status = FC_OK;
-    fc_gather gather = {.active = true, .async_op = async_op};
-    void *range = NULL;
-    FC_TRY(prepare_gather(g));
-    if (g->world == 1 || g->gather_plan.row_bytes == 0) {
-        g->gather = gather; /* nothing to send: wait copies straight from the shards */
-        return FC_OK;
-    }
-    range = enter_range(g, "all_gather");
-    if (g->comm->streams_ready && !async_op &&
-        (g->training_state == FC_FORWARD || g->training_state == FC_PRE_BACKWARD)) {
-        fct_stream previous = fct_stream_set_current(g->comm->copy_in_stream);
-        status = issue_gather(g, async_op, &g->comm->gather_stream, &gather);
-        (void)fct_stream_set_current(previous);
-    } else {
-        status = issue_gather(g, async_op, NULL, &gather);
-    }
-    g->gather = gather;
-    if (status != FC_OK) {
-        abandon_gather(g);
-    }
-done:
-    fct_profile_exit(range);
-    return status;
-}
 
 fc_status fc_group_unshard(fc_group *g, bool async_op) {
     fc_status status = FC_OK;
@@ -246,92 +206,22 @@ fc_status fc_group_unshard(fc_group *g, bool async_op) {
         return FC_OK;
     }
     uint64_t version = shard_fingerprint(g);
-    if (g->sharded_state == FC_UNSHARDED) {
+    if (g->sharded_state != FC_SHARDED) {
         bool between_steps = g->training_state == FC_FORWARD || g->training_state == FC_IDLE;
-        if (!between_steps || version == g->gathered_version) {
+        if (between_steps && version != g->gathered_version) {
+            /* The shards were written since (an optimizer step after an evaluation left us
+             * unsharded). */
+            FC_TRY(fc_group_to_sharded(g));
+        } else if (g->sharded_state == FC_UNSHARDED) {
             return FC_OK;
         }
-        /* The shards were written since (an optimizer step after an evaluation left us unsharded).
-         */
-        FC_TRY(fc_group_to_sharded(g));
     }
     if (!g->unshard_in_backward && g->training_state == FC_PRE_BACKWARD) {
         return FC_OK;
     }
-    FC_TRY(start_gather(g, async_op));
+    FC_TRY(fc_gather_start(g, async_op));
     g->gathered_version = version;
 done:
-    return status;
-}
-
-/* Makes the current stream (or the host) see the gathered rows. */
-static fc_status await_gather(fc_group *g) {
-    fc_status status = FC_OK;
-    if (g->gather.done != NULL) {
-        FC_TRY_RAISED(fct_event_wait(g->gather.done, fct_stream_current(g->device)));
-    }
-    if (g->gather.work != NULL) {
-        FC_TRY_RAISED(fct_work_wait(g->gather.work));
-        fct_work_release(g->gather.work);
-        g->gather.work = NULL;
-    }
-done:
-    return status;
-}
-
-/* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
- * no flat tensor holds memory. */
-static fc_status fill_unsharded(fc_group *g) {
-    fc_status status = FC_OK;
-    size_t allocated = 0;
-    fct_facts facts;
-    for (; allocated < g->count; allocated++) {
-        FC_TRY(fc_param_alloc_flat(g->params[allocated], g->device, &facts, &g->comm->error));
-    }
-    if (g->world == 1) {
-        FC_TRY(fc_transfer_fill(&g->gather_plan, g->params, g->device, &g->comm->error));
-    } else if (g->gather.buffer != NULL) {
-        FC_TRY(fc_transfer_unpack(&g->gather_plan, g->params, g->gather.buffer, g->world,
-                                  &g->comm->error));
-    }
-    for (size_t i = 0; i < g->count; i++) {
-        fc_param *p = g->params[i];
-        if (p->unsharded == NULL) {
-            fct_tensor *made = NULL;
-            FC_TRY_RAISED(g->host->make_unsharded(p->owner, p->flat, &made));
-            fct_tensor_retain(made);
-            p->unsharded = made;
-        }
-        bool wanted = g->host->requires_grad(p->owner);
-        if (fct_tensor_requires_grad(p->unsharded) != wanted) {
-            FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
-        }
-    }
-    return FC_OK;
-done:
-    for (size_t i = 0; i < g->count; i++) {
-        fc_param_free_flat(g->params[i]);
-    }
-    return status;
-}
-
-/* The buffer's end: kept for the next group's wait where copy-in may overlap, freed otherwise. */
-static fc_status retire_gather_buffer(fc_group *g) {
-    fc_status status = FC_OK;
-    fct_event *copied = NULL;
-    if (g->comm->has_streams && g->gather.buffer != NULL) {
-        FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &copied));
-        if (!g->gather.async_op && g->training_state == FC_FORWARD) {
-            g->comm->kept.buffer = g->gather.buffer;
-            g->comm->kept.copied = copied;
-            g->gather.buffer = NULL;
-            copied = NULL;
-        } else {
-            FC_TRY(fc_comm_gather_streams_wait(g->comm, copied));
-        }
-    }
-done:
-    fc_comm_put_event(g->comm, copied);
     return status;
 }
 
@@ -344,26 +234,25 @@ fc_status fc_group_wait_unshard(fc_group *g) {
     if (g->training_state == FC_FORWARD) {
         FC_TRY(fc_comm_release_kept(g->comm));
     }
-    if (g->world > 1) {
-        range = enter_range(g, "all_gather_copy_out");
+    if (g->shard.world > 1) {
+        range = fc_group_enter_range(g, "all_gather_copy_out");
     }
-    FC_TRY(await_gather(g));
-    if (!g->gather_plan.valid) {
-        FC_TRY(fc_gather_plan_build(&g->gather_plan, g->params, g->count, &g->comm->error));
-    }
-    FC_TRY(fill_unsharded(g));
-    status = retire_gather_buffer(g);
+    FC_TRY(fc_gather_await(g));
+    FC_TRY(fc_gather_copy_out(g));
+    status = fc_gather_retire(g);
     if (status == FC_OK) {
-        status = swap_all(g, true);
+        status = swap_all(g, FC_UNSHARDED);
     }
     if (status != FC_OK) {
-        for (size_t i = 0; i < g->count; i++) {
-            fc_param_free_flat(g->params[i]);
-        }
+        fc_gather_free(g);
         goto done;
     }
+    if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
+        drop_forward(g);
+    }
     g->sharded_state = FC_UNSHARDED;
-    drop_gather(g);
+    g->gather.hosted = false; /* the host has let it go */
+    fc_gather_drop(g);
 done:
     fct_profile_exit(range);
     return status;
@@ -373,7 +262,7 @@ done:
 
 fc_status fc_group_pre_forward(fc_group *g, bool *entering) {
     fc_status status = FC_OK;
-    void *range = enter_range(g, "pre_forward");
+    void *range = fc_group_enter_range(g, "pre_forward");
     bool first = g->training_state != FC_FORWARD;
     g->training_state = FC_FORWARD;
     FC_TRY(fc_group_unshard(g, g->unshard_async_op));
@@ -386,7 +275,7 @@ done:
 
 fc_status fc_group_post_forward(fc_group *g) {
     fc_status status = FC_OK;
-    void *range = enter_range(g, "post_forward");
+    void *range = fc_group_enter_range(g, "post_forward");
     if (!fct_in_backward()) {
         size_t position = 0;
         FC_TRY(fc_group_reshard(g));
@@ -416,16 +305,41 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
     return status;
 }
 
+/* Of a fully_shard call with several groups, the last but one in backward order prefetches all
+ * groups of the unit before, so that they overlap with the reduction of the unit's first. */
+static fc_status prefetch_unit(const fc_group *g, size_t position) {
+    fc_status status = FC_OK;
+    const fc_order *order = &g->comm->order;
+    const void *target = NULL;
+    while (position-- > 0) {
+        fc_group *other = order->items[position];
+        if (other == NULL || other->unit == g->unit) {
+            continue;
+        }
+        if (target != NULL && other->unit != target) {
+            break;
+        }
+        target = other->unit;
+        FC_TRY(fc_group_prefetch(other, FC_PRE_BACKWARD));
+    }
+done:
+    return status;
+}
+
 static fc_status prefetch_previous(fc_group *g) {
     if (g->positions.count == 0) {
         return FC_OK; /* several backwards: the first one has cleared them */
     }
     size_t position = g->positions.items[--g->positions.count];
     const fc_order *order = &g->comm->order;
-    if (position == 0 || position > order->count || order->items[position - 1] == NULL) {
+    if (position == 0 || position > order->count) {
         return FC_OK;
     }
-    return fc_group_prefetch(order->items[position - 1], FC_PRE_BACKWARD);
+    if (g->siblings > 1) {
+        return g->index == 1 ? prefetch_unit(g, position) : FC_OK;
+    }
+    fc_group *previous = order->items[position - 1];
+    return previous != NULL ? fc_group_prefetch(previous, FC_PRE_BACKWARD) : FC_OK;
 }
 
 fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
@@ -433,7 +347,7 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     if (g->training_state == FC_PRE_BACKWARD) {
         return FC_OK;
     }
-    void *range = enter_range(g, "pre_backward");
+    void *range = fc_group_enter_range(g, "pre_backward");
     g->training_state = FC_PRE_BACKWARD;
     FC_TRY(fc_reduce_poll(g->comm));
     FC_TRY(fc_group_unshard(g, g->unshard_async_op));
@@ -448,7 +362,7 @@ done:
 
 static fc_status fold_grads(fc_group *g) {
     fc_status status = FC_OK;
-    void *range = enter_range(g, "post_backward_accumulate");
+    void *range = fc_group_enter_range(g, "post_backward_accumulate");
     for (size_t i = 0; i < g->count; i++) {
         FC_TRY(fc_param_fold_grad(g->params[i]));
     }
@@ -460,7 +374,7 @@ done:
 /* Reshards, then keeps the gradients here: a backward that does not reduce. */
 static fc_status keep_grads(fc_group *g) {
     fc_status status = FC_OK;
-    void *range = enter_range(g, "post_backward_reshard");
+    void *range = fc_group_enter_range(g, "post_backward_reshard");
     if (g->reshard_after_backward) {
         FC_TRY(fc_group_reshard(g));
     }
@@ -472,20 +386,38 @@ done:
     return status;
 }
 
+/* One parameter's gradient for the reduction: plain, or NULL where it has none. */
+static fc_status collect_grad(const fc_group *g, fc_param *p, fct_tensor **out) {
+    fc_status status = FC_OK;
+    fct_tensor *grad = NULL;
+    fc_param_take_grad(p, &grad);
+    if (grad == NULL && g->reduce_unused && p->unsharded != NULL &&
+        fct_tensor_requires_grad(p->unsharded)) {
+        FC_TRY_RAISED(fct_tensor_zeros_like(p->unsharded, &grad));
+    }
+    if (grad != NULL && p->wrapped) {
+        fct_tensor *local = NULL;
+        FC_TRY_RAISED(g->host->unwrap_grad(p->owner, grad, &local));
+        fct_tensor_release(grad);
+        grad = local;
+    }
+    *out = grad;
+    grad = NULL;
+done:
+    fct_tensor_release(grad);
+    return status;
+}
+
 /* Takes the gradients out of the parameters, then reshards (before the reduction: less memory). */
 static fc_status collect_grads(fc_group *g) {
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &g->reduce_plan;
-    void *range = enter_range(g, "post_backward_reshard");
+    void *range = fc_group_enter_range(g, "post_backward_reshard");
     FC_TRY(fc_reduce_plan_reserve(plan, g->count));
     fc_reduce_plan_drop_grads(plan);
     for (size_t i = 0; i < g->count; i++) {
         fct_tensor *grad = NULL;
-        fc_param_take_grad(g->params[i], &grad);
-        if (grad == NULL && g->reduce_unused && g->params[i]->unsharded != NULL &&
-            fct_tensor_requires_grad(g->params[i]->unsharded)) {
-            FC_TRY_RAISED(fct_tensor_zeros_like(g->params[i]->unsharded, &grad));
-        }
+        FC_TRY(collect_grad(g, g->params[i], &grad));
         if (grad != NULL) {
             plan->params[plan->count] = g->params[i];
             plan->grads[plan->count] = grad;
@@ -496,6 +428,27 @@ static fc_status collect_grads(fc_group *g) {
         FC_TRY(fc_group_reshard(g));
     }
 done:
+    fct_profile_exit(range);
+    return status;
+}
+
+/* Reduces what was collected, where there is anything to reduce. */
+static fc_status reduce_grads(fc_group *g, bool partial_group) {
+    fc_status status = FC_OK;
+    fc_reduce_plan *plan = &g->reduce_plan;
+    void *range = NULL;
+    if (plan->count == 0 && !fc_reduce_pending(g)) {
+        return FC_OK;
+    }
+    range = fc_group_enter_range(g, "post_backward_reduce");
+    if (g->hosted_reduce) {
+        FC_TRY_RAISED(
+            g->host->reduce(g->owner, plan->params, plan->grads, plan->count, partial_group));
+    } else {
+        FC_TRY(fc_reduce_start(g, partial_group));
+    }
+done:
+    fc_reduce_plan_drop_grads(plan);
     fct_profile_exit(range);
     return status;
 }
@@ -511,33 +464,42 @@ fc_status fc_group_post_backward(fc_group *g) {
         return FC_OK;
     }
     FC_TRY(collect_grads(g));
-    if (g->comm->reductions >= g->comm->max_reductions) {
-        range = enter_range(g, "post_backward_rs_wait");
+    if (g->index == g->siblings - 1 && g->comm->reductions >= g->comm->max_reductions) {
+        range = fc_group_enter_range(g, "post_backward_rs_wait");
         FC_TRY(fc_reduce_recycle(g->comm, g->comm->max_reductions - 1));
         fct_profile_exit(range);
         range = NULL;
     }
-    if (g->reduce_plan.count > 0) {
-        range = enter_range(g, "post_backward_reduce");
-        FC_TRY(fc_reduce_start(g, partial));
-    }
+    FC_TRY(reduce_grads(g, partial));
 done:
     fct_profile_exit(range);
     return status;
 }
 
+static fc_status wait_and_put(fc_group *g, fct_event **event) {
+    if (*event == NULL) {
+        return FC_OK;
+    }
+    if (fct_event_wait(*event, fct_stream_current(g->device)) != 0) {
+        return FC_ERAISED;
+    }
+    fc_comm_put_event(g->comm, *event);
+    *event = NULL;
+    return FC_OK;
+}
+
 fc_status fc_group_finalize_backward(fc_group *g) {
     fc_status status = FC_OK;
-    if (g->comm->last_reduced != NULL) {
-        FC_TRY_RAISED(fct_event_wait(g->comm->last_reduced, fct_stream_current(g->device)));
-        fc_comm_put_event(g->comm, g->comm->last_reduced);
-        g->comm->last_reduced = NULL;
+    FC_TRY(wait_and_put(g, &g->comm->last_reduced));
+    FC_TRY(wait_and_put(g, &g->comm->last_all_reduced));
+    if (g->hosted_reduce) {
+        FC_TRY_RAISED(g->host->finalize(g->owner));
     }
     fc_comm_put_event(g->comm, g->reduced);
     g->reduced = NULL;
     if (g->gather.active) {
-        FC_TRY(await_gather(g));
-        abandon_gather(g);
+        FC_TRY(fc_gather_await(g));
+        fc_gather_abandon(g);
     }
     g->positions.count = 0;
 done:
@@ -547,10 +509,13 @@ done:
 fc_status fc_group_reset(fc_group *g) {
     fc_reduce_discard(g->comm, g);
     fc_reduce_plan_drop_grads(&g->reduce_plan);
+    if (g->hosted_reduce) {
+        g->host->drop_reduce(g->owner);
+    }
     for (size_t i = 0; i < g->count; i++) {
         fc_param_drop_grad(g->params[i]);
     }
-    abandon_gather(g);
+    fc_gather_abandon(g);
     g->positions.count = 0;
     g->training_state = FC_IDLE;
     fc_comm_put_event(g->comm, g->reduced);
@@ -572,7 +537,7 @@ fc_status fc_group_check(fc_group *g) {
         const fc_param *p = g->params[i];
         fct_facts facts = {0};
         if (p->flat == NULL) {
-            if (g->sharded_state == FC_UNSHARDED) {
+            if (g->sharded_state == FC_UNSHARDED && !p->hosted) {
                 return fc_error_set(&g->comm->error, FC_ESTATE,
                                     "unsharded, but a parameter has no unsharded tensor");
             }

@@ -4,10 +4,10 @@
  * Sharded state (what is registered on the modules):
  *
  *              unshard            wait
- *   SHARDED ------------> (gather ------> UNSHARDED
- *      ^                  in flight)          |
- *      |                                      |
- *      +--------------- reshard --------------+
+ *   SHARDED ------------> (gather ------> UNSHARDED ----- reshard in forward, where a smaller
+ *      ^                  in flight)       |     ^        group is set
+ *      |                      ^            |     |          |
+ *      +--------------- reshard -----------+     +--- ... --- SHARDED_POST_FORWARD
  *
  * "gather in flight" is not a state of its own: the modules still hold the sharded parameters,
  * `gather.active` says that there is something to wait for. Every transition has two phases: first
@@ -30,12 +30,6 @@
 #include "param.h"
 #include "plan.h"
 
-typedef enum fc_sharded_state {
-    FC_SHARDED = 1,
-    FC_SHARDED_POST_FORWARD = 2,
-    FC_UNSHARDED = 3
-} fc_sharded_state;
-
 typedef enum fc_training_state {
     FC_FORWARD = 1,
     FC_PRE_BACKWARD = 2,
@@ -46,24 +40,38 @@ typedef enum fc_training_state {
 /* An all-gather between unshard and wait. */
 typedef struct fc_gather {
     bool active;
-    bool async_op;      /* the caller asked for a work to wait for, on its own stream */
-    fct_tensor *buffer; /* NULL in a group of one rank */
-    fct_work *work;     /* NULL where the backend was done at once or an event stands for it */
-    fct_event *done;    /* on devices with streams, unless async_op */
+    bool hosted;          /* the host has it */
+    fc_gather_plan *plan; /* in the group */
+    struct fc_link *link; /* likewise */
+    bool async_op;        /* the caller asked for a work to wait for, on its own stream */
+    fct_tensor *buffer;   /* NULL in a group of one rank */
+    fct_work *work;       /* NULL where the backend was done at once or an event stands for it */
+    fct_event *done;      /* on devices with streams, unless async_op */
 } fc_gather;
+
+/* One of the process groups that a parameter group talks to. */
+typedef struct fc_link {
+    const char *name; /* borrowed; NULL: there is none */
+    fct_pg *pg;       /* counted; resolved at first use */
+    int64_t world;
+    int64_t rank;
+} fc_link;
 
 typedef struct fc_group {
     void *owner;
     const fc_host *host;
     const char *name; /* FQN of the modules, for messages and ranges; borrowed, may be NULL */
-    fc_comm *comm; /* borrowed: the host keeps it alive */
+    fc_comm *comm;    /* borrowed: the host keeps it alive */
     fc_param **params;
     size_t count;
     size_t module_count; /* of the modules that the group was made for */
-    fct_pg *pg;          /* counted; NULL until first needed */
-    const char *pg_name; /* borrowed */
-    int64_t world;
-    int64_t rank;
+    const void *unit;    /* the same for all groups of one fully_shard call; NULL: alone */
+    size_t index;        /* among them */
+    size_t siblings;     /* how many they are; at least 1 */
+    fc_link shard;       /* gathers and reduce-scatters; world 1: neither */
+    fc_link scatter;     /* reduce-scatters where they have a group of their own */
+    fc_link replicate;   /* all-reduces after the reduce-scatter (HSDP, replicate) */
+    fc_link forward;     /* gathers in backward, where forward reshards to a smaller group */
     fct_device device;
 
     fc_sharded_state sharded_state;
@@ -73,6 +81,8 @@ typedef struct fc_group {
         gathered_version; /* fingerprint of the shards that the unsharded parameters were made of */
 
     fc_gather_plan gather_plan;
+    fc_gather_plan forward_plan;
+    fct_event *resharded; /* forward_data was copied; only with streams */
     fc_reduce_plan reduce_plan;
     fc_positions positions; /* in comm->order */
     fct_event *reduced;     /* end of this group's latest reduction; only with streams */
@@ -85,6 +95,9 @@ typedef struct fc_group {
     bool unshard_in_backward;
     bool force_sum;
     bool reduce_unused;
+    bool hosted_gather; /* the host moves the data, see host.h */
+    bool hosted_reduce;
+    bool has_hook; /* host->reduce_hook is to be called */
     bool has_divide_factor;
     double divide_factor;
     fct_dtype orig_dtype;   /* of the trainable parameters; FCT_NO_DTYPE: none is trainable */
@@ -94,6 +107,13 @@ typedef struct fc_group {
 /* Takes the array of `count` borrowed parameters (freed by fini). */
 void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm, fc_param **params,
                    size_t count, fct_device device, int64_t world, int64_t rank);
+/* A profiler range with stock's name, "FSDP::label (modules)"; NULL where nobody records. */
+void *fc_group_enter_range(const fc_group *g, const char *label);
+
+/* Resolves the link's process group where that has not been done. */
+FC_CHECK fc_status fc_link_open(fc_link *link);
+/* Points a link elsewhere (name borrowed, NULL: nowhere). */
+void fc_link_set(fc_link *link, const char *name, int64_t world, int64_t rank);
 /* Parks what is in flight, forgets the group in its comm context, releases all. */
 void fc_group_fini(fc_group *g);
 /* Moves the group to another context (of the same device). FC_ESTATE while something is in flight.

@@ -7,6 +7,7 @@
 #include <stdbool.h>
 
 #include "../torch/torch_abi.h"
+#include "param.h"
 
 typedef struct fc_host {
     /* Makes the parameter that modules see while unsharded, over `flat` (1-D, world * padded
@@ -14,10 +15,12 @@ typedef struct fc_host {
      * had to be replaced. *unsharded is borrowed from the host, which keeps it alive until it makes
      * the next one or the parameter dies. */
     int (*make_unsharded)(void *param, fct_tensor *flat, fct_tensor **unsharded);
-    /* Registers the unsharded (true) or sharded (false) parameter on every module that holds it.
-     * Fails only where a module overrides __setattr__; a swap to what is registered already never
-     * fails. */
-    int (*swap)(void *param, bool unsharded);
+    /* Makes the parameter that modules see while resharded to the smaller group, over `data` (1-D,
+     * this rank's padded rows of the forward layout). The host keeps it until it makes the next. */
+    int (*make_forward)(void *param, fct_tensor *data);
+    /* Registers one face of the parameter on every module that holds it. Fails only where a module
+     * overrides __setattr__; a swap to what is registered already never fails. */
+    int (*swap)(void *param, fc_sharded_state face);
     /* Whether the sharded parameter requires grad now. (Users may swap the tensor behind the
      * parameter object, so the core keeps no handle of it.) */
     bool (*requires_grad)(void *param);
@@ -31,6 +34,29 @@ typedef struct fc_host {
     /* True where somebody must see the gradient as soon as it is reduced (post-accumulate-grad
      * hooks). */
     bool (*wants_grad_now)(void *param);
+    /* The plain local tensor behind a gradient of a wrapped parameter. *local new. */
+    int (*unwrap_grad)(void *param, fct_tensor *grad, fct_tensor **local);
+    /* A user's all-reduce: changes the reduced row in place, before it is divided and handed out.
+     * Only for groups with has_hook. */
+    int (*reduce_hook)(void *group, fct_tensor *row);
+
+    /* For groups with `hosted_gather` or `hosted_reduce`: the host moves the data (custom
+     * collectives, all-gather extensions, patched functions). */
+    /* Starts a gather. */
+    int (*gather)(void *group, bool async_op);
+    /* Waits for it, allocates, copies out, and gives each fc_param its unsharded tensor. */
+    int (*copy_out)(void *group);
+    /* Forgets a gather without waiting. Never fails. */
+    void (*drop_gather)(void *group);
+    /* Forgets the partial results of reduce(). Never fails. */
+    void (*drop_reduce)(void *group);
+    /* Frees what the host holds for an unsharded parameter. Never fails. */
+    void (*free_unsharded)(void *param);
+    /* Reduces `count` gradients and hands them to their parameters. Borrows. */
+    int (*reduce)(void *group, fc_param *const *params, fct_tensor *const *grads, size_t count,
+                  bool order_compute);
+    /* End of the last backward: the current stream waits for what reduce() has queued. */
+    int (*finalize)(void *group);
 } fc_host;
 
 #endif

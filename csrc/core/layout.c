@@ -1,4 +1,4 @@
-/* Sharding arithmetic along dim 0. Owns nothing; every product is overflow-checked because the
+/* Sharding arithmetic along one dim. Owns nothing; every product is overflow-checked because the
  * results become raw pointer offsets. */
 #include "layout.h"
 
@@ -24,38 +24,54 @@ static int64_t clamp(int64_t value, int64_t low, int64_t high) {
     return value < low ? low : (value > high ? high : value);
 }
 
-fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, int64_t world,
-                         int64_t rank, fc_error *err) {
+/* Product of sizes[from .. to); false where a size is negative or it overflows. */
+static bool product(const int64_t *sizes, int32_t from, int32_t to, int64_t *out) {
+    int64_t total = 1;
+    for (int32_t d = from; d < to; d++) {
+        if (sizes[d] < 0 || !fc_size_mul(total, sizes[d], &total)) {
+            return false;
+        }
+    }
+    *out = total;
+    return true;
+}
+
+fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, int32_t dim,
+                         int64_t world, int64_t rank, fc_error *err) {
     fc_layout made = {.world = world, .rank = rank};
-    if (ndim < 1) {
-        return fc_error_set(err, FC_EINVAL, "cannot shard a tensor of %d dimensions", (int)ndim);
+    if (ndim < 1 || dim < 0 || dim >= ndim) {
+        return fc_error_set(err, FC_EINVAL, "cannot shard dim %d of a tensor of %d dimensions",
+                            (int)dim, (int)ndim);
     }
     if (world < 1 || rank < 0 || rank >= world) {
         return fc_error_set(err, FC_EINVAL, "rank %lld is not in [0, %lld)", (long long)rank,
                             (long long)world);
     }
-    made.rows = sizes[0];
-    made.row_numel = 1;
-    bool fits = sizes[0] >= 0;
-    for (int32_t d = 1; fits && d < ndim; d++) {
-        fits = sizes[d] >= 0 && fc_size_mul(made.row_numel, sizes[d], &made.row_numel);
-    }
-    /* rows + world - 1 rounds up; the padded total chunk * world * row_numel bounds every later
-     * offset. */
+    made.rows = sizes[dim];
+    /* rows + world - 1 rounds up; the padded total outer * chunk * world * row_numel bounds every
+     * later offset. */
     int64_t rounded = 0;
-    fits = fits && fc_size_add(made.rows, world - 1, &rounded);
+    bool fits = made.rows >= 0 && product(sizes, 0, dim, &made.outer) &&
+                product(sizes, dim + 1, ndim, &made.row_numel) &&
+                fc_size_add(made.rows, world - 1, &rounded);
     made.chunk_rows = rounded / world;
     int64_t padded_total = 0;
     fits = fits && fc_size_mul(made.chunk_rows, made.row_numel, &made.padded_numel) &&
+           fc_size_mul(made.padded_numel, made.outer, &made.padded_numel) &&
            fc_size_mul(made.padded_numel, world, &padded_total);
     if (!fits) {
         return fc_error_set(err, FC_EINVAL,
                             "sizes of a tensor with %d dimensions are negative or overflow",
                             (int)ndim);
     }
-    made.numel = made.rows * made.row_numel;
+    if (dim != 0 && made.rows % world != 0) {
+        return fc_error_set(err, FC_EINVAL,
+                            "dim %d of size %lld cannot be cut into %lld equal parts", (int)dim,
+                            (long long)made.rows, (long long)world);
+    }
+    made.numel = made.outer * made.rows * made.row_numel;
     made.local_rows = clamp(made.rows - rank * made.chunk_rows, 0, made.chunk_rows);
-    made.local_numel = made.local_rows * made.row_numel;
+    made.local_numel = made.outer * made.local_rows * made.row_numel;
     *layout = made;
     return FC_OK;
 }

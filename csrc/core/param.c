@@ -16,18 +16,19 @@ static void replace(fct_tensor **slot, fct_tensor *value) {
     fct_tensor_release(old);
 }
 
-fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes, int64_t world,
-                        int64_t rank, fc_error *err) {
+fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes, int32_t dim,
+                        int64_t world, int64_t rank, fc_error *err) {
     memset(p, 0, sizeof *p);
     p->owner = owner;
     p->orig_dtype = FCT_NO_DTYPE;
     p->param_dtype = FCT_NO_DTYPE;
     p->reduce_dtype = FCT_NO_DTYPE;
-    fc_status status = fc_layout_init(&p->layout, ndim, sizes, world, rank, err);
+    fc_status status = fc_layout_init(&p->layout, ndim, sizes, dim, world, rank, err);
     if (status != FC_OK) {
         return status;
     }
     p->ndim = ndim;
+    p->flat_numel = p->layout.padded_numel * world; /* bounded by fc_layout_init */
     p->local_sizes = (int64_t *)malloc(2 * (size_t)ndim * sizeof *p->local_sizes);
     if (p->local_sizes == NULL) {
         return fc_error_set(err, FC_ENOMEM, "out of memory");
@@ -35,16 +36,31 @@ fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *s
     p->strides = p->local_sizes + ndim;
     int64_t stride = 1;
     for (int32_t d = ndim - 1; d >= 0; d--) {
-        p->local_sizes[d] = d == 0 ? p->layout.local_rows : sizes[d];
+        p->local_sizes[d] = d == dim ? p->layout.local_rows : sizes[d];
         p->strides[d] = stride;
-        stride *= sizes[d] > 1 ? sizes[d] : 1;
+        stride *= p->local_sizes[d] > 1 ? p->local_sizes[d] : 1;
     }
+    return FC_OK;
+}
+
+fc_status fc_param_init_forward(fc_param *p, const int64_t *sizes, int64_t world, int64_t rank,
+                                fc_error *err) {
+    fc_layout layout;
+    fc_status status = fc_layout_init(&layout, p->ndim, sizes, 0, world, rank, err);
+    if (status != FC_OK) {
+        return status;
+    }
+    int64_t needed = layout.padded_numel * world;
+    p->forward_layout = layout;
+    p->flat_numel = needed > p->flat_numel ? needed : p->flat_numel;
     return FC_OK;
 }
 
 void fc_param_fini(fc_param *p) {
     replace(&p->sharded_data, NULL);
+    replace(&p->forward_data, NULL);
     replace(&p->accumulated, NULL);
+    replace(&p->partial, NULL);
     fc_param_forget_unsharded(p);
     free(p->local_sizes);
     p->local_sizes = NULL;
@@ -59,6 +75,18 @@ void fc_param_set_accumulated(fc_param *p, fct_tensor *grad) {
     replace(&p->accumulated, grad);
 }
 
+void fc_param_set_partial(fc_param *p, fct_tensor *row) {
+    replace(&p->partial, row);
+}
+
+void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded) {
+    replace(&p->unsharded, unsharded);
+}
+
+void fc_param_set_flat(fc_param *p, fct_tensor *flat) {
+    replace(&p->flat, flat);
+}
+
 void fc_param_forget_unsharded(fc_param *p) {
     replace(&p->unsharded, NULL);
     replace(&p->flat, NULL);
@@ -68,20 +96,21 @@ fct_dtype fc_param_compute_dtype(const fc_param *p) {
     return p->param_dtype != FCT_NO_DTYPE ? p->param_dtype : p->orig_dtype;
 }
 
-fc_status fc_param_shard_facts(const fc_param *p, fct_facts *facts, fc_error *err) {
+fc_status fc_param_shard_facts(const fc_param *p, bool forward, fct_facts *facts, fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
-    if (p->sharded_data == NULL) {
+    const fct_tensor *data = forward ? p->forward_data : p->sharded_data;
+    int64_t numel = forward ? p->forward_layout.padded_numel : p->layout.padded_numel;
+    if (data == NULL) {
         return fc_error_set(err, FC_ESTATE, "parameter '%s' has no sharded data", name);
     }
-    fct_tensor_facts(p->sharded_data, facts);
-    if (facts->numel != p->layout.padded_numel || !facts->strided || !facts->contiguous) {
+    fct_tensor_facts(data, facts);
+    if (facts->numel != numel || !facts->strided || !facts->contiguous) {
         return fc_error_set(
             err, FC_EINVAL,
             "sharded data of parameter '%s' has %lld elements (contiguous: %d); expected %lld",
-            name, (long long)facts->numel, (int)facts->contiguous,
-            (long long)p->layout.padded_numel);
+            name, (long long)facts->numel, (int)facts->contiguous, (long long)numel);
     }
-    if (facts->dtype != p->orig_dtype) {
+    if (facts->dtype != (forward ? fc_param_compute_dtype(p) : p->orig_dtype)) {
         return fc_error_set(
             err, FC_EINVAL,
             "sharded data of parameter '%s' changed its dtype since it was initialised", name);
@@ -97,9 +126,30 @@ fc_status fc_param_shard_facts(const fc_param *p, fct_facts *facts, fc_error *er
     return FC_OK;
 }
 
+fc_status fc_param_keep_forward(fc_param *p, fct_device device) {
+    fc_status status = FC_OK;
+    fct_tensor *part = NULL;
+    fct_tensor *copy = NULL;
+    const int64_t size[1] = {p->forward_layout.padded_numel};
+    const int64_t stride[1] = {1};
+    FC_TRY_RAISED(fct_tensor_empty(size[0], fc_param_compute_dtype(p), device, &copy));
+    FC_TRY_RAISED(
+        fct_tensor_alias(p->flat, 1, size, stride, p->forward_layout.rank * size[0], &part));
+    FC_TRY_RAISED(fct_tensor_copy(copy, part));
+    replace(&p->forward_data, copy);
+done:
+    fct_tensor_release(part);
+    fct_tensor_release(copy);
+    return status;
+}
+
+void fc_param_drop_forward(fc_param *p) {
+    replace(&p->forward_data, NULL);
+}
+
 fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, fc_error *err) {
     fc_status status = FC_OK;
-    int64_t numel = p->layout.padded_numel * p->layout.world; /* bounded by fc_layout_init */
+    int64_t numel = p->flat_numel;
     int64_t bytes = 0;
     if (p->flat == NULL) {
         fct_tensor *flat = NULL;
@@ -169,6 +219,7 @@ void fc_param_take_grad(fc_param *p, fct_tensor **grad) {
 void fc_param_drop_grad(fc_param *p) {
     fct_tensor *grad = NULL;
     replace(&p->accumulated, NULL);
+    replace(&p->partial, NULL);
     if (p->unsharded != NULL) {
         fct_grad_take(p->unsharded, &grad);
         fct_tensor_release(grad);

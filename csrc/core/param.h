@@ -6,42 +6,67 @@
 #include "layout.h"
 #include "status.h"
 
+/* Which of its three faces a parameter shows to the modules. */
+typedef enum fc_sharded_state {
+    FC_SHARDED = 1,
+    FC_SHARDED_POST_FORWARD = 2, /* resharded to a smaller group between forward and backward */
+    FC_UNSHARDED = 3
+} fc_sharded_state;
+
 typedef struct fc_param {
-    void *owner;      /* the host's object; borrowed, outlives this struct's use */
-    const char *name; /* for messages; borrowed from the owner, may be NULL */
-    fc_layout layout;
+    void *owner;              /* the host's object; borrowed, outlives this struct's use */
+    const char *name;         /* for messages; borrowed from the owner, may be NULL */
+    fc_layout layout;         /* of the shard */
+    fc_layout forward_layout; /* of the smaller group's shard; world 0: no such resharding */
     int32_t ndim;
     int64_t *local_sizes; /* [ndim] this rank's shard; owned, one block with strides */
-    int64_t *strides;     /* [ndim] contiguous, the same for the shard and the whole */
+    int64_t *strides;     /* [ndim] of the shard, contiguous */
+    int64_t flat_numel;   /* room for either layout's padded rows of all ranks */
     fct_dtype orig_dtype;
     fct_dtype param_dtype;  /* compute type; FCT_NO_DTYPE: no cast */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own */
+    bool hosted;  /* the host holds memory of the unsharded parameter beyond flat (extensions) */
+    bool wrapped; /* the unsharded parameter is a wrapper (DTensor): its gradients are unwrapped by
+                     the host */
     /* Counted references. */
     fct_tensor *sharded_data; /* flat, padded_numel elements: what is sent */
-    fct_tensor
-        *flat; /* world * padded_numel elements in the compute type; storage freed while sharded */
+    fct_tensor *forward_data; /* the same of forward_layout in the compute type, while resharded to
+                                 the smaller group; else NULL */
+    fct_tensor *flat; /* flat_numel elements in the compute type; storage freed while sharded */
     fct_tensor
         *unsharded; /* the parameter over flat, ND; the leaf that autograd accumulates into */
-    fct_tensor
-        *accumulated; /* partial gradient in reduce_dtype, of backwards that did not reduce */
+    fct_tensor *accumulated; /* partial gradient in reduce_dtype, of backwards without reduction */
+    fct_tensor *partial;     /* padded_numel elements in the reduce type: reduce-scattered, but not
+                                all-reduced yet (HSDP) */
 } fc_param;
 
-/* Zeroes the struct and computes the layout. FC_EINVAL, FC_ENOMEM. */
+/* Zeroes the struct and computes the layout: `dim` cut over `world` ranks. FC_EINVAL, FC_ENOMEM. */
 FC_CHECK fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes,
-                                 int64_t world, int64_t rank, fc_error *err);
+                                 int32_t dim, int64_t world, int64_t rank, fc_error *err);
+/* Between forward and backward the parameter may be resharded to a smaller group: dim 0 of the
+ * `ndim` sizes given to init, over `world` ranks. Before the first unshard. */
+FC_CHECK fc_status fc_param_init_forward(fc_param *p, const int64_t *sizes, int64_t world,
+                                         int64_t rank, fc_error *err);
 void fc_param_fini(fc_param *p); /* releases everything; safe on a zeroed struct */
 
 /* Each takes a new reference to its argument and drops the old one. NULL is fine. */
 void fc_param_set_sharded_data(fc_param *p, fct_tensor *data);
 void fc_param_set_accumulated(fc_param *p, fct_tensor *grad);
+void fc_param_set_partial(fc_param *p, fct_tensor *row);
+void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded);
+void fc_param_set_flat(fc_param *p, fct_tensor *flat);
 /* Drops flat and unsharded; the next unshard makes them anew. Only while sharded. */
 void fc_param_forget_unsharded(fc_param *p);
 
 /* The type that is gathered and computed in. */
 fct_dtype fc_param_compute_dtype(const fc_param *p);
 /* Checks the shard and reads its facts: padded_numel contiguous elements of orig_dtype inside their
- * storage. */
-FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, fct_facts *facts, fc_error *err);
+ * storage. `forward`: the smaller group's shard, in the compute type. */
+FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool forward, fct_facts *facts,
+                                        fc_error *err);
+/* Copies this rank's part of flat into a new forward_data. */
+FC_CHECK fc_status fc_param_keep_forward(fc_param *p, fct_device device);
+void fc_param_drop_forward(fc_param *p);
 /* Makes flat where there is none, and gives it memory. On failure it holds none. */
 FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,
                                        fc_error *err);

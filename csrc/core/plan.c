@@ -54,12 +54,18 @@ const char *fc_dtype_name(fct_dtype dtype) {
 
 void fc_gather_plan_fini(fc_gather_plan *plan) {
     free(plan->segments);
+    free(plan->offsets);
     free(plan->columns);
+    free(plan->column_ends);
     memset(plan, 0, sizeof *plan);
 }
 
-static fc_status reserve_gather(fc_gather_plan *plan, size_t count) {
-    if (plan->count == count && (count == 0 || plan->segments != NULL)) {
+static const fc_layout *layout_of(const fc_param *p, bool forward) {
+    return forward ? &p->forward_layout : &p->layout;
+}
+
+static fc_status reserve_gather(fc_gather_plan *plan, size_t count, size_t columns) {
+    if (plan->segments != NULL && plan->count == count && plan->column_capacity >= columns) {
         return FC_OK;
     }
     fc_gather_plan_fini(plan);
@@ -67,18 +73,60 @@ static fc_status reserve_gather(fc_gather_plan *plan, size_t count) {
         return FC_OK;
     }
     plan->segments = (fck_segment *)calloc(count, sizeof *plan->segments);
-    plan->columns = (fck_column *)calloc(count, sizeof *plan->columns);
-    if (plan->segments == NULL || plan->columns == NULL) {
+    plan->offsets = (int64_t *)calloc(count, sizeof *plan->offsets);
+    plan->column_ends = (size_t *)calloc(count, sizeof *plan->column_ends);
+    plan->columns = (fck_column *)calloc(columns > 0 ? columns : 1, sizeof *plan->columns);
+    if (plan->segments == NULL || plan->offsets == NULL || plan->columns == NULL ||
+        plan->column_ends == NULL) {
         fc_gather_plan_fini(plan);
         return FC_ENOMEM;
     }
     plan->count = count;
+    plan->column_capacity = columns;
+    return FC_OK;
+}
+
+/* The parameter's segment at `offset` of the row, and its columns; *end is where it ends. */
+static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, int64_t offset,
+                           int64_t *end, fc_error *err) {
+    const fc_layout *layout = layout_of(p, plan->forward);
+    const char *name = p->name != NULL ? p->name : "?";
+    fct_dtype compute = fc_param_compute_dtype(p);
+    fct_dtype source = plan->forward ? compute : p->orig_dtype;
+    int32_t size = fc_dtype_size(compute);
+    int32_t source_size = fc_dtype_size(source);
+    int64_t bytes = 0;
+    int64_t total = 0;
+    if (size == 0 || source_size == 0) {
+        return fc_error_set(err, FC_EVALUE, "parameter '%s' has a dtype that cannot be gathered",
+                            name);
+    }
+    if (!fc_size_mul(layout->padded_numel, size, &bytes) || !fc_size_add(offset, bytes, end) ||
+        !fc_size_mul(*end, plan->world, &total)) {
+        return fc_error_set(err, FC_EINVAL, "the gather buffer's size overflows at parameter '%s'",
+                            name);
+    }
+    plan->segments[i] = (fck_segment){.count = layout->padded_numel,
+                                      .itemsize = source_size,
+                                      .src_dtype = source,
+                                      .dst_dtype = compute};
+    plan->offsets[i] = offset;
+    plan->native = plan->native && fck_can_cast(source, compute) != 0;
+    for (int64_t block = 0; block < layout->outer; block++) {
+        plan->columns[plan->column_count++] = (fck_column){
+            .offset = offset + block * (bytes / layout->outer), .bytes = bytes / layout->outer};
+    }
+    plan->column_ends[i] = plan->column_count;
     return FC_OK;
 }
 
 fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
-                               fc_error *err) {
-    fc_status status = reserve_gather(plan, count);
+                               int64_t world, bool forward, fc_error *err) {
+    size_t columns = 0;
+    for (size_t i = 0; i < count; i++) {
+        columns += (size_t)layout_of(params[i], forward)->outer;
+    }
+    fc_status status = reserve_gather(plan, count, columns);
     if (status != FC_OK) {
         return status;
     }
@@ -86,33 +134,15 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     bool uniform = true;
     plan->valid = false;
     plan->native = true;
+    plan->forward = forward;
+    plan->world = world;
+    plan->column_count = 0;
     for (size_t i = 0; i < count; i++) {
-        const fc_param *p = params[i];
-        fct_dtype compute = fc_param_compute_dtype(p);
-        int32_t size = fc_dtype_size(compute);
-        int32_t source_size = fc_dtype_size(p->orig_dtype);
-        if (size == 0 || source_size == 0) {
-            return fc_error_set(err, FC_EVALUE,
-                                "parameter '%s' has a dtype that cannot be gathered",
-                                p->name != NULL ? p->name : "?");
+        status = add_param(plan, i, params[i], offset, &offset, err);
+        if (status != FC_OK) {
+            return status;
         }
-        int64_t bytes = 0;
-        int64_t end = 0;
-        int64_t total = 0;
-        if (!fc_size_mul(p->layout.padded_numel, size, &bytes) ||
-            !fc_size_add(offset, bytes, &end) || !fc_size_mul(end, p->layout.world, &total)) {
-            return fc_error_set(err, FC_EINVAL,
-                                "the gather buffer's size overflows at parameter '%s'",
-                                p->name != NULL ? p->name : "?");
-        }
-        plan->segments[i] = (fck_segment){.count = p->layout.padded_numel,
-                                          .itemsize = source_size,
-                                          .src_dtype = p->orig_dtype,
-                                          .dst_dtype = compute};
-        plan->columns[i] = (fck_column){.offset = offset, .bytes = bytes};
-        plan->native = plan->native && fck_can_cast(p->orig_dtype, compute) != 0;
-        uniform = uniform && compute == fc_param_compute_dtype(params[0]);
-        offset = end;
+        uniform = uniform && fc_param_compute_dtype(params[i]) == fc_param_compute_dtype(params[0]);
     }
     plan->dtype = uniform && count > 0 ? fc_param_compute_dtype(params[0]) : (fct_dtype)FCK_UINT8;
     plan->row_bytes = offset;
@@ -126,10 +156,9 @@ fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
         return FC_OK;
     }
     fc_reduce_plan grown = {.capacity = capacity};
-    grown.gradients = (fck_gradient *)calloc(capacity, sizeof *grown.gradients);
     grown.params = (fc_param **)calloc(capacity, sizeof *grown.params);
     grown.grads = (fct_tensor **)calloc(capacity, sizeof *grown.grads);
-    if (grown.gradients == NULL || grown.params == NULL || grown.grads == NULL) {
+    if (grown.params == NULL || grown.grads == NULL) {
         fc_reduce_plan_fini(&grown);
         return FC_ENOMEM;
     }
@@ -185,31 +214,66 @@ done:
     return status;
 }
 
+/* Room for the descriptors of the gradients that were collected. */
+static fc_status reserve_gradients(fc_reduce_plan *plan) {
+    size_t needed = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        needed += (size_t)plan->params[i]->layout.outer;
+    }
+    if (needed <= plan->gradient_capacity) {
+        return FC_OK;
+    }
+    fck_gradient *grown = (fck_gradient *)calloc(needed, sizeof *grown);
+    if (grown == NULL) {
+        return FC_ENOMEM;
+    }
+    free(plan->gradients);
+    plan->gradients = grown;
+    plan->gradient_capacity = needed;
+    return FC_OK;
+}
+
+/* One descriptor for each outer block: its rows are dealt to the ranks' rows. */
+static void add_gradient(fc_reduce_plan *plan, const fc_layout *layout, const fct_facts *facts,
+                         int64_t offset) {
+    int64_t block = layout->rows * layout->row_numel;
+    int64_t chunk = layout->chunk_rows * layout->row_numel;
+    for (int64_t o = 0; o < layout->outer; o++) {
+        plan->gradients[plan->gradient_count++] =
+            (fck_gradient){.src = (const char *)facts->data + o * block * facts->itemsize,
+                           .numel = block,
+                           .chunk = chunk,
+                           .offset = offset + o * chunk,
+                           .itemsize = (int32_t)facts->itemsize,
+                           .src_dtype = facts->dtype};
+    }
+}
+
 fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, fc_error *err) {
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
+    plan->gradient_count = 0;
+    fc_status status = reserve_gradients(plan);
+    if (status != FC_OK) {
+        return status;
+    }
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
         fct_facts facts;
-        fc_status status = describe_gradient(plan, i, &facts, err);
+        int64_t total = 0;
+        status = describe_gradient(plan, i, &facts, err);
         if (status != FC_OK) {
             return status;
         }
         if (i == 0) {
             grad_dtype = facts.dtype;
-        } else if (facts.dtype != grad_dtype) {
+        } else if (facts.dtype != grad_dtype && reduce_dtype == FCT_NO_DTYPE) {
             return fc_error_set(
                 err, FC_EINVAL,
                 "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
                 fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
         }
-        plan->gradients[i] = (fck_gradient){.src = facts.data,
-                                            .numel = facts.numel,
-                                            .chunk = layout->padded_numel,
-                                            .offset = offset,
-                                            .itemsize = (int32_t)facts.itemsize,
-                                            .src_dtype = facts.dtype};
-        int64_t total = 0;
+        add_gradient(plan, layout, &facts, offset);
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {
             return fc_error_set(err, FC_EINVAL, "the reduce buffer's size overflows");

@@ -2,8 +2,9 @@
  *
  * A gather plan lays a group's shards out in one row (the parameters' padded shards one after the
  * other); rank r's row stands at r * row_bytes of the gather buffer. Where all compute types are
- * equal the buffer has that type, else it is bytes. A reduce plan does the same for the gradients
- * that are there in this backward, in the reduce type. */
+ * equal the buffer has that type, else it is bytes. A parameter has one column for each outer block
+ * of its layout (one, where dim 0 is cut). A reduce plan does the same for the gradients that are
+ * there in this backward, in the reduce type. */
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
@@ -14,31 +15,38 @@
 
 typedef struct fc_gather_plan {
     bool valid;
-    bool native; /* the kernels can do every cast; else torch copies do the packing */
+    bool forward; /* of the shards on the smaller group that forward left behind */
+    bool native;  /* the kernels can do every cast; else torch copies do the packing */
     fct_dtype dtype;
+    int64_t world;     /* ranks that take part: rows of the buffer */
     int64_t row_numel; /* elements of dtype in a row */
     int64_t row_bytes;
     fck_segment *segments; /* [count] types, counts; addresses are filled in at each use */
-    fck_column *columns;   /* [count] offsets and bytes; addresses likewise */
-    size_t count;
+    int64_t *offsets;      /* [count] of the parameter in a row, in bytes */
+    size_t count;          /* parameters */
+    fck_column *columns;   /* [column_count] offsets and bytes; addresses likewise */
+    size_t *column_ends;   /* [count] one past the parameter's last column */
+    size_t column_count;
+    size_t column_capacity;
 } fc_gather_plan;
 
 typedef struct fc_reduce_plan {
     fct_dtype dtype;
-    int64_t row_numel;       /* elements of dtype in one rank's row */
-    fck_gradient *gradients; /* [capacity] */
-    fc_param *
-        *params; /* [capacity] the parameters that have a gradient, in group order; borrowed */
+    int64_t row_numel; /* elements of dtype in one rank's row */
+    fc_param **params; /* [capacity] those with a gradient, in group order; borrowed */
     fct_tensor *
         *grads; /* [capacity] their gradients; counted, owned here until copied or dropped */
     size_t count;
     size_t capacity;
+    fck_gradient *gradients; /* [gradient_count] one for each outer block of each gradient */
+    size_t gradient_count;
+    size_t gradient_capacity;
 } fc_reduce_plan;
 
-/* Builds the plan anew from the parameters' layouts and dtypes.
- * FC_ENOMEM, FC_EINVAL, FC_EVALUE. */
+/* Builds the plan anew from the parameters' layouts and dtypes. `forward`: from their forward
+ * layouts. FC_ENOMEM, FC_EINVAL, FC_EVALUE. */
 FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
-                                        fc_error *err);
+                                        int64_t world, bool forward, fc_error *err);
 void fc_gather_plan_fini(fc_gather_plan *plan);
 
 /* Room for `capacity` gradients. */

@@ -11,14 +11,16 @@
 
 typedef struct fc_reduction {
     fc_group *group;
-    fc_param **params; /* [count], behind the struct */
-    size_t count;
+    fc_param **params; /* [total], behind the struct: in the order of their rows */
+    size_t count;      /* those with a gradient */
+    size_t total;      /* and those that have only a partial row to all-reduce */
     fct_tensor *input;
     fct_tensor *output;
     fct_work *work;
-    fct_event *scattered; /* end of the collective, on the reduce stream */
+    fct_event *scattered; /* end of the reduce-scatter, on the reduce stream */
     double divide_after;
-    bool finished; /* the gradients were handed out; only the input is still kept */
+    bool keep_partial; /* no all-reduce in this backward: the rows stay with the parameters */
+    bool finished;     /* the gradients were handed out; only the input is still kept */
     struct fc_reduction *next;
 } fc_reduction;
 
@@ -38,26 +40,30 @@ static double divisor_before(double factor) {
     return before;
 }
 
-fc_divide fc_reduce_divide(int64_t world, fct_dtype dtype, bool has_factor, double factor,
-                           bool force_sum, bool has_premul) {
-    fc_divide divide = {.before = 1.0, .after = 1.0, .op = FCT_SUM, .premultiply = 1.0};
-    if (world == 1) {
-        divide.after = has_factor ? factor : 1.0;
+fc_divide fc_reduce_divide(const fc_divide_rule *rule) {
+    fc_divide divide = {
+        .before = 1.0, .after = 1.0, .op = FCT_SUM, .premultiply = 1.0, .all_reduce_op = FCT_SUM};
+    int64_t ranks = rule->world * (rule->replicas > 0 ? rule->replicas : 1);
+    if (ranks == 1) {
+        divide.after = rule->has_factor ? rule->factor : 1.0;
         return divide;
     }
-    if (!may_overflow(dtype) && !force_sum) {
-        if (!has_factor || factor == (double)world) {
+    if (!may_overflow(rule->dtype) && !rule->force_sum) {
+        if (!rule->has_factor) {
             divide.op = FCT_AVG;
-        } else if (has_premul) {
+            divide.all_reduce_op = FCT_AVG;
+        } else if (rule->world > 1 && rule->factor == (double)rule->world) {
+            divide.op = FCT_AVG;
+        } else if (rule->world > 1 && rule->has_premul) {
             divide.op = FCT_PREMUL_SUM;
-            divide.premultiply = 1.0 / factor;
+            divide.premultiply = 1.0 / rule->factor;
         } else {
-            divide.before = factor;
+            divide.before = rule->factor;
         }
         return divide;
     }
-    double total = has_factor ? factor : (double)world;
-    if (may_overflow(dtype)) {
+    double total = rule->has_factor ? rule->factor : (double)ranks;
+    if (may_overflow(rule->dtype)) {
         divide.before = divisor_before(total);
     }
     divide.after = total / divide.before;
@@ -66,16 +72,49 @@ fc_divide fc_reduce_divide(int64_t world, fct_dtype dtype, bool has_factor, doub
 
 /* ---- the list in the comm context ---- */
 
+static bool has_gradient(const fc_reduce_plan *plan, const fc_param *p) {
+    for (size_t i = 0; i < plan->count; i++) {
+        if (plan->params[i] == p) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool all_reduces(const fc_group *g) {
+    return g->replicate.name != NULL;
+}
+
+bool fc_reduce_pending(const fc_group *g) {
+    for (size_t i = 0; all_reduces(g) && g->all_reduce_grads && i < g->count; i++) {
+        if (g->params[i]->partial != NULL) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static fc_reduction *new_reduction(fc_group *g) {
-    size_t count = g->reduce_plan.count;
-    fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + count * sizeof *r->params);
+    const fc_reduce_plan *plan = &g->reduce_plan;
+    fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + g->count * sizeof *r->params);
     if (r == NULL) {
         return NULL;
     }
     r->group = g;
     r->params = (fc_param **)(void *)(r + 1);
-    r->count = count;
-    memcpy((void *)r->params, (const void *)g->reduce_plan.params, count * sizeof *r->params);
+    r->count = plan->count;
+    r->total = plan->count;
+    r->keep_partial = all_reduces(g) && !g->all_reduce_grads;
+    if (plan->count > 0) {
+        memcpy((void *)r->params, (const void *)plan->params, plan->count * sizeof *r->params);
+    }
+    if (all_reduces(g) && g->all_reduce_grads) {
+        for (size_t i = 0; i < g->count; i++) {
+            if (g->params[i]->partial != NULL && !has_gradient(plan, g->params[i])) {
+                r->params[r->total++] = g->params[i];
+            }
+        }
+    }
     return r;
 }
 
@@ -135,12 +174,58 @@ void fc_reduce_discard(fc_comm *c, const fc_group *g) {
 
 /* ---- finish ---- */
 
+/* Elements of the whole row: of the parameters with a gradient, then of the others. */
+static int64_t row_numel(const fc_reduction *r) {
+    int64_t numel = 0;
+    for (size_t i = 0; i < r->total; i++) {
+        numel += r->params[i]->layout.padded_numel;
+    }
+    return numel;
+}
+
+/* One parameter's padded part of the row. */
+static fc_status part_of(const fct_tensor *row, int64_t offset, int64_t numel, fct_tensor **out) {
+    const int64_t size[1] = {numel};
+    const int64_t stride[1] = {1};
+    return fct_tensor_alias(row, 1, size, stride, offset, out) == 0 ? FC_OK : FC_ERAISED;
+}
+
+/* Adds what earlier backwards left to the row's parts and takes it away from the parameters; or, in
+ * a backward without all-reduce, leaves the parts with them. */
+static fc_status merge_partials(fc_reduction *r) {
+    fc_status status = FC_OK;
+    fct_tensor *part = NULL;
+    int64_t offset = 0;
+    for (size_t i = 0; i < r->total; i++) {
+        fc_param *p = r->params[i];
+        FC_TRY(part_of(r->output, offset, p->layout.padded_numel, &part));
+        if (r->keep_partial && p->partial != NULL) {
+            FC_TRY_RAISED(fct_tensor_add(p->partial, part));
+        } else if (r->keep_partial) {
+            fc_param_set_partial(p, part);
+        } else if (p->partial != NULL) {
+            if (i < r->count) {
+                FC_TRY_RAISED(fct_tensor_add(part, p->partial));
+            } else {
+                FC_TRY_RAISED(fct_tensor_copy(part, p->partial));
+            }
+            fc_param_set_partial(p, NULL);
+        }
+        fct_tensor_release(part);
+        part = NULL;
+        offset += p->layout.padded_numel;
+    }
+done:
+    fct_tensor_release(part);
+    return status;
+}
+
 /* Hands each parameter its view of the reduced row. */
 static fc_status view_out(const fc_reduction *r, const fct_tensor *row) {
     fc_status status = FC_OK;
     fct_tensor *view = NULL;
     int64_t offset = 0;
-    for (size_t i = 0; i < r->count; i++) {
+    for (size_t i = 0; i < r->total; i++) {
         const fc_param *p = r->params[i];
         FC_TRY_RAISED(fct_tensor_alias(row, p->ndim, p->local_sizes, p->strides, offset, &view));
         FC_TRY_RAISED(r->group->host->take_grad(p->owner, view));
@@ -153,15 +238,31 @@ done:
     return status;
 }
 
-/* Waits for the collective, scales, casts and hands out. On the CPU the wait is the host's. */
-static fc_status finish(fc_reduction *r) {
+static fc_status settle_work(fc_reduction *r) {
     fc_status status = FC_OK;
-    fct_tensor *row = NULL;
-    fct_dtype wanted = r->group->orig_dtype;
     if (r->work != NULL) {
         FC_TRY_RAISED(fct_work_wait(r->work));
         fct_work_release(r->work);
         r->work = NULL;
+    }
+done:
+    return status;
+}
+
+/* Waits for the collective, scales, casts and hands out. On the CPU the wait is the host's. The row
+ * stays in r->output where a cast of it was queued. */
+static fc_status finish(fc_reduction *r) {
+    fc_status status = FC_OK;
+    fct_tensor *row = NULL;
+    fct_dtype wanted = r->group->orig_dtype;
+    FC_TRY(settle_work(r));
+    if (r->keep_partial) {
+        FC_TRY(merge_partials(r));
+        r->finished = true;
+        return FC_OK;
+    }
+    if (r->group->has_hook) {
+        FC_TRY_RAISED(r->group->host->reduce_hook(r->group->owner, r->output));
     }
     if (r->divide_after != 1.0) {
         FC_TRY_RAISED(fct_tensor_div(r->output, r->divide_after));
@@ -172,8 +273,10 @@ static fc_status finish(fc_reduction *r) {
         row = r->output;
         fct_tensor_retain(row);
     }
-    fct_tensor_release(r->output);
-    r->output = NULL;
+    if (row == r->output || !r->group->comm->has_streams) {
+        fct_tensor_release(r->output);
+        r->output = NULL;
+    }
     FC_TRY(view_out(r, row));
     r->finished = true;
 done:
@@ -196,6 +299,7 @@ fc_status fc_reduce_recycle(fc_comm *c, size_t keep) {
         }
         (void)pop_oldest(c);
         fct_tensor_release(r->input);
+        fct_tensor_release(r->output);
         free(r);
     }
 done:
@@ -215,7 +319,7 @@ done:
 /* ---- start ---- */
 
 static bool wanted_now(const fc_reduction *r) {
-    for (size_t i = 0; i < r->count; i++) {
+    for (size_t i = 0; i < r->total; i++) {
         if (r->group->host->wants_grad_now(r->params[i]->owner)) {
             return true;
         }
@@ -223,91 +327,189 @@ static bool wanted_now(const fc_reduction *r) {
     return false;
 }
 
-/* Divides and issues the collective on the current stream. */
-static fc_status scatter(fc_group *g, fc_reduction *r) {
+/* Divides and issues the reduce-scatter on the current stream; r->output is the row. */
+static fc_status scatter(fc_group *g, fc_reduction *r, const fc_divide *divide) {
     fc_status status = FC_OK;
     const fc_reduce_plan *plan = &g->reduce_plan;
-    bool has_premul = g->has_divide_factor && g->pg != NULL && fct_pg_has_premul(g->pg, g->device);
-    fc_divide divide = fc_reduce_divide(g->world, plan->dtype, g->has_divide_factor,
-                                        g->divide_factor, g->force_sum, has_premul);
-    r->divide_after = divide.after;
-    if (divide.before != 1.0) {
-        FC_TRY_RAISED(fct_tensor_div(r->input, divide.before));
+    fct_tensor *part = NULL;
+    int64_t total = row_numel(r);
+    fc_link *link = g->scatter.name != NULL ? &g->scatter : &g->shard;
+    if (divide->before != 1.0 && plan->row_numel > 0) {
+        FC_TRY_RAISED(fct_tensor_div(r->input, divide->before));
     }
-    if (g->world == 1 || plan->row_numel == 0) {
+    if ((g->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel) {
         r->output = r->input; /* one rank: the row is the result */
         r->input = NULL;
         return FC_OK;
     }
-    FC_TRY_RAISED(fct_tensor_empty(plan->row_numel, plan->dtype, g->device, &r->output));
-    FC_TRY_RAISED(fct_reduce_scatter(g->pg, r->output, r->input, divide.op, divide.premultiply,
+    FC_TRY_RAISED(fct_tensor_empty(total, plan->dtype, g->device, &r->output));
+    if (plan->row_numel == 0) {
+        return FC_OK;
+    }
+    if (total == plan->row_numel) {
+        part = r->output;
+        fct_tensor_retain(part);
+    } else {
+        FC_TRY(part_of(r->output, 0, plan->row_numel, &part));
+    }
+    if (g->shard.world == 1) {
+        FC_TRY_RAISED(fct_tensor_copy(part, r->input));
+    } else {
+        FC_TRY(fc_link_open(link));
+        FC_TRY_RAISED(fct_reduce_scatter(link->pg, part, r->input, divide->op, divide->premultiply,
+                                         !g->comm->has_streams, &r->work));
+    }
+done:
+    fct_tensor_release(part);
+    return status;
+}
+
+/* Merges partial rows and issues the all-reduce, after the reduce-scatter is done or ordered. */
+static fc_status all_reduce(fc_group *g, fc_reduction *r, const fc_divide *divide) {
+    fc_status status = FC_OK;
+    FC_TRY(settle_work(r));
+    FC_TRY(merge_partials(r));
+    if (g->replicate.world > 1) {
+        FC_TRY(fc_link_open(&g->replicate));
+        FC_TRY_RAISED(fct_all_reduce(g->replicate.pg, r->output, divide->all_reduce_op, 1.0,
                                      !g->comm->has_streams, &r->work));
+    }
 done:
     return status;
 }
 
-/* scatter and finish on the reduce stream. */
-static fc_status scatter_on_stream(fc_group *g, fc_reduction *r) {
+static fc_status replace_event(fc_comm *c, fct_stream stream, fct_event **slot) {
+    fct_event *event = NULL;
+    fc_status status = fc_comm_record(c, stream, &event);
+    if (status == FC_OK) {
+        fc_comm_put_event(c, *slot);
+        *slot = event;
+    }
+    return status;
+}
+
+/* All of the reduction on the reduce stream and, from the all-reduce on, the all-reduce stream. */
+static fc_status reduce_on_streams(fc_group *g, fc_reduction *r, const fc_divide *divide) {
     fc_status status = FC_OK;
     fc_comm *c = g->comm;
-    fct_event *reduced = NULL;
+    fct_event *cast = NULL;
     fct_stream compute = fct_stream_current(g->device);
     fct_stream stream = c->streams_ready ? c->reduce_stream : compute;
+    bool replicas = all_reduces(g) && !r->keep_partial;
     FC_TRY(fc_comm_order_streams(c, stream, compute));
     (void)fct_stream_set_current(stream);
-    FC_TRY(scatter(g, r));
-    if (r->work != NULL) {
-        FC_TRY_RAISED(fct_work_wait(r->work));
-        fct_work_release(r->work);
-        r->work = NULL;
-    }
+    FC_TRY(scatter(g, r, divide));
+    FC_TRY(settle_work(r));
     FC_TRY(fc_comm_record(c, stream, &r->scattered));
+    if (replicas) {
+        fct_stream after = c->streams_ready ? c->all_reduce_stream : compute;
+        FC_TRY(fc_comm_order_streams(c, after, stream));
+        stream = after;
+        (void)fct_stream_set_current(stream);
+        FC_TRY(all_reduce(g, r, divide));
+    }
     FC_TRY(finish(r));
-    FC_TRY(fc_comm_record(c, stream, &reduced));
-    fc_comm_put_event(c, g->reduced);
-    g->reduced = reduced;
-    reduced = NULL;
-    FC_TRY(fc_comm_record(c, stream, &reduced));
-    fc_comm_put_event(c, c->last_reduced);
-    c->last_reduced = reduced;
+    FC_TRY(replace_event(c, stream, &g->reduced));
+    FC_TRY(replace_event(c, stream, replicas ? &c->last_all_reduced : &c->last_reduced));
+    if (r->output != NULL && replicas && c->streams_ready) {
+        FC_TRY(fc_comm_record(c, stream, &cast));
+        FC_TRY(fc_comm_keep_row(c, r->output, cast));
+        r->output = NULL;
+    }
 done:
     (void)fct_stream_set_current(compute);
+    return status;
+}
+
+/* Partial rows of the group that an earlier reduction has not left with the parameters yet. */
+static fc_status settle_earlier(fc_group *g) {
+    for (const fc_reduction *r = g->comm->oldest; r != NULL; r = r->next) {
+        if (r->group == g && r->keep_partial && !r->finished) {
+            return fc_reduce_recycle(g->comm, 0);
+        }
+    }
+    return FC_OK;
+}
+
+static fc_divide divide_of(fc_group *g, fct_dtype dtype) {
+    const fc_link *link = g->scatter.name != NULL ? &g->scatter : &g->shard;
+    const fc_divide_rule rule = {
+        .world = g->shard.world,
+        .replicas = all_reduces(g) ? g->replicate.world : 0,
+        .dtype = dtype,
+        .has_factor = g->has_divide_factor,
+        .factor = g->divide_factor,
+        .force_sum = g->force_sum,
+        .has_premul =
+            g->has_divide_factor && link->pg != NULL && fct_pg_has_premul(link->pg, g->device),
+    };
+    return fc_reduce_divide(&rule);
+}
+
+/* Packs the gradients into r->input, on the current stream. */
+static fc_status pack(fc_group *g, fc_reduction *r) {
+    fc_status status = FC_OK;
+    fc_reduce_plan *plan = &g->reduce_plan;
+    FC_TRY(fc_reduce_plan_lay_out(plan, g->reduce_dtype, &g->comm->error));
+    if (plan->count == 0) { /* only partial rows, in their own type */
+        fct_facts facts;
+        fct_tensor_facts(r->params[0]->partial, &facts);
+        plan->dtype = facts.dtype;
+    }
+    FC_TRY_RAISED(
+        fct_tensor_empty(g->shard.world * plan->row_numel, plan->dtype, g->device, &r->input));
+    FC_TRY(fc_transfer_pack_gradients(plan, g->shard.world, r->input, &g->comm->error));
+done:
+    fc_reduce_plan_drop_grads(plan);
+    return status;
+}
+
+/* Issues the collectives and leaves r to be finished, or finishes it. */
+static fc_status run(fc_group *g, fc_reduction *r, bool order_compute) {
+    fc_status status = FC_OK;
+    if (g->shard.world > 1) {
+        FC_TRY(fc_link_open(g->scatter.name != NULL ? &g->scatter : &g->shard));
+    }
+    FC_TRY(pack(g, r));
+    const fc_divide divide = divide_of(g, g->reduce_plan.dtype);
+    r->divide_after = divide.after;
+    if (g->comm->has_streams) {
+        FC_TRY(reduce_on_streams(g, r, &divide));
+        if (order_compute) {
+            FC_TRY_RAISED(fct_event_wait(g->reduced, fct_stream_current(g->device)));
+        }
+    } else {
+        FC_TRY(scatter(g, r, &divide));
+        if (all_reduces(g) && !r->keep_partial) {
+            FC_TRY(all_reduce(g, r, &divide));
+        }
+    }
+done:
     return status;
 }
 
 fc_status fc_reduce_start(fc_group *g, bool order_compute) {
     fc_status status = FC_OK;
     fc_comm *c = g->comm;
-    fc_reduce_plan *plan = &g->reduce_plan;
-    fc_reduction *r = new_reduction(g);
-    if (r == NULL) {
-        fc_reduce_plan_drop_grads(plan);
-        return FC_ENOMEM;
-    }
+    fc_reduction *r = NULL;
+    FC_TRY(settle_earlier(g));
     if (g->reduced != NULL) {
         FC_TRY_RAISED(fct_event_wait(g->reduced, fct_stream_current(g->device)));
         fc_comm_put_event(c, g->reduced);
         g->reduced = NULL;
     }
-    if (g->pg == NULL && g->world > 1) {
-        FC_TRY_RAISED(fct_pg_resolve(g->pg_name, &g->pg));
+    r = new_reduction(g);
+    if (r == NULL) {
+        status = FC_ENOMEM;
+        goto done;
     }
-    FC_TRY(fc_reduce_plan_lay_out(plan, g->reduce_dtype, &g->comm->error));
-    FC_TRY_RAISED(fct_tensor_empty(g->world * plan->row_numel, plan->dtype, g->device, &r->input));
-    FC_TRY(fc_transfer_pack_gradients(plan, g->world, r->input, &g->comm->error));
-    fc_reduce_plan_drop_grads(plan);
-    if (c->has_streams) {
-        FC_TRY(scatter_on_stream(g, r));
-        if (order_compute) {
-            FC_TRY_RAISED(fct_event_wait(g->reduced, fct_stream_current(g->device)));
-        }
-    } else {
-        FC_TRY(scatter(g, r));
-    }
+    FC_TRY(run(g, r, order_compute));
     append(c, r);
     return !c->has_streams && wanted_now(r) ? fc_reduce_recycle(c, 0) : fc_reduce_poll(c);
 done:
-    fc_reduce_plan_drop_grads(plan);
-    abandon(c, r);
+    fc_reduce_plan_drop_grads(&g->reduce_plan);
+    if (r != NULL) {
+        abandon(c, r);
+    }
     return status;
 }

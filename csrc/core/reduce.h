@@ -1,9 +1,12 @@
-/* Gradient reduction: pack, divide, reduce-scatter, divide, cast, view out, hand to the sharded
- * parameters.
+/* Gradient reduction: pack, divide, reduce-scatter, (all-reduce), divide, cast, view out, hand to
+ * the sharded parameters.
  *
- *   start: grads --pack--> input --(pre-divide)--> reduce-scatter --> output        finish: output
- * --(post-divide)-->
- *          --cast--> one view per parameter --> host->take_grad
+ *   start:  grads --pack--> input --(pre-divide)--> reduce-scatter --> row
+ *           row (+ partial rows) --> all-reduce, with replicas (HSDP)
+ *   finish: row --(hook)--(post-divide)--cast--> one view per parameter --> host->take_grad
+ *
+ * With replicas and all_reduce_grads off the row is kept instead, parameter by parameter
+ * (fc_param.partial), until a backward that all-reduces.
  *
  * On devices with streams start and finish run in one go on the reduce stream. Without streams the
  * collective runs in the background while backward goes on, and finish comes with the next group's
@@ -14,24 +17,37 @@
 #include "comm.h"
 #include "group.h"
 
-/* How a mean over `world` ranks (or a division by `factor`) is split around the collective. A
- * divisor of 1: none. */
+/* How a mean over all ranks (or a division by `factor`) is split around the collectives. A divisor
+ * of 1: none. */
 typedef struct fc_divide {
     double before;
     double after;
     fct_reduce_op op;
     double premultiply; /* for FCT_PREMUL_SUM */
+    fct_reduce_op all_reduce_op;
 } fc_divide;
 
-/* has_premul: whether the backend can scale inside the collective; where it cannot, the inputs are
- * scaled before. */
-fc_divide fc_reduce_divide(int64_t world, fct_dtype dtype, bool has_factor, double factor,
-                           bool force_sum, bool has_premul);
+/* What the division depends on. */
+typedef struct fc_divide_rule {
+    int64_t world;    /* ranks of the reduce-scatter; 1: none */
+    int64_t replicas; /* ranks of the all-reduce; 0: none */
+    fct_dtype dtype;  /* that is reduced in */
+    bool has_factor;  /* the user's divisor in place of the number of ranks */
+    double factor;
+    bool force_sum;
+    bool
+        has_premul; /* the backend can scale inside the collective; else inputs are scaled before */
+} fc_divide_rule;
+
+fc_divide fc_reduce_divide(const fc_divide_rule *rule);
 
 /* Reduces the gradients collected in g->reduce_plan and takes them out of it. `order_compute`: make
  * the current stream wait for the result (partial group backward). On failure the gradients are
  * gone and nothing is in flight. */
 FC_CHECK fc_status fc_reduce_start(fc_group *g, bool order_compute);
+/* Whether g has partial gradients to all-reduce even without new ones: reduce-scattered in
+ * backwards that did not all-reduce. */
+bool fc_reduce_pending(const fc_group *g);
 /* Finishes the oldest reductions until at most `keep` are in flight, and releases their inputs. */
 FC_CHECK fc_status fc_reduce_recycle(fc_comm *c, size_t keep);
 /* Without streams: finishes the oldest reductions whose collectives are done by now, so that their

@@ -38,6 +38,19 @@ done:
     return status;
 }
 
+/* Takes out the groups that wait for no backward any more. Those of other roots that share the
+ * context keep their places. */
+static void prune_order(fc_order *order) {
+    size_t end = 0;
+    for (size_t i = 0; i < order->count; i++) {
+        if (order->items[i] != NULL && order->items[i]->positions.count == 0) {
+            order->items[i] = NULL;
+        }
+        end = order->items[i] != NULL ? i + 1 : end;
+    }
+    order->count = end;
+}
+
 fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
     fc_status status = FC_OK;
     it->forward_root = NULL;
@@ -49,7 +62,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
         }
     }
     if (it->is_last_backward) {
-        fc_order_clear(&c->order);
+        prune_order(&c->order);
     }
     if (it->is_last_backward || !c->has_streams) {
         FC_TRY(fc_reduce_recycle(c, 0));
@@ -90,6 +103,7 @@ fc_status fc_state_begin_iteration(fc_state *s) {
         FC_TRY(fc_comm_order_streams(s->comm, s->comm->gather_stream, compute));
     }
     s->iteration->forward_root = s;
+    s->iteration->order_mark = s->comm->order.count;
 done:
     return status;
 }
@@ -127,10 +141,24 @@ done:
     return status;
 }
 
+/* A forward without grad has no backward that would follow its order. */
+static void forget_order_since(fc_order *order, size_t mark) {
+    while (order->count > mark) {
+        fc_group *g = order->items[--order->count];
+        if (g != NULL && g->positions.count > 0 &&
+            g->positions.items[g->positions.count - 1] == order->count) {
+            g->positions.count--;
+        }
+    }
+}
+
 fc_status fc_state_end_forward(fc_state *s) {
     fc_status status = FC_OK;
     s->training_state = FC_IDLE;
     if (s->iteration->forward_root == s) {
+        if (!fct_grad_enabled()) {
+            forget_order_since(&s->comm->order, s->iteration->order_mark);
+        }
         FC_TRY(fc_comm_release_kept(s->comm));
         s->iteration->forward_root = NULL;
     }

@@ -13,6 +13,7 @@ typedef struct fc_iteration {
     struct fc_state **states; /* in named_modules() pre-order */
     size_t count;
     struct fc_state *forward_root; /* whose forward this is; NULL between forwards */
+    size_t order_mark;             /* length of the post-forward order when that forward began */
     bool callback_queued;          /* end-of-backward callback, once for each backward */
     bool is_last_backward;
 } fc_iteration;

@@ -59,6 +59,10 @@ static fc_status no_kernels(fc_error *err) {
         "without copy kernels");
 }
 
+static fct_tensor *source_of(const fc_gather_plan *plan, const fc_param *p) {
+    return plan->forward ? p->forward_data : p->sharded_data;
+}
+
 /* Casts the shards that no kernel can cast, with torch; *casts gets [count] entries, NULL where
  * none was needed. */
 static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params,
@@ -71,7 +75,7 @@ static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *pa
     for (size_t i = 0; i < plan->count; i++) {
         if (fck_can_cast(plan->segments[i].src_dtype, plan->segments[i].dst_dtype) == 0) {
             FC_TRY_RAISED(
-                fct_tensor_cast(params[i]->sharded_data, plan->segments[i].dst_dtype, &made[i]));
+                fct_tensor_cast(source_of(plan, params[i]), plan->segments[i].dst_dtype, &made[i]));
         }
     }
     *casts = made;
@@ -122,16 +126,16 @@ fc_status fc_transfer_pack(fc_gather_plan *plan, fc_param *const *params, fct_te
     FC_TRY(buffer_facts(buffer, start + plan->row_bytes, &target, err));
     const fck_backend *kernels = backend_of(target.device);
     for (size_t i = 0; i < plan->count; i++) {
-        FC_TRY(fc_param_shard_facts(params[i], &source, err));
+        FC_TRY(fc_param_shard_facts(params[i], plan->forward, &source, err));
         plan->segments[i].src = source.data;
-        plan->segments[i].dst = (char *)target.data + start + plan->columns[i].offset;
+        plan->segments[i].dst = (char *)target.data + start + plan->offsets[i];
         if (kernels == NULL) {
             if (plan->dtype != plan->segments[i].dst_dtype) {
                 return no_kernels(err);
             }
-            FC_TRY(torch_copy(
-                buffer, (target.offset_bytes + start + plan->columns[i].offset) / target.itemsize,
-                params[i]->sharded_data, source.numel));
+            FC_TRY(torch_copy(buffer,
+                              (target.offset_bytes + start + plan->offsets[i]) / target.itemsize,
+                              source_of(plan, params[i]), source.numel));
         }
     }
     if (kernels != NULL) {
@@ -148,12 +152,14 @@ fc_status fc_transfer_fill(fc_gather_plan *plan, fc_param *const *params, fct_de
     fct_facts source;
     const fck_backend *kernels = backend_of(device);
     for (size_t i = 0; i < plan->count; i++) {
-        FC_TRY(fc_param_shard_facts(params[i], &source, err));
-        FC_TRY(buffer_facts(params[i]->flat, plan->columns[i].bytes, &target, err));
+        const fck_segment *segment = &plan->segments[i];
+        FC_TRY(fc_param_shard_facts(params[i], plan->forward, &source, err));
+        FC_TRY(buffer_facts(params[i]->flat, segment->count * fc_dtype_size(segment->dst_dtype),
+                            &target, err));
         plan->segments[i].src = source.data;
         plan->segments[i].dst = target.data;
         if (kernels == NULL) {
-            FC_TRY(torch_copy(params[i]->flat, 0, params[i]->sharded_data, source.numel));
+            FC_TRY(torch_copy(params[i]->flat, 0, source_of(plan, params[i]), source.numel));
         }
     }
     if (kernels != NULL) {
@@ -163,22 +169,23 @@ done:
     return status;
 }
 
-/* One parameter's columns, row by row, with torch copies. */
-static fc_status unpack_with_torch(const fc_gather_plan *plan, size_t i, const fc_param *p,
-                                   const fct_tensor *buffer, const fct_facts *source, int64_t world,
-                                   fc_error *err) {
+/* One column, row by row, with torch copies; `start` is the column's place in flat, in elements. */
+static fc_status unpack_with_torch(const fc_gather_plan *plan, const fck_column *column,
+                                   const fc_param *p, int64_t start, const fct_tensor *buffer,
+                                   const fct_facts *source, fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
-    const int64_t size[1] = {p->layout.padded_numel};
-    const int64_t stride[1] = {1};
     if (plan->dtype != fc_param_compute_dtype(p)) {
         return no_kernels(err);
     }
-    for (int64_t r = 0; r < world; r++) {
-        int64_t offset = (source->offset_bytes + r * plan->row_bytes + plan->columns[i].offset) /
-                         source->itemsize;
+    int64_t count = column->bytes / source->itemsize;
+    const int64_t size[1] = {count};
+    const int64_t stride[1] = {1};
+    for (int64_t r = 0; r < plan->world; r++) {
+        int64_t offset =
+            (source->offset_bytes + r * plan->row_bytes + column->offset) / source->itemsize;
         FC_TRY_RAISED(fct_tensor_alias(buffer, 1, size, stride, offset, &part));
-        FC_TRY(torch_copy(p->flat, r * p->layout.padded_numel, part, p->layout.padded_numel));
+        FC_TRY(torch_copy(p->flat, start + r * count, part, count));
         fct_tensor_release(part);
         part = NULL;
     }
@@ -188,22 +195,30 @@ done:
 }
 
 fc_status fc_transfer_unpack(fc_gather_plan *plan, fc_param *const *params,
-                             const fct_tensor *buffer, int64_t world, fc_error *err) {
+                             const fct_tensor *buffer, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts source;
     fct_facts target;
-    FC_TRY(buffer_facts(buffer, world * plan->row_bytes, &source, err));
+    size_t next = 0;
+    FC_TRY(buffer_facts(buffer, plan->world * plan->row_bytes, &source, err));
     const fck_backend *kernels = backend_of(source.device);
     for (size_t i = 0; i < plan->count; i++) {
-        FC_TRY(buffer_facts(params[i]->flat, world * plan->columns[i].bytes, &target, err));
-        plan->columns[i].dst = target.data;
-        if (kernels == NULL) {
-            FC_TRY(unpack_with_torch(plan, i, params[i], buffer, &source, world, err));
+        const fck_segment *segment = &plan->segments[i];
+        int64_t itemsize = fc_dtype_size(segment->dst_dtype);
+        FC_TRY(
+            buffer_facts(params[i]->flat, plan->world * segment->count * itemsize, &target, err));
+        for (int64_t start = 0; next < plan->column_ends[i]; next++) {
+            plan->columns[next].dst = (char *)target.data + start;
+            if (kernels == NULL) {
+                FC_TRY(unpack_with_torch(plan, &plan->columns[next], params[i], start / itemsize,
+                                         buffer, &source, err));
+            }
+            start += plan->world * plan->columns[next].bytes;
         }
     }
     if (kernels != NULL) {
-        FC_TRY(launched(kernels->unpack(source.data, plan->row_bytes, world, plan->columns,
-                                        plan->count, stream_of(source.device)),
+        FC_TRY(launched(kernels->unpack(source.data, plan->row_bytes, plan->world, plan->columns,
+                                        plan->column_count, stream_of(source.device)),
                         err));
     }
 done:
@@ -211,54 +226,78 @@ done:
 }
 
 /* The padding must be zeros as the kernels make it, so the whole buffer is cleared first. */
-static fc_status pack_gradients_with_torch(fc_reduce_plan *plan, int64_t world, fct_tensor *buffer,
-                                           const fct_facts *target) {
+static fc_status clear_with_torch(fct_tensor *buffer) {
+    fc_status status = FC_OK;
+    fct_tensor *zeros = NULL;
+    FC_TRY_RAISED(fct_tensor_zeros_like(buffer, &zeros));
+    FC_TRY_RAISED(fct_tensor_copy(buffer, zeros));
+done:
+    fct_tensor_release(zeros);
+    return status;
+}
+
+/* One outer block of a gradient, dealt to the ranks' rows with torch copies. `start`: of the block
+ * in the gradient's storage, in elements. */
+static fc_status deal_with_torch(const fc_reduce_plan *plan, const fck_gradient *g,
+                                 const fct_tensor *grad, int64_t start, int64_t world,
+                                 fct_tensor *buffer, const fct_facts *target) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
-    FC_TRY_RAISED(fct_tensor_zeros_like(buffer, &part));
-    FC_TRY_RAISED(fct_tensor_copy(buffer, part));
-    fct_tensor_release(part);
-    part = NULL;
-    for (size_t i = 0; i < plan->count; i++) {
-        const fck_gradient *g = &plan->gradients[i];
-        fct_facts facts;
-        fct_tensor_facts(plan->grads[i], &facts);
-        for (int64_t r = 0; r < world && r * g->chunk < g->numel; r++) {
-            int64_t left = g->numel - r * g->chunk;
-            const int64_t size[1] = {left < g->chunk ? left : g->chunk};
-            const int64_t stride[1] = {1};
-            FC_TRY_RAISED(fct_tensor_alias(plan->grads[i], 1, size, stride,
-                                           facts.offset_bytes / facts.itemsize + r * g->chunk,
-                                           &part));
-            FC_TRY(torch_copy(
-                buffer, target->offset_bytes / target->itemsize + r * plan->row_numel + g->offset,
-                part, size[0]));
-            fct_tensor_release(part);
-            part = NULL;
-        }
+    for (int64_t r = 0; r < world && r * g->chunk < g->numel; r++) {
+        int64_t left = g->numel - r * g->chunk;
+        const int64_t size[1] = {left < g->chunk ? left : g->chunk};
+        const int64_t stride[1] = {1};
+        FC_TRY_RAISED(fct_tensor_alias(grad, 1, size, stride, start + r * g->chunk, &part));
+        FC_TRY(torch_copy(buffer,
+                          target->offset_bytes / target->itemsize + r * plan->row_numel + g->offset,
+                          part, size[0]));
+        fct_tensor_release(part);
+        part = NULL;
     }
 done:
     fct_tensor_release(part);
     return status;
 }
 
+static fc_status pack_gradients_with_torch(fc_reduce_plan *plan, int64_t world, fct_tensor *buffer,
+                                           const fct_facts *target) {
+    fc_status status = FC_OK;
+    const fck_gradient *g = plan->gradients;
+    FC_TRY(clear_with_torch(buffer));
+    for (size_t i = 0; i < plan->count; i++) {
+        fct_facts facts;
+        fct_tensor_facts(plan->grads[i], &facts);
+        int64_t start = facts.offset_bytes / facts.itemsize;
+        for (int64_t o = 0; o < plan->params[i]->layout.outer; o++, g++) {
+            FC_TRY(deal_with_torch(plan, g, plan->grads[i], start, world, buffer, target));
+            start += g->numel;
+        }
+    }
+done:
+    return status;
+}
+
 /* Replaces the gradients by casts where no kernel knows the pair of types. */
 static fc_status cast_gradients(fc_reduce_plan *plan, fc_error *err) {
     fc_status status = FC_OK;
+    fck_gradient *g = plan->gradients;
     for (size_t i = 0; i < plan->count; i++) {
-        fck_gradient *g = &plan->gradients[i];
+        const fc_layout *layout = &plan->params[i]->layout;
         fct_tensor *cast = NULL;
         fct_facts facts;
-        if (fck_can_cast(g->src_dtype, plan->dtype) != 0) {
+        if (layout->outer == 0 || fck_can_cast(g->src_dtype, plan->dtype) != 0) {
+            g += layout->outer;
             continue;
         }
         FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &cast));
         fct_tensor_release(plan->grads[i]);
         plan->grads[i] = cast;
-        FC_TRY(buffer_facts(cast, g->numel * fc_dtype_size(plan->dtype), &facts, err));
-        g->src = facts.data;
-        g->src_dtype = plan->dtype;
-        g->itemsize = (int32_t)facts.itemsize;
+        FC_TRY(buffer_facts(cast, layout->numel * fc_dtype_size(plan->dtype), &facts, err));
+        for (int64_t o = 0; o < layout->outer; o++, g++) {
+            g->src = (const char *)facts.data + o * g->numel * facts.itemsize;
+            g->src_dtype = plan->dtype;
+            g->itemsize = (int32_t)facts.itemsize;
+        }
     }
 done:
     return status;
@@ -276,9 +315,10 @@ fc_status fc_transfer_pack_gradients(fc_reduce_plan *plan, int64_t world, fct_te
         return FC_OK;
     }
     FC_TRY(cast_gradients(plan, err));
-    FC_TRY(launched(kernels->pack_gradients(plan->gradients, plan->count, world, target.data,
-                                            plan->row_numel, plan->dtype, stream_of(target.device)),
-                    err));
+    FC_TRY(
+        launched(kernels->pack_gradients(plan->gradients, plan->gradient_count, world, target.data,
+                                         plan->row_numel, plan->dtype, stream_of(target.device)),
+                 err));
 done:
     return status;
 }

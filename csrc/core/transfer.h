@@ -13,9 +13,9 @@ FC_CHECK fc_status fc_transfer_pack(fc_gather_plan *plan, fc_param *const *param
 /* Casts every shard straight into its flat tensor: the unshard of a group of one rank. */
 FC_CHECK fc_status fc_transfer_fill(fc_gather_plan *plan, fc_param *const *params,
                                     fct_device device, fc_error *err);
-/* Copies `world` gathered rows out into the flat tensors of the parameters. */
+/* Copies the gathered rows (plan->world of them) out into the flat tensors of the parameters. */
 FC_CHECK fc_status fc_transfer_unpack(fc_gather_plan *plan, fc_param *const *params,
-                                      const fct_tensor *buffer, int64_t world, fc_error *err);
+                                      const fct_tensor *buffer, fc_error *err);
 /* Casts and packs the plan's gradients into buffer: `world` rows of plan->row_numel elements. */
 FC_CHECK fc_status fc_transfer_pack_gradients(fc_reduce_plan *plan, int64_t world,
                                               fct_tensor *buffer, fc_error *err);

@@ -58,6 +58,25 @@ static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* _stream_id(which): of the copy-in, gather, reduce or all-reduce stream; None: not there. */
+static PyObject *comm_stream_id(PyObject *obj, PyObject *arg) {
+    const fc_comm *c = &((fcpy_comm *)obj)->core;
+    long which = PyLong_AsLong(arg);
+    if (which == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (!c->streams_ready) {
+        Py_RETURN_NONE;
+    }
+    const fct_stream streams[] = {c->copy_in_stream, c->gather_stream, c->reduce_stream,
+                                  c->all_reduce_stream};
+    if (which < 0 || which >= (long)(sizeof streams / sizeof streams[0])) {
+        PyErr_SetString(PyExc_IndexError, "there are four streams");
+        return NULL;
+    }
+    return PyLong_FromLongLong(streams[which].id);
+}
+
 static PyObject *comm_order(PyObject *obj, void *closure) {
     (void)closure;
     const fc_order *order = &((fcpy_comm *)obj)->core.order;
@@ -107,6 +126,7 @@ static PyGetSetDef comm_getset[] = {
 
 static PyMethodDef comm_methods[] = {
     {"lazy_init", comm_lazy_init, METH_VARARGS, "Takes the streams from torch's pool; idempotent."},
+    {"_stream_id", comm_stream_id, METH_O, "torch's number of one of the four streams, or None."},
     {NULL, NULL, 0, NULL},
 };
 

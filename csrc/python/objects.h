@@ -21,6 +21,16 @@
     X(grad)                                                                                        \
     X(requires_grad)                                                                               \
     X(_make_unsharded)                                                                             \
+    X(_make_forward)                                                                               \
+    X(_get_grad_inner_tensor)                                                                      \
+    X(_free_hosted)                                                                                \
+    X(_run_reduce_hook)                                                                            \
+    X(_host_gather)                                                                                \
+    X(_host_copy_out)                                                                              \
+    X(_host_drop_gather)                                                                           \
+    X(_host_drop_reduce)                                                                           \
+    X(_host_reduce)                                                                                \
+    X(_host_finalize)                                                                              \
     X(_lazy_init)                                                                                  \
     X(_modules)
 
@@ -65,11 +75,13 @@ typedef struct fcpy_param {
     PyObject_HEAD
     fc_param core;
     fcpy_module *mod;
-    PyObject *sharded_param; /* the DTensor parameter */
+    PyObject *sharded_param;   /* the DTensor parameter */
+    PyObject *forward_param;   /* the one registered while resharded to a smaller mesh, or NULL */
+    PyObject *unsharded_param; /* the one used for computation; NULL before the first unshard */
     PyObject
-        *unsharded_param; /* the parameter used for computation; NULL before the first unshard */
-    PyObject *spec;       /* DTensorSpec of shard and gradient */
-    PyObject *fqn;        /* str or NULL */
+        *outputs; /* list of the gather's outputs where the host made others than the core would */
+    PyObject *spec; /* DTensorSpec of shard and gradient */
+    PyObject *fqn;  /* str or NULL */
     fcpy_slot *slots;
     Py_ssize_t slot_count;
     PyObject *dict;
@@ -92,13 +104,15 @@ typedef struct fcpy_iteration {
     PyObject *dict;
 } fcpy_iteration;
 
+enum { FCPY_LINKS = 4 }; /* of a group: shard, scatter, replicate, forward */
+
 typedef struct fcpy_group {
     PyObject_HEAD
     fc_group core;
     fcpy_module *mod;
-    PyObject *params; /* list of Param, as many as core.count, in its order */
-    PyObject *comm;   /* CommContext */
-    PyObject *pg_name;
+    PyObject *params;                 /* list of Param, as many as core.count, in its order */
+    PyObject *comm;                   /* CommContext */
+    PyObject *link_names[FCPY_LINKS]; /* str or NULL: the core borrows their text */
     PyObject *fqn;
     PyObject *dict;
     PyObject *weakrefs;
@@ -130,7 +144,7 @@ int fcpy_raise(fc_status status, const char *message);
 extern struct PyModuleDef fcpy_module_def;
 /* The module state of a type or of one of its bases; NULL with TypeError set. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
-extern const fc_host fcpy_host; /* param.c: what the core may ask of Python */
+extern const fc_host fcpy_host; /* host.c: what the core may ask of Python */
 
 /* ---- type specs, one for each file ---- */
 extern PyType_Spec fcpy_param_spec;

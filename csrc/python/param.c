@@ -1,182 +1,9 @@
-/* The Param type: one parameter as Python sees it, and the host call-backs that the core makes for
- * a parameter.
+/* The Param type: one parameter as Python sees it (host.c has what the core asks of it).
  *
  * Owns the sharded parameter (a DTensor nn.Parameter), the unsharded nn.Parameter, the sharding
  * spec and the module slots. The cold side (sharding, DTensor specs, reloading) is the Python
  * subclass in fsdp_c/param.py. */
 #include "objects.h"
-
-/* ---- host call-backs: the core's view of Python ---- */
-
-static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
-    fcpy_param *self = (fcpy_param *)owner;
-    PyObject *tensor = NULL;
-    if (fct_py_from_tensor(flat, &tensor) != 0) {
-        return -1;
-    }
-    PyObject *made = PyObject_CallMethodObjArgs((PyObject *)self, self->mod->names._make_unsharded,
-                                                tensor, NULL);
-    Py_DECREF(tensor);
-    if (made == NULL) {
-        return -1;
-    }
-    fct_tensor *handle = fct_py_tensor(made);
-    if (handle == NULL) {
-        PyErr_SetString(PyExc_TypeError, "_make_unsharded must return a tensor");
-        Py_DECREF(made);
-        return -1;
-    }
-    Py_XSETREF(self->unsharded_param, made);
-    *unsharded = handle;
-    return 0;
-}
-
-static int host_swap(void *owner, bool unsharded) {
-    fcpy_param *self = (fcpy_param *)owner;
-    PyObject *param = unsharded ? self->unsharded_param : self->sharded_param;
-    if (param == NULL) {
-        PyErr_SetString(PyExc_SystemError, "fsdp_c: no parameter to register");
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < self->slot_count; i++) {
-        const fcpy_slot *slot = &self->slots[i];
-        int failed = slot->parameters != NULL ? PyDict_SetItem(slot->parameters, slot->name, param)
-                                              : PyObject_SetAttr(slot->module, slot->name, param);
-        if (failed) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* grad._local_tensor += local */
-static int add_to_grad(fcpy_param *self, const fct_tensor *local) {
-    int result = -1;
-    PyObject *target = NULL;
-    PyObject *grad = PyObject_GetAttr(self->sharded_param, self->mod->names.grad);
-    if (grad == NULL) {
-        return -1;
-    }
-    if (!PyObject_IsInstance(grad, self->mod->bound.dtensor_class)) {
-        PyErr_Format(PyExc_AssertionError,
-                     "Expected fsdp_param.sharded_param.grad to be DTensor, got %R",
-                     (PyObject *)Py_TYPE(grad));
-        goto done;
-    }
-    target = PyObject_GetAttr(grad, self->mod->names._local_tensor);
-    fct_tensor *handle = target != NULL ? fct_py_tensor(target) : NULL;
-    if (handle == NULL) {
-        if (target != NULL) {
-            PyErr_SetString(PyExc_TypeError, "the gradient's local tensor is no tensor");
-        }
-        goto done;
-    }
-    result = fct_tensor_add(handle, local);
-done:
-    Py_XDECREF(target);
-    Py_DECREF(grad);
-    return result;
-}
-
-static int set_new_grad(fcpy_param *self, fct_tensor *local) {
-    PyObject *tensor = NULL;
-    if (fct_py_from_tensor(local, &tensor) != 0) {
-        return -1;
-    }
-    PyObject *const args[] = {self->mod->bound.dtensor_class, tensor, self->spec, Py_False};
-    PyObject *grad =
-        PyObject_Vectorcall(self->mod->bound.dtensor_new, args, 3, self->mod->no_grad_kwnames);
-    Py_DECREF(tensor);
-    if (grad == NULL) {
-        return -1;
-    }
-    int result = fct_py_set_grad(self->sharded_param, grad);
-    Py_DECREF(grad);
-    return result;
-}
-
-/* The dict of post-accumulate-grad hooks, NULL (no error) where there are none. New reference. */
-static PyObject *hooks_of(const fcpy_param *self) {
-    PyObject *hooks =
-        PyObject_GetAttr(self->sharded_param, self->mod->names._post_accumulate_grad_hooks);
-    if (hooks == NULL) {
-        PyErr_Clear();
-        return NULL;
-    }
-    if (hooks == Py_None || PyObject_Size(hooks) <= 0) {
-        PyErr_Clear();
-        Py_DECREF(hooks);
-        return NULL;
-    }
-    return hooks;
-}
-
-static int run_hooks(fcpy_param *self) {
-    PyObject *hooks = hooks_of(self);
-    if (hooks == NULL) {
-        return 0;
-    }
-    int result = -1;
-    PyObject *values = PyMapping_Values(hooks);
-    Py_DECREF(hooks);
-    if (values == NULL) {
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); i++) {
-        PyObject *returned = PyObject_CallOneArg(PyList_GET_ITEM(values, i), self->sharded_param);
-        if (returned == NULL) {
-            goto done;
-        }
-        Py_DECREF(returned);
-    }
-    result = 0;
-done:
-    Py_DECREF(values);
-    return result;
-}
-
-/* The tensor behind the parameter object now: swap_tensors may change it, and wants no other
- * reference. */
-static fct_tensor *sharded_handle(const fcpy_param *self) {
-    return self->sharded_param != NULL ? fct_py_tensor(self->sharded_param) : NULL;
-}
-
-static bool host_requires_grad(void *owner) {
-    const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
-    return sharded != NULL && fct_tensor_requires_grad(sharded);
-}
-
-static uint32_t host_shard_version(void *owner) {
-    const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
-    return sharded != NULL ? fct_tensor_version(sharded) : 0;
-}
-
-static int host_take_grad(void *owner, fct_tensor *local) {
-    fcpy_param *self = (fcpy_param *)owner;
-    const fct_tensor *sharded = sharded_handle(self);
-    if (sharded == NULL) {
-        PyErr_SetString(PyExc_SystemError, "fsdp_c: no sharded parameter for the gradient");
-        return -1;
-    }
-    int failed = fct_grad_has(sharded) ? add_to_grad(self, local) : set_new_grad(self, local);
-    return failed ? -1 : run_hooks(self);
-}
-
-static bool host_wants_grad_now(void *owner) {
-    PyObject *hooks = hooks_of((const fcpy_param *)owner);
-    bool any = hooks != NULL;
-    Py_XDECREF(hooks);
-    return any;
-}
-
-const fc_host fcpy_host = {
-    .make_unsharded = host_make_unsharded,
-    .swap = host_swap,
-    .requires_grad = host_requires_grad,
-    .shard_version = host_shard_version,
-    .take_grad = host_take_grad,
-    .wants_grad_now = host_wants_grad_now,
-};
 
 /* ---- life ---- */
 
@@ -191,7 +18,7 @@ static void clear_slots(fcpy_param *self) {
     self->slot_count = 0;
 }
 
-/* Param(sizes, world, rank) */
+/* Param(sizes, dim, world, rank, forward=None) */
 static PyObject *param_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     fcpy_module *mod = fcpy_module_of(type);
     if (mod == NULL) {
@@ -206,9 +33,8 @@ static PyObject *param_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static int param_init_layout(fcpy_param *self, PyObject *sizes, long long world, long long rank) {
-    int64_t shape[64];
-    fc_error error = {{0}};
+/* A tuple of integers into shape; its length, or -1. */
+static int parse_sizes(PyObject *sizes, int64_t shape[64]) {
     PyObject *items = PySequence_Fast(sizes, "sizes must be a sequence of integers");
     if (items == NULL) {
         return -1;
@@ -225,27 +51,48 @@ static int param_init_layout(fcpy_param *self, PyObject *sizes, long long world,
         PyErr_SetString(PyExc_ValueError, "a tensor has at most 64 dimensions");
         return -1;
     }
-    fc_param_fini(&self->core);
-    fc_status status = fc_param_init(&self->core, self, (int32_t)ndim, shape, world, rank, &error);
-    return status == FC_OK ? 0 : fcpy_raise(status, error.message);
+    return (int)ndim;
 }
 
 static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"sizes", "world", "rank", NULL};
+    static char *keywords[] = {"sizes", "dim", "world", "rank", "forward", NULL};
+    fcpy_param *self = (fcpy_param *)obj;
     PyObject *sizes = NULL;
+    PyObject *forward = Py_None;
+    int64_t shape[64];
+    fc_error error = {{0}};
+    int dim = 0;
     long long world = 0;
     long long rank = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLL", keywords, &sizes, &world, &rank)) {
+    long long forward_world = 0;
+    long long forward_rank = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OiLL|O", keywords, &sizes, &dim, &world, &rank,
+                                     &forward)) {
         return -1;
     }
-    return param_init_layout((fcpy_param *)obj, sizes, world, rank);
+    if (forward != Py_None && !PyArg_ParseTuple(forward, "LL", &forward_world, &forward_rank)) {
+        return -1;
+    }
+    int ndim = parse_sizes(sizes, shape);
+    if (ndim < 0) {
+        return -1;
+    }
+    fc_param_fini(&self->core);
+    fc_status status =
+        fc_param_init(&self->core, self, (int32_t)ndim, shape, (int32_t)dim, world, rank, &error);
+    if (status == FC_OK && forward != Py_None) {
+        status = fc_param_init_forward(&self->core, shape, forward_world, forward_rank, &error);
+    }
+    return status == FC_OK ? 0 : fcpy_raise(status, error.message);
 }
 
 static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
     fcpy_param *self = (fcpy_param *)obj;
     Py_VISIT(Py_TYPE(obj));
     Py_VISIT(self->sharded_param);
+    Py_VISIT(self->forward_param);
     Py_VISIT(self->unsharded_param);
+    Py_VISIT(self->outputs);
     Py_VISIT(self->spec);
     Py_VISIT(self->dict);
     for (Py_ssize_t i = 0; i < self->slot_count; i++) {
@@ -258,6 +105,7 @@ static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
 static int param_clear(PyObject *obj) {
     fcpy_param *self = (fcpy_param *)obj;
     Py_CLEAR(self->spec);
+    Py_CLEAR(self->outputs);
     Py_CLEAR(self->dict);
     clear_slots(self);
     return 0;
@@ -273,6 +121,7 @@ static void param_dealloc(PyObject *obj) {
     (void)param_clear(obj);
     fc_param_fini(&self->core);
     Py_CLEAR(self->sharded_param);
+    Py_CLEAR(self->forward_param);
     Py_CLEAR(self->unsharded_param);
     Py_CLEAR(self->fqn);
     type->tp_free(obj);
@@ -346,9 +195,32 @@ static PyObject *get_unsharded_param(PyObject *obj, void *closure) {
     return fcpy_or_none(self->unsharded_param);
 }
 
+/* What the host's gather made (extensions) replaces the core's; it has its own storages. */
+static int set_unsharded_param(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_param *self = (fcpy_param *)obj;
+    fct_tensor *handle = NULL;
+    if (value == NULL) {
+        fc_param_set_unsharded(&self->core, NULL);
+        Py_CLEAR(self->unsharded_param);
+        return 0;
+    }
+    if (tensor_or_fail(value, &handle, "_unsharded_param") != 0) {
+        return -1;
+    }
+    fc_param_set_unsharded(&self->core, handle);
+    Py_INCREF(value);
+    Py_XSETREF(self->unsharded_param, value);
+    return 0;
+}
+
 static PyObject *get_all_gather_outputs(PyObject *obj, void *closure) {
     (void)closure;
     fcpy_param *self = (fcpy_param *)obj;
+    if (self->outputs != NULL) {
+        Py_INCREF(self->outputs);
+        return self->outputs;
+    }
     PyObject *list = PyList_New(0);
     if (list == NULL || self->core.flat == NULL) {
         return list;
@@ -359,6 +231,75 @@ static PyObject *get_all_gather_outputs(PyObject *obj, void *closure) {
     }
     Py_XDECREF(flat);
     return list;
+}
+
+/* Whether `tensor` is what the core would have made itself. */
+static bool is_flat(const fcpy_param *self, const fct_tensor *tensor) {
+    fct_facts facts;
+    fct_tensor_facts(tensor, &facts);
+    return facts.strided && facts.contiguous && facts.offset_bytes == 0 &&
+           facts.numel == self->core.flat_numel &&
+           facts.dtype == fc_param_compute_dtype(&self->core);
+}
+
+/* The outputs of a gather that the host makes: one that fits becomes the core's flat tensor. */
+static int set_all_gather_outputs(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_param *self = (fcpy_param *)obj;
+    if (value == NULL || !PyList_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "all_gather_outputs must be a list of tensors");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); i++) {
+        fct_tensor *handle = NULL;
+        if (tensor_or_fail(PyList_GET_ITEM(value, i), &handle, "an item of all_gather_outputs")) {
+            return -1;
+        }
+    }
+    fc_param_set_flat(&self->core, NULL);
+    Py_CLEAR(self->outputs);
+    self->core.hosted = false;
+    fct_tensor *only =
+        PyList_GET_SIZE(value) == 1 ? fct_py_tensor(PyList_GET_ITEM(value, 0)) : NULL;
+    if (only != NULL && is_flat(self, only)) {
+        fc_param_set_flat(&self->core, only);
+    } else if (PyList_GET_SIZE(value) > 0) {
+        Py_INCREF(value);
+        self->outputs = value;
+        self->core.hosted = true;
+    }
+    return 0;
+}
+
+static PyObject *get_forward_param(PyObject *obj, void *closure) {
+    (void)closure;
+    const fcpy_param *self = (fcpy_param *)obj;
+    return fcpy_or_none(self->core.forward_data != NULL ? self->forward_param : NULL);
+}
+
+static PyObject *get_forward_data(PyObject *obj, void *closure) {
+    (void)closure;
+    return tensor_or_none(((fcpy_param *)obj)->core.forward_data);
+}
+
+static PyObject *get_hosted(PyObject *obj, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(((fcpy_param *)obj)->core.hosted);
+}
+
+static int set_hosted(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    return fcpy_set_bool(value, &((fcpy_param *)obj)->core.hosted);
+}
+
+static PyObject *get_wrapped(PyObject *obj, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(((fcpy_param *)obj)->core.wrapped);
+}
+
+static int set_wrapped(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    return fcpy_set_bool(value, &((fcpy_param *)obj)->core.wrapped);
 }
 
 static PyObject *get_accumulated(PyObject *obj, void *closure) {
@@ -437,11 +378,20 @@ static PyGetSetDef param_getset[] = {
     {"_sharded_param_data", get_sharded_data, set_sharded_data,
      "1-D tensor of padded_numel elements: this rank's shard with its padding; what is sent.",
      NULL},
-    {"_unsharded_param", get_unsharded_param, NULL,
+    {"_unsharded_param", get_unsharded_param, set_unsharded_param,
      "The parameter used for computation, after the 1st unshard.", NULL},
     {"unsharded_param", get_unsharded_param, NULL, "The same as _unsharded_param.", NULL},
-    {"all_gather_outputs", get_all_gather_outputs, NULL,
-     "List of the 1-D tensor behind the unsharded parameter, [] before the first unshard.", NULL},
+    {"all_gather_outputs", get_all_gather_outputs, set_all_gather_outputs,
+     "List of the 1-D tensors behind the unsharded parameter, [] before the first unshard.", NULL},
+    {"_sharded_post_forward_param", get_forward_param, NULL,
+     "The parameter registered while resharded to a smaller mesh, or None.", NULL},
+    {"_sharded_post_forward_param_data", get_forward_data, NULL, "1-D tensor behind it, or None.",
+     NULL},
+    {"_hosted", get_hosted, set_hosted,
+     "Whether _free_hosted() is to be called when the parameter is resharded.", NULL},
+    {"is_dtensor", get_wrapped, set_wrapped,
+     "Whether the parameter was a DTensor: its gradients go through _get_grad_inner_tensor().",
+     NULL},
     {"unsharded_accumulated_grad", get_accumulated, set_accumulated,
      "Partial gradient in the reduce dtype, of backwards that did not reduce; or None.", NULL},
     {"orig_dtype", get_dtype, set_dtype, "dtype of the sharded parameter.",
@@ -454,11 +404,10 @@ static PyGetSetDef param_getset[] = {
     {"_param_fqn", get_fqn, set_fqn, "Name from the root module, after lazy init.", NULL},
     {"padded_numel", get_count, NULL, "Elements every rank stores and sends.",
      PARAM_OFFSET(layout.padded_numel)},
-    {"chunk_rows", get_count, NULL, "Rows (dim 0) every rank reserves.",
+    {"chunk_rows", get_count, NULL, "Rows (of the dim that is cut) every rank reserves.",
      PARAM_OFFSET(layout.chunk_rows)},
-    {"local_rows", get_count, NULL, "Rows (dim 0) of this rank's shard.",
-     PARAM_OFFSET(layout.local_rows)},
-    {"rows", get_count, NULL, "Rows (dim 0) of the whole parameter.", PARAM_OFFSET(layout.rows)},
+    {"local_rows", get_count, NULL, "Rows of this rank's shard.", PARAM_OFFSET(layout.local_rows)},
+    {"rows", get_count, NULL, "Rows of the whole parameter.", PARAM_OFFSET(layout.rows)},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -519,7 +468,7 @@ static PyObject *set_slots(PyObject *obj, PyObject *args) {
 
 static PyObject *register_sharded(PyObject *obj, PyObject *unused) {
     (void)unused;
-    if (host_swap(obj, false) != 0) {
+    if (fcpy_host.swap(obj, FC_SHARDED) != 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -531,6 +480,7 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
     fc_param_drop_grad(&self->core);
     fc_param_forget_unsharded(&self->core);
     Py_CLEAR(self->unsharded_param);
+    Py_CLEAR(self->outputs);
     Py_RETURN_NONE;
 }
 
@@ -560,7 +510,10 @@ static PyType_Slot param_slots[] = {
     {Py_tp_getset, param_getset},
     {Py_tp_methods, param_methods},
     {Py_tp_members, param_members},
-    {Py_tp_doc, "Param(sizes, world, rank): one parameter of `sizes`, sharded on dim 0."},
+    {Py_tp_doc,
+     "Param(sizes, dim, world, rank, forward=None): one parameter of `sizes`, cut on `dim` "
+     "over `world` ranks, and between forward and backward on dim 0 over "
+     "`forward` = (world, rank)."},
     {0, NULL},
 };
 

@@ -4,6 +4,7 @@
 #include "objects.h"
 
 #include <math.h>
+#include <string.h>
 
 static fcpy_group *as_group(PyObject *obj) {
     return (fcpy_group *)obj;
@@ -51,6 +52,26 @@ static fc_param **core_params(PyObject *list) {
     return params;
 }
 
+static fc_link *link_at(fc_group *g, int index) {
+    fc_link *const links[FCPY_LINKS] = {&g->shard, &g->scatter, &g->replicate, &g->forward};
+    return links[index];
+}
+
+/* Points a link to the process group of that name; None: to none. */
+static int set_link(fcpy_group *self, int index, PyObject *name, long long world, long long rank) {
+    const char *text = NULL;
+    if (name != Py_None) {
+        text = PyUnicode_AsUTF8(name);
+        if (text == NULL) {
+            return -1;
+        }
+    }
+    fc_link_set(link_at(&self->core, index), text, world, rank);
+    Py_INCREF(name);
+    Py_XSETREF(self->link_names[index], name);
+    return 0;
+}
+
 static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"params", "comm_ctx", "device",       "pg_name",
                                "world",  "rank",     "module_count", NULL};
@@ -74,24 +95,20 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
         fct_py_device(device, &parsed) != 0) {
         return -1;
     }
-    const char *text = PyUnicode_AsUTF8(pg_name);
     PyObject *copy = PyList_GetSlice(list, 0, PyList_GET_SIZE(list));
     fc_param **params = copy != NULL ? core_params(copy) : NULL;
-    if (text == NULL || params == NULL) {
+    if (params == NULL) {
         Py_XDECREF(copy);
         free((void *)params);
         return -1;
     }
     fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, params,
                   (size_t)PyList_GET_SIZE(copy), parsed, world, rank);
-    self->core.pg_name = text;
     self->core.module_count = (size_t)module_count;
     self->params = copy;
     Py_INCREF(comm);
     self->comm = comm;
-    Py_INCREF(pg_name);
-    self->pg_name = pg_name;
-    return 0;
+    return set_link(self, 0, pg_name, world, rank);
 }
 
 static int group_traverse(PyObject *obj, visitproc visit, void *arg) {
@@ -120,7 +137,9 @@ static void group_dealloc(PyObject *obj) {
     fc_group_fini(&self->core);
     Py_CLEAR(self->params);
     Py_CLEAR(self->comm);
-    Py_CLEAR(self->pg_name);
+    for (int i = 0; i < FCPY_LINKS; i++) {
+        Py_CLEAR(self->link_names[i]);
+    }
     Py_CLEAR(self->fqn);
     type->tp_free(obj);
     Py_DECREF(type);
@@ -190,7 +209,52 @@ static PyObject *group_invalidate(PyObject *obj, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+/* _set_link(kind, name, world, rank) */
+static PyObject *group_set_link(PyObject *obj, PyObject *args) {
+    static const char *const kinds[FCPY_LINKS] = {"shard", "scatter", "replicate", "forward"};
+    const char *kind = NULL;
+    PyObject *name = NULL;
+    long long world = 0;
+    long long rank = 0;
+    if (!PyArg_ParseTuple(args, "sOLL", &kind, &name, &world, &rank)) {
+        return NULL;
+    }
+    for (int i = 0; i < FCPY_LINKS; i++) {
+        if (strcmp(kind, kinds[i]) == 0) {
+            if (set_link(as_group(obj), i, name, world, rank) != 0) {
+                return NULL;
+            }
+            Py_RETURN_NONE;
+        }
+    }
+    return PyErr_Format(PyExc_ValueError, "no such link: '%s'", kind);
+}
+
+/* _set_unit(unit, index, siblings) */
+static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
+    fc_group *g = &as_group(obj)->core;
+    PyObject *unit = NULL;
+    Py_ssize_t index = 0;
+    Py_ssize_t siblings = 1;
+    if (!PyArg_ParseTuple(args, "Onn", &unit, &index, &siblings)) {
+        return NULL;
+    }
+    if (index < 0 || index >= siblings) {
+        PyErr_SetString(PyExc_ValueError, "the index must be below the number of groups");
+        return NULL;
+    }
+    g->unit = unit; /* only compared */
+    g->index = (size_t)index;
+    g->siblings = (size_t)siblings;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef group_methods[] = {
+    {"_set_link", group_set_link, METH_VARARGS,
+     "_set_link(kind, name, world, rank): the process group for 'shard', 'scatter', 'replicate' or "
+     "'forward' collectives; name None: none."},
+    {"_set_unit", group_set_unit, METH_VARARGS,
+     "_set_unit(unit, index, siblings): which of the groups of one fully_shard call this is."},
     {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,
      "unshard(async_op=False): starts the all-gather unless one is in flight or the group is "
      "unsharded already."},
@@ -354,6 +418,21 @@ static PyObject *get_positions(PyObject *obj, void *closure) {
     return list;
 }
 
+static PyObject *get_size(PyObject *obj, void *closure) {
+    return PyLong_FromSize_t(*(size_t *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static PyObject *get_partial(PyObject *obj, void *closure) {
+    (void)closure;
+    const fc_group *g = &as_group(obj)->core;
+    for (size_t i = 0; i < g->count; i++) {
+        if (g->params[i]->partial != NULL) {
+            Py_RETURN_TRUE;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
 #define GROUP_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_group, core.field))
 #define GROUP_FLAG(name, field, doc) {name, get_flag, set_flag, doc, GROUP_OFFSET(field)}
 
@@ -392,6 +471,14 @@ static PyGetSetDef group_getset[] = {
                "Reduce with SUM only and divide separately."),
     GROUP_FLAG("reduce_scatter_unused_params", reduce_unused,
                "Reduce zeros for parameters without gradient."),
+    GROUP_FLAG("_hosted_gather", hosted_gather, "Whether _host_gather() gathers."),
+    GROUP_FLAG("_hosted_reduce", hosted_reduce, "Whether _host_reduce() reduces."),
+    GROUP_FLAG("_has_reduce_hook", has_hook, "Whether _run_reduce_hook() is called."),
+    {"_param_group_index", get_size, NULL, "Which of its unit's groups this is.",
+     GROUP_OFFSET(index)},
+    {"_num_param_groups", get_size, NULL, "How many groups its unit has.", GROUP_OFFSET(siblings)},
+    {"_partial_reduce_output", get_partial, NULL,
+     "True while gradients were reduce-scattered but not all-reduced, else None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

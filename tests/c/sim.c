@@ -37,7 +37,8 @@ void sim_begin(sim_config config) {
 void sim_check_nothing_alive(void) {
     const sim_alive left = sim_living;
     if (left.tensors + left.storages + left.works + left.events + left.groups + left.hooks > 0) {
-        sim_fail("leaked: %zu tensors, %zu storages, %zu works, %zu events, %zu process groups, %zu hooks",
+        sim_fail("leaked: %zu tensors, %zu storages, %zu works, %zu events, %zu process groups, "
+                 "%zu hooks",
                  left.tensors, left.storages, left.works, left.events, left.groups, left.hooks);
     }
 }
@@ -62,8 +63,8 @@ void sim_named_end(const char *format, ...) {
     sim_groups_end();
     sim_memory_end();
     if (failures > 0) {
-        fail_msg("%s (seed %llu): %zu failures, the first: %s", name, (unsigned long long)sim_now.seed, failures,
-                 first_failure);
+        fail_msg("%s (seed %llu): %zu failures, the first: %s", name,
+                 (unsigned long long)sim_now.seed, failures, first_failure);
     }
 }
 
@@ -137,6 +138,10 @@ void sim_autograd_begin(void) {
 
 void sim_set_in_backward(bool value) {
     in_backward = value;
+}
+
+bool fct_grad_enabled(void) {
+    return true;
 }
 
 bool fct_in_backward(void) {

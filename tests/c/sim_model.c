@@ -44,18 +44,18 @@ static void write_row(void *context, int64_t rank, void *row, int64_t bytes) {
     char *at = (char *)row;
     for (size_t i = 0; i < g->count; i++) {
         const sim_param *p = &g->params[i];
-        int64_t padded = padded_numel(p, g->core.world);
+        int64_t padded = padded_numel(p, g->core.shard.world);
         int64_t size = sim_itemsize(compute_dtype(p));
         double *values = (double *)sim_alloc((size_t)(padded + 1) * sizeof *values);
-        shard_values(p, g->core.world, rank, values);
+        shard_values(p, g->core.shard.world, rank, values);
         for (int64_t k = 0; k < padded; k++, at += size) {
             sim_put(compute_dtype(p), at, values[k]);
         }
         free(values);
     }
     if (at - (char *)row != bytes) {
-        sim_fail("rank %lld sends %lld bytes to an all-gather of %s, its peers expect %lld", (long long)rank,
-                 (long long)bytes, g->name, (long long)(at - (char *)row));
+        sim_fail("rank %lld sends %lld bytes to an all-gather of %s, its peers expect %lld",
+                 (long long)rank, (long long)bytes, g->name, (long long)(at - (char *)row));
     }
 }
 
@@ -81,8 +81,9 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
 }
 
 /* Fails between the slots, too: each is a module's own __setattr__. */
-static int host_swap(void *owner, bool unsharded) {
+static int host_swap(void *owner, fc_sharded_state face) {
     sim_param *p = (sim_param *)owner;
+    bool unsharded = face == FC_UNSHARDED;
     if (unsharded && p->unsharded == NULL) {
         sim_fail("%s has no unsharded parameter to register", p->name);
         return 0;
@@ -159,7 +160,7 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
         p->full[i] = fct_dtype_is_floating(p->shape.dtype) ? (whole - 16.0) / 8.0 : whole;
     }
     assert_int_equal(
-        fc_param_init(&p->core, p, shape->ndim, shape->sizes, s->world, s->rank, &error), FC_OK);
+        fc_param_init(&p->core, p, shape->ndim, shape->sizes, 0, s->world, s->rank, &error), FC_OK);
     p->core.name = p->name;
     p->core.orig_dtype = p->shape.dtype;
     p->core.param_dtype = shape->compute != 0 ? shape->compute : FCT_NO_DTYPE;
@@ -192,9 +193,10 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
         param_init(&g->params[i], g, &s->shapes[i], i, s);
         params[i] = &g->params[i].core;
     }
-    fc_group_init(&g->core, g, &sim_host, &m->comm, params, g->count, sim_device(), s->world, s->rank);
+    fc_group_init(&g->core, g, &sim_host, &m->comm, params, g->count, sim_device(), s->world,
+                  s->rank);
     g->core.name = g->name;
-    g->core.pg_name = g->pg_name;
+    g->core.shard.name = g->pg_name;
     g->core.module_count = s->modules_share_group ? 2 : 1;
     g->core.reshard_after_forward = !s->stay_after_forward && !(layer == 0 && s->root_stays);
     g->core.unshard_async_op = s->async_unshard;
@@ -328,7 +330,8 @@ static void each_param(sim_model *m, void (*visit)(sim_model *, sim_group *, sim
 
 static void check_shard(sim_model *m, sim_group *g, sim_param *p) {
     (void)g;
-    double *values = (double *)sim_alloc((size_t)(padded_numel(p, m->scenario.world) + 1) * sizeof *values);
+    double *values =
+        (double *)sim_alloc((size_t)(padded_numel(p, m->scenario.world) + 1) * sizeof *values);
     shard_values(p, m->scenario.world, m->scenario.rank, values);
     sim_tensor_expect(p->core.sharded_data, values, p->name);
     free(values);
@@ -381,7 +384,8 @@ static void optimize(sim_model *m, sim_group *g, sim_param *p) {
     (void)g;
     bool expected = !p->shape.frozen && (p->contributions > 0 || s->reduce_unused);
     if ((grad != NULL) != expected) {
-        sim_fail("%s has %s", p->name, grad != NULL ? "a gradient that nobody gave it" : "no gradient");
+        sim_fail("%s has %s", p->name,
+                 grad != NULL ? "a gradient that nobody gave it" : "no gradient");
     }
     if (grad == NULL || !expected) {
         return;
@@ -400,7 +404,8 @@ static void optimize(sim_model *m, sim_group *g, sim_param *p) {
     }
     sim_tensor_expect(grad, values, p->name);
     for (int64_t i = 0; i < p->numel; i++) {
-        p->full[i] = sim_round(p->shape.dtype, p->full[i] - p->gradient[i] * reduced_scale(s) / 4.0);
+        p->full[i] =
+            sim_round(p->shape.dtype, p->full[i] - p->gradient[i] * reduced_scale(s) / 4.0);
     }
     shard_values(p, s->world, s->rank, values);
     sim_tensor_write(p->core.sharded_data, values, "the optimizer's write");

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
+from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -116,31 +116,51 @@ def test_two_dimensional_mesh_without_names_is_refused_as_by_stock(fake_group: i
     refused(nn.Linear(4, 4), AssertionError, "mesh_dim_names", mesh=mesh)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "name"),
-    [
-        ({"reshard_after_forward": 2}, "reshard_after_forward=int"),
-        ({"shard_placement_fn": lambda p: Shard(0)}, "shard_placement_fn"),
-        ({"offload_policy": CPUOffloadPolicy()}, "offload_policy"),
-        ({"dp_mesh_dims": DataParallelMeshDims(shard="dp")}, "dp_mesh_dims"),
-    ],
-)
-def test_what_is_not_supported_yet_is_named(
-    fake_group: int, kwargs: dict[str, Any], name: str
-) -> None:
-    refused(nn.Linear(4, 4), NotImplementedError, name, **kwargs)
+@pytest.mark.parametrize("size", [3, 0, -2, 16])
+def test_reshard_size_must_divide_the_world_size(fake_group: int, size: int) -> None:
+    refused(nn.Linear(4, 4), ValueError, "should be a factor of 8", reshard_after_forward=size)
 
 
-def test_hsdp_mesh_is_named_as_not_supported_yet(fake_group: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-    refused(nn.Linear(4, 4), NotImplementedError, "2 dimensions", mesh=mesh)
+def test_uneven_cut_of_another_dim_than_0_is_refused(fake_group: int) -> None:
+    def second(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.ndim > 1 else None
+
+    module = nn.Linear(9, 8)
+    refused(module, NotImplementedError, "uneven sharding on dim 1", shard_placement_fn=second)
 
 
-def test_dtensor_parameter_is_named_as_not_supported_yet(fake_group: int) -> None:
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dim_that_is_not_there_is_refused(fake_group: int, dim: int) -> None:
+    match = f"Shard dim {dim if dim > 0 else dim + 2} is invalid for 2D tensor"
+    module = nn.Linear(8, 8, bias=False)
+    refused(module, AssertionError, match, shard_placement_fn=lambda p: Shard(dim))
+
+
+def test_another_result_of_shard_placement_fn_is_refused(fake_group: int) -> None:
+    match = "Invalid shard_placement_fn result"
+    refused(nn.Linear(8, 8), ValueError, match, shard_placement_fn=lambda p: 0)
+
+
+def test_a_shard_placement_fn_that_raises_in_the_middle_leaves_the_module(fake_group: int) -> None:
+    def fails_at_bias(param: nn.Parameter) -> Shard:
+        if param.ndim == 1:
+            raise LookupError("no rule for this one")
+        return Shard(0)
+
+    refused(nn.Linear(8, 8), LookupError, "no rule", shard_placement_fn=fails_at_bias)
+
+
+def test_data_parallel_dims_need_a_mesh_with_names(fake_group: int) -> None:
     mesh = init_device_mesh("cpu", (8,))
-    module = nn.Linear(8, 8)
-    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
-    refused(module, NotImplementedError, "DTensor parameters.*weight")
+    dims = DataParallelMeshDims(shard="dp")
+    refused(nn.Linear(8, 8), ValueError, "mesh_dim_names", mesh=mesh, dp_mesh_dims=dims)
+
+
+def test_data_parallel_dims_need_dtensor_parameters(fake_group: int) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+    dims = DataParallelMeshDims(shard="dp")
+    match = "all parameters must be DTensors"
+    refused(nn.Linear(8, 8), ValueError, match, mesh=mesh, dp_mesh_dims=dims)
 
 
 def test_wrong_reshard_after_forward_is_refused(fake_group: int) -> None:
@@ -260,11 +280,13 @@ def test_mixed_original_dtypes_are_refused_at_the_first_forward(fake_group: int)
         ),
         (lambda m: m.set_reshard_after_forward(2), ValueError, "should be a bool"),
         (lambda m: m.set_gradient_divide_factor(0), ValueError, "positive and finite"),
-        (lambda m: m.set_all_reduce_hook(lambda t: None), NotImplementedError, "all_reduce_hook"),
-        (lambda m: m.set_custom_all_gather(object()), NotImplementedError, "custom_all_gather"),
-        (lambda m: m.set_custom_reduce_scatter(object()), NotImplementedError, "reduce_scatter"),
-        (lambda m: m.set_symm_mem_for_comm(), NotImplementedError, "symm_mem"),
-        (lambda m: m.set_separate_reduce_scatter_group(), NotImplementedError, "separate"),
+        (lambda m: m.set_symm_mem_for_comm(), RuntimeError, "symmetric memory.*'cpu'"),
+        (
+            lambda m: m.set_reduce_scatter_max_input_buffers(True),
+            TypeError,
+            "must be an int, got bool",
+        ),
+        (lambda m: m.set_reduce_scatter_max_input_buffers(0), ValueError, "positive int"),
     ],
 )
 def test_module_methods_refuse(
@@ -275,6 +297,23 @@ def test_module_methods_refuse(
     with pytest.raises(error, match=match):
         call(module)
     train(module)
+
+
+def test_a_stream_for_the_all_reduce_hook_is_refused_with_replicas(fake_group: int) -> None:
+    module = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    fully_shard(module, mesh=mesh)
+    with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
+        module.set_all_reduce_hook(lambda t: None, stream=object())  # type: ignore[operator]
+    train(module)
+
+
+def test_memory_from_the_group_is_refused_beside_a_custom_all_gather(fake_group: int) -> None:
+    module = nn.Linear(4, 4)
+    fully_shard(module)
+    module.set_custom_all_gather(object())  # type: ignore[operator]
+    with pytest.raises(AssertionError, match="all gather comm is custom: object"):
+        module.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
 
 
 def test_reset_of_a_child_is_refused(fake_group: int) -> None:

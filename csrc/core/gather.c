@@ -1,0 +1,219 @@
+/* The gather of a group's shards, from the pack to the unsharded parameters. Owns what is in flight
+ * (group.gather) until it is retired. Stream rules: copy-in and gather run on the context's gather
+ * streams in forward and pre-backward and on the current stream otherwise; copy-out always on the
+ * current stream. */
+#include "gather.h"
+
+#include <string.h>
+
+#include "transfer.h"
+
+/* Gives up on the gather in flight without waiting. */
+void fc_gather_drop(fc_group *g) {
+    if (!g->gather.active) {
+        return;
+    }
+    if (g->gather.hosted) {
+        g->host->drop_gather(g->owner);
+    }
+    if (g->comm != NULL) {
+        fc_comm_park(g->comm, g->gather.work, g->gather.buffer, NULL);
+        fc_comm_put_event(g->comm, g->gather.done);
+    }
+    memset(&g->gather, 0, sizeof g->gather);
+}
+
+/* The same with work on the buffer still queued: whichever stream it was allocated on waits for
+ * that first. */
+void fc_gather_abandon(fc_group *g) {
+    if (g->gather.active && g->comm != NULL && g->comm->streams_ready) {
+        fct_stream current = fct_stream_current(g->device);
+        fc_comm_settle_streams(g->comm, current, g->comm->gather_stream);
+        fc_comm_settle_streams(g->comm, g->comm->copy_in_stream, current);
+    }
+    fc_gather_drop(g);
+}
+
+void fc_gather_free(fc_group *g) {
+    for (size_t i = 0; i < g->count; i++) {
+        fc_param_free_flat(g->params[i]);
+        if (g->params[i]->hosted) {
+            g->host->free_unsharded(g->params[i]->owner);
+        }
+    }
+}
+
+static bool from_forward(const fc_group *g) {
+    return g->sharded_state == FC_SHARDED_POST_FORWARD;
+}
+
+static fc_status prepare_gather(fc_group *g, fc_gather *gather) {
+    fc_status status = FC_OK;
+    bool forward = from_forward(g);
+    gather->link = forward ? &g->forward : &g->shard;
+    gather->plan = forward ? &g->forward_plan : &g->gather_plan;
+    if (gather->link->world > 1) {
+        FC_TRY(fc_link_open(gather->link));
+    }
+    if (!gather->plan->valid) {
+        FC_TRY(fc_gather_plan_build(gather->plan, g->params, g->count, gather->link->world, forward,
+                                    &g->comm->error));
+    }
+    if (g->resharded != NULL) {
+        FC_TRY(fc_comm_gather_streams_wait(g->comm, g->resharded));
+        fc_comm_put_event(g->comm, g->resharded);
+        g->resharded = NULL;
+    }
+    fc_comm_reap(g->comm);
+done:
+    return status;
+}
+
+/* Allocates the gather buffer, packs this rank's row and issues the collective, all on the current
+ * stream. `gather` stream is the one the collective goes to; on failure nothing is kept. */
+static fc_status issue_gather(fc_group *g, bool async_op, const fct_stream *gather_stream,
+                              fc_gather *gather) {
+    fc_status status = FC_OK;
+    fct_tensor *input = NULL;
+    fc_gather_plan *plan = gather->plan;
+    int64_t rank = gather->link->rank;
+    const int64_t size[1] = {plan->row_numel};
+    const int64_t stride[1] = {1};
+    FC_TRY_RAISED(
+        fct_tensor_empty(plan->world * plan->row_numel, plan->dtype, g->device, &gather->buffer));
+    FC_TRY(fc_transfer_pack(plan, g->params, gather->buffer, rank, &g->comm->error));
+    FC_TRY_RAISED(
+        fct_tensor_alias(gather->buffer, 1, size, stride, rank * plan->row_numel, &input));
+    if (gather_stream != NULL) {
+        FC_TRY(fc_comm_order_streams(g->comm, *gather_stream, fct_stream_current(g->device)));
+        (void)fct_stream_set_current(*gather_stream);
+    }
+    FC_TRY_RAISED(fct_all_gather(gather->link->pg, gather->buffer, input, async_op, &gather->work));
+    if (gather_stream != NULL && gather->work != NULL) {
+        FC_TRY_RAISED(fct_work_wait(gather->work));
+        fct_work_release(gather->work);
+        gather->work = NULL;
+    }
+    if (g->comm->has_streams && !async_op) {
+        FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &gather->done));
+    }
+done:
+    fct_tensor_release(input);
+    return status;
+}
+
+fc_status fc_gather_start(fc_group *g, bool async_op) {
+    fc_status status = FC_OK;
+    fc_gather gather = {.active = true, .async_op = async_op};
+    void *range = NULL;
+    if (g->hosted_gather && !from_forward(g)) {
+        range = fc_group_enter_range(g, "all_gather");
+        FC_TRY_RAISED(g->host->gather(g->owner, async_op));
+        gather.hosted = true;
+        g->gather = gather;
+        goto done;
+    }
+    FC_TRY(prepare_gather(g, &gather));
+    if (gather.link->world == 1 || gather.plan->row_bytes == 0) {
+        g->gather = gather; /* nothing to send: wait copies straight from the shards */
+        return FC_OK;
+    }
+    range = fc_group_enter_range(g, "all_gather");
+    if (g->comm->streams_ready && !async_op &&
+        (g->training_state == FC_FORWARD || g->training_state == FC_PRE_BACKWARD)) {
+        fct_stream previous = fct_stream_set_current(g->comm->copy_in_stream);
+        status = issue_gather(g, async_op, &g->comm->gather_stream, &gather);
+        (void)fct_stream_set_current(previous);
+    } else {
+        status = issue_gather(g, async_op, NULL, &gather);
+    }
+    g->gather = gather;
+    if (status != FC_OK) {
+        fc_gather_abandon(g);
+    }
+done:
+    fct_profile_exit(range);
+    return status;
+}
+
+/* Makes the current stream (or the host) see the gathered rows. */
+fc_status fc_gather_await(fc_group *g) {
+    fc_status status = FC_OK;
+    if (g->gather.done != NULL) {
+        FC_TRY_RAISED(fct_event_wait(g->gather.done, fct_stream_current(g->device)));
+    }
+    if (g->gather.work != NULL) {
+        FC_TRY_RAISED(fct_work_wait(g->gather.work));
+        fct_work_release(g->gather.work);
+        g->gather.work = NULL;
+    }
+done:
+    return status;
+}
+
+static fc_status move_data(fc_group *g) {
+    fc_status status = FC_OK;
+    fct_facts facts;
+    fc_gather_plan *plan = g->gather.plan;
+    if (g->gather.hosted) {
+        FC_TRY_RAISED(g->host->copy_out(g->owner));
+        return FC_OK;
+    }
+    for (size_t i = 0; i < g->count; i++) {
+        FC_TRY(fc_param_alloc_flat(g->params[i], g->device, &facts, &g->comm->error));
+    }
+    if (!plan->valid) {
+        FC_TRY(fc_gather_plan_build(plan, g->params, g->count, plan->world, plan->forward,
+                                    &g->comm->error));
+    }
+    if (plan->world == 1) {
+        FC_TRY(fc_transfer_fill(plan, g->params, g->device, &g->comm->error));
+    } else if (g->gather.buffer != NULL) {
+        FC_TRY(fc_transfer_unpack(plan, g->params, g->gather.buffer, &g->comm->error));
+    }
+done:
+    return status;
+}
+
+/* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
+ * no flat tensor holds memory. */
+fc_status fc_gather_copy_out(fc_group *g) {
+    fc_status status = FC_OK;
+    FC_TRY(move_data(g));
+    for (size_t i = 0; i < g->count; i++) {
+        fc_param *p = g->params[i];
+        if (p->unsharded == NULL) {
+            fct_tensor *made = NULL;
+            FC_TRY_RAISED(g->host->make_unsharded(p->owner, p->flat, &made));
+            fc_param_set_unsharded(p, made);
+        }
+        bool wanted = g->host->requires_grad(p->owner);
+        if (fct_tensor_requires_grad(p->unsharded) != wanted) {
+            FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
+        }
+    }
+    return FC_OK;
+done:
+    fc_gather_free(g);
+    return status;
+}
+
+/* The buffer's end: kept for the next group's wait where copy-in may overlap, freed otherwise. */
+fc_status fc_gather_retire(fc_group *g) {
+    fc_status status = FC_OK;
+    fct_event *copied = NULL;
+    if (g->comm->has_streams && g->gather.buffer != NULL) {
+        FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &copied));
+        if (!g->gather.async_op && g->training_state == FC_FORWARD) {
+            g->comm->kept.buffer = g->gather.buffer;
+            g->comm->kept.copied = copied;
+            g->gather.buffer = NULL;
+            copied = NULL;
+        } else {
+            FC_TRY(fc_comm_gather_streams_wait(g->comm, copied));
+        }
+    }
+done:
+    fc_comm_put_event(g->comm, copied);
+    return status;
+}

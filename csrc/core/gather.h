@@ -1,0 +1,24 @@
+/* The gather of a group: pack, all-gather, copy out. What is in flight is in fc_group.gather. */
+#ifndef FSDP_C_CORE_GATHER_H
+#define FSDP_C_CORE_GATHER_H
+
+#include "group.h"
+
+/* Packs this rank's row and issues the collective; on failure nothing is in flight. */
+FC_CHECK fc_status fc_gather_start(fc_group *g, bool async_op);
+/* Makes the current stream (or the host) see the gathered rows. */
+FC_CHECK fc_status fc_gather_await(fc_group *g);
+/* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
+ * no unsharded parameter holds memory. */
+FC_CHECK fc_status fc_gather_copy_out(fc_group *g);
+/* The buffer's end: kept for the next group's wait where copy-in may overlap, freed otherwise. */
+FC_CHECK fc_status fc_gather_retire(fc_group *g);
+/* Frees the memory of the unsharded parameters. */
+void fc_gather_free(fc_group *g);
+/* Gives up on the gather in flight without waiting. */
+void fc_gather_drop(fc_group *g);
+/* The same with work on the buffer still queued: whichever stream it was allocated on waits for
+ * that first. */
+void fc_gather_abandon(fc_group *g);
+
+#endif

@@ -1,0 +1,329 @@
+/* What the core may ask of Python (core/host.h): for a Param, and for a ParamGroup whose data the
+ * Python layer moves itself. Owns nothing; every call-back runs with the GIL held. */
+#include "objects.h"
+
+/* self.name(tensor); new reference. */
+static PyObject *call_with_tensor(PyObject *self, PyObject *name, fct_tensor *handle) {
+    PyObject *tensor = NULL;
+    if (fct_py_from_tensor(handle, &tensor) != 0) {
+        return NULL;
+    }
+    PyObject *result = PyObject_CallMethodOneArg(self, name, tensor);
+    Py_DECREF(tensor);
+    return result;
+}
+
+static int done(PyObject *result) {
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* For call-backs that cannot fail: the exception is shown and forgotten; a pending one stays. */
+static void call_quietly(PyObject *self, PyObject *name) {
+    void *error = fct_error_set_aside();
+    if (done(PyObject_CallMethodNoArgs(self, name)) != 0) {
+        PyErr_WriteUnraisable(self);
+    }
+    fct_error_put_back(error);
+}
+
+/* ---- a parameter ---- */
+
+static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
+    fcpy_param *self = (fcpy_param *)owner;
+    PyObject *made = call_with_tensor((PyObject *)self, self->mod->names._make_unsharded, flat);
+    if (made == NULL) {
+        return -1;
+    }
+    fct_tensor *handle = fct_py_tensor(made);
+    if (handle == NULL) {
+        PyErr_SetString(PyExc_TypeError, "_make_unsharded must return a tensor");
+        Py_DECREF(made);
+        return -1;
+    }
+    Py_XSETREF(self->unsharded_param, made);
+    *unsharded = handle;
+    return 0;
+}
+
+static int host_make_forward(void *owner, fct_tensor *data) {
+    fcpy_param *self = (fcpy_param *)owner;
+    PyObject *made = call_with_tensor((PyObject *)self, self->mod->names._make_forward, data);
+    if (made == NULL) {
+        return -1;
+    }
+    Py_XSETREF(self->forward_param, made);
+    return 0;
+}
+
+static PyObject *face_of(const fcpy_param *self, fc_sharded_state face) {
+    if (face == FC_UNSHARDED) {
+        return self->unsharded_param;
+    }
+    return face == FC_SHARDED ? self->sharded_param : self->forward_param;
+}
+
+static int host_swap(void *owner, fc_sharded_state face) {
+    fcpy_param *self = (fcpy_param *)owner;
+    PyObject *param = face_of(self, face);
+    if (param == NULL) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: no parameter to register");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < self->slot_count; i++) {
+        const fcpy_slot *slot = &self->slots[i];
+        int failed = slot->parameters != NULL ? PyDict_SetItem(slot->parameters, slot->name, param)
+                                              : PyObject_SetAttr(slot->module, slot->name, param);
+        if (failed) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* grad._local_tensor += local */
+static int add_to_grad(fcpy_param *self, const fct_tensor *local) {
+    int result = -1;
+    PyObject *target = NULL;
+    PyObject *grad = PyObject_GetAttr(self->sharded_param, self->mod->names.grad);
+    if (grad == NULL) {
+        return -1;
+    }
+    if (!PyObject_IsInstance(grad, self->mod->bound.dtensor_class)) {
+        PyErr_Format(PyExc_AssertionError,
+                     "Expected fsdp_param.sharded_param.grad to be DTensor, got %R",
+                     (PyObject *)Py_TYPE(grad));
+        goto done;
+    }
+    target = PyObject_GetAttr(grad, self->mod->names._local_tensor);
+    fct_tensor *handle = target != NULL ? fct_py_tensor(target) : NULL;
+    if (handle == NULL) {
+        if (target != NULL) {
+            PyErr_SetString(PyExc_TypeError, "the gradient's local tensor is no tensor");
+        }
+        goto done;
+    }
+    result = fct_tensor_add(handle, local);
+done:
+    Py_XDECREF(target);
+    Py_DECREF(grad);
+    return result;
+}
+
+static int set_new_grad(fcpy_param *self, fct_tensor *local) {
+    PyObject *tensor = NULL;
+    if (fct_py_from_tensor(local, &tensor) != 0) {
+        return -1;
+    }
+    PyObject *const args[] = {self->mod->bound.dtensor_class, tensor, self->spec, Py_False};
+    PyObject *grad =
+        PyObject_Vectorcall(self->mod->bound.dtensor_new, args, 3, self->mod->no_grad_kwnames);
+    Py_DECREF(tensor);
+    if (grad == NULL) {
+        return -1;
+    }
+    int result = fct_py_set_grad(self->sharded_param, grad);
+    Py_DECREF(grad);
+    return result;
+}
+
+/* The dict of post-accumulate-grad hooks, NULL (no error) where there are none. New reference. */
+static PyObject *hooks_of(const fcpy_param *self) {
+    PyObject *hooks =
+        PyObject_GetAttr(self->sharded_param, self->mod->names._post_accumulate_grad_hooks);
+    if (hooks == NULL) {
+        PyErr_Clear();
+        return NULL;
+    }
+    if (hooks == Py_None || PyObject_Size(hooks) <= 0) {
+        PyErr_Clear();
+        Py_DECREF(hooks);
+        return NULL;
+    }
+    return hooks;
+}
+
+static int run_hooks(fcpy_param *self) {
+    PyObject *hooks = hooks_of(self);
+    if (hooks == NULL) {
+        return 0;
+    }
+    int result = -1;
+    PyObject *values = PyMapping_Values(hooks);
+    Py_DECREF(hooks);
+    if (values == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); i++) {
+        PyObject *returned = PyObject_CallOneArg(PyList_GET_ITEM(values, i), self->sharded_param);
+        if (returned == NULL) {
+            goto done;
+        }
+        Py_DECREF(returned);
+    }
+    result = 0;
+done:
+    Py_DECREF(values);
+    return result;
+}
+
+/* The tensor behind the parameter object now: swap_tensors may change it, and wants no other
+ * reference. */
+static fct_tensor *sharded_handle(const fcpy_param *self) {
+    return self->sharded_param != NULL ? fct_py_tensor(self->sharded_param) : NULL;
+}
+
+static bool host_requires_grad(void *owner) {
+    const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
+    return sharded != NULL && fct_tensor_requires_grad(sharded);
+}
+
+static uint32_t host_shard_version(void *owner) {
+    const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
+    return sharded != NULL ? fct_tensor_version(sharded) : 0;
+}
+
+static int host_take_grad(void *owner, fct_tensor *local) {
+    fcpy_param *self = (fcpy_param *)owner;
+    const fct_tensor *sharded = sharded_handle(self);
+    if (sharded == NULL) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: no sharded parameter for the gradient");
+        return -1;
+    }
+    int failed = fct_grad_has(sharded) ? add_to_grad(self, local) : set_new_grad(self, local);
+    return failed ? -1 : run_hooks(self);
+}
+
+static bool host_wants_grad_now(void *owner) {
+    PyObject *hooks = hooks_of((const fcpy_param *)owner);
+    bool any = hooks != NULL;
+    Py_XDECREF(hooks);
+    return any;
+}
+
+static int host_unwrap_grad(void *owner, fct_tensor *grad, fct_tensor **local) {
+    fcpy_param *self = (fcpy_param *)owner;
+    PyObject *inner =
+        call_with_tensor((PyObject *)self, self->mod->names._get_grad_inner_tensor, grad);
+    fct_tensor *handle = inner != NULL ? fct_py_tensor(inner) : NULL;
+    if (handle == NULL) {
+        if (inner != NULL) {
+            PyErr_SetString(PyExc_TypeError, "_get_grad_inner_tensor must return a tensor");
+        }
+        Py_XDECREF(inner);
+        return -1;
+    }
+    fct_tensor_retain(handle);
+    *local = handle;
+    Py_DECREF(inner);
+    return 0;
+}
+
+static void host_free_unsharded(void *owner) {
+    fcpy_param *self = (fcpy_param *)owner;
+    call_quietly((PyObject *)self, self->mod->names._free_hosted);
+}
+
+/* ---- a group ---- */
+
+static int host_reduce_hook(void *owner, fct_tensor *row) {
+    fcpy_group *self = (fcpy_group *)owner;
+    return done(call_with_tensor((PyObject *)self, self->mod->names._run_reduce_hook, row));
+}
+
+static int host_gather(void *owner, bool async_op) {
+    fcpy_group *self = (fcpy_group *)owner;
+    return done(PyObject_CallMethodOneArg((PyObject *)self, self->mod->names._host_gather,
+                                          async_op ? Py_True : Py_False));
+}
+
+static int host_copy_out(void *owner) {
+    fcpy_group *self = (fcpy_group *)owner;
+    if (done(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._host_copy_out)) != 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < self->core.count; i++) {
+        if (self->core.params[i]->unsharded == NULL) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "the gather left a parameter without _unsharded_param");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static void host_drop_gather(void *owner) {
+    fcpy_group *self = (fcpy_group *)owner;
+    call_quietly((PyObject *)self, self->mod->names._host_drop_gather);
+}
+
+static void host_drop_reduce(void *owner) {
+    fcpy_group *self = (fcpy_group *)owner;
+    call_quietly((PyObject *)self, self->mod->names._host_drop_reduce);
+}
+
+/* Two new lists: the parameters and their gradients. */
+static int reduce_lists(fc_param *const *params, fct_tensor *const *grads, size_t count,
+                        PyObject **param_list, PyObject **grad_list) {
+    PyObject *first = PyList_New((Py_ssize_t)count);
+    PyObject *second = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; first != NULL && second != NULL && i < count; i++) {
+        PyObject *param = (PyObject *)params[i]->owner;
+        PyObject *grad = NULL;
+        if (fct_py_from_tensor(grads[i], &grad) != 0) {
+            Py_CLEAR(first);
+            break;
+        }
+        Py_INCREF(param);
+        PyList_SET_ITEM(first, (Py_ssize_t)i, param);
+        PyList_SET_ITEM(second, (Py_ssize_t)i, grad);
+    }
+    if (first == NULL || second == NULL) {
+        Py_XDECREF(first);
+        Py_XDECREF(second);
+        return -1;
+    }
+    *param_list = first;
+    *grad_list = second;
+    return 0;
+}
+
+static int host_reduce(void *owner, fc_param *const *params, fct_tensor *const *grads, size_t count,
+                       bool order_compute) {
+    fcpy_group *self = (fcpy_group *)owner;
+    PyObject *param_list = NULL;
+    PyObject *grad_list = NULL;
+    if (reduce_lists(params, grads, count, &param_list, &grad_list) != 0) {
+        return -1;
+    }
+    PyObject *result =
+        PyObject_CallMethodObjArgs((PyObject *)self, self->mod->names._host_reduce, param_list,
+                                   grad_list, order_compute ? Py_True : Py_False, NULL);
+    Py_DECREF(param_list);
+    Py_DECREF(grad_list);
+    return done(result);
+}
+
+static int host_finalize(void *owner) {
+    fcpy_group *self = (fcpy_group *)owner;
+    return done(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._host_finalize));
+}
+
+const fc_host fcpy_host = {
+    .make_unsharded = host_make_unsharded,
+    .make_forward = host_make_forward,
+    .swap = host_swap,
+    .requires_grad = host_requires_grad,
+    .shard_version = host_shard_version,
+    .take_grad = host_take_grad,
+    .wants_grad_now = host_wants_grad_now,
+    .unwrap_grad = host_unwrap_grad,
+    .reduce_hook = host_reduce_hook,
+    .gather = host_gather,
+    .copy_out = host_copy_out,
+    .drop_gather = host_drop_gather,
+    .drop_reduce = host_drop_reduce,
+    .free_unsharded = host_free_unsharded,
+    .reduce = host_reduce,
+    .finalize = host_finalize,
+};

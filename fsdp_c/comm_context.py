@@ -1,0 +1,71 @@
+"""The cold side of the communication context: its streams as torch objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+
+from . import _C
+
+
+class CommContext(_C.CommContext, FSDPCommContext):
+    """Streams, events and buffers in flight of the groups under one root (``_C.CommContext``).
+
+    torch's ``FSDPCommContext`` by type. Devices without streams have stand-ins that do nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_handle = _get_device_handle(device.type)
+        self._device = device
+
+    def _stream(self, which: int) -> Any:
+        number = self._stream_id(which)
+        if number is None:
+            return self.device_handle.current_stream()
+        device_type = torch._C._get_accelerator().type if self._device.type != "cpu" else "cpu"
+        kind = getattr(self.device_handle, "Stream", torch.Stream)
+        reference = torch.Stream(device=torch.device(device_type, self._device.index))
+        return kind(
+            stream_id=number,
+            device_index=reference.device_index,
+            device_type=reference.device_type,
+        )
+
+    @property
+    def all_gather_copy_in_stream(self) -> Any:
+        """Where shards are packed."""
+        return self._stream(0)
+
+    @property
+    def all_gather_stream(self) -> Any:
+        """Where all-gathers run."""
+        return self._stream(1)
+
+    @property
+    def reduce_scatter_stream(self) -> Any:
+        """Where reduce-scatters run."""
+        return self._stream(2)
+
+    @property
+    def all_reduce_stream(self) -> Any:
+        """Where all-reduces run."""
+        return self._stream(3)
+
+    @property
+    def gather_streams(self) -> tuple[Any, Any]:
+        """The first two."""
+        return self.all_gather_copy_in_stream, self.all_gather_stream
+
+    def get_all_gather_streams(
+        self, async_op: bool, training_state: TrainingState
+    ) -> tuple[Any, Any]:
+        """Copy-in and gather streams: the context's where gathers may run ahead, else the
+        current one."""
+        if not async_op and training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD):
+            return self.gather_streams
+        current = self.device_handle.current_stream()
+        return current, current
