@@ -6,7 +6,6 @@ from typing import Any, Self
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 def bind(**objects: Any) -> None: ...

@@ -67,6 +67,7 @@ _C.bind(
 from . import names  # noqa: E402  (these need the bound extension)
 from .fully_shard import fully_shard  # noqa: E402
 from .install import install, uninstall  # noqa: E402
+from .replicate import replicate  # noqa: E402
 from .wrap import auto_shard  # noqa: E402
 
 __version__ = "0.1.0"
@@ -81,5 +82,6 @@ __all__ = [
     "fully_shard",
     "install",
     "names",
+    "replicate",
     "uninstall",
 ]

@@ -151,6 +151,17 @@ done:
     return status;
 }
 
+/* One rank: the unsharded parameters may be the shards. All of them, or none. */
+static fc_status alias_all(fc_group *g, bool *all) {
+    fc_status status = FC_OK;
+    *all = true;
+    for (size_t i = 0; *all && i < g->count; i++) {
+        FC_TRY(fc_param_alias_flat(g->params[i], g->device, all, &g->comm->error));
+    }
+done:
+    return status;
+}
+
 static fc_status move_data(fc_group *g) {
     fc_status status = FC_OK;
     fct_facts facts;
@@ -158,6 +169,13 @@ static fc_status move_data(fc_group *g) {
     if (g->gather.hosted) {
         FC_TRY_RAISED(g->host->copy_out(g->owner));
         return FC_OK;
+    }
+    if (plan->world == 1 && !plan->forward) {
+        bool aliased = false;
+        FC_TRY(alias_all(g, &aliased));
+        if (aliased) {
+            return FC_OK;
+        }
     }
     for (size_t i = 0; i < g->count; i++) {
         FC_TRY(fc_param_alloc_flat(g->params[i], g->device, &facts, &g->comm->error));

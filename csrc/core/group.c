@@ -543,6 +543,9 @@ fc_status fc_group_check(fc_group *g) {
             }
             continue;
         }
+        if (p->aliased) {
+            continue;
+        }
         fct_tensor_facts(p->flat, &facts);
         bool holds = facts.storage_bytes != 0;
         bool expected = g->sharded_state == FC_UNSHARDED && facts.numel > 0;

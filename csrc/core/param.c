@@ -85,11 +85,13 @@ void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded) {
 
 void fc_param_set_flat(fc_param *p, fct_tensor *flat) {
     replace(&p->flat, flat);
+    p->aliased = false;
 }
 
 void fc_param_forget_unsharded(fc_param *p) {
     replace(&p->unsharded, NULL);
     replace(&p->flat, NULL);
+    p->aliased = false;
 }
 
 fct_dtype fc_param_compute_dtype(const fc_param *p) {
@@ -147,10 +149,44 @@ void fc_param_drop_forward(fc_param *p) {
     replace(&p->forward_data, NULL);
 }
 
+fc_status fc_param_alias_flat(fc_param *p, fct_device device, bool *done, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts shard;
+    fct_facts flat;
+    fct_tensor *alias = NULL;
+    *done = false;
+    FC_TRY(fc_param_shard_facts(p, false, &shard, err));
+    if (p->layout.world != 1 || p->flat_numel != shard.numel || shard.numel == 0 ||
+        shard.dtype != fc_param_compute_dtype(p) || shard.device.type != device.type) {
+        return FC_OK;
+    }
+    if (p->aliased && p->flat != NULL) {
+        fct_tensor_facts(p->flat, &flat);
+        if (flat.data == shard.data && flat.numel == shard.numel && flat.dtype == shard.dtype) {
+            *done = true;
+            return FC_OK;
+        }
+    }
+    const int64_t size[1] = {shard.numel};
+    const int64_t stride[1] = {1};
+    FC_TRY_RAISED(fct_tensor_alias(p->sharded_data, 1, size, stride,
+                                   shard.offset_bytes / shard.itemsize, &alias));
+    fc_param_forget_unsharded(p);
+    replace(&p->flat, alias);
+    p->aliased = true;
+    *done = true;
+done:
+    fct_tensor_release(alias);
+    return status;
+}
+
 fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, fc_error *err) {
     fc_status status = FC_OK;
     int64_t numel = p->flat_numel;
     int64_t bytes = 0;
+    if (p->aliased) {
+        fc_param_forget_unsharded(p);
+    }
     if (p->flat == NULL) {
         fct_tensor *flat = NULL;
         FC_TRY_RAISED(fct_tensor_empty(numel, fc_param_compute_dtype(p), device, &flat));
@@ -170,7 +206,7 @@ done:
 }
 
 void fc_param_free_flat(fc_param *p) {
-    if (p->flat != NULL) {
+    if (p->flat != NULL && !p->aliased) {
         fct_storage_free(p->flat);
     }
 }

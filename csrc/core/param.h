@@ -25,6 +25,7 @@ typedef struct fc_param {
     fct_dtype orig_dtype;
     fct_dtype param_dtype;  /* compute type; FCT_NO_DTYPE: no cast */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own */
+    bool aliased; /* flat is the shard's own memory: one rank, no cast, nothing to copy or free */
     bool hosted;  /* the host holds memory of the unsharded parameter beyond flat (extensions) */
     bool wrapped; /* the unsharded parameter is a wrapper (DTensor): its gradients are unwrapped by
                      the host */
@@ -67,7 +68,10 @@ FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool forward, fct_fac
 /* Copies this rank's part of flat into a new forward_data. */
 FC_CHECK fc_status fc_param_keep_forward(fc_param *p, fct_device device);
 void fc_param_drop_forward(fc_param *p);
-/* Makes flat where there is none, and gives it memory. On failure it holds none. */
+/* Makes flat an alias of the shard, where that has all of the parameter in the compute type on
+ * `device`; *done says whether it could. An alias is made anew where the shard was replaced. */
+FC_CHECK fc_status fc_param_alias_flat(fc_param *p, fct_device device, bool *done, fc_error *err);
+/* Makes flat where there is none (or an alias), and gives it memory. On failure it holds none. */
 FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,
                                        fc_error *err);
 void fc_param_free_flat(fc_param *p); /* frees the storage, keeps the tensor */

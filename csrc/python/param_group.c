@@ -88,7 +88,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OULLn", keywords, &list,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOLLn", keywords, &list,
                                      self->mod->comm_type, &comm, &device, &pg_name, &world, &rank,
                                      &module_count) ||
         fcpy_check_list(list, self->mod->param_type, "params") != 0 ||

@@ -192,7 +192,7 @@ def test_ours_above_stock_is_refused_at_the_first_forward(fake_group: int) -> No
 def test_a_call_that_fails_in_the_middle_leaves_the_module_as_it_was(
     fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = importlib.import_module("fsdp_c.fully_shard")
+    room = importlib.import_module("fsdp_c.attach")
 
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with monkeypatch.context() as patch:

@@ -1,0 +1,254 @@
+"""Sharding and attaching, for ``fully_shard`` and ``replicate``: all or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementFnResult,
+    resolve_shard_placement,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_init import (
+    _apply_to_module,
+    _get_managed_modules,
+    _get_managed_states,
+    _get_post_forward_mesh_info,
+    _move_states_to_device,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
+from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy
+from torch.distributed.tensor import Shard
+from torch.distributed.utils import _get_root_modules
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .param import Param
+from .param_group import ParamGroup
+from .state import State
+
+
+class Api(NamedTuple):
+    """What tells ``fully_shard`` and ``replicate`` apart.
+
+    Attributes:
+        name: In the registry of composable functions and in messages.
+        contract_key: torch's undecorated function: its ``.state()`` finds states stored under it.
+        state_class: Of the states.
+        mixin: torch's mixin for the modules' new classes.
+        class_prefix: Of their names.
+        classes: torch's cache of them.
+        is_composable: Whether the search for parameters may enter a module.
+        state_of: The state of a module that this function was applied to, or None.
+        marks_modules: Whether dynamo must know the managed modules.
+    """
+
+    name: str
+    contract_key: Any
+    state_class: type[State]
+    mixin: Callable[[], type]
+    class_prefix: str
+    classes: dict[type, type]
+    is_composable: Callable[[nn.Module], bool]
+    state_of: Callable[[nn.Module], Any]
+    marks_modules: bool
+
+
+def apply(
+    api: Api,
+    module: nn.Module | list[nn.Module],
+    units: Units,
+    device: torch.device,
+    policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
+    ignored_params: set[nn.Parameter] | None,
+    auto_reshard_after_forward: bool,
+) -> None:
+    """Shards and attaches, or raises and leaves everything as it was."""
+    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
+    _refuse_applied(api, modules)
+    managed = _get_managed_modules(modules, ignored_params, api.is_composable, api.state_of)
+    params, buffers = _get_managed_states(managed, ignored_params)
+    _validate_params(params, modules)
+    split = units.split(params)
+    with contextlib.ExitStack() as undo:
+        for tensor in (*params, *buffers):
+            if not is_traceable_wrapper_subclass(tensor):
+                undo.callback(setattr, tensor, "data", tensor.data)
+        _move_states_to_device(params, buffers, device)
+        state = api.state_class()
+        _attach(api, state, modules, device, policies[0], auto_reshard_after_forward, undo)
+        infos = dict(zip(params, _get_param_module_infos(params, modules)))
+        state._fsdp_param_groups = [
+            _make_group(state, modules, infos, part, device, policies, undo) for part in split
+        ]
+        for index, group in enumerate(state._fsdp_param_groups):
+            group._set_unit(state, index, len(split))
+        _swap_classes(api, modules, undo)
+        for managed_module in managed if api.marks_modules else ():
+            managed_module._is_fsdp_managed_module = True  # type: ignore[assignment]
+            managed_module._fsdp_use_orig_params = True  # type: ignore[assignment]
+        undo.pop_all()
+
+
+class _Part(NamedTuple):
+    """The parameters of one call that talk to the same process groups."""
+
+    mesh_info: DataParallelMeshInfo
+    post_forward: FSDPMeshInfo | None
+    params: list[nn.Parameter]
+    placements: list[Shard | None]
+
+
+class Units(NamedTuple):
+    """Where a call's parameters go: its mesh, and what ``shard_placement_fn`` says about each."""
+
+    mesh_info: DataParallelMeshInfo
+    post_forward: FSDPMeshInfo | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None
+
+    def split(self, params: list[nn.Parameter]) -> list[_Part]:
+        """One part for each pair of shard and replicate process groups, in order of appearance."""
+        if not params:
+            return []
+        if self.shard_placement_fn is None:
+            placements: list[Shard | None] = [None] * len(params)
+            return [_Part(self.mesh_info, self.post_forward, params, placements)]
+        if not isinstance(self.mesh_info, FSDPMeshInfo):
+            raise ValueError(
+                "Per-param mesh via shard_placement_fn is not supported with "
+                f"{type(self.mesh_info).__name__}; it requires FSDPMeshInfo (or subclass)"
+            )
+        parts: dict[tuple[Any, Any], _Part] = {}
+        for param in params:
+            result = resolve_shard_placement(self.shard_placement_fn(param), self.mesh_info)
+            info = result.mesh_info
+            replicas = info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
+            part = parts.setdefault(
+                (info.shard_process_group, replicas), _Part(info, self._post_forward(info), [], [])
+            )
+            if part.mesh_info is not info:
+                raise ValueError(
+                    "Params sharing the same process group must use the same FSDPMeshInfo object, "
+                    f"but got different objects: {part.mesh_info} vs {info}"
+                )
+            part.params.append(param)
+            part.placements.append(result.placement)
+        return list(parts.values())
+
+    def _post_forward(self, info: FSDPMeshInfo) -> FSDPMeshInfo | None:
+        if info is self.mesh_info:
+            return self.post_forward
+        wanted = self.reshard_after_forward
+        return _get_post_forward_mesh_info(True if wanted is None else wanted, info)
+
+
+def _make_group(
+    state: State,
+    modules: tuple[nn.Module, ...],
+    infos: dict[nn.Parameter, ParamModuleInfo],
+    part: _Part,
+    device: torch.device,
+    policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
+    undo: contextlib.ExitStack,
+) -> ParamGroup:
+    fsdp_params = [
+        Param(
+            param,
+            infos[param],
+            part.mesh_info,
+            part.post_forward,
+            device,
+            placement,
+            *policies,
+        )
+        for param, placement in zip(part.params, part.placements)
+    ]
+    group = ParamGroup(
+        fsdp_params,
+        modules,
+        part.mesh_info,
+        part.post_forward,
+        device,
+        *policies,
+        state._comm_ctx,
+    )
+    for fsdp_param, param in zip(fsdp_params, part.params):
+        undo.callback(fsdp_param.restore, param)
+        fsdp_param.register()
+    return group
+
+
+def _refuse_applied(api: Api, modules: tuple[nn.Module, ...]) -> None:
+    for module in modules:
+        registry = module.__dict__.get(REGISTRY_KEY) or {}
+        if api.name in registry:
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"{api.name} has already been applied to the following module:\n{module}"
+            )
+        if api.state_of(module) is not None:
+            raise AssertionError(f"Inserting {module} more than once.")
+
+
+def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
+    names = {parameter: name for module in modules for name, parameter in module.named_parameters()}
+    for param in params:
+        if not param.is_contiguous():
+            raise NotImplementedError(
+                "FSDP does not support non-contiguous parameters yet: "
+                f"param.shape={param.shape} param.stride()={param.stride()} "
+                f"(parameter '{names.get(param)}')"
+            )
+
+
+def _attach(
+    api: Api,
+    state: State,
+    modules: tuple[nn.Module, ...],
+    device: torch.device,
+    mp_policy: MixedPrecisionPolicy,
+    auto_reshard_after_forward: bool,
+    undo: contextlib.ExitStack,
+) -> None:
+    """Registers the state on its modules (contract registry, state mapping, hooks)."""
+    item = RegistryItem()
+    for module in modules:
+        states = module.__dict__.setdefault(STATE_KEY, OrderedDict())
+        registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
+        undo.callback(states.pop, api.contract_key, None)
+        undo.callback(registry.pop, api.name, None)
+        undo.callback(_module_state_mapping.pop, module, None)
+        states[api.contract_key] = state
+        registry[api.name] = item
+    undo.callback(_remove_hooks, state)
+    state.init(modules, device, mp_policy, auto_reshard_after_forward)
+
+
+def _remove_hooks(state: State) -> None:
+    for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):
+        handle = state.__dict__.get(name)
+        if handle is not None:
+            handle.remove()
+
+
+def _swap_classes(api: Api, modules: tuple[nn.Module, ...], undo: contextlib.ExitStack) -> None:
+    for module in modules:
+        undo.callback(setattr, module, "__class__", module.__class__)
+    _apply_to_module(
+        modules,
+        api.classes,
+        api.mixin(),
+        api.class_prefix,
+        _unimplemented_deepcopy,
+    )
