@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "collective.h"
 #include "transfer.h"
 
 /* Gives up on the gather in flight without waiting. */
@@ -88,11 +89,9 @@ static fc_status issue_gather(fc_group *g, bool async_op, const fct_stream *gath
         FC_TRY(fc_comm_order_streams(g->comm, *gather_stream, fct_stream_current(g->device)));
         (void)fct_stream_set_current(*gather_stream);
     }
-    FC_TRY_RAISED(fct_all_gather(gather->link->pg, gather->buffer, input, async_op, &gather->work));
-    if (gather_stream != NULL && gather->work != NULL) {
-        FC_TRY_RAISED(fct_work_wait(gather->work));
-        fct_work_release(gather->work);
-        gather->work = NULL;
+    FC_TRY(fc_collective_gather(g, gather->link, gather->buffer, input, async_op, &gather->work));
+    if (gather_stream != NULL) {
+        FC_TRY(fc_collective_wait(g, gather->link, FC_ALL_GATHER, &gather->work));
     }
     if (g->comm->has_streams && !async_op) {
         FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &gather->done));
@@ -142,11 +141,7 @@ fc_status fc_gather_await(fc_group *g) {
     if (g->gather.done != NULL) {
         FC_TRY_RAISED(fct_event_wait(g->gather.done, fct_stream_current(g->device)));
     }
-    if (g->gather.work != NULL) {
-        FC_TRY_RAISED(fct_work_wait(g->gather.work));
-        fct_work_release(g->gather.work);
-        g->gather.work = NULL;
-    }
+    FC_TRY(fc_collective_wait(g, g->gather.link, FC_ALL_GATHER, &g->gather.work));
 done:
     return status;
 }

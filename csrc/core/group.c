@@ -88,13 +88,17 @@ void fc_group_invalidate(fc_group *g) {
 
 /* ---- profiler ranges, with stock's names ---- */
 
+static const char rs_wait[] = "post_backward_rs_wait";
+
 void *fc_group_enter_range(const fc_group *g, const char *label) {
     char name[256];
     if (!fct_profile_active()) {
         return NULL;
     }
-    if (g->name != NULL && g->name[0] != '\0') {
-        (void)snprintf(name, sizeof name, "FSDP::%s (%s)", label, g->name);
+    const char *fqn = g->name != NULL ? g->name : "";
+    /* One of stock's ranges has its brackets for the root, too. */
+    if (fqn[0] != '\0' || strcmp(label, rs_wait) == 0) {
+        (void)snprintf(name, sizeof name, "FSDP::%s (%s)", label, fqn);
     } else {
         (void)snprintf(name, sizeof name, "FSDP::%s", label);
     }
@@ -465,7 +469,7 @@ fc_status fc_group_post_backward(fc_group *g) {
     }
     FC_TRY(collect_grads(g));
     if (g->index == g->siblings - 1 && g->comm->reductions >= g->comm->max_reductions) {
-        range = fc_group_enter_range(g, "post_backward_rs_wait");
+        range = fc_group_enter_range(g, rs_wait);
         FC_TRY(fc_reduce_recycle(g->comm, g->comm->max_reductions - 1));
         fct_profile_exit(range);
         range = NULL;

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "collective.h"
 #include "transfer.h"
 
 typedef struct fc_reduction {
@@ -17,6 +18,7 @@ typedef struct fc_reduction {
     fct_tensor *input;
     fct_tensor *output;
     fct_work *work;
+    bool all_reducing;    /* `work` is the all-reduce */
     fct_event *scattered; /* end of the reduce-scatter, on the reduce stream */
     double divide_after;
     bool keep_partial; /* no all-reduce in this backward: the rows stay with the parameters */
@@ -238,15 +240,14 @@ done:
     return status;
 }
 
+static fc_link *scatter_link(fc_group *g) {
+    return g->scatter.name != NULL ? &g->scatter : &g->shard;
+}
+
 static fc_status settle_work(fc_reduction *r) {
-    fc_status status = FC_OK;
-    if (r->work != NULL) {
-        FC_TRY_RAISED(fct_work_wait(r->work));
-        fct_work_release(r->work);
-        r->work = NULL;
-    }
-done:
-    return status;
+    const fc_link *link = r->all_reducing ? &r->group->replicate : scatter_link(r->group);
+    return fc_collective_wait(r->group, link, r->all_reducing ? FC_ALL_REDUCE : FC_REDUCE_SCATTER,
+                              &r->work);
 }
 
 /* Waits for the collective, scales, casts and hands out. On the CPU the wait is the host's. The row
@@ -333,7 +334,6 @@ static fc_status scatter(fc_group *g, fc_reduction *r, const fc_divide *divide) 
     const fc_reduce_plan *plan = &g->reduce_plan;
     fct_tensor *part = NULL;
     int64_t total = row_numel(r);
-    fc_link *link = g->scatter.name != NULL ? &g->scatter : &g->shard;
     if (divide->before != 1.0 && plan->row_numel > 0) {
         FC_TRY_RAISED(fct_tensor_div(r->input, divide->before));
     }
@@ -355,9 +355,8 @@ static fc_status scatter(fc_group *g, fc_reduction *r, const fc_divide *divide) 
     if (g->shard.world == 1) {
         FC_TRY_RAISED(fct_tensor_copy(part, r->input));
     } else {
-        FC_TRY(fc_link_open(link));
-        FC_TRY_RAISED(fct_reduce_scatter(link->pg, part, r->input, divide->op, divide->premultiply,
-                                         !g->comm->has_streams, &r->work));
+        FC_TRY(fc_collective_scatter(g, scatter_link(g), part, r->input, divide->op,
+                                     divide->premultiply, !g->comm->has_streams, &r->work));
     }
 done:
     fct_tensor_release(part);
@@ -370,9 +369,9 @@ static fc_status all_reduce(fc_group *g, fc_reduction *r, const fc_divide *divid
     FC_TRY(settle_work(r));
     FC_TRY(merge_partials(r));
     if (g->replicate.world > 1) {
-        FC_TRY(fc_link_open(&g->replicate));
-        FC_TRY_RAISED(fct_all_reduce(g->replicate.pg, r->output, divide->all_reduce_op, 1.0,
-                                     !g->comm->has_streams, &r->work));
+        r->all_reducing = true;
+        FC_TRY(fc_collective_all_reduce(g, &g->replicate, r->output, divide->all_reduce_op,
+                                        !g->comm->has_streams, &r->work));
     }
 done:
     return status;
@@ -432,7 +431,7 @@ static fc_status settle_earlier(fc_group *g) {
 }
 
 static fc_divide divide_of(fc_group *g, fct_dtype dtype) {
-    const fc_link *link = g->scatter.name != NULL ? &g->scatter : &g->shard;
+    const fc_link *link = scatter_link(g);
     const fc_divide_rule rule = {
         .world = g->shard.world,
         .replicas = all_reduces(g) ? g->replicate.world : 0,
@@ -468,7 +467,7 @@ done:
 static fc_status run(fc_group *g, fc_reduction *r, bool order_compute) {
     fc_status status = FC_OK;
     if (g->shard.world > 1) {
-        FC_TRY(fc_link_open(g->scatter.name != NULL ? &g->scatter : &g->shard));
+        FC_TRY(fc_link_open(scatter_link(g)));
     }
     FC_TRY(pack(g, r));
     const fc_divide divide = divide_of(g, g->reduce_plan.dtype);

@@ -95,6 +95,15 @@ static PyObject *comm_in_flight(PyObject *obj, void *closure) {
     return PyLong_FromSize_t(((fcpy_comm *)obj)->core.reductions);
 }
 
+static PyObject *comm_parked(PyObject *obj, void *closure) {
+    (void)closure;
+    size_t count = 0;
+    for (const fc_parked *p = ((fcpy_comm *)obj)->core.parked; p != NULL; p = p->next) {
+        count++;
+    }
+    return PyLong_FromSize_t(count);
+}
+
 static PyObject *comm_max_buffers(PyObject *obj, void *closure) {
     (void)closure;
     return PyLong_FromSize_t(((fcpy_comm *)obj)->core.max_reductions);
@@ -119,6 +128,8 @@ static PyGetSetDef comm_getset[] = {
      "List of the groups in the order their forwards ended (a copy).", NULL},
     {"reductions_in_flight", comm_in_flight, NULL,
      "Gradient reductions whose buffers are still kept.", NULL},
+    {"collectives_parked", comm_parked, NULL,
+     "Collectives that nobody waits for any more, kept until the backend is done with them.", NULL},
     {"reduce_scatter_max_input_buffers", comm_max_buffers, comm_set_max_buffers,
      "How many of them are kept at most.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -41,4 +41,26 @@ void fct_error_put_back(void *error) {
 #endif
 }
 
+void fct_error_explain(const char *text) {
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) {
+        return;
+    }
+    auto *cause = static_cast<PyObject *>(fct_error_set_aside());
+    PyObject *explained = PyUnicode_FromFormat("%s: %S", text, cause);
+    PyObject *error = nullptr;
+    if (explained != nullptr) {
+        error = PyObject_CallOneArg(reinterpret_cast<PyObject *>(Py_TYPE(cause)), explained);
+        Py_DECREF(explained);
+    }
+    /* A type that wants other arguments: the exception goes on without the text. */
+    if (error == nullptr || !PyExceptionInstance_Check(error)) {
+        Py_XDECREF(error);
+        fct_error_put_back(cause);
+        return;
+    }
+    PyException_SetCause(error, cause); // steals
+    PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(error)), error);
+    Py_DECREF(error);
+}
+
 } // extern "C"

@@ -62,6 +62,10 @@ int64_t fct_fault_left(void);
  * put_back takes it again and forgets whatever the clean-up left pending. */
 void *fct_error_set_aside(void);
 void fct_error_put_back(void *error);
+/* Puts "text: " in front of the pending exception's message where it is a RuntimeError (what
+ * backends raise, in all its subclasses); the exception as it was becomes the cause. Other ones, of
+ * a signal's handler for example, stay as they are. */
+void fct_error_explain(const char *text);
 
 /* ---- tensors
  * -----------------------------------------------------------------------------------------------

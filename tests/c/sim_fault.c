@@ -80,6 +80,11 @@ void fct_error_put_back(void *error) {
     faults.error = error != NULL;
 }
 
+void fct_error_explain(const char *text) {
+    assert_true(faults.error);
+    assert_non_null(text);
+}
+
 /* ---- memory of the core ---- */
 
 void *__wrap_malloc(size_t size) {
