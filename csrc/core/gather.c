@@ -211,22 +211,32 @@ done:
     return status;
 }
 
-/* The buffer's end: kept for the next group's wait where copy-in may overlap, freed otherwise. */
-fc_status fc_gather_retire(fc_group *g) {
+/* The end of the copy-out is recorded where the buffer is to be kept for the next group's wait,
+ * because copy-in may overlap. */
+fc_status fc_gather_end_copy_out(fc_group *g, fct_event **copied) {
     fc_status status = FC_OK;
-    fct_event *copied = NULL;
-    if (g->comm->has_streams && g->gather.buffer != NULL) {
-        FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &copied));
-        if (!g->gather.async_op && g->training_state == FC_FORWARD) {
-            g->comm->kept.buffer = g->gather.buffer;
-            g->comm->kept.copied = copied;
-            g->gather.buffer = NULL;
-            copied = NULL;
-        } else {
-            FC_TRY(fc_comm_gather_streams_wait(g->comm, copied));
-        }
+    fct_event *end = NULL;
+    if (!g->comm->has_streams || g->gather.buffer == NULL) {
+        return FC_OK;
+    }
+    FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &end));
+    if (!g->gather.async_op && g->training_state == FC_FORWARD) {
+        *copied = end;
+        end = NULL;
+    } else {
+        FC_TRY(fc_comm_gather_streams_wait(g->comm, end));
     }
 done:
-    fc_comm_put_event(g->comm, copied);
+    fc_comm_put_event(g->comm, end);
     return status;
+}
+
+void fc_gather_retire(fc_group *g, fct_event *copied) {
+    if (copied != NULL) {
+        g->comm->kept.buffer = g->gather.buffer;
+        g->comm->kept.copied = copied;
+        g->gather.buffer = NULL;
+    }
+    g->gather.hosted = false; /* the host has let it go */
+    fc_gather_drop(g);
 }

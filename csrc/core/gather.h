@@ -11,8 +11,11 @@ FC_CHECK fc_status fc_gather_await(fc_group *g);
 /* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
  * no unsharded parameter holds memory. */
 FC_CHECK fc_status fc_gather_copy_out(fc_group *g);
-/* The buffer's end: kept for the next group's wait where copy-in may overlap, freed otherwise. */
-FC_CHECK fc_status fc_gather_retire(fc_group *g);
+/* The last that can fail: orders whoever reuses the buffer after the copy-out. *copied is set where
+ * that is left to the next group's wait. */
+FC_CHECK fc_status fc_gather_end_copy_out(fc_group *g, fct_event **copied);
+/* After the swap: the gather is over, its buffer kept (until `copied`, which is taken) or freed. */
+void fc_gather_retire(fc_group *g, fct_event *copied);
 /* Frees the memory of the unsharded parameters. */
 void fc_gather_free(fc_group *g);
 /* Gives up on the gather in flight without waiting. */

@@ -126,20 +126,31 @@ static uint64_t shard_fingerprint(const fc_group *g) {
     return print;
 }
 
-/* Registers one face on all modules; on failure the one that is registered now again, also where
- * the failed swap got half way. */
+/* Registers one face on all modules. On failure the group's own again, also where the failed swap
+ * got half way; a rollback that fails leaves the group torn. */
 static fc_status swap_all(fc_group *g, fc_sharded_state face) {
+    fc_sharded_state own = g->sharded_state;
     for (size_t i = 0; i < g->count; i++) {
-        if (g->host->swap(g->params[i]->owner, face) != 0) {
-            void *error = fct_error_set_aside();
-            for (size_t back = i + 1; back-- > 0;) {
-                (void)g->host->swap(g->params[back]->owner, g->sharded_state);
-            }
-            fct_error_put_back(error);
-            return FC_ERAISED;
+        if (g->host->swap(g->params[i]->owner, face) == 0) {
+            continue;
         }
+        void *error = fct_error_set_aside();
+        size_t changed = g->torn ? g->count : i + 1;
+        bool restored = own != face;
+        while (own != face && changed-- > 0) {
+            restored = g->host->swap(g->params[changed]->owner, own) == 0 && restored;
+        }
+        g->torn = !restored;
+        fct_error_put_back(error);
+        return FC_ERAISED;
     }
+    g->torn = false;
     return FC_OK;
+}
+
+/* Registers the group's own face where a rollback has failed. */
+static fc_status mend(fc_group *g) {
+    return g->torn ? swap_all(g, g->sharded_state) : FC_OK;
 }
 
 static void drop_forward(fc_group *g) {
@@ -151,7 +162,7 @@ static void drop_forward(fc_group *g) {
 fc_status fc_group_to_sharded(fc_group *g) {
     fc_status status = FC_OK;
     if (g->sharded_state == FC_SHARDED) {
-        return FC_OK;
+        return mend(g);
     }
     FC_TRY(swap_all(g, FC_SHARDED));
     fc_gather_free(g);
@@ -217,7 +228,7 @@ fc_status fc_group_unshard(fc_group *g, bool async_op) {
              * unsharded). */
             FC_TRY(fc_group_to_sharded(g));
         } else if (g->sharded_state == FC_UNSHARDED) {
-            return FC_OK;
+            return mend(g);
         }
     }
     if (!g->unshard_in_backward && g->training_state == FC_PRE_BACKWARD) {
@@ -232,6 +243,7 @@ done:
 fc_status fc_group_wait_unshard(fc_group *g) {
     fc_status status = FC_OK;
     void *range = NULL;
+    fct_event *copied = NULL;
     if (!g->gather.active) {
         return FC_OK;
     }
@@ -243,20 +255,23 @@ fc_status fc_group_wait_unshard(fc_group *g) {
     }
     FC_TRY(fc_gather_await(g));
     FC_TRY(fc_gather_copy_out(g));
-    status = fc_gather_retire(g);
+    status = fc_gather_end_copy_out(g, &copied);
     if (status == FC_OK) {
         status = swap_all(g, FC_UNSHARDED);
     }
     if (status != FC_OK) {
+        fc_comm_put_event(g->comm, copied);
         fc_gather_free(g);
-        goto done;
+        if (g->gather.hosted) {
+            fc_gather_retire(g, NULL); /* the host hands its rows out once */
+        }
+        goto done; /* else the rows stay: the wait can be repeated */
     }
     if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
         drop_forward(g);
     }
     g->sharded_state = FC_UNSHARDED;
-    g->gather.hosted = false; /* the host has let it go */
-    fc_gather_drop(g);
+    fc_gather_retire(g, copied);
 done:
     fct_profile_exit(range);
     return status;

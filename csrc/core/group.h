@@ -12,7 +12,9 @@
  * "gather in flight" is not a state of its own: the modules still hold the sharded parameters,
  * `gather.active` says that there is something to wait for. Every transition has two phases: first
  * all that can fail (allocate, gather, wait, copy out), then one loop of swaps. A swap that fails
- * (a module's own __setattr__) is rolled back.
+ * (a module's own __setattr__) is rolled back. Where the rollback fails as well the group is `torn`:
+ * some modules may hold another face. Whatever uses or changes the registration next registers the
+ * group's own face again first, and fails where that fails.
  *
  * Training state:
  *
@@ -75,6 +77,7 @@ typedef struct fc_group {
     fct_device device;
 
     fc_sharded_state sharded_state;
+    bool torn; /* a swap and its rollback failed: modules may hold another face */
     fc_training_state training_state;
     fc_gather gather;
     uint64_t

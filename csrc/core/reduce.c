@@ -18,8 +18,9 @@ typedef struct fc_reduction {
     fct_tensor *input;
     fct_tensor *output;
     fct_work *work;
-    bool all_reducing;    /* `work` is the all-reduce */
-    fct_event *scattered; /* end of the reduce-scatter, on the reduce stream */
+    bool all_reducing; /* `work` is the all-reduce */
+    fct_event *scattered; /* end of the input's last use, on the reduce stream (one rank: on the
+                             all-reduce stream, where there are replicas) */
     double divide_after;
     bool keep_partial; /* no all-reduce in this backward: the rows stay with the parameters */
     bool finished;     /* the gradients were handed out; only the input is still kept */
@@ -339,7 +340,7 @@ static fc_status scatter(fc_group *g, fc_reduction *r, const fc_divide *divide) 
     }
     if ((g->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel) {
         r->output = r->input; /* one rank: the row is the result */
-        r->input = NULL;
+        fct_tensor_retain(r->output);
         return FC_OK;
     }
     FC_TRY_RAISED(fct_tensor_empty(total, plan->dtype, g->device, &r->output));
@@ -399,7 +400,10 @@ static fc_status reduce_on_streams(fc_group *g, fc_reduction *r, const fc_divide
     (void)fct_stream_set_current(stream);
     FC_TRY(scatter(g, r, divide));
     FC_TRY(settle_work(r));
-    FC_TRY(fc_comm_record(c, stream, &r->scattered));
+    bool alone = r->output == r->input; /* all that follows uses what the current stream allocated */
+    if (!alone) {
+        FC_TRY(fc_comm_record(c, stream, &r->scattered));
+    }
     if (replicas) {
         fct_stream after = c->streams_ready ? c->all_reduce_stream : compute;
         FC_TRY(fc_comm_order_streams(c, after, stream));
@@ -408,6 +412,9 @@ static fc_status reduce_on_streams(fc_group *g, fc_reduction *r, const fc_divide
         FC_TRY(all_reduce(g, r, divide));
     }
     FC_TRY(finish(r));
+    if (alone) {
+        FC_TRY(fc_comm_record(c, stream, &r->scattered));
+    }
     FC_TRY(replace_event(c, stream, &g->reduced));
     FC_TRY(replace_event(c, stream, replicas ? &c->last_all_reduced : &c->last_reduced));
     if (r->output != NULL && replicas && c->streams_ready) {

@@ -111,7 +111,7 @@ done:
 fc_status fc_state_recompute(fc_state *s) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < s->group_count; i++) {
-        if (s->groups[i]->sharded_state != FC_UNSHARDED) {
+        if (s->groups[i]->sharded_state != FC_UNSHARDED || s->groups[i]->torn) {
             FC_TRY(fc_group_unshard(s->groups[i], false));
             FC_TRY(fc_group_wait_unshard(s->groups[i]));
         }

@@ -20,6 +20,12 @@ static size_t range_depth;
 static bool in_backward;
 static fct_hook at_end;
 
+/* ASan's defaults suit programs that allocate less; ASAN_OPTIONS in the environment goes before these. */
+const char *__asan_default_options(void);
+const char *__asan_default_options(void) {
+    return "malloc_context_size=5:quarantine_size_mb=16:thread_local_quarantine_size_kb=64";
+}
+
 void sim_begin(sim_config config) {
     memset(&sim_living, 0, sizeof sim_living);
     sim_now = config;
@@ -53,7 +59,7 @@ void sim_named_end(const char *format, ...) {
     va_start(args, format);
     (void)vsnprintf(name, sizeof name, format, args);
     va_end(args);
-    sim_fault_arm(0, false);
+    sim_fault_arm(0, SIM_ONCE);
     sim_drop_at_end();
     sim_streams_end();
     sim_check_nothing_alive();

@@ -83,8 +83,14 @@ typedef enum sim_fault_kind {
     SIM_FAULT_MEMORY,   /* the core's malloc returns NULL */
 } sim_fault_kind;
 
-/* The n-th call from now on that can fail does (n >= 1); lasting: and so does every later one. 0: off. */
-void sim_fault_arm(int64_t n, bool lasting);
+typedef enum sim_fault_span {
+    SIM_ONCE,
+    SIM_ALL_AFTER,  /* and every later call */
+    SIM_HOST_AFTER, /* and every later host call-back */
+} sim_fault_span;
+
+/* The n-th call from now on that can fail does (n >= 1). 0: off. */
+void sim_fault_arm(int64_t n, sim_fault_span span);
 /* What the armed fault did fail; SIM_NO_FAULT if it was not reached. name may be NULL. */
 sim_fault_kind sim_fault_fired(const char **name);
 /* Asked by every call that can fail: true if it has to. Notes the pending error. */

@@ -184,7 +184,7 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
     if (to.numel > 0 && from.data != to.data + pg->rank * row_bytes) {
         sim_fail("the input of an all-gather is not this rank's row of the output");
     }
-    gathering *g = (gathering *)sim_alloc(sizeof *g + (size_t)(pg->world * row_bytes));
+    gathering *g = (gathering *)sim_scratch(sizeof *g + (size_t)(pg->world * row_bytes));
     g->output = to;
     g->input = from;
     g->world = pg->world;
@@ -224,7 +224,7 @@ static void run_reduce(void *args) {
 }
 
 static reducing *reducing_new(const fct_pg *pg, fct_reduce_op op, double factor) {
-    reducing *r = (reducing *)sim_alloc(sizeof *r);
+    reducing *r = (reducing *)sim_scratch(sizeof *r);
     r->world = pg->world;
     r->rank = pg->rank;
     r->scale = op == FCT_AVG ? 1.0 / (double)pg->world : (op == FCT_PREMUL_SUM ? factor : 1.0);

@@ -17,7 +17,7 @@ void *__wrap_realloc(void *block, size_t size);
 
 static struct {
     int64_t left; /* calls until the fault; 0: off */
-    bool lasting;
+    sim_fault_span span;
     sim_fault_kind fired;
     const char *name;
     bool error;
@@ -27,9 +27,9 @@ void sim_faults_begin(void) {
     memset(&faults, 0, sizeof faults);
 }
 
-void sim_fault_arm(int64_t n, bool lasting) {
+void sim_fault_arm(int64_t n, sim_fault_span span) {
     faults.left = n;
-    faults.lasting = lasting;
+    faults.span = span;
     faults.fired = SIM_NO_FAULT;
     faults.name = NULL;
 }
@@ -46,11 +46,17 @@ bool sim_error_pending(void) {
 }
 
 bool sim_fault(sim_fault_kind kind, const char *name) {
-    if (faults.left == 0 || --faults.left > 0) {
+    if (faults.left == 0) {
         return false;
     }
-    if (faults.lasting) {
-        faults.left = 1;
+    if (faults.fired != SIM_NO_FAULT) {
+        if (faults.span == SIM_HOST_AFTER && kind != SIM_FAULT_HOST) {
+            return false;
+        }
+    } else if (--faults.left > 0) {
+        return false;
+    } else if (faults.span != SIM_ONCE) {
+        faults.left = 1; /* stays armed */
     }
     if (faults.fired == SIM_NO_FAULT) {
         faults.fired = kind;
@@ -61,7 +67,7 @@ bool sim_fault(sim_fault_kind kind, const char *name) {
 }
 
 void fct_fault_arm(int64_t n) {
-    sim_fault_arm(n, false);
+    sim_fault_arm(n, SIM_ONCE);
 }
 
 int64_t fct_fault_left(void) {

@@ -28,6 +28,7 @@ typedef struct sim_block {
     uint64_t freed_at;
     sim_access written;
     sim_access read[SIM_STREAMS_MAX];
+    struct sim_block *next_spare;
 } sim_block;
 
 typedef struct sim_use {
@@ -47,6 +48,10 @@ void sim_memory_end(void);
 
 /* malloc for the simulation itself: never made to fail. */
 void *sim_alloc(size_t bytes); /* zeroed */
+/* The same for what only the simulation sees and drops soon (arguments of operations, lists of values): kept for the
+ * next one, because a sanitizer's malloc is most of what an operation costs. Goes back with sim_scratch_free(). */
+void *sim_scratch(size_t bytes); /* zeroed */
+void sim_scratch_free(void *block);
 
 /* ---- streams (sim_stream.c) ---- */
 
@@ -61,7 +66,7 @@ typedef struct sim_op {
     const sim_use *uses;
     size_t use_count;
     void (*run)(void *args); /* may be NULL */
-    void *args;              /* owned: freed after run */
+    void *args;              /* sim_scratch(); taken */
     fct_tensor *held[2];     /* references that the backend keeps until it ran */
 } sim_op;
 
@@ -99,7 +104,8 @@ sim_block *sim_tensor_block(const fct_tensor *t);
 
 /* ---- the rest ---- */
 
-extern sim_config sim_now;     /* of the simulation that runs */
+extern sim_config sim_now; /* of the simulation that runs */
+extern int sim_stream_count; /* how many streams it has: what clocks know about */
 extern sim_alive sim_living;
 void sim_faults_begin(void);
 void sim_groups_begin(void);

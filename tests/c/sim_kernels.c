@@ -50,7 +50,7 @@ typedef struct launch {
 
 /* The launch with a copy of its descriptors behind it. */
 static launch *launch_new(const void *descriptors, size_t count, size_t size) {
-    launch *l = (launch *)sim_alloc(sizeof *l + count * size);
+    launch *l = (launch *)sim_scratch(sizeof *l + count * size);
     l->count = count;
     l->of.copy = l + 1;
     if (count > 0) {

@@ -19,10 +19,11 @@
 #define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
 #endif
 
-enum { BLOCKS_MAX = 4096, GRAIN = 64, POISON = 0xff };
+enum { BLOCKS_MAX = 4096, GRAIN = 64, POISON = 0xff, SPARE_CLASSES = 64, SCRATCH_GRAIN = 128, SCRATCH_CLASSES = 16 };
 
 static sim_block *blocks[BLOCKS_MAX];
 static size_t block_count;
+static sim_block *spare[SPARE_CLASSES]; /* of simulations that ended, by capacity in grains */
 static uint64_t frees;
 
 void sim_memory_begin(void) {
@@ -32,9 +33,17 @@ void sim_memory_begin(void) {
 
 void sim_memory_end(void) {
     for (size_t i = 0; i < block_count; i++) {
-        ASAN_UNPOISON_MEMORY_REGION(blocks[i]->base, blocks[i]->capacity);
-        free(blocks[i]->base);
-        free(blocks[i]);
+        sim_block *block = blocks[i];
+        size_t grains = block->capacity / GRAIN;
+        ASAN_UNPOISON_MEMORY_REGION(block->base, block->capacity);
+        if (grains < SPARE_CLASSES) {
+            block->next_spare = spare[grains];
+            spare[grains] = block;
+        } else {
+            ASAN_UNPOISON_MEMORY_REGION(block->base + block->capacity, GRAIN);
+            free(block->base);
+            free(block);
+        }
     }
     block_count = 0;
 }
@@ -45,6 +54,47 @@ size_t sim_live_bytes(void) {
         bytes += blocks[i]->live ? blocks[i]->size : 0;
     }
     return bytes;
+}
+
+/* ---- scratch memory ---- */
+
+/* In front of what the caller gets; aligned as that has to be. */
+typedef struct scratch {
+    struct scratch *next;
+    size_t size_class;
+} scratch;
+
+static scratch *scratches[SCRATCH_CLASSES]; /* class i: of i + 1 grains */
+
+void *sim_scratch(size_t bytes) {
+    size_t size_class = bytes / SCRATCH_GRAIN;
+    if (size_class >= SCRATCH_CLASSES) {
+        scratch *large = (scratch *)sim_alloc(sizeof *large + bytes);
+        large->size_class = SCRATCH_CLASSES;
+        return large + 1;
+    }
+    scratch *s = scratches[size_class];
+    if (s == NULL) {
+        s = (scratch *)sim_alloc(sizeof *s + (size_class + 1) * SCRATCH_GRAIN);
+        s->size_class = size_class;
+    } else {
+        scratches[size_class] = s->next;
+        memset(s + 1, 0, bytes);
+    }
+    return s + 1;
+}
+
+void sim_scratch_free(void *block) {
+    if (block == NULL) {
+        return;
+    }
+    scratch *s = (scratch *)block - 1;
+    if (s->size_class == SCRATCH_CLASSES) {
+        free(s);
+        return;
+    }
+    s->next = scratches[s->size_class];
+    scratches[s->size_class] = s;
 }
 
 /* ---- the checker ---- */
@@ -58,7 +108,7 @@ static const sim_access *unordered(const sim_block *block, bool writing, const s
     if (!ordered(&block->written, now)) {
         return &block->written;
     }
-    for (int s = 0; writing && s < SIM_STREAMS_MAX; s++) {
+    for (int s = 0; writing && s < sim_stream_count; s++) {
         if (!ordered(&block->read[s], now)) {
             return &block->read[s];
         }
@@ -127,9 +177,19 @@ static sim_block *make(int stream, size_t bytes) {
     if (block_count == BLOCKS_MAX) {
         fail_msg("the simulation has no room for another block");
     }
-    sim_block *block = (sim_block *)sim_alloc(sizeof *block);
-    block->capacity = (bytes + GRAIN - 1) / GRAIN * GRAIN;
-    block->base = (char *)sim_alloc(block->capacity);
+    size_t grains = (bytes + GRAIN - 1) / GRAIN;
+    sim_block *block = grains < SPARE_CLASSES ? spare[grains] : NULL;
+    if (block != NULL) {
+        char *base = block->base;
+        spare[grains] = block->next_spare;
+        memset(block, 0, sizeof *block);
+        block->base = base;
+    } else {
+        block = (sim_block *)sim_alloc(sizeof *block);
+        block->base = (char *)sim_alloc((grains + 1) * GRAIN);
+        ASAN_POISON_MEMORY_REGION(block->base + grains * GRAIN, GRAIN);
+    }
+    block->capacity = grains * GRAIN;
     block->stream = stream;
     blocks[block_count++] = block;
     return block;
@@ -159,7 +219,7 @@ sim_block *sim_block_alloc(size_t bytes) {
     if (!sim_now.streams) {
         ASAN_POISON_MEMORY_REGION(block->base + bytes, block->capacity - bytes);
     }
-    fill *args = (fill *)sim_alloc(sizeof *args);
+    fill *args = (fill *)sim_scratch(sizeof *args);
     args->base = block->base;
     args->bytes = bytes;
     const sim_use use = {block, true};

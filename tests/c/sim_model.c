@@ -46,12 +46,12 @@ static void write_row(void *context, int64_t rank, void *row, int64_t bytes) {
         const sim_param *p = &g->params[i];
         int64_t padded = padded_numel(p, g->core.shard.world);
         int64_t size = sim_itemsize(compute_dtype(p));
-        double *values = (double *)sim_alloc((size_t)(padded + 1) * sizeof *values);
+        double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
         shard_values(p, g->core.shard.world, rank, values);
         for (int64_t k = 0; k < padded; k++, at += size) {
             sim_put(compute_dtype(p), at, values[k]);
         }
-        free(values);
+        sim_scratch_free(values);
     }
     if (at - (char *)row != bytes) {
         sim_fail("rank %lld sends %lld bytes to an all-gather of %s, its peers expect %lld",
@@ -166,7 +166,7 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     p->core.param_dtype = shape->compute != 0 ? shape->compute : FCT_NO_DTYPE;
     p->core.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;
     int64_t padded = padded_numel(p, s->world);
-    double *values = (double *)sim_alloc((size_t)(padded + 1) * sizeof *values);
+    double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
     shard_values(p, s->world, s->rank, values);
     fct_tensor *data = sim_tensor_new(p->shape.dtype, 1, &padded, values);
     fct_tensor *sharded = NULL;
@@ -176,7 +176,7 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     fc_param_set_sharded_data(&p->core, data);
     fct_tensor_release(data);
     p->sharded = sharded;
-    free(values);
+    sim_scratch_free(values);
 }
 
 static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
@@ -235,8 +235,12 @@ static void set_prefetches(sim_model *m) {
     }
 }
 
+/* One at a time: it is large, and thousands are made. */
+static sim_model the_model;
+
 sim_model *sim_model_new(const sim_scenario *scenario) {
-    sim_model *m = (sim_model *)sim_alloc(sizeof *m);
+    sim_model *m = &the_model;
+    memset(m, 0, sizeof *m);
     m->scenario = *scenario;
     m->layer_count = scenario->layers + 1;
     fc_comm_init(&m->comm, sim_device());
@@ -269,7 +273,7 @@ static void param_fini(sim_param *p) {
 }
 
 void sim_model_free(sim_model *m) {
-    sim_fault_arm(0, false);
+    sim_fault_arm(0, SIM_ONCE);
     sim_drop_at_end();
     for (size_t i = 0; i < m->layer_count; i++) {
         for (size_t k = 0; k < m->layers[i].group_count; k++) {
@@ -287,7 +291,6 @@ void sim_model_free(sim_model *m) {
         }
     }
     sim_drain(); /* what is queued may still name a parameter */
-    free(m);
 }
 
 /* ---- checks ---- */
@@ -301,7 +304,7 @@ static void check_group(sim_group *g, const char *when) {
     for (size_t i = 0; i < g->count; i++) {
         const sim_param *p = &g->params[i];
         for (size_t slot = 0; slot < (p->shape.tied ? 2 : 1); slot++) {
-            if (p->registered[slot] != unsharded) {
+            if (p->registered[slot] != unsharded && !g->core.torn) {
                 sim_fail("%s: the %s parameter %s is registered, but its group is not", when,
                          p->registered[slot] ? "unsharded" : "sharded", p->name);
             }
@@ -331,10 +334,10 @@ static void each_param(sim_model *m, void (*visit)(sim_model *, sim_group *, sim
 static void check_shard(sim_model *m, sim_group *g, sim_param *p) {
     (void)g;
     double *values =
-        (double *)sim_alloc((size_t)(padded_numel(p, m->scenario.world) + 1) * sizeof *values);
+        (double *)sim_scratch((size_t)(padded_numel(p, m->scenario.world) + 1) * sizeof *values);
     shard_values(p, m->scenario.world, m->scenario.rank, values);
     sim_tensor_expect(p->core.sharded_data, values, p->name);
-    free(values);
+    sim_scratch_free(values);
 }
 
 void sim_model_check_shards(sim_model *m) {
@@ -398,7 +401,7 @@ static void optimize(sim_model *m, sim_group *g, sim_param *p) {
         return;
     }
     int64_t padded = padded_numel(p, s->world);
-    double *values = (double *)sim_alloc((size_t)(padded + 1) * sizeof *values);
+    double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
     for (int64_t i = 0; i < facts.numel; i++) {
         values[i] = p->gradient[s->rank * padded + i] * reduced_scale(s);
     }
@@ -409,7 +412,7 @@ static void optimize(sim_model *m, sim_group *g, sim_param *p) {
     }
     shard_values(p, s->world, s->rank, values);
     sim_tensor_write(p->core.sharded_data, values, "the optimizer's write");
-    free(values);
+    sim_scratch_free(values);
 }
 
 void sim_model_optimize(sim_model *m) {

@@ -35,14 +35,15 @@ struct fct_event {
     sim_point point;
 };
 
+int sim_stream_count;
+
 static stream streams[SIM_STREAMS_MAX];
-static int stream_count;
 static int current;
 static sim_clock host; /* what the host has seen the end of */
 static bool stalled;
 
 static void join(sim_clock *into, const sim_clock *other) {
-    for (int s = 0; s < SIM_STREAMS_MAX; s++) {
+    for (int s = 0; s < sim_stream_count; s++) {
         into->at[s] = into->at[s] > other->at[s] ? into->at[s] : other->at[s];
     }
 }
@@ -50,17 +51,17 @@ static void join(sim_clock *into, const sim_clock *other) {
 void sim_streams_begin(void) {
     memset(streams, 0, sizeof streams);
     memset(&host, 0, sizeof host);
-    stream_count = 1;
+    sim_stream_count = 1;
     current = 0;
     stalled = false;
 }
 
 int sim_stream_reserve(bool collective) {
-    if (stream_count == SIM_STREAMS_MAX) {
+    if (sim_stream_count == SIM_STREAMS_MAX) {
         fail_msg("the simulation has no room for another stream");
     }
-    streams[stream_count].collective = collective;
-    return stream_count++;
+    streams[sim_stream_count].collective = collective;
+    return sim_stream_count++;
 }
 
 int sim_stream_current(void) {
@@ -109,13 +110,13 @@ static void run_first(stream *s) {
         fct_tensor_release(op->held[0]);
         fct_tensor_release(op->held[1]);
     }
-    free(op->args);
-    free(op);
+    sim_scratch_free(op->args);
+    sim_scratch_free(op);
 }
 
 void sim_tick(void) {
     for (uint64_t i = sim_random() % 4; i > 0; i--) {
-        stream *s = &streams[sim_random() % (uint64_t)stream_count];
+        stream *s = &streams[sim_random() % (uint64_t)sim_stream_count];
         if (may_run(s) && !(stalled && s->collective)) {
             run_first(s);
         }
@@ -137,19 +138,19 @@ void sim_drain(void) {
     bool ran = true;
     while (ran) {
         ran = false;
-        for (int i = 0; i < stream_count; i++) {
+        for (int i = 0; i < sim_stream_count; i++) {
             /* Rounds start anywhere and go on as far as they get, so that the end is in random order, too. */
-            stream *s = &streams[((uint64_t)i + sim_random()) % (uint64_t)stream_count];
+            stream *s = &streams[((uint64_t)i + sim_random()) % (uint64_t)sim_stream_count];
             ran = ran || s->first != NULL;
             while (may_run(s) && sim_random() % 4 != 0) {
                 run_first(s);
             }
         }
-        for (int i = 0; !ran && i < stream_count; i++) {
+        for (int i = 0; !ran && i < sim_stream_count; i++) {
             ran = streams[i].first != NULL;
         }
     }
-    for (int i = 0; i < stream_count; i++) {
+    for (int i = 0; i < sim_stream_count; i++) {
         join(&host, &streams[i].clock);
     }
     join(&streams[0].clock, &host);
@@ -167,7 +168,7 @@ void sim_collectives_stall(bool stall) {
 
 static queued *append(int index, const sim_op *op) {
     stream *s = &streams[index];
-    queued *q = (queued *)sim_alloc(sizeof *q);
+    queued *q = (queued *)sim_scratch(sizeof *q);
     join(&s->clock, &host);
     s->clock.at[index] = ++s->issued;
     for (size_t i = 0; i < op->use_count; i++) {
@@ -252,7 +253,7 @@ int sim_stream_of_native(void *native) {
         return 0;
     }
     uintptr_t id = (uintptr_t)native;
-    if (id == 0 || id > (uintptr_t)stream_count) {
+    if (id == 0 || id > (uintptr_t)sim_stream_count) {
         sim_fail("a kernel is launched on no stream");
         return 0;
     }

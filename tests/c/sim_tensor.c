@@ -296,7 +296,7 @@ static void run_elementwise(void *args) {
 }
 
 static void queue_elementwise(fct_tensor *to, const fct_tensor *from, double factor, const char *what) {
-    elementwise *e = (elementwise *)sim_alloc(sizeof *e);
+    elementwise *e = (elementwise *)sim_scratch(sizeof *e);
     sim_use uses[VIEWS_MAX];
     size_t count = 0;
     e->to = sim_view_of(to, what);
@@ -531,7 +531,7 @@ static void run_read(void *args) {
 static void queue_transfer(const fct_tensor *t, const double *values, double *out, void (*run)(void *),
                            const char *what) {
     int64_t numel = sim_tensor_numel(t);
-    transfer *args = (transfer *)sim_alloc(sizeof *args + (size_t)numel * sizeof(double));
+    transfer *args = (transfer *)sim_scratch(sizeof *args + (size_t)numel * sizeof(double));
     args->view = sim_view_of(t, what);
     args->what = what;
     args->out = out;

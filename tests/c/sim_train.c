@@ -32,12 +32,12 @@ static void use_params(sim_layer *layer) {
                 sim_fail("a layer computes while %s is not unsharded", p->name);
                 continue;
             }
-            double *values = (double *)sim_alloc((size_t)(p->numel + 1) * sizeof *values);
+            double *values = (double *)sim_scratch((size_t)(p->numel + 1) * sizeof *values);
             for (int64_t e = 0; e < p->numel; e++) {
                 values[e] = sim_round(p->shape.compute != 0 ? p->shape.compute : p->shape.dtype, p->full[e]);
             }
             sim_tensor_expect(p->core.unsharded, values, p->name);
-            free(values);
+            sim_scratch_free(values);
         }
     }
 }
@@ -48,7 +48,7 @@ static double gradient_of(const sim_param *p, size_t use, int64_t element) {
 }
 
 static void give_gradient(const sim_model *m, sim_param *p) {
-    double *values = (double *)sim_alloc((size_t)(p->numel + 1) * sizeof *values);
+    double *values = (double *)sim_scratch((size_t)(p->numel + 1) * sizeof *values);
     fct_dtype dtype = p->shape.compute != 0 ? p->shape.compute : p->shape.dtype;
     fct_tensor *grad = NULL;
     for (int64_t e = 0; e < p->numel; e++) {
@@ -68,7 +68,7 @@ static void give_gradient(const sim_model *m, sim_param *p) {
     }
     sim_grad_accumulate(p->core.unsharded, grad);
     p->contributions++;
-    free(values);
+    sim_scratch_free(values);
 }
 
 static void give_gradients(sim_model *m, sim_layer *layer) {

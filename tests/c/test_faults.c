@@ -13,15 +13,20 @@ enum { STEPS = 2 };
 
 static uint64_t first_seed = 1;
 
+static const char *const spans[] = {"", " and all after it", " and all host call-backs after it"};
+
 /* One broken run. */
 typedef struct breakage {
     int64_t nth;   /* which call fails */
-    bool lasting;  /* and all after it, until the reset */
-    bool carry_on; /* the caller swallows the error and trains on, once, before it resets */
+    sim_fault_span span;
+    bool carry_on; /* the caller swallows the error and trains on, once, before it resets: the layers' parameters are
+                      right all the same, gradients may have parts of the interrupted step */
     bool in_reset; /* the reset is made to fail, too, at its first call */
 } breakage;
 
-static void check_status(sim_model *m, fc_status status) {
+/* Memory that clean-up would like (a pool's, a parking record's) may be missing: nobody is told, and with failures
+ * that last the next call that matters speaks. */
+static void check_status(sim_model *m, const breakage *b, fc_status status) {
     const char *name = NULL;
     fc_status expected = FC_OK;
     switch (sim_fault_fired(&name)) {
@@ -38,6 +43,9 @@ static void check_status(sim_model *m, fc_status status) {
         expected = FC_ERAISED;
         break;
     }
+    if (b->span != SIM_ONCE && expected == FC_ENOMEM && status == FC_ERAISED) {
+        expected = FC_ERAISED;
+    }
     if (status != expected) {
         sim_fail("%s failed and the status is %d (%s)", name != NULL ? name : "nothing", (int)status,
                  m->comm.error.message);
@@ -52,7 +60,8 @@ static void check_at_rest(sim_model *m) {
     for (size_t i = 0; i < m->layer_count; i++) {
         for (size_t k = 0; k < m->layers[i].group_count; k++) {
             const fc_group *g = &m->layers[i].groups[k].core;
-            if (g->sharded_state != FC_SHARDED || g->training_state != FC_IDLE || g->gather.active) {
+            if (g->sharded_state != FC_SHARDED || g->training_state != FC_IDLE || g->gather.active ||
+                g->torn) {
                 sim_fail("after the reset group %s is not at rest", m->layers[i].groups[k].name);
             }
         }
@@ -64,13 +73,13 @@ static void check_at_rest(sim_model *m) {
 
 static void recover(sim_model *m, const breakage *b) {
     if (b->in_reset) {
-        sim_fault_arm(1, b->lasting);
+        sim_fault_arm(1, b->span);
         if (fc_state_reset(&m->layers[0].core) != FC_OK) {
             sim_model_check(m, "after a failed reset");
         }
         fct_error_put_back(NULL);
     }
-    sim_fault_arm(0, false);
+    sim_fault_arm(0, SIM_ONCE);
     if (fc_state_reset(&m->layers[0].core) != FC_OK) {
         sim_fail("the reset failed: %s", m->comm.error.message);
     }
@@ -81,14 +90,13 @@ static void recover(sim_model *m, const breakage *b) {
 
 /* The step failed: look at what is left, recover, and do it again. */
 static void repeat_step(sim_model *m, const breakage *b, fc_status status) {
-    check_status(m, status);
+    check_status(m, b, status);
     sim_model_check(m, "after a failure");
     fct_error_put_back(NULL);
     if (b->carry_on) {
-        sim_fault_arm(0, false);
+        sim_fault_arm(0, SIM_ONCE);
         sim_model_forget_step(m);
         (void)!sim_model_step(m);
-        (void)sim_take_failures(); /* wrong numbers are what one gets; crashes and leaks are not */
         sim_model_check(m, "after carrying on");
     }
     recover(m, b);
@@ -98,16 +106,18 @@ static void repeat_step(sim_model *m, const breakage *b, fc_status status) {
     }
 }
 
-/* Trains with one breakage (nth 0: none). False where the n-th call was never made. */
-static bool train(const sim_scenario *s, const char *device, const breakage *b, double *digest) {
+/* Trains with one breakage (nth 0: none). Returns the step in which the n-th call was made; STEPS: in none. */
+static int train(const sim_scenario *s, const char *device, const breakage *b, double *digest) {
     sim_begin(s->device);
     sim_model *m = sim_model_new(s);
     const char *name = NULL;
-    bool broken = false;
-    sim_fault_arm(b->nth, b->lasting);
+    int broken = STEPS;
+    sim_fault_arm(b->nth, b->span);
     for (int step = 0; step < STEPS; step++) {
         fc_status status = sim_model_step(m);
-        broken = broken || sim_fault_fired(&name) != SIM_NO_FAULT;
+        if (broken == STEPS && sim_fault_fired(&name) != SIM_NO_FAULT) {
+            broken = step;
+        }
         if (status != FC_OK) {
             repeat_step(m, b, status);
         }
@@ -118,21 +128,22 @@ static bool train(const sim_scenario *s, const char *device, const breakage *b, 
     *digest = sim_model_digest(m);
     sim_model_free(m);
     sim_named_end("%s, on %s, where call %lld (%s) fails%s%s%s", s->name, device, (long long)b->nth,
-                  name != NULL ? name : "none", b->lasting ? " and all after it" : "",
+                  name != NULL ? name : "none", spans[b->span],
                   b->carry_on ? ", training goes on without a reset" : "",
                   b->in_reset ? ", and so does the reset" : "");
     return broken;
 }
 
-static void sweep(const sim_scenario *scenario, const char *device, breakage b) {
+/* Every call of the first `steps` steps. */
+static void sweep(const sim_scenario *scenario, const char *device, breakage b, int steps) {
     sim_scenario s = *scenario;
     double unfailed = 0.0;
     double digest = 0.0;
     s.device.seed = first_seed;
-    assert_false(train(&s, device, &(breakage){.nth = 0}, &unfailed));
+    assert_int_equal(train(&s, device, &(breakage){.nth = 0}, &unfailed), STEPS);
     for (b.nth = 1;; b.nth++) {
         s.device.seed = first_seed + (uint64_t)b.nth; /* another schedule each time; the parameters stay */
-        if (!train(&s, device, &b, &digest)) {
+        if (train(&s, device, &b, &digest) >= steps) {
             break;
         }
         assert_true(digest == unfailed);
@@ -140,20 +151,32 @@ static void sweep(const sim_scenario *scenario, const char *device, breakage b) 
     assert_true(b.nth > 10 || s.shape_count == 0);
 }
 
+/* Later steps make no call that the first does not, but find plans, memory and events that are there already. */
 static void sweep_single(const sim_scenario *scenario, const char *device) {
-    sweep(scenario, device, (breakage){.lasting = false});
+    sweep(scenario, device, (breakage){.span = SIM_ONCE}, scenario->device.no_kernels ? 1 : STEPS);
 }
 
-static void sweep_carry_on(const sim_scenario *scenario, const char *device) {
-    sweep(scenario, device, (breakage){.carry_on = true});
+/* What the reset does is the same with and without kernels, and whichever step it follows. */
+static void sweep_first_step(const sim_scenario *scenario, const char *device, breakage b) {
+    if (!scenario->device.no_kernels) {
+        sweep(scenario, device, b, 1);
+    }
 }
 
 static void sweep_reset(const sim_scenario *scenario, const char *device) {
-    sweep(scenario, device, (breakage){.in_reset = true});
+    sweep_first_step(scenario, device, (breakage){.in_reset = true});
 }
 
 static void sweep_lasting(const sim_scenario *scenario, const char *device) {
-    sweep(scenario, device, (breakage){.lasting = true, .in_reset = true});
+    sweep_first_step(scenario, device, (breakage){.span = SIM_ALL_AFTER, .in_reset = true});
+}
+
+static void sweep_carry_on(const sim_scenario *scenario, const char *device) {
+    sweep_first_step(scenario, device, (breakage){.carry_on = true});
+}
+
+static void sweep_carry_on_torn(const sim_scenario *scenario, const char *device) {
+    sweep_first_step(scenario, device, (breakage){.span = SIM_HOST_AFTER, .carry_on = true});
 }
 
 static void after_any_single_failure_the_step_can_be_repeated(void **state) {
@@ -171,9 +194,14 @@ static void failures_that_last_keep_the_first_exception(void **state) {
     sim_each_scenario(sweep_lasting);
 }
 
-static void training_on_after_a_failure_neither_crashes_nor_leaks(void **state) {
+static void without_a_reset_layers_still_compute_with_right_parameters(void **state) {
     (void)state;
     sim_each_scenario(sweep_carry_on);
+}
+
+static void a_torn_group_is_mended_before_it_is_used(void **state) {
+    (void)state;
+    sim_each_scenario(sweep_carry_on_torn);
 }
 
 int main(void) {
@@ -181,7 +209,8 @@ int main(void) {
         cmocka_unit_test(after_any_single_failure_the_step_can_be_repeated),
         cmocka_unit_test(a_failed_reset_can_be_repeated),
         cmocka_unit_test(failures_that_last_keep_the_first_exception),
-        cmocka_unit_test(training_on_after_a_failure_neither_crashes_nor_leaks),
+        cmocka_unit_test(without_a_reset_layers_still_compute_with_right_parameters),
+        cmocka_unit_test(a_torn_group_is_mended_before_it_is_used),
     };
     const char *seed = getenv("SWEEP_SEED");
     if (seed != NULL) {
