@@ -400,7 +400,8 @@ static fc_status reduce_on_streams(fc_group *g, fc_reduction *r, const fc_divide
     (void)fct_stream_set_current(stream);
     FC_TRY(scatter(g, r, divide));
     FC_TRY(settle_work(r));
-    bool alone = r->output == r->input; /* all that follows uses what the current stream allocated */
+    bool alone =
+        r->output == r->input; /* all that follows uses what the current stream allocated */
     if (!alone) {
         FC_TRY(fc_comm_record(c, stream, &r->scattered));
     }

@@ -35,10 +35,11 @@
 
 typedef struct sim_config {
     uint64_t seed;
-    bool streams;    /* the device has streams */
-    bool no_kernels; /* the device is neither CPU nor CUDA: the core has to copy through the boundary */
-    bool premul;     /* the backend can scale inside a collective */
-    bool profile;    /* somebody records profiler ranges */
+    bool streams; /* the device has streams */
+    bool
+        no_kernels; /* the device is neither CPU nor CUDA: the core has to copy through the boundary */
+    bool premul;    /* the backend can scale inside a collective */
+    bool profile; /* somebody records profiler ranges */
 } sim_config;
 
 void sim_begin(sim_config config);
@@ -101,14 +102,16 @@ bool sim_error_pending(void); /* an exception is set */
 
 double sim_round(fct_dtype dtype, double value); /* to the nearest value of the type */
 /* New tensor of the given shape (contiguous, on the simulated device) holding values; cannot fail. */
-fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes, const double *values);
+fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes,
+                           const double *values);
 /* Queued on the current stream: writes `values` into t (bumps its version), or checks that it holds them. */
 void sim_tensor_write(fct_tensor *t, const double *values, const char *what);
 void sim_tensor_expect(const fct_tensor *t, const double *values, const char *what);
 /* Queued on the current stream: reads t and checks that there is no NaN in it. */
 void sim_tensor_touch(const fct_tensor *t, const char *what);
 /* New alias; cannot fail. */
-fct_tensor *sim_tensor_view(const fct_tensor *t, int32_t ndim, const int64_t *sizes, const int64_t *strides);
+fct_tensor *sim_tensor_view(const fct_tensor *t, int32_t ndim, const int64_t *sizes,
+                            const int64_t *strides);
 /* The values now, after everything queued before is done: the host waits. out has room for all elements. */
 void sim_tensor_read(const fct_tensor *t, double *out);
 int64_t sim_tensor_numel(const fct_tensor *t);

@@ -45,8 +45,12 @@ void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn r
     if (group_count == GROUPS_MAX) {
         fail_msg("the simulation has no room for another process group");
     }
-    groups[group_count++] = (fct_pg){
-        .name = name, .world = world, .rank = rank, .row = row, .context = context, .stream = shared_stream};
+    groups[group_count++] = (fct_pg){.name = name,
+                                     .world = world,
+                                     .rank = rank,
+                                     .row = row,
+                                     .context = context,
+                                     .stream = shared_stream};
 }
 
 int fct_pg_resolve(const char *name, fct_pg **out) {
@@ -89,7 +93,8 @@ bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
 /* ---- issuing ---- */
 
 /* Queues a collective that reads input and writes output (the same tensor: in place). */
-static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op, sim_op op) {
+static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
+                       sim_op op) {
     bool here = sim_now.streams && sync_on_current && !async_op;
     int stream = here ? sim_stream_current() : pg->stream;
     sim_use uses[2];
@@ -169,7 +174,8 @@ static void run_all_gather(void *args) {
     memcpy(g->output.data, g->rows, (size_t)(g->world * g->row_bytes));
 }
 
-int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op, fct_work **work) {
+int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
+                   fct_work **work) {
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_all_gather")) {
         return -1;
@@ -177,8 +183,10 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
     sim_view to = sim_view_of(output, "an all-gather");
     sim_view from = sim_view_of(input, "an all-gather");
     int64_t row_bytes = from.numel * sim_itemsize(from.dtype);
-    if (to.numel != from.numel * pg->world || to.dtype != from.dtype || to.ndim != 1 || from.ndim != 1) {
-        sim_fail("an all-gather of %lld to %lld elements", (long long)from.numel, (long long)to.numel);
+    if (to.numel != from.numel * pg->world || to.dtype != from.dtype || to.ndim != 1 ||
+        from.ndim != 1) {
+        sim_fail("an all-gather of %lld to %lld elements", (long long)from.numel,
+                 (long long)to.numel);
         to.numel = 0;
     }
     if (to.numel > 0 && from.data != to.data + pg->rank * row_bytes) {
@@ -234,8 +242,8 @@ static reducing *reducing_new(const fct_pg *pg, fct_reduce_op op, double factor)
     return r;
 }
 
-int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op, double factor,
-                       bool async_op, fct_work **work) {
+int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op,
+                       double factor, bool async_op, fct_work **work) {
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_scatter")) {
         return -1;

@@ -104,7 +104,7 @@ sim_block *sim_tensor_block(const fct_tensor *t);
 
 /* ---- the rest ---- */
 
-extern sim_config sim_now; /* of the simulation that runs */
+extern sim_config sim_now;   /* of the simulation that runs */
 extern int sim_stream_count; /* how many streams it has: what clocks know about */
 extern sim_alive sim_living;
 void sim_faults_begin(void);

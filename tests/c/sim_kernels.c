@@ -59,8 +59,10 @@ static launch *launch_new(const void *descriptors, size_t count, size_t size) {
     return l;
 }
 
-static void queue(const uses *u, void *native, void (*run)(void *), launch *args, const char *what) {
-    const sim_op op = {.what = what, .uses = u->items, .use_count = u->count, .run = run, .args = args};
+static void queue(const uses *u, void *native, void (*run)(void *), launch *args,
+                  const char *what) {
+    const sim_op op = {
+        .what = what, .uses = u->items, .use_count = u->count, .run = run, .args = args};
     sim_stream_push(sim_stream_of_native(native), &op, NULL);
 }
 
@@ -97,13 +99,14 @@ static const char *sim_pack(const fck_segment *segments, size_t count, void *str
 
 static void run_unpack(void *args) {
     const launch *l = (const launch *)args;
-    if (__real_fck_cpu()->unpack(l->rows, l->row_bytes, l->world, l->of.columns, l->count, NULL) != NULL) {
+    if (__real_fck_cpu()->unpack(l->rows, l->row_bytes, l->world, l->of.columns, l->count, NULL) !=
+        NULL) {
         sim_fail("the unpack kernel failed");
     }
 }
 
-static const char *sim_unpack(const void *rows, int64_t row_bytes, int64_t world, const fck_column *columns,
-                              size_t count, void *stream) {
+static const char *sim_unpack(const void *rows, int64_t row_bytes, int64_t world,
+                              const fck_column *columns, size_t count, void *stream) {
     static const char what[] = "the unpack kernel";
     uses u = {.count = 0};
     sim_tick();
@@ -129,14 +132,15 @@ static const char *sim_unpack(const void *rows, int64_t row_bytes, int64_t world
 
 static void run_pack_gradients(void *args) {
     const launch *l = (const launch *)args;
-    if (__real_fck_cpu()->pack_gradients(l->of.gradients, l->count, l->world, l->dst, l->row_numel, l->dtype,
-                                         NULL) != NULL) {
+    if (__real_fck_cpu()->pack_gradients(l->of.gradients, l->count, l->world, l->dst, l->row_numel,
+                                         l->dtype, NULL) != NULL) {
         sim_fail("the gradient kernel failed");
     }
 }
 
-static const char *sim_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world, void *dst,
-                                      int64_t row_numel, fck_dtype dst_dtype, void *stream) {
+static const char *sim_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
+                                      void *dst, int64_t row_numel, fck_dtype dst_dtype,
+                                      void *stream) {
     static const char what[] = "the gradient kernel";
     uses u = {.count = 0};
     sim_tick();

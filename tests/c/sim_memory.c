@@ -19,7 +19,14 @@
 #define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
 #endif
 
-enum { BLOCKS_MAX = 4096, GRAIN = 64, POISON = 0xff, SPARE_CLASSES = 64, SCRATCH_GRAIN = 128, SCRATCH_CLASSES = 16 };
+enum {
+    BLOCKS_MAX = 4096,
+    GRAIN = 64,
+    POISON = 0xff,
+    SPARE_CLASSES = 64,
+    SCRATCH_GRAIN = 128,
+    SCRATCH_CLASSES = 16
+};
 
 static sim_block *blocks[BLOCKS_MAX];
 static size_t block_count;
@@ -129,9 +136,10 @@ void sim_block_touch(sim_block *block, bool write, int stream, uint32_t seq, con
     }
     const sim_access *race = unordered(block, write, now);
     if (race != NULL) {
-        sim_fail("%s on stream %d %s %zu bytes that %s on stream %d %s, and is not ordered after it", what, stream,
-                 write ? "writes" : "reads", block->size, race->what, race->stream,
-                 race == &block->written ? "writes" : "reads");
+        sim_fail(
+            "%s on stream %d %s %zu bytes that %s on stream %d %s, and is not ordered after it",
+            what, stream, write ? "writes" : "reads", block->size, race->what, race->stream,
+            race == &block->written ? "writes" : "reads");
         forget_accesses(block); /* one report is enough */
     }
     const sim_access access = {.seq = seq, .stream = stream, .what = what};
@@ -153,8 +161,10 @@ static void check_pool(int stream, const sim_clock *now) {
         }
         const sim_access *race = unordered(block, true, now);
         if (race != NULL) {
-            sim_fail("an allocation on stream %d may reuse %zu freed bytes that %s on stream %d still %s", stream,
-                     block->size, race->what, race->stream, race == &block->written ? "writes" : "reads");
+            sim_fail("an allocation on stream %d may reuse %zu freed bytes that %s on stream %d "
+                     "still %s",
+                     stream, block->size, race->what, race->stream,
+                     race == &block->written ? "writes" : "reads");
             forget_accesses(block);
         }
     }
@@ -223,7 +233,8 @@ sim_block *sim_block_alloc(size_t bytes) {
     args->base = block->base;
     args->bytes = bytes;
     const sim_use use = {block, true};
-    const sim_op op = {.what = "the allocation", .uses = &use, .use_count = 1, .run = run_fill, .args = args};
+    const sim_op op = {
+        .what = "the allocation", .uses = &use, .use_count = 1, .run = run_fill, .args = args};
     sim_stream_push(stream, &op, NULL);
     return block;
 }

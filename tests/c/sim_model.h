@@ -58,12 +58,13 @@ typedef struct sim_param {
     sim_shape shape;
     char name[48];
     int64_t numel;
-    double *full;           /* the whole parameter's values */
-    double *gradient;       /* what this step's backwards gave on rank 0, summed */
-    size_t contributions;   /* how many there were */
-    fct_tensor *sharded;    /* the sharded parameter over this rank's elements; its .grad is the result */
-    fct_tensor *unsharded;  /* the host's reference */
-    bool registered[2];     /* true: unsharded; second slot only where tied */
+    double *full;         /* the whole parameter's values */
+    double *gradient;     /* what this step's backwards gave on rank 0, summed */
+    size_t contributions; /* how many there were */
+    fct_tensor
+        *sharded; /* the sharded parameter over this rank's elements; its .grad is the result */
+    fct_tensor *unsharded; /* the host's reference */
+    bool registered[2];    /* true: unsharded; second slot only where tied */
     size_t seed;
 } sim_param;
 

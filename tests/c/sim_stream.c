@@ -172,7 +172,8 @@ static queued *append(int index, const sim_op *op) {
     join(&s->clock, &host);
     s->clock.at[index] = ++s->issued;
     for (size_t i = 0; i < op->use_count; i++) {
-        sim_block_touch(op->uses[i].block, op->uses[i].write, index, s->issued, &s->clock, op->what);
+        sim_block_touch(op->uses[i].block, op->uses[i].write, index, s->issued, &s->clock,
+                        op->what);
     }
     q->run = op->run;
     q->args = op->args;

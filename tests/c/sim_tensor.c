@@ -62,7 +62,8 @@ double sim_get(fct_dtype dtype, const void *address) {
     case FCK_FLOAT16:
     case FCK_BFLOAT16:
         memcpy(&bits, address, sizeof bits);
-        return (double)(dtype == FCK_FLOAT16 ? fck_float_of_half(bits) : fck_float_of_bfloat16(bits));
+        return (double)(dtype == FCK_FLOAT16 ? fck_float_of_half(bits)
+                                             : fck_float_of_bfloat16(bits));
     case FCK_FLOAT32:
         memcpy(&single, address, sizeof single);
         return (double)single;
@@ -135,8 +136,8 @@ static void storage_release(sim_storage *storage) {
 }
 
 /* Steals the storage. strides NULL: contiguous. */
-static fct_tensor *tensor_over(sim_storage *storage, fct_dtype dtype, int32_t ndim, const int64_t *sizes,
-                               const int64_t *strides, int64_t offset) {
+static fct_tensor *tensor_over(sim_storage *storage, fct_dtype dtype, int32_t ndim,
+                               const int64_t *sizes, const int64_t *strides, int64_t offset) {
     fct_tensor *t = (fct_tensor *)sim_alloc(sizeof *t);
     int64_t stride = 1;
     t->refs = 1;
@@ -162,7 +163,8 @@ int64_t sim_tensor_numel(const fct_tensor *t) {
 }
 
 static fct_tensor *tensor_like(const fct_tensor *t, fct_dtype dtype) {
-    return tensor_over(storage_new(sim_tensor_numel(t) * sim_itemsize(dtype)), dtype, t->ndim, t->sizes, NULL, 0);
+    return tensor_over(storage_new(sim_tensor_numel(t) * sim_itemsize(dtype)), dtype, t->ndim,
+                       t->sizes, NULL, 0);
 }
 
 static void check_alive(const fct_tensor *t, const char *what) {
@@ -295,7 +297,8 @@ static void run_elementwise(void *args) {
     }
 }
 
-static void queue_elementwise(fct_tensor *to, const fct_tensor *from, double factor, const char *what) {
+static void queue_elementwise(fct_tensor *to, const fct_tensor *from, double factor,
+                              const char *what) {
     elementwise *e = (elementwise *)sim_scratch(sizeof *e);
     sim_use uses[VIEWS_MAX];
     size_t count = 0;
@@ -305,7 +308,8 @@ static void queue_elementwise(fct_tensor *to, const fct_tensor *from, double fac
     if (from != NULL) {
         e->from = sim_view_of(from, what);
         if (e->from.numel != e->to.numel) {
-            sim_fail("%s of %lld elements to %lld", what, (long long)e->from.numel, (long long)e->to.numel);
+            sim_fail("%s of %lld elements to %lld", what, (long long)e->from.numel,
+                     (long long)e->to.numel);
             e->to.numel = 0;
         }
     }
@@ -334,8 +338,8 @@ int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tens
     return 0;
 }
 
-int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes, const int64_t *strides,
-                     int64_t offset, fct_tensor **out) {
+int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
+                     const int64_t *strides, int64_t offset, fct_tensor **out) {
     check_alive(base, "alias");
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_alias")) {
         return -1;
@@ -504,7 +508,8 @@ static void run_expect(void *args) {
     for (int64_t i = 0; i < e->view.numel; i++) {
         double found = sim_get(e->view.dtype, sim_view_at(&e->view, i));
         if (!(found == e->values[i])) {
-            sim_fail("element %lld of %s is %g, expected %g", (long long)i, e->what, found, e->values[i]);
+            sim_fail("element %lld of %s is %g, expected %g", (long long)i, e->what, found,
+                     e->values[i]);
             return;
         }
     }
@@ -528,8 +533,8 @@ static void run_read(void *args) {
     }
 }
 
-static void queue_transfer(const fct_tensor *t, const double *values, double *out, void (*run)(void *),
-                           const char *what) {
+static void queue_transfer(const fct_tensor *t, const double *values, double *out,
+                           void (*run)(void *), const char *what) {
     int64_t numel = sim_tensor_numel(t);
     transfer *args = (transfer *)sim_scratch(sizeof *args + (size_t)numel * sizeof(double));
     args->view = sim_view_of(t, what);
@@ -548,12 +553,14 @@ static void queue_transfer(const fct_tensor *t, const double *values, double *ou
     sim_stream_push(sim_stream_current(), &op, NULL);
 }
 
-fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes, const double *values) {
+fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes,
+                           const double *values) {
     int64_t numel = 1;
     for (int32_t d = 0; d < ndim; d++) {
         numel *= sizes[d];
     }
-    fct_tensor *t = tensor_over(storage_new(numel * sim_itemsize(dtype)), dtype, ndim, sizes, NULL, 0);
+    fct_tensor *t =
+        tensor_over(storage_new(numel * sim_itemsize(dtype)), dtype, ndim, sizes, NULL, 0);
     queue_transfer(t, values, NULL, run_write, "a new tensor's write");
     return t;
 }
@@ -567,7 +574,8 @@ void sim_tensor_touch(const fct_tensor *t, const char *what) {
     queue_transfer(t, NULL, NULL, run_touch, what);
 }
 
-fct_tensor *sim_tensor_view(const fct_tensor *t, int32_t ndim, const int64_t *sizes, const int64_t *strides) {
+fct_tensor *sim_tensor_view(const fct_tensor *t, int32_t ndim, const int64_t *sizes,
+                            const int64_t *strides) {
     t->storage->refs++;
     return tensor_over(t->storage, t->dtype, ndim, sizes, strides, t->offset);
 }

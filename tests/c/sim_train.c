@@ -27,14 +27,15 @@ static void use_params(sim_layer *layer) {
         sim_group *g = &layer->groups[k];
         for (size_t i = 0; i < g->count; i++) {
             sim_param *p = &g->params[i];
-            if (g->core.sharded_state != FC_UNSHARDED || !p->registered[0] || p->core.unsharded == NULL ||
-                p->core.unsharded != p->unsharded) {
+            if (g->core.sharded_state != FC_UNSHARDED || !p->registered[0] ||
+                p->core.unsharded == NULL || p->core.unsharded != p->unsharded) {
                 sim_fail("a layer computes while %s is not unsharded", p->name);
                 continue;
             }
             double *values = (double *)sim_scratch((size_t)(p->numel + 1) * sizeof *values);
             for (int64_t e = 0; e < p->numel; e++) {
-                values[e] = sim_round(p->shape.compute != 0 ? p->shape.compute : p->shape.dtype, p->full[e]);
+                values[e] = sim_round(p->shape.compute != 0 ? p->shape.compute : p->shape.dtype,
+                                      p->full[e]);
             }
             sim_tensor_expect(p->core.unsharded, values, p->name);
             sim_scratch_free(values);

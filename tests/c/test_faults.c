@@ -17,9 +17,10 @@ static const char *const spans[] = {"", " and all after it", " and all host call
 
 /* One broken run. */
 typedef struct breakage {
-    int64_t nth;   /* which call fails */
+    int64_t nth; /* which call fails */
     sim_fault_span span;
-    bool carry_on; /* the caller swallows the error and trains on, once, before it resets: the layers' parameters are
+    bool
+        carry_on; /* the caller swallows the error and trains on, once, before it resets: the layers' parameters are
                       right all the same, gradients may have parts of the interrupted step */
     bool in_reset; /* the reset is made to fail, too, at its first call */
 } breakage;
@@ -47,8 +48,8 @@ static void check_status(sim_model *m, const breakage *b, fc_status status) {
         expected = FC_ERAISED;
     }
     if (status != expected) {
-        sim_fail("%s failed and the status is %d (%s)", name != NULL ? name : "nothing", (int)status,
-                 m->comm.error.message);
+        sim_fail("%s failed and the status is %d (%s)", name != NULL ? name : "nothing",
+                 (int)status, m->comm.error.message);
     }
     if (status == FC_ERAISED && !sim_error_pending()) {
         sim_fail("%s failed and its exception got lost", name != NULL ? name : "nothing");
@@ -60,8 +61,8 @@ static void check_at_rest(sim_model *m) {
     for (size_t i = 0; i < m->layer_count; i++) {
         for (size_t k = 0; k < m->layers[i].group_count; k++) {
             const fc_group *g = &m->layers[i].groups[k].core;
-            if (g->sharded_state != FC_SHARDED || g->training_state != FC_IDLE || g->gather.active ||
-                g->torn) {
+            if (g->sharded_state != FC_SHARDED || g->training_state != FC_IDLE ||
+                g->gather.active || g->torn) {
                 sim_fail("after the reset group %s is not at rest", m->layers[i].groups[k].name);
             }
         }
@@ -142,7 +143,8 @@ static void sweep(const sim_scenario *scenario, const char *device, breakage b, 
     s.device.seed = first_seed;
     assert_int_equal(train(&s, device, &(breakage){.nth = 0}, &unfailed), STEPS);
     for (b.nth = 1;; b.nth++) {
-        s.device.seed = first_seed + (uint64_t)b.nth; /* another schedule each time; the parameters stay */
+        s.device.seed =
+            first_seed + (uint64_t)b.nth; /* another schedule each time; the parameters stay */
         if (train(&s, device, &b, &digest) >= steps) {
             break;
         }

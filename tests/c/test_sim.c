@@ -186,8 +186,9 @@ static exchange start_all_gather(bool right_row) {
     double first = right_row ? 10 : 0;
     sim_pg_register("world", 2, 1, row_of_ranks, NULL);
     assert_int_equal(fct_pg_resolve("world", &x.pg), 0);
-    x.all = sim_tensor_new(FCK_FLOAT32, 1, eight,
-                           (const double[8]){-1, -1, -1, -1, first, first + 1, first + 2, first + 3});
+    x.all =
+        sim_tensor_new(FCK_FLOAT32, 1, eight,
+                       (const double[8]){-1, -1, -1, -1, first, first + 1, first + 2, first + 3});
     assert_int_equal(fct_tensor_alias(x.all, 1, four, one_step, 4, &x.own), 0);
     assert_int_equal(fct_all_gather(x.pg, x.all, x.own, true, &x.work), 0);
     return x;
@@ -207,7 +208,8 @@ static void an_all_gather_brings_the_rows_of_all_ranks(void **state) {
         exchange x = start_all_gather(true);
         assert_non_null(x.work);
         assert_int_equal(fct_work_wait(x.work), 0);
-        sim_tensor_expect(x.all, (const double[8]){0, 1, 2, 3, 10, 11, 12, 13}, "the gathered rows");
+        sim_tensor_expect(x.all, (const double[8]){0, 1, 2, 3, 10, 11, 12, 13},
+                          "the gathered rows");
         end_exchange(&x);
         sim_end();
     }
@@ -269,7 +271,8 @@ static void a_reduction_sums_the_peers_multiples(void **state) {
     fct_work *work = NULL;
     sim_pg_register("world", 2, 1, row_of_ranks, NULL);
     assert_int_equal(fct_pg_resolve("world", &pg), 0);
-    fct_tensor *in = sim_tensor_new(FCK_FLOAT32, 1, eight, (const double[8]){0, 0, 0, 0, 2, 4, 6, 8});
+    fct_tensor *in =
+        sim_tensor_new(FCK_FLOAT32, 1, eight, (const double[8]){0, 0, 0, 0, 2, 4, 6, 8});
     fct_tensor *out = sim_tensor_new(FCK_FLOAT32, 1, four, (const double[4]){0});
     assert_int_equal(fct_reduce_scatter(pg, out, in, FCT_AVG, 1.0, true, &work), 0);
     assert_int_equal(fct_work_wait(work), 0);
