@@ -18,7 +18,7 @@ typedef struct fc_reduction {
     fct_tensor *input;
     fct_tensor *output;
     fct_work *work;
-    bool all_reducing; /* `work` is the all-reduce */
+    bool all_reducing;    /* `work` is the all-reduce */
     fct_event *scattered; /* end of the input's last use, on the reduce stream (one rank: on the
                              all-reduce stream, where there are replicas) */
     double divide_after;
@@ -400,8 +400,7 @@ static fc_status reduce_on_streams(fc_group *g, fc_reduction *r, const fc_divide
     (void)fct_stream_set_current(stream);
     FC_TRY(scatter(g, r, divide));
     FC_TRY(settle_work(r));
-    bool alone =
-        r->output == r->input; /* all that follows uses what the current stream allocated */
+    bool alone = r->output == r->input; /* what follows uses the current stream's memory */
     if (!alone) {
         FC_TRY(fc_comm_record(c, stream, &r->scattered));
     }
