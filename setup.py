@@ -118,7 +118,7 @@ def headers() -> list[str]:
 
 def c_sources() -> list[str]:
     """The C (and, with CUDA, .cu) files that BuildC compiles itself, relative to the repository."""
-    files = [*CSRC.glob("core/*.c"), *CSRC.glob("python/*.c"), CSRC / "kernels/kernels_cpu.c"]
+    files = [*CSRC.glob("core/*.c"), *CSRC.glob("python/*.c"), *CSRC.glob("kernels/*_cpu.c")]
     files.append(CSRC / ("kernels/kernels_cuda.cu" if NVCC else "kernels/kernels_none.c"))
     return sorted(str(path.relative_to(ROOT)) for path in files)
 

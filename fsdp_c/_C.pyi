@@ -11,9 +11,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 def bind(**objects: Any) -> None: ...
 def fault_arm(n: int, /) -> None: ...
 def fault_left() -> int: ...
-
-# What torch's classes of the same names have, too, is typed Any: the package's classes derive from
-# both, and torch writes attributes that are computed here.
+def clip_collect(
+    params: list[torch.Tensor], /
+) -> tuple[list[torch.Tensor], list[tuple[Any, Any]], list[int]]: ...
+def clip(
+    params: list[torch.Tensor],
+    max_norm: float,
+    error_if_nonfinite: bool,
+    largest: int,
+    groups_of: Callable[[Any, Any], tuple[str, ...] | None],
+    /,
+) -> tuple[float, float, list[torch.Tensor]] | None: ...
 
 class Param:
     sharded_param: Any

@@ -65,6 +65,7 @@ _C.bind(
 )
 
 from . import names  # noqa: E402  (these need the bound extension)
+from .clip import clip_grad_norm_  # noqa: E402
 from .fully_shard import fully_shard  # noqa: E402
 from .install import install, uninstall  # noqa: E402
 from .replicate import replicate  # noqa: E402
@@ -79,6 +80,7 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "auto_shard",
+    "clip_grad_norm_",
     "fully_shard",
     "install",
     "names",

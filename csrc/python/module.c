@@ -71,6 +71,15 @@ static PyMethodDef module_methods[] = {
      "RuntimeError; 0: off."},
     {"fault_left", module_fault_left, METH_NOARGS,
      "fault_left(): what is left of fault_arm's n; 0: off or fired."},
+    {"clip_collect", fcpy_clip_collect, METH_O,
+     "clip_collect(params): the gradients there are, as (local tensors, kinds, index of the kind "
+     "of "
+     "each); a kind is (mesh, placements), (None, None) for plain tensors."},
+    {"clip", (PyCFunction)(void (*)(void))fcpy_clip, METH_FASTCALL,
+     "clip(params, max_norm, error_if_nonfinite, largest, groups_of): (total norm, factor, local "
+     "gradients of more than largest elements, which are still to be scaled); None and nothing "
+     "done where the gradients are not all contiguous float32 on the CPU and placed alike, or "
+     "groups_of(mesh, placements) gives None instead of names of process groups."},
     {NULL, NULL, 0, NULL},
 };
 

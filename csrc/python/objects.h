@@ -16,6 +16,9 @@
 /* Interned names used on the hot path; X(identifier). */
 #define FCPY_NAMES(X)                                                                              \
     X(_local_tensor)                                                                               \
+    X(_spec)                                                                                       \
+    X(mesh)                                                                                        \
+    X(placements)                                                                                  \
     X(_parameters)                                                                                 \
     X(_post_accumulate_grad_hooks)                                                                 \
     X(grad)                                                                                        \
@@ -188,6 +191,11 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
 PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *output);
 /* output cast to the policy's output dtype; new reference. */
 PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output);
+
+/* ---- clip.c: module functions, see fsdp_c/_C.pyi ---- */
+/* New tuple of lists: local gradients, kinds as (mesh, placements), each gradient's kind. */
+PyObject *fcpy_clip_collect(PyObject *module, PyObject *params);
+PyObject *fcpy_clip(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 /* Reference counting of a PyObject as the owner of an fct_hook. */
 void fcpy_retain(void *owner);

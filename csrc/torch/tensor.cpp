@@ -118,6 +118,12 @@ uint32_t fct_tensor_version(const fct_tensor *t) {
     return impl(t)->is_inference() ? 0 : impl(t)->version_counter().current_version();
 }
 
+void fct_tensor_bump(fct_tensor *t) {
+    if (!impl(t)->is_inference()) {
+        impl(t)->bump_version();
+    }
+}
+
 bool fct_tensor_is_view(const fct_tensor *t) {
     try {
         return Borrowed(t)->is_view();

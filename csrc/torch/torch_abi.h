@@ -90,6 +90,8 @@ void fct_tensor_facts(const fct_tensor *t, fct_facts *out);
 bool fct_tensor_requires_grad(const fct_tensor *t);
 /* The version counter's value; 0 for inference tensors. */
 uint32_t fct_tensor_version(const fct_tensor *t);
+/* Counts a write that went through a raw pointer (nothing happens for inference tensors). */
+void fct_tensor_bump(fct_tensor *t);
 
 /* New 1-D tensor of `numel` uninitialised elements, allocated on the device's current stream. */
 FCT_CHECK int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out);

@@ -245,6 +245,11 @@ uint32_t fct_tensor_version(const fct_tensor *t) {
     return t->version;
 }
 
+void fct_tensor_bump(fct_tensor *t) {
+    check_alive(t, "bump");
+    t->version++;
+}
+
 int fct_tensor_set_requires_grad(fct_tensor *t, bool value) {
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_set_requires_grad")) {
         return -1;

@@ -1,0 +1,70 @@
+"""``fsdp_c.clip_grad_norm_`` beside torch's on the same sharded gradients, over gloo.
+
+Method. ``--ranks`` processes, a model of ``--params`` parameters sharded layer by layer, gradients
+of one backward. The two calls take turns in each round on fresh copies of the gradients, with a
+norm that makes them scale. The figures are minima over the rounds on rank 0, in milliseconds: wall
+time, and CPU time of the calling thread (without the wait for the collective). On two ranks the two
+totals have to be equal.
+
+    python benchmarks/clip.py [--params 500] [--width 16 64 256] [--ranks 2] [--rounds 50]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from ranks import Times, model_of, side_by_side, start_ranks, two_clocks
+from report import write_json
+
+from fsdp_c import clip_grad_norm_, fully_shard
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Gradient clipping beside torch's.")
+    parser.add_argument("--params", type=int, default=500)
+    parser.add_argument("--width", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--json", help="write the results to this file as well")
+    options = parser.parse_args()
+    if not start_ranks(options.ranks):
+        return
+    results = {width: measure(options, width) for width in options.width}
+    if dist.get_rank() == 0:
+        print(f"clip_grad_norm_, {options.params} parameters, {options.ranks} ranks: ms")
+        print(two_clocks("width", results))
+        write_json(options.json, "clip", {"ms": results, **vars(options)})
+    dist.destroy_process_group()
+
+
+def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
+    """Milliseconds of one call, for layers of (width, width)."""
+    torch.manual_seed(0)
+    model = model_of(options.params, width)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model(torch.randn(2, width)).square().mean().backward()
+    params = list(model.parameters())
+    grads = [param.grad._local_tensor for param in params]
+    kept = [grad.clone() for grad in grads]
+    totals: dict[str, torch.Tensor] = {}
+
+    def restore() -> None:
+        torch._foreach_copy_(grads, kept)
+
+    def stock() -> None:
+        totals["stock"] = torch.nn.utils.clip_grad_norm_(params, 1e-2)
+
+    def ours() -> None:
+        totals["ours"] = clip_grad_norm_(params, 1e-2)
+
+    found = side_by_side({"stock": stock, "ours": ours}, options.rounds, restore)
+    assert options.ranks > 2 or torch.equal(totals["stock"].full_tensor(), totals["ours"])
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Benchmarks that need real ranks: this script again, once for each, over gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from report import table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+STORE = "FSDP_C_BENCH_STORE"
+
+
+def start_ranks(world_size: int) -> bool:
+    """In the launching process: runs the script on ``world_size`` ranks and returns False.
+
+    In a rank: joins the default process group and returns True. Rank 0 prints.
+    """
+    if STORE in os.environ:
+        torch.set_num_threads(1)
+        rank, store = int(os.environ["RANK"]), dist.FileStore(os.environ[STORE], world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+        )
+        return True
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {STORE: f"{folder}/store", "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *sys.argv], env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            )
+            for rank in range(world_size)
+        ]
+        codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(1)
+    return False
+
+
+class Times(NamedTuple):
+    """Milliseconds of one call."""
+
+    wall: float
+    cpu: float
+
+
+def side_by_side(
+    calls: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object] = lambda: None
+) -> dict[str, Times]:
+    """Wall and CPU milliseconds of each call, the minima over the rounds.
+
+    The calls take turns, each after ``before`` and a barrier. Minima: other processes on the
+    machine only ever add to a time.
+    """
+    wall: dict[str, list[float]] = {name: [] for name in calls}
+    cpu: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 2):
+        for name, call in calls.items():
+            before()
+            dist.barrier()
+            begin, busy = time.perf_counter(), time.thread_time()
+            call()
+            if i >= 2:
+                cpu[name].append((time.thread_time() - busy) * 1000)
+                wall[name].append((time.perf_counter() - begin) * 1000)
+    return {name: Times(min(wall[name]), min(cpu[name])) for name in calls}
+
+
+def two_clocks(title: str, results: dict[Any, dict[str, Times]]) -> str:
+    """A table of "stock" and "ours" by both clocks, one row for each result."""
+    rows: list[list[object]] = []
+    for label, times in results.items():
+        stock, ours = times["stock"], times["ours"]
+        wall = [stock.wall, ours.wall, stock.wall / ours.wall]
+        rows.append([label, *wall, stock.cpu, ours.cpu, stock.cpu / ours.cpu])
+    clocks = [f"{clock} {what}" for clock in ("wall", "cpu") for what in ("stock", "ours", "ratio")]
+    return table([title, *clocks], rows)
+
+
+class Layer(nn.Module):
+    """Ten parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(width, width) for _ in range(5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = x + torch.tanh(part(x))  # plain stacks have gradients that vanish into denormals
+        return x
+
+
+def model_of(parameters: int, width: int) -> nn.Sequential:
+    """Layers with ten parameters each: five of (width, width) and five of (width,)."""
+    return nn.Sequential(*(Layer(width) for _ in range(parameters // 10)))

@@ -1,0 +1,27 @@
+/* Norms and scaling of float32 arrays, for clipping gradients on the CPU. Raw pointers, like
+ * kernels.h; nothing is kept. */
+#ifndef FSDP_C_KERNELS_NORM_H
+#define FSDP_C_KERNELS_NORM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct fck_floats {
+    float *values; /* may be NULL where count is 0 */
+    int64_t count;
+} fck_floats;
+
+/* norms[i]: the 2-norm of arrays[i], summed in the order of torch.linalg.vector_norm. */
+void fck_norms(const fck_floats *arrays, size_t count, float *norms);
+/* Every element times factor. */
+void fck_scale(const fck_floats *array, float factor);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,356 @@
+/* Gradient clipping: a whole call for what is usual (float32 on the CPU, 2-norm, all gradients
+ * placed alike), and the collecting of gradients for everything else, which fsdp_c/clip.py does.
+ *
+ * Nothing here keeps state. A raw pointer is taken from a tensor and used at once, with the GIL
+ * held, after its extent was checked against its storage. */
+#include "objects.h"
+
+#include <math.h>
+
+#include "../kernels/kernels.h"
+#include "../kernels/norm.h"
+
+/* How gradients are placed: the same mesh and the same kinds of placement are one kind. */
+typedef struct kind {
+    PyObject *mesh;       /* NULL: plain tensors */
+    PyObject *placements; /* tuple */
+} kind;
+
+static void kind_clear(kind *k) {
+    Py_CLEAR(k->mesh);
+    Py_CLEAR(k->placements);
+}
+
+static bool kind_equal(const kind *a, const kind *b) {
+    if (a->mesh != b->mesh) {
+        return false;
+    }
+    if (a->placements == b->placements) {
+        return true;
+    }
+    const Py_ssize_t count = PyTuple_GET_SIZE(a->placements);
+    if (count != PyTuple_GET_SIZE(b->placements)) {
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (Py_TYPE(PyTuple_GET_ITEM(a->placements, i)) !=
+            Py_TYPE(PyTuple_GET_ITEM(b->placements, i))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* The kind of a DTensor, with new references; both fields NULL for a plain tensor. */
+static int kind_of(const fcpy_module *mod, PyObject *grad, kind *out) {
+    out->mesh = out->placements = NULL;
+    const int is_dtensor = PyObject_IsInstance(grad, mod->bound.dtensor_class);
+    if (is_dtensor <= 0) {
+        return is_dtensor;
+    }
+    PyObject *spec = PyObject_GetAttr(grad, mod->names._spec);
+    if (spec == NULL) {
+        return -1;
+    }
+    out->mesh = PyObject_GetAttr(spec, mod->names.mesh);
+    out->placements = out->mesh == NULL ? NULL : PyObject_GetAttr(spec, mod->names.placements);
+    Py_DECREF(spec);
+    if (out->placements == NULL || !PyTuple_Check(out->placements)) {
+        if (out->placements != NULL) {
+            PyErr_SetString(PyExc_TypeError, "placements of a DTensor should be a tuple");
+        }
+        kind_clear(out);
+        return -1;
+    }
+    return 0;
+}
+
+/* The position of `wanted` among `kinds` (a list of (mesh, placements) tuples), to which it is
+ * added where it is new; -1 with an exception. Kinds are few: a search is cheapest. */
+static Py_ssize_t kind_index(PyObject *kinds, const kind *wanted) {
+    const Py_ssize_t count = PyList_GET_SIZE(kinds);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *pair = PyList_GET_ITEM(kinds, i);
+        kind known = {PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)};
+        if (known.mesh == Py_None) {
+            known.mesh = known.placements = NULL;
+        }
+        if (kind_equal(&known, wanted)) {
+            return i;
+        }
+    }
+    PyObject *pair = PyTuple_Pack(2, wanted->mesh != NULL ? wanted->mesh : Py_None,
+                                  wanted->placements != NULL ? wanted->placements : Py_None);
+    const int failed = pair == NULL ? -1 : PyList_Append(kinds, pair);
+    Py_XDECREF(pair);
+    return failed ? -1 : count;
+}
+
+/* Appends one parameter's gradient to the three lists; nothing where it has none. */
+static int collect_one(const fcpy_module *mod, PyObject *param, PyObject *locals, PyObject *kinds,
+                       PyObject *indices) {
+    int result = -1;
+    kind found = {NULL, NULL};
+    PyObject *local = NULL, *index = NULL;
+    PyObject *grad = PyObject_GetAttr(param, mod->names.grad);
+    if (grad == NULL) {
+        return -1;
+    }
+    if (grad == Py_None) {
+        Py_DECREF(grad);
+        return 0;
+    }
+    if (kind_of(mod, grad, &found) != 0) {
+        goto done;
+    }
+    local = found.mesh != NULL ? PyObject_GetAttr(grad, mod->names._local_tensor) : Py_NewRef(grad);
+    const Py_ssize_t position = local == NULL ? -1 : kind_index(kinds, &found);
+    if (position < 0 || (index = PyLong_FromSsize_t(position)) == NULL) {
+        goto done;
+    }
+    if (PyList_Append(locals, local) == 0 && PyList_Append(indices, index) == 0) {
+        result = 0;
+    }
+done:
+    Py_XDECREF(index);
+    Py_XDECREF(local);
+    kind_clear(&found);
+    Py_DECREF(grad);
+    return result;
+}
+
+PyObject *fcpy_clip_collect(PyObject *module, PyObject *params) {
+    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
+    PyObject *locals = PyList_New(0), *kinds = PyList_New(0), *indices = PyList_New(0);
+    PyObject *result = NULL;
+    if (!PyList_Check(params)) {
+        PyErr_SetString(PyExc_TypeError, "clip_collect expects a list of tensors");
+        goto done;
+    }
+    if (locals == NULL || kinds == NULL || indices == NULL) {
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
+        if (collect_one(mod, PyList_GET_ITEM(params, i), locals, kinds, indices) != 0) {
+            goto done;
+        }
+    }
+    result = PyTuple_Pack(3, locals, kinds, indices);
+done:
+    Py_XDECREF(locals);
+    Py_XDECREF(kinds);
+    Py_XDECREF(indices);
+    return result;
+}
+
+/* The elements of a tensor that the kernels can work on: contiguous float32 in host memory. */
+static bool floats_of(fct_tensor *tensor, fck_floats *out) {
+    fct_facts facts;
+    if (tensor == NULL) {
+        return false;
+    }
+    fct_tensor_facts(tensor, &facts);
+    out->values = (float *)facts.data;
+    out->count = facts.numel;
+    if (facts.device.type != FCT_DEVICE_CPU || facts.dtype != FCK_FLOAT32 || !facts.strided ||
+        !facts.contiguous) {
+        return false;
+    }
+    return facts.numel == 0 ||
+           (facts.data != NULL && facts.offset_bytes >= 0 &&
+            facts.numel <= (facts.storage_bytes - facts.offset_bytes) / facts.itemsize);
+}
+
+/* Adds up what the ranks of one group have. */
+static int all_reduce(const char *group, fct_tensor *values) {
+    fct_pg *pg = NULL;
+    fct_work *work = NULL;
+    if (fct_pg_resolve(group, &pg) != 0) {
+        return -1;
+    }
+    int failed = fct_all_reduce(pg, values, FCT_SUM, 1.0, true, &work);
+    if (!failed && work != NULL) {
+        failed = fct_work_wait(work);
+    }
+    fct_work_release(work);
+    fct_pg_release(pg);
+    return failed;
+}
+
+/* Local norms to norms of whole gradients: squares, sums over the ranks, roots. */
+static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *norms) {
+    if (PyTuple_GET_SIZE(groups) == 0) {
+        return 0;
+    }
+    for (int64_t i = 0; i < norms->count; i++) {
+        norms->values[i] *= norms->values[i];
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(groups); i++) {
+        const char *name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(groups, i));
+        if (name == NULL || all_reduce(name, buffer) != 0) {
+            return -1;
+        }
+    }
+    for (int64_t i = 0; i < norms->count; i++) {
+        norms->values[i] = sqrtf(norms->values[i]);
+    }
+    return 0;
+}
+
+/* The gradients of one call: local tensors (new references) and their elements. */
+typedef struct gradients {
+    PyObject **locals;
+    fck_floats *arrays;
+    Py_ssize_t count;
+    kind placed; /* of all of them */
+} gradients;
+
+static void gradients_clear(gradients *g) {
+    for (Py_ssize_t i = 0; i < g->count; i++) {
+        Py_DECREF(g->locals[i]);
+    }
+    PyMem_Free(g->locals);
+    PyMem_Free(g->arrays);
+    kind_clear(&g->placed);
+}
+
+/* Adds one parameter's gradient, if it has one. 1: done; 0: not for this path (another kind, dtype
+ * or device); -1: an exception. */
+static int gradients_add(const fcpy_module *mod, gradients *g, PyObject *param) {
+    int result = -1;
+    kind found = {NULL, NULL};
+    PyObject *local = NULL;
+    PyObject *grad = PyObject_GetAttr(param, mod->names.grad);
+    if (grad == NULL || grad == Py_None) {
+        result = grad != NULL ? 1 : -1;
+        goto done;
+    }
+    if (kind_of(mod, grad, &found) != 0) {
+        goto done;
+    }
+    if (g->count == 0) {
+        g->placed = found;
+        found.mesh = found.placements = NULL;
+    } else if (!kind_equal(&g->placed, &found)) {
+        result = 0;
+        goto done;
+    }
+    local =
+        g->placed.mesh != NULL ? PyObject_GetAttr(grad, mod->names._local_tensor) : Py_NewRef(grad);
+    if (local == NULL) {
+        goto done;
+    }
+    result = floats_of(fct_py_tensor(local), &g->arrays[g->count]) ? 1 : 0;
+    if (result == 1) {
+        g->locals[g->count++] = local;
+        local = NULL;
+    }
+done:
+    Py_XDECREF(local);
+    kind_clear(&found);
+    Py_XDECREF(grad);
+    return result;
+}
+
+/* 1, 0 or -1 as for one of them. */
+static int gradients_collect(const fcpy_module *mod, gradients *g, PyObject *params) {
+    const Py_ssize_t n = PyList_GET_SIZE(params);
+    g->locals = PyMem_New(PyObject *, n > 0 ? n : 1);
+    g->arrays = PyMem_New(fck_floats, n > 0 ? n : 1);
+    if (g->locals == NULL || g->arrays == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n && i < PyList_GET_SIZE(params); i++) {
+        const int added = gradients_add(mod, g, PyList_GET_ITEM(params, i));
+        if (added != 1) {
+            return added;
+        }
+    }
+    return g->count > 0 ? 1 : 0;
+}
+
+/* The total norm over the ranks of all `groups` (names). */
+static int gradients_total(const gradients *g, PyObject *groups, float *total) {
+    const fct_device cpu = {FCT_DEVICE_CPU, -1};
+    fct_tensor *buffer = NULL;
+    fck_floats norms;
+    if (fct_tensor_empty(g->count, FCK_FLOAT32, cpu, &buffer) != 0) {
+        return -1;
+    }
+    int failed = floats_of(buffer, &norms) ? 0 : -1;
+    if (failed) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: a new tensor has no memory");
+    } else {
+        fck_norms(g->arrays, (size_t)g->count, norms.values);
+        failed = reduce_norms(groups, buffer, &norms);
+    }
+    if (!failed) {
+        fck_norms(&norms, 1, total);
+    }
+    fct_tensor_release(buffer);
+    return failed;
+}
+
+/* Scales the arrays of at most `largest` elements; new list of the other tensors. The addresses
+ * are read again: another thread may have had the GIL during the collective. */
+static PyObject *gradients_scale(gradients *g, float factor, int64_t largest) {
+    PyObject *left = PyList_New(0);
+    for (Py_ssize_t i = 0; left != NULL && i < g->count; i++) {
+        fct_tensor *tensor = fct_py_tensor(g->locals[i]);
+        if (floats_of(tensor, &g->arrays[i]) && g->arrays[i].count <= largest) {
+            fck_scale(&g->arrays[i], factor);
+            fct_tensor_bump(tensor);
+        } else if (PyList_Append(left, g->locals[i]) != 0) {
+            Py_CLEAR(left);
+        }
+    }
+    return left;
+}
+
+/* The total norm of g, then the scaling; (total, factor, tensors still to be scaled). */
+static PyObject *gradients_clip(gradients *g, PyObject *groups, double max_norm, bool finite,
+                                int64_t largest) {
+    float total;
+    if (gradients_total(g, groups, &total) != 0) {
+        return NULL;
+    }
+    /* torch's arithmetic: number / tensor is the tensor's reciprocal times the number. */
+    float factor = (1.0F / (total + 1e-6F)) * (float)max_norm;
+    factor = factor > 1.0F ? 1.0F : factor; /* nan stays */
+    const bool scales = factor != 1.0F && (isfinite(total) || !finite);
+    PyObject *left = scales ? gradients_scale(g, factor, largest) : PyList_New(0);
+    return left == NULL ? NULL : Py_BuildValue("ddN", (double)total, (double)factor, left);
+}
+
+PyObject *fcpy_clip(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
+    if (nargs != 5 || !PyList_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "clip expects a list of tensors and four more arguments");
+        return NULL;
+    }
+    const double max_norm = PyFloat_AsDouble(args[1]);
+    const int finite = PyObject_IsTrue(args[2]);
+    const long long largest = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    gradients g = {NULL, NULL, 0, {NULL, NULL}};
+    PyObject *groups = NULL, *result = NULL;
+    const int usable = gradients_collect(mod, &g, args[0]);
+    if (usable == 1) {
+        groups =
+            PyObject_CallFunctionObjArgs(args[4], g.placed.mesh ? g.placed.mesh : Py_None,
+                                         g.placed.placements ? g.placed.placements : Py_None, NULL);
+    }
+    if (usable == 0 || groups == Py_None) {
+        result = Py_NewRef(Py_None);
+    } else if (groups != NULL && PyTuple_Check(groups)) {
+        result = gradients_clip(&g, groups, max_norm, finite, largest);
+    } else if (groups != NULL) {
+        PyErr_SetString(PyExc_TypeError, "clip expects a tuple of names of process groups");
+    }
+    Py_XDECREF(groups);
+    gradients_clear(&g);
+    return result;
+}

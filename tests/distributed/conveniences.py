@@ -1,0 +1,109 @@
+"""What the ranks of test_conveniences.py do. Each function asserts by itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fsdp_c import clip_grad_norm_, fully_shard
+
+
+class Net(nn.Module):
+    """Three residual layers of uneven widths and a tied head: (batch,) of ints -> (batch, 11)."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, 7), nn.Tanh(), nn.Linear(7, width)) for _ in range(3)]
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor, steps: int) -> torch.Tensor:
+        """Appends ``steps`` tokens, greedily."""
+        for _ in range(steps):
+            tokens = torch.cat([tokens, self(tokens)[-1:].argmax(-1)])
+        return tokens
+
+
+def sharded_net(seed: int = 0, **kwargs: Any) -> Net:
+    torch.manual_seed(seed)
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def backward(model: nn.Module, rank: int, scale: float = 1.0) -> None:
+    tokens = torch.arange(6) * (rank + 3) % 11
+    (model(tokens).square().mean() * scale).backward()
+
+
+def clip(rank: int, world: int) -> None:
+    exact = world == 2
+    for norm_type in (2.0, 1.0, 3.0, math.inf, 4.0):
+        for max_norm in (0.01, 1e9):
+            clip_both(rank, norm_type, max_norm, exact and norm_type != 4.0)
+    clip_hybrid(rank, world)
+
+
+def clip_both(rank: int, norm_type: float, max_norm: float, exact: bool) -> None:
+    ours, theirs = sharded_net(), sharded_net()
+    for model in (ours, theirs):
+        backward(model, rank, 100)
+    if norm_type == math.inf:  # torch refuses the empty shards that some ranks have
+        whole = [p.grad.full_tensor() for p in theirs.parameters()]
+        expected = torch.nn.utils.get_total_norm(whole, norm_type)
+        scale = min(max_norm / (expected.item() + 1e-6), 1.0)
+        for param in theirs.parameters():
+            param.grad._local_tensor.mul_(scale)
+        exact = False
+    else:
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
+        expected = expected.full_tensor()
+    with CommDebugMode() as comm:
+        total = clip_grad_norm_(ours.parameters(), max_norm, norm_type)
+    assert comm.get_total_counts() == 1
+    rtol = 0 if exact else 1e-6
+    torch.testing.assert_close(total, expected, rtol=rtol, atol=0)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert isinstance(a.grad, DTensor)
+        torch.testing.assert_close(a.grad._local_tensor, b.grad._local_tensor, rtol=rtol, atol=0)
+    same = [torch.empty(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(same, total)
+    assert all(torch.equal(one, total) for one in same)
+
+
+def clip_hybrid(rank: int, world: int) -> None:
+    """Replicated over one dimension of the mesh, sharded over the other; one ignored parameter."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    plain = model[1].bias
+    fully_shard(model, mesh=mesh, ignored_params={plain})
+    model(torch.ones(2, 5) * (rank + 1)).sum().backward()
+    dist.all_reduce(plain.grad)
+    whole = [
+        p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
+    ]
+    expected = torch.nn.utils.get_total_norm(whole)
+    torch.testing.assert_close(clip_grad_norm_(model, 1.0), expected, rtol=1e-6, atol=0)
+    again = clip_grad_norm_(model, 1.0)
+    torch.testing.assert_close(again, torch.tensor(1.0), rtol=1e-5, atol=0)

@@ -1,0 +1,236 @@
+"""``clip_grad_norm_``: torch's numbers, bit for bit, from the local gradients.
+
+The fake process group's collectives move nothing, so that the "total" of both implementations is
+this rank's own: what is compared is the arithmetic. Real ranks are in tests/distributed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fsdp_c import clip_grad_norm_, fully_shard
+
+SHAPES = [(64, 8), (17,), (9, 3), (1,), (40, 33), (8, 1), (3,)]
+
+
+def sharded(
+    shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """A unit with a parameter of each shape; 8 ranks, so that some shards are empty on this one."""
+    module = nn.Module()
+    for i, shape in enumerate(shapes):
+        module.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape).to(dtype)))
+    fully_shard(module)
+    return module
+
+
+def give_grads(module: nn.Module, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for param in module.parameters():
+        local = param._local_tensor
+        grad = torch.randn(local.shape, generator=generator).to(local.dtype) * scale
+        param.grad = DTensor.from_local(
+            grad, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+        )
+
+
+def compare(module: nn.Module, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> float:
+    """Clips by torch and by us; the totals and all gradients have to be the same."""
+    params = list(module.parameters())
+    give_grads(module)
+    theirs = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, **kwargs).full_tensor()
+    expected = [param.grad._local_tensor.clone() for param in params]
+    give_grads(module)
+    before = [param.grad._local_tensor._version for param in params]
+    ours = clip_grad_norm_(params, max_norm, norm_type, **kwargs)
+    assert type(ours) is torch.Tensor and ours.shape == () and ours.dtype == theirs.dtype
+    assert torch.equal(ours, theirs)
+    for param, grad, version in zip(params, expected, before, strict=True):
+        assert torch.equal(param.grad._local_tensor, grad)
+        assert param.grad._local_tensor._version == version + (max_norm < theirs)
+    return ours.item()
+
+
+class TestParityWithTorch:
+    @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6])
+    def test_two_norm(self, fake_group: int, max_norm: float) -> None:
+        assert compare(sharded(), max_norm) > 5
+
+    @pytest.mark.parametrize("norm_type", [1.0, 3.0, 2, "inf", float("inf"), 0.0])
+    def test_other_norms(self, fake_group: int, norm_type: Any) -> None:
+        shapes = [shape for shape in SHAPES if shape[0] >= 8]  # torch refuses empty shards for inf
+        compare(sharded(shapes), 0.5, float(norm_type))
+
+    @pytest.mark.parametrize("norm_type", [4.0, 0.5, 1.5, -1.0, -math.inf])
+    def test_unusual_norms_to_the_last_bits(self, fake_group: int, norm_type: float) -> None:
+        module = sharded([(64, 8), (40, 33)])
+        give_grads(module)
+        theirs = torch.nn.utils.get_total_norm(
+            [p.grad for p in module.parameters()], norm_type
+        ).full_tensor()
+        ours = clip_grad_norm_(module, 1e9, norm_type)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
+    def test_other_dtypes(self, fake_group: int, dtype: torch.dtype) -> None:
+        compare(sharded(dtype=dtype), 0.5)
+
+    @pytest.mark.parametrize("foreach", [True, False])
+    def test_with_and_without_foreach(self, fake_group: int, foreach: bool) -> None:
+        compare(sharded(), 0.5, foreach=foreach)
+
+    def test_mixed_dtypes(self, fake_group: int) -> None:
+        module = nn.ModuleList([sharded(), sharded(dtype=torch.bfloat16), sharded()])
+        compare(module, 0.5)
+
+    def test_gradients_too_large_for_one_thread(self, fake_group: int) -> None:
+        compare(sharded([(8 * 300, 200), (64, 8)]), 0.5)
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.floats(1e-3, 1e3))
+    def test_plain_tensors_of_any_length(self, lengths: list[int], max_norm: float) -> None:
+        def grads() -> list[torch.Tensor]:
+            generator = torch.Generator().manual_seed(len(lengths))
+            params = [torch.zeros(n) for n in lengths]
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator)
+            return params
+
+        theirs, ours = grads(), grads()
+        expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+        assert torch.equal(clip_grad_norm_(ours, max_norm), expected)
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+    def test_vectors_with_extreme_values(self) -> None:
+        for values in ([1e30, 1e30], [1e-30, 1e-40], [0.0], [math.inf, 1.0], [math.nan, 1.0]):
+            theirs, ours = torch.zeros(len(values)), torch.zeros(len(values))
+            theirs.grad, ours.grad = torch.tensor(values), torch.tensor(values)
+            expected = torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+            torch.testing.assert_close(
+                clip_grad_norm_([ours], 1.0), expected, rtol=0, atol=0, equal_nan=True
+            )
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0, equal_nan=True)
+
+
+class TestCollectives:
+    def count(self, module: nn.Module, *args: Any) -> int:
+        with CommDebugMode() as comm:
+            clip_grad_norm_(module, 1.0, *args)
+        return comm.get_total_counts()
+
+    @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+    def test_one_for_all_parameters(self, fake_group: int, norm_type: float) -> None:
+        module = sharded()
+        give_grads(module)
+        assert self.count(module, norm_type) == 1
+
+    def test_none_for_replicated_and_plain_gradients(self, fake_group: int) -> None:
+        module = nn.Linear(4, 4)
+        mesh = init_device_mesh("cpu", (8,))
+        module.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+        module.weight.grad = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+        module.bias.grad = torch.ones(4)
+        with CommDebugMode() as comm:
+            total = clip_grad_norm_(module, 100.0)
+        assert comm.get_total_counts() == 0
+        assert total == pytest.approx(math.sqrt(20))
+
+    def test_one_for_each_sharded_dimension_of_a_mesh(self, fake_group: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        module = nn.Module()
+        placements = [[Shard(0), Shard(1)], [Shard(0), Replicate()], [Replicate(), Shard(0)]]
+        for i, places in enumerate(placements):
+            param = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, places))
+            param.grad = distribute_tensor(torch.ones(8, 8), mesh, places)
+            module.register_parameter(f"p{i}", param)
+        assert self.count(module) == 2 + 1 + 1
+
+    def test_pending_sums_are_done_first(self, single_group: int) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        assert clip_grad_norm_([param], 1.0) == 2.0
+        assert torch.equal(param.grad._local_tensor, torch.ones(4) * (1 / (2 + 1e-6)))
+        assert param.grad.placements == (Partial(),)
+
+
+class TestArguments:
+    def test_a_module_stands_for_its_parameters_and_a_tensor_for_itself(self) -> None:
+        module = nn.Linear(2, 2)
+        module(torch.ones(1, 2)).sum().backward()
+        total = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+        assert torch.equal(clip_grad_norm_(module, 100.0), total)
+        assert torch.equal(clip_grad_norm_(iter(module.parameters()), 100.0), total)
+        assert clip_grad_norm_(module.bias, 100.0) == pytest.approx(math.sqrt(2))
+
+    def test_parameters_without_gradient_are_left_out(self, fake_group: int) -> None:
+        module = sharded()
+        assert torch.equal(clip_grad_norm_(module, 1.0), torch.tensor(0.0))
+        assert torch.equal(clip_grad_norm_([], 1.0), torch.tensor(0.0))
+        give_grads(module)
+        params = list(module.parameters())
+        params[0].grad = None
+        total = clip_grad_norm_(params, 1e9)
+        assert torch.equal(total, clip_grad_norm_(params[1:], 1e9))
+
+    def test_gradients_below_the_norm_are_not_touched(self, fake_group: int) -> None:
+        module = sharded()
+        give_grads(module)
+        before = [p.grad._local_tensor.clone() for p in module.parameters()]
+        clip_grad_norm_(module, 1e9)
+        for param, grad in zip(module.parameters(), before, strict=True):
+            assert torch.equal(param.grad._local_tensor, grad)
+            assert param.grad._local_tensor._version == 0
+
+    @pytest.mark.parametrize("norm_type", [2.0, 1.0])
+    @pytest.mark.parametrize("value", [math.inf, math.nan])
+    def test_nonfinite_totals_raise_before_anything_changes(
+        self, fake_group: int, norm_type: float, value: float
+    ) -> None:
+        module = sharded()
+        give_grads(module)
+        module.p1.grad._local_tensor[0] = value
+        before = [p.grad._local_tensor.clone() for p in module.parameters()]
+        with pytest.raises(RuntimeError, match=r"total norm of order .* is non-finite"):
+            clip_grad_norm_(module, 1.0, norm_type, error_if_nonfinite=True)
+        for param, grad in zip(module.parameters(), before, strict=True):
+            assert torch.equal(param.grad._local_tensor.nan_to_num(), grad.nan_to_num())
+
+    def test_empty_shards_have_an_infinity_norm(self, fake_group: int) -> None:
+        module = sharded([(64, 8), (3,)])
+        give_grads(module)
+        for param in module.parameters():
+            param.grad._local_tensor = param.grad._local_tensor[:0]  # as on a rank without rows
+        assert clip_grad_norm_(module, 1.0, math.inf) == 0.0
+        assert clip_grad_norm_(module, 1.0, -math.inf) == math.inf
+        with pytest.raises(RuntimeError, match="empty"):  # stock does not know what to do with one
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0, math.inf)
+
+    @pytest.mark.parametrize("strides", ["t", "expand"])
+    def test_gradients_that_are_not_contiguous(self, strides: str) -> None:
+        ours, theirs = torch.zeros(4, 6), torch.zeros(4, 6)
+        for param in (ours, theirs):
+            values = torch.arange(24.0)
+            param.grad = values.view(6, 4).t() if strides == "t" else values.view(4, 6)[:, ::1]
+        expected = torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+        assert torch.equal(clip_grad_norm_([ours], 1.0), expected)
+        assert torch.equal(ours.grad, theirs.grad)
+
+    def test_bad_input(self) -> None:
+        with pytest.raises(AttributeError, match="grad"):
+            clip_grad_norm_([object()], 1.0)  # type: ignore[list-item]
+        with pytest.raises((TypeError, ValueError)):
+            clip_grad_norm_([torch.zeros(1)], "large")  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            clip_grad_norm_(3, 1.0)  # type: ignore[arg-type]
