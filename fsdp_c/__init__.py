@@ -50,6 +50,7 @@ _C.bind(
     replace_grad_tensors=replace_grad_tensors,
     cast_tree=_cast_tree,
     warn_view_output=_warn_view_output,
+    set_eval_frame=torch._C._dynamo.eval_frame.set_eval_frame,
     # In the order of the C enums fc_training_state and fc_sharded_state.
     training_states=(
         TrainingState.FORWARD,

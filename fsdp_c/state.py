@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -14,6 +15,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 
 from . import _C
 from .comm_context import CommContext
+
+
+def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Keeps functorch's transforms from wrapping what is allocated."""
+    if torch._C._are_functorch_transforms_active():
+        return torch._C._DisableFuncTorch()
+    return contextlib.nullcontext()
 
 
 class State(_C.State, FSDPState):
@@ -100,8 +108,9 @@ class State(_C.State, FSDPState):
             self._state_ctx.all_states = states
             self._init_fqns()
             self._validate_no_duplicate_params()
-            for group in groups:
-                group.lazy_init()
+            with _plain_tensors():
+                for group in groups:
+                    group.lazy_init()
             self._comm_ctx.lazy_init(self._device)
         except BaseException:
             self._is_root = None

@@ -101,7 +101,7 @@ done:
     return status;
 }
 
-fc_status fc_gather_start(fc_group *g, bool async_op) {
+static fc_status start_gather(fc_group *g, bool async_op) {
     fc_status status = FC_OK;
     fc_gather gather = {.active = true, .async_op = async_op};
     void *range = NULL;
@@ -132,6 +132,14 @@ fc_status fc_gather_start(fc_group *g, bool async_op) {
     }
 done:
     fct_profile_exit(range);
+    return status;
+}
+
+/* Under functorch's transforms nothing here is to be wrapped. */
+fc_status fc_gather_start(fc_group *g, bool async_op) {
+    void *pause = fct_functorch_pause();
+    fc_status status = start_gather(g, async_op);
+    fct_functorch_resume(pause);
     return status;
 }
 
@@ -192,6 +200,7 @@ done:
  * no flat tensor holds memory. */
 fc_status fc_gather_copy_out(fc_group *g) {
     fc_status status = FC_OK;
+    void *pause = fct_functorch_pause();
     FC_TRY(move_data(g));
     for (size_t i = 0; i < g->count; i++) {
         fc_param *p = g->params[i];
@@ -205,9 +214,11 @@ fc_status fc_gather_copy_out(fc_group *g) {
             FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
         }
     }
-    return FC_OK;
 done:
-    fc_gather_free(g);
+    if (status != FC_OK) {
+        fc_gather_free(g);
+    }
+    fct_functorch_resume(pause);
     return status;
 }
 

@@ -180,6 +180,7 @@ static fc_status to_forward(fc_group *g) {
     if (g->sharded_state != FC_UNSHARDED) {
         return FC_OK;
     }
+    void *pause = fct_functorch_pause();
     for (size_t i = 0; i < g->count; i++) {
         fc_param *p = g->params[i];
         FC_TRY(fc_param_keep_forward(p, g->device));
@@ -198,6 +199,7 @@ done:
     if (status != FC_OK) {
         drop_forward(g);
     }
+    fct_functorch_resume(pause);
     return status;
 }
 

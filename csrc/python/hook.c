@@ -72,8 +72,12 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
         PyErr_Format(PyExc_TypeError, "a forward hook takes 3 arguments, got %zd", count);
         return NULL;
     }
-    return self->kind == HOOK_PRE_FORWARD ? run_pre_forward(self, args[0], args[1], args[2])
-                                          : run_post_forward(self, args[0], args[2]);
+    PyObject *paused = fcpy_dynamo_pause(self->state->mod);
+    PyObject *result = self->kind == HOOK_PRE_FORWARD
+                           ? run_pre_forward(self, args[0], args[1], args[2])
+                           : run_post_forward(self, args[0], args[2]);
+    fcpy_dynamo_resume(self->state->mod, paused);
+    return result;
 }
 
 /* Hook(state, post, modules=None) */

@@ -46,6 +46,7 @@
     X(replace_grad_tensors)                                                                        \
     X(cast_tree)                                                                                   \
     X(warn_view_output)                                                                            \
+    X(set_eval_frame)                                                                              \
     X(training_states)                                                                             \
     X(sharded_states)
 
@@ -148,6 +149,11 @@ extern struct PyModuleDef fcpy_module_def;
 /* The module state of a type or of one of its bases; NULL with TypeError set. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 extern const fc_host fcpy_host; /* host.c: what the core may ask of Python */
+
+/* ---- dynamo.c ---- */
+/* Stops dynamo on this thread until resume; what it returns is for resume only, NULL: not active. */
+PyObject *fcpy_dynamo_pause(fcpy_module *mod);
+void fcpy_dynamo_resume(fcpy_module *mod, PyObject *callback);
 
 /* ---- type specs, one for each file ---- */
 extern PyType_Spec fcpy_param_spec;

@@ -83,6 +83,12 @@ void check_alias(const c10::TensorImpl *base, c10::IntArrayRef sizes, c10::IntAr
 
 } // namespace
 
+/* What torch._C._DisableFuncTorch does. */
+struct FuncTorchPause {
+    c10::impl::ExcludeDispatchKeyGuard front{c10::DispatchKey::FuncTorchDynamicLayerFrontMode};
+    c10::impl::ExcludeDispatchKeyGuard back{c10::DispatchKey::FuncTorchDynamicLayerBackMode};
+};
+
 extern "C" {
 
 void fct_tensor_retain(fct_tensor *t) {
@@ -268,6 +274,14 @@ bool fct_functorch_active(void) {
      * stack is not empty. */
     return c10::impl::tls_is_dispatch_key_included(
         c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+void *fct_functorch_pause(void) {
+    return fct_functorch_active() ? new FuncTorchPause : nullptr;
+}
+
+void fct_functorch_resume(void *pause) {
+    delete static_cast<FuncTorchPause *>(pause);
 }
 
 } // extern "C"

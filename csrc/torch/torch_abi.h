@@ -239,6 +239,10 @@ FCT_CHECK int fct_py_device(struct _object *obj, fct_device *out);
 FCT_CHECK int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
 /* True while functorch transforms are active on this thread. */
 bool fct_functorch_active(void);
+/* Takes this thread out of functorch's transforms, so that tensors are plain ones; NULL where none
+ * is active. resume ends that; NULL is fine. Strictly nested. */
+void *fct_functorch_pause(void);
+void fct_functorch_resume(void *pause);
 
 #ifdef __cplusplus
 }

@@ -146,6 +146,14 @@ void sim_set_in_backward(bool value) {
     in_backward = value;
 }
 
+void *fct_functorch_pause(void) {
+    return NULL;
+}
+
+void fct_functorch_resume(void *pause) {
+    (void)pause;
+}
+
 bool fct_grad_enabled(void) {
     return true;
 }
