@@ -23,6 +23,20 @@ def clip(
     /,
 ) -> tuple[float, float, list[torch.Tensor]] | None: ...
 
+GROUP_METHODS: tuple[str, ...]
+STATE_METHODS: tuple[str, ...]
+
+def guard_bind(
+    group_methods: tuple[Any, ...],
+    state_methods: tuple[Any, ...],
+    entries: tuple[Any, ...],
+    log_cache: dict[int, bool],
+    log_enabled: Callable[[], bool],
+    /,
+) -> None: ...
+def overrides(group_or_state: ParamGroup | State, /) -> int: ...
+def guard_probe(group: ParamGroup, steps: int, /) -> int: ...
+
 class Param:
     sharded_param: Any
     _sharded_param_data: torch.Tensor

@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
-from . import _C
+from . import _C, guard
 
 
 def _cast_tree(dtype: torch.dtype, tree: Any) -> Any:
@@ -51,6 +51,9 @@ _C.bind(
     cast_tree=_cast_tree,
     warn_view_output=_warn_view_output,
     set_eval_frame=torch._C._dynamo.eval_frame.set_eval_frame,
+    log_debug=guard.log_debug,
+    insert_node=guard.insert_node,
+    node_backward=guard.node_backward,
     # In the order of the C enums fc_training_state and fc_sharded_state.
     training_states=(
         TrainingState.FORWARD,
@@ -69,8 +72,12 @@ from . import names  # noqa: E402  (these need the bound extension)
 from .clip import clip_grad_norm_  # noqa: E402
 from .fully_shard import fully_shard  # noqa: E402
 from .install import install, uninstall  # noqa: E402
+from .param_group import ParamGroup  # noqa: E402
 from .replicate import replicate  # noqa: E402
+from .state import State  # noqa: E402
 from .wrap import auto_shard  # noqa: E402
+
+guard.bind(ParamGroup, State)
 
 __version__ = "0.1.0"
 

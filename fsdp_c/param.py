@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
+from .guard import shows
 
 if TYPE_CHECKING:
     from .param_group import ParamGroup
@@ -75,6 +76,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_count_step)
 
 
+@shows(FSDPParam)
 class Param(_C.Param, FSDPParam):
     """One parameter of a group; torch's ``FSDPParam`` by type.
 

@@ -24,9 +24,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 
 from . import _C
+from .guard import shows
 from .param import Param
 
 
+@shows(stock.FSDPParamGroup)
 class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
     """Parameters that are gathered in one collective and reduced in one collective.
 

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_state as stock
 import torch.nn as nn
 from torch.autograd.graph import _MultiHandle
 from torch.distributed._composable_state import _insert_module_state
@@ -15,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 
 from . import _C
 from .comm_context import CommContext
+from .guard import is_overridden, shows
 
 
 def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
@@ -24,6 +26,7 @@ def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+@shows(FSDPState)
 class State(_C.State, FSDPState):
     """What one ``fully_shard`` call keeps for its modules; torch's ``FSDPState`` by type.
 
@@ -56,6 +59,9 @@ class State(_C.State, FSDPState):
         self._output_dtype = mp_policy.output_dtype
         for module in modules:
             _insert_module_state(module, self)
+        if any(is_overridden(self, FSDPState, n) for n in ("_pre_forward", "_post_forward")):
+            self._register_overridden_hooks()
+            return
         group = set(modules) if len(modules) > 1 else None
         pre, post = _C.Hook(self, False, group), _C.Hook(self, True, group)
         pre_handles = tuple(
@@ -73,6 +79,26 @@ class State(_C.State, FSDPState):
             handle = _MultiHandle(pre_handles + post_handles)
             self._pre_forward_hook_handle = handle
             self._post_forward_hook_handle = handle
+
+    def _register_overridden_hooks(self) -> None:
+        """torch's way to register, for patched ``_pre_forward`` and ``_post_forward``."""
+        if len(self._modules) > 1:
+            handle = stock._register_group_forward_hooks(
+                self._modules,
+                self._pre_forward,
+                self._post_forward,
+                self._modules_to_run_forward,
+                self._cast_output_dtype,
+            )
+            self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
+            return
+        module = self._modules[0]
+        self._pre_forward_hook_handle = module.register_forward_pre_hook(
+            self._pre_forward, prepend=True, with_kwargs=True
+        )
+        self._post_forward_hook_handle = module.register_forward_hook(
+            self._post_forward, prepend=False
+        )
 
     def _states_below(self) -> list[State]:
         """All states in the root's tree, in ``named_modules()`` order; refuses other roots."""

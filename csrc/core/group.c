@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "call.h"
 #include "gather.h"
 #include "reduce.h"
 
@@ -103,6 +104,12 @@ void *fc_group_enter_range(const fc_group *g, const char *label) {
         (void)snprintf(name, sizeof name, "FSDP::%s", label);
     }
     return fct_profile_enter(name);
+}
+
+static void note(const fc_group *g, const char *label) {
+    if (g->host->log != NULL) {
+        g->host->log(g->owner, label);
+    }
 }
 
 /* ---- sharded state ---- */
@@ -212,7 +219,7 @@ fc_status fc_group_reshard(fc_group *g) {
             return to_forward(g);
         }
     }
-    return fc_group_to_sharded(g);
+    return fc_call_to_sharded(g);
 }
 
 /* ---- unshard ---- */
@@ -283,11 +290,12 @@ done:
 
 fc_status fc_group_pre_forward(fc_group *g, bool *entering) {
     fc_status status = FC_OK;
+    note(g, "pre_forward");
     void *range = fc_group_enter_range(g, "pre_forward");
     bool first = g->training_state != FC_FORWARD;
     g->training_state = FC_FORWARD;
-    FC_TRY(fc_group_unshard(g, g->unshard_async_op));
-    FC_TRY(fc_group_wait_unshard(g));
+    FC_TRY(fc_call_unshard(g, g->unshard_async_op));
+    FC_TRY(fc_call_wait_unshard(g));
     *entering = first;
 done:
     fct_profile_exit(range);
@@ -296,10 +304,11 @@ done:
 
 fc_status fc_group_post_forward(fc_group *g) {
     fc_status status = FC_OK;
+    note(g, "post_forward");
     void *range = fc_group_enter_range(g, "post_forward");
     if (!fct_in_backward()) {
         size_t position = 0;
-        FC_TRY(fc_group_reshard(g));
+        FC_TRY(fc_call_reshard(g));
         FC_TRY(fc_order_append(&g->comm->order, g, &position));
         FC_TRY(fc_positions_push(&g->positions, position));
     }
@@ -320,7 +329,7 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
     }
     fc_training_state before = g->training_state;
     g->training_state = pass;
-    fc_status status = fc_group_unshard(g, g->unshard_async_op);
+    fc_status status = fc_call_unshard(g, g->unshard_async_op);
     g->training_state = before;
     fct_profile_exit(range);
     return status;
@@ -347,9 +356,9 @@ done:
     return status;
 }
 
-static fc_status prefetch_previous(fc_group *g) {
-    if (g->positions.count == 0) {
-        return FC_OK; /* several backwards: the first one has cleared them */
+fc_status fc_group_backward_prefetch(fc_group *g) {
+    if (g->training_state != FC_PRE_BACKWARD || g->positions.count == 0) {
+        return FC_OK; /* several backwards: the first one has cleared the positions */
     }
     size_t position = g->positions.items[--g->positions.count];
     const fc_order *order = &g->comm->order;
@@ -368,13 +377,14 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     if (g->training_state == FC_PRE_BACKWARD) {
         return FC_OK;
     }
+    note(g, "pre_backward");
     void *range = fc_group_enter_range(g, "pre_backward");
     g->training_state = FC_PRE_BACKWARD;
     FC_TRY(fc_reduce_poll(g->comm));
-    FC_TRY(fc_group_unshard(g, g->unshard_async_op));
-    FC_TRY(fc_group_wait_unshard(g));
+    FC_TRY(fc_call_unshard(g, g->unshard_async_op));
+    FC_TRY(fc_call_wait_unshard(g));
     if (default_prefetch) {
-        FC_TRY(prefetch_previous(g));
+        FC_TRY(fc_call_backward_prefetch(g));
     }
 done:
     fct_profile_exit(range);
@@ -397,7 +407,7 @@ static fc_status keep_grads(fc_group *g) {
     fc_status status = FC_OK;
     void *range = fc_group_enter_range(g, "post_backward_reshard");
     if (g->reshard_after_backward) {
-        FC_TRY(fc_group_reshard(g));
+        FC_TRY(fc_call_reshard(g));
     }
     for (size_t i = 0; i < g->count; i++) {
         FC_TRY(fc_param_stash_grad(g->params[i]));
@@ -446,7 +456,7 @@ static fc_status collect_grads(fc_group *g) {
         }
     }
     if (g->reshard_after_backward) {
-        FC_TRY(fc_group_reshard(g));
+        FC_TRY(fc_call_reshard(g));
     }
 done:
     fct_profile_exit(range);
@@ -462,7 +472,8 @@ static fc_status reduce_grads(fc_group *g, bool partial_group) {
         return FC_OK;
     }
     range = fc_group_enter_range(g, "post_backward_reduce");
-    if (g->hosted_reduce) {
+    if (g->hosted_reduce || fc_call_overridden(g, FC_CALL_REDUCE)) {
+        g->was_hosted = true;
         FC_TRY_RAISED(
             g->host->reduce(g->owner, plan->params, plan->grads, plan->count, partial_group));
     } else {
@@ -478,6 +489,7 @@ fc_status fc_group_post_backward(fc_group *g) {
     fc_status status = FC_OK;
     bool partial = g->module_count > 1 && g->training_state == FC_FORWARD;
     void *range = NULL;
+    note(g, "post_backward");
     g->training_state = FC_POST_BACKWARD;
     FC_TRY(fold_grads(g));
     if (!g->reduce_grads) {
@@ -513,7 +525,7 @@ fc_status fc_group_finalize_backward(fc_group *g) {
     fc_status status = FC_OK;
     FC_TRY(wait_and_put(g, &g->comm->last_reduced));
     FC_TRY(wait_and_put(g, &g->comm->last_all_reduced));
-    if (g->hosted_reduce) {
+    if (g->was_hosted) {
         FC_TRY_RAISED(g->host->finalize(g->owner));
     }
     fc_comm_put_event(g->comm, g->reduced);
@@ -530,7 +542,7 @@ done:
 fc_status fc_group_reset(fc_group *g) {
     fc_reduce_discard(g->comm, g);
     fc_reduce_plan_drop_grads(&g->reduce_plan);
-    if (g->hosted_reduce) {
+    if (g->was_hosted) {
         g->host->drop_reduce(g->owner);
     }
     for (size_t i = 0; i < g->count; i++) {
@@ -541,7 +553,7 @@ fc_status fc_group_reset(fc_group *g) {
     g->training_state = FC_IDLE;
     fc_comm_put_event(g->comm, g->reduced);
     g->reduced = NULL;
-    return fc_group_to_sharded(g);
+    return fc_call_to_sharded(g);
 }
 
 fc_status fc_group_check(fc_group *g) {

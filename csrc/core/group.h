@@ -100,7 +100,8 @@ typedef struct fc_group {
     bool reduce_unused;
     bool hosted_gather; /* the host moves the data, see host.h */
     bool hosted_reduce;
-    bool has_hook; /* host->reduce_hook is to be called */
+    bool was_hosted; /* the host has reduced: it may hold something */
+    bool has_hook;   /* host->reduce_hook is to be called */
     bool has_divide_factor;
     double divide_factor;
     fct_dtype orig_dtype;   /* of the trainable parameters; FCT_NO_DTYPE: none is trainable */
@@ -144,6 +145,8 @@ FC_CHECK fc_status fc_group_post_forward(fc_group *g);
 FC_CHECK fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch);
 FC_CHECK fc_status fc_group_post_backward(fc_group *g);
 FC_CHECK fc_status fc_group_prefetch(fc_group *g, fc_training_state pass);
+/* Prefetches the group (or groups) whose forward came before this one's. */
+FC_CHECK fc_status fc_group_backward_prefetch(fc_group *g);
 /* End of the last backward: orders the current stream after the reductions, drops a gather nobody
  * waited for. */
 FC_CHECK fc_status fc_group_finalize_backward(fc_group *g);

@@ -7,6 +7,7 @@
 #include <stdbool.h>
 
 #include "../torch/torch_abi.h"
+#include "call.h"
 #include "param.h"
 
 typedef struct fc_host {
@@ -57,6 +58,14 @@ typedef struct fc_host {
                   bool order_compute);
     /* End of the last backward: the current stream waits for what reduce() has queued. */
     int (*finalize)(void *group);
+
+    /* Whether somebody has overridden this transition of the group; NULL: nobody ever has. Asked
+     * before each: it must be cheap. Never fails. */
+    bool (*overridden)(void *group, fc_call call);
+    /* Runs what overrides one of them. `argument` is that of the transition, where it has one. */
+    int (*run)(void *group, fc_call call, bool argument);
+    /* A debug line "FSDP::label (modules)" where they are wanted. NULL: never. Never fails. */
+    void (*log)(void *group, const char *label);
 } fc_host;
 
 #endif

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "call.h"
 #include "reduce.h"
 
 void fc_iteration_init(fc_iteration *it) {
@@ -29,7 +30,7 @@ static fc_status finish_groups(fc_state *s) {
     for (size_t i = s->group_count; i-- > 0;) {
         fc_group *g = s->groups[i];
         if (g->training_state != FC_POST_BACKWARD) {
-            FC_TRY(fc_group_post_backward(g));
+            FC_TRY(fc_call_post_backward(g));
         }
         g->training_state = FC_IDLE;
     }
@@ -58,7 +59,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
         fc_state *s = it->states[i];
         FC_TRY(finish_groups(s));
         for (size_t j = 0; it->is_last_backward && j < s->group_count; j++) {
-            FC_TRY(fc_group_finalize_backward(s->groups[j]));
+            FC_TRY(fc_call_finalize_backward(s->groups[j]));
         }
     }
     if (it->is_last_backward) {
@@ -112,8 +113,8 @@ fc_status fc_state_recompute(fc_state *s) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < s->group_count; i++) {
         if (s->groups[i]->sharded_state != FC_UNSHARDED || s->groups[i]->torn) {
-            FC_TRY(fc_group_unshard(s->groups[i], false));
-            FC_TRY(fc_group_wait_unshard(s->groups[i]));
+            FC_TRY(fc_call_unshard(s->groups[i], false));
+            FC_TRY(fc_call_wait_unshard(s->groups[i]));
         }
     }
 done:
@@ -174,7 +175,7 @@ fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
         s->iteration->callback_queued = true;
     }
     for (size_t i = 0; i < s->group_count; i++) {
-        FC_TRY(fc_group_pre_backward(s->groups[i], s->backward_prefetch_count == 0));
+        FC_TRY(fc_call_pre_backward(s->groups[i], s->backward_prefetch_count == 0));
     }
     for (size_t i = 0; i < s->backward_prefetch_count; i++) {
         const fc_state *target = s->backward_prefetch[i];

@@ -45,7 +45,8 @@ static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *ar
 }
 
 /* (module, args, output) -> None where nothing changed, else the new output */
-static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *output) {
+static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *input,
+                                  PyObject *output) {
     PyObject *result = NULL;
     bool complete = true;
     if (self->grouped) {
@@ -55,7 +56,7 @@ static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *o
         }
         complete = found == 1 && PySet_GET_SIZE(self->state->modules_to_run) == 0;
     }
-    result = complete ? fcpy_state_post_forward(self->state, output)
+    result = complete ? fcpy_state_post_forward(self->state, module, input, output)
                       : fcpy_state_cast_output(self->state, output);
     if (result == output) {
         Py_DECREF(result);
@@ -75,7 +76,7 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
     PyObject *paused = fcpy_dynamo_pause(self->state->mod);
     PyObject *result = self->kind == HOOK_PRE_FORWARD
                            ? run_pre_forward(self, args[0], args[1], args[2])
-                           : run_post_forward(self, args[0], args[2]);
+                           : run_post_forward(self, args[0], args[1], args[2]);
     fcpy_dynamo_resume(self->state->mod, paused);
     return result;
 }

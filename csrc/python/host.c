@@ -326,4 +326,7 @@ const fc_host fcpy_host = {
     .free_unsharded = host_free_unsharded,
     .reduce = host_reduce,
     .finalize = host_finalize,
+    .overridden = fcpy_host_overridden,
+    .run = fcpy_host_run,
+    .log = fcpy_host_log,
 };

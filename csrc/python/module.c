@@ -80,6 +80,14 @@ static PyMethodDef module_methods[] = {
      "gradients of more than largest elements, which are still to be scaled); None and nothing "
      "done where the gradients are not all contiguous float32 on the CPU and placed alike, or "
      "groups_of(mesh, placements) gives None instead of names of process groups."},
+    {"guard_bind", fcpy_guard_bind, METH_VARARGS,
+     "guard_bind(group_methods, state_methods, entries, log_cache, log_enabled): what torch's "
+     "classes and modules hold while nobody has patched them."},
+    {"overrides", fcpy_guard_overrides, METH_O,
+     "overrides(group_or_state): bits of what somebody has patched or overridden for it; 0: "
+     "nothing."},
+    {"guard_probe", fcpy_guard_probe, METH_VARARGS,
+     "guard_probe(group, steps): asks as often as so many steps do, for measuring."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -108,7 +116,8 @@ static int module_exec(PyObject *module) {
         add_type(module, &fcpy_iteration_spec, &mod->iteration_type) != 0 ||
         add_type(module, &fcpy_group_spec, &mod->group_type) != 0 ||
         add_type(module, &fcpy_state_spec, &mod->state_type) != 0 ||
-        add_type(module, &fcpy_hook_spec, &mod->hook_type) != 0) {
+        add_type(module, &fcpy_hook_spec, &mod->hook_type) != 0 ||
+        fcpy_guard_add_names(module) != 0) {
         return -1;
     }
     return 0;
@@ -125,7 +134,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
 #define FCPY_VISIT(name) Py_VISIT(mod->bound.name);
     FCPY_BOUND(FCPY_VISIT)
 #undef FCPY_VISIT
-    return 0;
+    return fcpy_guard_traverse(&mod->guard, visit, arg);
 }
 
 static int module_clear(PyObject *module) {
@@ -136,6 +145,7 @@ static int module_clear(PyObject *module) {
 #define FCPY_CLEAR_NAME(name) Py_CLEAR(mod->names.name);
     FCPY_NAMES(FCPY_CLEAR_NAME)
 #undef FCPY_CLEAR_NAME
+    fcpy_guard_clear(&mod->guard);
     Py_CLEAR(mod->no_grad_kwnames);
     Py_CLEAR(mod->param_type);
     Py_CLEAR(mod->comm_type);

@@ -12,6 +12,7 @@
 #include <structmember.h>
 
 #include "../core/state.h"
+#include "guard.h"
 
 /* Interned names used on the hot path; X(identifier). */
 #define FCPY_NAMES(X)                                                                              \
@@ -47,6 +48,9 @@
     X(cast_tree)                                                                                   \
     X(warn_view_output)                                                                            \
     X(set_eval_frame)                                                                              \
+    X(log_debug)                                                                                   \
+    X(insert_node)                                                                                 \
+    X(node_backward)                                                                               \
     X(training_states)                                                                             \
     X(sharded_states)
 
@@ -66,6 +70,7 @@ typedef struct fcpy_module {
 #undef FCPY_FIELD
     } bound;
     PyObject *no_grad_kwnames; /* ("requires_grad",) */
+    fcpy_guard guard;
 } fcpy_module;
 
 /* One place where a parameter is registered. */
@@ -118,6 +123,7 @@ typedef struct fcpy_group {
     PyObject *comm;                   /* CommContext */
     PyObject *link_names[FCPY_LINKS]; /* str or NULL: the core borrows their text */
     PyObject *fqn;
+    fcpy_seen seen;
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_group;
@@ -136,6 +142,7 @@ typedef struct fcpy_state {
     PyObject *is_root;  /* None, True or False */
     fct_dtype input_dtype; /* cast of forward inputs; FCT_NO_DTYPE: none */
     fct_dtype output_dtype;
+    fcpy_seen seen;
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_state;
@@ -154,6 +161,9 @@ extern const fc_host fcpy_host; /* host.c: what the core may ask of Python */
 /* Stops dynamo on this thread until resume; what it returns is for resume only, NULL: not active. */
 PyObject *fcpy_dynamo_pause(fcpy_module *mod);
 void fcpy_dynamo_resume(fcpy_module *mod, PyObject *callback);
+/* ---- guard.c ---- */
+/* A debug line "FSDP::label (modules of the group; None: of none)" where they are wanted. */
+void fcpy_log(fcpy_module *mod, PyObject *group, const char *label);
 
 /* ---- type specs, one for each file ---- */
 extern PyType_Spec fcpy_param_spec;
@@ -190,11 +200,30 @@ int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, Py
  * warning. */
 int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output);
 
+/* Replaces *args and *kwargs by the items of a 2-tuple (stolen; NULL: -1). */
+int fcpy_take_pair(PyObject *pair, PyObject **args, PyObject **kwargs);
+
+/* A group's part: unshards and puts the post-backward node above the arguments. */
+int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs);
+int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs);
+
 /* ---- state.c ---- */
+/* Whether the state has its contexts (never initialised ones and collected ones do not); false with
+ * RuntimeError. */
+bool fcpy_state_ready(const fcpy_state *self);
+int fcpy_state_raise(const fcpy_state *self, fc_status status); /* -1 */
+
+/* ---- step.c ---- */
+/* Lazy init where it has not been done, then the once-per-iteration part. */
+int fcpy_state_begin_forward(fcpy_state *self);
+/* What the first gradient of an output, and the end of a backward, set off. */
+int fcpy_state_pre_backward(fcpy_state *self);
+int fcpy_state_end_backward(fcpy_state *self);
 /* The hooks' work. pre returns 0 and leaves args and kwargs (owned, replaced); post a new
  * reference. */
 int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs);
-PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *output);
+PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *module, PyObject *input,
+                                  PyObject *output);
 /* output cast to the policy's output dtype; new reference. */
 PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output);
 

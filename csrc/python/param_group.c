@@ -171,6 +171,60 @@ static PyObject *group_to_sharded(PyObject *obj, PyObject *unused) {
     return none_or_raise(as_group(obj), fc_group_to_sharded(&as_group(obj)->core));
 }
 
+/* A pair of new references as the hooks' functions leave them, from borrowed ones. */
+static PyObject *through_pair(int (*change)(fcpy_group *, PyObject **, PyObject **), PyObject *obj,
+                              PyObject *args, PyObject *kwargs) {
+    PyObject *result = NULL;
+    Py_INCREF(args);
+    Py_INCREF(kwargs);
+    if (change(as_group(obj), &args, &kwargs) == 0) {
+        result = PyTuple_Pack(2, args, kwargs);
+    }
+    Py_DECREF(args);
+    Py_DECREF(kwargs);
+    return result;
+}
+
+static PyObject *group_pre_forward(PyObject *obj, PyObject *args) {
+    PyObject *module = NULL;
+    PyObject *inputs = NULL;
+    PyObject *kwargs = NULL;
+    if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs)) {
+        return NULL;
+    }
+    return through_pair(fcpy_group_pre_forward, obj, inputs, kwargs);
+}
+
+static PyObject *group_insert_node(PyObject *obj, PyObject *args) {
+    PyObject *inputs = NULL;
+    PyObject *kwargs = NULL;
+    if (!PyArg_ParseTuple(args, "OO", &inputs, &kwargs)) {
+        return NULL;
+    }
+    return through_pair(fcpy_group_insert_node, obj, inputs, kwargs);
+}
+
+static PyObject *group_post_forward(PyObject *obj, PyObject *args) {
+    PyObject *module = NULL;
+    PyObject *input = NULL;
+    PyObject *output = NULL;
+    if (!PyArg_ParseTuple(args, "OOO", &module, &input, &output)) {
+        return NULL;
+    }
+    fc_status status = fc_group_post_forward(&as_group(obj)->core);
+    if (status != FC_OK) {
+        (void)raise_group(as_group(obj), status);
+        return NULL;
+    }
+    Py_INCREF(output);
+    return output;
+}
+
+static PyObject *group_backward_prefetch(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    return none_or_raise(as_group(obj), fc_group_backward_prefetch(&as_group(obj)->core));
+}
+
 static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
     int default_prefetch = 1;
     if (PyTuple_GET_SIZE(args) > 0) {
@@ -263,6 +317,16 @@ static PyMethodDef group_methods[] = {
     {"reshard", group_reshard, METH_NOARGS,
      "Registers the sharded parameters and frees the unsharded ones."},
     {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() whatever the training state."},
+    {"pre_forward", group_pre_forward, METH_VARARGS,
+     "pre_forward(module, args, kwargs) -> (args, kwargs): unshards and inserts the post-backward "
+     "node."},
+    {"post_forward", group_post_forward, METH_VARARGS,
+     "post_forward(module, input, output) -> output: reshards and notes the order."},
+    {"_register_post_backward_hook", group_insert_node, METH_VARARGS,
+     "_register_post_backward_hook(args, kwargs) -> (args, kwargs): with the post-backward node "
+     "above the tensors that require grad."},
+    {"_backward_prefetch", group_backward_prefetch, METH_NOARGS,
+     "Unshards what backward is expected to reach next."},
     {"pre_backward", group_pre_backward, METH_VARARGS,
      "pre_backward(default_prefetch): unshards for backward."},
     {"post_backward", group_post_backward, METH_VARARGS,

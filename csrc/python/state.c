@@ -1,5 +1,4 @@
-/* The State type: what the forward hooks of one fully_shard call do (hook.c has the callables that
- * modules call). One C call for each hook, no Python frame inside on the common path.
+/* The State type (step.c has what its hooks do, hook.c the callables that modules call).
  *
  * A state owns lists of its groups and prefetch targets (the core's arrays are made from them) and
  * references to the contexts it shares with the other states under the root. */
@@ -9,8 +8,7 @@ static fcpy_state *as_state(PyObject *obj) {
     return (fcpy_state *)obj;
 }
 
-/* A state that was never initialised, or that the collector has cleared, has no contexts. */
-static bool is_ready(const fcpy_state *self) {
+bool fcpy_state_ready(const fcpy_state *self) {
     if (self->core.iteration != NULL && self->core.comm != NULL) {
         return true;
     }
@@ -18,187 +16,8 @@ static bool is_ready(const fcpy_state *self) {
     return false;
 }
 
-static int raise_state(const fcpy_state *self, fc_status status) {
+int fcpy_state_raise(const fcpy_state *self, fc_status status) {
     return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
-}
-
-/* ---- call-backs from autograd ---- */
-
-static int call_end_backward(void *owner) {
-    fcpy_state *self = (fcpy_state *)owner;
-    void *range = fct_profile_enter("FSDP::root_post_backward_callback");
-    fc_status status = fc_iteration_end_backward(self->core.iteration, self->core.comm);
-    fct_profile_exit(range);
-    return status == FC_OK ? 0 : raise_state(self, status);
-}
-
-static int call_pre_backward(void *owner) {
-    fcpy_state *self = (fcpy_state *)owner;
-    const fct_hook at_end = {owner, call_end_backward, fcpy_retain, fcpy_release};
-    fc_status status = fc_state_pre_backward(&self->core, &at_end);
-    return status == FC_OK ? 0 : raise_state(self, status);
-}
-
-static int call_post_backward(void *owner) {
-    fcpy_group *group = (fcpy_group *)owner;
-    fc_status status = fc_group_post_backward(&group->core);
-    return status == FC_OK ? 0 : fcpy_raise(status, group->core.comm->error.message);
-}
-
-/* ---- forward ---- */
-
-static int cast_inputs(fcpy_state *self, PyObject **args, PyObject **kwargs) {
-    if (self->input_dtype == FCT_NO_DTYPE) {
-        return 0;
-    }
-    void *range = fct_profile_enter("FSDP::cast_forward_inputs");
-    int result = fcpy_cast_inputs(self->mod, self->input_dtype, args, kwargs);
-    fct_profile_exit(range);
-    return result;
-}
-
-PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output) {
-    if (self->output_dtype == FCT_NO_DTYPE) {
-        Py_INCREF(output);
-        return output;
-    }
-    void *range = fct_profile_enter("FSDP::cast_forward_outputs");
-    PyObject *result = fcpy_cast_output(self->mod, self->output_dtype, output);
-    fct_profile_exit(range);
-    return result;
-}
-
-/* Lazy init where it has not been done, then the once-per-iteration part. */
-static int begin_forward(fcpy_state *self) {
-    if (self->is_root == Py_None) {
-        PyObject *done = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._lazy_init);
-        if (done == NULL) {
-            return -1;
-        }
-        Py_DECREF(done);
-    }
-    if (self->core.iteration->forward_root != NULL) {
-        return 0;
-    }
-    void *range = fct_profile_enter("FSDP::root_pre_forward");
-    fc_status status = fc_state_begin_iteration(&self->core);
-    fct_profile_exit(range);
-    return status == FC_OK ? 0 : raise_state(self, status);
-}
-
-/* Unshards the groups and puts their post-backward nodes above the arguments. */
-static int enter_groups(fcpy_state *self, PyObject **args, PyObject **kwargs) {
-    bool grad = fct_grad_enabled();
-    for (size_t i = 0; i < self->core.group_count; i++) {
-        fc_group *g = self->core.groups[i];
-        bool entering = false;
-        fc_status status = fc_group_pre_forward(g, &entering);
-        if (status != FC_OK) {
-            return raise_state(self, status);
-        }
-        if (entering && grad) {
-            const fct_hook hook = {g->owner, call_post_backward, fcpy_retain, fcpy_release};
-            if (fcpy_insert_node(self->mod, &hook, args, kwargs) != 0) {
-                return -1;
-            }
-        }
-    }
-    return 0;
-}
-
-int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
-    (void)module;
-    if (!is_ready(self)) {
-        return -1;
-    }
-    if (self->core.training_state == FC_PRE_BACKWARD) {
-        fc_status status = fc_state_recompute(&self->core);
-        return status == FC_OK ? cast_inputs(self, args, kwargs) : raise_state(self, status);
-    }
-    bool first = self->core.training_state != FC_FORWARD;
-    if (first && begin_forward(self) != 0) {
-        return -1;
-    }
-    self->core.training_state = FC_FORWARD;
-    if (cast_inputs(self, args, kwargs) != 0 || enter_groups(self, args, kwargs) != 0) {
-        return -1;
-    }
-    if (first && self->core.forward_prefetch_count > 0) {
-        fc_status status = fc_state_forward_prefetch(&self->core);
-        return status == FC_OK ? 0 : raise_state(self, status);
-    }
-    return 0;
-}
-
-static int hook_outputs(fcpy_state *self, PyObject *output) {
-    const fct_hook hook = {self, call_pre_backward, fcpy_retain, fcpy_release};
-    return fct_grad_enabled() ? fcpy_hook_outputs(self->mod, (PyObject *)self, &hook, output) : 0;
-}
-
-/* Ends the forward of a multi-module state whose modules did not all run; hands its output cast on.
- */
-static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
-    fc_status status = fc_state_post_forward(&state->core);
-    if (status != FC_OK) {
-        (void)raise_state(state, status);
-        return NULL;
-    }
-    if (hook_outputs(state, output) != 0) {
-        return NULL;
-    }
-    state->core.training_state = FC_IDLE;
-    PyObject *cast = fcpy_state_cast_output(state, output);
-    if (cast != NULL && PySet_Clear(state->modules_to_run) != 0) {
-        Py_CLEAR(cast);
-    }
-    return cast;
-}
-
-/* At the end of the iteration's forward; innermost states first. Steals output. */
-static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
-    PyObject *states = ((fcpy_iteration *)root->iteration)->all_states;
-    for (Py_ssize_t i = PyList_GET_SIZE(states); output != NULL && i-- > 0;) {
-        fcpy_state *state = as_state(PyList_GET_ITEM(states, i));
-        if (state == root || PySet_GET_SIZE(state->modules_to_run) == 0) {
-            continue;
-        }
-        PyObject *cast = complete_partial(state, output);
-        Py_SETREF(output, cast);
-    }
-    return output;
-}
-
-PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *output) {
-    if (!is_ready(self)) {
-        return NULL;
-    }
-    if (self->core.training_state == FC_PRE_BACKWARD) {
-        return fcpy_state_cast_output(self, output);
-    }
-    fc_status status = fc_state_post_forward(&self->core);
-    if (status != FC_OK) {
-        (void)raise_state(self, status);
-        return NULL;
-    }
-    if (hook_outputs(self, output) != 0) {
-        return NULL;
-    }
-    Py_INCREF(output);
-    if (self->core.iteration->forward_root == &self->core) {
-        output = complete_partials(self, output);
-        if (output == NULL) {
-            return NULL;
-        }
-    }
-    status = fc_state_end_forward(&self->core);
-    if (status != FC_OK) {
-        Py_DECREF(output);
-        (void)raise_state(self, status);
-        return NULL;
-    }
-    PyObject *result = fcpy_state_cast_output(self, output);
-    Py_DECREF(output);
-    return result;
 }
 
 /* ---- State: life ---- */
@@ -466,6 +285,17 @@ static PyObject *state_pre_forward(PyObject *obj, PyObject *args) {
     return result;
 }
 
+static PyObject *state_root_pre_forward(PyObject *obj, PyObject *args) {
+    PyObject *module = NULL;
+    PyObject *inputs = NULL;
+    PyObject *kwargs = NULL;
+    if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs) ||
+        !fcpy_state_ready(as_state(obj)) || fcpy_state_begin_forward(as_state(obj)) != 0) {
+        return NULL;
+    }
+    return PyTuple_Pack(2, inputs, kwargs);
+}
+
 static PyObject *state_post_forward(PyObject *obj, PyObject *args) {
     PyObject *module = NULL;
     PyObject *inputs = NULL;
@@ -473,11 +303,11 @@ static PyObject *state_post_forward(PyObject *obj, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &output)) {
         return NULL;
     }
-    return fcpy_state_post_forward(as_state(obj), output);
+    return fcpy_state_post_forward(as_state(obj), module, inputs, output);
 }
 
 static PyObject *state_pre_backward(PyObject *obj, PyObject *grad) {
-    if (!is_ready(as_state(obj)) || call_pre_backward(obj) != 0) {
+    if (!fcpy_state_ready(as_state(obj)) || fcpy_state_pre_backward(as_state(obj)) != 0) {
         return NULL;
     }
     Py_INCREF(grad);
@@ -486,7 +316,7 @@ static PyObject *state_pre_backward(PyObject *obj, PyObject *grad) {
 
 static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
     (void)unused;
-    if (!is_ready(as_state(obj)) || call_end_backward(obj) != 0) {
+    if (!fcpy_state_ready(as_state(obj)) || fcpy_state_end_backward(as_state(obj)) != 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -495,7 +325,7 @@ static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
 static PyObject *state_reset(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_state *self = as_state(obj);
-    if (!is_ready(self)) {
+    if (!fcpy_state_ready(self)) {
         return NULL;
     }
     if (self->is_root == Py_False) {
@@ -511,7 +341,7 @@ static PyObject *state_reset(PyObject *obj, PyObject *unused) {
     }
     fc_status status = fc_state_reset(&self->core);
     if (status != FC_OK) {
-        (void)raise_state(self, status);
+        (void)fcpy_state_raise(self, status);
         return NULL;
     }
     Py_RETURN_NONE;
@@ -520,6 +350,8 @@ static PyObject *state_reset(PyObject *obj, PyObject *unused) {
 static PyMethodDef state_methods[] = {
     {"_pre_forward", state_pre_forward, METH_VARARGS,
      "_pre_forward(module, args, kwargs) -> (args, kwargs)"},
+    {"_root_pre_forward", state_root_pre_forward, METH_VARARGS,
+     "_root_pre_forward(module, args, kwargs) -> (args, kwargs): once per iteration."},
     {"_post_forward", state_post_forward, METH_VARARGS,
      "_post_forward(module, args, output) -> output"},
     {"_pre_backward", state_pre_backward, METH_O,

@@ -115,8 +115,7 @@ static void drop(PyObject **objects, Py_ssize_t count) {
     }
 }
 
-/* Replaces *args and *kwargs by the items of a 2-tuple (stolen). */
-static int take_pair(PyObject *pair, PyObject **args, PyObject **kwargs) {
+int fcpy_take_pair(PyObject *pair, PyObject **args, PyObject **kwargs) {
     if (pair == NULL) {
         return -1;
     }
@@ -168,7 +167,7 @@ int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObjec
         PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
         PyObject *cast = pair != NULL ? cast_general(mod, dtype, pair) : NULL;
         Py_XDECREF(pair);
-        return take_pair(cast, args, kwargs);
+        return fcpy_take_pair(cast, args, kwargs);
     }
     if (flat.count == 0) {
         return 0;
@@ -258,7 +257,7 @@ static int insert_general(fcpy_module *mod, const fct_hook *hook, PyObject **arg
     }
     iterator = PyObject_GetIter(list);
     if (iterator != NULL) {
-        result = take_pair(
+        result = fcpy_take_pair(
             PyObject_CallFunctionObjArgs(mod->bound.replace_grad_tensors, pair, iterator, NULL),
             args, kwargs);
     }

@@ -25,6 +25,10 @@ namespace autograd = torch::autograd;
 
 namespace {
 
+/* The gradients of the node whose hook runs now on this thread. */
+thread_local autograd::variable_list *node_grads = nullptr;
+thread_local std::vector<fct_tensor *> node_handles;
+
 /* The identity in backward, plus the hook. Like torch.autograd.Function it fills in zeros for
  * outputs that received no gradient. */
 struct PostBackwardNode final : autograd::Node {
@@ -41,7 +45,14 @@ struct PostBackwardNode final : autograd::Node {
                 result[i] = input_metadata(i).zeros_like();
             }
         }
-        hook.call();
+        autograd::variable_list *outer = std::exchange(node_grads, &result);
+        try {
+            hook.call();
+        } catch (...) {
+            node_grads = outer;
+            throw;
+        }
+        node_grads = outer;
         return result;
     }
 
@@ -191,6 +202,24 @@ int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook, fct
             out[i] = fct::give(std::move(outputs[i]));
         }
     });
+}
+
+fct_tensor *const *fct_autograd_node_grads(size_t *count) {
+    *count = node_grads != nullptr ? node_grads->size() : 0;
+    if (node_grads == nullptr) {
+        return nullptr;
+    }
+    node_handles.clear();
+    for (const at::Tensor &grad : *node_grads) {
+        node_handles.push_back(fct::handle(grad.unsafeGetTensorImpl()));
+    }
+    return node_handles.data();
+}
+
+void fct_autograd_node_set_grad(size_t index, fct_tensor *grad) {
+    if (node_grads != nullptr && index < node_grads->size()) {
+        (*node_grads)[index] = *Borrowed(grad);
+    }
 }
 
 int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook) {

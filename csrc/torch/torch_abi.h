@@ -200,6 +200,10 @@ bool fct_in_backward(void); /* torch._C._current_graph_task_id() != -1 on this t
  * hook is called first, then the gradients pass through. */
 FCT_CHECK int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook,
                                 fct_tensor **out);
+/* While such a node's hook runs, on its thread: the gradients that pass through it, *count of them.
+ * set replaces one (borrows it). NULL and 0 at all other times. */
+fct_tensor *const *fct_autograd_node_grads(size_t *count);
+void fct_autograd_node_set_grad(size_t index, fct_tensor *grad);
 /* Calls hook whenever the gradient of t (non-leaf or leaf, requires grad) has been computed; like
  * Tensor.register_hook with a hook that returns the gradient unchanged. */
 FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);

@@ -1,0 +1,402 @@
+/* The compatibility guard: has anybody patched or overridden what the core would do by itself?
+ *
+ * Libraries and torch's own tests replace methods of FSDP2's classes, attributes of single groups
+ * and functions of its modules. Whether somebody has is asked at every transition, so the answer is
+ * kept with the version tags of the types and dicts that it was read from: CPython gives a type or
+ * dict another tag whenever it changes. Equal tags mean the same answer; otherwise all watched
+ * names are looked up again.
+ *
+ * Owns, in the module state, the watched objects and what they should hold (fcpy_guard). Tags of
+ * dicts exist up to Python 3.13; without them every question looks the names up. */
+#include "guard.h"
+
+#include "objects.h"
+
+/* ---- version tags; 0: unknown, to be read anew ---- */
+
+static uint64_t dict_tag(PyObject *dict) {
+    if (dict == NULL) {
+        return 1; /* no dict and no attributes: tags of dicts are greater */
+    }
+#if PY_VERSION_HEX < 0x030E0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    return ((PyDictObject *)dict)->ma_version_tag + 1;
+#pragma GCC diagnostic pop
+#else
+    return 0;
+#endif
+}
+
+static uint64_t type_tag(PyTypeObject *type) {
+#if PY_VERSION_HEX < 0x030C0000
+    if (!PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG)) {
+        return 0;
+    }
+#endif
+    return type->tp_version_tag;
+}
+
+static bool is_current(const fcpy_seen *seen, PyTypeObject *type, PyObject *dict) {
+    uint64_t of_type = type_tag(type);
+    uint64_t of_dict = dict_tag(dict);
+    return of_type == seen->type_tag && of_type != 0 && of_dict == seen->dict_tag && of_dict != 0;
+}
+
+/* ---- methods of groups and states ---- */
+
+typedef struct fcpy_method {
+    const char *name;
+    uint32_t bit;
+} fcpy_method;
+
+#define FCPY_ENTRY(name, bit) {#name, bit},
+static const fcpy_method group_table[] = {FCPY_GROUP_METHODS(FCPY_ENTRY)};
+static const fcpy_method state_table[] = {FCPY_STATE_METHODS(FCPY_ENTRY)};
+#undef FCPY_ENTRY
+
+static const char *group_method(uint32_t bit) {
+    for (size_t i = 0; i < sizeof group_table / sizeof group_table[0]; i++) {
+        if (group_table[i].bit == bit) {
+            return group_table[i].name;
+        }
+    }
+    return NULL;
+}
+
+/* An attribute that is nothing but the object's own method, taken out and put back. */
+static bool is_own_method(PyObject *value, PyObject *obj, PyObject *expected) {
+    return PyMethod_Check(value) && PyMethod_GET_SELF(value) == obj &&
+           PyMethod_GET_FUNCTION(value) == expected;
+}
+
+/* Looks all methods of the table up on the object, on its type and on torch's class. `expected` has
+ * (torch's class, (name, descriptor, function), ...), in the table's order: the type should have
+ * the descriptor (fsdp_c/guard.py), torch's class the function. */
+static uint32_t find_overrides(PyObject *obj, PyObject *dict, const fcpy_method *table,
+                               PyObject *expected) {
+    uint32_t bits = 0;
+    PyTypeObject *stock = (PyTypeObject *)PyTuple_GET_ITEM(expected, 0);
+    for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(expected); i++) {
+        PyObject *method = PyTuple_GET_ITEM(expected, i);
+        PyObject *name = PyTuple_GET_ITEM(method, 0);
+        PyObject *function = PyTuple_GET_ITEM(method, 2);
+        PyObject *own = dict != NULL ? PyDict_GetItemWithError(dict, name) : NULL;
+        bool same = own != NULL
+                        ? is_own_method(own, obj, function)
+                        : _PyType_Lookup(Py_TYPE(obj), name) == PyTuple_GET_ITEM(method, 1) &&
+                              _PyType_Lookup(stock, name) == function;
+        bits |= same ? 0 : table[i - 1].bit;
+    }
+    return bits;
+}
+
+static uint32_t overrides_of(PyObject *obj, PyObject *dict, fcpy_seen *seen,
+                             const fcpy_method *table, PyObject *expected) {
+    if (is_current(seen, Py_TYPE(obj), dict)) {
+        return seen->bits;
+    }
+    if (expected == NULL) {
+        return 0; /* not bound yet */
+    }
+    seen->bits = find_overrides(obj, dict, table, expected);
+    seen->type_tag = type_tag(Py_TYPE(obj)); /* after the look-ups, which give a new one */
+    seen->dict_tag = dict_tag(dict);
+    return seen->bits;
+}
+
+static uint32_t group_bits(fcpy_group *self) {
+    return overrides_of((PyObject *)self, self->dict, &self->seen, group_table,
+                        self->mod->guard.group_methods);
+}
+
+static uint32_t state_bits(fcpy_state *self) {
+    return overrides_of((PyObject *)self, self->dict, &self->seen, state_table,
+                        self->mod->guard.state_methods);
+}
+
+bool fcpy_group_overrides(fcpy_group *self, uint32_t bits) {
+    return (group_bits(self) & bits) != 0;
+}
+
+bool fcpy_state_overrides(fcpy_state *self, uint32_t bits) {
+    return (state_bits(self) & bits) != 0;
+}
+
+/* ---- functions of torch's modules ---- */
+
+/* An entry is (place, name, expected, also, bits): the bits are set while the place, a dict or a
+ * type, holds neither of the two under the name. */
+static uint32_t entry_bits(PyObject *entry) {
+    PyObject *place = PyTuple_GET_ITEM(entry, 0);
+    PyObject *name = PyTuple_GET_ITEM(entry, 1);
+    PyObject *found = PyType_Check(place) ? _PyType_Lookup((PyTypeObject *)place, name)
+                                          : PyDict_GetItemWithError(place, name);
+    bool same = found == PyTuple_GET_ITEM(entry, 2) || found == PyTuple_GET_ITEM(entry, 3);
+    return same ? 0 : (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(entry, 4));
+}
+
+static uint32_t find_patches(fcpy_guard *guard) {
+    guard->bits = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(guard->entries); i++) {
+        guard->bits |= entry_bits(PyTuple_GET_ITEM(guard->entries, i));
+    }
+    for (size_t i = 0; i < guard->dicts.count; i++) {
+        guard->dicts.tags[i] = dict_tag(guard->dicts.objects[i]);
+    }
+    for (size_t i = 0; i < guard->types.count; i++) {
+        guard->types.tags[i] = type_tag((PyTypeObject *)guard->types.objects[i]);
+    }
+    return guard->bits;
+}
+
+static uint32_t patch_bits(fcpy_guard *guard) {
+    for (size_t i = 0; i < guard->dicts.count; i++) {
+        uint64_t tag = dict_tag(guard->dicts.objects[i]);
+        if (tag != guard->dicts.tags[i] || tag == 0) {
+            return find_patches(guard);
+        }
+    }
+    for (size_t i = 0; i < guard->types.count; i++) {
+        uint64_t tag = type_tag((PyTypeObject *)guard->types.objects[i]);
+        if (tag != guard->types.tags[i] || tag == 0) {
+            return find_patches(guard);
+        }
+    }
+    return guard->bits;
+}
+
+bool fcpy_guard_patched(fcpy_guard *guard, uint32_t bits) {
+    return (patch_bits(guard) & bits) != 0;
+}
+
+/* ---- debug lines ---- */
+
+/* A logger notes in a dict which levels are on; whatever changes a level, anywhere, clears it. */
+bool fcpy_guard_logs(fcpy_guard *guard) {
+    uint64_t tag = guard->log_cache != NULL ? dict_tag(guard->log_cache) : guard->log_tag;
+    if (tag == guard->log_tag && tag != 0) {
+        return guard->log;
+    }
+    if (guard->log_cache == NULL) {
+        return false;
+    }
+    void *error = fct_error_set_aside(); /* asked in clean-up too */
+    PyObject *answer = PyObject_CallNoArgs(guard->log_enabled);
+    guard->log = answer != NULL && PyObject_IsTrue(answer) == 1;
+    Py_XDECREF(answer);
+    fct_error_put_back(error);
+    guard->log_tag = dict_tag(guard->log_cache); /* the answer may have been noted just now */
+    return guard->log;
+}
+
+void fcpy_log(fcpy_module *mod, PyObject *group, const char *label) {
+    if (!fcpy_guard_logs(&mod->guard)) {
+        return;
+    }
+    void *error = fct_error_set_aside();
+    PyObject *line = PyObject_CallFunction(mod->bound.log_debug, "Os", group, label);
+    Py_XDECREF(line);
+    fct_error_put_back(error); /* a line that cannot be written stops nothing */
+}
+
+/* ---- what the core asks ---- */
+
+bool fcpy_host_overridden(void *group, fc_call call) {
+    fcpy_group *self = (fcpy_group *)group;
+    if (call == FC_CALL_GATHER || call == FC_CALL_REDUCE) {
+        return fcpy_guard_patched(&self->mod->guard, (uint32_t)call);
+    }
+    return fcpy_group_overrides(self, (uint32_t)call);
+}
+
+int fcpy_host_run(void *group, fc_call call, bool argument) {
+    PyObject *self = (PyObject *)group;
+    const char *name = group_method((uint32_t)call);
+    bool takes_flag = call == FC_CALL_UNSHARD || call == FC_CALL_PRE_BACKWARD;
+    PyObject *result = takes_flag
+                           ? PyObject_CallMethod(self, name, "O", argument ? Py_True : Py_False)
+                           : PyObject_CallMethod(self, name, NULL);
+    if (result == NULL) {
+        return -1;
+    }
+    Py_DECREF(result);
+    return 0;
+}
+
+void fcpy_host_log(void *group, const char *label) {
+    fcpy_log(((fcpy_group *)group)->mod, (PyObject *)group, label);
+}
+
+/* ---- binding ---- */
+
+/* (type, (name, descriptor, function) for each method of the table) */
+static int check_methods(PyObject *tuple, size_t count) {
+    bool fits = PyTuple_Check(tuple) && (size_t)PyTuple_GET_SIZE(tuple) == count + 1 &&
+                PyType_Check(PyTuple_GET_ITEM(tuple, 0));
+    for (size_t i = 1; fits && i <= count; i++) {
+        PyObject *method = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
+        fits = PyTuple_Check(method) && PyTuple_GET_SIZE(method) == 3;
+    }
+    if (!fits) {
+        PyErr_SetString(
+            PyExc_TypeError,
+            "torch's class and (name, descriptor, function) for each method are needed");
+    }
+    return fits ? 0 : -1;
+}
+
+/* Notes a place once. -1 where there is no room. */
+static int note_place(fcpy_places *places, PyObject *object) {
+    size_t at = 0;
+    while (at < places->count && places->objects[at] != object) {
+        at++;
+    }
+    if (at == FCPY_MAX_PLACES) {
+        PyErr_SetString(PyExc_ValueError, "too many watched places");
+        return -1;
+    }
+    places->objects[at] = object;
+    places->tags[at] = 0;
+    places->count += at == places->count ? 1 : 0;
+    return 0;
+}
+
+static int collect_places(PyObject *entries, fcpy_places *dicts, fcpy_places *types) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entries); i++) {
+        PyObject *entry = PyTuple_GET_ITEM(entries, i);
+        if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 5 ||
+            !PyLong_Check(PyTuple_GET_ITEM(entry, 4))) {
+            PyErr_SetString(PyExc_TypeError, "an entry is (place, name, expected, also, bits)");
+            return -1;
+        }
+        PyObject *place = PyTuple_GET_ITEM(entry, 0);
+        if (!PyType_Check(place) && !PyDict_Check(place)) {
+            PyErr_SetString(PyExc_TypeError, "a watched place is a type or a dict");
+            return -1;
+        }
+        if (note_place(PyType_Check(place) ? types : dicts, place) != 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static void take(PyObject **slot, PyObject *value) {
+    Py_INCREF(value);
+    Py_XSETREF(*slot, value);
+}
+
+PyObject *fcpy_guard_bind(PyObject *module, PyObject *args) {
+    fcpy_guard *guard = &((fcpy_module *)PyModule_GetState(module))->guard;
+    PyObject *group_methods = NULL;
+    PyObject *state_methods = NULL;
+    PyObject *entries = NULL;
+    PyObject *log_cache = NULL;
+    PyObject *log_enabled = NULL;
+    fcpy_places dicts = {.count = 0};
+    fcpy_places types = {.count = 0};
+    if (!PyArg_ParseTuple(args, "OOO!O!O", &group_methods, &state_methods, &PyTuple_Type, &entries,
+                          &PyDict_Type, &log_cache, &log_enabled) ||
+        check_methods(group_methods, sizeof group_table / sizeof group_table[0]) != 0 ||
+        check_methods(state_methods, sizeof state_table / sizeof state_table[0]) != 0 ||
+        collect_places(entries, &dicts, &types) != 0) {
+        return NULL;
+    }
+    take(&guard->group_methods, group_methods);
+    take(&guard->state_methods, state_methods);
+    take(&guard->entries, entries);
+    take(&guard->log_cache, log_cache);
+    take(&guard->log_enabled, log_enabled);
+    guard->dicts = dicts;
+    guard->types = types;
+    guard->log_tag = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *names_of(const fcpy_method *table, size_t count) {
+    PyObject *names = PyTuple_New((Py_ssize_t)count);
+    for (size_t i = 0; names != NULL && i < count; i++) {
+        PyObject *name = PyUnicode_InternFromString(table[i].name);
+        if (name == NULL) {
+            Py_CLEAR(names);
+            break;
+        }
+        PyTuple_SET_ITEM(names, (Py_ssize_t)i, name);
+    }
+    return names;
+}
+
+int fcpy_guard_add_names(PyObject *module) {
+    PyObject *group = names_of(group_table, sizeof group_table / sizeof group_table[0]);
+    PyObject *state = names_of(state_table, sizeof state_table / sizeof state_table[0]);
+    int result = group != NULL && state != NULL &&
+                         PyModule_AddObjectRef(module, "GROUP_METHODS", group) == 0 &&
+                         PyModule_AddObjectRef(module, "STATE_METHODS", state) == 0
+                     ? 0
+                     : -1;
+    Py_XDECREF(group);
+    Py_XDECREF(state);
+    return result;
+}
+
+/* ---- for tests and measurements ---- */
+
+PyObject *fcpy_guard_overrides(PyObject *module, PyObject *obj) {
+    fcpy_module *mod = (fcpy_module *)PyModule_GetState(module);
+    if (PyObject_TypeCheck(obj, mod->group_type)) {
+        return PyLong_FromUnsignedLong(group_bits((fcpy_group *)obj) | patch_bits(&mod->guard));
+    }
+    if (PyObject_TypeCheck(obj, mod->state_type)) {
+        return PyLong_FromUnsignedLong(state_bits((fcpy_state *)obj));
+    }
+    PyErr_SetString(PyExc_TypeError, "a ParamGroup or State was expected");
+    return NULL;
+}
+
+/* In one step of a group and its state: so many questions about methods, functions and lines. */
+enum { STEP_METHODS = 21, STEP_FUNCTIONS = 5, STEP_LINES = 4 };
+
+PyObject *fcpy_guard_probe(PyObject *module, PyObject *args) {
+    fcpy_module *mod = (fcpy_module *)PyModule_GetState(module);
+    PyObject *obj = NULL;
+    Py_ssize_t steps = 0;
+    unsigned long found = 0;
+    if (!PyArg_ParseTuple(args, "O!n", mod->group_type, &obj, &steps)) {
+        return NULL;
+    }
+    for (Py_ssize_t step = 0; step < steps; step++) {
+        for (int i = 0; i < STEP_METHODS; i++) {
+            found += fcpy_host_overridden(obj, FC_CALL_UNSHARD);
+        }
+        for (int i = 0; i < STEP_FUNCTIONS; i++) {
+            found += fcpy_host_overridden(obj, FC_CALL_GATHER);
+        }
+        for (int i = 0; i < STEP_LINES; i++) {
+            found += fcpy_guard_logs(&mod->guard);
+        }
+    }
+    return PyLong_FromUnsignedLong(found);
+}
+
+/* ---- life ---- */
+
+int fcpy_guard_traverse(fcpy_guard *guard, visitproc visit, void *arg) {
+    Py_VISIT(guard->group_methods);
+    Py_VISIT(guard->state_methods);
+    Py_VISIT(guard->entries);
+    Py_VISIT(guard->log_cache);
+    Py_VISIT(guard->log_enabled);
+    return 0;
+}
+
+void fcpy_guard_clear(fcpy_guard *guard) {
+    guard->dicts.count = 0; /* borrowed from the entries */
+    guard->types.count = 0;
+    guard->bits = 0;
+    Py_CLEAR(guard->group_methods);
+    Py_CLEAR(guard->state_methods);
+    Py_CLEAR(guard->entries);
+    Py_CLEAR(guard->log_cache);
+    Py_CLEAR(guard->log_enabled);
+}

@@ -1,0 +1,112 @@
+/* The compatibility guard: what somebody outside has patched or overridden, as bits, in O(1). */
+#ifndef FSDP_C_PYTHON_GUARD_H
+#define FSDP_C_PYTHON_GUARD_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+
+#include "../core/call.h"
+
+struct fcpy_group;
+struct fcpy_state;
+
+/* Methods of a group that may be overridden, and their bits: those of fc_call and these. */
+enum {
+    FCPY_CALL_PRE_FORWARD = FC_CALL_END,
+    FCPY_CALL_POST_FORWARD = FC_CALL_END << 1,
+    FCPY_CALL_INSERT_NODE = FC_CALL_END << 2,
+    FCPY_CALL_NODE_CLASS = FC_CALL_END << 3, /* torch's node, in place of ours */
+    FCPY_CALL_NODE = FC_CALL_END << 4        /* what the node runs in backward */
+};
+#define FCPY_GROUP_METHODS(X)                                                                      \
+    X(unshard, FC_CALL_UNSHARD)                                                                    \
+    X(wait_for_unshard, FC_CALL_WAIT)                                                              \
+    X(reshard, FC_CALL_RESHARD)                                                                    \
+    X(_to_sharded, FC_CALL_TO_SHARDED)                                                             \
+    X(pre_backward, FC_CALL_PRE_BACKWARD)                                                          \
+    X(post_backward, FC_CALL_POST_BACKWARD)                                                        \
+    X(finalize_backward, FC_CALL_FINALIZE)                                                         \
+    X(_backward_prefetch, FC_CALL_PREFETCH)                                                        \
+    X(pre_forward, FCPY_CALL_PRE_FORWARD)                                                          \
+    X(post_forward, FCPY_CALL_POST_FORWARD)                                                        \
+    X(_register_post_backward_hook, FCPY_CALL_INSERT_NODE)
+
+/* The same for a state. */
+enum {
+    FCPY_STATE_CAST_INPUTS = 1 << 0,
+    FCPY_STATE_CAST_OUTPUT = 1 << 1,
+    FCPY_STATE_ROOT_PRE_FORWARD = 1 << 2,
+    FCPY_STATE_HOOK_OUTPUT = 1 << 3,
+    FCPY_STATE_PRE_BACKWARD = 1 << 4,
+    FCPY_STATE_QUEUE_END = 1 << 5,
+    FCPY_STATE_END = 1 << 6,
+    FCPY_STATE_COMPLETE = 1 << 7
+};
+#define FCPY_STATE_METHODS(X)                                                                      \
+    X(_cast_forward_inputs, FCPY_STATE_CAST_INPUTS)                                                \
+    X(_cast_output_dtype, FCPY_STATE_CAST_OUTPUT)                                                  \
+    X(_root_pre_forward, FCPY_STATE_ROOT_PRE_FORWARD)                                              \
+    X(_register_pre_backward_hook, FCPY_STATE_HOOK_OUTPUT)                                         \
+    X(_pre_backward, FCPY_STATE_PRE_BACKWARD)                                                      \
+    X(_register_root_post_backward_final_callback, FCPY_STATE_QUEUE_END)                           \
+    X(_root_post_backward_final_callback, FCPY_STATE_END)                                          \
+    X(_force_complete_incomplete_states, FCPY_STATE_COMPLETE)
+
+/* What was found at one object, and the version tags it was found under. */
+typedef struct fcpy_seen {
+    uint64_t type_tag;
+    uint64_t dict_tag;
+    uint32_t bits;
+} fcpy_seen;
+
+enum { FCPY_MAX_PLACES = 8 };
+
+/* Watched objects of one kind and the tags they were last read under. */
+typedef struct fcpy_places {
+    PyObject *objects[FCPY_MAX_PLACES]; /* borrowed from the entries */
+    uint64_t tags[FCPY_MAX_PLACES];
+    size_t count;
+} fcpy_places;
+
+/* In the module state. */
+typedef struct fcpy_guard {
+    PyObject *group_methods; /* tuples: what should be found under each name, see guard.c */
+    PyObject *state_methods;
+    PyObject *entries; /* tuple of (place, name, expected, also, bits), see guard.c */
+    fcpy_places dicts;
+    fcpy_places types;
+    uint32_t bits;       /* of all entries but the log's */
+    PyObject *log_cache; /* the logger's dict of levels that are on */
+    PyObject *log_enabled;
+    uint64_t log_tag;
+    bool log;
+} fcpy_guard;
+
+/* Whether one of these methods of the group is overridden, on its type or on itself. */
+bool fcpy_group_overrides(struct fcpy_group *self, uint32_t bits);
+/* The same for a state. */
+bool fcpy_state_overrides(struct fcpy_state *self, uint32_t bits);
+
+/* For fc_host. */
+bool fcpy_host_overridden(void *group, fc_call call);
+int fcpy_host_run(void *group, fc_call call, bool argument);
+void fcpy_host_log(void *group, const char *label);
+
+/* Whether one of these functions of torch's modules is patched. */
+bool fcpy_guard_patched(fcpy_guard *guard, uint32_t bits);
+/* Whether torch's logger wants debug lines. */
+bool fcpy_guard_logs(fcpy_guard *guard);
+
+/* _C.guard_bind(group_methods, state_methods, entries, log_cache, log_enabled) */
+PyObject *fcpy_guard_bind(PyObject *module, PyObject *args);
+/* Adds GROUP_METHODS and STATE_METHODS to the module. */
+int fcpy_guard_add_names(PyObject *module);
+/* _C.overrides(group or state) -> int; _C.guard_probe(group, n) -> None: asks as often as n steps
+ * of a group do. */
+PyObject *fcpy_guard_overrides(PyObject *module, PyObject *obj);
+PyObject *fcpy_guard_probe(PyObject *module, PyObject *args);
+int fcpy_guard_traverse(fcpy_guard *guard, visitproc visit, void *arg);
+void fcpy_guard_clear(fcpy_guard *guard);
+
+#endif

@@ -1,0 +1,339 @@
+/* One training step as a state's hooks see it: what runs before and after forward, at the first
+ * gradient of an output, in the post-backward node and at the end of backward. One C call for each,
+ * no Python frame inside on the common path; where somebody has overridden or patched a method
+ * (guard.c), that is called in the place where torch would call it. Owns nothing. */
+#include "objects.h"
+
+/* 0 where the call returned something (dropped), else -1. */
+static int done(PyObject *result) {
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+static int raise_group(const fcpy_group *self, fc_status status) {
+    return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
+}
+
+static fcpy_group *group_at(const fcpy_state *self, size_t index) {
+    return (fcpy_group *)self->core.groups[index]->owner;
+}
+
+/* ---- call-backs from autograd ---- */
+
+int fcpy_state_end_backward(fcpy_state *self) {
+    fcpy_log(self->mod, Py_None, "root_post_backward");
+    void *range = fct_profile_enter("FSDP::root_post_backward_callback");
+    fc_status status = fc_iteration_end_backward(self->core.iteration, self->core.comm);
+    fct_profile_exit(range);
+    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+}
+
+static int call_end_backward(void *owner) {
+    fcpy_state *self = (fcpy_state *)owner;
+    if (fcpy_state_overrides(self, FCPY_STATE_END)) {
+        return done(
+            PyObject_CallMethod((PyObject *)owner, "_root_post_backward_final_callback", NULL));
+    }
+    return fcpy_state_end_backward(self);
+}
+
+int fcpy_state_pre_backward(fcpy_state *self) {
+    const fct_hook at_end = {self, call_end_backward, fcpy_retain, fcpy_release};
+    if (fcpy_state_overrides(self, FCPY_STATE_QUEUE_END)) {
+        self->core.training_state = FC_PRE_BACKWARD;
+        if (done(PyObject_CallMethod((PyObject *)self,
+                                     "_register_root_post_backward_final_callback", NULL)) != 0) {
+            return -1;
+        }
+    }
+    fc_status status = fc_state_pre_backward(&self->core, &at_end);
+    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+}
+
+static int call_pre_backward(void *owner) {
+    return fcpy_state_pre_backward((fcpy_state *)owner);
+}
+
+/* The gradients that pass through the node that runs now, as a new tuple. */
+static PyObject *grads_now(void) {
+    size_t count = 0;
+    fct_tensor *const *grads = fct_autograd_node_grads(&count);
+    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+    for (size_t i = 0; tuple != NULL && i < count; i++) {
+        PyObject *grad = NULL;
+        if (fct_py_from_tensor(grads[i], &grad) != 0) {
+            Py_CLEAR(tuple);
+            break;
+        }
+        PyTuple_SET_ITEM(tuple, (Py_ssize_t)i, grad);
+    }
+    return tuple;
+}
+
+/* Somebody has replaced what torch's node does in backward: node_backward(group, grads) calls it,
+ * and returns the gradients to go on with. */
+static int run_patched_node(fcpy_group *group) {
+    int result = -1;
+    PyObject *grads = grads_now();
+    PyObject *changed = grads != NULL
+                            ? PyObject_CallFunctionObjArgs(group->mod->bound.node_backward,
+                                                           (PyObject *)group, grads, NULL)
+                            : NULL;
+    if (changed == NULL) {
+        goto done;
+    }
+    if (!PyTuple_Check(changed) || PyTuple_GET_SIZE(changed) != PyTuple_GET_SIZE(grads)) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "RegisterPostBackwardFunction.backward must return None and one gradient "
+                        "for each it was given");
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(changed); i++) {
+        fct_tensor *grad = fct_py_tensor(PyTuple_GET_ITEM(changed, i));
+        if (grad != NULL) {
+            fct_autograd_node_set_grad((size_t)i, grad);
+        }
+    }
+    result = 0;
+done:
+    Py_XDECREF(grads);
+    Py_XDECREF(changed);
+    return result;
+}
+
+static int call_post_backward(void *owner) {
+    fcpy_group *group = (fcpy_group *)owner;
+    if (fcpy_guard_patched(&group->mod->guard, FCPY_CALL_NODE)) {
+        return run_patched_node(group);
+    }
+    fc_status status = fc_call_post_backward(&group->core);
+    return status == FC_OK ? 0 : raise_group(group, status);
+}
+
+/* ---- casts ---- */
+
+static int cast_inputs(fcpy_state *self, PyObject **args, PyObject **kwargs) {
+    if (fcpy_state_overrides(self, FCPY_STATE_CAST_INPUTS)) {
+        return fcpy_take_pair(
+            PyObject_CallMethod((PyObject *)self, "_cast_forward_inputs", "OO", *args, *kwargs),
+            args, kwargs);
+    }
+    if (self->input_dtype == FCT_NO_DTYPE) {
+        return 0;
+    }
+    void *range = fct_profile_enter("FSDP::cast_forward_inputs");
+    int result = fcpy_cast_inputs(self->mod, self->input_dtype, args, kwargs);
+    fct_profile_exit(range);
+    return result;
+}
+
+PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output) {
+    if (fcpy_state_overrides(self, FCPY_STATE_CAST_OUTPUT)) {
+        return PyObject_CallMethod((PyObject *)self, "_cast_output_dtype", "(O)", output);
+    }
+    if (self->output_dtype == FCT_NO_DTYPE) {
+        Py_INCREF(output);
+        return output;
+    }
+    void *range = fct_profile_enter("FSDP::cast_forward_outputs");
+    PyObject *result = fcpy_cast_output(self->mod, self->output_dtype, output);
+    fct_profile_exit(range);
+    return result;
+}
+
+/* ---- before forward ---- */
+
+int fcpy_state_begin_forward(fcpy_state *self) {
+    if (self->is_root == Py_None) {
+        if (done(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._lazy_init)) != 0) {
+            return -1;
+        }
+    }
+    if (self->core.iteration->forward_root != NULL) {
+        return 0;
+    }
+    fcpy_log(self->mod, Py_None, "root_pre_forward");
+    void *range = fct_profile_enter("FSDP::root_pre_forward");
+    fc_status status = fc_state_begin_iteration(&self->core);
+    fct_profile_exit(range);
+    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+}
+
+static int begin_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
+    if (fcpy_state_overrides(self, FCPY_STATE_ROOT_PRE_FORWARD)) {
+        return fcpy_take_pair(PyObject_CallMethod((PyObject *)self, "_root_pre_forward", "OOO",
+                                                  module, *args, *kwargs),
+                              args, kwargs);
+    }
+    return fcpy_state_begin_forward(self);
+}
+
+int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
+    const fct_hook hook = {self, call_post_backward, fcpy_retain, fcpy_release};
+    return fct_grad_enabled() ? fcpy_insert_node(self->mod, &hook, args, kwargs) : 0;
+}
+
+static int insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
+    if (fcpy_group_overrides(self, FCPY_CALL_INSERT_NODE)) {
+        return fcpy_take_pair(PyObject_CallMethod((PyObject *)self, "_register_post_backward_hook",
+                                                  "OO", *args, *kwargs),
+                              args, kwargs);
+    }
+    if (fcpy_guard_patched(&self->mod->guard, FCPY_CALL_NODE_CLASS)) {
+        return fcpy_take_pair(PyObject_CallFunctionObjArgs(self->mod->bound.insert_node,
+                                                           (PyObject *)self, *args, *kwargs, NULL),
+                              args, kwargs);
+    }
+    return fcpy_group_insert_node(self, args, kwargs);
+}
+
+int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs) {
+    bool entering = false;
+    fc_status status = fc_group_pre_forward(&self->core, &entering);
+    if (status != FC_OK) {
+        return raise_group(self, status);
+    }
+    return entering ? insert_node(self, args, kwargs) : 0;
+}
+
+static int enter_groups(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
+    for (size_t i = 0; i < self->core.group_count; i++) {
+        fcpy_group *group = group_at(self, i);
+        int failed = fcpy_group_overrides(group, FCPY_CALL_PRE_FORWARD)
+                         ? fcpy_take_pair(PyObject_CallMethod((PyObject *)group, "pre_forward",
+                                                              "OOO", module, *args, *kwargs),
+                                          args, kwargs)
+                         : fcpy_group_pre_forward(group, args, kwargs);
+        if (failed) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
+    if (!fcpy_state_ready(self)) {
+        return -1;
+    }
+    if (self->core.training_state == FC_PRE_BACKWARD) {
+        fc_status status = fc_state_recompute(&self->core);
+        return status == FC_OK ? cast_inputs(self, args, kwargs) : fcpy_state_raise(self, status);
+    }
+    bool first = self->core.training_state != FC_FORWARD;
+    if (first && begin_forward(self, module, args, kwargs) != 0) {
+        return -1;
+    }
+    self->core.training_state = FC_FORWARD;
+    if (cast_inputs(self, args, kwargs) != 0 || enter_groups(self, module, args, kwargs) != 0) {
+        return -1;
+    }
+    if (first && self->core.forward_prefetch_count > 0) {
+        fc_status status = fc_state_forward_prefetch(&self->core);
+        return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+    }
+    return 0;
+}
+
+/* ---- after forward ---- */
+
+/* Hooks on the outputs' gradients. New reference to the output to go on with. */
+static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
+    const fct_hook hook = {self, call_pre_backward, fcpy_retain, fcpy_release};
+    if (fcpy_state_overrides(self, FCPY_STATE_HOOK_OUTPUT | FCPY_STATE_PRE_BACKWARD)) {
+        return PyObject_CallMethod((PyObject *)self, "_register_pre_backward_hook", "(O)", output);
+    }
+    if (fct_grad_enabled() && fcpy_hook_outputs(self->mod, (PyObject *)self, &hook, output) != 0) {
+        return NULL;
+    }
+    Py_INCREF(output);
+    return output;
+}
+
+/* Post-forward of the state's groups. Steals output; new reference to the one to go on with. */
+static PyObject *leave_groups(fcpy_state *self, PyObject *module, PyObject *input,
+                              PyObject *output) {
+    for (size_t i = 0; output != NULL && i < self->core.group_count; i++) {
+        fcpy_group *group = group_at(self, i);
+        if (fcpy_group_overrides(group, FCPY_CALL_POST_FORWARD)) {
+            Py_SETREF(output, PyObject_CallMethod((PyObject *)group, "post_forward", "OOO", module,
+                                                  input, output));
+            continue;
+        }
+        fc_status status = fc_group_post_forward(&group->core);
+        if (status != FC_OK) {
+            (void)raise_group(group, status);
+            Py_CLEAR(output);
+        }
+    }
+    return output;
+}
+
+/* The groups' part and the hooks. Steals output; new reference. */
+static PyObject *leave_forward(fcpy_state *self, PyObject *module, PyObject *input,
+                               PyObject *output) {
+    output = leave_groups(self, module, input, output);
+    if (output == NULL) {
+        return NULL;
+    }
+    Py_SETREF(output, hook_outputs(self, output));
+    return output;
+}
+
+/* Ends the forward of a multi-module state whose modules did not all run; hands its output cast on.
+ * Steals output; new reference. */
+static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
+    fcpy_log(state->mod, Py_None, "force_complete_post_forward");
+    output = leave_forward(state, Py_None, Py_None, output);
+    if (output == NULL) {
+        return NULL;
+    }
+    state->core.training_state = FC_IDLE;
+    Py_SETREF(output, fcpy_state_cast_output(state, output));
+    if (output != NULL && PySet_Clear(state->modules_to_run) != 0) {
+        Py_CLEAR(output);
+    }
+    return output;
+}
+
+/* At the end of the iteration's forward; innermost states first. Steals output. */
+static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
+    if (fcpy_state_overrides(root, FCPY_STATE_COMPLETE)) {
+        Py_SETREF(output, PyObject_CallMethod((PyObject *)root, "_force_complete_incomplete_states",
+                                              "(O)", output));
+        return output;
+    }
+    PyObject *states = ((fcpy_iteration *)root->iteration)->all_states;
+    for (Py_ssize_t i = PyList_GET_SIZE(states); output != NULL && i-- > 0;) {
+        fcpy_state *state = (fcpy_state *)PyList_GET_ITEM(states, i);
+        if (state != root && PySet_GET_SIZE(state->modules_to_run) > 0) {
+            output = complete_partial(state, output);
+        }
+    }
+    return output;
+}
+
+PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *module, PyObject *input,
+                                  PyObject *output) {
+    if (!fcpy_state_ready(self)) {
+        return NULL;
+    }
+    if (self->core.training_state == FC_PRE_BACKWARD) {
+        return fcpy_state_cast_output(self, output);
+    }
+    Py_INCREF(output);
+    output = leave_forward(self, module, input, output);
+    if (output != NULL && self->core.iteration->forward_root == &self->core) {
+        output = complete_partials(self, output);
+    }
+    if (output == NULL) {
+        return NULL;
+    }
+    fc_status status = fc_state_end_forward(&self->core);
+    if (status != FC_OK) {
+        Py_DECREF(output);
+        (void)fcpy_state_raise(self, status);
+        return NULL;
+    }
+    Py_SETREF(output, fcpy_state_cast_output(self, output));
+    return output;
+}

@@ -1,0 +1,266 @@
+"""Patches of torch's FSDP2 take effect on our modules too.
+
+Libraries and torch's own tests replace methods of ``FSDPParamGroup``, ``FSDPState`` and
+``FSDPParam``, attributes of single groups, and functions of FSDP2's modules. Three things make
+that work here:
+
+- Our classes show torch's methods (:class:`_Shown`): an attribute of one of our objects is what
+  torch's class has under that name now, patched or not.
+- torch's own functions, called with one of our objects, run our code (a patch usually ends in a
+  call of what it replaced).
+- The C core asks before each transition whether anything is patched (``csrc/python/guard.c``) and
+  then calls the method; :func:`bind` tells it what is expected where.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from types import FunctionType, SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as stock_collectives
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock_group
+import torch.distributed.fsdp._fully_shard._fsdp_state as stock_state
+
+from fsdp_c_autoload import Redirection
+
+from . import _C
+
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+# Bits of csrc/core/call.h and csrc/python/guard.h.
+_GATHER, _REDUCE = 1 << 8, 1 << 9
+_NODE_CLASS, _NODE = 1 << 13, 1 << 14
+
+
+# ---- torch's own functions -----------------------------------------------------------------------
+
+
+def _is_torchs(function: Any, module: str, qualname: str) -> bool:
+    return (
+        isinstance(function, FunctionType)
+        and function.__module__ == module
+        and function.__qualname__ == qualname
+        and function.__code__.co_filename.startswith((_TORCH, "<redirected by fsdp_c>"))
+    )
+
+
+def _reachable(function: Any, depth: int = 4) -> Iterator[Any]:
+    """The function and those it wraps: in ``__wrapped__``, closures and defaults."""
+    yield function
+    if depth == 0:
+        return
+    inner = [getattr(function, "__wrapped__", None), getattr(function, "__func__", None)]
+    inner += [getattr(function, "func", None), *(getattr(function, "__defaults__", None) or ())]
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            inner.append(cell.cell_contents)
+        except ValueError:  # an empty cell
+            continue
+    for candidate in inner:
+        if callable(candidate):
+            yield from _reachable(candidate, depth - 1)
+
+
+def _original_of(found: Any, module: str, qualname: str) -> FunctionType | None:
+    """torch's own function where it is, or below the patch that has taken its place already."""
+    for function in _reachable(found):
+        if _is_torchs(function, module, qualname):
+            return function
+    return None
+
+
+_originals: dict[tuple[type, str], FunctionType] = {}  # the function objects, redirected or not
+_redirections: dict[tuple[type, str], Redirection] = {}
+
+
+def original(cls: type, name: str) -> Callable[..., Any]:
+    """What torch's ``cls.name`` does to torch's own objects."""
+    redirection = _redirections.get((cls, name))
+    return redirection.original if redirection is not None else getattr(cls, name)
+
+
+# ---- our classes under torch's names -------------------------------------------------------------
+
+
+class _Shown:
+    """A method of ours under the name it has in torch's class: whatever is there now."""
+
+    def __init__(self, stock: type, name: str, own: Callable[..., Any]) -> None:
+        self.stock = stock
+        self.name = name
+        self.own = own
+        self.__doc__ = own.__doc__
+
+    def __get__(self, obj: object, owner: type | None = None) -> Any:
+        current = vars(self.stock).get(self.name, self.own)
+        if current is _originals.get((self.stock, self.name)) and not self.is_redirected:
+            current = self.own
+        bind = getattr(type(current), "__get__", None)
+        return current if bind is None else bind(current, obj, owner)
+
+    @property
+    def is_redirected(self) -> bool:
+        return (self.stock, self.name) in _redirections
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def shows(stock: type) -> Callable[[_Class], _Class]:
+    """Decorates a class of ours: methods that torch's ``stock`` has too are torch's to replace.
+
+    torch's function, called with one of our objects, runs our method, and our class shows torch's.
+    Methods of ours that call ``super()`` are not run by torch's function, which they call.
+    """
+
+    def decorate(own_class: _Class) -> _Class:
+        _show(own_class, stock)
+        return own_class
+
+    return decorate
+
+
+def _show(own_class: type, stock: type) -> None:
+    for name, found in list(vars(stock).items()):
+        own = next((vars(c)[name] for c in own_class.__mro__[:-1] if name in vars(c)), None)
+        is_ours = own is not None and own is not found
+        if name.startswith("__") or not is_ours or not callable(own) or isinstance(found, property):
+            continue
+        function = _original_of(found, stock.__module__, f"{stock.__name__}.{name}")
+        if function is None:
+            logger.warning(
+                "fsdp_c: %s.%s was replaced before fsdp_c was imported, by something that does not "
+                "lead to torch's own; it is called as it is",
+                stock.__name__,
+                name,
+            )
+        else:
+            _originals[stock, name] = function
+            if "__class__" not in getattr(getattr(own, "__code__", None), "co_freevars", ()):
+                _redirections[stock, name] = _redirect(function, own_class, own)
+        setattr(own_class, name, _Shown(stock, name, own))
+
+
+def _redirect(function: FunctionType, own_class: type, own: Callable[..., Any]) -> Redirection:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, own_class):
+            return own(self, *args, **kwargs)
+        return redirection.original(self, *args, **kwargs)
+
+    redirection = Redirection(function, run)
+    return redirection
+
+
+def is_overridden(obj: Any, stock: type, name: str) -> bool:
+    """Whether ``obj.name`` is anything but our own method."""
+    expected = _originals.get((stock, name))
+    return (
+        name in vars(obj)
+        or not isinstance(getattr_static(type(obj), name), _Shown)
+        or vars(stock).get(name) is not expected
+    )
+
+
+def getattr_static(cls: type, name: str) -> Any:
+    """The class attribute itself, not what it gives."""
+    return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+
+
+# ---- what the C core calls -----------------------------------------------------------------------
+
+
+def log_debug(group: Any, label: str) -> None:
+    """A debug line as torch writes it; ``group`` None: of no group."""
+    label = f"FSDP::{label}"
+    stock_state.logger.debug("%s", label if group is None else group._with_fqn(label))
+
+
+def insert_node(group: Any, args: Any, kwargs: Any) -> Any:
+    """The post-backward node by torch's own class, which somebody has patched."""
+    insert = original(stock_group.FSDPParamGroup, "_register_post_backward_hook")
+    return insert(group, args, kwargs)
+
+
+def node_backward(group: Any, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The patched backward of torch's node; the gradients that go on."""
+    context = SimpleNamespace(
+        param_group=group, needs_input_grad=(False, *(True for _ in grads)), saved_tensors=()
+    )
+    changed = stock_group.RegisterPostBackwardFunction.backward(context, *grads)
+    passed = changed[1:] if isinstance(changed, tuple) else ()
+    return tuple(torch.zeros_like(grad) if new is None else new for grad, new in zip(grads, passed))
+
+
+# ---- what is expected where ----------------------------------------------------------------------
+
+
+def _methods(own_class: type, stock: type, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """For guard.c: torch's class, and (name, our attribute, torch's function) for each name."""
+    rows = []
+    for name in names:
+        function = _originals.get((stock, name))
+        if function is None:
+            function = _original_of(
+                vars(stock).get(name), stock.__module__, f"{stock.__name__}.{name}"
+            )
+        rows.append((name, getattr_static(own_class, name), function))
+    return (stock, *rows)
+
+
+def _functions(module: Any, names: tuple[str, ...], bits: int) -> list[tuple[Any, ...]]:
+    """Watched functions of a module: those that torch itself has there."""
+    rows = []
+    for name in names:
+        found = vars(module).get(name)
+        code = getattr(found, "__code__", None)
+        is_torchs = code is None or code.co_filename.startswith(_TORCH)
+        rows.append((vars(module), name, found if is_torchs else None, None, bits))
+    return rows
+
+
+def _log_enabled() -> bool:
+    return stock_state.logger.isEnabledFor(logging.DEBUG)
+
+
+def _entries() -> tuple[tuple[Any, ...], ...]:
+    """Everything besides methods of groups and states: (place, name, expected, also, bits)."""
+    node = stock_group.RegisterPostBackwardFunction
+    gathers = ("all_gather_single", "all_gather_into_tensor")  # since 2.13, before
+    scatters = ("reduce_scatter_single", "reduce_scatter_tensor")
+    rows = [
+        *_functions(dist, tuple(n for n in gathers if hasattr(dist, n))[:1], _GATHER),
+        *_functions(dist, tuple(n for n in scatters if hasattr(dist, n))[:1], _REDUCE),
+        *_functions(dist, ("all_reduce",), _REDUCE),
+        *_functions(stock_group, ("foreach_all_gather", "foreach_all_gather_copy_out"), _GATHER),
+        *_functions(stock_group, ("foreach_reduce",), _REDUCE),
+        *_functions(stock_group, ("RegisterPostBackwardFunction",), _NODE_CLASS),
+    ]
+    for name, value in vars(stock_collectives).items():
+        if isinstance(value, FunctionType) and value.__module__ == stock_collectives.__name__:
+            rows += _functions(stock_collectives, (name,), _GATHER | _REDUCE)
+    for name, bits in (
+        ("backward", _NODE),
+        ("forward", _NODE_CLASS),
+        ("setup_context", _NODE_CLASS),
+    ):
+        static = vars(node)[name]
+        rows.append((node, name, static, static.__func__, bits))
+    return tuple(rows)
+
+
+def bind(group_class: type, state_class: type) -> None:
+    """Tells the C core what torch's classes and modules hold while nobody has patched them."""
+    _C.guard_bind(
+        _methods(group_class, stock_group.FSDPParamGroup, _C.GROUP_METHODS),
+        _methods(state_class, stock_state.FSDPState, _C.STATE_METHODS),
+        _entries(),
+        stock_state.logger._cache,  # type: ignore[attr-defined]
+        _log_enabled,
+    )
