@@ -1,0 +1,549 @@
+"""Whoever patches or overrides FSDP2's internals is heard by our modules as by torch's.
+
+Every test does the same thing to a model under torch's FSDP2 and under fsdp_c, notes what the
+patch saw, and compares. Patches are made as torch's own tests make them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
+import torch.nn as nn
+import torch.testing._internal.common_fsdp as common
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    FSDPParamGroup,
+    RegisterPostBackwardFunction,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+import fsdp_c
+from fsdp_c import _C
+
+DIM = 8
+MIXED = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+)
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "torch": torch.distributed.fsdp.fully_shard,
+    "fsdp_c": fsdp_c.fully_shard,
+}
+guard = importlib.import_module("fsdp_c.guard")
+
+
+def model_of(shard: Callable[..., Any], **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+    for block in model:
+        shard(block, **kwargs)
+    return shard(model, **kwargs)
+
+
+def batch() -> torch.Tensor:
+    return torch.arange(2.0 * DIM).view(2, DIM).requires_grad_()
+
+
+def step(model: Any) -> None:
+    model(batch()).sum().backward()
+
+
+def groups_of(model: Any) -> list[Any]:
+    return [
+        group
+        for module in model.modules()
+        if isinstance(module, torch.distributed.fsdp.FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+
+
+def overrides(model: Any) -> int:
+    """Bits of everything that the C core believes to be patched for the model."""
+    found = 0
+    for module in model.modules():
+        state = module._get_fsdp_state()
+        for one in (state, *state._fsdp_param_groups):
+            found |= _C.overrides(one)
+    return found
+
+
+def under_both(scenario: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
+    """What a scenario gives under torch's ``fully_shard`` and under ours."""
+    found = tuple(scenario(shard) for shard in IMPLEMENTATIONS.values())
+    return found[0], found[1]
+
+
+@pytest.fixture(autouse=True)
+def world(fake_group: int) -> int:
+    return fake_group
+
+
+# ---- the patch_* helpers of torch.testing._internal.common_fsdp ----------------------------------
+
+
+def noting(events: list[Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, with a note of each call: of the group's name and state where it is one's."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        group = args[0] if args and isinstance(args[0], FSDPParamGroup) else None
+        events.append((name, group and group._module_fqn, group and group._training_state.name))
+        return original(*args, **kwargs)
+
+    return call
+
+
+HELPERS: dict[str, Callable[[], Any]] = {
+    "patch_all_gather": lambda: dist.all_gather_single,
+    "patch_foreach_all_gather": lambda: param_group.foreach_all_gather,
+    "patch_foreach_reduce": lambda: param_group.foreach_reduce,
+    "patch_reduce_scatter": lambda: dist.reduce_scatter_single,
+    "patch_all_reduce": lambda: dist.all_reduce,
+    "patch_unshard": lambda: FSDPParamGroup.unshard,
+    "patch_reshard": lambda: FSDPParamGroup.reshard,
+    "patch_post_backward": lambda: FSDPParamGroup.post_backward,
+    "patch_register_post_backward_hook_backward": lambda: RegisterPostBackwardFunction.backward,
+}
+
+
+def test_there_is_no_helper_that_is_not_tested() -> None:
+    assert {name for name in vars(common) if name.startswith("patch_")} == set(HELPERS)
+
+
+@pytest.mark.parametrize("name", HELPERS)
+@pytest.mark.parametrize("when", ["before forward", "between forward and backward"])
+def test_a_helper_of_torchs_tests_takes_effect(name: str, when: str) -> None:
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        model = model_of(shard, mesh=mesh, mp_policy=MIXED)
+        step(model)
+        events: list[Any] = []
+        patch = getattr(common, name)(noting(events, name, HELPERS[name]()))
+        if when == "before forward":
+            with patch:
+                step(model)
+        else:
+            loss = model(batch()).sum()
+            with patch:
+                loss.backward()
+        noted = len(events)
+        step(model)
+        assert len(events) == noted, "the patch outlives its context"
+        return events
+
+    stock, ours = under_both(scenario)
+    assert ours == stock
+    assert len(ours) >= 3
+
+
+def test_all_of_them_at_once_in_torchs_order() -> None:
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
+        model = model_of(shard, reshard_after_forward=True)
+        step(model)
+        events: list[Any] = []
+        with contextlib.ExitStack() as patches:
+            for name, original in HELPERS.items():
+                helper = getattr(common, name)
+                patches.enter_context(helper(noting(events, name, original())))
+            step(model)
+        return events
+
+    stock, ours = under_both(scenario)
+    assert ours == stock
+    assert {name for name, *_ in ours} == set(HELPERS) - {"patch_all_reduce"}
+
+
+def test_gradients_through_patched_functions_are_those_of_the_core() -> None:
+    def gradients(shard: Callable[..., Any], patched: bool) -> list[torch.Tensor]:
+        model = model_of(shard, mp_policy=MIXED)
+        with contextlib.ExitStack() as patches:
+            for name, original in HELPERS.items() if patched else ():
+                helper = getattr(common, name)
+                patches.enter_context(helper(noting([], name, original())))
+            for _ in range(2):
+                step(model)
+        return [parameter.grad._local_tensor for parameter in model.parameters()]
+
+    plain = gradients(fsdp_c.fully_shard, False)
+    assert all(map(torch.equal, gradients(fsdp_c.fully_shard, True), plain))
+    assert all(map(torch.equal, gradients(IMPLEMENTATIONS["torch"], True), plain))
+
+
+# ---- methods, on the class and on single objects -------------------------------------------------
+
+GROUP_METHODS = [*_C.GROUP_METHODS, "lazy_init", "_init_mp_dtypes", "_with_fqn"]
+
+
+@contextlib.contextmanager
+def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
+    """``place.name = value`` for a while; put back as torch's tests do it."""
+    before = getattr(place, name)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)
+
+
+@pytest.mark.parametrize("name", GROUP_METHODS)
+def test_a_method_of_the_group_patched_on_the_class(name: str) -> None:
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
+        model = model_of(shard)
+        events: list[Any] = []
+        original = getattr(FSDPParamGroup, name)
+        with replaced(FSDPParamGroup, name, noting(events, name, original)):
+            step(model)
+            step(model)
+        assert getattr(FSDPParamGroup, name) is original
+        return events
+
+    stock, ours = under_both(scenario)
+    if name == "_with_fqn":  # torch names its profiler ranges with it; ours are named in C
+        assert ours == [] and stock
+        return
+    assert ours == stock
+    assert ours
+
+
+@pytest.mark.parametrize("name", _C.GROUP_METHODS)
+def test_a_method_of_the_group_set_on_one_group(name: str) -> None:
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
+        model = model_of(shard)
+        step(model)
+        events: list[Any] = []
+        group = groups_of(model)[1]
+        setattr(group, name, noting(events, name, getattr(group, name)))
+        step(model)
+        noted = len(events)
+        delattr(group, name)
+        step(model)
+        assert len(events) == noted > 0
+        return [event for event, *_ in events]
+
+    stock, ours = under_both(scenario)
+    assert ours == stock
+
+
+STATE_METHODS = [*_C.STATE_METHODS, "_pre_forward", "_post_forward", "_lazy_init", "_init_fqns"]
+
+
+@pytest.mark.parametrize("name", STATE_METHODS)
+def test_a_method_of_the_state_patched_on_the_class(name: str) -> None:
+    def scenario(shard: Callable[..., Any]) -> int:
+        events: list[Any] = []
+        original = getattr(FSDPState, name)
+        with replaced(FSDPState, name, noting(events, name, original)):
+            model = model_of(shard, mp_policy=MIXED)
+            step(model)
+            step(model)
+        return len(events)
+
+    stock, ours = under_both(scenario)
+    if name == "_lazy_init":  # asked for in every forward by torch, once by us
+        assert 0 < ours <= stock
+        return
+    assert ours == stock > 0
+
+
+def test_a_patched_method_may_do_something_else() -> None:
+    def scenario(shard: Callable[..., Any]) -> list[bool]:
+        model = model_of(shard, reshard_after_forward=True)
+        step(model)
+        with replaced(FSDPParamGroup, "reshard", lambda group: None):
+            loss = model(batch()).sum()
+        states = [group.is_unsharded for group in groups_of(model)]
+        loss.backward()
+        return states
+
+    stock, ours = under_both(scenario)
+    assert ours == stock == [True, True, True]
+
+
+def test_a_patched_backward_of_the_node_changes_the_gradients() -> None:
+    def scenario(shard: Callable[..., Any]) -> torch.Tensor:
+        model = model_of(shard)
+        x = batch()
+        loss = model(x).sum()
+        original = RegisterPostBackwardFunction.backward
+
+        def doubled(ctx: Any, *grads: torch.Tensor) -> Any:
+            return tuple(g if g is None else 2 * g for g in original(ctx, *grads))
+
+        with common.patch_register_post_backward_hook_backward(doubled):
+            loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    stock, ours = under_both(scenario)
+    assert torch.equal(ours, stock)
+
+
+def test_an_exception_in_a_patch_reaches_the_caller_and_can_be_recovered_from() -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError("from the patch")
+
+    model = model_of(fsdp_c.fully_shard)
+    step(model)
+    reference = [parameter.grad._local_tensor.clone() for parameter in model.parameters()]
+    for helper in (
+        common.patch_unshard,
+        common.patch_foreach_all_gather,
+        common.patch_foreach_reduce,
+    ):
+        with helper(failing), pytest.raises(ArithmeticError, match="from the patch"):
+            step(model)
+        model.reset_iter_state()
+        model.zero_grad()
+        step(model)
+        found = [parameter.grad._local_tensor for parameter in model.parameters()]
+        assert all(map(torch.equal, found, reference))
+
+
+def test_methods_of_torch_called_by_name_on_our_objects() -> None:
+    model = model_of(fsdp_c.fully_shard)
+    step(model)
+    group = groups_of(model)[0]
+    FSDPParamGroup.unshard(group)
+    assert group._all_gather_result is not None and group.is_sharded
+    FSDPParamGroup.wait_for_unshard(group)
+    assert group.is_unsharded
+    FSDPParamGroup._to_sharded(group)
+    assert group.is_sharded
+    assert FSDPParamGroup._with_fqn(group, "x") == "x (0)"
+
+
+# ---- functions of torch's modules ----------------------------------------------------------------
+
+FUNCTIONS = [
+    (param_group, "foreach_all_gather_copy_out"),
+    (collectives, "foreach_reduce_scatter_copy_in"),
+    (collectives, "_get_param_all_gather_inputs"),
+    (collectives, "_get_gradient_divide_factors"),
+    (collectives, "_div_if_needed"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), FUNCTIONS, ids=lambda value: str(value))
+def test_a_function_that_torchs_collectives_use(module: Any, name: str) -> None:
+    def scenario(shard: Callable[..., Any]) -> int:
+        model = model_of(shard, mp_policy=MIXED)
+        events: list[Any] = []
+        with replaced(module, name, noting(events, name, getattr(module, name))):
+            step(model)
+        return len(events)
+
+    stock, ours = under_both(scenario)
+    assert ours == stock > 0
+
+
+class CountingNode(RegisterPostBackwardFunction):
+    """A class in the place of torch's."""
+
+    calls: list[str] = []
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        CountingNode.calls.append("backward")
+        return RegisterPostBackwardFunction.backward(ctx, *grads)
+
+
+def test_the_class_of_the_node_can_be_replaced() -> None:
+    def scenario(shard: Callable[..., Any]) -> list[str]:
+        model = model_of(shard)
+        CountingNode.calls.clear()
+        with replaced(param_group, "RegisterPostBackwardFunction", CountingNode):
+            step(model)
+        return list(CountingNode.calls)
+
+    stock, ours = under_both(scenario)
+    assert ours == stock == ["backward"] * 3
+
+
+# ---- lines in the log ----------------------------------------------------------------------------
+
+
+def test_debug_lines_are_torchs(caplog: pytest.LogCaptureFixture) -> None:
+    def scenario(shard: Callable[..., Any]) -> list[str]:
+        model = model_of(shard)
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, "torch.distributed.fsdp.fully_shard"):
+            step(model)
+        lines = [record.getMessage() for record in caplog.records]
+        step(model)
+        assert len(caplog.records) == len(lines)
+        return lines
+
+    stock, ours = under_both(scenario)
+    assert ours == stock
+    assert "FSDP::post_backward (2)" in ours
+
+
+# ---- nothing is patched --------------------------------------------------------------------------
+
+
+def test_without_a_patch_no_python_function_runs_in_a_step() -> None:
+    model = model_of(fsdp_c.fully_shard)
+    x = batch()
+    for _ in range(3):
+        model(x).sum().backward()
+    assert overrides(model) == 0
+    called: list[str] = []
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and ("fsdp_c" in name or "_fully_shard" in name):
+            called.append(f"{name}:{frame.f_code.co_name}")
+
+    sys.setprofile(profile)
+    try:
+        model(x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    assert called == []
+    with common.patch_unshard(noting([], "", FSDPParamGroup.unshard)):
+        sys.setprofile(profile)
+        try:
+            model(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+    assert called, "the profile sees nothing: the test would say nothing"
+
+
+def test_the_guard_costs_less_than_three_tenths_of_a_microsecond_per_group_and_step() -> None:
+    model = model_of(fsdp_c.fully_shard)
+    step(model)
+    group, steps = groups_of(model)[0], 2000
+
+    def cost() -> float:
+        begin = time.thread_time_ns()
+        assert _C.guard_probe(group, steps) == 0
+        return (time.thread_time_ns() - begin) / steps
+
+    assert min(cost() for _ in range(50)) < 300
+
+
+def test_every_question_notices_a_patch_and_its_end() -> None:
+    model = model_of(fsdp_c.fully_shard)
+    step(model)
+    group = groups_of(model)[0]
+    assert _C.overrides(group) == 0
+    seen = set()
+    for name in _C.GROUP_METHODS:
+        with replaced(FSDPParamGroup, name, lambda *a: None):
+            seen.add(_C.overrides(group))
+        assert _C.overrides(group) == 0
+        setattr(group, name, lambda *a: None)
+        assert _C.overrides(group) in seen
+        delattr(group, name)
+        assert _C.overrides(group) == 0
+    assert len(seen) == len(_C.GROUP_METHODS)
+
+
+def test_a_method_taken_out_and_put_back_on_the_object_is_no_override() -> None:
+    model = model_of(fsdp_c.fully_shard)
+    group = groups_of(model)[0]
+    saved = group.pre_backward
+    group.pre_backward = noting([], "pre_backward", saved)
+    assert _C.overrides(group) != 0
+    group.pre_backward = saved  # torch's memory tracker does this, and leaves it there
+    assert "pre_backward" in vars(group)
+    assert _C.overrides(group) == 0
+
+
+# ---- what libraries do to groups and states ------------------------------------------------------
+
+
+def test_attributes_of_groups_can_be_set_and_new_ones_added() -> None:
+    model = model_of(fsdp_c.fully_shard)
+    step(model)
+    for group in groups_of(model):
+        group.of_a_library = {"any": "thing"}
+        assert vars(group)["of_a_library"] is group.of_a_library
+        for state in TrainingState:
+            group._training_state = state
+            assert group._training_state is state
+        group._training_state = TrainingState.IDLE
+        assert isinstance(group, FSDPParamGroup)
+        assert all(isinstance(param, FSDPParam) for param in group.fsdp_params)
+    step(model)
+
+
+def test_post_backward_outside_of_autograd() -> None:
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
+        model = model_of(shard)
+        model.set_requires_gradient_sync(False)
+        step(model)
+        model.set_requires_gradient_sync(True)
+        found = [[parameter.grad for parameter in model.parameters()]]
+        for group in groups_of(model):
+            group.post_backward()
+            group._training_state = TrainingState.IDLE
+        for module in model.modules():
+            module._get_fsdp_state()._root_post_backward_final_callback()
+        found.append([parameter.grad.to_local() for parameter in model.parameters()])
+        return found
+
+    stock, ours = under_both(scenario)
+    assert ours[0] == stock[0] == [None] * 6
+    assert all(map(torch.equal, ours[1], stock[1]))
+
+
+def test_hooks_of_a_state_can_be_taken_off_and_registered_again() -> None:
+    def scenario(shard: Callable[..., Any]) -> list[Any]:
+        model = model_of(shard, mp_policy=MIXED)
+        seen: list[str] = []
+        for name, module in model.named_children():
+            state = module._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            state._pre_forward_hook_handle = module.register_forward_pre_hook(
+                noting(seen, name, state._pre_forward), prepend=True, with_kwargs=True
+            )
+            state._post_forward_hook_handle = module.register_forward_hook(
+                noting(seen, name, state._post_forward), always_call=True
+            )
+        for _ in range(2):
+            step(model)
+        assert seen
+        return [*seen, *(p.grad.to_local() for p in model.parameters())]
+
+    stock, ours = under_both(scenario)
+    assert len(ours) == len(stock) == 12 + 6
+    assert all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ours, stock)
+    )
+
+
+def test_what_a_state_shows_as_its_hooks_are_torchs_functions() -> None:
+    state = model_of(fsdp_c.fully_shard)._get_fsdp_state()
+    for name in ("_pre_forward", "_post_forward", "_pre_backward"):
+        assert getattr(state, name).__func__ is vars(FSDPState)[name]
+        assert getattr(state, name).__self__ is state
+
+
+@pytest.mark.parametrize("kind", ["group", "state", "param"])
+def test_torchs_own_objects_are_left_alone(kind: str) -> None:
+    model = model_of(IMPLEMENTATIONS["torch"])
+    step(model)
+    group = groups_of(model)[0]
+    one = {"group": group, "state": model._get_fsdp_state(), "param": group.fsdp_params[0]}[kind]
+    assert type(one).__module__.startswith("torch.")
+    cls = {"group": FSDPParamGroup, "state": FSDPState, "param": FSDPParam}[kind]
+    assert type(one) is cls
+    names = [n for n, v in vars(cls).items() if callable(v) and not n.startswith("__")]
+    redirected = [n for n in names if guard.original(cls, n) is not vars(cls)[n]]
+    assert redirected, "nothing of this class is redirected: the test would say nothing"
