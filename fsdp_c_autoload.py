@@ -120,8 +120,8 @@ def announce() -> None:
     if _announced:
         return
     _announced = True
+    version = importlib.import_module("fsdp_c").__version__  # may import more of the targets
     names = [key for key, redirection in _active.items() if _ours(redirection) is not None]
-    version = importlib.import_module("fsdp_c").__version__
     logger.info("fsdp_c %s replaces %s", version, ", ".join(names) or "nothing yet")
 
 
