@@ -1,0 +1,478 @@
+"""What the generated grid does not reach: each feature as one seeded script on four gloo ranks.
+
+``run(rank, world_size, implementation)`` trains every case under one implementation and returns
+``{case: record}``. A record holds losses as numbers and gradients and parameters as digests of
+their bytes, so that equal means equal in bits; an exception is recorded as its text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+import torch.nn as nn
+from extended import Extended
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WIDTH = 16
+
+Record = list[Any]
+Sync = Callable[[Any, bool], None]
+
+
+class Tools:
+    """One implementation's functions, and the rank's place."""
+
+    def __init__(self, rank: int, world_size: int, implementation: str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        if implementation == "fsdp_c":
+            package = importlib.import_module("fsdp_c")
+            self.fully_shard, self.replicate = package.fully_shard, package.replicate
+        else:
+            room = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+            self.fully_shard, self.replicate = fsdp.fully_shard, room.replicate
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        """2 x world_size/2."""
+        return init_device_mesh("cpu", (2, self.world_size // 2), mesh_dim_names=names)
+
+    def shard(self, model: nn.Sequential, **kwargs: Any) -> Any:
+        for block in model:
+            self.fully_shard(block, **kwargs)
+        return self.fully_shard(model, **kwargs)
+
+    def input(self, step: int, width: int = WIDTH) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + self.rank)
+        return torch.randn(4, width, generator=generator)
+
+    def train(
+        self, model: Any, *, micro: int = 1, sync: Sync | None = None, width: int = WIDTH
+    ) -> Record:
+        """Three steps of ``micro`` backwards each; ``sync(model, is_last)`` before each."""
+        record: Record = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            for index in range(micro):
+                if sync is not None:
+                    sync(model, index == micro - 1)
+                loss = model(self.input(10 * step + index, width)).float().pow(2).sum()
+                loss.backward()
+                record.append(loss.item())
+            record.append(digest(p.grad for p in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*record, digest(model.parameters())]
+
+
+def blocks(seed: int = 0, width: int = WIDTH, bias: bool = True) -> nn.Sequential:
+    """Three two-layer blocks of ``width``."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(
+            nn.Sequential(
+                nn.Linear(width, 2 * width, bias=bias),
+                nn.ReLU(),
+                nn.Linear(2 * width, width, bias=bias),
+            )
+            for _ in range(3)
+        )
+    )
+
+
+def digest(tensors: Any) -> str:
+    """Of the bytes of all local tensors; None stands for itself."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if local is None:
+            found.update(b"none")
+        elif local.numel() > 0:
+            data = local.detach().contiguous().clone()
+            found.update(data.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class Gather(AllGather):
+    """A user's own all-gather, which counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
+        self.calls += 1
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+class Scatter(ReduceScatter):
+    """A user's own reduce-scatter, which counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        self.calls += 1
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+CASES: dict[str, Callable[[Tools], Record]] = {}
+
+
+def case(function: Callable[[Tools], Record]) -> Callable[[Tools], Record]:
+    CASES[function.__name__] = function
+    return function
+
+
+# ---- replicas ----
+
+
+def _all_reduce(model: Any, last: bool) -> None:
+    model.set_requires_all_reduce(last)
+
+
+def _all_sync(model: Any, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+
+
+def _hsdp(tools: Tools, sync: Sync | None = None, micro: int = 1, **kwargs: Any) -> Record:
+    model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), **kwargs)
+    return tools.train(model, micro=micro, sync=sync)
+
+
+@case
+def hsdp(tools: Tools) -> Record:
+    return _hsdp(tools)
+
+
+@case
+def hsdp_mixed(tools: Tools) -> Record:
+    return _hsdp(tools, mp_policy=MIXED)
+
+
+@case
+def hsdp_half(tools: Tools) -> Record:
+    return _hsdp(tools, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+
+
+@case
+def hsdp_without_all_reduce_until_the_last(tools: Tools) -> Record:
+    return _hsdp(tools, _all_reduce, 3)
+
+
+@case
+def hsdp_mixed_without_all_reduce_until_the_last(tools: Tools) -> Record:
+    return _hsdp(tools, _all_reduce, 3, mp_policy=MIXED)
+
+
+@case
+def hsdp_without_reduction_until_the_last(tools: Tools) -> Record:
+    return _hsdp(tools, _all_sync, 2)
+
+
+@case
+def hsdp_with_forced_sums(tools: Tools) -> Record:
+    model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
+    for unit in (*model, model):
+        unit.set_force_sum_reduction_for_comms(True)
+    return tools.train(model)
+
+
+@case
+def hsdp_with_a_reduce_hook(tools: Tools) -> Record:
+    model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
+    for unit in (*model, model):
+        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+    return tools.train(model)
+
+
+@case
+def replicate(tools: Tools) -> Record:
+    model = blocks()
+    for block in model:
+        tools.replicate(block)
+    return tools.train(tools.replicate(model), micro=2, sync=_all_sync)
+
+
+@case
+def replicate_mixed(tools: Tools) -> Record:
+    return tools.train(tools.replicate(blocks(), mp_policy=MIXED), micro=2, sync=_all_reduce)
+
+
+@case
+def replicate_below_fully_shard(tools: Tools) -> Record:
+    model = blocks()
+    tools.replicate(model[0])
+    tools.fully_shard(model[1])
+    return tools.train(tools.fully_shard(model))
+
+
+# ---- where shards lie ----
+
+
+def _second(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
+
+
+@case
+def second_dim(tools: Tools) -> Record:
+    return tools.train(tools.shard(blocks(), shard_placement_fn=_second, mp_policy=MIXED))
+
+
+@case
+def second_dim_hsdp(tools: Tools) -> Record:
+    return _hsdp(tools, shard_placement_fn=_second)
+
+
+@case
+def smaller_group_after_forward(tools: Tools) -> Record:
+    return tools.train(tools.shard(blocks(), reshard_after_forward=2, mp_policy=MIXED))
+
+
+@case
+def smaller_group_after_forward_uneven(tools: Tools) -> Record:
+    return tools.train(tools.shard(blocks(width=9), reshard_after_forward=2), width=9)
+
+
+@case
+def a_mesh_for_each_parameter(tools: Tools) -> Record:
+    info = FSDPMeshInfo(tools.mesh("replicate", "shard")["shard"], shard_mesh_dim=0)
+
+    def place(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(0), info) if param.shape[0] == 2 * WIDTH else None
+
+    return tools.train(tools.shard(blocks(), shard_placement_fn=place))
+
+
+@case
+def offload(tools: Tools) -> Record:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    return tools.train(tools.shard(blocks(), offload_policy=policy))
+
+
+# ---- parallel DTensors ----
+
+
+def _tensor_parallel(tools: Tools, mesh: DeviceMesh) -> nn.Sequential:
+    model = blocks()
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+@case
+def tensor_parallel(tools: Tools) -> Record:
+    mesh = tools.mesh("dp", "tp")
+    return tools.train(tools.shard(_tensor_parallel(tools, mesh), mesh=mesh["dp"]))
+
+
+@case
+def tensor_parallel_mixed_accumulated(tools: Tools) -> Record:
+    mesh = tools.mesh("dp", "tp")
+    model = tools.shard(_tensor_parallel(tools, mesh), mesh=mesh["dp"], mp_policy=MIXED)
+    return tools.train(model, micro=2, sync=_all_sync)
+
+
+@case
+def one_mesh_for_all_kinds_of_parallelism(tools: Tools) -> Record:
+    mesh = tools.mesh("dp", "tp")
+    model = blocks(bias=False)
+    for block in model:
+        for index, dim in ((0, 0), (2, 1)):
+            whole = block[index].weight.detach()
+            weight = distribute_tensor(whole, mesh, [Replicate(), Shard(dim)])
+            block[index].weight = nn.Parameter(weight)
+    tools.shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    record: Record = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(100 * step + mesh["dp"].get_local_rank())
+        local = torch.randn(4, WIDTH, generator=generator)
+        x = DTensor.from_local(local, mesh, [Shard(0), Replicate()])
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        record += [loss.full_tensor().item(), digest(p.grad for p in model.parameters())]
+    return record
+
+
+@case
+def pipeline_of_two_stages(tools: Tools) -> Record:
+    mesh = tools.mesh("pp", "dp")
+    index = mesh["pp"].get_local_rank()
+    block = blocks()[index]
+    tools.fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
+    stage = PipelineStage(block, index, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(
+        stage, n_microbatches=4, loss_fn=lambda output, target: (output - target).pow(2).mean()
+    )
+    generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
+    x = torch.randn(8, WIDTH, generator=generator)
+    record: Record = []
+    for _ in range(2):
+        losses: list[torch.Tensor] = []
+        if index == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=x, losses=losses)
+        record += [[loss.item() for loss in losses], digest(p.grad for p in block.parameters())]
+    return record
+
+
+# ---- what users plug in ----
+
+
+@case
+def custom_collectives(tools: Tools) -> Record:
+    model = tools.shard(blocks(), mp_policy=MIXED)
+    gather, scatter = Gather(), Scatter()
+    for unit in (*model, model):
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(scatter)
+    return [*tools.train(model), gather.calls, scatter.calls]
+
+
+@case
+def custom_reduce_scatter_of_hsdp(tools: Tools) -> Record:
+    model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
+    for unit in (*model, model):
+        unit.set_custom_reduce_scatter(Scatter())
+    return tools.train(model, micro=2, sync=_all_reduce)
+
+
+@case
+def reduce_hook(tools: Tools) -> Record:
+    model = tools.shard(blocks())
+    for unit in (*model, model):
+        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+    return tools.train(model)
+
+
+@case
+def own_group_for_reduce_scatters(tools: Tools) -> Record:
+    model = tools.shard(blocks())
+    model.set_separate_reduce_scatter_group(True)
+    model.set_reduce_scatter_max_input_buffers(3)
+    return tools.train(model)
+
+
+@case
+def all_gather_extension(tools: Tools) -> Record:
+    model = blocks(bias=False)
+    for block in model:
+        block[0].weight = nn.Parameter(Extended(block[0].weight.detach()))
+    tools.shard(model)
+    record: Record = []
+    for step in range(3):
+        loss = model(tools.input(step)).pow(2).sum()
+        loss.backward()
+        record += [loss.item(), digest(p.grad for p in model.parameters())]
+    return record
+
+
+@case
+def another_forward_method(tools: Tools) -> Record:
+    class Coder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.second = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x)
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(x).relu()
+
+    torch.manual_seed(0)
+    model: Any = tools.fully_shard(Coder())
+    fsdp.register_fsdp_forward_method(model, "encode")
+    record: Record = []
+    for step, method in enumerate((model.encode, model, model.encode)):
+        loss = method(tools.input(step)).sum()
+        loss.backward()
+        record += [loss.item(), digest(p.grad for p in model.parameters())]
+    return record
+
+
+# ---- transforms, compilation, modes ----
+
+
+@case
+def compiled_blocks(tools: Tools) -> Record:
+    model = blocks()
+    for block in model:
+        block.compile(backend="eager")
+    return tools.train(tools.shard(model))
+
+
+@case
+def compiled_root(tools: Tools) -> Record:
+    return tools.train(torch.compile(tools.shard(blocks()), backend="eager"))
+
+
+@case
+def forward_mode_derivative(tools: Tools) -> Record:
+    model = tools.shard(blocks())
+    x = tools.input(0)
+    return [digest(torch.func.jvp(model, (x,), (torch.ones_like(x),)))]
+
+
+@case
+def functional_gradient(tools: Tools) -> Record:
+    model = tools.shard(blocks())
+    return [digest([torch.func.grad(lambda x: model(x).sum())(tools.input(0))])]
+
+
+@case
+def gradient_of_the_input(tools: Tools) -> Record:
+    model = tools.shard(blocks())
+    x = tools.input(0).requires_grad_()
+    return [digest(torch.autograd.grad(model(x).sum(), x)), *tools.train(model)]
+
+
+@case
+def inference_mode_between_steps(tools: Tools) -> Record:
+    model = tools.shard(blocks())
+    record = tools.train(model)
+    with torch.inference_mode():
+        record.append(digest([model(tools.input(0))]))
+    return record + tools.train(model)
+
+
+def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
+    """All cases, one after the other."""
+    warnings.simplefilter("ignore")
+    tools = Tools(rank, world_size, implementation)
+    records: dict[str, Record] = {}
+    for name, function in CASES.items():
+        try:
+            records[name] = function(tools)
+        except Exception as error:
+            records[name] = [f"{type(error).__name__}: {error}"]
+        dist.barrier()
+    return records
