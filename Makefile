@@ -3,6 +3,7 @@
 #   make demo    train a small GPT on two processes, with curves         make lint      style and types
 #   make test    every test there is                                      make format    put the style right
 #   make bench   host cost and memory beside torch's own FSDP2            make sanitize  under ASan and UBSan
+#   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on ours
 #
 # VENV=dir uses (and completes) an environment that exists; the default is .venv, made on first use.
 
@@ -18,6 +19,8 @@ NVCC ?= $(shell command -v nvcc)
 DEMO_OUT ?= demo_out
 DEMO_ARGS ?=
 PYTEST_ARGS ?= -n 2
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_ARGS ?=
 # What runs under the sanitizers: fast, in this process, and through every C function.
 SANITIZE_TESTS ?= tests/unit
 CUDA_CHECK_ARCH ?= sm_80
@@ -26,6 +29,8 @@ PY := $(VENV)/bin/python
 ENV_STAMP := $(VENV)/.fsdp_c-env
 # An editable install points at one checkout, so its stamp names the checkout.
 INSTALL_STAMP := $(VENV)/.fsdp_c-installed$(subst /,-,$(CURDIR))
+CLIENTS_PY := $(CLIENTS_VENV)/bin/python
+CLIENTS_STAMP := $(CLIENTS_VENV)/.fsdp_c-clients
 SANITIZE_LIB := build/sanitize-lib
 C_FILES = $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
@@ -34,11 +39,11 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
-.PHONY: help env build demo test test-c lint lint-ruff lint-mypy lint-c format sanitize bench \
+.PHONY: help env build demo test test-c test-clients lint lint-ruff lint-mypy lint-c format sanitize bench \
 	cuda-check clean
 
 help:
-	@sed -n '3,5s/^# *//p' Makefile
+	@sed -n '3,6s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -73,6 +78,18 @@ test: build test-c
 
 test-c:
 	@$(MAKE) -C tests/c
+
+# Real libraries, each case once on torch's FSDP2 and once with FSDP_C=1. They have an environment of their own,
+# with the same torch as the extension was built against; nothing of fsdp_c is installed there, the tests lay out
+# its entry point themselves. CLIENTS_ARGS="-k peft" picks.
+test-clients: build $(CLIENTS_STAMP)
+	FSDP_C_TEST_CLIENTS=1 $(CLIENTS_PY) -m pytest --durations=10 $(CLIENTS_ARGS) tests/clients
+
+$(CLIENTS_STAMP): tests/clients/requirements.txt
+	@[ -x $(CLIENTS_PY) ] || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77'
+	$(CLIENTS_PY) -m pip install -q '$(TORCH)' -r tests/clients/requirements.txt
+	@touch $@
 
 # The extension and the package under AddressSanitizer and UndefinedBehaviorSanitizer, beside the normal build
 # and not in its place. Python itself is not instrumented: libasan comes first by LD_PRELOAD (with libstdc++,
@@ -125,4 +142,4 @@ bench: build
 # The environment stays; it is slow to make and `rm -rf .venv` is easy to say.
 clean:
 	rm -rf build dist $(DEMO_OUT) fsdp_c/_C.*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -1,0 +1,169 @@
+"""``torch.distributed.checkpoint`` and its state-dict functions on what FSDP2 sharded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from client_job import Report, main, rank, seed_everything
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+class Net(nn.Module):
+    """Uneven shards (7 and 5 rows on two ranks), a buffer, tied weights, a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)) for _ in "ab")
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x) * self.frozen.sum()
+        return self.head(self.norm(x))
+
+
+def build(seed: int = 5, shard: bool = True, **settings: Any) -> tuple[nn.Module, Any]:
+    seed_everything(seed)
+    model = Net()
+    if shard:
+        for block in model.blocks:
+            fully_shard(block, **settings)
+        fully_shard(model, **settings)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.AdamW(trainable, lr=0.05)
+
+
+def step(report: Report, model: nn.Module, optimizer: Any, count: int, seed: int = 0) -> None:
+    data = torch.Generator().manual_seed(10 * seed + rank())
+    for _ in range(count):
+        x = torch.randint(7, (8,), generator=data)
+        loss = nn.functional.cross_entropy(model(x).float(), (x + 1) % 7)
+        loss.backward()
+        report.note("loss", loss)
+        report.note("norm", nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class App(Stateful):
+    """Model and optimizer as one item of a checkpoint, as DCP's own tutorial has it."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+
+
+def case_sharded(report: Report) -> None:
+    """Saves, goes on; a fresh model loads and goes on in the same way."""
+    model, optimizer = build()
+    step(report, model, optimizer, 2)
+    dcp.save({"app": App(model, optimizer)}, checkpoint_id=report.files / "sharded")
+    step(report, model, optimizer, 2, seed=1)
+    fresh, other = build(seed=6)
+    dcp.load({"app": App(fresh, other)}, checkpoint_id=report.files / "sharded")
+    step(report, fresh, other, 2, seed=1)
+    for left, right in zip(model.parameters(), fresh.parameters()):
+        assert torch.equal(left.to_local(), right.to_local())
+    report.model(fresh)
+
+
+def case_async(report: Report) -> None:
+    """An asynchronous save in the midst of steps holds what the model was when it was called."""
+    model, optimizer = build()
+    step(report, model, optimizer, 1)
+    # The saving thread must not share a gloo group with the steps that go on.
+    future = dcp.async_save(
+        {"app": App(model, optimizer)},
+        checkpoint_id=report.files / "async",
+        process_group=dist.new_group(),
+    )
+    step(report, model, optimizer, 1, seed=1)
+    future.result()
+    fresh, other = build(seed=6)
+    dcp.load({"app": App(fresh, other)}, checkpoint_id=report.files / "async")
+    step(report, fresh, other, 1, seed=1)
+    report.model(fresh)
+
+
+def case_full(report: Report) -> None:
+    """Full state dicts on rank 0, a torch.save file, and back by broadcast."""
+    model, optimizer = build()
+    step(report, model, optimizer, 2)
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=full)
+    if rank() == 0:
+        torch.save({"model": weights, "optim": moments}, report.files / "full.pt")
+        report.note("model", weights)
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    fresh, other = build(seed=6)
+    set_model_state_dict(fresh, weights if rank() == 0 else {}, options=spread)
+    set_optimizer_state_dict(fresh, other, moments if rank() == 0 else {}, options=spread)
+    step(report, model, optimizer, 2, seed=1)
+    step(report, fresh, other, 2, seed=1)
+    report.model(fresh)
+
+
+def case_options(report: Report) -> None:
+    """The other options: sharded offload, frozen parameters left out, submodules, flat moments."""
+    model, optimizer = build(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    step(report, model, optimizer, 2)
+    offloaded = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+    report.note("offloaded", offloaded)
+    trained = StateDictOptions(ignore_frozen_params=True, full_state_dict=True)
+    report.note("trained", get_model_state_dict(model, options=trained))
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    report.note("moments", get_optimizer_state_dict(model, optimizer, options=flat))
+    plain, _ = build(seed=6, shard=False)
+    wanted = copy.deepcopy(plain.state_dict())
+    loaded = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, wanted, options=loaded)
+    step(report, model, optimizer, 1)
+    report.model(model)
+
+
+def case_formats(report: Report) -> None:
+    """A DCP folder becomes a torch.save file and the other way round."""
+    model, optimizer = build()
+    step(report, model, optimizer, 1)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=report.files / "dcp")
+    if rank() == 0:
+        dcp_to_torch_save(report.files / "dcp", report.files / "from_dcp.pt")
+        torch_save_to_dcp(report.files / "from_dcp.pt", report.files / "to_dcp")
+        report.note("file", torch.load(report.files / "from_dcp.pt")["model"])
+    report.model(model)
+
+
+if __name__ == "__main__":
+    main(globals())
