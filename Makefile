@@ -138,6 +138,8 @@ format: env
 bench: build
 	$(PY) benchmarks/host.py
 	$(PY) benchmarks/memory.py
+	$(PY) benchmarks/clip.py
+	$(PY) benchmarks/load.py
 
 # The environment stays; it is slow to make and `rm -rf .venv` is easy to say.
 clean:

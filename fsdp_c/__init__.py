@@ -72,6 +72,7 @@ from . import names  # noqa: E402  (these need the bound extension)
 from .clip import clip_grad_norm_  # noqa: E402
 from .fully_shard import fully_shard  # noqa: E402
 from .install import install, uninstall  # noqa: E402
+from .load import load_full_state_dict  # noqa: E402
 from .param_group import ParamGroup  # noqa: E402
 from .replicate import replicate  # noqa: E402
 from .state import State  # noqa: E402
@@ -91,6 +92,7 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "install",
+    "load_full_state_dict",
     "names",
     "replicate",
     "uninstall",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_c import clip_grad_norm_, fully_shard
+from fsdp_c import clip_grad_norm_, fully_shard, load_full_state_dict
 
 
 class Net(nn.Module):
@@ -107,3 +109,92 @@ def clip_hybrid(rank: int, world: int) -> None:
     torch.testing.assert_close(clip_grad_norm_(model, 1.0), expected, rtol=1e-6, atol=0)
     again = clip_grad_norm_(model, 1.0)
     torch.testing.assert_close(again, torch.tensor(1.0), rtol=1e-5, atol=0)
+
+
+def full_values(seed: int = 5) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: tensor.clone() for name, tensor in Net().state_dict().items()}
+
+
+def assert_holds(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
+    """Every rank has its part, and forward uses it."""
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(whole, full[name]), name
+    plain = Net()
+    plain.load_state_dict(full)
+    tokens = torch.arange(7)
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+def load(rank: int, world: int, folder: str) -> None:
+    full = full_values()
+    path = Path(folder) / "model.safetensors"
+    for src in (0, world - 1):
+        mine = full if rank == src else None
+        for bucket_bytes in (None, 100):
+            model = sharded_net()
+            load_full_state_dict(model, mine, src=src, bucket_bytes=bucket_bytes)
+            assert_holds(model, full)
+    for shared in (False, True):
+        model = sharded_net()
+        # Without shared_file only the source rank looks at the path.
+        load_full_state_dict(model, path if shared or rank == 0 else None, shared_file=shared)
+        assert_holds(model, full)
+    with torch.device("meta"):
+        model = sharded_net()
+    load_full_state_dict(model, full if rank == 0 else {})
+    assert_holds(model, full)
+    backward(model, rank)
+    load_like_torch(rank, full)
+    load_and_fail(rank, full)
+
+
+def load_like_torch(rank: int, full: dict[str, torch.Tensor]) -> None:
+    ours, theirs = sharded_net(), sharded_net()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(theirs, dict(full) if rank == 0 else {}, options=options)
+    load_full_state_dict(ours, full if rank == 0 else {})
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a._local_tensor, b._local_tensor)
+
+
+class Failing(dict[str, Any]):
+    """A state dict whose values cannot be read any more after some reads."""
+
+    left = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("the disk is gone")
+        return super().__getitem__(name)
+
+
+def load_and_fail(rank: int, full: dict[str, torch.Tensor]) -> None:
+    """All ranks raise, none hangs, and the next load works."""
+    model = sharded_net()
+    before = [param._local_tensor.clone() for param in model.parameters()]
+
+    def fails(source: Any, match: str, **kwargs: Any) -> None:
+        try:
+            load_full_state_dict(model, source, **kwargs)
+        except Exception as error:
+            assert match in str(error), str(error)
+        else:
+            raise AssertionError("did not raise")
+
+    lacking = {name: value for name, value in full.items() if name != "norm.bias"}
+    fails(lacking if rank == 0 else None, "Missing key(s)")
+    fails(None, "expects a state dict or a path")
+    fails("/nowhere" if rank == 0 else None, "nowhere")
+    # One rank sees a file that the others do not.
+    fails("/nowhere" if rank == 0 else "/neither", "load_full_state_dict", shared_file=True)
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param._local_tensor, value)
+    for reads in range(len(full), 3 * len(full), 5):
+        source = Failing(full)
+        source.left = reads
+        fails(source if rank == 0 else None, "partly loaded", bucket_bytes=60)
+    load_full_state_dict(model, full if rank == 0 else None)
+    assert_holds(model, full)

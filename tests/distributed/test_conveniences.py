@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import conveniences
 import pytest
 from launch import run_ranks
+from safetensors_writer import write
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_clipping_gives_torchs_totals_and_gradients_in_one_collective(world: int) -> None:
     run_ranks(conveniences.clip, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_full_weights_are_loaded_from_a_rank_or_a_file(world: int, tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", conveniences.full_values())
+    run_ranks(conveniences.load, world, (str(tmp_path),))

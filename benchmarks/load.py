@@ -1,0 +1,79 @@
+"""``fsdp_c.load_full_state_dict`` beside torch's own full-state-dict load, over gloo.
+
+Method. ``--ranks`` processes, a model of ``--params`` parameters sharded layer by layer. Rank 0 has
+the full state dict; it goes into the model by torch's ``set_model_state_dict`` (with the options
+``full_state_dict`` and ``broadcast_from_rank0``) and by ours, in turns; the weights have to become
+the source's. The figures are minima over the rounds on rank 0, in milliseconds: wall time, and
+CPU time of the calling thread.
+
+    python benchmarks/load.py [--params 500] [--width 16 64 256] [--ranks 2] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import Times, model_of, side_by_side, start_ranks, two_clocks
+from report import write_json
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from fsdp_c import fully_shard, load_full_state_dict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Loading full weights beside torch's.")
+    parser.add_argument("--params", type=int, default=500)
+    parser.add_argument("--width", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="write the results to this file as well")
+    options = parser.parse_args()
+    if not start_ranks(options.ranks):
+        return
+    results = {width: measure(options, width) for width in options.width}
+    if dist.get_rank() == 0:
+        print(f"full state dict of {options.params} tensors, {options.ranks} ranks: ms")
+        print(two_clocks("width", results))
+        write_json(options.json, "load", {"ms": results, **vars(options)})
+    dist.destroy_process_group()
+
+
+def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
+    """Milliseconds of one load, for layers of (width, width)."""
+    torch.manual_seed(1)
+    source = model_of(options.params, width).state_dict()
+    model = model_of(options.params, width)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    mine: dict[str, Any] = source if dist.get_rank() == 0 else {}
+    torchs = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+    def clear() -> None:
+        for param in model.parameters():
+            param._local_tensor.zero_()
+
+    def check() -> None:
+        for name, param in model.named_parameters():
+            chunks = source[name].chunk(options.ranks)
+            assert torch.equal(param._local_tensor, chunks[dist.get_rank()])
+
+    def stock() -> None:
+        set_model_state_dict(model, dict(mine), options=torchs)
+
+    def ours() -> None:
+        load_full_state_dict(model, mine, progress=False)
+
+    calls = {"stock": stock, "ours": ours}
+    for call in calls.values():
+        clear()
+        call()
+        check()
+    return side_by_side(calls, options.rounds, clear)
+
+
+if __name__ == "__main__":
+    main()

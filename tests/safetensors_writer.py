@@ -1,0 +1,36 @@
+"""Writes safetensors files, good and bad ones, for the tests that read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_c.safetensors import DTYPES
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], pad: int = 0) -> Path:
+    """A safetensors file; ``pad`` spaces after the header move the data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, tensor in tensors.items():
+        raw = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    text = json.dumps(header).encode() + b" " * pad
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def write_header(path: Path, header: Any, data: bytes = b"\0" * 16) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path

@@ -1,0 +1,410 @@
+"""``load_full_state_dict``: every rank gets its part, whatever the shapes, buckets and meshes.
+
+Ranks of a fake process group are played one at a time, each as its own source. Real ranks are in
+tests/distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors_writer import write
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c import fully_shard, load_full_state_dict
+
+
+@contextlib.contextmanager
+def rank_of(rank: int, world: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    _clear_sharding_prop_cache()  # it has meshes of other ranks, which compare equal
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+
+class Model(nn.Module):
+    """Parameters of several kinds, a tied one, buffers (one not persistent, one 0-d)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.layer = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+        self.head = nn.Linear(5, 11)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.norm(self.embed(tokens))))
+
+
+def values(seed: int = 1) -> dict[str, torch.Tensor]:
+    """A full state dict of the model."""
+    torch.manual_seed(seed)
+    model = Model()
+    model.norm.num_batches_tracked += seed
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def sharded() -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def expected_local(full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return full
+    return distribute_tensor(
+        full, value.device_mesh, value.placements, src_data_rank=None
+    )._local_tensor
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def assert_loaded(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
+    found = model.state_dict(keep_vars=True)
+    assert found.keys() >= full.keys()
+    for name, tensor in full.items():
+        want = expected_local(tensor, found[name]).to(found[name].dtype)
+        assert torch.equal(local(found[name]), want), name
+
+
+def contents(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: local(value).clone() for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def refused(
+    model: nn.Module, source: Any, error: type[Exception], match: str, **kwargs: Any
+) -> None:
+    before = contents(model)
+    with pytest.raises(error, match=match):
+        load_full_state_dict(model, source, **kwargs)
+    for name, tensor in contents(model).items():
+        assert torch.equal(tensor, before[name])
+
+
+shapes = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
+
+
+class TestPlaces:
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(st.one_of(shapes, st.just(())), min_size=1, max_size=6),
+        st.integers(1, 200),
+        st.integers(1, 5),
+        st.data(),
+    )
+    def test_each_rank_gets_its_rows_whatever_the_buckets(
+        self, sizes: list[tuple[int, ...]], bucket_bytes: int, world: int, data: st.DataObject
+    ) -> None:
+        rank = data.draw(st.integers(0, world - 1))
+        dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8])
+        with rank_of(rank, world):
+            mesh = init_device_mesh("cpu", (world,))
+            model, full = nn.Module(), {}
+            for i, size in enumerate(sizes):
+                dtype = data.draw(dtypes)
+                full[f"p{i}"] = torch.arange(1, 1 + torch.Size(size).numel()).to(dtype).view(size)
+                value: torch.Tensor = torch.zeros(size, dtype=torch.float64)
+                placement = data.draw(
+                    st.sampled_from([None, Replicate(), *(Shard(d) for d in range(len(size)))])
+                )
+                if placement is not None:
+                    value = distribute_tensor(value, mesh, [placement], src_data_rank=None)
+                model.register_parameter(f"p{i}", nn.Parameter(value))
+            load_full_state_dict(model, full, src=rank, bucket_bytes=bucket_bytes)
+            assert_loaded(model, full)
+
+    @pytest.mark.parametrize("rank", range(4))
+    @pytest.mark.parametrize(
+        "placements",
+        [
+            (Shard(0), Shard(0)),
+            (Shard(0), Shard(1)),
+            (Shard(1), Shard(0)),
+            (Replicate(), Shard(0)),
+            (Shard(1), Replicate()),
+            (_StridedShard(0, split_factor=2), Shard(0)),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("bucket_bytes", [1, 50, 10**6])
+    def test_meshes_of_two_dimensions(self, rank: int, placements: Any, bucket_bytes: int) -> None:
+        full = {"weight": torch.randn(10, 6), "bias": torch.randn(10)}
+        with rank_of(rank, 4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+            model = nn.Linear(6, 10)
+            zeros = distribute_tensor(torch.zeros(10, 6), mesh, placements, src_data_rank=None)
+            model.weight = nn.Parameter(zeros)
+            load_full_state_dict(model, full, src=rank, bucket_bytes=bucket_bytes)
+            assert_loaded(model, full)
+
+    @pytest.mark.parametrize("rank", [0, 3, 7])
+    def test_a_sharded_model(self, rank: int) -> None:
+        with rank_of(rank, 8):
+            model = sharded()
+            result = load_full_state_dict(model, values(), src=rank)
+            assert result.missing_keys == [] and result.unexpected_keys == []
+            assert_loaded(model, values())
+            assert model.head.weight is model.embed.weight
+
+    def test_a_model_without_any_process_group(self) -> None:
+        model = Model()
+        load_full_state_dict(model, values())
+        assert_loaded(model, values())
+
+    def test_dtypes_are_cast_to_the_models(self, fake_group: int) -> None:
+        model = sharded()
+        load_full_state_dict(model, {n: t.to(torch.float64) for n, t in values().items()})
+        assert_loaded(model, values())
+        assert model.embed.weight.dtype == torch.float32
+
+    def test_tensors_that_are_not_contiguous(self, fake_group: int) -> None:
+        full = values()
+        full["layer.0.weight"] = full["layer.0.weight"].t().contiguous().t()
+        full["head.bias"] = full["head.bias"].flip(0).flip(0)[::1]
+        model = sharded()
+        load_full_state_dict(model, full, bucket_bytes=30)
+        assert_loaded(model, full)
+
+
+class TestState:
+    def test_gathered_weights_are_not_kept(self, single_group: int) -> None:
+        model = sharded().eval()
+        plain = Model().eval()
+        tokens = torch.arange(5)
+        with torch.no_grad():
+            model(tokens)  # leaves the root gathered
+        load_full_state_dict(model, values())
+        plain.load_state_dict(values())
+        assert torch.equal(model(tokens), plain(tokens))
+
+    def test_gathered_weights_of_a_unit_the_user_gathered(self, single_group: int) -> None:
+        model = sharded()
+        model.unshard()
+        load_full_state_dict(model, values())
+        assert_loaded(model, values())
+
+    @pytest.mark.parametrize("rank", [0, 2, 7])
+    def test_meta_models_are_made(self, rank: int) -> None:
+        with rank_of(rank, 8):
+            with torch.device("meta"):
+                model = Model()
+                model.table = torch.arange(3.0, device="cpu")
+            mesh = init_device_mesh("cpu", (8,))
+            fully_shard(model.layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            load_full_state_dict(model, values(), src=rank)
+            assert_loaded(model, values())
+            assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+            assert model.head.weight is model.embed.weight
+            model(torch.arange(5)).sum().backward()
+            assert model.head.weight.grad is not None
+
+    def test_a_refused_load_leaves_meta_models_on_meta(self, fake_group: int) -> None:
+        with torch.device("meta"):
+            model = fully_shard(Model())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            load_full_state_dict(model, {})
+        assert all(p.is_meta for p in model.parameters())
+
+    def test_optimizers_keep_their_parameters(self, single_group: int) -> None:
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [id(p) for p in model.parameters()]
+        load_full_state_dict(model, values())
+        assert [id(p) for p in model.parameters()] == before
+        model(torch.arange(5)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(local(model.head.bias), values()["head.bias"])
+
+    def test_extra_state_and_made_up_entries_go_to_their_modules(self, fake_group: int) -> None:
+        class Extra(nn.Linear):
+            loaded: Any = None
+
+            def get_extra_state(self) -> Any:
+                return {"version": 1}
+
+            def set_extra_state(self, state: Any) -> None:
+                self.loaded = state
+
+        class Scaled(nn.Linear):
+            """Keeps twice its bias in state dicts."""
+
+            def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+                super()._save_to_state_dict(destination, prefix, keep_vars)
+                destination[prefix + "bias"] = self.bias.detach() * 2
+
+            def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+                if prefix + "bias" in state:
+                    state = state | {prefix + "bias": state[prefix + "bias"] / 2}
+                super()._load_from_state_dict(state, prefix, *args)
+
+        model = nn.Sequential(Extra(2, 2), Scaled(2, 2))
+        fully_shard(model[0])
+        full = {
+            "0.weight": torch.ones(2, 2),
+            "0.bias": torch.ones(2),
+            "0._extra_state": {"version": 2},
+            "1.weight": torch.ones(2, 2),
+            "1.bias": torch.tensor([4.0, 6.0]),
+        }
+        load_full_state_dict(model, full)
+        assert model[0].loaded == {"version": 2}
+        assert torch.equal(model[1].bias, torch.tensor([2.0, 3.0]))
+
+
+class TestNames:
+    def test_errors_are_those_of_load_state_dict(self, fake_group: int) -> None:
+        full = values()
+        full["more"] = full.pop("head.bias")
+        full["layer.0.bias"] = torch.zeros(8)
+        with pytest.raises(RuntimeError) as theirs:
+            Model().load_state_dict(full)
+        model = sharded()
+        refused(model, full, RuntimeError, "Error")
+        with pytest.raises(RuntimeError) as ours:
+            load_full_state_dict(model, full)
+        expected = str(theirs.value).replace(" Model", " FSDPModel")
+        assert [line.strip() for line in str(ours.value).splitlines()] == [
+            line.strip() for line in expected.splitlines()
+        ]
+
+    def test_not_strict_names_are_returned(self, fake_group: int) -> None:
+        full = values()
+        full["more"] = full.pop("head.bias")
+        model = sharded()
+        result = load_full_state_dict(model, full, strict=False)
+        assert result.missing_keys == ["head.bias"] and result.unexpected_keys == ["more"]
+        del full["more"]
+        assert_loaded(model, full)
+
+    def test_sizes_have_to_match_even_then(self, fake_group: int) -> None:
+        full = values() | {"head.bias": torch.zeros(3)}
+        refused(sharded(), full, RuntimeError, "size mismatch for head.bias", strict=False)
+
+    def test_a_tied_parameter_needs_one_of_its_names(self, fake_group: int) -> None:
+        full = values()
+        del full["head.weight"]
+        model = sharded()
+        assert load_full_state_dict(model, full).missing_keys == []
+        assert_loaded(model, full)
+
+    def test_wrappers_do_not_matter_on_either_side(self, fake_group: int) -> None:
+        model = Model()
+        model.layer = checkpoint_wrapper(model.layer)
+        fully_shard(model)
+        full = values()
+        load_full_state_dict(model, {f"_orig_mod.{name}": t for name, t in full.items()})
+        assert_loaded(model, full)
+
+    def test_names_can_be_changed_and_left_out(self, fake_group: int) -> None:
+        full = values()
+        source = {f"module.{name}": tensor for name, tensor in full.items()} | {"step": 3}
+        model = sharded()
+        load_full_state_dict(
+            model, source, rename=lambda n: n[7:] if n.startswith("module.") else None
+        )
+        assert_loaded(model, full)
+
+    def test_two_names_for_one(self, fake_group: int) -> None:
+        match = "both 'a' and 'b' would be 'x'"
+        refused(sharded(), {"a": 1, "b": 2}, ValueError, match, rename=lambda name: "x")
+
+    def test_a_tensor_and_something_else(self, fake_group: int) -> None:
+        full: dict[str, Any] = values() | {"head.bias": 3}
+        refused(sharded(), full, RuntimeError, "head.bias: a tensor in the model, none in the che")
+
+
+class TestSources:
+    def test_a_safetensors_file(self, fake_group: int, tmp_path: Path) -> None:
+        for shared in (False, True):
+            model = sharded()
+            path = write(tmp_path / "model.safetensors", values())
+            load_full_state_dict(model, path, shared_file=shared, bucket_bytes=64)
+            assert_loaded(model, values())
+
+    @pytest.mark.parametrize("rank", [1, 5])
+    def test_a_shared_file_on_another_rank(self, rank: int, tmp_path: Path) -> None:
+        path = write(tmp_path / "model.safetensors", values())
+        with rank_of(rank, 8):
+            model = sharded()
+            load_full_state_dict(model, tmp_path, shared_file=True)
+            assert_loaded(model, values())
+        assert path.exists()
+
+    @pytest.mark.parametrize(
+        ("source", "error", "match", "kwargs"),
+        [
+            (None, TypeError, "expects a state dict or a path on the source rank", {}),
+            ([1], TypeError, "not list", {}),
+            ("/nowhere/x.safetensors", FileNotFoundError, "nowhere", {}),
+            ({}, ValueError, "bucket_bytes should be positive, not 0", {"bucket_bytes": 0}),
+            ({}, RuntimeError, "needs the path of a file", {"shared_file": True}),
+        ],
+    )
+    def test_something_else(
+        self, fake_group: int, source: Any, error: type[Exception], match: str, kwargs: Any
+    ) -> None:
+        refused(sharded(), source, error, match, **kwargs)
+
+    def test_a_sharded_state_dict(self, fake_group: int) -> None:
+        model = sharded()
+        refused(model, sharded().state_dict(), TypeError, "is a DTensor; .* takes full tensors")
+
+    def test_a_source_that_fails_in_the_middle_says_that_the_model_is_partly_loaded(
+        self, fake_group: int
+    ) -> None:
+        class Failing(dict[str, Any]):
+            reads = 0
+
+            def __getitem__(self, name: str) -> Any:
+                self.reads += 1
+                if self.reads > len(self) + 3:
+                    raise OSError("the disk is gone")
+                return super().__getitem__(name)
+
+        match = r"rank 0 could not read on \(OSError: the disk is gone\).*partly loaded"
+        with pytest.raises(RuntimeError, match=match):
+            load_full_state_dict(sharded(), Failing(values()), bucket_bytes=16)
+
+
+class TestProgress:
+    def test_is_shown_in_bytes_if_asked(self, fake_group: int, capsys: Any) -> None:
+        load_full_state_dict(sharded(), values(), progress=True)
+        assert re.search(r"loading: 100%.*\d+/\d+", capsys.readouterr().err)
+
+    def test_is_not_shown_without_a_terminal(self, fake_group: int, capsys: Any) -> None:
+        load_full_state_dict(sharded(), values())
+        assert capsys.readouterr().err == ""
+
+    def test_needs_tqdm_only_if_asked(
+        self, fake_group: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
+        load_full_state_dict(sharded(), values())
+        with pytest.raises(ImportError):
+            load_full_state_dict(sharded(), values(), progress=True)
