@@ -152,17 +152,16 @@ done:
 }
 
 fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done) {
-    fc_status status = FC_OK;
     fc_kept_gather oldest = c->kept_rows[0];
+    if (oldest.copied != NULL && fct_event_wait(oldest.copied, c->reduce_stream) != 0) {
+        fc_comm_put_event(c, done);
+        return FC_ERAISED;
+    }
     c->kept_rows[0] = c->kept_rows[1];
     c->kept_rows[1] = (fc_kept_gather){.buffer = row, .copied = done};
-    if (oldest.copied != NULL) {
-        FC_TRY_RAISED(fct_event_wait(oldest.copied, c->reduce_stream));
-    }
-done:
     fct_tensor_release(oldest.buffer);
     fc_comm_put_event(c, oldest.copied);
-    return status;
+    return FC_OK;
 }
 
 void fc_comm_park(fc_comm *c, fct_work *work, fct_tensor *first, fct_tensor *second) {

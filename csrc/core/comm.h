@@ -79,8 +79,8 @@ FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e);
 /* Releases the kept gather buffer after ordering the gather streams behind its copy-out. */
 FC_CHECK fc_status fc_comm_release_kept(fc_comm *c);
 
-/* Keeps an all-reduced row whose cast was queued on the all-reduce stream (takes both), and lets the
- * one before the last go: two stay, so that a reduce-scatter needs not wait for an all-reduce. */
+/* Keeps an all-reduced row whose cast was queued on the all-reduce stream (takes both, but not the
+ * row where it fails), and lets the one before the last go: two stay, so that a reduce-scatter needs not wait for an all-reduce. */
 FC_CHECK fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done);
 
 /* Keeps work and buffers (all taken, NULL is fine) until the backend is done with them. Never

@@ -162,6 +162,7 @@ static fc_status mend(fc_group *g) {
 
 static void drop_forward(fc_group *g) {
     for (size_t i = 0; i < g->count; i++) {
+        (void)g->host->make_forward(g->params[i]->owner, NULL);
         fc_param_drop_forward(g->params[i]);
     }
 }

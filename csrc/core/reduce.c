@@ -131,9 +131,12 @@ static void append(fc_comm *c, fc_reduction *r) {
     c->reductions++;
 }
 
-/* Parks what the backend may still use, releases the rest, ordered behind the reduce stream. */
+/* Parks what the backend may still use, releases the rest, ordered behind the streams that used it. */
 static void abandon(fc_comm *c, fc_reduction *r) {
     if (c->streams_ready) {
+        if (all_reduces(r->group)) {
+            fc_comm_settle_streams(c, c->reduce_stream, c->all_reduce_stream);
+        }
         fc_comm_settle_streams(c, fct_stream_current(c->device), c->reduce_stream);
     }
     fc_comm_put_event(c, r->scattered);
@@ -252,7 +255,8 @@ static fc_status settle_work(fc_reduction *r) {
 }
 
 /* Waits for the collective, scales, casts and hands out. On the CPU the wait is the host's. The row
- * stays in r->output where a cast of it was queued. */
+ * stays in r->output where another stream than its own uses it or a cast of it was queued: gradients
+ * that are added to others let their views go at once. */
 static fc_status finish(fc_reduction *r) {
     fc_status status = FC_OK;
     fct_tensor *row = NULL;
@@ -275,7 +279,7 @@ static fc_status finish(fc_reduction *r) {
         row = r->output;
         fct_tensor_retain(row);
     }
-    if (row == r->output || !r->group->comm->has_streams) {
+    if (!r->group->comm->has_streams || (row == r->output && !all_reduces(r->group))) {
         fct_tensor_release(r->output);
         r->output = NULL;
     }
@@ -338,7 +342,9 @@ static fc_status scatter(fc_group *g, fc_reduction *r, const fc_divide *divide) 
     if (divide->before != 1.0 && plan->row_numel > 0) {
         FC_TRY_RAISED(fct_tensor_div(r->input, divide->before));
     }
-    if ((g->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel) {
+    /* A row that stays with the parameters has to be the reduce stream's memory. */
+    bool stays = r->keep_partial && g->comm->has_streams;
+    if ((g->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel && !stays) {
         r->output = r->input; /* one rank: the row is the result */
         fct_tensor_retain(r->output);
         return FC_OK;
@@ -364,11 +370,9 @@ done:
     return status;
 }
 
-/* Merges partial rows and issues the all-reduce, after the reduce-scatter is done or ordered. */
+/* Issues the all-reduce, after the reduce-scatter is done or ordered and partial rows are merged. */
 static fc_status all_reduce(fc_group *g, fc_reduction *r, const fc_divide *divide) {
     fc_status status = FC_OK;
-    FC_TRY(settle_work(r));
-    FC_TRY(merge_partials(r));
     if (g->replicate.world > 1) {
         r->all_reducing = true;
         FC_TRY(fc_collective_all_reduce(g, &g->replicate, r->output, divide->all_reduce_op,
@@ -405,6 +409,7 @@ static fc_status reduce_on_streams(fc_group *g, fc_reduction *r, const fc_divide
         FC_TRY(fc_comm_record(c, stream, &r->scattered));
     }
     if (replicas) {
+        FC_TRY(merge_partials(r)); /* on this stream: partial rows are its memory */
         fct_stream after = c->streams_ready ? c->all_reduce_stream : compute;
         FC_TRY(fc_comm_order_streams(c, after, stream));
         stream = after;
@@ -487,6 +492,8 @@ static fc_status run(fc_group *g, fc_reduction *r, bool order_compute) {
     } else {
         FC_TRY(scatter(g, r, &divide));
         if (all_reduces(g) && !r->keep_partial) {
+            FC_TRY(settle_work(r));
+            FC_TRY(merge_partials(r));
             FC_TRY(all_reduce(g, r, &divide));
         }
     }

@@ -48,6 +48,10 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
 
 static int host_make_forward(void *owner, fct_tensor *data) {
     fcpy_param *self = (fcpy_param *)owner;
+    if (data == NULL) {
+        Py_CLEAR(self->forward_param);
+        return 0;
+    }
     PyObject *made = call_with_tensor((PyObject *)self, self->mod->names._make_forward, data);
     if (made == NULL) {
         return -1;

@@ -12,7 +12,7 @@
  * bytes that are NaN in every floating type.
  *
  * Peers. This process is one rank. What the others send is known: their shards by way of the process group's oracle,
- * their gradients because rank j's gradient is (j + 1) times the gradient of rank 0.
+ * their gradients because rank j's gradient is (j + 1) times the gradient of rank 0 (or as sim_pg_weigh() says).
  *
  * Faults. Every call that may fail asks sim_fault() first; see sim_fault_arm().
  *
@@ -127,6 +127,8 @@ fct_tensor *sim_grad_peek(const fct_tensor *t); /* borrowed, NULL if none */
 typedef void (*sim_row_fn)(void *context, int64_t rank, void *row, int64_t bytes);
 /* A group that fct_pg_resolve() will find; name and context are borrowed until sim_end(). */
 void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn row, void *context);
+/* In its reductions rank k's values are base + k * step times a common unit; 1 and 1 if nobody says so. */
+void sim_pg_weigh(const char *name, double base, double step);
 /* Collectives stay unfinished until someone waits for them or this is switched off. */
 void sim_collectives_stall(bool stall);
 

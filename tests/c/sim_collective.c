@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { GROUPS_MAX = 32 };
+enum { GROUPS_MAX = 64 };
 
 struct fct_pg {
     const char *name;
@@ -17,6 +17,7 @@ struct fct_pg {
     int64_t rank;
     sim_row_fn row;
     void *context;
+    double base, step;
     int stream;
     size_t refs;
 };
@@ -50,23 +51,35 @@ void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn r
                                      .rank = rank,
                                      .row = row,
                                      .context = context,
+                                     .base = 1.0,
+                                     .step = 1.0,
                                      .stream = shared_stream};
+}
+
+static fct_pg *find(const char *name) {
+    for (size_t i = 0; i < group_count; i++) {
+        if (strcmp(groups[i].name, name) == 0) {
+            return &groups[i];
+        }
+    }
+    fail_msg("no process group is called %s", name);
+    return NULL;
+}
+
+void sim_pg_weigh(const char *name, double base, double step) {
+    fct_pg *pg = find(name);
+    pg->base = base;
+    pg->step = step;
 }
 
 int fct_pg_resolve(const char *name, fct_pg **out) {
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_resolve")) {
         return -1;
     }
-    for (size_t i = 0; i < group_count; i++) {
-        if (strcmp(groups[i].name, name) == 0) {
-            groups[i].refs++;
-            sim_living.groups++;
-            *out = &groups[i];
-            return 0;
-        }
-    }
-    fail_msg("no process group is called %s", name);
-    return -1;
+    *out = find(name);
+    (*out)->refs++;
+    sim_living.groups++;
+    return 0;
 }
 
 void fct_pg_release(fct_pg *pg) {
@@ -216,6 +229,7 @@ typedef struct reducing {
     int64_t first; /* element of the input where this rank's row starts */
     int64_t world;
     int64_t rank;
+    double base, step;
     double scale;
 } reducing;
 
@@ -225,7 +239,7 @@ static void run_reduce(void *args) {
         double own = sim_get(r->input.dtype, sim_view_at(&r->input, r->first + i));
         double sum = 0.0;
         for (int64_t j = 0; j < r->world; j++) {
-            sum += own / (double)(r->rank + 1) * (double)(j + 1);
+            sum += own / (r->base + (double)r->rank * r->step) * (r->base + (double)j * r->step);
         }
         sim_put(r->output.dtype, sim_view_at(&r->output, i), sum * r->scale);
     }
@@ -235,6 +249,8 @@ static reducing *reducing_new(const fct_pg *pg, fct_reduce_op op, double factor)
     reducing *r = (reducing *)sim_scratch(sizeof *r);
     r->world = pg->world;
     r->rank = pg->rank;
+    r->base = pg->base;
+    r->step = pg->step;
     r->scale = op == FCT_AVG ? 1.0 / (double)pg->world : (op == FCT_PREMUL_SUM ? factor : 1.0);
     if (op == FCT_PREMUL_SUM && !sim_now.premul) {
         sim_fail("the backend does not know PREMUL_SUM");

@@ -1,8 +1,5 @@
 /* The model's life: parameters, groups and states as csrc/python makes them, the host's call-backs, and the checks
- * that may be made at any time. Stepping is in sim_train.c.
- *
- * The account (`full`, `gradient`) is kept for all ranks by arithmetic of its own: nothing here asks csrc/core/layout
- * where an element belongs. */
+ * that may be made at any time. Stepping is in sim_train.c, arithmetic in sim_account.c. */
 #include "sim_model.h"
 
 #include <stdio.h>
@@ -11,55 +8,19 @@
 
 #include "sim_internal.h"
 
-/* ---- where elements are, by torch.chunk's rule ---- */
-
-/* Elements of one rank's padded shard. */
-static int64_t padded_numel(const sim_param *p, int64_t world) {
-    int64_t rows = p->shape.sizes[0];
-    return rows > 0 ? (rows + world - 1) / world * (p->numel / rows) : 0;
-}
-
-/* The values that `rank` stores: its chunk, then zeros. */
-static void shard_values(const sim_param *p, int64_t world, int64_t rank, double *out) {
-    int64_t padded = padded_numel(p, world);
-    for (int64_t i = 0; i < padded; i++) {
-        int64_t whole = rank * padded + i;
-        out[i] = whole < p->numel ? p->full[whole] : 0.0;
-    }
-}
-
-static int64_t local_numel(const sim_param *p, int64_t world, int64_t rank) {
-    int64_t padded = padded_numel(p, world);
-    int64_t left = p->numel - rank * padded;
-    return left < 0 ? 0 : (left < padded ? left : padded);
-}
-
-static fct_dtype compute_dtype(const sim_param *p) {
-    return p->shape.compute != 0 ? p->shape.compute : p->shape.dtype;
-}
-
-/* The process group's oracle. */
-static void write_row(void *context, int64_t rank, void *row, int64_t bytes) {
-    const sim_group *g = (const sim_group *)context;
-    char *at = (char *)row;
-    for (size_t i = 0; i < g->count; i++) {
-        const sim_param *p = &g->params[i];
-        int64_t padded = padded_numel(p, g->core.shard.world);
-        int64_t size = sim_itemsize(compute_dtype(p));
-        double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
-        shard_values(p, g->core.shard.world, rank, values);
-        for (int64_t k = 0; k < padded; k++, at += size) {
-            sim_put(compute_dtype(p), at, values[k]);
-        }
-        sim_scratch_free(values);
-    }
-    if (at - (char *)row != bytes) {
-        sim_fail("rank %lld sends %lld bytes to an all-gather of %s, its peers expect %lld",
-                 (long long)rank, (long long)bytes, g->name, (long long)(at - (char *)row));
-    }
-}
-
 /* ---- host call-backs ---- */
+
+/* The parameter as a contiguous tensor over flat memory. */
+static int whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **out) {
+    int64_t strides[3] = {1, 1, 1};
+    fct_facts facts;
+    for (int32_t d = p->shape.ndim - 1; d > 0; d--) {
+        strides[d - 1] = strides[d] * (p->shape.sizes[d] > 1 ? p->shape.sizes[d] : 1);
+    }
+    fct_tensor_facts(flat, &facts);
+    return fct_tensor_alias(flat, p->shape.ndim, p->shape.sizes, strides,
+                            facts.offset_bytes / facts.itemsize, out);
+}
 
 static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsharded) {
     sim_param *p = (sim_param *)owner;
@@ -67,7 +28,7 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
     if (sim_fault(SIM_FAULT_HOST, "make_unsharded")) {
         return -1;
     }
-    if (fct_tensor_alias(flat, p->shape.ndim, p->shape.sizes, p->core.strides, 0, &made) != 0) {
+    if (whole_tensor(p, flat, &made) != 0) {
         return -1;
     }
     if (fct_tensor_set_requires_grad(made, fct_tensor_requires_grad(p->sharded)) != 0) {
@@ -80,23 +41,38 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
     return 0;
 }
 
+static int host_make_forward(void *owner, fct_tensor *data) {
+    sim_param *p = (sim_param *)owner;
+    if (data != NULL && sim_fault(SIM_FAULT_HOST, "make_forward")) {
+        return -1;
+    }
+    if (data != NULL) {
+        fct_tensor_retain(data);
+    }
+    fct_tensor_release(p->forward);
+    p->forward = data;
+    return 0;
+}
+
 /* Fails between the slots, too: each is a module's own __setattr__. */
 static int host_swap(void *owner, fc_sharded_state face) {
+    static const char *const what[] = {"", "swap to sharded", "swap to post-forward",
+                                       "swap to unsharded"};
     sim_param *p = (sim_param *)owner;
-    bool unsharded = face == FC_UNSHARDED;
-    if (unsharded && p->unsharded == NULL) {
-        sim_fail("%s has no unsharded parameter to register", p->name);
+    if ((face == FC_UNSHARDED && p->unsharded == NULL) ||
+        (face == FC_SHARDED_POST_FORWARD && p->forward == NULL)) {
+        sim_fail("%s: nothing to register for a %s", p->name, what[face]);
         return 0;
     }
     for (size_t slot = 0; slot < (p->shape.tied ? 2 : 1); slot++) {
-        if (p->registered[slot] == unsharded) {
+        if (p->registered[slot] == face) {
             continue;
         }
-        if (sim_fault(SIM_FAULT_HOST, unsharded ? "swap to unsharded" : "swap to sharded")) {
+        if (sim_fault(SIM_FAULT_HOST, what[face])) {
             return -1;
         }
-        p->registered[slot] = unsharded;
-        if (!unsharded && slot == 0) {
+        p->registered[slot] = face;
+        if (face != FC_UNSHARDED && slot == 0) {
             sim_log("reshard:%s", p->name);
         }
     }
@@ -132,8 +108,18 @@ static bool host_wants_grad_now(void *owner) {
     return ((const sim_param *)owner)->shape.hooked;
 }
 
+static int host_reduce_hook(void *group, fct_tensor *row) {
+    (void)group;
+    if (sim_fault(SIM_FAULT_HOST, "reduce_hook")) {
+        return -1;
+    }
+    return fct_tensor_mul(row, 2.0);
+}
+
 const fc_host sim_host = {
     .make_unsharded = host_make_unsharded,
+    .make_forward = host_make_forward,
+    .reduce_hook = host_reduce_hook,
     .swap = host_swap,
     .requires_grad = host_requires_grad,
     .take_grad = host_take_grad,
@@ -159,15 +145,23 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
         double whole = (double)(((uint64_t)i * 7 + p->seed) % 33);
         p->full[i] = fct_dtype_is_floating(p->shape.dtype) ? (whole - 16.0) / 8.0 : whole;
     }
-    assert_int_equal(
-        fc_param_init(&p->core, p, shape->ndim, shape->sizes, 0, s->world, s->rank, &error), FC_OK);
+    assert_int_equal(fc_param_init(&p->core, p, shape->ndim, shape->sizes, shape->dim, s->world,
+                                   s->rank, &error),
+                     FC_OK);
+    if (s->forward_world > 0) {
+        assert_int_equal(fc_param_init_forward(&p->core, shape->sizes, s->forward_world,
+                                               s->rank % s->forward_world, &error),
+                         FC_OK);
+    }
+    p->registered[0] = FC_SHARDED;
+    p->registered[1] = FC_SHARDED;
     p->core.name = p->name;
     p->core.orig_dtype = p->shape.dtype;
     p->core.param_dtype = shape->compute != 0 ? shape->compute : FCT_NO_DTYPE;
     p->core.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;
-    int64_t padded = padded_numel(p, s->world);
+    int64_t padded = sim_padded_numel(p, shape->dim, s->world);
     double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
-    shard_values(p, s->world, s->rank, values);
+    sim_shard_values(p, p->full, shape->dim, s->world, s->rank, values);
     fct_tensor *data = sim_tensor_new(p->shape.dtype, 1, &padded, values);
     fct_tensor *sharded = NULL;
     assert_int_equal(
@@ -179,6 +173,35 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     sim_scratch_free(values);
 }
 
+/* Points the group at its process groups and makes those. Replica k's reduced rows are as many times those of rank 0
+ * as its shard group's gradients are together. */
+static void links_init(sim_group *g, const sim_scenario *s) {
+    static const char *const suffixes[] = {"", ".scatter", ".replicas", ".forward"};
+    double first = sim_gradient_weight(s) - (double)s->rank;
+    double world = (double)s->world;
+    for (size_t i = 0; i < sizeof suffixes / sizeof suffixes[0]; i++) {
+        (void)snprintf(g->pg_names[i], sizeof g->pg_names[i], "%s%s", g->name, suffixes[i]);
+    }
+    fc_link_set(&g->core.shard, g->pg_names[0], s->world, s->rank);
+    sim_pg_register(g->pg_names[0], s->world, s->rank, sim_write_row, g);
+    sim_pg_weigh(g->pg_names[0], first, 1.0);
+    if (s->own_scatter) {
+        fc_link_set(&g->core.scatter, g->pg_names[1], s->world, s->rank);
+        sim_pg_register(g->pg_names[1], s->world, s->rank, NULL, g);
+        sim_pg_weigh(g->pg_names[1], first, 1.0);
+    }
+    if (s->replicas > 0) {
+        fc_link_set(&g->core.replicate, g->pg_names[2], s->replicas, s->replica);
+        sim_pg_register(g->pg_names[2], s->replicas, s->replica, NULL, g);
+        sim_pg_weigh(g->pg_names[2], world * (world + 1.0) / 2.0, world * world);
+    }
+    if (s->forward_world > 0) {
+        fc_link_set(&g->core.forward, g->pg_names[3], s->forward_world, s->rank % s->forward_world);
+        sim_pg_register(g->pg_names[3], s->forward_world, s->rank % s->forward_world,
+                        sim_write_forward_row, g);
+    }
+}
+
 static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     const sim_scenario *s = &m->scenario;
     fc_param **params = (fc_param **)malloc((s->shape_count + 1) * sizeof *params);
@@ -187,7 +210,6 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     } else {
         (void)snprintf(g->name, sizeof g->name, "%zu%s", layer - 1, index == 0 ? "" : "b");
     }
-    (void)snprintf(g->pg_name, sizeof g->pg_name, "%s", g->name);
     g->count = s->shape_count;
     for (size_t i = 0; i < g->count; i++) {
         param_init(&g->params[i], g, &s->shapes[i], i, s);
@@ -196,7 +218,11 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     fc_group_init(&g->core, g, &sim_host, &m->comm, params, g->count, sim_device(), s->world,
                   s->rank);
     g->core.name = g->name;
-    g->core.shard.name = g->pg_name;
+    links_init(g, s);
+    g->core.unit = &m->layers[layer];
+    g->core.index = index;
+    g->core.siblings = m->layers[layer].group_count;
+    g->core.has_hook = s->user_reduce;
     g->core.module_count = s->modules_share_group ? 2 : 1;
     g->core.reshard_after_forward = !s->stay_after_forward && !(layer == 0 && s->root_stays);
     g->core.unshard_async_op = s->async_unshard;
@@ -210,7 +236,6 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
             g->core.orig_dtype = g->params[i].shape.dtype;
         }
     }
-    sim_pg_register(g->pg_name, s->world, s->rank, write_row, g);
 }
 
 static fc_state **state_list(sim_model *m, size_t first, size_t count, bool backwards) {
@@ -267,6 +292,7 @@ sim_model *sim_model_new(const sim_scenario *scenario) {
 static void param_fini(sim_param *p) {
     fc_param_fini(&p->core);
     fct_tensor_release(p->unsharded);
+    fct_tensor_release(p->forward);
     fct_tensor_release(p->sharded);
     free(p->full);
     free(p->gradient);
@@ -297,16 +323,15 @@ void sim_model_free(sim_model *m) {
 
 static void check_group(sim_group *g, const char *when) {
     fc_status status = fc_group_check(&g->core);
-    bool unsharded = g->core.sharded_state == FC_UNSHARDED;
     if (status != FC_OK) {
         sim_fail("%s: group %s is inconsistent: %s", when, g->name, g->core.comm->error.message);
     }
     for (size_t i = 0; i < g->count; i++) {
         const sim_param *p = &g->params[i];
         for (size_t slot = 0; slot < (p->shape.tied ? 2 : 1); slot++) {
-            if (p->registered[slot] != unsharded && !g->core.torn) {
-                sim_fail("%s: the %s parameter %s is registered, but its group is not", when,
-                         p->registered[slot] ? "unsharded" : "sharded", p->name);
+            if (p->registered[slot] != g->core.sharded_state && !g->core.torn) {
+                sim_fail("%s: face %d of %s is registered, and its group shows %d", when,
+                         (int)p->registered[slot], p->name, (int)g->core.sharded_state);
             }
         }
     }
@@ -333,9 +358,10 @@ static void each_param(sim_model *m, void (*visit)(sim_model *, sim_group *, sim
 
 static void check_shard(sim_model *m, sim_group *g, sim_param *p) {
     (void)g;
-    double *values =
-        (double *)sim_scratch((size_t)(padded_numel(p, m->scenario.world) + 1) * sizeof *values);
-    shard_values(p, m->scenario.world, m->scenario.rank, values);
+    const sim_scenario *scenario = &m->scenario;
+    int64_t padded = sim_padded_numel(p, p->shape.dim, scenario->world);
+    double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
+    sim_shard_values(p, p->full, p->shape.dim, scenario->world, scenario->rank, values);
     sim_tensor_expect(p->core.sharded_data, values, p->name);
     sim_scratch_free(values);
 }
@@ -372,15 +398,6 @@ void sim_model_zero_grad(sim_model *m) {
 
 /* ---- the optimizer ---- */
 
-/* How the sum over rank 0's gradients becomes the reduced gradient. */
-static double reduced_scale(const sim_scenario *s) {
-    double ranks = (double)(s->world * (s->world + 1)) / 2.0;
-    if (s->divide_factor != 0.0) {
-        return ranks / s->divide_factor;
-    }
-    return ranks / (double)s->world;
-}
-
 static void optimize(sim_model *m, sim_group *g, sim_param *p) {
     const sim_scenario *s = &m->scenario;
     const fct_tensor *grad = sim_grad_peek(p->sharded);
@@ -395,22 +412,24 @@ static void optimize(sim_model *m, sim_group *g, sim_param *p) {
     }
     fct_facts facts;
     fct_tensor_facts(grad, &facts);
-    if (facts.dtype != p->shape.dtype || facts.numel != local_numel(p, s->world, s->rank)) {
+    if (facts.dtype != p->shape.dtype ||
+        facts.numel != sim_local_numel(p, p->shape.dim, s->world, s->rank)) {
         sim_fail("the gradient of %s has dtype %d and %lld elements", p->name, (int)facts.dtype,
                  (long long)facts.numel);
         return;
     }
-    int64_t padded = padded_numel(p, s->world);
+    int64_t padded = sim_padded_numel(p, p->shape.dim, s->world);
     double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
+    sim_shard_values(p, p->gradient, p->shape.dim, s->world, s->rank, values);
     for (int64_t i = 0; i < facts.numel; i++) {
-        values[i] = p->gradient[s->rank * padded + i] * reduced_scale(s);
+        values[i] *= sim_reduced_scale(s);
     }
     sim_tensor_expect(grad, values, p->name);
     for (int64_t i = 0; i < p->numel; i++) {
         p->full[i] =
-            sim_round(p->shape.dtype, p->full[i] - p->gradient[i] * reduced_scale(s) / 4.0);
+            sim_round(p->shape.dtype, p->full[i] - p->gradient[i] * sim_reduced_scale(s) / 4.0);
     }
-    shard_values(p, s->world, s->rank, values);
+    sim_shard_values(p, p->full, p->shape.dim, s->world, s->rank, values);
     sim_tensor_write(p->core.sharded_data, values, "the optimizer's write");
     sim_scratch_free(values);
 }

@@ -3,7 +3,8 @@
  * parameter and gradient has to be.
  *
  * All numbers are small multiples of powers of two, so that sums and means are exact in every type and the tests can
- * ask for equality. Rank j's gradients are (j + 1) times those of rank 0 (sim.h). */
+ * ask for equality. The gradients of the j-th of all ranks are (j + 1) times those of rank 0; with replicas the ranks
+ * are numbered shard group by shard group. */
 #ifndef FSDP_C_TESTS_SIM_MODEL_H
 #define FSDP_C_TESTS_SIM_MODEL_H
 
@@ -18,10 +19,12 @@ enum { SIM_LAYERS_MAX = 8, SIM_LAYER_GROUPS_MAX = 2, SIM_PARAMS_MAX = 8, SIM_TAP
 typedef struct sim_shape {
     int32_t ndim;
     int64_t sizes[3];
+    int32_t dim;       /* that is cut */
     fct_dtype dtype;   /* of the sharded parameter; default float32 */
     fct_dtype compute; /* default: the same */
     bool frozen;
     bool unused;     /* gets no gradient */
+    bool early;      /* gets one in the first backward of a step only */
     bool hooked;     /* has a post-accumulate-grad hook */
     bool transposed; /* its gradient is not contiguous */
     bool tied;       /* registered in two places */
@@ -30,8 +33,11 @@ typedef struct sim_shape {
 typedef struct sim_scenario {
     const char *name;
     sim_config device;
-    int64_t world;
+    int64_t world; /* of the shard group */
     int64_t rank;
+    int64_t replicas; /* HSDP: shard groups that all-reduce among each other; 0: no such mesh */
+    int64_t replica;  /* which of them this rank is in */
+    int64_t forward_world; /* resharding to a smaller group after forward; 0: none */
     size_t layers;
     size_t layer_groups; /* default 1 */
     size_t shape_count;
@@ -39,7 +45,9 @@ typedef struct sim_scenario {
     fct_dtype reduce_dtype;           /* default: the gradients' own */
     size_t forwards;                  /* before each backward; default 1 */
     size_t unsynced;                  /* backwards that do not reduce before the one that does */
-    size_t forward_prefetch;          /* how many layers ahead; 0: no list */
+    size_t unreplicated; /* backwards that reduce-scatter only before the one that all-reduces */
+    size_t repeats;      /* how often all this happens before the optimizer's step; default 1 */
+    size_t forward_prefetch; /* how many layers ahead; 0: no list */
     size_t backward_prefetch;
     size_t max_reductions; /* default 1 */
     double divide_factor;  /* 0: none */
@@ -49,6 +57,8 @@ typedef struct sim_scenario {
     bool stay_while_unsynced;
     bool async_unshard;
     bool reduce_unused;
+    bool own_scatter;         /* reduce-scatters have a process group of their own */
+    bool user_reduce;         /* a user's all-reduce hook: doubles the row */
     bool recompute;           /* activation checkpointing around each layer */
     bool modules_share_group; /* module_count > 1 */
 } sim_scenario;
@@ -63,15 +73,16 @@ typedef struct sim_param {
     size_t contributions; /* how many there were */
     fct_tensor
         *sharded; /* the sharded parameter over this rank's elements; its .grad is the result */
-    fct_tensor *unsharded; /* the host's reference */
-    bool registered[2];    /* true: unsharded; second slot only where tied */
+    fct_tensor *unsharded;          /* the host's reference */
+    fct_tensor *forward;            /* likewise: the parameter as the smaller group's shard */
+    fc_sharded_state registered[2]; /* second slot only where tied */
     size_t seed;
 } sim_param;
 
 typedef struct sim_group {
     fc_group core;
     char name[24];
-    char pg_name[24];
+    char pg_names[4][32]; /* of the links shard, scatter, replicate, forward */
     sim_param params[SIM_PARAMS_MAX];
     size_t count;
 } sim_group;
@@ -90,7 +101,8 @@ typedef struct sim_model {
     fc_iteration iteration;
     sim_layer layers[SIM_LAYERS_MAX + 1]; /* [0] is the root */
     size_t layer_count;
-    bool ready; /* lazy initialisation is done */
+    bool ready;       /* lazy initialisation is done */
+    size_t backwards; /* of this step, so far */
     size_t hook_owners;
     struct {
         sim_tape_kind kind;
@@ -109,7 +121,9 @@ FC_CHECK fc_status sim_model_step(sim_model *m);
 /* The parts of a step. A forward with grad writes the tape, a backward runs and empties it. */
 FC_CHECK fc_status sim_model_forward(sim_model *m, bool grad);
 FC_CHECK fc_status sim_model_backward(sim_model *m);
-void sim_model_set_last(sim_model *m, bool last); /* gradient sync and is_last_backward */
+/* What the next backwards do with their gradients: keep them, reduce-scatter them, all-reduce them as well. */
+typedef enum sim_sync { SIM_NO_SYNC, SIM_SCATTER_ONLY, SIM_SYNC } sim_sync;
+void sim_model_set_sync(sim_model *m, sim_sync sync);
 /* Checks the sharded gradients, takes a step with them and forgets them. */
 void sim_model_optimize(sim_model *m);
 void sim_model_zero_grad(sim_model *m);
@@ -123,6 +137,23 @@ void sim_model_check_shards(sim_model *m);
 double sim_model_digest(sim_model *m);
 
 extern const fc_host sim_host;
+
+/* ---- sim_account.c: where elements are and what they have to be ---- */
+
+/* Elements of one rank's padded shard where `dim` is cut over `world` ranks, and how many of them are no padding. */
+int64_t sim_padded_numel(const sim_param *p, int32_t dim, int64_t world);
+int64_t sim_local_numel(const sim_param *p, int32_t dim, int64_t world, int64_t rank);
+/* What `rank` stores of `whole`: its chunk, then zeros. */
+void sim_shard_values(const sim_param *p, const double *whole, int32_t dim, int64_t world,
+                      int64_t rank, double *out);
+fct_dtype sim_compute_dtype(const sim_param *p);
+/* Rows that a rank sends in the all-gathers of a sim_group: of its shards, of its forward shards. */
+void sim_write_row(void *context, int64_t rank, void *row, int64_t bytes);
+void sim_write_forward_row(void *context, int64_t rank, void *row, int64_t bytes);
+/* This rank's gradients are so many times those of rank 0. */
+double sim_gradient_weight(const sim_scenario *s);
+/* What the reduced gradient is of rank 0's, summed over backwards. */
+double sim_reduced_scale(const sim_scenario *s);
 
 /* ---- sim_scenarios.c ---- */
 

@@ -27,15 +27,14 @@ static void use_params(sim_layer *layer) {
         sim_group *g = &layer->groups[k];
         for (size_t i = 0; i < g->count; i++) {
             sim_param *p = &g->params[i];
-            if (g->core.sharded_state != FC_UNSHARDED || !p->registered[0] ||
+            if (g->core.sharded_state != FC_UNSHARDED || p->registered[0] != FC_UNSHARDED ||
                 p->core.unsharded == NULL || p->core.unsharded != p->unsharded) {
                 sim_fail("a layer computes while %s is not unsharded", p->name);
                 continue;
             }
             double *values = (double *)sim_scratch((size_t)(p->numel + 1) * sizeof *values);
             for (int64_t e = 0; e < p->numel; e++) {
-                values[e] = sim_round(p->shape.compute != 0 ? p->shape.compute : p->shape.dtype,
-                                      p->full[e]);
+                values[e] = sim_round(sim_compute_dtype(p), p->full[e]);
             }
             sim_tensor_expect(p->core.unsharded, values, p->name);
             sim_scratch_free(values);
@@ -50,12 +49,12 @@ static double gradient_of(const sim_param *p, size_t use, int64_t element) {
 
 static void give_gradient(const sim_model *m, sim_param *p) {
     double *values = (double *)sim_scratch((size_t)(p->numel + 1) * sizeof *values);
-    fct_dtype dtype = p->shape.compute != 0 ? p->shape.compute : p->shape.dtype;
+    fct_dtype dtype = sim_compute_dtype(p);
     fct_tensor *grad = NULL;
     for (int64_t e = 0; e < p->numel; e++) {
         double base = gradient_of(p, p->contributions, e);
         p->gradient[e] += base;
-        values[e] = base * (double)(m->scenario.rank + 1);
+        values[e] = base * sim_gradient_weight(&m->scenario);
     }
     if (p->shape.transposed && p->shape.ndim == 2) {
         const int64_t sizes[2] = {p->shape.sizes[1], p->shape.sizes[0]};
@@ -78,6 +77,7 @@ static void give_gradients(sim_model *m, sim_layer *layer) {
         for (size_t i = 0; i < g->count; i++) {
             sim_param *p = &g->params[i];
             if (p->core.unsharded != NULL && !p->shape.unused &&
+                !(p->shape.early && m->backwards > 0) &&
                 fct_tensor_requires_grad(p->core.unsharded)) {
                 give_gradient(m, p);
             }
@@ -222,26 +222,44 @@ fc_status sim_model_backward(sim_model *m) {
 
 /* ---- steps ---- */
 
-void sim_model_set_last(sim_model *m, bool last) {
-    m->iteration.is_last_backward = last;
+void sim_model_set_sync(sim_model *m, sim_sync sync) {
+    bool reduce = sync != SIM_NO_SYNC;
+    m->iteration.is_last_backward = reduce;
     for (size_t i = 0; i < m->layer_count; i++) {
         for (size_t k = 0; k < m->layers[i].group_count; k++) {
             fc_group *g = &m->layers[i].groups[k].core;
-            g->reduce_grads = last;
-            g->reshard_after_backward = last || !m->scenario.stay_while_unsynced;
+            g->reduce_grads = reduce;
+            g->all_reduce_grads = sync == SIM_SYNC;
+            g->reshard_after_backward = reduce || !m->scenario.stay_while_unsynced;
         }
     }
 }
 
-fc_status sim_model_step(sim_model *m) {
+static fc_status batch(sim_model *m, sim_sync sync) {
     fc_status status = FC_OK;
     size_t forwards = m->scenario.forwards > 0 ? m->scenario.forwards : 1;
-    for (size_t batch = 0; batch <= m->scenario.unsynced; batch++) {
-        sim_model_set_last(m, batch == m->scenario.unsynced);
-        for (size_t f = 0; f < forwards; f++) {
-            FC_TRY(sim_model_forward(m, true));
+    sim_model_set_sync(m, sync);
+    for (size_t f = 0; f < forwards; f++) {
+        FC_TRY(sim_model_forward(m, true));
+    }
+    FC_TRY(sim_model_backward(m));
+    m->backwards++;
+done:
+    return status;
+}
+
+fc_status sim_model_step(sim_model *m) {
+    fc_status status = FC_OK;
+    size_t repeats = m->scenario.repeats > 0 ? m->scenario.repeats : 1;
+    m->backwards = 0;
+    for (size_t i = 0; i < repeats; i++) {
+        for (size_t b = 0; b < m->scenario.unsynced; b++) {
+            FC_TRY(batch(m, SIM_NO_SYNC));
         }
-        FC_TRY(sim_model_backward(m));
+        for (size_t b = 0; b < m->scenario.unreplicated; b++) {
+            FC_TRY(batch(m, SIM_SCATTER_ONLY));
+        }
+        FC_TRY(batch(m, SIM_SYNC));
     }
 done:
     return status;

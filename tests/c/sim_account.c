@@ -1,0 +1,91 @@
+/* The account of a simulated model: where elements are and what they have to be, for all ranks, by
+ * arithmetic of its own: nothing here asks csrc/core/layout. Owns nothing. */
+#include "sim_internal.h"
+#include "sim_model.h"
+
+/* The tensor seen as [outer, rows, inner], `rows` being the dim that is cut. */
+typedef struct cut {
+    int64_t outer;
+    int64_t rows;
+    int64_t inner;
+    int64_t chunk;
+} cut;
+
+static cut cut_of(const sim_param *p, int32_t dim, int64_t world) {
+    cut c = {.outer = 1, .rows = p->shape.sizes[dim], .inner = 1};
+    for (int32_t d = 0; d < p->shape.ndim; d++) {
+        c.outer *= d < dim ? p->shape.sizes[d] : 1;
+        c.inner *= d > dim ? p->shape.sizes[d] : 1;
+    }
+    c.chunk = (c.rows + world - 1) / world;
+    return c;
+}
+
+int64_t sim_padded_numel(const sim_param *p, int32_t dim, int64_t world) {
+    cut c = cut_of(p, dim, world);
+    return c.outer * c.chunk * c.inner;
+}
+
+int64_t sim_local_numel(const sim_param *p, int32_t dim, int64_t world, int64_t rank) {
+    cut c = cut_of(p, dim, world);
+    int64_t left = c.rows - rank * c.chunk;
+    return c.outer * (left < 0 ? 0 : (left < c.chunk ? left : c.chunk)) * c.inner;
+}
+
+void sim_shard_values(const sim_param *p, const double *whole, int32_t dim, int64_t world,
+                      int64_t rank, double *out) {
+    cut c = cut_of(p, dim, world);
+    for (int64_t o = 0; o < c.outer; o++) {
+        for (int64_t r = 0; r < c.chunk; r++) {
+            int64_t row = rank * c.chunk + r;
+            for (int64_t i = 0; i < c.inner; i++) {
+                *out++ = row < c.rows ? whole[(o * c.rows + row) * c.inner + i] : 0.0;
+            }
+        }
+    }
+}
+
+fct_dtype sim_compute_dtype(const sim_param *p) {
+    return p->shape.compute != 0 ? p->shape.compute : p->shape.dtype;
+}
+
+/* One rank's shards of all parameters one after the other, in the types that are computed in. */
+static void write_shards(const sim_group *g, bool forward, int64_t world, int64_t rank, void *row,
+                         int64_t bytes) {
+    char *at = (char *)row;
+    for (size_t i = 0; i < g->count; i++) {
+        const sim_param *p = &g->params[i];
+        int32_t dim = forward ? 0 : p->shape.dim;
+        int64_t padded = sim_padded_numel(p, dim, world);
+        double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
+        sim_shard_values(p, p->full, dim, world, rank, values);
+        for (int64_t k = 0; k < padded; k++, at += sim_itemsize(sim_compute_dtype(p))) {
+            sim_put(sim_compute_dtype(p), at, values[k]);
+        }
+        sim_scratch_free(values);
+    }
+    if (at - (char *)row != bytes) {
+        sim_fail("rank %lld sends %lld bytes to an all-gather of %s, its peers expect %lld",
+                 (long long)rank, (long long)bytes, g->name, (long long)(at - (char *)row));
+    }
+}
+
+void sim_write_row(void *context, int64_t rank, void *row, int64_t bytes) {
+    const sim_group *g = (const sim_group *)context;
+    write_shards(g, false, g->core.shard.world, rank, row, bytes);
+}
+
+void sim_write_forward_row(void *context, int64_t rank, void *row, int64_t bytes) {
+    const sim_group *g = (const sim_group *)context;
+    write_shards(g, true, g->core.forward.world, rank, row, bytes);
+}
+
+double sim_gradient_weight(const sim_scenario *s) {
+    return (double)(s->replica * s->world + s->rank + 1);
+}
+
+double sim_reduced_scale(const sim_scenario *s) {
+    double ranks = (double)(s->world * (s->replicas > 0 ? s->replicas : 1));
+    double sum = ranks * (ranks + 1.0) / 2.0 * (s->user_reduce ? 2.0 : 1.0);
+    return sum / (s->divide_factor != 0.0 ? s->divide_factor : ranks);
+}

@@ -1,0 +1,59 @@
+/* Failures that do not come alone: the reset fails as well, everything fails from some call on,
+ * rollbacks fail, or the caller swallows the error and trains on. See sim_break.h for what has to
+ * hold all the same.
+ *
+ * Only first steps are broken, and only on devices with kernels: what clean-up does depends neither
+ * on the step nor on who copies. */
+#include "sim_break.h"
+
+static void sweep(const sim_scenario *scenario, const char *device, sim_breakage b) {
+    if (!scenario->device.no_kernels) {
+        sim_sweep(scenario, device, b, 1);
+    }
+}
+
+static void sweep_reset(const sim_scenario *scenario, const char *device) {
+    sweep(scenario, device, (sim_breakage){.in_reset = true});
+}
+
+static void sweep_lasting(const sim_scenario *scenario, const char *device) {
+    sweep(scenario, device, (sim_breakage){.span = SIM_ALL_AFTER, .in_reset = true});
+}
+
+static void sweep_carry_on(const sim_scenario *scenario, const char *device) {
+    sweep(scenario, device, (sim_breakage){.carry_on = true});
+}
+
+static void sweep_torn(const sim_scenario *scenario, const char *device) {
+    sweep(scenario, device, (sim_breakage){.span = SIM_HOST_AFTER, .carry_on = true});
+}
+
+static void a_failed_reset_can_be_repeated(void **state) {
+    (void)state;
+    sim_each_scenario(sweep_reset);
+}
+
+static void failures_that_last_keep_the_first_exception(void **state) {
+    (void)state;
+    sim_each_scenario(sweep_lasting);
+}
+
+static void without_a_reset_layers_still_compute_with_right_parameters(void **state) {
+    (void)state;
+    sim_each_scenario(sweep_carry_on);
+}
+
+static void a_torn_group_is_mended_before_it_is_used(void **state) {
+    (void)state;
+    sim_each_scenario(sweep_torn);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_failed_reset_can_be_repeated),
+        cmocka_unit_test(failures_that_last_keep_the_first_exception),
+        cmocka_unit_test(without_a_reset_layers_still_compute_with_right_parameters),
+        cmocka_unit_test(a_torn_group_is_mended_before_it_is_used),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
