@@ -7,7 +7,7 @@
 
 static const char *const spans[] = {"", " and all after it", " and all host call-backs after it"};
 
-/* Memory that clean-up would like (for a pool, a parking record) may be missing: nobody is told, and
+/* Memory that clean-up would like (for a pool, a parking record) may be missing: nobody is told;
  * with failures that last the next call that matters speaks. */
 static void check_status(sim_model *m, const sim_breakage *b, fc_status status) {
     const char *name = NULL;

@@ -1,0 +1,110 @@
+/* The order in which groups finished their forwards, and each group's stack of places in it. */
+#include "core/order.h"
+
+#include "core/group.h"
+#include "sim.h"
+
+enum { MANY = 100 };
+
+static fc_group groups[3];
+
+static void groups_stand_in_the_order_they_were_appended_in(void **state) {
+    (void)state;
+    fc_order order = {NULL, 0, 0};
+    size_t position = 0;
+    for (size_t i = 0; i < MANY; i++) {
+        assert_int_equal(fc_order_append(&order, &groups[i % 3], &position), FC_OK);
+        assert_int_equal(position, i);
+    }
+    assert_int_equal(order.count, MANY);
+    for (size_t i = 0; i < MANY; i++) {
+        assert_ptr_equal(order.items[i], &groups[i % 3]);
+    }
+    fc_order_fini(&order);
+}
+
+static void a_forgotten_group_leaves_gaps_and_moves_nobody(void **state) {
+    (void)state;
+    fc_order order = {NULL, 0, 0};
+    size_t position = 0;
+    for (size_t i = 0; i < 6; i++) {
+        assert_int_equal(fc_order_append(&order, &groups[i % 3], &position), FC_OK);
+    }
+    fc_order_forget(&order, &groups[1]);
+    assert_int_equal(order.count, 6);
+    for (size_t i = 0; i < 6; i++) {
+        assert_ptr_equal(order.items[i], i % 3 == 1 ? NULL : &groups[i % 3]);
+    }
+    fc_order_fini(&order);
+}
+
+static void a_cleared_order_starts_over_at_place_0(void **state) {
+    (void)state;
+    fc_order order = {NULL, 0, 0};
+    size_t position = 7;
+    assert_int_equal(fc_order_append(&order, &groups[0], &position), FC_OK);
+    fc_order_clear(&order);
+    assert_int_equal(order.count, 0);
+    assert_int_equal(fc_order_append(&order, &groups[1], &position), FC_OK);
+    assert_int_equal(position, 0);
+    assert_ptr_equal(order.items[0], &groups[1]);
+    fc_order_fini(&order);
+    assert_null(order.items);
+}
+
+static void places_are_a_stack(void **state) {
+    (void)state;
+    fc_positions positions = {NULL, 0, 0};
+    for (size_t i = 0; i < MANY; i++) {
+        assert_int_equal(fc_positions_push(&positions, 3 * i), FC_OK);
+    }
+    for (size_t i = MANY; i-- > 0;) {
+        assert_int_equal(positions.items[--positions.count], 3 * i);
+    }
+    fc_positions_fini(&positions);
+}
+
+/* Every growth is made to fail once; nothing that stood there is lost. */
+static void without_memory_the_order_stays_as_it_was(void **state) {
+    (void)state;
+    fc_order order = {NULL, 0, 0};
+    fc_positions positions = {NULL, 0, 0};
+    size_t refused = 0;
+    sim_begin((sim_config){.seed = 1});
+    for (size_t i = 0; i < MANY; i++) {
+        size_t position = MANY;
+        sim_fault_arm(1, SIM_ONCE);
+        if (fc_order_append(&order, &groups[i % 3], &position) == FC_ENOMEM) {
+            refused++;
+            assert_int_equal(position, MANY);
+            assert_int_equal(order.count, i);
+            assert_int_equal(fc_order_append(&order, &groups[i % 3], &position), FC_OK);
+        }
+        assert_int_equal(position, i);
+        sim_fault_arm(1, SIM_ONCE);
+        if (fc_positions_push(&positions, i) == FC_ENOMEM) {
+            refused++;
+            assert_int_equal(positions.count, i);
+            assert_int_equal(fc_positions_push(&positions, i), FC_OK);
+        }
+    }
+    assert_true(refused >= 4);
+    for (size_t i = 0; i < MANY; i++) {
+        assert_ptr_equal(order.items[i], &groups[i % 3]);
+        assert_int_equal(positions.items[i], i);
+    }
+    fc_order_fini(&order);
+    fc_positions_fini(&positions);
+    sim_end();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(groups_stand_in_the_order_they_were_appended_in),
+        cmocka_unit_test(a_forgotten_group_leaves_gaps_and_moves_nobody),
+        cmocka_unit_test(a_cleared_order_starts_over_at_place_0),
+        cmocka_unit_test(places_are_a_stack),
+        cmocka_unit_test(without_memory_the_order_stays_as_it_was),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

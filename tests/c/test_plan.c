@@ -1,0 +1,404 @@
+/* Transfer plans: where every shard stands in a row of the gather buffer, and every gradient in the
+ * rows of the reduce buffer. */
+#include "core/plan.h"
+
+#include <string.h>
+
+#include "sim.h"
+
+enum { INT64 = 4, FLOAT8_E8M0 = 44 };
+
+/* A parameter of `ndim` sizes cut on `dim` over two ranks; this one is rank 1. */
+static fc_param param_of(const char *name, int32_t ndim, const int64_t *sizes, int32_t dim,
+                         fct_dtype dtype, fct_dtype compute) {
+    fc_param p;
+    fc_error err = {""};
+    assert_int_equal(fc_param_init(&p, NULL, ndim, sizes, dim, 2, 1, &err), FC_OK);
+    p.name = name;
+    p.orig_dtype = dtype;
+    p.param_dtype = compute;
+    return p;
+}
+
+static fc_param vector(const char *name, int64_t size, fct_dtype dtype, fct_dtype compute) {
+    return param_of(name, 1, &size, 0, dtype, compute);
+}
+
+static fc_gather_plan gather_plan_of(fc_param *const *params, size_t count) {
+    fc_gather_plan plan = {.valid = false};
+    fc_error err = {""};
+    assert_int_equal(fc_gather_plan_build(&plan, params, count, 2, false, &err), FC_OK);
+    assert_true(plan.valid);
+    return plan;
+}
+
+/* ---- gather plans ---- */
+
+static void shards_stand_one_after_the_other_in_a_row(void **state) {
+    (void)state;
+    const int64_t matrix[2] = {5, 3};
+    fc_param a = param_of("a", 2, matrix, 0, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param b = vector("b", 3, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param *params[2] = {&a, &b};
+    fc_gather_plan plan = gather_plan_of(params, 2);
+    assert_int_equal(plan.dtype, FCK_FLOAT32);
+    assert_int_equal(plan.row_numel, 9 + 2); /* padded: 3 of 6 rows, 2 of 4 elements */
+    assert_int_equal(plan.row_bytes, 44);
+    assert_int_equal(plan.offsets[0], 0);
+    assert_int_equal(plan.offsets[1], 36);
+    assert_int_equal(plan.segments[0].count, 9);
+    assert_int_equal(plan.segments[1].count, 2);
+    assert_int_equal(plan.column_count, 2);
+    assert_int_equal(plan.columns[1].offset, 36);
+    assert_int_equal(plan.columns[1].bytes, 8);
+    assert_true(plan.native);
+    fc_gather_plan_fini(&plan);
+    fc_param_fini(&a);
+    fc_param_fini(&b);
+}
+
+static void shards_are_cast_to_the_compute_type_on_the_way(void **state) {
+    (void)state;
+    fc_param a = vector("a", 4, FCK_FLOAT32, FCK_BFLOAT16);
+    fc_param *params[1] = {&a};
+    fc_gather_plan plan = gather_plan_of(params, 1);
+    assert_int_equal(plan.dtype, FCK_BFLOAT16);
+    assert_int_equal(plan.row_bytes, 4);
+    assert_int_equal(plan.segments[0].src_dtype, FCK_FLOAT32);
+    assert_int_equal(plan.segments[0].itemsize, 4);
+    assert_int_equal(plan.segments[0].dst_dtype, FCK_BFLOAT16);
+    fc_gather_plan_fini(&plan);
+    fc_param_fini(&a);
+}
+
+static void several_compute_types_travel_as_bytes(void **state) {
+    (void)state;
+    fc_param a = vector("a", 2, FCK_BFLOAT16, FCT_NO_DTYPE);
+    fc_param b = vector("b", 2, FCK_FLOAT64, FCT_NO_DTYPE);
+    fc_param *params[2] = {&a, &b};
+    fc_gather_plan plan = gather_plan_of(params, 2);
+    assert_int_equal(plan.dtype, FCK_UINT8);
+    assert_int_equal(plan.row_numel, 2 + 8);
+    assert_int_equal(plan.row_bytes, 2 + 8);
+    assert_int_equal(plan.offsets[1], 2);
+    fc_gather_plan_fini(&plan);
+    fc_param_fini(&a);
+    fc_param_fini(&b);
+}
+
+static void another_dim_has_a_column_for_each_outer_block(void **state) {
+    (void)state;
+    const int64_t sizes[3] = {3, 4, 2};
+    fc_param a = vector("a", 2, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param b = param_of("b", 3, sizes, 1, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param *params[2] = {&a, &b};
+    fc_gather_plan plan = gather_plan_of(params, 2);
+    assert_int_equal(plan.column_count, 1 + 3);
+    assert_int_equal(plan.column_ends[0], 1);
+    assert_int_equal(plan.column_ends[1], 4);
+    for (size_t block = 0; block < 3; block++) {
+        assert_int_equal(plan.columns[1 + block].offset, 4 + 16 * block);
+        assert_int_equal(plan.columns[1 + block].bytes, 16); /* 2 of 4 rows of 2 floats */
+    }
+    fc_gather_plan_fini(&plan);
+    fc_param_fini(&a);
+    fc_param_fini(&b);
+}
+
+static void a_plan_is_built_anew_for_what_the_parameters_are_now(void **state) {
+    (void)state;
+    fc_param a = vector("a", 4, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param b = vector("b", 4, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param *params[2] = {&a, &b};
+    fc_error err = {""};
+    fc_gather_plan plan = gather_plan_of(params, 2);
+    a.param_dtype = FCK_BFLOAT16;
+    b.param_dtype = FCK_BFLOAT16;
+    assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, &err), FC_OK);
+    assert_int_equal(plan.row_bytes, 8);
+    assert_int_equal(plan.column_count, 2);
+    assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, false, &err), FC_OK);
+    assert_int_equal(plan.row_bytes, 4);
+    assert_int_equal(fc_gather_plan_build(&plan, params, 0, 2, false, &err), FC_OK);
+    assert_int_equal(plan.row_bytes, 0);
+    assert_int_equal(plan.count, 0);
+    fc_gather_plan_fini(&plan);
+    fc_param_fini(&a);
+    fc_param_fini(&b);
+}
+
+static void a_smaller_group_gathers_what_forward_left_in_the_compute_type(void **state) {
+    (void)state;
+    const int64_t sizes[1] = {5};
+    fc_param a;
+    fc_error err = {""};
+    fc_param *params[1] = {&a};
+    fc_gather_plan plan = {.valid = false};
+    assert_int_equal(fc_param_init(&a, NULL, 1, sizes, 0, 4, 3, &err), FC_OK);
+    assert_int_equal(fc_param_init_forward(&a, sizes, 2, 1, &err), FC_OK);
+    assert_int_equal(a.flat_numel, 8); /* room for 4 * 2 as well as for 2 * 3 */
+    a.orig_dtype = FCK_FLOAT32;
+    a.param_dtype = FCK_BFLOAT16;
+    assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, true, &err), FC_OK);
+    assert_int_equal(plan.row_numel, 3);
+    assert_int_equal(plan.segments[0].src_dtype, FCK_BFLOAT16);
+    fc_gather_plan_fini(&plan);
+    fc_param_fini(&a);
+}
+
+static void a_cast_that_no_kernel_can_do_is_left_to_torch(void **state) {
+    (void)state;
+    fc_param a = vector("a", 4, INT64, FCK_FLOAT32);
+    fc_param *params[1] = {&a};
+    fc_gather_plan plan = gather_plan_of(params, 1);
+    assert_false(plan.native);
+    fc_gather_plan_fini(&plan);
+    fc_param_fini(&a);
+}
+
+static void what_cannot_be_gathered_is_named(void **state) {
+    (void)state;
+    fc_param a = vector("a", 4, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param b = vector("lm_head.weight", 4, FLOAT8_E8M0, FCT_NO_DTYPE);
+    fc_param huge = vector("embedding", INT64_MAX / 4, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param *params[2] = {&a, &b};
+    fc_gather_plan plan = {.valid = false};
+    fc_error err = {""};
+    assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, &err), FC_EVALUE);
+    assert_string_equal(err.message,
+                        "parameter 'lm_head.weight' has a dtype that cannot be gathered");
+    assert_false(plan.valid);
+    params[1] = &huge;
+    assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, &err), FC_EINVAL);
+    assert_string_equal(err.message, "the gather buffer's size overflows at parameter 'embedding'");
+    assert_false(plan.valid);
+    fc_gather_plan_fini(&plan);
+    fc_param_fini(&a);
+    fc_param_fini(&b);
+    fc_param_fini(&huge);
+}
+
+static void without_memory_there_is_no_plan_and_no_leak(void **state) {
+    (void)state;
+    fc_param a = vector("a", 4, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param *params[1] = {&a};
+    fc_error err = {""};
+    sim_begin((sim_config){.seed = 1});
+    for (int64_t n = 1; n <= 5; n++) {
+        fc_gather_plan plan = {.valid = false};
+        sim_fault_arm(n, SIM_ONCE);
+        fc_status status = fc_gather_plan_build(&plan, params, 1, 2, false, &err);
+        assert_int_equal(status, n <= 4 ? FC_ENOMEM : FC_OK);
+        assert_int_equal(plan.valid, n > 4);
+        fc_gather_plan_fini(&plan);
+    }
+    sim_end();
+    fc_param_fini(&a);
+}
+
+/* ---- reduce plans ---- */
+
+static fct_tensor *gradient_of(int32_t ndim, const int64_t *sizes, fct_dtype dtype) {
+    double values[32] = {0};
+    return sim_tensor_new(dtype, ndim, sizes, values);
+}
+
+/* Puts the gradient (taken) into the plan. */
+static void collect(fc_reduce_plan *plan, fc_param *p, fct_tensor *grad) {
+    assert_int_equal(fc_reduce_plan_reserve(plan, plan->count + 1), FC_OK);
+    plan->params[plan->count] = p;
+    plan->grads[plan->count++] = grad;
+}
+
+typedef struct reduction {
+    fc_param matrix; /* 5 x 3, dim 0 */
+    fc_param vector; /* 3 */
+    fc_reduce_plan plan;
+    fc_error err;
+} reduction;
+
+static reduction begin(void) {
+    const int64_t sizes[2] = {5, 3};
+    reduction r = {.err = {""}};
+    sim_begin((sim_config){.seed = 1});
+    r.matrix = param_of("matrix", 2, sizes, 0, FCK_FLOAT32, FCT_NO_DTYPE);
+    r.vector = vector("vector", 3, FCK_FLOAT32, FCT_NO_DTYPE);
+    assert_int_equal(fc_reduce_plan_reserve(&r.plan, 2), FC_OK);
+    return r;
+}
+
+static void end(reduction *r) {
+    fc_reduce_plan_fini(&r->plan);
+    fc_param_fini(&r->matrix);
+    fc_param_fini(&r->vector);
+    sim_end();
+}
+
+static const int64_t matrix_sizes[2] = {5, 3};
+static const int64_t vector_sizes[1] = {3};
+
+static void gradients_are_dealt_to_the_ranks_rows(void **state) {
+    (void)state;
+    reduction r = begin();
+    collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
+    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_OK);
+    assert_int_equal(r.plan.dtype, FCK_FLOAT32);
+    assert_int_equal(r.plan.row_numel, 9 + 2);
+    assert_int_equal(r.plan.gradient_count, 2);
+    assert_int_equal(r.plan.gradients[0].numel, 15);
+    assert_int_equal(r.plan.gradients[0].chunk, 9);
+    assert_int_equal(r.plan.gradients[0].offset, 0);
+    assert_int_equal(r.plan.gradients[1].numel, 3);
+    assert_int_equal(r.plan.gradients[1].chunk, 2);
+    assert_int_equal(r.plan.gradients[1].offset, 9);
+    end(&r);
+}
+
+static void parameters_without_a_gradient_take_no_room(void **state) {
+    (void)state;
+    reduction r = begin();
+    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_OK);
+    assert_int_equal(r.plan.row_numel, 2);
+    assert_ptr_equal(r.plan.params[0], &r.vector);
+    end(&r);
+}
+
+static void the_reduce_type_goes_before_the_gradients_own(void **state) {
+    (void)state;
+    reduction r = begin();
+    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_BFLOAT16));
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.err), FC_OK);
+    assert_int_equal(r.plan.dtype, FCK_FLOAT32);
+    assert_int_equal(r.plan.gradients[0].src_dtype, FCK_BFLOAT16);
+    assert_int_equal(r.plan.gradients[0].itemsize, 2);
+    end(&r);
+}
+
+static void gradients_of_several_types_need_a_reduce_type(void **state) {
+    (void)state;
+    reduction r = begin();
+    collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
+    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_BFLOAT16));
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_EINVAL);
+    assert_string_equal(r.err.message, "FSDP reduce-scatter expects uniform gradient dtype but got "
+                                       "{torch.float32, torch.bfloat16}");
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.err), FC_OK);
+    end(&r);
+}
+
+static void a_gradient_cut_on_another_dim_has_a_descriptor_for_each_block(void **state) {
+    (void)state;
+    reduction r = begin();
+    const int64_t sizes[2] = {3, 4};
+    fct_facts facts;
+    fc_param p = param_of("p", 2, sizes, 1, FCK_FLOAT32, FCT_NO_DTYPE);
+    fct_tensor *grad = gradient_of(2, sizes, FCK_FLOAT32);
+    fct_tensor_facts(grad, &facts);
+    collect(&r.plan, &p, grad);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_OK);
+    assert_int_equal(r.plan.gradient_count, 3);
+    for (size_t block = 0; block < 3; block++) {
+        assert_ptr_equal(r.plan.gradients[block].src, (const char *)facts.data + 16 * block);
+        assert_int_equal(r.plan.gradients[block].numel, 4);
+        assert_int_equal(r.plan.gradients[block].chunk, 2);
+        assert_int_equal(r.plan.gradients[block].offset, 2 * block);
+    }
+    fc_param_fini(&p);
+    end(&r);
+}
+
+static void a_gradient_that_is_not_contiguous_is_copied(void **state) {
+    (void)state;
+    reduction r = begin();
+    const int64_t turned_sizes[2] = {3, 5};
+    const int64_t strides[2] = {1, 5};
+    fct_facts facts;
+    fct_tensor *turned = gradient_of(2, turned_sizes, FCK_FLOAT32);
+    collect(&r.plan, &r.matrix, sim_tensor_view(turned, 2, matrix_sizes, strides));
+    fct_tensor_facts(turned, &facts);
+    fct_tensor_release(turned);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_OK);
+    assert_ptr_not_equal(r.plan.gradients[0].src, facts.data);
+    fct_tensor_facts(r.plan.grads[0], &facts);
+    assert_true(facts.contiguous);
+    assert_ptr_equal(r.plan.gradients[0].src, facts.data);
+    end(&r);
+}
+
+static void a_gradient_of_another_size_is_named(void **state) {
+    (void)state;
+    reduction r = begin();
+    collect(&r.plan, &r.matrix, gradient_of(1, vector_sizes, FCK_FLOAT32));
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_EINVAL);
+    assert_string_equal(
+        r.err.message,
+        "the gradient of parameter 'matrix' has 3 elements (dense: 1); expected 15");
+    end(&r);
+}
+
+static void a_gradient_whose_memory_was_freed_is_refused(void **state) {
+    (void)state;
+    reduction r = begin();
+    fct_tensor *grad = gradient_of(1, vector_sizes, FCK_FLOAT32);
+    fct_storage_free(grad);
+    collect(&r.plan, &r.vector, grad);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_EINVAL);
+    assert_string_equal(r.err.message,
+                        "the gradient of parameter 'vector' lies outside its storage");
+    end(&r);
+}
+
+static void dropped_gradients_are_let_go(void **state) {
+    (void)state;
+    reduction r = begin();
+    fct_tensor *grad = gradient_of(1, vector_sizes, FCK_FLOAT32);
+    fct_tensor_retain(grad);
+    collect(&r.plan, &r.vector, grad);
+    assert_int_equal(sim_tensor_refs(grad), 2);
+    fc_reduce_plan_drop_grads(&r.plan);
+    assert_int_equal(sim_tensor_refs(grad), 1);
+    assert_int_equal(r.plan.count, 0);
+    fct_tensor_release(grad);
+    end(&r);
+}
+
+/* ---- types ---- */
+
+static void types_have_torchs_sizes_and_names(void **state) {
+    (void)state;
+    assert_int_equal(fc_dtype_size(FCK_UINT8), 1);
+    assert_int_equal(fc_dtype_size(FCK_BFLOAT16), 2);
+    assert_int_equal(fc_dtype_size(FCK_FLOAT64), 8);
+    assert_int_equal(fc_dtype_size(FLOAT8_E8M0), 0);
+    assert_int_equal(fc_dtype_size(FCT_NO_DTYPE), 0);
+    assert_string_equal(fc_dtype_name(FCK_FLOAT16), "torch.float16");
+    assert_string_equal(fc_dtype_name(INT64), "torch.int64");
+    assert_string_equal(fc_dtype_name(FLOAT8_E8M0), "an unknown dtype");
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(shards_stand_one_after_the_other_in_a_row),
+        cmocka_unit_test(shards_are_cast_to_the_compute_type_on_the_way),
+        cmocka_unit_test(several_compute_types_travel_as_bytes),
+        cmocka_unit_test(another_dim_has_a_column_for_each_outer_block),
+        cmocka_unit_test(a_plan_is_built_anew_for_what_the_parameters_are_now),
+        cmocka_unit_test(a_smaller_group_gathers_what_forward_left_in_the_compute_type),
+        cmocka_unit_test(a_cast_that_no_kernel_can_do_is_left_to_torch),
+        cmocka_unit_test(what_cannot_be_gathered_is_named),
+        cmocka_unit_test(without_memory_there_is_no_plan_and_no_leak),
+        cmocka_unit_test(gradients_are_dealt_to_the_ranks_rows),
+        cmocka_unit_test(parameters_without_a_gradient_take_no_room),
+        cmocka_unit_test(the_reduce_type_goes_before_the_gradients_own),
+        cmocka_unit_test(gradients_of_several_types_need_a_reduce_type),
+        cmocka_unit_test(a_gradient_cut_on_another_dim_has_a_descriptor_for_each_block),
+        cmocka_unit_test(a_gradient_that_is_not_contiguous_is_copied),
+        cmocka_unit_test(a_gradient_of_another_size_is_named),
+        cmocka_unit_test(a_gradient_whose_memory_was_freed_is_refused),
+        cmocka_unit_test(dropped_gradients_are_let_go),
+        cmocka_unit_test(types_have_torchs_sizes_and_names),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

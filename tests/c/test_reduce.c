@@ -1,0 +1,492 @@
+/* Gradient reduction: how a mean is split around the collectives, what is added up where, what a
+ * missing gradient means, and how many reductions are in flight when. */
+#include "core/reduce.h"
+
+#include <string.h>
+
+#include "sim_model.h"
+
+#define FLOATS {.ndim = 1, .sizes = {4}}
+
+/* ---- division ---- */
+
+typedef struct division {
+    fc_divide_rule rule;
+    fc_divide divide;
+} division;
+
+static void divide_as(const division *cases, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        const fc_divide found = fc_reduce_divide(&cases[i].rule);
+        const fc_divide *wanted = &cases[i].divide;
+        if (found.before != wanted->before || found.after != wanted->after ||
+            found.op != wanted->op || found.premultiply != wanted->premultiply ||
+            found.all_reduce_op != wanted->all_reduce_op) {
+            fail_msg("case %zu: before %g, after %g, op %d, premultiply %g, all-reduce op %d", i,
+                     found.before, found.after, (int)found.op, found.premultiply,
+                     (int)found.all_reduce_op);
+        }
+    }
+}
+
+#define DIVIDE_AS(...)                                                                             \
+    do {                                                                                           \
+        const division cases[] = {__VA_ARGS__};                                                    \
+        divide_as(cases, sizeof cases / sizeof cases[0]);                                          \
+    } while (0)
+
+static void the_backend_takes_the_mean_where_the_type_has_range(void **state) {
+    (void)state;
+    DIVIDE_AS({{.world = 8, .dtype = FCK_FLOAT32}, {1, 1, FCT_AVG, 1, FCT_AVG}},
+              {{.world = 8, .dtype = FCK_BFLOAT16}, {1, 1, FCT_AVG, 1, FCT_AVG}},
+              {{.world = 4, .replicas = 2, .dtype = FCK_FLOAT32}, {1, 1, FCT_AVG, 1, FCT_AVG}},
+              {{.world = 1, .replicas = 4, .dtype = FCK_FLOAT32}, {1, 1, FCT_AVG, 1, FCT_AVG}});
+}
+
+static void half_precision_is_divided_before_and_after_by_about_the_root(void **state) {
+    (void)state;
+    DIVIDE_AS({{.world = 2, .dtype = FCK_FLOAT16}, {2, 1, FCT_SUM, 1, FCT_SUM}},
+              {{.world = 4, .dtype = FCK_FLOAT16}, {2, 2, FCT_SUM, 1, FCT_SUM}},
+              {{.world = 8, .dtype = FCK_FLOAT16}, {4, 2, FCT_SUM, 1, FCT_SUM}},
+              {{.world = 6, .dtype = FCK_FLOAT16}, {4, 1.5, FCT_SUM, 1, FCT_SUM}},
+              {{.world = 4, .replicas = 4, .dtype = FCK_FLOAT16}, {4, 4, FCT_SUM, 1, FCT_SUM}});
+}
+
+static void forced_sums_are_divided_afterwards(void **state) {
+    (void)state;
+    DIVIDE_AS({{.world = 4, .dtype = FCK_FLOAT32, .force_sum = true}, {1, 4, FCT_SUM, 1, FCT_SUM}},
+              {{.world = 4, .replicas = 2, .dtype = FCK_BFLOAT16, .force_sum = true},
+               {1, 8, FCT_SUM, 1, FCT_SUM}},
+              {{.world = 4,
+                .dtype = FCK_FLOAT32,
+                .force_sum = true,
+                .has_factor = true,
+                .factor = 3},
+               {1, 3, FCT_SUM, 1, FCT_SUM}});
+}
+
+static void a_divide_factor_is_premultiplied_where_the_backend_can(void **state) {
+    (void)state;
+    const fc_divide_rule can = {.world = 4,
+                                .dtype = FCK_FLOAT32,
+                                .has_factor = true,
+                                .factor = 8,
+                                .has_premul = true};
+    fc_divide_rule cannot = can;
+    fc_divide_rule replicated = can;
+    fc_divide_rule half = can;
+    cannot.has_premul = false;
+    replicated.world = 1;
+    replicated.replicas = 4;
+    half.dtype = FCK_FLOAT16;
+    DIVIDE_AS({can, {1, 1, FCT_PREMUL_SUM, 0.125, FCT_SUM}}, {cannot, {8, 1, FCT_SUM, 1, FCT_SUM}},
+              {replicated, {8, 1, FCT_SUM, 1, FCT_SUM}}, {half, {4, 2, FCT_SUM, 1, FCT_SUM}});
+}
+
+static void a_divide_factor_of_the_world_size_is_a_mean(void **state) {
+    (void)state;
+    DIVIDE_AS({{.world = 4, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 4},
+               {1, 1, FCT_AVG, 1, FCT_SUM}});
+}
+
+static void one_rank_divides_by_nothing_but_the_factor(void **state) {
+    (void)state;
+    DIVIDE_AS(
+        {{.world = 1, .dtype = FCK_FLOAT32}, {1, 1, FCT_SUM, 1, FCT_SUM}},
+        {{.world = 1, .dtype = FCK_FLOAT16}, {1, 1, FCT_SUM, 1, FCT_SUM}},
+        {{.world = 1, .replicas = 1, .dtype = FCK_FLOAT32}, {1, 1, FCT_SUM, 1, FCT_SUM}},
+        {{.world = 1, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 4},
+         {1, 4, FCT_SUM, 1, FCT_SUM}});
+}
+
+/* Whatever the split, all divisions together are one by the number of ranks or by the factor. */
+static void the_parts_of_a_division_are_the_whole(void **state) {
+    (void)state;
+    const fct_dtype dtypes[] = {FCK_FLOAT32, FCK_BFLOAT16, FCK_FLOAT16, FCK_FLOAT64};
+    for (int64_t bits = 0; bits < 16; bits++) {
+        for (int64_t world = 1; world <= 12; world++) {
+            for (int64_t replicas = 0; replicas <= 3; replicas++) {
+                const fc_divide_rule rule = {.world = world,
+                                             .replicas = replicas,
+                                             .dtype = dtypes[bits & 3],
+                                             .has_factor = (bits & 4) != 0,
+                                             .factor = 24.0,
+                                             .force_sum = (bits & 8) != 0,
+                                             .has_premul = (world & 1) != 0};
+                const fc_divide d = fc_reduce_divide(&rule);
+                double total = d.before * d.after / d.premultiply;
+                double ranks = (double)(world * (replicas > 0 ? replicas : 1));
+                total *= d.op == FCT_AVG ? (double)world : 1.0;
+                total *= d.all_reduce_op == FCT_AVG && replicas > 0 ? (double)replicas : 1.0;
+                double wanted = rule.has_factor ? rule.factor : ranks;
+                assert_true(total / wanted > 1.0 - 1e-12 && total / wanted < 1.0 + 1e-12);
+            }
+        }
+    }
+}
+
+/* ---- a model of one layer; its group is reduced by hand ---- */
+
+typedef struct fixture {
+    sim_model *model;
+    sim_group *group; /* of the first layer */
+} fixture;
+
+/* After a forward and with the backward about to reach the layer's post-backward. */
+static fixture begin(sim_scenario scenario) {
+    fixture f;
+    scenario.layers = 1;
+    scenario.device.seed = 7; /* no collective is done at once */
+    sim_begin(scenario.device);
+    f.model = sim_model_new(&scenario);
+    f.group = &f.model->layers[1].groups[0];
+    return f;
+}
+
+static void end(const fixture *f) {
+    sim_model_free(f->model);
+    sim_end();
+}
+
+static fc_group *core(const fixture *f) {
+    return &f->group->core;
+}
+
+/* What a backward over the layer does before its post-backward: .grad of its parameters is set.
+ * On a CPU the gather comes after the reductions in flight, so that waiting for it ends those. */
+static void compute_gradients(const fixture *f, double value) {
+    assert_int_equal(fc_group_unshard(core(f), false), FC_OK);
+    assert_int_equal(fc_group_wait_unshard(core(f)), FC_OK);
+    core(f)->training_state = FC_PRE_BACKWARD;
+    for (size_t i = 0; i < f->group->count; i++) {
+        sim_param *p = &f->group->params[i];
+        const double values[4] = {value, value, value, value};
+        if (!p->shape.unused && !p->shape.frozen) {
+            sim_grad_accumulate(p->core.unsharded,
+                                sim_tensor_new(sim_compute_dtype(p), 1, p->shape.sizes, values));
+        }
+    }
+}
+
+static void post_backward(const fixture *f) {
+    assert_int_equal(fc_group_post_backward(core(f)), FC_OK);
+}
+
+static void finish(const fixture *f) {
+    assert_int_equal(fc_reduce_recycle(&f->model->comm, 0), FC_OK);
+}
+
+static void expect_grad(const fixture *f, size_t i, double value) {
+    const double values[4] = {value, value, value, value};
+    const fct_tensor *grad = sim_grad_peek(f->group->params[i].sharded);
+    assert_non_null(grad);
+    sim_tensor_expect(grad, values, "the reduced gradient");
+}
+
+static void expect_no_grad(const fixture *f, size_t i) {
+    assert_null(sim_grad_peek(f->group->params[i].sharded));
+}
+
+/* ---- accumulation ---- */
+
+/* Rank 0 of two: rank 1 has twice the gradient, the mean is 1.5 times ours. */
+static const sim_scenario two_ranks = {.world = 2, .shape_count = 1, .shapes = {FLOATS}};
+
+static void a_second_reduction_adds_to_the_gradient(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    finish(&f);
+    expect_grad(&f, 0, 3.0);
+    compute_gradients(&f, 4.0);
+    post_backward(&f);
+    finish(&f);
+    expect_grad(&f, 0, 9.0);
+    end(&f);
+}
+
+static void without_sync_gradients_wait_unreduced_in_the_parameter(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    core(&f)->reduce_grads = false;
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    expect_no_grad(&f, 0);
+    assert_int_equal(core(&f)->sharded_state, FC_SHARDED);
+    assert_true(fct_grad_has(f.group->params[0].core.unsharded));
+    core(&f)->reduce_grads = true;
+    compute_gradients(&f, 4.0);
+    post_backward(&f);
+    finish(&f);
+    expect_grad(&f, 0, 9.0);
+    assert_false(fct_grad_has(f.group->params[0].core.unsharded));
+    end(&f);
+}
+
+static void with_a_reduce_type_they_wait_in_that_type(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.shapes[0].compute = FCK_BFLOAT16;
+    scenario.reduce_dtype = FCK_FLOAT32;
+    fixture f = begin(scenario);
+    fct_facts facts;
+    core(&f)->reduce_grads = false;
+    compute_gradients(&f, 256.0);
+    post_backward(&f);
+    assert_false(fct_grad_has(f.group->params[0].core.unsharded));
+    fct_tensor_facts(f.group->params[0].core.accumulated, &facts);
+    assert_int_equal(facts.dtype, FCK_FLOAT32);
+    core(&f)->reduce_grads = true;
+    compute_gradients(&f, 2.0);
+    compute_gradients(&f, 1.0); /* 256 + 2 + 1 has no bfloat16 */
+    post_backward(&f);
+    finish(&f);
+    expect_grad(&f, 0, 1.5 * 259.0);
+    assert_null(f.group->params[0].core.accumulated);
+    end(&f);
+}
+
+static void a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    core(&f)->reduce_grads = false;
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    core(&f)->reduce_grads = true;
+    post_backward(&f);
+    finish(&f);
+    expect_grad(&f, 0, 3.0);
+    end(&f);
+}
+
+static void without_all_reduce_rows_stay_with_the_parameter(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.replicas = 2;
+    fixture f = begin(scenario);
+    core(&f)->all_reduce_grads = false;
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    finish(&f);
+    expect_no_grad(&f, 0);
+    assert_non_null(f.group->params[0].core.partial);
+    core(&f)->all_reduce_grads = true;
+    assert_true(fc_reduce_pending(core(&f)));
+    post_backward(&f); /* no new gradient: the row alone is all-reduced */
+    finish(&f);
+    expect_grad(&f, 0, 2.5 * 2.0); /* ranks have 1, 2, 3, 4 times as much */
+    assert_null(f.group->params[0].core.partial);
+    assert_false(fc_reduce_pending(core(&f)));
+    end(&f);
+}
+
+/* ---- missing gradients ---- */
+
+static void a_parameter_without_a_gradient_stays_without(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.shape_count = 2;
+    scenario.shapes[1] = (sim_shape){.ndim = 1, .sizes = {4}, .unused = true};
+    fixture f = begin(scenario);
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    finish(&f);
+    expect_grad(&f, 0, 3.0);
+    expect_no_grad(&f, 1);
+    end(&f);
+}
+
+static void it_is_reduced_as_zeros_where_that_is_asked_for(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.reduce_unused = true;
+    scenario.shape_count = 3;
+    scenario.shapes[1] = (sim_shape){.ndim = 1, .sizes = {4}, .unused = true};
+    scenario.shapes[2] = (sim_shape){.ndim = 1, .sizes = {4}, .frozen = true};
+    fixture f = begin(scenario);
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    finish(&f);
+    expect_grad(&f, 0, 3.0);
+    expect_grad(&f, 1, 0.0);
+    expect_no_grad(&f, 2);
+    end(&f);
+}
+
+static void without_any_gradient_there_is_no_collective(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.shapes[0].unused = true;
+    fixture f = begin(scenario);
+    compute_gradients(&f, 2.0);
+    sim_log_clear();
+    post_backward(&f);
+    assert_null(strstr(sim_log_text(), "scatter"));
+    assert_int_equal(f.model->comm.reductions, 0);
+    end(&f);
+}
+
+static void an_unsharded_parameter_lets_its_gradient_go(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    core(&f)->reshard_after_backward = false;
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    assert_int_equal(core(&f)->sharded_state, FC_UNSHARDED);
+    assert_false(fct_grad_has(f.group->params[0].core.unsharded));
+    finish(&f);
+    end(&f);
+}
+
+/* ---- in flight ---- */
+
+static void on_the_cpu_a_reduction_runs_while_backward_goes_on(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    sim_collectives_stall(true);
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    assert_int_equal(f.model->comm.reductions, 1);
+    expect_no_grad(&f, 0);
+    finish(&f);
+    assert_int_equal(f.model->comm.reductions, 0);
+    expect_grad(&f, 0, 3.0);
+    end(&f);
+}
+
+static void it_is_polled_without_waiting(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    sim_collectives_stall(true);
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    assert_int_equal(fc_reduce_poll(&f.model->comm), FC_OK);
+    assert_int_equal(f.model->comm.reductions, 1);
+    sim_drain();
+    assert_int_equal(fc_reduce_poll(&f.model->comm), FC_OK);
+    assert_int_equal(f.model->comm.reductions, 0);
+    expect_grad(&f, 0, 3.0);
+    end(&f);
+}
+
+static void the_next_reduction_finishes_those_above_the_limit(void **state) {
+    (void)state;
+    for (size_t limit = 1; limit <= 3; limit++) {
+        sim_scenario scenario = two_ranks;
+        scenario.max_reductions = limit;
+        fixture f = begin(scenario);
+        core(&f)->reshard_after_backward = false;
+        sim_collectives_stall(true);
+        for (size_t i = 1; i <= 5; i++) {
+            compute_gradients(&f, 2.0);
+            post_backward(&f);
+            assert_int_equal(f.model->comm.reductions, i < limit ? i : limit);
+        }
+        finish(&f);
+        expect_grad(&f, 0, 15.0);
+        end(&f);
+    }
+}
+
+static void a_hook_on_the_gradient_wants_it_at_once(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.shapes[0].hooked = true;
+    fixture f = begin(scenario);
+    sim_collectives_stall(true);
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    assert_int_equal(f.model->comm.reductions, 0);
+    expect_grad(&f, 0, 3.0);
+    assert_non_null(strstr(sim_log_text(), "hook:0.0"));
+    end(&f);
+}
+
+static void discarded_reductions_give_no_gradient_and_keep_their_memory_until_done(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    sim_collectives_stall(true);
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    fc_reduce_discard(&f.model->comm, core(&f));
+    assert_int_equal(f.model->comm.reductions, 0);
+    assert_non_null(f.model->comm.parked);
+    sim_drain();
+    fc_comm_reap(&f.model->comm);
+    assert_null(f.model->comm.parked);
+    expect_no_grad(&f, 0);
+    end(&f);
+}
+
+static void only_the_groups_own_reductions_are_discarded(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.max_reductions = 4;
+    fixture f = begin(scenario);
+    fixture root = f;
+    root.group = &f.model->layers[0].groups[0];
+    core(&f)->reshard_after_backward = false;
+    core(&root)->reshard_after_backward = false;
+    compute_gradients(&f, 0.0);
+    compute_gradients(&root, 0.0);
+    sim_collectives_stall(true);
+    for (int i = 0; i < 2; i++) {
+        compute_gradients(&f, 2.0);
+        post_backward(&f);
+        compute_gradients(&root, 4.0);
+        post_backward(&root);
+    }
+    assert_int_equal(f.model->comm.reductions, 4);
+    fc_reduce_discard(&f.model->comm, core(&f));
+    assert_int_equal(f.model->comm.reductions, 2);
+    finish(&f);
+    expect_no_grad(&f, 0);
+    expect_grad(&root, 0, 12.0);
+    end(&f);
+}
+
+static void with_streams_it_is_queued_at_once_and_only_its_input_is_kept(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.device.streams = true;
+    fixture f = begin(scenario);
+    assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    assert_int_equal(f.model->comm.reductions, 1);
+    assert_non_null(sim_grad_peek(f.group->params[0].sharded));
+    assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK); /* from here on it may be read */
+    expect_grad(&f, 0, 3.0);
+    finish(&f);
+    end(&f);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_backend_takes_the_mean_where_the_type_has_range),
+        cmocka_unit_test(half_precision_is_divided_before_and_after_by_about_the_root),
+        cmocka_unit_test(forced_sums_are_divided_afterwards),
+        cmocka_unit_test(a_divide_factor_is_premultiplied_where_the_backend_can),
+        cmocka_unit_test(a_divide_factor_of_the_world_size_is_a_mean),
+        cmocka_unit_test(one_rank_divides_by_nothing_but_the_factor),
+        cmocka_unit_test(the_parts_of_a_division_are_the_whole),
+        cmocka_unit_test(a_second_reduction_adds_to_the_gradient),
+        cmocka_unit_test(without_sync_gradients_wait_unreduced_in_the_parameter),
+        cmocka_unit_test(with_a_reduce_type_they_wait_in_that_type),
+        cmocka_unit_test(a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none),
+        cmocka_unit_test(without_all_reduce_rows_stay_with_the_parameter),
+        cmocka_unit_test(a_parameter_without_a_gradient_stays_without),
+        cmocka_unit_test(it_is_reduced_as_zeros_where_that_is_asked_for),
+        cmocka_unit_test(without_any_gradient_there_is_no_collective),
+        cmocka_unit_test(an_unsharded_parameter_lets_its_gradient_go),
+        cmocka_unit_test(on_the_cpu_a_reduction_runs_while_backward_goes_on),
+        cmocka_unit_test(it_is_polled_without_waiting),
+        cmocka_unit_test(the_next_reduction_finishes_those_above_the_limit),
+        cmocka_unit_test(a_hook_on_the_gradient_wants_it_at_once),
+        cmocka_unit_test(discarded_reductions_give_no_gradient_and_keep_their_memory_until_done),
+        cmocka_unit_test(only_the_groups_own_reductions_are_discarded),
+        cmocka_unit_test(with_streams_it_is_queued_at_once_and_only_its_input_is_kept),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
