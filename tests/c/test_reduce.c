@@ -54,24 +54,18 @@ static void half_precision_is_divided_before_and_after_by_about_the_root(void **
 
 static void forced_sums_are_divided_afterwards(void **state) {
     (void)state;
-    DIVIDE_AS({{.world = 4, .dtype = FCK_FLOAT32, .force_sum = true}, {1, 4, FCT_SUM, 1, FCT_SUM}},
-              {{.world = 4, .replicas = 2, .dtype = FCK_BFLOAT16, .force_sum = true},
-               {1, 8, FCT_SUM, 1, FCT_SUM}},
-              {{.world = 4,
-                .dtype = FCK_FLOAT32,
-                .force_sum = true,
-                .has_factor = true,
-                .factor = 3},
-               {1, 3, FCT_SUM, 1, FCT_SUM}});
+    DIVIDE_AS(
+        {{.world = 4, .dtype = FCK_FLOAT32, .force_sum = true}, {1, 4, FCT_SUM, 1, FCT_SUM}},
+        {{.world = 4, .replicas = 2, .dtype = FCK_BFLOAT16, .force_sum = true},
+         {1, 8, FCT_SUM, 1, FCT_SUM}},
+        {{.world = 4, .dtype = FCK_FLOAT32, .force_sum = true, .has_factor = true, .factor = 3},
+         {1, 3, FCT_SUM, 1, FCT_SUM}});
 }
 
 static void a_divide_factor_is_premultiplied_where_the_backend_can(void **state) {
     (void)state;
-    const fc_divide_rule can = {.world = 4,
-                                .dtype = FCK_FLOAT32,
-                                .has_factor = true,
-                                .factor = 8,
-                                .has_premul = true};
+    const fc_divide_rule can = {
+        .world = 4, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 8, .has_premul = true};
     fc_divide_rule cannot = can;
     fc_divide_rule replicated = can;
     fc_divide_rule half = can;
@@ -91,12 +85,11 @@ static void a_divide_factor_of_the_world_size_is_a_mean(void **state) {
 
 static void one_rank_divides_by_nothing_but_the_factor(void **state) {
     (void)state;
-    DIVIDE_AS(
-        {{.world = 1, .dtype = FCK_FLOAT32}, {1, 1, FCT_SUM, 1, FCT_SUM}},
-        {{.world = 1, .dtype = FCK_FLOAT16}, {1, 1, FCT_SUM, 1, FCT_SUM}},
-        {{.world = 1, .replicas = 1, .dtype = FCK_FLOAT32}, {1, 1, FCT_SUM, 1, FCT_SUM}},
-        {{.world = 1, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 4},
-         {1, 4, FCT_SUM, 1, FCT_SUM}});
+    DIVIDE_AS({{.world = 1, .dtype = FCK_FLOAT32}, {1, 1, FCT_SUM, 1, FCT_SUM}},
+              {{.world = 1, .dtype = FCK_FLOAT16}, {1, 1, FCT_SUM, 1, FCT_SUM}},
+              {{.world = 1, .replicas = 1, .dtype = FCK_FLOAT32}, {1, 1, FCT_SUM, 1, FCT_SUM}},
+              {{.world = 1, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 4},
+               {1, 4, FCT_SUM, 1, FCT_SUM}});
 }
 
 /* Whatever the split, all divisions together are one by the number of ranks or by the factor. */
