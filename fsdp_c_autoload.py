@@ -35,7 +35,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
-_MARK = "the target's place among the constants"
+targets: list[Callable[..., Any]] = []
+"""What redirected functions run, found by their number: code objects are not to hold functions
+(dynamo, for one, does not expect it)."""
 
 
 class Redirection:
@@ -53,27 +55,26 @@ class Redirection:
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
         self.original.__dict__.update(function.__dict__)
-        function.__code__ = _calling(target, self.code)
+        targets.append(target)
+        function.__code__ = _calling(len(targets) - 1, self.code)
 
     def undo(self) -> None:
         """Gives the function its own code back."""
         self.function.__code__ = self.code
 
 
-def _calling(target: Callable[..., Any], replaced: CodeType) -> CodeType:
-    """Code that hands every argument to ``target``, for a function with ``replaced``'s closure."""
+def _calling(number: int, replaced: CodeType) -> CodeType:
+    """Code that hands every argument to a target, for a function with ``replaced``'s closure."""
     names = replaced.co_freevars  # as many cells are wanted; nothing reads them
     lines = ["def outer():"]
     lines += [f"    {name} = None" for name in names]
-    lines += ["    def inner(*args, **kwargs):", f"        target = {_MARK!r}"]
-    lines += ["        return target(*args, **kwargs)"]
+    lines += ["    def inner(*args, **kwargs):"]
+    lines += [f"        from {__name__} import targets"]
+    lines += [f"        return targets[{number}](*args, **kwargs)"]
     lines += [f"        {name}" for name in names]
     outer = compile("\n".join(lines), "<redirected by fsdp_c>", "exec").co_consts[0]
     inner = next(const for const in outer.co_consts if isinstance(const, CodeType))
-    return inner.replace(
-        co_consts=tuple(target if const == _MARK else const for const in inner.co_consts),
-        co_name=replaced.co_name,
-    )
+    return inner.replace(co_name=replaced.co_name)
 
 
 # ---- what is redirected now ----------------------------------------------------------------------

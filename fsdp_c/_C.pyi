@@ -25,6 +25,11 @@ def clip(
 
 GROUP_METHODS: tuple[str, ...]
 STATE_METHODS: tuple[str, ...]
+CALL_GATHER: int
+CALL_REDUCE: int
+CALL_MEMORY: int
+CALL_NODE_CLASS: int
+CALL_NODE: int
 
 def guard_bind(
     group_methods: tuple[Any, ...],

@@ -14,6 +14,7 @@ that work here:
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -33,10 +34,6 @@ from . import _C
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-
-# Bits of csrc/core/call.h and csrc/python/guard.h.
-_GATHER, _REDUCE = 1 << 8, 1 << 9
-_NODE_CLASS, _NODE = 1 << 13, 1 << 14
 
 
 # ---- torch's own functions -----------------------------------------------------------------------
@@ -149,12 +146,14 @@ def _show(own_class: type, stock: type) -> None:
 
 
 def _redirect(function: FunctionType, own_class: type, own: Callable[..., Any]) -> Redirection:
+    """Inside of torch's decorators, which keep dynamo and functorch away."""
+
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, own_class):
             return own(self, *args, **kwargs)
         return redirection.original(self, *args, **kwargs)
 
-    redirection = Redirection(function, run)
+    redirection = Redirection(inspect.unwrap(function), run)
     return redirection
 
 
@@ -235,23 +234,29 @@ def _entries() -> tuple[tuple[Any, ...], ...]:
     gathers = ("all_gather_single", "all_gather_into_tensor")  # since 2.13, before
     scatters = ("reduce_scatter_single", "reduce_scatter_tensor")
     rows = [
-        *_functions(dist, tuple(n for n in gathers if hasattr(dist, n))[:1], _GATHER),
-        *_functions(dist, tuple(n for n in scatters if hasattr(dist, n))[:1], _REDUCE),
-        *_functions(dist, ("all_reduce",), _REDUCE),
-        *_functions(stock_group, ("foreach_all_gather", "foreach_all_gather_copy_out"), _GATHER),
-        *_functions(stock_group, ("foreach_reduce",), _REDUCE),
-        *_functions(stock_group, ("RegisterPostBackwardFunction",), _NODE_CLASS),
+        *_functions(dist, tuple(n for n in gathers if hasattr(dist, n))[:1], _C.CALL_GATHER),
+        *_functions(dist, tuple(n for n in scatters if hasattr(dist, n))[:1], _C.CALL_REDUCE),
+        *_functions(dist, ("all_reduce",), _C.CALL_REDUCE),
+        *_functions(
+            stock_group, ("foreach_all_gather", "foreach_all_gather_copy_out"), _C.CALL_GATHER
+        ),
+        *_functions(stock_group, ("foreach_reduce",), _C.CALL_REDUCE),
+        *_functions(stock_group, ("RegisterPostBackwardFunction",), _C.CALL_NODE_CLASS),
     ]
     for name, value in vars(stock_collectives).items():
         if isinstance(value, FunctionType) and value.__module__ == stock_collectives.__name__:
-            rows += _functions(stock_collectives, (name,), _GATHER | _REDUCE)
+            rows += _functions(stock_collectives, (name,), _C.CALL_GATHER | _C.CALL_REDUCE)
     for name, bits in (
-        ("backward", _NODE),
-        ("forward", _NODE_CLASS),
-        ("setup_context", _NODE_CLASS),
+        ("backward", _C.CALL_NODE),
+        ("forward", _C.CALL_NODE_CLASS),
+        ("setup_context", _C.CALL_NODE_CLASS),
     ):
         static = vars(node)[name]
         rows.append((node, name, static, static.__func__, bits))
+    # torch's memory trackers replace it: what changes sizes must then go through it.
+    resize = getattr_static(torch.UntypedStorage, "resize_")
+    bits = _C.CALL_GATHER | _C.CALL_REDUCE | _C.CALL_MEMORY
+    rows.append((torch.UntypedStorage, "resize_", resize, None, bits))
     return tuple(rows)
 
 

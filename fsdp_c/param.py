@@ -357,8 +357,7 @@ class Param(_C.Param, FSDPParam):
         data = self._sharded_param_data
         if data.is_meta or data.dtype != local.dtype or is_traceable_wrapper_subclass(data):
             return False
-        address = local.untyped_storage().data_ptr()
-        return address != 0 and data.untyped_storage().data_ptr() == address
+        return local.untyped_storage()._cdata == data.untyped_storage()._cdata
 
     def __repr__(self) -> str:
         return f"Param(fqn={self._param_fqn}, orig_size={self._orig_size})"

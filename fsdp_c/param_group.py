@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
 import torch.nn as nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -187,11 +188,13 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
             hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
             for param in self.fsdp_params
         )
+        fake = any(is_fake(param.sharded_param) for param in self.fsdp_params)
+        hosted = offloaded or fake
         self._hosted_gather = (
-            offloaded or extended or type(self._all_gather_comm) is not stock.DefaultAllGather
+            hosted or extended or type(self._all_gather_comm) is not stock.DefaultAllGather
         )
         self._hosted_reduce = (
-            offloaded or type(self._reduce_scatter_comm) is not stock.DefaultReduceScatter
+            hosted or type(self._reduce_scatter_comm) is not stock.DefaultReduceScatter
         )
 
     # ---- data movement by torch's functions (called by the core, see csrc/core/host.h) ----

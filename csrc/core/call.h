@@ -24,7 +24,8 @@ typedef enum fc_call {
     FC_CALL_PREFETCH = 1 << 7, /* of the group that backward reaches next */
     FC_CALL_GATHER = 1 << 8,   /* moving data: the host does it, as for hosted groups */
     FC_CALL_REDUCE = 1 << 9,
-    FC_CALL_END = 1 << 10 /* bits from here on are the host's own */
+    FC_CALL_MEMORY = 1 << 10, /* freeing unsharded parameters */
+    FC_CALL_END = 1 << 11     /* bits from here on are the host's own */
 } fc_call;
 
 /* Whether the host wants `call` for this group. */

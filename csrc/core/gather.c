@@ -37,11 +37,13 @@ void fc_gather_abandon(fc_group *g) {
 }
 
 void fc_gather_free(fc_group *g) {
+    bool watched = fc_call_overridden(g, FC_CALL_MEMORY);
     for (size_t i = 0; i < g->count; i++) {
-        fc_param_free_flat(g->params[i]);
-        if (g->params[i]->hosted) {
-            g->host->free_unsharded(g->params[i]->owner);
+        fc_param *p = g->params[i];
+        if (p->hosted || (watched && !p->aliased)) {
+            g->host->free_unsharded(p->owner);
         }
+        fc_param_free_flat(p);
     }
 }
 

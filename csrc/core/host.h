@@ -54,8 +54,9 @@ typedef struct fc_host {
     void (*drop_reduce)(void *group);
     /* Frees what the host holds for an unsharded parameter. Never fails. */
     void (*free_unsharded)(void *param);
-    /* Reduces `count` gradients and hands them to their parameters. Borrows. */
-    int (*reduce)(void *group, fc_param *const *params, fct_tensor *const *grads, size_t count,
+    /* Reduces `count` gradients and hands them to their parameters. Takes each gradient, as early
+     * as it can, and leaves NULL in its place (what is left on failure is the caller's). */
+    int (*reduce)(void *group, fc_param *const *params, fct_tensor **grads, size_t count,
                   bool order_compute);
     /* End of the last backward: the current stream waits for what reduce() has queued. */
     int (*finalize)(void *group);

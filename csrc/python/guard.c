@@ -204,7 +204,7 @@ void fcpy_log(fcpy_module *mod, PyObject *group, const char *label) {
 
 bool fcpy_host_overridden(void *group, fc_call call) {
     fcpy_group *self = (fcpy_group *)group;
-    if (call == FC_CALL_GATHER || call == FC_CALL_REDUCE) {
+    if (call == FC_CALL_GATHER || call == FC_CALL_REDUCE || call == FC_CALL_MEMORY) {
         return fcpy_guard_patched(&self->mod->guard, (uint32_t)call);
     }
     return fcpy_group_overrides(self, (uint32_t)call);
@@ -330,11 +330,17 @@ static PyObject *names_of(const fcpy_method *table, size_t count) {
 int fcpy_guard_add_names(PyObject *module) {
     PyObject *group = names_of(group_table, sizeof group_table / sizeof group_table[0]);
     PyObject *state = names_of(state_table, sizeof state_table / sizeof state_table[0]);
-    int result = group != NULL && state != NULL &&
-                         PyModule_AddObjectRef(module, "GROUP_METHODS", group) == 0 &&
-                         PyModule_AddObjectRef(module, "STATE_METHODS", state) == 0
-                     ? 0
-                     : -1;
+    int result =
+        group != NULL && state != NULL &&
+                PyModule_AddObjectRef(module, "GROUP_METHODS", group) == 0 &&
+                PyModule_AddObjectRef(module, "STATE_METHODS", state) == 0 &&
+                PyModule_AddIntConstant(module, "CALL_GATHER", FC_CALL_GATHER) == 0 &&
+                PyModule_AddIntConstant(module, "CALL_REDUCE", FC_CALL_REDUCE) == 0 &&
+                PyModule_AddIntConstant(module, "CALL_MEMORY", FC_CALL_MEMORY) == 0 &&
+                PyModule_AddIntConstant(module, "CALL_NODE_CLASS", FCPY_CALL_NODE_CLASS) == 0 &&
+                PyModule_AddIntConstant(module, "CALL_NODE", FCPY_CALL_NODE) == 0
+            ? 0
+            : -1;
     Py_XDECREF(group);
     Py_XDECREF(state);
     return result;
@@ -355,7 +361,7 @@ PyObject *fcpy_guard_overrides(PyObject *module, PyObject *obj) {
 }
 
 /* In one step of a group and its state: so many questions about methods, functions and lines. */
-enum { STEP_METHODS = 21, STEP_FUNCTIONS = 5, STEP_LINES = 4 };
+enum { STEP_METHODS = 21, STEP_FUNCTIONS = 7, STEP_LINES = 4 };
 
 PyObject *fcpy_guard_probe(PyObject *module, PyObject *args) {
     fcpy_module *mod = (fcpy_module *)PyModule_GetState(module);

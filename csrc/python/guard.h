@@ -100,7 +100,7 @@ bool fcpy_guard_logs(fcpy_guard *guard);
 
 /* _C.guard_bind(group_methods, state_methods, entries, log_cache, log_enabled) */
 PyObject *fcpy_guard_bind(PyObject *module, PyObject *args);
-/* Adds GROUP_METHODS and STATE_METHODS to the module. */
+/* Adds GROUP_METHODS, STATE_METHODS and the bits CALL_* of entries to the module. */
 int fcpy_guard_add_names(PyObject *module);
 /* _C.overrides(group or state) -> int; _C.guard_probe(group, n) -> None: asks as often as n steps
  * of a group do. */

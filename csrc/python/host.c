@@ -266,8 +266,8 @@ static void host_drop_reduce(void *owner) {
     call_quietly((PyObject *)self, self->mod->names._host_drop_reduce);
 }
 
-/* Two new lists: the parameters and their gradients. */
-static int reduce_lists(fc_param *const *params, fct_tensor *const *grads, size_t count,
+/* Two new lists: the parameters and their gradients, which are taken. */
+static int reduce_lists(fc_param *const *params, fct_tensor **grads, size_t count,
                         PyObject **param_list, PyObject **grad_list) {
     PyObject *first = PyList_New((Py_ssize_t)count);
     PyObject *second = PyList_New((Py_ssize_t)count);
@@ -278,6 +278,8 @@ static int reduce_lists(fc_param *const *params, fct_tensor *const *grads, size_
             Py_CLEAR(first);
             break;
         }
+        fct_tensor_release(grads[i]); /* the list has it */
+        grads[i] = NULL;
         Py_INCREF(param);
         PyList_SET_ITEM(first, (Py_ssize_t)i, param);
         PyList_SET_ITEM(second, (Py_ssize_t)i, grad);
@@ -292,7 +294,7 @@ static int reduce_lists(fc_param *const *params, fct_tensor *const *grads, size_
     return 0;
 }
 
-static int host_reduce(void *owner, fc_param *const *params, fct_tensor *const *grads, size_t count,
+static int host_reduce(void *owner, fc_param *const *params, fct_tensor **grads, size_t count,
                        bool order_compute) {
     fcpy_group *self = (fcpy_group *)owner;
     PyObject *param_list = NULL;
