@@ -324,7 +324,12 @@ done:
 
 /* ---- start ---- */
 
+/* Whether user code is to see the result before backward goes on. A hook may issue collectives, so it
+ * must run at the same place on all ranks, not when a poll happens to find the reduction done. */
 static bool wanted_now(const fc_reduction *r) {
+    if (r->group->has_hook && !r->keep_partial) {
+        return true;
+    }
     for (size_t i = 0; i < r->total; i++) {
         if (r->group->host->wants_grad_now(r->params[i]->owner)) {
             return true;
