@@ -1,97 +1,17 @@
-"""The grid of settings that the parity tests compare, generated from a seed.
+"""The basic grid, generated from a seed: what FSDP2 does on a flat mesh with its core settings.
 
-A ``Setting`` is one model, one way to wrap it and one training script; every field is one
-dimension of the grid. ``generate(seed, count)`` returns first the anchors (each value of each
-dimension once, everything else plain, so that a failure points at its cause) and then random
-combinations. ``FSDP_C_PARITY_SEED`` and ``FSDP_C_PARITY_COUNT`` widen or move the grid.
+``generate(seed, count)`` returns first the anchors (each value of each dimension once, everything
+else plain, so that a failure points at its cause) and then random combinations.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from models import FAMILIES
-
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One point of the grid; the defaults are the plain case."""
-
-    family: str = "residual"
-    wrap: str = "blocks"
-    """root: the root alone; blocks: blocks and root; deep: leaves of blocks, blocks and root."""
-    reshard: bool | None = None
-    """reshard_after_forward of every wrapped module."""
-    param: str | None = None
-    reduce: str | None = None
-    output: str | None = None
-    cast_inputs: bool = True
-    original: str = "fp32"
-    """dtype of the parameters before wrapping."""
-    inputs: str | None = None
-    """dtype of floating inputs; None: that of the parameters."""
-    schedule: str = "plain"
-    """How a step's microbatches are run; see SCHEDULES."""
-    optimizer: str = "sgd"
-    clip: bool = False
-    checkpoint: str | None = None
-    """reentrant, nonreentrant: torch's checkpoint() around wrapped blocks; inside: checkpoint
-    wrappers within the wrapped blocks."""
-    prefetch: str | None = None
-    divide: str | None = None
-    unshard: str | None = None
-    """Explicit unshard/reshard calls around the forward."""
-    toggle_reshard: bool = False
-    toggle_frozen: bool = False
-    evaluate: bool = False
-    hooks: bool = False
-    ignored: bool = False
-    state: str | None = None
-    """assign, copy: continue in a new model from the state dict; meta: start on meta."""
-    reset: bool = False
-    zero: str = "none"
-    """none: gradients dropped after each step; keep: set to zero in place."""
-    perturb: float = 0.0
-    """Test of the harness: added to a parameter before the last step by "ours" only."""
-
-    def __str__(self) -> str:
-        """The fields that differ from the plain case, short enough for a test's name."""
-        words = [self.family]
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if entry.name == "family" or value == entry.default:
-                continue
-            words.append(entry.name if value is True else f"{entry.name}={value}")
-        return ",".join(words)
-
-
-SCHEDULES = (
-    "plain",  # one microbatch per step
-    "accumulate",  # two microbatches, both reduced
-    "no_sync",  # two microbatches without reduction, a third with
-    "no_sync_some",  # as no_sync, but only the blocks skip the reduction (recurse=False)
-    "keep_params",  # two microbatches, parameters kept unsharded after the first's backward
-    "no_sync_keep_params",  # both of the above, as a pipeline schedule does
-    "last_backward",  # set_is_last_backward(False) for all but the last microbatch
-    "interleaved",  # forward a, forward b, backward a, backward b
-    "reversed",  # forward a, forward b, backward b, backward a
-    "summed",  # forward a, forward b, backward of the sum
-    "retained",  # one forward, two backwards (retain_graph)
-    "input_grad",  # gradients of the inputs only (torch.autograd.grad), then a backward
-    "abandoned",  # a forward without backward before the step's own
-)
+from setting import SCHEDULES, Setting
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "family": tuple(FAMILIES),
@@ -150,14 +70,8 @@ def generate(seed: int, count: int) -> list[Setting]:
     settings = dict.fromkeys(_anchors())
     rng = random.Random(seed)
     while len(settings) < count:
-        settings[_random(rng)] = None
+        settings[random_setting(rng)] = None
     return list(settings)[:count]
-
-
-def default_grid() -> list[Setting]:
-    """The grid that the environment asks for; 240 settings of seed 0 where it says nothing."""
-    seed = int(os.environ.get("FSDP_C_PARITY_SEED", "0"))
-    return generate(seed, int(os.environ.get("FSDP_C_PARITY_COUNT", "240")))
 
 
 def at_world_size(setting: Setting, world_size: int) -> Setting:
@@ -173,7 +87,7 @@ def _anchors() -> list[Setting]:
     plain = Setting()
     found = [plain]
     for name, values in CHOICES.items():
-        found += [_repaired(dataclasses.replace(plain, **{name: value})) for value in values]
+        found += [repaired(dataclasses.replace(plain, **{name: value})) for value in values]
     found += [_with_mixed(plain, mixed) for mixed in MIXED]
     return found
 
@@ -182,7 +96,7 @@ def _with_mixed(setting: Setting, mixed: tuple[Any, ...]) -> Setting:
     return dataclasses.replace(setting, **dict(zip(MIXED_FIELDS, mixed, strict=True)))
 
 
-def _random(rng: random.Random) -> Setting:
+def random_setting(rng: random.Random) -> Setting:
     """A combination: the structural dimensions freely, each of the others now and then."""
     setting = Setting(
         family=rng.choice(CHOICES["family"]),
@@ -197,10 +111,10 @@ def _random(rng: random.Random) -> Setting:
     for name in tuple(CHOICES)[tuple(CHOICES).index("clip") :]:
         if rng.random() < 0.2:
             setting = dataclasses.replace(setting, **{name: rng.choice(CHOICES[name][1:])})
-    return _repaired(setting)
+    return repaired(setting)
 
 
-def _repaired(setting: Setting) -> Setting:
+def repaired(setting: Setting) -> Setting:
     """Drop what cannot be combined, so that nearly every setting trains."""
     if setting.divide == "fp16_factor":
         setting = dataclasses.replace(setting, reduce="fp16")

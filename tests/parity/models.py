@@ -37,6 +37,17 @@ class Case:
     """Parameters that may be passed as ignored_params."""
     checkpointable: bool = True
     """Whether the blocks take and return plain tensors, so that they can be recomputed."""
+    parallel: dict[str, str] = field(default_factory=dict)
+    """How modules can be parallelised over a tensor dimension: column, row, or gathered (column,
+    with whole outputs). Empty: not at all."""
+    experts: list[str] = field(default_factory=list)
+    """Parameters that may live on a mesh of their own."""
+    unneeded: list[nn.Module] = field(default_factory=list)
+    """Modules whose backward does not read their parameters."""
+    methods: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Methods that are forward methods of their (wrapped) module."""
+    roots: list[nn.Module] = field(default_factory=list)
+    """The roots where the model itself is not one."""
 
 
 class Block(nn.Module):

@@ -8,12 +8,14 @@ so that their place among the losses and gradients is compared too.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 COLLECTIVES = (
@@ -47,8 +49,15 @@ class Bits:
         with torch.no_grad():
             tensor = tensor.detach()
             if isinstance(tensor, DTensor):
-                kind = f"{kind} {tuple(tensor.shape)} {tensor.placements}"
+                mesh = tensor.device_mesh
+                kind = (
+                    f"{kind} {tuple(tensor.shape)} {tensor.placements} on "
+                    f"{tuple(mesh.shape)} {mesh.mesh_dim_names or ''}"
+                )
                 tensor = tensor._local_tensor
+            if hasattr(tensor, "held"):
+                kind = f"{kind} of {type(tensor).__name__}"
+                tensor = tensor.held
             flat = tensor.contiguous().clone().view(-1).view(torch.uint8)
         return cls(str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes(), kind)
 
@@ -76,36 +85,50 @@ class Recorder:
         self.entries.append((label, None if tensor is None else Bits.of(tensor)))
 
 
+class Tap(threading.local):
+    """Where this thread's collectives are noted: ``recorder``, or nowhere."""
+
+    recorder: Recorder | None = None
+
+    def note(self, name: str, tensors: list[Any], group: dist.ProcessGroup) -> None:
+        """Note a collective: its name, dtype and element count of its tensors, its ranks.
+
+        One of a group of one rank is not noted: nothing travels, and whether it is issued at all is
+        the implementation's own affair.
+        """
+        if self.recorder is not None and group.size() > 1:
+            ranks = dist.get_process_group_ranks(group)
+            facts = [_facts(arg) for arg in tensors if _has_tensors(arg)]
+            self.recorder.note(f"collective {name.strip('_')}", (*facts, ranks))
+
+
 @contextmanager
-def recorded_collectives() -> Iterator[list[Recorder]]:
+def recorded_collectives() -> Iterator[Tap]:
     """Put a recording kernel before the kernels of the c10d operators.
 
-    Yields a list whose last member receives an entry per collective: the operator's name, and
-    dtype and element count of its tensors. A dispatch mode would see them as well, but would
-    also see every other operator, and a fast path may rightly step aside under a mode. The
-    kernel sits at the BackendSelect key, which every call passes, those made below autograd
-    included. It goes on by redispatching, which releases the GIL (``call_boxed`` of a kernel taken
-    from the dispatcher would hold it while waiting for peers; gloo's threads need it to free
-    tensors).
+    A dispatch mode would see them as well, but would also see every other operator, and a fast
+    path may rightly step aside under a mode. The kernel sits at the BackendSelect key, which every
+    call passes, those made below autograd included. It goes on by redispatching, which releases
+    the GIL (``call_boxed`` of a kernel taken from the dispatcher would hold it while waiting for
+    peers; gloo's threads need it to free tensors).
     """
-    receivers: list[Recorder] = []
+    tap = Tap()
     library = torch.library.Library("c10d", "IMPL")
     for name in COLLECTIVES:
-        _wrap(library, name, receivers)
+        _wrap(library, name, tap)
     try:
-        yield receivers
+        yield tap
     finally:
         library._destroy()
 
 
-def _wrap(library: torch.library.Library, name: str, receivers: list[Recorder]) -> None:
+def _wrap(library: torch.library.Library, name: str, tap: Tap) -> None:
     operator = getattr(torch.ops.c10d, name).default
+    group_at = [argument.name for argument in operator._schema.arguments].index("process_group")
     cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
     def kernel(*args: Any) -> Any:
-        if receivers:
-            facts = [_facts(arg) for arg in args[:2] if _has_tensors(arg)]
-            receivers[-1].note(f"collective {name.strip('_')}", facts)
+        tap.note(name, list(args[:group_at]), dist.ProcessGroup.unbox(args[group_at]))
         return operator.redispatch(cpu, *args)
 
     library.impl(name, kernel, "BackendSelect")

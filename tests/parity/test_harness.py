@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from grid import CHOICES, MIXED, MIXED_FIELDS, Setting, generate
+from grid import CHOICES, MIXED, MIXED_FIELDS, generate
+from meshes import KINDS
+from models_wide import WIDE_FAMILIES
 from record import Bits, Recorder, differences
+from setting import WIDE_SCHEDULES, Launch, Setting
+from surface import FEATURES, needed
+from wide import EXTRAS, PLACES, generate_wide
 from worker import run_grid
 
 pytestmark = pytest.mark.timeout(1200)
@@ -29,6 +34,15 @@ def fully_shard_mostly(module: Any, **kwargs: Any) -> Any:
 
     if kwargs["reshard_after_forward"]:
         os._exit(7)
+    return fully_shard(module, **kwargs)
+
+
+def fully_shard_losing_a_rank(module: Any, **kwargs: Any) -> Any:
+    """Torch's, but one rank raises where the plain setting does not go; the others go on."""
+    from torch.distributed.fsdp import fully_shard
+
+    if kwargs["reshard_after_forward"] and torch.distributed.get_rank() == 1:
+        raise ValueError("lost")
     return fully_shard(module, **kwargs)
 
 
@@ -57,10 +71,71 @@ def test_grid_takes_every_mixed_precision_combination() -> None:
     assert set(MIXED) <= taken
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *EXTRAS.items(),
+        ("family", tuple(WIDE_FAMILIES)),
+        ("mesh", tuple(KINDS)),
+        ("schedule", WIDE_SCHEDULES),
+        ("reshard", ("1", "2", "4")),
+        ("compiled", ("blocks", "root")),
+    ],
+)
+def test_wide_grid_takes_every_value_of_every_dimension(name: str, values: tuple[Any, ...]) -> None:
+    taken = {getattr(s, name) for _, s in generate_wide(0, 360, frozenset(FEATURES))}
+    assert set(values) <= taken
+
+
+def test_wide_grid_uses_no_feature_that_has_not_landed() -> None:
+    few = frozenset({"hsdp"})
+    settings = generate_wide(0, 100, few)
+    assert len(settings) == 100
+    assert all(needed(setting) <= few for _, setting in settings)
+    assert generate_wide(0, 300, few)[:100] == settings
+
+
+def test_every_launch_of_the_wide_grid_has_settings() -> None:
+    launches = [launch for launch, _ in generate_wide(0, 360, frozenset(FEATURES))]
+    assert {launch: launches.count(launch) for launch in set(launches)}.keys() == {
+        launch for launch, _, _ in PLACES
+    }
+
+
+def test_threads_as_ranks_compare_like_processes(tmp_path: Path) -> None:
+    threads = Launch(4, threads=True)
+    settings = [
+        replace(PLAIN, perturb=1e-3),
+        replace(PLAIN, family="residual", param="bf16", cast_inputs=False),
+        replace(PLAIN, mesh="hsdp"),
+    ]
+    stock = run_grid("torch", settings, threads, tmp_path, ours=False)
+    ours = run_grid("torch", settings, threads, tmp_path, ours=True)
+    found = "\n".join(differences(stock[0][3], ours[0][3]))
+    assert "step 2.0 output" in found
+    assert "step 1" not in found
+    # An error, which all ranks raise; the setting behind it runs on new ranks.
+    for rank in range(4):
+        assert stock[1][rank][-1][0] == "error"
+        assert any("all_gather_single" in label for label, _ in stock[2][rank])
+        assert any("allreduce" in label for label, _ in stock[2][rank])
+        assert differences(stock[2][rank], ours[2][rank]) == []
+
+
+def test_ranks_out_of_step_cost_their_own_setting_only(tmp_path: Path) -> None:
+    settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
+    losing = "test_harness:fully_shard_losing_a_rank"
+    lost = run_grid(losing, settings, Launch(2), tmp_path, ours=True, collective_seconds=5)
+    stock = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
+    assert lost[1][1][-1] == ("error", "ValueError: lost")
+    assert lost[1][0][-1][0] == "error"  # its peer has waited in vain
+    assert [differences(stock[i][0], lost[i][0]) for i in (0, 2)] == [[], []]
+
+
 def test_equal_runs_compare_equal_and_a_perturbed_one_does_not(tmp_path: Path) -> None:
-    settings = [PLAIN, dataclasses.replace(PLAIN, perturb=1e-3)]
-    stock = run_grid("torch", settings, 2, tmp_path, ours=False)
-    ours = run_grid("torch", settings, 2, tmp_path, ours=True)
+    settings = [PLAIN, replace(PLAIN, perturb=1e-3)]
+    stock = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
+    ours = run_grid("torch", settings, Launch(2), tmp_path, ours=True)
     for rank in range(2):
         assert stock[0][rank][-1][0].startswith("final state")
         assert any(label.startswith("collective") for label, _ in stock[0][rank])
@@ -71,9 +146,9 @@ def test_equal_runs_compare_equal_and_a_perturbed_one_does_not(tmp_path: Path) -
 
 
 def test_a_crash_costs_its_own_setting_only(tmp_path: Path) -> None:
-    settings = [PLAIN, dataclasses.replace(PLAIN, reshard=True), PLAIN]
-    ours = run_grid("test_harness:fully_shard_mostly", settings, 2, tmp_path, ours=True)
-    stock = run_grid("torch", settings, 2, tmp_path, ours=False)
+    settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
+    ours = run_grid("test_harness:fully_shard_mostly", settings, Launch(2), tmp_path, ours=True)
+    stock = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
     assert differences(stock[0][1], ours[0][1]) == []
     assert ours[1][1][0][0] == "crash"
     assert "exit status 7" in ours[1][1][0][1]
@@ -83,13 +158,13 @@ def test_a_crash_costs_its_own_setting_only(tmp_path: Path) -> None:
 
 def test_an_implementation_that_always_dies_is_given_up(tmp_path: Path) -> None:
     dies = "test_harness:fully_shard_that_dies"
-    ours = run_grid(dies, generate(0, 5), 1, tmp_path, ours=True, max_crashes=2)
+    ours = run_grid(dies, generate(0, 5), Launch(1), tmp_path, ours=True, max_crashes=2)
     assert [records[0][-1][0] for records in ours] == ["crash"] * 2 + ["not run"] * 3
 
 
 def test_an_exception_is_compared_by_type_and_message(tmp_path: Path) -> None:
-    failing = dataclasses.replace(PLAIN, family="residual", param="bf16", cast_inputs=False)
-    [records] = run_grid("torch", [failing], 2, tmp_path, ours=False)
+    failing = replace(PLAIN, family="residual", param="bf16", cast_inputs=False)
+    [records] = run_grid("torch", [failing], Launch(2), tmp_path, ours=False)
     label, text = records[0][-1]
     assert label == "error"
     assert text.startswith("RuntimeError: ")

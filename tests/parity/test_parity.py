@@ -1,13 +1,15 @@
 """Parity: the same seeded model and script, in bits, under torch's FSDP2 and under fsdp_c.
 
-Every setting of the grid (grid.py) is trained for three steps by scenario.py in processes of its
-own under each implementation, and everything noted on the way must be equal: losses, gradients,
-parameters and how they are registered, state dicts, hooks, exceptions, and the number, order and
-size of the collectives.
+Every setting is trained for three steps by scenario.py in processes of its own under each
+implementation, and everything noted on the way must be equal: losses, gradients, parameters and how
+they are registered, state dicts, hooks, exceptions, and the number, order, size and ranks of the
+collectives. The basic grid (grid.py) runs on one, two and four ranks; each setting of the wide grid
+(wide.py) on one launch: two or four processes, or eight threads.
 
-Environment: FSDP_C_PARITY_SEED and FSDP_C_PARITY_COUNT (the grid), FSDP_C_PARITY_WORLDS (world
-sizes, "1,2,4"), FSDP_C_PARITY_OURS (the implementation held against torch, "fsdp_c"; "torch"
-compares torch with itself, "module:function" anything else).
+Environment: FSDP_C_PARITY_COUNT (settings in all, 600), FSDP_C_PARITY_SEED, FSDP_C_PARITY_FEATURES
+(surface.py), FSDP_C_PARITY_LAUNCHES ("gloo1,gloo2,gloo4,threads8"), FSDP_C_PARITY_OURS (the
+implementation held against torch, "fsdp_c"; "torch" compares torch with itself, "module:function"
+anything else).
 """
 
 from __future__ import annotations
@@ -19,77 +21,99 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from grid import Setting, at_world_size, default_grid
+from grid import at_world_size, generate
 from record import differences
+from setting import Launch, Setting
+from surface import landed
+from wide import generate_wide
 from worker import RankRecords, run_grid
 
-# The first test of a world size runs the whole grid. What hangs is found by the workers: this limit
+# The first test of a launch runs all its settings. What hangs is found by the workers: this limit
 # is above all of theirs.
 pytestmark = pytest.mark.timeout(7200)
 
 OURS = os.environ.get("FSDP_C_PARITY_OURS", "fsdp_c")
-WORLDS = [int(size) for size in os.environ.get("FSDP_C_PARITY_WORLDS", "1,2,4").split(",")]
-GRID = default_grid()
+SEED = int(os.environ.get("FSDP_C_PARITY_SEED", "0"))
+COUNT = int(os.environ.get("FSDP_C_PARITY_COUNT", "600"))
+LAUNCHES = [Launch(1), Launch(2), Launch(4), Launch(8, threads=True)]
+ASKED = os.environ.get("FSDP_C_PARITY_LAUNCHES", ",".join(map(str, LAUNCHES))).split(",")
 
-Results = Callable[[bool, int], list[RankRecords]]
+
+def _plan() -> dict[Launch, list[Setting]]:
+    """The settings of each launch."""
+    basic = generate(SEED, COUNT * 2 // 5)
+    plan = {
+        launch: [] if launch.threads else [at_world_size(s, launch.world_size) for s in basic]
+        for launch in LAUNCHES
+        if str(launch) in ASKED
+    }
+    for launch, setting in generate_wide(SEED, COUNT - len(basic), landed()):
+        if launch in plan:
+            plan[launch].append(setting)
+    return plan
+
+
+PLAN = _plan()
+Results = Callable[[bool, Launch], list[RankRecords]]
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """``results(ours, world_size)``: the records of the whole grid, run when first asked for.
+    """``results(ours, launch)``: the records of its settings, run when first asked for.
 
-    Workers of pytest-xdist share them through a file: one runs the grid, the others wait.
+    Workers of pytest-xdist share them through a file: one runs the settings, the others wait.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
     folder = base / "parity"
     folder.mkdir(exist_ok=True)
-    known: dict[tuple[bool, int], list[RankRecords]] = {}
+    known: dict[tuple[bool, Launch], list[RankRecords]] = {}
 
-    def find(ours: bool, world_size: int) -> list[RankRecords]:
-        if (ours, world_size) not in known:
-            known[ours, world_size] = _shared(folder, ours, world_size)
-        return known[ours, world_size]
+    def find(ours: bool, launch: Launch) -> list[RankRecords]:
+        if (ours, launch) not in known:
+            known[ours, launch] = _shared(folder, ours, launch)
+        return known[ours, launch]
 
     return find
 
 
-def _shared(folder: Path, ours: bool, world_size: int) -> list[RankRecords]:
+def _shared(folder: Path, ours: bool, launch: Launch) -> list[RankRecords]:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        saved = folder / f"{'ours' if ours else 'stock'}_{world_size}.pkl"
+        saved = folder / f"{'ours' if ours else 'stock'}_{launch}.pkl"
         if not saved.exists():
-            implementation = OURS if ours else "torch"
-            settings = [at_world_size(setting, world_size) for setting in GRID]
-            records = run_grid(implementation, settings, world_size, folder, ours)
+            records = run_grid(OURS if ours else "torch", PLAN[launch], launch, folder, ours)
             saved.write_bytes(pickle.dumps(records))
         return pickle.loads(saved.read_bytes())
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_stock_trains_nearly_every_setting(results: Results, world_size: int) -> None:
+@pytest.mark.parametrize("launch", PLAN, ids=str)
+def test_stock_trains_nearly_every_setting(results: Results, launch: Launch) -> None:
     """A setting that raises compares little else: such must stay rare."""
-    endings = [records[0][-1] for records in results(False, world_size)]
+    settings = PLAN[launch]
+    endings = [records[0][-1] for records in results(False, launch)]
     failed = [
         f"{setting}: {ending[1]}"
-        for setting, ending in zip(GRID, endings, strict=True)
+        for setting, ending in zip(settings, endings, strict=True)
         if ending[0] in ("error", "crash", "not run")
     ]
-    assert len(failed) <= 0.03 * len(GRID), "\n".join(failed)
+    assert len(failed) <= 0.03 * len(settings), "\n".join(failed)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(
-    ("index", "setting"),
-    list(enumerate(GRID)),
-    ids=[f"{index:03d}-{setting}" for index, setting in enumerate(GRID)],
+    ("launch", "index"),
+    [
+        pytest.param(launch, index, id=f"{launch}-{index:03d}-{setting}")
+        for launch, settings in PLAN.items()
+        for index, setting in enumerate(settings)
+    ],
 )
-def test_same_bits(results: Results, index: int, setting: Setting, world_size: int) -> None:
-    stock, ours = results(False, world_size)[index], results(True, world_size)[index]
+def test_same_bits(results: Results, launch: Launch, index: int) -> None:
+    stock, ours = results(False, launch)[index], results(True, launch)[index]
     found = [
         f"rank {rank}: {line}"
-        for rank in range(world_size)
+        for rank in range(launch.world_size)
         for line in differences(stock[rank], ours[rank])
     ]
-    assert not found, f"{setting!r}\n" + "\n".join(found)
+    assert not found, f"{PLAN[launch][index]!r}\n" + "\n".join(found)

@@ -1,24 +1,29 @@
-"""Runs many settings on the ranks of one launch, and survives those that crash or hang.
+"""Runs many settings on the ranks of one launch, and survives those that fail, crash or hang.
 
 Every rank appends one pickled record per setting to its own file, so that what was done before a
-crash is kept: ``run_grid`` marks the setting in flight as crashed and starts again behind it.
+crash is kept: ``run_grid`` marks the setting in flight as crashed and starts new ranks behind it.
+New ranks are also started behind a setting that has left them at different collectives.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import pickle
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from grid import Setting
+from building import FullyShard, load_implementation
 from launch import RanksFailed, run_ranks
-from record import Entry, Recorder, recorded_collectives
-from scenario import load_implementation, run_setting
-from torch.distributed.device_mesh import init_device_mesh
+from meshes import Meshes, drop_new_groups, existing_groups
+from record import Entry, Recorder, Tap, recorded_collectives
+from scenario import run_setting
+from setting import Launch, Setting
 
 SETTING_SECONDS = 240
 """A setting that takes longer than this has hung: its rank prints all stacks and dies. Generous,
@@ -34,10 +39,11 @@ RankRecords = list[list[Entry]]
 def run_grid(
     implementation: str,
     settings: list[Setting],
-    world_size: int,
+    launch: Launch,
     folder: Path,
     ours: bool,
     max_crashes: int = MAX_CRASHES,
+    collective_seconds: float = COLLECTIVE_SECONDS,
 ) -> list[RankRecords]:
     """Run the settings under one implementation; per setting, the records of all ranks.
 
@@ -45,19 +51,20 @@ def run_grid(
     that were not reached after ``max_crashes`` crashes have one entry ("not run", reason).
     """
     results: list[RankRecords] = []
-    crashes = 0
+    launches = crashes = 0
+    world_size = launch.world_size
     while len(results) < len(settings):
-        part = folder / f"{implementation}_{world_size}_{ours}_{crashes}"
+        part = folder / f"{implementation}_{launch}_{ours}_{launches}"
         part.mkdir(parents=True)
         rest = settings[len(results) :]
         crash: Entry | None = None
         try:
             run_ranks(
-                run_settings,
-                world_size,
-                (implementation, rest, str(part), ours),
+                run_on_threads if launch.threads else run_on_processes,
+                1 if launch.threads else world_size,
+                (world_size, implementation, rest, str(part), ours),
                 timeout=2 * SETTING_SECONDS + 10.0 * len(rest),
-                collective_timeout=COLLECTIVE_SECONDS,
+                collective_timeout=collective_seconds,
             )
         except RanksFailed as failure:
             crash = ("crash", str(failure))
@@ -65,6 +72,7 @@ def run_grid(
         # Only settings that every rank has ended count.
         done = min(len(records) for records in per_rank)
         results += [[records[i] for records in per_rank] for i in range(done)]
+        launches += 1
         if crash is None:
             continue
         crashes += 1
@@ -88,50 +96,122 @@ def _read(path: Path) -> list[list[Entry]]:
     return records
 
 
-def run_settings(
+def run_on_processes(
     rank: int,
+    _: int,
     world_size: int,
     implementation: str,
     settings: list[Setting],
     folder: str,
     ours: bool,
 ) -> float:
-    """The part of one rank: every setting in turn, each with fresh models; seconds taken."""
+    """The part of one process: every setting in turn, each with fresh models; seconds taken."""
     begin = time.perf_counter()
-    fully_shard = load_implementation(implementation)
     store = dist.FileStore(str(Path(folder) / "status"), world_size)
-    mesh = init_device_mesh("cpu", (world_size,))
-    with recorded_collectives() as receivers, (Path(folder) / f"{rank}.records").open("wb") as file:
-        for index, setting in enumerate(settings):
-            recorder = Recorder()
-            receivers.append(recorder)
-            faulthandler.dump_traceback_later(SETTING_SECONDS, exit=True)
-            run_setting(setting, fully_shard, mesh, recorder, ours)
-            faulthandler.cancel_dump_traceback_later()
-            receivers.clear()
-            pickle.dump(recorder.entries, file)
-            file.flush()
-            failed = bool(recorder.entries) and recorder.entries[-1][0] == "error"
-            if _any_rank(store, index, rank, world_size, failed):
-                # The ranks may have stopped at different collectives: begin with a new group.
-                dist.destroy_process_group()
-                dist.init_process_group(
-                    "gloo",
-                    store=dist.PrefixStore(f"group {index}", store),
-                    rank=rank,
-                    world_size=world_size,
-                    timeout=timedelta(seconds=COLLECTIVE_SECONDS),
-                )
-                mesh = init_device_mesh("cpu", (world_size,))
+
+    def agree(index: int, ending: str) -> bool:
+        store.set(f"{index}/{rank}", ending)
+        keys = [f"{index}/{peer}" for peer in range(world_size)]
+        store.wait(keys, timedelta(seconds=SETTING_SECONDS + COLLECTIVE_SECONDS))
+        return len({store.get(key) for key in keys}) == 1
+
+    with recorded_collectives() as tap:
+        runner = _Rank(load_implementation(implementation), ours, tap, agree)
+        runner.run(settings, Path(folder) / f"{rank}.records")
     return time.perf_counter() - begin
 
 
-def _any_rank(store: dist.Store, index: int, rank: int, world_size: int, failed: bool) -> bool:
-    """Wait until all ranks have ended setting ``index``; whether it failed on any of them."""
-    store.set(f"{index}/{rank}", "1" if failed else "0")
-    keys = [f"{index}/{peer}" for peer in range(world_size)]
-    store.wait(keys, timedelta(seconds=SETTING_SECONDS + COLLECTIVE_SECONDS))
-    return any(store.get(key) == b"1" for key in keys)
+def run_on_threads(
+    _rank: int,
+    _: int,
+    world_size: int,
+    implementation: str,
+    settings: list[Setting],
+    folder: str,
+    ours: bool,
+) -> float:
+    """As ``run_on_processes``, all ranks in this process."""
+    import thread_ranks
+
+    begin = time.perf_counter()
+    dist.destroy_process_group()
+    fully_shard = load_implementation(implementation)
+    barrier = threading.Barrier(world_size)
+    endings: dict[int, set[str]] = {}
+
+    def agree(index: int, ending: str) -> bool:
+        endings.setdefault(index, set()).add(ending)
+        if ending != ENDED_WELL:
+            thread_ranks.stop_peers(RuntimeError("another rank failed"))
+        barrier.wait(SETTING_SECONDS)
+        return endings[index] == {ENDED_WELL}
+
+    with thread_ranks.recorded_methods() as tap:
+
+        def run(rank: int) -> None:
+            runner = _Rank(fully_shard, ours, tap, agree)
+            runner.run(settings, Path(folder) / f"{rank}.records")
+
+        thread_ranks.run_threads(world_size, run)
+    return time.perf_counter() - begin
+
+
+ENDED_WELL = "well"
+
+
+class _Rank:
+    """Runs settings on one rank, for as long as all ranks can go on together."""
+
+    def __init__(
+        self,
+        fully_shard: FullyShard,
+        ours: bool,
+        tap: Tap,
+        agree: Callable[[int, str], bool],
+    ) -> None:
+        self.fully_shard = fully_shard
+        self.ours = ours
+        self.tap = tap
+        self.agree = agree
+
+    def run(self, settings: list[Setting], path: Path) -> None:
+        """Run the settings into ``path``; stops behind one that left the ranks out of step."""
+        meshes = Meshes(dist.get_world_size())
+        with path.open("wb") as file:
+            for index, setting in enumerate(settings):
+                meshes.prepare(setting)
+                groups = existing_groups()
+                entries = self._run_one(setting, meshes)
+                pickle.dump(entries, file)
+                file.flush()
+                if not self.agree(index, _ending(entries)):
+                    break
+                # All ranks are done with the groups that this setting has made.
+                if existing_groups() != groups:
+                    gc.collect()
+                    drop_new_groups(groups)
+
+    def _run_one(self, setting: Setting, meshes: Meshes) -> list[Entry]:
+        recorder = Recorder()
+        self.tap.recorder = recorder
+        faulthandler.dump_traceback_later(SETTING_SECONDS, exit=True)
+        try:
+            run_setting(setting, self.fully_shard, meshes, recorder, self.ours)
+        except SystemExit as stopped:  # of a threaded group whose other rank failed
+            recorder.note("error", str(stopped))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            self.tap.recorder = None
+        return recorder.entries
+
+
+def _ending(entries: list[Entry]) -> str:
+    """How a setting ended here. An error that all ranks raise after the same collectives does no
+    harm to the others; any other leaves them waiting for each other."""
+    if not entries or entries[-1][0] != "error":
+        return ENDED_WELL
+    issued = sum(label.startswith("collective") for label, _ in entries)
+    return f"after {issued} collectives, {entries[-1][1]}"
 
 
 torch.set_num_threads(1)

@@ -1,0 +1,390 @@
+"""Builds a setting's model and wraps it: everything before the first forward."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn as nn
+from comms import NotedAllGather, NotedReduceScatter, ReduceHook
+from extensions import extend
+from meshes import Meshes, has_tensor_dim, is_spmd
+from models import FAMILIES, Case
+from models_wide import WIDE_FAMILIES
+from record import Recorder
+from setting import DTYPES, Setting
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+SEED = 1234
+
+FullyShard = Callable[..., Any]
+
+# Ranks that are threads share torch's global generator: one at a time may seed it and draw.
+_drawing = threading.Lock()
+
+
+def load_implementation(name: str) -> FullyShard:
+    """``fully_shard`` of torch ("torch"), of this project ("fsdp_c"), or "module:function"."""
+    if name == "torch":
+        name = "torch.distributed.fsdp:fully_shard"
+    elif name == "fsdp_c":
+        name = "fsdp_c:fully_shard"
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class Recomputed(nn.Module):
+    """Calls a (wrapped) block under torch's checkpoint()."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block = block
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@dataclass
+class Built:
+    """A wrapped model, ready to run."""
+
+    case: Case
+    units: list[Any]
+    """The wrapped modules below the roots, in forward order; one for each group."""
+
+
+class Builder:
+    """Builds models of one setting on one rank."""
+
+    def __init__(
+        self, setting: Setting, fully_shard: FullyShard, meshes: Meshes, recorder: Recorder
+    ) -> None:
+        self.setting = setting
+        self.fully_shard = fully_shard
+        self.meshes = meshes
+        self.recorder = recorder
+
+    def build(self, seed: int, meta: bool = False) -> Built:
+        """The setting's model, wrapped; on meta it is materialised and filled after wrapping."""
+        setting = self.setting
+        builder = (FAMILIES | WIDE_FAMILIES)[setting.family]
+        with _drawing, torch.device("meta" if meta else "cpu"):
+            torch.manual_seed(seed)
+            case = builder()
+        model = case.model
+        model.to(DTYPES[setting.original])
+        if setting.extension:
+            extend(model, setting.extension)
+        self._parallelize(case)
+        named = dict(model.named_parameters())
+        self._ignored = {named[name] for name in case.ignored} if setting.ignored else None
+        self._experts = {named[name] for name in case.experts}
+        if setting.checkpoint and case.checkpointable:
+            self._checkpoint(case)
+        if setting.compiled == "blocks":
+            for group in case.blocks:
+                group[0].compile(backend="eager")
+        built = Built(case, self._wrap(case))
+        if setting.compiled == "root":
+            model.compile(backend="eager")
+        if meta:
+            model.to_empty(device="cpu")
+            self._fill(model)
+        self._prefetch(built.units)
+        self._set_divide(model)
+        self._set_communication(case)
+        if setting.hooks:
+            self._register_hooks(model)
+        return built
+
+    # ---- before wrapping ----------------------------------------------------------------------
+
+    def _parallelize(self, case: Case) -> None:
+        """Make the parameters DTensors where the setting's mesh asks for it."""
+        kind = self.setting.mesh
+        if has_tensor_dim(kind):
+            styles = {
+                "column": ColwiseParallel,
+                "row": RowwiseParallel,
+                "gathered": lambda: ColwiseParallel(output_layouts=Replicate()),
+            }
+            plan = {name: styles[style]() for name, style in case.parallel.items()}
+            parallelize_module(case.model, self.meshes.tensor(kind), plan)
+        elif is_spmd(kind):
+            self._distribute(case)
+
+    def _distribute(self, case: Case) -> None:
+        """Every parameter on the whole mesh; inputs and outputs of the model stay plain."""
+        mesh = self.meshes.whole(self.setting.mesh)
+        names = mesh.mesh_dim_names or ()
+        tensor_dim = {"column": 0, "gathered": 0, "row": 1}
+
+        def partition(name: str, module: nn.Module, mesh: Any) -> None:
+            style = next(
+                (
+                    style
+                    for pattern, style in case.parallel.items()
+                    if _matches(pattern, name) and isinstance(module, nn.Linear)
+                ),
+                None,
+            )
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                placements: list[Any] = [Replicate() for _ in names]
+                if style and "tensor" in names and (parameter.ndim == 2 or style != "row"):
+                    placements[names.index("tensor")] = Shard(tensor_dim[style])
+                distributed = torch.distributed.tensor.distribute_tensor(
+                    parameter.detach(), mesh, placements, src_data_rank=None
+                )
+                module.register_parameter(
+                    key, nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+                )
+
+        batch = [Replicate() if name == "tensor" else Shard(0) for name in names]
+
+        def to_mesh(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(DTensor.from_local(arg, mesh, batch, run_check=False) for arg in args)
+
+        def to_local(module: nn.Module, args: Any, output: DTensor) -> torch.Tensor:
+            return output.redistribute(placements=batch).to_local(grad_placements=batch)
+
+        distribute_module(case.model, mesh, partition)
+        case.model.register_forward_pre_hook(to_mesh)
+        case.model.register_forward_hook(to_local)
+
+    def _checkpoint(self, case: Case) -> None:
+        """Put the setting's kind of recomputation into the model, before it is wrapped."""
+        kind = self.setting.checkpoint
+        for group in case.blocks:
+            block = group[0]
+            if kind == "inside":
+                recomputed: nn.Module = checkpoint_wrapper(
+                    block, checkpoint_impl=CheckpointImpl.NO_REENTRANT
+                )
+                group[0] = recomputed
+            else:
+                recomputed = Recomputed(block, kind == "reentrant")
+            _replace(case.model, block, recomputed)
+
+    # ---- wrapping -----------------------------------------------------------------------------
+
+    def _wrap(self, case: Case) -> list[nn.Module]:
+        setting = self.setting
+        policy = MixedPrecisionPolicy(
+            param_dtype=_dtype(setting.param),
+            reduce_dtype=_dtype(setting.reduce),
+            output_dtype=_dtype(setting.output),
+            cast_forward_inputs=setting.cast_inputs,
+        )
+        # Only the root converts its outputs: an inner unit's output dtype would be seen by code
+        # that multiplies it with parameters of the compute dtype.
+        inner = MixedPrecisionPolicy(
+            param_dtype=policy.param_dtype,
+            reduce_dtype=policy.reduce_dtype,
+            cast_forward_inputs=policy.cast_forward_inputs,
+        )
+        options = self._options()
+        if setting.wrap == "deep":
+            for leaf in case.leaves:
+                self.fully_shard(leaf, mp_policy=inner, **options)
+        units = []
+        if setting.wrap != "root":
+            for group in case.blocks:
+                target = group[0] if len(group) == 1 else group
+                self.fully_shard(target, mp_policy=inner, **options)
+                units.append(group[0])
+        for root in case.roots or [case.model]:
+            self.fully_shard(root, mp_policy=policy, **options)
+        classes = [type(module).__name__ for module in case.model.modules()]
+        self.recorder.note("classes", classes)
+        for module, name in case.methods:
+            torch_fsdp.register_fsdp_forward_method(module, name)
+        if case.roots:
+            # Each root must know that it is one before they share.
+            roots: list[Any] = case.roots
+            for root in roots:
+                root._get_fsdp_state()._lazy_init()
+            torch_fsdp.share_comm_ctx(roots)
+        return units
+
+    def _options(self) -> dict[str, Any]:
+        """The arguments of fully_shard beside modules and precision."""
+        setting = self.setting
+        reshard: Any = setting.reshard
+        options: dict[str, Any] = {
+            "mesh": self.meshes.data(setting.mesh),
+            "reshard_after_forward": int(reshard) if isinstance(reshard, str) else reshard,
+            "ignored_params": self._ignored,
+        }
+        if setting.placement:
+            options["shard_placement_fn"] = self._placement
+        if setting.offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        if is_spmd(setting.mesh):
+            options["dp_mesh_dims"] = self.meshes.dims(setting.mesh)
+        return options
+
+    def _placement(self, parameter: nn.Parameter) -> Any:
+        """The setting's shard_placement_fn."""
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        size = self.meshes.shard_size(self.setting.mesh)
+        if self.setting.placement == "experts":
+            if parameter in self._experts:
+                return ShardPlacementResult(placement=None, mesh_info=self.meshes.experts())
+            return None
+        if local.ndim < 2 or local.shape[-1] % size:
+            return None
+        if self.setting.placement == "last":
+            return Shard(-1)
+        return Shard(1) if local.shape[1] > local.shape[0] else Shard(0)
+
+    # ---- after wrapping -----------------------------------------------------------------------
+
+    def _fill(self, model: nn.Module) -> None:
+        """Give materialised parameters and buffers values that depend on shard and name only."""
+        with torch.no_grad():
+            for index, parameter in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(SEED + index + 97 * _shard_of(parameter))
+                local = local_part(parameter)
+                local.copy_(torch.randn(local.shape, generator=generator) * 0.3)
+            for name, buffer in model.named_buffers():
+                buffer.fill_(1 if name.endswith("var") else 0)
+
+    def _prefetch(self, units: list[Any]) -> None:
+        kind = self.setting.prefetch
+        if kind in ("forward", "both"):
+            for index, unit in enumerate(units):
+                unit.set_modules_to_forward_prefetch(units[index + 1 : index + 3])
+        if kind in ("backward", "both"):
+            for index, unit in enumerate(units):
+                unit.set_modules_to_backward_prefetch(units[max(0, index - 2) : index][::-1])
+
+    def _set_divide(self, model: nn.Module) -> None:
+        kind = self.setting.divide
+        for module in wrapped_modules(model):
+            if kind == "world":
+                # gloo has no pre-multiplied sum: only the factor that stock turns into an average
+                module.set_gradient_divide_factor(float(self.meshes.shard_size(self.setting.mesh)))
+            if kind in ("force_sum", "force_sum_factor"):
+                module.set_force_sum_reduction_for_comms(True)
+            if kind in ("force_sum_factor", "fp16_factor"):
+                module.set_gradient_divide_factor(6.0)
+
+    def _set_communication(self, case: Case) -> None:
+        setting, recorder = self.setting, self.recorder
+        roots: list[Any] = case.roots or [case.model]
+        for root in roots:
+            if setting.comm == "separate":
+                root.set_separate_reduce_scatter_group()
+            if setting.comm == "buffers":
+                root.set_reduce_scatter_max_input_buffers(3)
+            if setting.zeros:
+                root.set_reduce_scatter_unused_params(True)
+            if setting.async_op:
+                root._set_unshard_async_op(True)
+        for index, module in enumerate(wrapped_modules(case.model)):
+            if setting.comm == "custom":
+                module.set_custom_all_gather(NotedAllGather(recorder))
+                module.set_custom_reduce_scatter(NotedReduceScatter(recorder))
+            if setting.comm == "memory":
+                module.set_allocate_memory_from_process_group_for_comm(True)
+            if setting.reduce_hook:
+                module.set_all_reduce_hook(ReduceHook(recorder, str(index)))
+        if setting.keep_sharded:
+            unneeded: list[Any] = case.unneeded
+            for module in unneeded:
+                module.set_unshard_in_backward(False)
+
+    def _register_hooks(self, model: nn.Module) -> None:
+        """Hooks that note what they see: on parameters, gradients and modules."""
+        recorder = self.recorder
+
+        def on_gradient(name: str) -> Callable[[torch.Tensor], None]:
+            def hook(parameter: torch.Tensor) -> None:
+                recorder.tensor(f"hook {name}", parameter.grad)
+                with torch.no_grad():
+                    assert parameter.grad is not None
+                    local_part(parameter.grad).mul_(0.5)
+
+            return hook
+
+        def on_forward(name: str, when: str) -> Callable[..., None]:
+            def hook(module: nn.Module, *rest: Any) -> None:
+                kinds = [type(p).__name__ for p in module.parameters()]
+                recorder.note(f"{when} {name}", kinds)
+
+            return hook
+
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(on_gradient(name))
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(on_forward(name, "before"))
+                module.register_forward_hook(on_forward(name, "after"))
+                module.register_forward_hook(on_forward(name, "first after"), prepend=True)
+
+
+# ---- small things -------------------------------------------------------------------------------
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a DTensor's local shard."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def wrapped_modules(model: nn.Module) -> list[Any]:
+    """The modules that ``fully_shard`` was applied to."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else DTYPES[name]
+
+
+def _shard_of(parameter: torch.Tensor) -> int:
+    """Which shard of the parameter this rank has: equal on ranks with equal shards."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    number = 0
+    for placement, size, place in zip(
+        parameter.placements, parameter.device_mesh.shape, coordinate, strict=True
+    ):
+        if not isinstance(placement, (Replicate, Partial)):
+            number = number * size + place
+    return number
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a module's name fits a pattern whose ``*`` stands for one part of the name."""
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(
+        w in ("*", p) for w, p in zip(wanted, parts, strict=True)
+    )
+
+
+def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put ``new`` wherever ``old`` is a child of a module below ``root``."""
+    for parent in list(root.modules()):
+        for name, child in list(parent.named_children()):
+            if child is old:
+                setattr(parent, name, new)

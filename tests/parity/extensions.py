@@ -1,0 +1,98 @@
+"""Parameters that take part in their own all-gather: tensor subclasses with FSDP's extensions.
+
+``One`` and ``Five`` hold a plain tensor and add a column of row sums to the all-gather as a second
+input, to show that several inputs travel; the gathered tensor is the first input times the scale
+that the metadata carries. They differ in the arguments of ``fsdp_pre_all_gather``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils import _pytree as pytree
+
+SCALE = 0.5
+
+
+class Extended(torch.Tensor):
+    """A wrapper around ``held``: every operation on it is one on ``held``, wrapped again."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Extended:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            held.stride(),
+            held.storage_offset(),
+            dtype=held.dtype,
+            device=held.device,
+        )
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: Any, context: Any, size: Any, stride: Any) -> Extended:
+        return cls(tensors["held"])
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"{type(self).__name__}({self.held})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Extended, lambda t: t.held, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor):
+            return out
+        return pytree.tree_map_only(torch.Tensor, cls, out)
+
+    def _gathered(self) -> tuple[tuple[torch.Tensor, ...], Any]:
+        sums = self.held.sum(dim=1, keepdim=True)
+        return (self.held, sums), SCALE
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        values, sums = all_gather_outputs
+        if sums.shape != (values.shape[0], 1):
+            raise ValueError(f"{sums.shape} does not fit {values.shape}")
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(values * metadata)
+            return None
+        gathered = (values * metadata).to(param_dtype)
+        return gathered, (gathered,)
+
+
+class One(Extended):
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return self._gathered()
+
+
+class Five(Extended):
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        if len(outer_size) != 2 or outer_stride[1] != 1 or not isinstance(module, nn.Linear):
+            raise ValueError(f"unexpected {outer_size} {outer_stride} {type(module)}")
+        return self._gathered()
+
+
+def extend(model: nn.Module, kind: str) -> None:
+    """Make the weights of all linear layers parameters of the extended kind."""
+    subclass = {"one": One, "five": Five}[kind]
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(subclass(module.weight.detach()))

@@ -1,0 +1,135 @@
+"""One setting of the parity grid: a model, a way to wrap it, a training script; where it runs.
+
+Every field of ``Setting`` is one dimension of the grid and its default is the plain case. The first
+part of the fields is FSDP2's core (the basic grid, grid.py), the second the rest of its surface
+(wide.py; surface.py says which feature each value needs).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the grid; the defaults are the plain case."""
+
+    family: str = "residual"
+    wrap: str = "blocks"
+    """root: the root alone; blocks: blocks and root; deep: leaves of blocks, blocks and root."""
+    reshard: bool | str | None = None
+    """reshard_after_forward of every wrapped module; a number's digits: to that many ranks."""
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    cast_inputs: bool = True
+    original: str = "fp32"
+    """dtype of the parameters before wrapping."""
+    inputs: str | None = None
+    """dtype of floating inputs; None: that of the parameters."""
+    schedule: str = "plain"
+    """How a step's microbatches are run; see SCHEDULES."""
+    optimizer: str = "sgd"
+    clip: bool = False
+    checkpoint: str | None = None
+    """reentrant, nonreentrant: torch's checkpoint() around wrapped blocks; inside: checkpoint
+    wrappers within the wrapped blocks."""
+    prefetch: str | None = None
+    divide: str | None = None
+    unshard: str | None = None
+    """Explicit unshard/reshard calls around the forward."""
+    toggle_reshard: bool = False
+    toggle_frozen: bool = False
+    evaluate: bool = False
+    hooks: bool = False
+    ignored: bool = False
+    state: str | None = None
+    """assign, copy: continue in a new model from the state dict; meta: start on meta."""
+    reset: bool = False
+    zero: str = "none"
+    """none: gradients dropped after each step; keep: set to zero in place."""
+    mesh: str = "flat"
+    """The shape of the device mesh and the parts of it that shard, replicate or split tensors; see
+    meshes.py."""
+    placement: str | None = None
+    """shard_placement_fn. last: the last dim where it is even; mixed: dim 1 of wide matrices;
+    experts: some parameters on a mesh of their own."""
+    offload: bool = False
+    comm: str | None = None
+    """custom: own all-gather and reduce-scatter; memory: buffers from the process group; separate:
+    a process group of its own for reduce-scatters; buffers: up to three of its inputs kept."""
+    reduce_hook: bool = False
+    """set_all_reduce_hook"""
+    zeros: bool = False
+    """set_reduce_scatter_unused_params"""
+    async_op: bool = False
+    """_set_unshard_async_op"""
+    keep_sharded: bool = False
+    """set_unshard_in_backward(False) on the modules whose backward needs no parameter"""
+    optim_event: bool = False
+    """set_post_optim_event after each optimizer step"""
+    extension: str | None = None
+    """Parameters that are tensor subclasses with all-gather extensions. one, five: the number of
+    arguments of fsdp_pre_all_gather."""
+    inference: bool = False
+    """As evaluate, under inference_mode."""
+    compiled: str | None = None
+    """torch.compile (backend eager) of the blocks before wrapping, or of the root after it."""
+    perturb: float = 0.0
+    """Test of the harness: added to a parameter before the last step by "ours" only."""
+
+    def __str__(self) -> str:
+        """The fields that differ from the plain case, short enough for a test's name."""
+        words = [self.family]
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if entry.name == "family" or value == entry.default:
+                continue
+            words.append(entry.name if value is True else f"{entry.name}={value}")
+        return ",".join(words)
+
+
+SCHEDULES = (
+    "plain",  # one microbatch per step
+    "accumulate",  # two microbatches, both reduced
+    "no_sync",  # two microbatches without reduction, a third with
+    "no_sync_some",  # as no_sync, but only the blocks skip the reduction (recurse=False)
+    "keep_params",  # two microbatches, parameters kept unsharded after the first's backward
+    "no_sync_keep_params",  # both of the above, as a pipeline schedule does
+    "last_backward",  # set_is_last_backward(False) for all but the last microbatch
+    "interleaved",  # forward a, forward b, backward a, backward b
+    "reversed",  # forward a, forward b, backward b, backward a
+    "summed",  # forward a, forward b, backward of the sum
+    "retained",  # one forward, two backwards (retain_graph)
+    "input_grad",  # gradients of the inputs only (torch.autograd.grad), then a backward
+    "abandoned",  # a forward without backward before the step's own
+)
+
+WIDE_SCHEDULES = (
+    "no_all_reduce",  # two microbatches reduce-scattered only, the third all-reduced too
+    "no_all_reduce_some",  # as no_all_reduce, but only the blocks skip the all-reduce
+    "mixed_sync",  # a microbatch without reduction, one without all-reduce, one with both
+    "pipeline",  # reductions after all backwards, issued by hand as a pipeline schedule does
+)
+"""Those of issue 4."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How ranks are started: each in a process of its own over gloo, or all as threads of one."""
+
+    world_size: int
+    threads: bool = False
+
+    def __str__(self) -> str:
+        return f"{'threads' if self.threads else 'gloo'}{self.world_size}"

@@ -1,0 +1,65 @@
+"""Which settings need which part of FSDP2's surface, and what of it fsdp_c has by now.
+
+The wide grid is made of settings whose features have all landed. To try out others:
+``FSDP_C_PARITY_FEATURES=all`` (or their names, with commas).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from meshes import has_tensor_dim, is_hsdp, is_spmd
+from setting import Setting
+
+FEATURES: dict[str, Callable[[Setting], bool]] = {
+    "hsdp": lambda s: is_hsdp(s.mesh),
+    "all_reduce_sync": lambda s: (
+        s.schedule.startswith("no_all_reduce") or s.schedule == "mixed_sync"
+    ),
+    "tensor_parallel": lambda s: has_tensor_dim(s.mesh),
+    "dp_mesh_dims": lambda s: is_spmd(s.mesh),
+    "reshard_int": lambda s: isinstance(s.reshard, str),
+    "shard_placement": lambda s: s.placement in ("last", "mixed"),
+    "param_meshes": lambda s: s.placement == "experts",
+    "cpu_offload": lambda s: s.offload,
+    "custom_comm": lambda s: s.comm == "custom",
+    "custom_comm_after_reshard_int": lambda s: s.comm == "custom" and isinstance(s.reshard, str),
+    "group_memory": lambda s: s.comm == "memory",
+    "separate_group": lambda s: s.comm == "separate",
+    "input_buffers": lambda s: s.comm == "buffers",
+    "reduce_hook": lambda s: s.reduce_hook,
+    "unused_params": lambda s: s.zeros,
+    "unshard_async_op": lambda s: s.async_op,
+    "unshard_in_backward": lambda s: s.keep_sharded,
+    "optim_event": lambda s: s.optim_event,
+    "extensions": lambda s: s.extension is not None,
+    "forward_methods": lambda s: s.family == "methods",
+    "partial_groups": lambda s: s.family in ("chunked", "partial"),
+    "shared_context": lambda s: s.family == "pair",
+    "pipeline": lambda s: s.schedule == "pipeline",
+    "inference": lambda s: s.inference,
+    "compile": lambda s: s.compiled is not None,
+}
+
+LANDED = frozenset(FEATURES) - {
+    # The gather from a smaller mesh does not go through a custom all-gather yet.
+    "custom_comm_after_reshard_int",
+}
+
+
+def landed() -> frozenset[str]:
+    """What the wide grid may use, as the environment says."""
+    asked = os.environ.get("FSDP_C_PARITY_FEATURES", "")
+    if asked == "all":
+        return frozenset(FEATURES)
+    names = {name for name in asked.split(",") if name}
+    unknown = names - set(FEATURES)
+    if unknown:
+        raise ValueError(f"FSDP_C_PARITY_FEATURES: {sorted(unknown)} not in {sorted(FEATURES)}")
+    return LANDED | names
+
+
+def needed(setting: Setting) -> frozenset[str]:
+    """The features that a setting uses."""
+    return frozenset(name for name, uses in FEATURES.items() if uses(setting))

@@ -1,0 +1,236 @@
+"""The wide grid: the rest of FSDP2's surface, on meshes of two and three dimensions too.
+
+``generate_wide`` gives settings together with the launch that each is run on: the anchors (each
+value of each dimension, by itself), then random combinations of these and of the basic grid's
+dimensions. Only features that have landed are used (surface.py).
+
+Where stock is wrong, nothing can be compared. What is left out for that is written down, each with
+its reason, in ``_without_stock_bugs``; other tests hold what ours does there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import replace
+from typing import Any
+
+from grid import MIXED, MIXED_FIELDS, random_setting, repaired
+from meshes import has_tensor_dim, is_hsdp, is_spmd
+from models_wide import WIDE_FAMILIES
+from setting import WIDE_SCHEDULES, Launch, Setting
+from surface import needed
+
+Placed = tuple[Launch, Setting]
+
+GLOO2, GLOO4, THREADS8 = Launch(2), Launch(4), Launch(8, threads=True)
+
+PLACES: tuple[tuple[Launch, str, int], ...] = (
+    (GLOO2, "flat", 8),
+    (GLOO2, "hsdp", 2),
+    (GLOO2, "hsdp_columns", 1),
+    (GLOO4, "flat", 6),
+    (GLOO4, "hsdp", 12),
+    (GLOO4, "hsdp_rows", 2),
+    (GLOO4, "hsdp_columns", 1),
+    (GLOO4, "tp", 6),
+    (GLOO4, "hsdp_tp", 1),
+    (GLOO4, "dims", 2),
+    (GLOO4, "dims_hsdp", 1),
+    (GLOO4, "dims_two", 1),
+    (THREADS8, "flat", 3),
+    (THREADS8, "hsdp", 3),
+    (THREADS8, "hsdp_rows", 1),
+    (THREADS8, "tp", 1),
+    (THREADS8, "hsdp_tp", 1),
+    (THREADS8, "dims", 1),
+    (THREADS8, "dims_hsdp", 1),
+)
+"""Launch, kind of mesh, and how often random settings take it."""
+
+EXTRAS: dict[str, tuple[Any, ...]] = {
+    "placement": ("last", "mixed", "experts"),
+    "offload": (True,),
+    "comm": ("custom", "memory", "separate", "buffers"),
+    "reduce_hook": (True,),
+    "zeros": (True,),
+    "async_op": (True,),
+    "keep_sharded": (True,),
+    "optim_event": (True,),
+    "extension": ("one", "five"),
+    "inference": (True,),
+}
+
+
+def generate_wide(seed: int, count: int, features: frozenset[str]) -> list[Placed]:
+    """The first ``count`` settings whose features are all among ``features``."""
+    found = dict.fromkeys(place for place in _anchors() if needed(place[1]) <= features)
+    rng = random.Random(seed)
+    while len(found) < count:
+        place = _random(rng)
+        if needed(place[1]) <= features:
+            found[place] = None
+    return list(found)[:count]
+
+
+def _anchors() -> list[Placed]:
+    plain = Setting(family="even")
+    found: list[Placed] = []
+
+    def add(launch: Launch, setting: Setting, **values: Any) -> None:
+        found.append(fitted(launch, replace(setting, **values)))
+
+    for launch, mesh, _ in PLACES:
+        for reshard in (None,) if launch.threads else (None, True, False):
+            add(launch, plain, mesh=mesh, reshard=reshard)
+        if launch.threads:
+            add(launch, plain, mesh=mesh, family="odd", param="bf16", reduce="fp32")
+        elif mesh != "flat":
+            add(launch, plain, mesh=mesh, family="odd", wrap="deep", optimizer="adamw")
+            add(launch, plain, mesh=mesh, clip=True, state="copy")
+            add(launch, plain, mesh=mesh, schedule="no_sync", param="bf16", reduce="fp32")
+    for schedule in WIDE_SCHEDULES:
+        for reduce in (None, "fp32"):
+            param = "bf16" if reduce else None
+            add(GLOO4, plain, mesh="hsdp", schedule=schedule, param=param, reduce=reduce)
+    add(GLOO2, plain, schedule="pipeline")
+    for mixed in MIXED[:-1:3]:
+        add(GLOO4, plain, mesh="hsdp", **dict(zip(MIXED_FIELDS, mixed, strict=True)))
+    for size, launch, mesh in (
+        ("1", GLOO2, "flat"),
+        ("2", GLOO2, "flat"),
+        ("2", GLOO4, "flat"),
+        ("2", GLOO4, "hsdp"),
+        ("4", GLOO4, "flat"),
+        ("2", THREADS8, "flat"),
+        ("4", THREADS8, "flat"),
+        ("2", THREADS8, "hsdp"),
+    ):
+        for family in ("even", "odd"):
+            add(launch, plain, mesh=mesh, family=family, reshard=size)
+    for name, values in EXTRAS.items():
+        for value in values:
+            family = "embedding" if name == "keep_sharded" else "even"
+            add(GLOO2, plain, family=family, **{name: value})
+            for mesh in ("flat", "hsdp", "tp"):
+                add(GLOO4, plain, family=family, mesh=mesh, **{name: value})
+    for family in WIDE_FAMILIES:
+        zeros = family == "conditional"
+        add(GLOO2, plain, family=family, zeros=zeros)
+        add(GLOO4, plain, family=family, zeros=zeros, mesh="hsdp")
+    for compiled in ("blocks", "root"):
+        add(GLOO2, plain, compiled=compiled)
+    return list(dict.fromkeys(found))
+
+
+def _random(rng: random.Random) -> Placed:
+    """A combination: a place and a basic setting, and each of the extras now and then."""
+    weights = [weight for _, _, weight in PLACES]
+    launch, mesh, _ = rng.choices(PLACES, weights)[0]
+    setting = replace(random_setting(rng), mesh=mesh)
+    if rng.random() < 0.5:
+        setting = replace(setting, family=rng.choice(tuple(WIDE_FAMILIES)))
+    if rng.random() < 0.2:
+        setting = replace(setting, schedule=rng.choice(WIDE_SCHEDULES))
+    if rng.random() < 0.2:
+        setting = replace(setting, reshard=rng.choice(("2", "4")))
+    for name, values in EXTRAS.items():
+        if rng.random() < 0.15:
+            setting = replace(setting, **{name: rng.choice(values)})
+    return fitted(launch, setting)
+
+
+def fitted(launch: Launch, setting: Setting) -> Placed:
+    """The setting without what cannot be combined with the rest of it or with its launch."""
+    setting = repaired(setting)
+    for rule in (_possible, _trainable, _without_stock_bugs):
+        setting = rule(launch, setting)
+    return launch, setting
+
+
+def _default(setting: Setting, *names: str) -> Setting:
+    """The setting with some fields back at their plain values."""
+    fields = {entry.name: entry.default for entry in dataclasses.fields(setting)}
+    return replace(setting, **{name: fields[name] for name in names})
+
+
+def _possible(launch: Launch, setting: Setting) -> Setting:
+    """What FSDP2 refuses or does not have."""
+    mesh = setting.mesh
+    if launch.threads and setting.family in ("transformer", "tied", "grouped"):
+        # Threads share one random generator, so dropout would not repeat.
+        setting = replace(setting, family="even")
+    if (has_tensor_dim(mesh) or is_spmd(mesh)) and setting.family not in ("even", "odd"):
+        setting = replace(setting, family="odd" if setting.placement is None else "even")
+    if not is_hsdp(mesh) and setting.schedule in WIDE_SCHEDULES[:3]:
+        setting = _default(setting, "schedule")
+    if isinstance(setting.reshard, str):
+        if has_tensor_dim(mesh) or is_spmd(mesh) or setting.extension:
+            setting = _default(setting, "reshard")
+        elif int(setting.reshard) > _shard_size(launch, mesh):
+            setting = replace(setting, reshard="2" if _shard_size(launch, mesh) > 1 else "1")
+    if setting.placement == "experts" and (mesh != "flat" or launch.world_size != 4):
+        setting = _default(setting, "placement")
+    if setting.placement == "experts" and (
+        setting.comm == "custom" or setting.reduce_hook or setting.schedule == "pipeline"
+    ):
+        setting = _default(setting, "comm", "reduce_hook", "schedule")
+    if setting.extension and (has_tensor_dim(mesh) or is_spmd(mesh)):
+        # The harness's subclasses do not know how to be a DTensor's local tensor in all operations.
+        setting = _default(setting, "extension")
+    if setting.extension and setting.family != "even":
+        setting = replace(setting, family="even")
+    if setting.family == "pair":
+        # What is set on the one root of a model, and schedules that do.
+        setting = _default(setting, "schedule", "toggle_reshard", "reset", "optim_event")
+        if setting.wrap == "root" or setting.unshard:
+            setting = _default(setting, "wrap", "unshard")
+        if setting.output:
+            # The second root would get what the first one returns.
+            setting = _default(setting, *MIXED_FIELDS)
+    return setting
+
+
+def _trainable(launch: Launch, setting: Setting) -> Setting:
+    """What FSDP2 accepts but cannot train, or this harness cannot compare."""
+    mixed = any(getattr(setting, name) for name in ("param", "reduce", "output", "inputs"))
+    if setting.divide in ("force_sum_factor",) and is_hsdp(setting.mesh):
+        setting = _default(setting, "divide")
+    if setting.extension and (mixed or setting.original != "fp32" or setting.state):
+        setting = _default(setting, *MIXED_FIELDS, "divide", "state")
+    return setting
+
+
+def _without_stock_bugs(launch: Launch, setting: Setting) -> Setting:
+    """Where stock fails or is wrong (fsdp2-surface.md 5.3 has the numbers)."""
+    shard_size = _shard_size(launch, setting.mesh)
+    if isinstance(setting.reshard, str) and setting.placement in ("last", "mixed"):
+        # B4: a parameter sharded on dim 1 fails in backward after resharding to fewer ranks.
+        setting = _default(setting, "placement")
+    if isinstance(setting.reshard, str) and 1 < int(setting.reshard) < shard_size:
+        # B5: uneven shards are cut wrongly on the smaller mesh, in rows of another size.
+        setting = replace(setting, family="even", keep_sharded=False)
+    if isinstance(setting.reshard, str) and (setting.evaluate or setting.inference):
+        # Parameters that an evaluation left on the smaller mesh: stock loses requires_grad set on
+        # them, and cannot gather them once reshard_after_forward has changed.
+        setting = _default(setting, "toggle_reshard", "toggle_frozen")
+    if shard_size == 1:
+        # B3: one rank fails with extensions and under inference mode, and divides twice.
+        setting = _default(setting, "extension", "inference", "divide")
+    if setting.zeros and setting.family == "unused":
+        # B7: the mode skips groups that were never gathered.
+        setting = _default(setting, "zeros")
+    if setting.family == "conditional" and not setting.zeros:
+        setting = replace(setting, zeros=True)
+    if setting.family == "conditional" and setting.schedule in WIDE_SCHEDULES[:3]:
+        # B1: partial reductions of changing sets of parameters are added up wrongly.
+        setting = _default(setting, "schedule")
+    return setting
+
+
+def _shard_size(launch: Launch, mesh: str) -> int:
+    from meshes import KINDS, SHAPES
+
+    shape = SHAPES.get((mesh, launch.world_size), (launch.world_size,))
+    sizes = dict(zip(KINDS[mesh], shape, strict=True))
+    return sizes.get("world", sizes.get("shard", 1)) * sizes.get("context", 1)
