@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     UnshardHandle,
+    register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
@@ -70,9 +71,13 @@ _C.bind(
 
 from . import names  # noqa: E402  (these need the bound extension)
 from .clip import clip_grad_norm_  # noqa: E402
+from .ema import ShardedEMA  # noqa: E402
+from .full_params import full_params  # noqa: E402
 from .fully_shard import fully_shard  # noqa: E402
+from .generate import generate_with  # noqa: E402
 from .install import install, uninstall  # noqa: E402
 from .load import load_full_state_dict  # noqa: E402
+from .no_sync import no_sync  # noqa: E402
 from .param_group import ParamGroup  # noqa: E402
 from .replicate import replicate  # noqa: E402
 from .state import State  # noqa: E402
@@ -87,13 +92,18 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardedEMA",
     "UnshardHandle",
     "auto_shard",
     "clip_grad_norm_",
+    "full_params",
     "fully_shard",
+    "generate_with",
     "install",
     "load_full_state_dict",
     "names",
+    "no_sync",
+    "register_fsdp_forward_method",
     "replicate",
     "uninstall",
 ]

@@ -1,0 +1,173 @@
+"""``ShardedEMA``: an exponential moving average of the weights, of which each rank has its part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .names import clean_tensor_name
+from .units import reshard
+
+
+class ShardedEMA:
+    """Averages the weights of a model, sharded as they are; no collectives, no copy of the model.
+
+    ::
+
+        ema = ShardedEMA(model, decay=0.999)
+        ...
+        optimizer.step()
+        ema.update(model)
+        ...
+        with ema.applied(model):
+            evaluate(model)
+
+    The numbers are those of ``torch.optim.swa_utils.AveragedModel`` with
+    ``get_ema_multi_avg_fn(decay)`` (which copies the model by ``deepcopy``, and FSDP's modules have
+    none): the first update copies the weights, each later one is
+    ``average = average + (weight - average) * (1 - decay)``. Weights that are not floating-point
+    are copied. Buffers are the model's own.
+
+    Args:
+        model: The model; parameters sharded in any way, or not at all. It is not kept.
+        decay: A number from 0 to 1, or a function of the number of updates so far.
+        dtype: Of the averages; ``None``: the weights'.
+        device: Of the averages; ``None``: the weights'.
+
+    Raises:
+        ValueError: ``decay`` is out of range; the model has parameters on the meta device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float | Callable[[int], float] = 0.999,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._decay = decay
+        self.updates = 0
+        self._decay_now()
+        self._averages: dict[str, torch.Tensor] = {}
+        for name, param in _parameters(model).items():
+            if param.is_meta:
+                raise ValueError(f"ShardedEMA needs weights, but '{name}' is on the meta device")
+            kind = dtype if param.is_floating_point() else None
+            local = _local(param).to(device, kind, copy=True)
+            self._averages[name] = _like(param, local)
+
+    def _decay_now(self) -> float:
+        decay = self._decay(self.updates) if callable(self._decay) else self._decay
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"ShardedEMA expects a decay from 0 to 1, not {decay}")
+        return decay
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Takes the weights of now into the averages; after ``optimizer.step()``.
+
+        Raises:
+            ValueError: the parameters are not those the averages were made for.
+        """
+        pairs = self._pairs(model)
+        decay = self._decay_now()
+        averages, weights = [], []
+        for average, weight in pairs:
+            weight = weight.to(average.device, average.dtype)
+            if self.updates == 0 or not average.is_floating_point():
+                average.copy_(weight)
+            elif average.numel() > 0:
+                averages.append(average)
+                weights.append(weight)
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1 - decay)
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """The model has the averages inside, and its own weights again afterwards."""
+        weights = [(weight, weight.clone()) for _, weight in self._pairs(model)]
+        self.copy_to(model)
+        try:
+            yield
+        finally:
+            reshard(model)
+            with torch.no_grad():
+                for weight, own in weights:
+                    weight.copy_(own)
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Overwrites the weights of ``model`` with the averages."""
+        for average, weight in self._pairs(model):
+            weight.copy_(average)
+
+    def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Local averages and local weights."""
+        params = _parameters(model)
+        if params.keys() != self._averages.keys():
+            differing = sorted(params.keys() ^ self._averages.keys())
+            raise ValueError(f"ShardedEMA was made for another model: {differing}")
+        pairs = []
+        for name, average in self._averages.items():
+            param = params[name]
+            ours, theirs = _local(average), _local(param)
+            same_kind = isinstance(param, DTensor) == isinstance(average, DTensor)
+            if ours.shape != theirs.shape or not same_kind:
+                raise ValueError(f"ShardedEMA: '{name}' is sharded in another way than it was")
+            pairs.append((ours, theirs))
+        return pairs
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The average of a parameter; a DTensor where the parameter is one."""
+        return self._averages[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Averages (DTensors, not copied) by name, and the number of updates; for DCP too."""
+        return {"averages": dict(self._averages), "updates": self.updates}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: names or shapes differ; nothing is changed then.
+        """
+        averages = state["averages"]
+        if averages.keys() != self._averages.keys():
+            differing = sorted(averages.keys() ^ self._averages.keys())
+            raise ValueError(f"ShardedEMA: the state is of another model: {differing}")
+        for name, average in self._averages.items():
+            if _local(averages[name]).shape != _local(average).shape:
+                raise ValueError(f"ShardedEMA: '{name}' has another shape in the state")
+        for name, average in self._averages.items():
+            _local(average).copy_(_local(averages[name]))
+        self.updates = int(state["updates"])
+
+
+def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    reshard(model)
+    return {clean_tensor_name(name): param for name, param in model.named_parameters()}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

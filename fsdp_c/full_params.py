@@ -1,0 +1,365 @@
+"""``full_params``: whole parameters for a while, to look at or to change, one unit at a time.
+
+Gathers are this file's own, in the dtype of the shards: what forward gathers may be cast. Each
+unit is one all-gather for every process group and dtype that its parameters have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from .names import clean_tensor_name
+from .units import reshard, sharded_modules, units_of
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@contextlib.contextmanager
+def full_params(
+    model: nn.Module,
+    *,
+    writeback: bool | None = None,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    all_units: bool = False,
+) -> Iterator[FullParams]:
+    """Gives the full parameters of ``model``, in the dtype of the shards, by name.
+
+    ::
+
+        with full_params(model, writeback=False) as full:
+            for name, param in full.items():  # gathers unit after unit
+                print(name, param.norm())
+        with full_params(model) as full:
+            full["head.weight"].mul_(0.5)     # gathers the unit of the head, and frees the last one
+        with full_params(model, all_units=True):
+            model.reset_parameters()          # everything is there at once
+
+    While a unit is gathered, its full parameters are registered on the modules too. All ranks have
+    to ask for the same units in the same order, and with ``writeback`` to make the same changes.
+
+    Args:
+        writeback: Whether changes go back to the shards when a unit is left; ``None``: unless
+            ``rank0_only``. An exception in the block drops the changes to the units that are
+            gathered then.
+        rank0_only: Only the first rank of the parameters' mesh gets them; iterating yields nothing
+            elsewhere (but takes part).
+        offload_to_cpu: Full parameters live on the CPU.
+        all_units: Gather everything at once, at the start.
+
+    Raises:
+        ValueError: ``fully_shard`` was applied to no part of ``model``; ``writeback`` together with
+            ``rank0_only``; a full parameter was replaced by one of another shape.
+        RuntimeError: during forward or backward; inside another such block; on meta parameters; or
+            a unit's forward inside the block (:func:`fsdp_c.generate_with` is for that).
+    """
+    if writeback and rank0_only:
+        raise ValueError("full_params cannot write back what only one rank has (rank0_only=True)")
+    groups = units_of(model, "full_params")
+    modules = sharded_modules(model)
+    states: dict[Any, None] = dict.fromkeys(module._get_fsdp_state() for module in modules)
+    _check_idle(states, groups)
+    reshard(model)
+    write = not rank0_only if writeback is None else writeback
+    device = torch.device("cpu") if offload_to_cpu else None
+    full = FullParams(model, groups, write, rank0_only, device, all_units)
+    with contextlib.ExitStack() as undo:
+        for module in modules:
+            undo.callback(module.register_forward_pre_hook(_refuse_forward, prepend=True).remove)
+        for state in states:
+            undo.callback(setattr, state, "_full_params", None)
+            state._full_params = full
+        try:
+            if all_units:
+                full.open_all()
+            yield full
+        except BaseException:
+            full.close(write=False)
+            raise
+        full.close()
+
+
+def _check_idle(states: dict[Any, None], groups: list[Any]) -> None:
+    for state in states:
+        if getattr(state, "_full_params", None) is not None:
+            raise RuntimeError("full_params is already active for a part of this model")
+    for one in (*states, *groups):
+        if one._training_state != TrainingState.IDLE:
+            raise RuntimeError(
+                "full_params cannot be used during forward or backward: a unit is in state "
+                f"{one._training_state.name}"
+            )
+    for group in groups:
+        for param in group.fsdp_params:
+            if param.sharded_param.is_meta:
+                raise RuntimeError(
+                    "full_params needs parameters with values, but "
+                    f"'{param._module_info.param_name}' is on the meta device"
+                )
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    raise RuntimeError(
+        f"forward of {type(module).__name__} inside full_params, which would gather the shards "
+        "over the full parameters; for generation use fsdp_c.generate_with(model)"
+    )
+
+
+class FullParams(Mapping[str, torch.Tensor]):
+    """The full parameters of a model by name; each lookup or step may gather a unit.
+
+    Parameters that belong to no unit are given as they are. A rank that does not get full
+    parameters (``rank0_only``) finds the sharded one in a lookup.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[Any],
+        writeback: bool,
+        rank0_only: bool,
+        device: torch.device | None,
+        all_units: bool,
+    ) -> None:
+        self._writeback = writeback
+        self._all = all_units
+        self._units = [_Unit(group, rank0_only, device) for group in groups]
+        self._plain: list[nn.Parameter] = []
+        position: dict[int, tuple[_Unit | None, int]] = {
+            id(param.sharded_param): (unit, i)
+            for unit in self._units
+            for i, param in enumerate(unit.params)
+        }
+        found: dict[str, tuple[_Unit | None, int]] = {}
+        for name, param in model.named_parameters():
+            if id(param) not in position:
+                position[id(param)] = (None, len(self._plain))
+                self._plain.append(param)
+            found[clean_tensor_name(name)] = position[id(param)]
+        self._places: dict[str, tuple[_Unit | None, int]] = {}
+        for unit in (*self._units, None):  # by units, as they are gathered
+            self._places |= {name: place for name, place in found.items() if place[0] is unit}
+        mesh = next((unit.mesh for unit in self._units if unit.params), None)
+        self._has_values = not rank0_only or mesh is None or dist.get_rank() == _first_rank(mesh)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        unit, i = self._places[name]
+        if unit is None:
+            return self._plain[i]
+        self._open(unit)
+        return unit.registered(i)
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
+        """Names and full parameters, unit by unit; nothing on ranks that do not get them."""
+        for name in self:
+            param = self[name]
+            if self._has_values:
+                yield name, param
+
+    def values(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
+        """Full parameters, as in :meth:`items`."""
+        return (param for _, param in self.items())
+
+    def _open(self, unit: _Unit) -> None:
+        if unit.is_open:
+            return
+        if not self._all:
+            self.close()
+        unit.open()
+
+    def open_all(self) -> None:
+        """Gathers every unit."""
+        for unit in self._units:
+            self._open(unit)
+
+    def close(self, write: bool = True) -> None:
+        """Registers shards again, with the changes if these are to be written back."""
+        failures = [unit.close(write and self._writeback) for unit in self._units]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+
+class _Unit:
+    """One parameter group, gathered or not."""
+
+    def __init__(self, group: Any, rank0_only: bool, device: torch.device | None) -> None:
+        self.params: list[Any] = list(group.fsdp_params)
+        self.mesh = self.params[0].sharded_param.device_mesh if self.params else None
+        self._device = group.device
+        self._rank0_only = rank0_only
+        self._target = device
+        self._full: list[nn.Parameter | None] = []
+        self._versions: list[int] = []
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._full)
+
+    def registered(self, i: int) -> Any:
+        module, name = _slots(self.params[i])[0]
+        return module._parameters[name]
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Gathers (everyone takes part) and registers what this rank gets."""
+        shards = [param.sharded_param for param in self.params]
+        tensors = _gathered(shards, self._device, self._rank0_only)
+        full: list[nn.Parameter | None] = []
+        for tensor, shard in zip(tensors, shards):
+            if tensor is not None and self._target is not None:
+                tensor = tensor.to(self._target)
+            full.append(None if tensor is None else nn.Parameter(tensor, shard.requires_grad))
+        for param, whole in zip(self.params, full):
+            if whole is not None:
+                _register(param, whole)
+        self._full = full
+        self._versions = [0 if whole is None else whole._version for whole in full]
+
+    @torch.no_grad()
+    def close(self, write: bool) -> Exception | None:
+        """Registers the shards; all of them, whatever is wrong with the values to write."""
+        failure: Exception | None = None
+        for i, whole in enumerate(self._full):
+            if whole is None:
+                continue
+            param, now = self.params[i], self.registered(i)
+            _register(param, param.sharded_param)
+            changed = now is not whole or whole._version != self._versions[i]
+            if write and changed:
+                try:
+                    _write_back(param.sharded_param, now)
+                except Exception as error:
+                    failure = failure or error
+        self._full = []
+        return failure
+
+
+def _slots(param: Any) -> list[tuple[nn.Module, str]]:
+    info = param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)]
+
+
+def _register(param: Any, value: nn.Parameter) -> None:
+    for module, name in _slots(param):
+        module._parameters[name] = value
+
+
+def _first_rank(mesh: Any) -> int:
+    return int(mesh.mesh.flatten()[0])
+
+
+def _gathered(
+    shards: list[DTensor], device: torch.device, rank0_only: bool
+) -> list[torch.Tensor | None]:
+    """The full tensors, new ones, on ``device``; None where this rank does not get them."""
+    found: list[torch.Tensor | None] = [None] * len(shards)
+    together: dict[Any, list[int]] = {}
+    for i, shard in enumerate(shards):
+        cut = _cut_dim(shard)
+        if cut is None:
+            moved: Any = shard if shard.device == device else shard.to(device)
+            whole = moved.full_tensor()
+            if not rank0_only or dist.get_rank() == _first_rank(shard.device_mesh):
+                own = whole.data_ptr() == shard._local_tensor.data_ptr()
+                found[i] = whole.clone() if own else whole
+        else:
+            key = (shard.device_mesh, cut, shard.dtype)
+            together.setdefault(key, []).append(i)
+    for (mesh, mesh_dim, _), indices in together.items():
+        parts = [_padded(shards[i], mesh_dim).to(device) for i in indices]
+        rows = _all_rows(torch.cat(parts), mesh, mesh_dim, rank0_only)
+        if rows is None:
+            continue
+        offset = 0
+        for i, part in zip(indices, parts):
+            found[i] = _joined(rows[:, offset : offset + part.numel()], shards[i], mesh_dim)
+            offset += part.numel()
+    return found
+
+
+def _cut_dim(shard: DTensor) -> int | None:
+    """The one mesh dimension that a plain ``Shard`` cuts; None for anything more complicated."""
+    cuts = [i for i, p in enumerate(shard.placements) if not p.is_replicate()]
+    plain = type(shard._local_tensor) is torch.Tensor
+    if len(cuts) == 1 and type(shard.placements[cuts[0]]) is Shard and plain:
+        return cuts[0]
+    return None
+
+
+def _chunk(shard: DTensor, mesh_dim: int) -> tuple[int, int]:
+    """The tensor dimension that is cut, and the largest part's length there."""
+    dim: int = shard.placements[mesh_dim].dim  # type: ignore[attr-defined]
+    return dim, -(-shard.shape[dim] // shard.device_mesh.size(mesh_dim))
+
+
+def _padded(shard: DTensor, mesh_dim: int) -> torch.Tensor:
+    """This rank's part, cut dimension first, padded to the largest part, 1-D."""
+    dim, chunk = _chunk(shard, mesh_dim)
+    local = shard._local_tensor.detach().movedim(dim, 0)
+    if local.shape[0] == chunk:
+        return local.reshape(-1)
+    padded = local.new_zeros((chunk, *local.shape[1:]))
+    padded[: local.shape[0]] = local
+    return padded.view(-1)
+
+
+def _all_rows(
+    part: torch.Tensor, mesh: Any, mesh_dim: int, rank0_only: bool
+) -> torch.Tensor | None:
+    """The parts of all ranks: (ranks, elements); None where this rank does not get them."""
+    group = mesh.get_group(mesh_dim)
+    size = mesh.size(mesh_dim)
+    if not rank0_only:
+        rows = part.new_empty(size * part.numel())
+        _all_gather(rows, part, group=group)
+        return rows.view(size, -1)
+    first = _first_rank(mesh)
+    if first not in dist.get_process_group_ranks(group):
+        return None
+    if dist.get_rank() != first:
+        dist.gather(part, dst=first, group=group)
+        return None
+    rows = part.new_empty((size, part.numel()))
+    dist.gather(part, list(rows.unbind()), dst=first, group=group)
+    return rows
+
+
+def _joined(rows: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tensor:
+    """(ranks, elements of one part) -> the full tensor."""
+    dim, chunk = _chunk(shard, mesh_dim)
+    rest = [n for i, n in enumerate(shard.shape) if i != dim]
+    whole = rows.reshape(rows.shape[0] * chunk, *rest)[: shard.shape[dim]]
+    # A copy of its own: the rows of all parameters go when the last one does not need them.
+    return whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _write_back(shard: DTensor, whole: Any) -> None:
+    """Copies this rank's part of ``whole`` to its place."""
+    if isinstance(whole, DTensor) or not isinstance(whole, torch.Tensor):
+        raise ValueError(f"full_params expects a plain tensor to write back, not {type(whole)}")
+    if whole.shape != shard.shape:
+        raise ValueError(
+            f"full_params cannot write back a parameter of shape {tuple(whole.shape)} where "
+            f"{tuple(shard.shape)} was"
+        )
+    local = shard._local_tensor
+    if local.numel() > 0:
+        mine = distribute_tensor(
+            whole.to(local.device), shard.device_mesh, shard.placements, src_data_rank=None
+        )
+        local.copy_(mine._local_tensor)

@@ -1,0 +1,37 @@
+"""The units of a model: what ``fully_shard`` made, ours or torch's, as the conveniences need it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules below ``model`` (and itself) that ``fully_shard`` was applied to."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def units_of(model: nn.Module, caller: str) -> list[Any]:
+    """The parameter groups of ``model``, outer ones first, each once.
+
+    Raises:
+        ValueError: ``fully_shard`` was applied to no part of it; names ``caller``.
+    """
+    modules = sharded_modules(model)
+    if not modules:
+        raise ValueError(
+            f"{caller} expects a model that fully_shard was applied to; no part of this "
+            f"{type(model).__name__} is an FSDPModule"
+        )
+    groups: dict[Any, None] = {}
+    for module in modules:
+        groups.update(dict.fromkeys(module._get_fsdp_state()._fsdp_param_groups))
+    return list(groups)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees all gathered parameters: sharded ones are registered everywhere afterwards."""
+    for module in sharded_modules(model):
+        module.reshard()

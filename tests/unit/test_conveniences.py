@@ -1,0 +1,521 @@
+"""``no_sync``, ``full_params``, ``generate_with`` and ``ShardedEMA`` in one process.
+
+On one rank gathers give what is there, so that values can be compared; on a fake group of eight
+collectives are counted. Real ranks are in tests/distributed.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_c
+from fsdp_c import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardedEMA,
+    full_params,
+    fully_shard,
+    generate_with,
+    names,
+    no_sync,
+    replicate,
+)
+
+
+class Net(nn.Module):
+    """Two layers and a tied head: (batch,) of ints -> (batch, 11)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+    def generate(self, tokens: torch.Tensor, steps: int) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        assert not isinstance(self.embed.weight, DTensor)  # used outside of forward, too
+        for _ in range(steps):
+            tokens = torch.cat([tokens, self(tokens)[-1:].argmax(-1)])
+        return tokens
+
+
+def plain() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def sharded(apply: Any = fully_shard, **kwargs: Any) -> Net:
+    model = plain()
+    for layer in model.layers:
+        apply(layer, **kwargs)
+    return apply(model, **kwargs)
+
+
+TOKENS = torch.arange(6)
+
+
+class Collectives(TorchDispatchMode):
+    """The names of the collectives issued inside. (CommDebugMode fails at a second forward.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(call: Any) -> int:
+    with Collectives() as issued:
+        call()
+    return len(issued.names)
+
+
+def test_models_without_units_are_refused_by_name() -> None:
+    for context, caller in (
+        (no_sync(plain()), "no_sync"),
+        (full_params(plain()), "full_params"),
+        (generate_with(plain()), "generate_with"),
+    ):
+        with pytest.raises(ValueError, match=f"{caller} expects a model that fully_shard .* Net"):
+            with context:  # type: ignore[attr-defined]
+                pass
+
+
+class TestNoSync:
+    def test_gradients_wait_and_are_reduced_together(self, single_group: int) -> None:
+        model, reference = sharded(), plain()
+        with no_sync(model):
+            model(TOKENS).sum().backward()
+            assert all(param.grad is None for param in model.parameters())
+        model(TOKENS).square().sum().backward()
+        reference(TOKENS).sum().backward()
+        reference(TOKENS).square().sum().backward()
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(a.grad._local_tensor, b.grad)
+
+    def test_only_gathers_inside(self, fake_group: int) -> None:
+        model = sharded()
+        with no_sync(model), Collectives() as issued:
+            model(TOKENS).sum().backward()
+        assert issued.names and not any("reduce" in name for name in issued.names)
+
+    def test_settings_come_back_and_contexts_nest(self, fake_group: int) -> None:
+        model = sharded()
+        model.layers[0].set_requires_gradient_sync(False)
+        groups = [m._get_fsdp_state()._fsdp_param_groups[0] for m in (model, *model.layers)]
+
+        def settings() -> list[tuple[bool, bool]]:
+            return [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+
+        before = settings()
+        assert before == [(True, True), (False, False), (True, True)]
+        with pytest.raises(RuntimeError, match="stop"):
+            with no_sync(model):
+                assert settings() == [(False, False)] * 3
+                with no_sync(model.layers[1]):
+                    pass
+                assert settings() == [(False, False)] * 3
+                raise RuntimeError("stop")
+        assert settings() == before
+
+    def test_on_replicated_models(self, fake_group: int) -> None:
+        model = sharded(replicate)
+        with no_sync(model):
+            assert collectives(lambda: model(TOKENS).sum().backward()) == 0
+
+
+class TestFullParams:
+    def test_are_the_weights_of_the_bare_model(self, single_group: int) -> None:
+        expected = dict(plain().named_parameters())
+        with full_params(sharded()) as full:
+            assert set(full) == set(expected) and len(full) == len(expected)
+            for name, param in full.items():
+                assert isinstance(param, nn.Parameter) and not isinstance(param, DTensor)
+                assert torch.equal(param, expected[name])
+
+    def test_one_unit_is_registered_at_a_time(self, fake_group: int) -> None:
+        model = sharded()
+        with full_params(model) as full, Collectives() as issued:
+            weight = full["layers.0.weight"]
+            assert model.layers[0].weight is weight and full["layers.0.weight"] is weight
+            assert isinstance(model.layers[1].weight, DTensor)
+            bias = full["layers.0.bias"]
+            assert len(issued.names) == 1
+            other = full["layers.1.weight"]
+            assert model.layers[1].weight is other
+            assert isinstance(model.layers[0].weight, DTensor)
+            assert bias.shape == (8,) and len(issued.names) == 2
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+
+    def test_each_unit_is_one_collective(self, fake_group: int) -> None:
+        model = sharded()
+        with full_params(model) as full:
+            assert collectives(lambda: list(full.values())) == 3
+
+        def everything() -> None:
+            with full_params(model, all_units=True):
+                pass
+
+        assert collectives(everything) == 3
+
+    def test_all_at_once(self, single_group: int) -> None:
+        model = sharded()
+        with full_params(model, all_units=True):
+            assert not any(isinstance(param, DTensor) for param in model.parameters())
+            assert model.head.weight is model.embed.weight
+            for layer in model.layers:
+                layer.reset_parameters()
+            changed = [layer.weight.detach().clone() for layer in model.layers]
+        for layer, value in zip(model.layers, changed, strict=True):
+            assert isinstance(layer.weight, DTensor)
+            assert torch.equal(layer.weight._local_tensor, value)
+
+    @pytest.mark.parametrize("all_units", [True, False])
+    @pytest.mark.parametrize("writeback", [True, False, None])
+    def test_changes_are_written_back_or_not(
+        self, single_group: int, all_units: bool, writeback: bool | None
+    ) -> None:
+        model, reference = sharded(), plain()
+        with full_params(model, all_units=all_units, writeback=writeback) as full:
+            for param in full.values():
+                with torch.no_grad():
+                    param.mul_(2)
+        factor = 1 if writeback is False else 2
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(a._local_tensor, b * factor)
+
+    def test_written_weights_are_gathered_anew(self, single_group: int) -> None:
+        model, reference = sharded(), plain()
+        with torch.no_grad():
+            model(TOKENS)  # the root stays gathered
+            with full_params(model) as full:
+                full["embed.weight"].add_(1)
+            reference.embed.weight.add_(1)
+            assert torch.equal(model(TOKENS), reference(TOKENS))
+
+    def test_unchanged_weights_count_no_write(self, single_group: int) -> None:
+        model = sharded()
+        before = [param._local_tensor._version for param in model.parameters()]
+        with full_params(model) as full:
+            list(full.items())
+        assert [param._local_tensor._version for param in model.parameters()] == before
+
+    def test_replaced_parameters_are_written_back(self, single_group: int) -> None:
+        model = sharded()
+        with full_params(model, all_units=True):
+            model.layers[0].weight = nn.Parameter(torch.ones(8, 8))
+        assert torch.equal(model.layers[0].weight._local_tensor, torch.ones(8, 8))
+
+    def test_parameters_of_another_shape_are_refused_after_everything_is_back(
+        self, single_group: int
+    ) -> None:
+        model = sharded()
+        with pytest.raises(ValueError, match=r"cannot write back .*\(4, 8\) where \(8, 8\)"):
+            with full_params(model, all_units=True):
+                model.layers[0].weight = nn.Parameter(torch.ones(4, 8))
+                with torch.no_grad():
+                    model.layers[1].bias.fill_(3)
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert torch.equal(model.layers[1].bias._local_tensor, torch.full((8,), 3.0))
+        model(TOKENS).sum().backward()
+
+    def test_an_exception_drops_changes_and_registers_the_shards(self, single_group: int) -> None:
+        model, reference = sharded(), plain()
+        with pytest.raises(RuntimeError, match="stop"):
+            with full_params(model, all_units=True):
+                with torch.no_grad():
+                    model.embed.weight.fill_(0)
+                raise RuntimeError("stop")
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(a._local_tensor, b)
+        assert names.training_state(model) is names.TrainingState.IDLE
+        model(TOKENS).sum().backward()
+
+    def test_are_in_the_dtype_of_the_shards(self, single_group: int) -> None:
+        model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        with full_params(model) as full:
+            assert {param.dtype for param in full.values()} == {torch.float32}
+
+    def test_requires_grad_is_kept(self, single_group: int) -> None:
+        model = sharded()
+        model.layers[0].requires_grad_(False)
+        with full_params(model) as full:
+            assert {name for name, param in full.items() if not param.requires_grad} == {
+                "layers.0.weight",
+                "layers.0.bias",
+            }
+
+    def test_plain_parameters_are_given_as_they_are(self, fake_group: int) -> None:
+        model = plain()
+        ignored = model.layers[0].bias
+        fully_shard(model, ignored_params={ignored})
+        with full_params(model) as full:
+            assert full["layers.0.bias"] is ignored
+            assert dict(full.items())["layers.0.bias"] is ignored
+
+    def test_on_the_first_rank_only(self, fake_group: int) -> None:
+        model = sharded()
+        with full_params(model, rank0_only=True) as full:
+            with Collectives() as issued:
+                found = dict(full.items())
+        assert {name: param.shape for name, param in found.items()} == {
+            name: param.shape for name, param in plain().named_parameters()
+        }
+        assert issued.names == ["gather_"] * 3
+
+    def test_of_replicated_models(self, single_group: int) -> None:
+        model = sharded(replicate)
+        with full_params(model) as full, torch.no_grad():
+            full["embed.weight"].fill_(2)
+        assert torch.equal(model.embed.weight._local_tensor, torch.full((11, 8), 2.0))
+
+    def test_states_say_so_and_forward_is_refused(self, single_group: int) -> None:
+        model = sharded()
+        with full_params(model):
+            for unit in (model, model.layers[0]):
+                assert names.training_state(unit) is names.TrainingState.SUMMON_FULL_PARAMS
+            with pytest.raises(RuntimeError, match=r"inside full_params.*generate_with"):
+                model.layers[0](torch.ones(1, 8))
+            with pytest.raises(RuntimeError, match="already active"):
+                with full_params(model):
+                    pass
+        model(TOKENS)
+
+    def test_bad_input(self, single_group: int) -> None:
+        with pytest.raises(ValueError, match="cannot write back what only one rank has"):
+            with full_params(sharded(), writeback=True, rank0_only=True):
+                pass
+        with torch.device("meta"):
+            model = sharded()
+        with pytest.raises(RuntimeError, match="on the meta device"):
+            with full_params(model):
+                pass
+        with full_params(sharded()) as full, pytest.raises(KeyError):
+            full["nothing"]
+
+    def test_not_during_forward_or_backward(self, single_group: int) -> None:
+        class Nosy(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with full_params(self):
+                    pass
+                return super().forward(x)
+
+        with pytest.raises(RuntimeError, match=r"during forward or backward: .* FORWARD"):
+            fully_shard(Nosy(2, 2))(torch.ones(1, 2))
+
+
+class TestGenerateWith:
+    def test_gathers_once_and_not_for_each_token(self, fake_group: int) -> None:
+        model = sharded()
+        with Collectives() as issued:
+            with generate_with(model) as same:
+                assert same is model
+                assert len(issued.names) == 3
+                model.generate(TOKENS, 5)
+        assert len(issued.names) == 3
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+
+    def test_gives_what_the_bare_model_gives(self, single_group: int) -> None:
+        with torch.no_grad():
+            expected = plain().generate(TOKENS, 5)
+        for keep_full in (True, False):
+            model = sharded()
+            with generate_with(model, keep_full=keep_full):
+                assert torch.equal(model.generate(TOKENS, 5), expected)
+
+    @pytest.mark.parametrize("lazy", [True, False])
+    def test_training_goes_on_as_before(self, fake_group: int, lazy: bool) -> None:
+        model, reference = sharded(), sharded()
+        if not lazy:
+            model(TOKENS)
+        with generate_with(model):
+            model.generate(TOKENS, 2)
+
+        for _ in range(2):
+            with Collectives() as expected:
+                reference(TOKENS).sum().backward()
+            with Collectives() as issued:
+                model(TOKENS).sum().backward()
+            assert issued.names == expected.names
+
+    def test_settings_come_back_after_an_exception(self, fake_group: int) -> None:
+        model = sharded()
+        model(TOKENS)
+        groups = [m._get_fsdp_state()._fsdp_param_groups[0] for m in (model, *model.layers)]
+        before = [group.post_forward_mesh_info for group in groups]
+        with pytest.raises(RuntimeError, match="stop"):
+            with generate_with(model):
+                assert [group.post_forward_mesh_info for group in groups] == [None] * 3
+                raise RuntimeError("stop")
+        assert [group.post_forward_mesh_info for group in groups] == before
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert torch.is_grad_enabled()
+
+    def test_methods_are_registered_only_meanwhile(self, fake_group: int) -> None:
+        model = sharded()
+        with generate_with(model, "generate", keep_full=False):
+            assert "generate" in model.__dict__
+        assert "generate" not in model.__dict__
+        with pytest.raises(AssertionError), torch.no_grad():
+            model.generate(TOKENS, 1)  # finds a DTensor
+        fsdp_c.register_fsdp_forward_method(model, "generate")
+        with torch.no_grad():
+            model.generate(TOKENS, 1)
+
+    def test_a_method_that_the_model_does_not_have(self, fake_group: int) -> None:
+        with pytest.raises(ValueError, match="Net does not have a method speak"):
+            with generate_with(sharded(), "speak"):
+                pass
+
+    def test_of_replicated_models(self, fake_group: int) -> None:
+        model = sharded(replicate)
+        with generate_with(model):
+            model.generate(TOKENS, 2)
+        model(TOKENS).sum().backward()
+
+
+class TestShardedEMA:
+    def train(self, model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(TOKENS).square().mean().backward()
+        optimizer.step()
+
+    @pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+    def test_is_torchs_average_bit_for_bit(self, single_group: int, decay: float) -> None:
+        model, reference = sharded(), plain()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+        averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        ema = ShardedEMA(model, decay)
+        for _ in range(4):
+            self.train(model, optimizers[0])
+            self.train(reference, optimizers[1])
+            ema.update(model)
+            averaged.update_parameters(reference)
+        assert ema.updates == int(averaged.n_averaged) == 4
+        for name, param in averaged.module.named_parameters():
+            assert isinstance(ema[name], DTensor)
+            assert torch.equal(ema[name]._local_tensor, param)
+
+    def test_deepcopy_of_a_sharded_model_is_what_it_replaces(self, fake_group: int) -> None:
+        model = sharded()
+        with pytest.raises(AssertionError, match="deepcopy"):
+            AveragedModel(model)
+        ema = copy.deepcopy(ShardedEMA(model))
+        ema.update(model)
+
+    def test_needs_no_collectives(self, fake_group: int) -> None:
+        model = sharded()
+        model(TOKENS)
+        ema = ShardedEMA(model)
+
+        def use() -> None:
+            ema.update(model)
+            ema.update(model)
+            with ema.applied(model):
+                pass
+
+        assert collectives(use) == 0
+
+    def test_is_applied_for_a_while(self, single_group: int) -> None:
+        model, reference = sharded(), plain()
+        ema = ShardedEMA(model)
+        before = [param._local_tensor.clone() for param in model.parameters()]
+        with torch.no_grad():
+            for param in model.parameters():
+                param._local_tensor.add_(1)
+            trained = model(TOKENS)
+            with pytest.raises(RuntimeError, match="stop"):
+                with ema.applied(model):
+                    assert torch.equal(model(TOKENS), reference(TOKENS))
+                    raise RuntimeError("stop")
+            assert torch.equal(model(TOKENS), trained)
+        ema.copy_to(model)
+        for param, value in zip(model.parameters(), before, strict=True):
+            assert torch.equal(param._local_tensor, value)
+
+    def test_states_are_saved_and_loaded(self, fake_group: int) -> None:
+        model = sharded()
+        ema, other = ShardedEMA(model, 0.5), ShardedEMA(sharded(), 0.5)
+        for param in model.parameters():
+            param._local_tensor.data.add_(1)
+        ema.update(model)
+        state = ema.state_dict()
+        assert state["updates"] == 1
+        assert all(isinstance(value, DTensor) for value in state["averages"].values())
+        other.load_state_dict(state)
+        for name in state["averages"]:
+            assert torch.equal(other[name]._local_tensor, ema[name]._local_tensor)
+        assert other.updates == 1
+        del state["averages"]["embed.weight"]
+        with pytest.raises(ValueError, match=r"another model: \['embed.weight'\]"):
+            other.load_state_dict(state)
+        state["averages"]["embed.weight"] = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"'embed.weight' has another shape"):
+            other.load_state_dict(state)
+
+    def test_may_have_another_dtype(self, fake_group: int) -> None:
+        model = sharded().to(torch.bfloat16)
+        ema = ShardedEMA(model, 0.9, dtype=torch.float32)
+        ema.update(model)
+        ema.update(model)
+        assert ema["embed.weight"].dtype == torch.float32
+        assert torch.equal(
+            ema["embed.weight"]._local_tensor, model.embed.weight._local_tensor.float()
+        )
+
+    def test_decay_may_depend_on_the_number_of_updates(self, single_group: int) -> None:
+        model = sharded()
+        seen: list[int] = []
+
+        def decay(updates: int) -> float:
+            seen.append(updates)
+            return 0.5
+
+        ema = ShardedEMA(model, decay)
+        ema.update(model)
+        ema.update(model)
+        assert seen == [0, 0, 1]
+
+    def test_plain_models_and_integers(self) -> None:
+        model = nn.Linear(2, 2)
+        model.steps = nn.Parameter(torch.tensor([1]), requires_grad=False)
+        ema = ShardedEMA(model, 0.5)
+        for _ in range(2):
+            with torch.no_grad():
+                model.steps += 1
+                model.weight += 1
+            ema.update(model)
+        assert torch.equal(ema["steps"], torch.tensor([3]))
+        assert torch.allclose(ema["weight"], model.weight - 0.5)
+
+    def test_bad_input(self, fake_group: int) -> None:
+        model = sharded()
+        for decay in (-0.1, 1.1):
+            with pytest.raises(ValueError, match=f"decay from 0 to 1, not {decay}"):
+                ShardedEMA(model, decay)
+        ema = ShardedEMA(model)
+        with pytest.raises(ValueError, match=r"made for another model: .*'bias'"):
+            ema.update(nn.Linear(1, 1))
+        with pytest.raises(ValueError, match="sharded in another way"):
+            ema.update(plain())
+        with torch.device("meta"), pytest.raises(ValueError, match="meta device"):
+            ShardedEMA(nn.Linear(1, 1))
+        assert ema.updates == 0 and isinstance(model, FSDPModule)
