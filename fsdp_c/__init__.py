@@ -72,6 +72,7 @@ _C.bind(
 from . import names  # noqa: E402  (these need the bound extension)
 from .clip import clip_grad_norm_  # noqa: E402
 from .ema import ShardedEMA  # noqa: E402
+from .explain import Explanation, UnitReport, explain  # noqa: E402
 from .full_params import full_params  # noqa: E402
 from .fully_shard import fully_shard  # noqa: E402
 from .generate import generate_with  # noqa: E402
@@ -89,13 +90,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",
+    "Explanation",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardedEMA",
+    "UnitReport",
     "UnshardHandle",
     "auto_shard",
     "clip_grad_norm_",
+    "explain",
     "full_params",
     "fully_shard",
     "generate_with",
