@@ -1,0 +1,274 @@
+/* The communication context: pooled events, order between streams, and memory that is kept until
+ * nobody uses it any more. */
+#include "core/comm.h"
+
+#include "sim.h"
+
+static const int64_t eight[1] = {8};
+
+static fct_tensor *vector_of(double value) {
+    double values[8];
+    for (int i = 0; i < 8; i++) {
+        values[i] = value;
+    }
+    return sim_tensor_new(FCK_FLOAT32, 1, eight, values);
+}
+
+static fc_comm begin(bool streams) {
+    fc_comm c;
+    sim_begin((sim_config){.seed = 7, .streams = streams});
+    fc_comm_init(&c, sim_device());
+    assert_int_equal(fc_comm_init_streams(&c), FC_OK);
+    assert_int_equal(c.streams_ready, streams);
+    return c;
+}
+
+static void end(fc_comm *c) {
+    fc_comm_fini(c);
+    sim_end();
+}
+
+/* A reduce-scatter in flight, with its tensors. */
+typedef struct flight {
+    fct_pg *pg;
+    fct_tensor *in;
+    fct_tensor *out;
+    fct_work *work;
+} flight;
+
+static flight take_off(void) {
+    flight f = {NULL, vector_of(1.0), NULL, NULL};
+    const int64_t four[1] = {4};
+    sim_collectives_stall(true);
+    sim_pg_register("world", 2, 0, NULL, NULL);
+    assert_int_equal(fct_pg_resolve("world", &f.pg), 0);
+    f.out = sim_tensor_new(FCK_FLOAT32, 1, four, (const double[4]){0});
+    assert_int_equal(fct_reduce_scatter(f.pg, f.out, f.in, FCT_AVG, 1.0, true, &f.work), 0);
+    assert_non_null(f.work);
+    fct_pg_release(f.pg);
+    return f;
+}
+
+/* ---- parking ---- */
+
+static void parked_buffers_stay_until_the_backend_is_done(void **state) {
+    (void)state;
+    fc_comm c = begin(false);
+    flight f = take_off();
+    fc_comm_park(&c, f.work, f.in, f.out);
+    fc_comm_reap(&c);
+    assert_non_null(c.parked);
+    assert_int_equal(sim_count_alive().works, 1);
+    sim_drain();
+    fc_comm_reap(&c);
+    assert_null(c.parked);
+    sim_check_nothing_alive();
+    end(&c);
+}
+
+static void what_is_done_already_is_not_parked(void **state) {
+    (void)state;
+    fc_comm c = begin(false);
+    flight f = take_off();
+    sim_drain();
+    fc_comm_park(&c, f.work, f.in, f.out);
+    assert_null(c.parked);
+    fc_comm_park(&c, NULL, vector_of(1.0), NULL);
+    fc_comm_park(&c, NULL, NULL, NULL);
+    assert_null(c.parked);
+    sim_check_nothing_alive();
+    end(&c);
+}
+
+static void without_memory_to_park_the_backends_own_references_hold(void **state) {
+    (void)state;
+    fc_comm c = begin(false);
+    flight f = take_off();
+    sim_fault_arm(1, SIM_ONCE);
+    fc_comm_park(&c, f.work, f.in, f.out);
+    assert_int_equal(sim_fault_fired(NULL), SIM_FAULT_MEMORY);
+    assert_null(c.parked);
+    assert_int_equal(sim_count_alive().tensors, 2);
+    sim_drain();
+    sim_check_nothing_alive();
+    end(&c);
+}
+
+static void the_end_of_the_context_lets_go_of_what_is_parked(void **state) {
+    (void)state;
+    fc_comm c = begin(false);
+    flight f = take_off();
+    fc_comm_park(&c, f.work, f.in, f.out);
+    end(&c); /* the backend finishes on its own */
+}
+
+/* ---- streams and events ---- */
+
+static void streams_are_taken_once_and_again_after_a_failure(void **state) {
+    (void)state;
+    for (int64_t n = 1; n <= 4; n++) {
+        fc_comm c;
+        sim_begin((sim_config){.seed = 7, .streams = true});
+        fc_comm_init(&c, sim_device());
+        sim_fault_arm(n, SIM_ONCE);
+        assert_int_equal(fc_comm_init_streams(&c), FC_ERAISED);
+        assert_false(c.streams_ready);
+        assert_int_equal(fc_comm_init_streams(&c), FC_OK);
+        assert_true(c.streams_ready);
+        int64_t taken = c.gather_stream.id;
+        assert_int_equal(fc_comm_init_streams(&c), FC_OK);
+        assert_int_equal(c.gather_stream.id, taken);
+        end(&c);
+    }
+}
+
+static void events_go_back_to_the_pool(void **state) {
+    (void)state;
+    fc_comm c = begin(true);
+    fct_event *a = NULL;
+    fct_event *b = NULL;
+    assert_int_equal(fc_comm_record(&c, c.gather_stream, &a), FC_OK);
+    fc_comm_put_event(&c, a);
+    fc_comm_put_event(&c, NULL);
+    assert_int_equal(fc_comm_get_event(&c, &b), FC_OK);
+    assert_ptr_equal(a, b);
+    fc_comm_put_event(&c, b);
+    assert_int_equal(sim_count_alive().events, 1);
+    end(&c);
+}
+
+static void an_event_that_no_pool_has_room_for_is_freed(void **state) {
+    (void)state;
+    fc_comm c = begin(true);
+    fct_event *e = NULL;
+    assert_int_equal(fc_comm_get_event(&c, &e), FC_OK);
+    sim_fault_arm(1, SIM_ONCE);
+    fc_comm_put_event(&c, e);
+    assert_int_equal(sim_fault_fired(NULL), SIM_FAULT_MEMORY);
+    assert_int_equal(sim_count_alive().events, 0);
+    end(&c);
+}
+
+static void a_failed_record_keeps_no_event(void **state) {
+    (void)state;
+    fc_comm c = begin(true);
+    fct_event *e = NULL;
+    sim_fault_arm(2, SIM_ONCE);
+    assert_int_equal(fc_comm_record(&c, c.gather_stream, &e), FC_ERAISED);
+    assert_null(e);
+    assert_int_equal(c.free_event_count, 1);
+    end(&c);
+}
+
+/* ---- memory across streams ---- */
+
+/* The current stream writes a tensor, the gather stream reads it. */
+static void read_elsewhere(const fc_comm *c, fct_tensor *t) {
+    fct_stream before = fct_stream_set_current(c->gather_stream);
+    sim_tensor_touch(t, "a read on the gather stream");
+    (void)fct_stream_set_current(before);
+}
+
+static void quiesce_orders_all_streams_behind_each_other(void **state) {
+    (void)state;
+    for (int right = 0; right < 2; right++) {
+        fc_comm c = begin(true);
+        fct_tensor *t = vector_of(1.0);
+        fct_stream current = fct_stream_current(sim_device());
+        assert_int_equal(fc_comm_order_streams(&c, c.gather_stream, current), FC_OK);
+        read_elsewhere(&c, t);
+        if (right) {
+            assert_int_equal(fc_comm_quiesce(&c), FC_OK);
+        }
+        (void)fct_stream_set_current(c.reduce_stream);
+        sim_tensor_write(t, (const double[8]){0}, "a write on the reduce stream");
+        (void)fct_stream_set_current(current);
+        assert_int_equal(sim_take_failures() > 0, !right);
+        sim_drain();
+        (void)sim_take_failures();
+        fct_tensor_release(t);
+        end(&c);
+    }
+}
+
+/* A kept gather buffer is the copy-in stream's memory, and read by the current stream. */
+static void a_kept_buffer_is_let_go_only_behind_its_copy_out(void **state) {
+    (void)state;
+    fc_comm c = begin(true);
+    fct_stream current = fct_stream_set_current(c.copy_in_stream);
+    fct_tensor *buffer = vector_of(1.0);
+    (void)fct_stream_set_current(current);
+    assert_int_equal(fc_comm_order_streams(&c, current, c.copy_in_stream), FC_OK);
+    sim_tensor_touch(buffer, "the copy-out");
+    c.kept.buffer = buffer;
+    assert_int_equal(fc_comm_record(&c, current, &c.kept.copied), FC_OK);
+    sim_fault_arm(1, SIM_ONCE);
+    assert_int_equal(fc_comm_release_kept(&c), FC_ERAISED);
+    assert_ptr_equal(c.kept.buffer, buffer); /* not ordered: it stays */
+    assert_int_equal(fc_comm_release_kept(&c), FC_OK);
+    assert_null(c.kept.buffer);
+    (void)fct_stream_set_current(c.copy_in_stream);
+    fct_tensor *next = vector_of(2.0); /* the checker looks whether this may reuse the block */
+    (void)fct_stream_set_current(current);
+    fct_tensor_release(next);
+    end(&c);
+}
+
+static fct_tensor *row_on_all_reduce_stream(fc_comm *c, fct_event **done) {
+    fct_stream current = fct_stream_set_current(c->reduce_stream);
+    fct_tensor *row = vector_of(1.0);
+    assert_int_equal(fc_comm_order_streams(c, c->all_reduce_stream, c->reduce_stream), FC_OK);
+    (void)fct_stream_set_current(c->all_reduce_stream);
+    sim_tensor_touch(row, "the cast of a row");
+    (void)fct_stream_set_current(current);
+    assert_int_equal(fc_comm_record(c, c->all_reduce_stream, done), FC_OK);
+    return row;
+}
+
+static void the_last_two_all_reduced_rows_are_kept(void **state) {
+    (void)state;
+    fc_comm c = begin(true);
+    for (int i = 0; i < 5; i++) {
+        fct_event *done = NULL;
+        fct_tensor *row = row_on_all_reduce_stream(&c, &done);
+        assert_int_equal(fc_comm_keep_row(&c, row, done), FC_OK);
+        assert_int_equal(sim_count_alive().tensors, i < 1 ? 1 : 2);
+    }
+    end(&c);
+}
+
+static void a_row_that_cannot_be_kept_stays_the_callers(void **state) {
+    (void)state;
+    fc_comm c = begin(true);
+    fct_event *done = NULL;
+    for (int i = 0; i < 2; i++) {
+        fct_tensor *row = row_on_all_reduce_stream(&c, &done);
+        assert_int_equal(fc_comm_keep_row(&c, row, done), FC_OK);
+    }
+    fct_tensor *row = row_on_all_reduce_stream(&c, &done);
+    sim_fault_arm(1, SIM_ONCE);
+    assert_int_equal(fc_comm_keep_row(&c, row, done), FC_ERAISED);
+    assert_int_equal(sim_tensor_refs(row), 1);
+    assert_int_equal(sim_count_alive().tensors, 3);
+    assert_int_equal(fc_comm_quiesce(&c), FC_OK);
+    fct_tensor_release(row);
+    end(&c);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(parked_buffers_stay_until_the_backend_is_done),
+        cmocka_unit_test(what_is_done_already_is_not_parked),
+        cmocka_unit_test(without_memory_to_park_the_backends_own_references_hold),
+        cmocka_unit_test(the_end_of_the_context_lets_go_of_what_is_parked),
+        cmocka_unit_test(streams_are_taken_once_and_again_after_a_failure),
+        cmocka_unit_test(events_go_back_to_the_pool),
+        cmocka_unit_test(an_event_that_no_pool_has_room_for_is_freed),
+        cmocka_unit_test(a_failed_record_keeps_no_event),
+        cmocka_unit_test(quiesce_orders_all_streams_behind_each_other),
+        cmocka_unit_test(a_kept_buffer_is_let_go_only_behind_its_copy_out),
+        cmocka_unit_test(the_last_two_all_reduced_rows_are_kept),
+        cmocka_unit_test(a_row_that_cannot_be_kept_stays_the_callers),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,355 @@
+/* The parameter group's state machine, one transition at a time: what is registered, what holds
+ * memory and what is in flight before and after each. */
+#include "core/group.h"
+
+#include <string.h>
+
+#include "core/gather.h"
+#include "sim_model.h"
+
+typedef struct fixture {
+    sim_model *model;
+    sim_group *group; /* of the first layer */
+    fc_group *core;
+} fixture;
+
+static const sim_scenario plain = {
+    .world = 2, .shape_count = 1, .shapes = {{.ndim = 1, .sizes = {4}}}};
+
+static fixture begin(sim_scenario scenario) {
+    fixture f;
+    scenario.layers = 2;
+    scenario.device.seed = 7;
+    sim_begin(scenario.device);
+    f.model = sim_model_new(&scenario);
+    f.group = &f.model->layers[1].groups[0];
+    f.core = &f.group->core;
+    assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
+    return f;
+}
+
+static void end(const fixture *f) {
+    sim_model_check(f->model, "at the end");
+    sim_model_free(f->model);
+    sim_end();
+}
+
+static void unshard(const fixture *f) {
+    assert_int_equal(fc_group_unshard(f->core, false), FC_OK);
+    assert_int_equal(fc_group_wait_unshard(f->core), FC_OK);
+}
+
+static void expect_state(const fixture *f, fc_sharded_state state, bool gathering) {
+    assert_int_equal(f->core->sharded_state, state);
+    assert_int_equal(f->core->gather.active, gathering);
+    sim_model_check(f->model, "after a transition");
+}
+
+static size_t gathers(void) {
+    size_t count = 0;
+    for (const char *at = sim_log_text(); (at = strstr(at, "gather:")) != NULL; at++) {
+        count++;
+    }
+    return count;
+}
+
+static void expect_values(const fixture *f, double offset) {
+    double values[4];
+    for (int i = 0; i < 4; i++) {
+        values[i] = f->group->params[0].full[i] + offset;
+    }
+    sim_tensor_expect(f->group->params[0].core.unsharded, values, "the unsharded parameter");
+}
+
+/* An optimizer's step on all ranks: every element grows by 1. */
+static void write_shards(const fixture *f) {
+    sim_param *p = &f->group->params[0];
+    double values[2];
+    for (int i = 0; i < 4; i++) {
+        p->full[i] += 1.0;
+    }
+    sim_shard_values(p, p->full, 0, 2, f->model->scenario.rank, values);
+    sim_tensor_write(p->core.sharded_data, values, "an optimizer's write");
+}
+
+/* ---- sharded state ---- */
+
+static void unshard_starts_a_gather_and_wait_registers_what_it_brought(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        sim_scenario scenario = plain;
+        scenario.device.streams = streams != 0;
+        fixture f = begin(scenario);
+        expect_state(&f, FC_SHARDED, false);
+        assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+        expect_state(&f, FC_SHARDED, true);
+        assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
+        expect_state(&f, FC_UNSHARDED, false);
+        expect_values(&f, 0.0);
+        assert_int_equal(fc_group_reshard(f.core), FC_OK);
+        expect_state(&f, FC_SHARDED, false);
+        end(&f);
+    }
+}
+
+static void transitions_to_where_one_is_do_nothing(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
+    assert_int_equal(fc_group_reshard(f.core), FC_OK);
+    expect_state(&f, FC_SHARDED, false);
+    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(gathers(), 1);
+    assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
+    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(gathers(), 1);
+    expect_state(&f, FC_UNSHARDED, false);
+    end(&f);
+}
+
+static void one_rank_unshards_without_a_collective(void **state) {
+    (void)state;
+    sim_scenario scenario = plain;
+    scenario.world = 1;
+    fixture f = begin(scenario);
+    unshard(&f);
+    assert_int_equal(gathers(), 0);
+    expect_state(&f, FC_UNSHARDED, false);
+    expect_values(&f, 0.0);
+    end(&f);
+}
+
+static void in_forward_a_group_may_stay_unsharded(void **state) {
+    (void)state;
+    sim_scenario scenario = plain;
+    scenario.stay_after_forward = true;
+    fixture f = begin(scenario);
+    unshard(&f);
+    f.core->training_state = FC_FORWARD;
+    assert_int_equal(fc_group_reshard(f.core), FC_OK);
+    expect_state(&f, FC_UNSHARDED, false);
+    f.core->training_state = FC_POST_BACKWARD;
+    assert_int_equal(fc_group_reshard(f.core), FC_OK);
+    expect_state(&f, FC_SHARDED, false);
+    end(&f);
+}
+
+static void in_forward_a_group_may_reshard_to_fewer_ranks(void **state) {
+    (void)state;
+    sim_scenario scenario = plain;
+    scenario.world = 4;
+    scenario.rank = 3;
+    scenario.forward_world = 2;
+    fixture f = begin(scenario);
+    unshard(&f);
+    f.core->training_state = FC_FORWARD;
+    assert_int_equal(fc_group_reshard(f.core), FC_OK);
+    expect_state(&f, FC_SHARDED_POST_FORWARD, false);
+    assert_non_null(f.group->params[0].core.forward_data);
+    f.core->training_state = FC_PRE_BACKWARD;
+    sim_log_clear();
+    unshard(&f);
+    assert_string_equal(sim_log_text(), "gather:0.forward");
+    expect_state(&f, FC_UNSHARDED, false);
+    expect_values(&f, 0.0);
+    assert_null(f.group->params[0].core.forward_data);
+    assert_null(f.group->params[0].forward); /* the host has let it go, too */
+    end(&f);
+}
+
+static void written_shards_are_gathered_anew_between_steps(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    unshard(&f);
+    write_shards(&f);
+    unshard(&f);
+    assert_int_equal(gathers(), 2);
+    expect_values(&f, 0.0); /* the account has the new values */
+    end(&f);
+}
+
+static void but_not_between_a_forward_and_its_backward(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    unshard(&f);
+    write_shards(&f);
+    f.core->training_state = FC_PRE_BACKWARD;
+    unshard(&f);
+    assert_int_equal(gathers(), 1);
+    expect_values(&f, -1.0);
+    end(&f);
+}
+
+static void unshard_in_backward_can_be_switched_off(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    f.core->unshard_in_backward = false;
+    f.core->training_state = FC_PRE_BACKWARD;
+    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    expect_state(&f, FC_SHARDED, false);
+    f.core->training_state = FC_IDLE;
+    unshard(&f);
+    expect_state(&f, FC_UNSHARDED, false);
+    end(&f);
+}
+
+/* ---- failures ---- */
+
+static void a_wait_that_failed_can_be_repeated_without_another_gather(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        for (int64_t n = 1;; n++) {
+            sim_scenario scenario = plain;
+            scenario.device.streams = streams != 0;
+            fixture f = begin(scenario);
+            assert_int_equal(fc_state_begin_iteration(&f.model->layers[0].core), FC_OK);
+            f.core->training_state = FC_FORWARD;
+            assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+            sim_fault_arm(n, SIM_ONCE);
+            fc_status status = fc_group_wait_unshard(f.core);
+            sim_fault_arm(0, SIM_ONCE);
+            if (status != FC_OK) {
+                expect_state(&f, FC_SHARDED, true);
+                fct_error_put_back(NULL);
+                assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
+            }
+            assert_int_equal(gathers(), 1);
+            expect_state(&f, FC_UNSHARDED, false);
+            expect_values(&f, 0.0);
+            end(&f);
+            if (status == FC_OK) {
+                assert_true(n > 4);
+                break;
+            }
+        }
+    }
+}
+
+static void a_torn_group_registers_its_own_face_before_anything_else(void **state) {
+    (void)state;
+    sim_scenario scenario = plain;
+    scenario.shapes[0].tied = true; /* a swap that fails between two modules */
+    fixture f = begin(scenario);
+    sim_param *p = &f.group->params[0];
+    unshard(&f);
+    sim_fault_arm(2, SIM_HOST_AFTER);
+    assert_int_equal(fc_group_to_sharded(f.core), FC_ERAISED);
+    assert_true(f.core->torn);
+    assert_int_equal(f.core->sharded_state, FC_UNSHARDED);
+    assert_int_equal(p->registered[0], FC_SHARDED);
+    assert_int_equal(p->registered[1], FC_UNSHARDED);
+    assert_int_equal(fc_group_unshard(f.core, false), FC_ERAISED); /* it still cannot */
+    sim_fault_arm(0, SIM_ONCE);
+    fct_error_put_back(NULL);
+    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_false(f.core->torn);
+    assert_int_equal(p->registered[0], FC_UNSHARDED);
+    assert_int_equal(gathers(), 1);
+    end(&f);
+}
+
+static void reset_gives_up_whatever_there_was(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    sim_collectives_stall(true);
+    f.core->training_state = FC_PRE_BACKWARD;
+    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(fc_group_reset(f.core), FC_OK);
+    expect_state(&f, FC_SHARDED, false);
+    assert_int_equal(f.core->training_state, FC_IDLE);
+    assert_non_null(f.model->comm.parked);
+    assert_int_equal(fc_group_reset(f.core), FC_OK); /* and may be repeated */
+    unshard(&f);
+    assert_int_equal(fc_group_reset(f.core), FC_OK);
+    expect_state(&f, FC_SHARDED, false);
+    end(&f);
+}
+
+static void the_walker_finds_what_does_not_fit(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    unshard(&f);
+    fct_storage_free(f.group->params[0].core.flat);
+    assert_int_equal(fc_group_check(f.core), FC_ESTATE);
+    assert_non_null(strstr(f.model->comm.error.message, "parameter 0 holds 0 bytes"));
+    f.core->gather.active = true;
+    assert_int_equal(fc_group_check(f.core), FC_ESTATE);
+    assert_non_null(strstr(f.model->comm.error.message, "a gather is in flight"));
+    f.core->gather.active = false;
+    assert_int_equal(fc_group_reset(f.core), FC_OK);
+    assert_int_equal(fc_group_check(f.core), FC_OK);
+    end(&f);
+}
+
+/* ---- training state ---- */
+
+static void only_the_first_module_enters_the_forward(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    bool entering = false;
+    assert_int_equal(fc_group_pre_forward(f.core, &entering), FC_OK);
+    assert_true(entering);
+    assert_int_equal(fc_group_pre_forward(f.core, &entering), FC_OK);
+    assert_false(entering);
+    assert_int_equal(f.core->training_state, FC_FORWARD);
+    assert_int_equal(fc_group_post_forward(f.core), FC_OK);
+    assert_int_equal(f.core->training_state, FC_IDLE);
+    assert_int_equal(f.model->comm.order.count, 1);
+    expect_state(&f, FC_SHARDED, false);
+    end(&f);
+}
+
+static void a_forward_inside_backward_leaves_no_place_in_the_order(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    bool entering = false;
+    sim_set_in_backward(true);
+    assert_int_equal(fc_group_pre_forward(f.core, &entering), FC_OK);
+    assert_int_equal(fc_group_post_forward(f.core), FC_OK);
+    assert_int_equal(f.model->comm.order.count, 0);
+    expect_state(&f, FC_UNSHARDED, false);
+    sim_set_in_backward(false);
+    end(&f);
+}
+
+static void backward_prefetches_the_group_whose_forward_came_before(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    fc_group *second = &f.model->layers[2].groups[0].core;
+    bool entering = false;
+    fc_group *const both[] = {f.core, second};
+    for (size_t i = 0; i < 2; i++) {
+        assert_int_equal(fc_group_pre_forward(both[i], &entering), FC_OK);
+        assert_int_equal(fc_group_post_forward(both[i]), FC_OK);
+    }
+    sim_log_clear();
+    assert_int_equal(fc_group_pre_backward(second, true), FC_OK);
+    assert_string_equal(sim_log_text(), "gather:1 gather:0");
+    expect_state(&f, FC_SHARDED, true);
+    assert_int_equal(f.core->training_state, FC_IDLE); /* not its turn yet */
+    assert_int_equal(fc_group_finalize_backward(f.core), FC_OK);
+    expect_state(&f, FC_SHARDED, false); /* nobody waited for it */
+    end(&f);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(unshard_starts_a_gather_and_wait_registers_what_it_brought),
+        cmocka_unit_test(transitions_to_where_one_is_do_nothing),
+        cmocka_unit_test(one_rank_unshards_without_a_collective),
+        cmocka_unit_test(in_forward_a_group_may_stay_unsharded),
+        cmocka_unit_test(in_forward_a_group_may_reshard_to_fewer_ranks),
+        cmocka_unit_test(written_shards_are_gathered_anew_between_steps),
+        cmocka_unit_test(but_not_between_a_forward_and_its_backward),
+        cmocka_unit_test(unshard_in_backward_can_be_switched_off),
+        cmocka_unit_test(a_wait_that_failed_can_be_repeated_without_another_gather),
+        cmocka_unit_test(a_torn_group_registers_its_own_face_before_anything_else),
+        cmocka_unit_test(reset_gives_up_whatever_there_was),
+        cmocka_unit_test(the_walker_finds_what_does_not_fit),
+        cmocka_unit_test(only_the_first_module_enters_the_forward),
+        cmocka_unit_test(a_forward_inside_backward_leaves_no_place_in_the_order),
+        cmocka_unit_test(backward_prefetches_the_group_whose_forward_came_before),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
