@@ -11,10 +11,22 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_c import clip_grad_norm_, fully_shard, load_full_state_dict
+from fsdp_c import (
+    ShardedEMA,
+    auto_shard,
+    clip_grad_norm_,
+    full_params,
+    fully_shard,
+    generate_with,
+    load_full_state_dict,
+    names,
+    no_sync,
+)
 
 
 class Net(nn.Module):
@@ -197,4 +209,80 @@ def load_and_fail(rank: int, full: dict[str, torch.Tensor]) -> None:
         source.left = reads
         fails(source if rank == 0 else None, "partly loaded", bucket_bytes=60)
     load_full_state_dict(model, full if rank == 0 else None)
+    assert_holds(model, full)
+
+
+def everyday(rank: int, world: int) -> None:
+    full_params_of_uneven_shards(rank)
+    averages(rank)
+    moving_in(rank)
+
+
+def full_params_of_uneven_shards(rank: int) -> None:
+    full = full_values()
+    model = sharded_net()
+    load_full_state_dict(model, full if rank == 0 else None)
+    with full_params(model, rank0_only=True, offload_to_cpu=True) as whole:
+        found = {name: param.detach().clone() for name, param in whole.items()}
+    assert bool(found) == (rank == 0)
+    for name, value in found.items():
+        assert torch.equal(value, full[name])
+    with full_params(model) as whole, torch.no_grad():
+        for param in whole.values():
+            param.mul_(2)
+    doubled = {n: v if n == "steps" else v * 2 for n, v in full.items()}
+    assert_holds(model, doubled)
+    plain = Net()
+    plain.load_state_dict(doubled)
+    # No communication inside: the ranks generate different numbers of tokens.
+    with generate_with(model):
+        tokens = model.generate(torch.arange(3), 2 + 3 * rank)
+    assert torch.equal(tokens, plain.generate(torch.arange(3), 2 + 3 * rank))
+
+
+def averages(rank: int) -> None:
+    """The sharded average is the average of the full weights; accumulation waits in no_sync."""
+    torch.manual_seed(0)
+    model = auto_shard(Net(), "blocks")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ema = ShardedEMA(model, 0.9)
+    expected: list[torch.Tensor] = []
+    for step in range(3):
+        with no_sync(model):
+            backward(model, rank)
+        backward(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(model)
+        whole = [param.full_tensor() for param in model.parameters()]
+        if step == 0:
+            expected = whole
+        else:
+            expected = [a.lerp(b, 1 - 0.9) for a, b in zip(expected, whole, strict=True)]
+    with ema.applied(model):
+        for param, value in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(param.full_tensor(), value)
+
+
+def moving_in(rank: int) -> None:
+    """The recipes of the README: full checkpoints of DDP and of FSDP1."""
+    full = full_values()
+    plain = Net()
+    plain.load_state_dict(full)
+    saved = DistributedDataParallel(plain).state_dict()
+    assert all(name.startswith("module.") for name in saved)
+    model = auto_shard(Net())
+    load_full_state_dict(
+        model,
+        saved if rank == 0 else None,
+        rename=lambda name: names.clean_tensor_name(name, ddp=True),
+    )
+    assert_holds(model, full)
+    old = Net()
+    old.load_state_dict(full)
+    old = FullyShardedDataParallel(old, device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(old, StateDictType.FULL_STATE_DICT):
+        saved = old.state_dict()
+    model = auto_shard(Net())
+    load_full_state_dict(model, saved if rank == 0 else None)
     assert_holds(model, full)

@@ -19,3 +19,7 @@ def test_clipping_gives_torchs_totals_and_gradients_in_one_collective(world: int
 def test_full_weights_are_loaded_from_a_rank_or_a_file(world: int, tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", conveniences.full_values())
     run_ranks(conveniences.load, world, (str(tmp_path),))
+
+
+def test_full_parameters_averages_generation_and_old_checkpoints() -> None:
+    run_ranks(conveniences.everyday, 2)
