@@ -1,0 +1,258 @@
+"""torch's own tools take our modules for what they look like: FSDP2's."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from abc import ABC
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.fsdp as public
+import torch.distributed.fsdp._fully_shard._fully_shard as stock
+import torch.nn as nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch.distributed._composable_state import _get_module_state
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+
+import fsdp_c
+from fsdp_c import _C
+
+Shard = Callable[..., Any]
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BOTH: list[Shard] = [public.fully_shard, fsdp_c.fully_shard]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def model_of(shard: Shard, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        shard(block, **kwargs)
+    return shard(model, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def world(fake_group: int) -> int:
+    return fake_group
+
+
+# ---- types and lookups ---------------------------------------------------------------------------
+
+
+def test_everything_is_torchs_by_type() -> None:
+    model = model_of(fsdp_c.fully_shard)
+    model(torch.ones(2, 16))
+    state = model[0]._get_fsdp_state()
+    group = state._fsdp_param_group
+    assert isinstance(model, FSDPModule) and type(model).__name__ == "FSDPSequential"
+    assert isinstance(state, FSDPState) and isinstance(group, FSDPParamGroup)
+    assert isinstance(group.fsdp_params[0], FSDPParam)
+    assert isinstance(group.comm_ctx, FSDPCommContext)
+    for found in (
+        public.fully_shard.state(model[0]),
+        fsdp_c.fully_shard.state(model[0]),
+        _get_module_fsdp_state(model[0]),
+        _get_module_state(model[0]),
+    ):
+        assert found is state
+    assert stock.get_cls_to_fsdp_cls()[Block] is type(model[0])
+    assert type(model[0]).__mro__[1:3] == (FSDPModule, Block)
+    assert type(model[:1]) is nn.Sequential
+
+
+def test_fsdp_module_is_what_torchs_module_holds_at_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Registered(FSDPModule, ABC):
+        """What a library puts there."""
+
+    class Fresh(nn.Linear):
+        """Not in torch's table of classes yet."""
+
+    monkeypatch.setattr(stock, "FSDPModule", Registered)
+    module = fsdp_c.fully_shard(Fresh(4, 4))
+    assert isinstance(module, Registered)
+
+
+# ---- memory tracker ------------------------------------------------------------------------------
+
+EARLIER = {"All Gather", "Reduce Scatter"}  # buffers that we give back sooner than torch does
+
+
+def tracked(shard: Shard, **kwargs: Any) -> tuple[list[Any], int, dict[Any, Any]]:
+    """What the tracker was told in two steps, the peak, and what is left at the end."""
+    model = model_of(shard, **kwargs)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(4, 16)
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs((x,))
+    told: list[Any] = []
+    update = tracker._update_snap
+
+    def noting(kind: Any, info: Any, *args: Any, **kw: Any) -> None:
+        told.append((kind.name, info.reftype.value, info.mem_consumed))
+        update(kind, info, *args, **kw)
+
+    tracker._update_snap = noting
+    with tracker:
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            tracker.reset_mod_stats()
+    for group in (module._get_fsdp_state()._fsdp_param_group for module in model):
+        assert group is None or not shard.__module__.startswith("fsdp_c") or not _C.overrides(group)
+    model(x).sum().backward()
+    cpu = torch.device("cpu")
+    peak = tracker.get_tracker_snapshot("peak")[cpu]["Total"]
+    return told, peak, tracker.get_tracker_snapshot("current")[cpu]
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED], ids=["fp32", "mixed"])
+def test_the_memory_tracker_sees_what_it_sees_of_torchs(policy: MixedPrecisionPolicy) -> None:
+    (stock_told, stock_peak, stock_left), (told, peak, left) = (
+        tracked(shard, mp_policy=policy) for shard in BOTH
+    )
+
+    def of_parameters(lines: list[Any]) -> list[Any]:
+        return [line for line in lines if line[1] in ("Unsharded Param", "Sharded Param")]
+
+    assert of_parameters(told) == of_parameters(stock_told)
+    assert sum(kind == "SIZE" for kind, *_ in told) > 10  # it sees parameters freed and allocated
+    ends = [line for line in stock_told if line[0] != "DEL" or line[1] not in EARLIER]
+    assert [line for line in told if line[0] != "DEL" or line[1] not in EARLIER] == ends
+    assert left == stock_left
+    assert peak <= stock_peak
+
+
+# ---- fake tensors --------------------------------------------------------------------------------
+
+
+def test_fake_tensors_train() -> None:
+    mesh = init_device_mesh("cpu", (8,))
+    shapes = []
+    for shard in BOTH:
+        with FakeTensorMode():
+            model = model_of(shard, mesh=mesh, mp_policy=MIXED)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                loss = model(torch.randn(4, 16)).sum()
+                loss.backward()
+                grads = [parameter.grad for parameter in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+        assert is_fake(loss) and all(map(is_fake, grads))
+        shapes.append([(grad.shape, grad.dtype, grad.to_local().shape) for grad in grads])
+    assert shapes[0] == shapes[1]
+
+
+# ---- process groups written in Python ------------------------------------------------------------
+
+_names = itertools.count()
+
+
+def python_mesh(calls: list[str]) -> DeviceMesh:
+    """A mesh of 4 whose collectives are Python methods; ranks hold the same as this one."""
+    name = f"python {next(_names)}"
+
+    class Group(dist.ProcessGroup):
+        def __init__(self) -> None:
+            super().__init__(0, 4)
+
+        group_name = property(lambda self: name)
+
+        def getBackendName(self) -> str:
+            return "python"
+
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 4
+
+        def all_gather_single(self, output: Any, shard: Any, options: Any = None) -> None:
+            calls.append("gather")
+            output.copy_(shard.clone().repeat(4))
+
+        def reduce_scatter_single(self, output: Any, whole: Any, options: Any = None) -> None:
+            calls.append("reduce")
+            output.copy_(whole.view(4, -1).sum(0))
+
+    group = Group()
+    c10d = dist.distributed_c10d
+    c10d._register_process_group(name, group)
+    c10d._world.pg_map[group] = ("fake", None)  # type: ignore[assignment]
+    c10d._world.pg_names[group] = name
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(4)}
+    return DeviceMesh.from_group(group, "cpu")
+
+
+def test_the_methods_of_a_python_process_group_are_called() -> None:
+    found = []
+    for shard in BOTH:
+        calls: list[str] = []
+        module = shard(nn.Linear(8, 8), mesh=python_mesh(calls), reshard_after_forward=True)
+        nn.init.ones_(module.weight)
+        module(torch.ones(2, 8)).sum().backward()
+        found.append((calls, module.weight.grad.to_local().tolist()))
+    assert found[0] == found[1]
+    assert found[1][0] == ["gather", "gather", "reduce"]
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hooks", ["ours", "registered again"])
+@pytest.mark.parametrize("shard", BOTH, ids=["torch", "fsdp_c"])
+def test_dynamo_compiles_what_is_between_the_hooks(shard: Shard, hooks: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    model = model_of(shard)
+    eager = model_of(shard)
+    if hooks == "registered again":
+        for module in (model, *model):
+            state = module._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(state._post_forward)
+    compiled = torch.compile(model, backend=backend)
+    x = torch.ones(2, 16)
+    for _ in range(3):
+        compiled(x).sum().backward()
+        eager(x).sum().backward()
+    assert graphs and sum(counters["graph_break"].values()) >= 1
+    for one, other in zip(model.parameters(), eager.parameters()):
+        assert torch.equal(one.grad.to_local(), other.grad.to_local())
+    torch._dynamo.reset()
+
+
+def test_the_module_of_the_package_and_the_function_have_one_name() -> None:
+    assert importlib.import_module("fsdp_c.explain").explain is fsdp_c.explain
+    assert importlib.import_module("fsdp_c.fully_shard").fully_shard is fsdp_c.fully_shard
