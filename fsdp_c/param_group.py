@@ -200,7 +200,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
     # ---- data movement by torch's functions (called by the core, see csrc/core/host.h) ----
 
     def _host_gather(self, async_op: bool) -> None:
-        info = self.mesh_info
+        info = self._gather_mesh_info
         if not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1:
             self._host_gathered = "local"
             return
@@ -219,6 +219,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
         if self._host_gathered == "local":
             for param in self.fsdp_params:
                 self._copy_local(param)
+        elif self.is_sharded_post_forward:
+            self._copy_out_forward(self._host_gathered)
         else:
             stock.foreach_all_gather_copy_out(
                 self._host_gathered,
@@ -232,6 +234,36 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
             for stream in self.comm_ctx.gather_streams:
                 stream.wait_event(event)
         self._host_gathered = None
+
+    @property
+    def _gather_mesh_info(self) -> Any:
+        """The mesh over which the parameters are sharded as they are now."""
+        return self._smaller_mesh_info if self.is_sharded_post_forward else self.mesh_info
+
+    @torch.no_grad()
+    def _copy_out_forward(self, gathered: Any) -> None:
+        """The copy-out of a gather over the smaller mesh, whose rows may be of another size than
+        those of the whole mesh; they always fit into the memory for the latter."""
+        if gathered.all_gather_event is not None:
+            self.device_handle.current_stream().wait_event(gathered.all_gather_event)
+        if isinstance(gathered.all_gather_work, dist.Work):
+            gathered.all_gather_work.wait()
+        world = self._gather_mesh_info.shard_mesh_size
+        outputs = []
+        for param, numels in zip(
+            self.fsdp_params, gathered.param_all_gather_input_numels, strict=True
+        ):
+            param.alloc_all_gather_outputs()
+            (output,) = param.all_gather_outputs
+            outputs.append(output[: world * numels[0]].view(world, -1))
+        rows = gathered.all_gather_output.view(world, -1)
+        if rows.dtype == torch.uint8:
+            outputs = [output.view(torch.uint8) for output in outputs]
+        counted = tuple(output for output in outputs if not output.is_inference())
+        with torch.autograd._unsafe_preserve_version_counter(counted):
+            torch.ops.fsdp.split_with_sizes_copy(
+                rows, gathered.all_gather_input_split_sizes, dim=1, out=outputs
+            )
 
     @torch.no_grad()
     def _copy_local(self, param: Param) -> None:

@@ -108,7 +108,7 @@ static fc_status start_gather(fc_group *g, bool async_op) {
     fc_status status = FC_OK;
     fc_gather gather = {.active = true, .async_op = async_op};
     void *range = NULL;
-    if ((g->hosted_gather && !from_forward(g)) || fc_call_overridden(g, FC_CALL_GATHER)) {
+    if (g->hosted_gather || fc_call_overridden(g, FC_CALL_GATHER)) {
         range = fc_group_enter_range(g, "all_gather");
         FC_TRY_RAISED(g->host->gather(g->owner, async_op));
         gather.hosted = true;

@@ -24,7 +24,6 @@ FEATURES: dict[str, Callable[[Setting], bool]] = {
     "param_meshes": lambda s: s.placement == "experts",
     "cpu_offload": lambda s: s.offload,
     "custom_comm": lambda s: s.comm == "custom",
-    "custom_comm_after_reshard_int": lambda s: s.comm == "custom" and isinstance(s.reshard, str),
     "group_memory": lambda s: s.comm == "memory",
     "separate_group": lambda s: s.comm == "separate",
     "input_buffers": lambda s: s.comm == "buffers",
@@ -42,10 +41,7 @@ FEATURES: dict[str, Callable[[Setting], bool]] = {
     "compile": lambda s: s.compiled is not None,
 }
 
-LANDED = frozenset(FEATURES) - {
-    # The gather from a smaller mesh does not go through a custom all-gather yet.
-    "custom_comm_after_reshard_int",
-}
+LANDED = frozenset(FEATURES)
 
 
 def landed() -> frozenset[str]:

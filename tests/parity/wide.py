@@ -108,6 +108,8 @@ def _anchors() -> list[Placed]:
     ):
         for family in ("even", "odd"):
             add(launch, plain, mesh=mesh, family=family, reshard=size)
+    add(GLOO4, plain, reshard="2", comm="custom")
+    add(GLOO4, plain, reshard="2", comm="custom", param="bf16", reduce="fp32", evaluate=True)
     for name, values in EXTRAS.items():
         for value in values:
             family = "embedding" if name == "keep_sharded" else "even"
