@@ -257,8 +257,11 @@ class Param(_C.Param, FSDPParam):
             self._forget_unsharded()
 
     def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
-        """The parameter seen while unsharded, over ``flat`` (called once by the core)."""
-        with torch.no_grad():
+        """The parameter seen while unsharded, over ``flat`` (called once by the core).
+
+        It outlives the forward that needs it first, which may be an evaluation's.
+        """
+        with torch.inference_mode(False), torch.no_grad():
             whole = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
             if self._unsharded_dtensor_spec is not None:
                 whole = _from_local_no_grad(whole, self._get_unsharded_dtensor_spec(whole))
@@ -277,7 +280,7 @@ class Param(_C.Param, FSDPParam):
 
     def _make_forward(self, data: torch.Tensor) -> nn.Parameter:
         """The parameter seen between forward and backward on the smaller mesh, over ``data``."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             rows = torch.as_strided(
                 data,
                 self.sharded_post_forward_size,

@@ -20,6 +20,14 @@ static fcpy_group *group_at(const fcpy_state *self, size_t index) {
 
 /* ---- call-backs from autograd ---- */
 
+/* A backward within a compiled function: what it calls is not to be compiled, as in forward. */
+static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) {
+    PyObject *paused = fcpy_dynamo_pause(mod);
+    int result = run(owner);
+    fcpy_dynamo_resume(mod, paused);
+    return result;
+}
+
 int fcpy_state_end_backward(fcpy_state *self) {
     fcpy_log(self->mod, Py_None, "root_post_backward");
     void *range = fct_profile_enter("FSDP::root_post_backward_callback");
@@ -28,13 +36,17 @@ int fcpy_state_end_backward(fcpy_state *self) {
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
 
-static int call_end_backward(void *owner) {
+static int run_end_backward(void *owner) {
     fcpy_state *self = (fcpy_state *)owner;
     if (fcpy_state_overrides(self, FCPY_STATE_END)) {
         return done(
             PyObject_CallMethod((PyObject *)owner, "_root_post_backward_final_callback", NULL));
     }
     return fcpy_state_end_backward(self);
+}
+
+static int call_end_backward(void *owner) {
+    return run_untraced(((fcpy_state *)owner)->mod, run_end_backward, owner);
 }
 
 int fcpy_state_pre_backward(fcpy_state *self) {
@@ -50,8 +62,12 @@ int fcpy_state_pre_backward(fcpy_state *self) {
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
 
-static int call_pre_backward(void *owner) {
+static int run_pre_backward(void *owner) {
     return fcpy_state_pre_backward((fcpy_state *)owner);
+}
+
+static int call_pre_backward(void *owner) {
+    return run_untraced(((fcpy_state *)owner)->mod, run_pre_backward, owner);
 }
 
 /* The gradients that pass through the node that runs now, as a new tuple. */
@@ -101,13 +117,17 @@ done:
     return result;
 }
 
-static int call_post_backward(void *owner) {
+static int run_post_backward(void *owner) {
     fcpy_group *group = (fcpy_group *)owner;
     if (fcpy_guard_patched(&group->mod->guard, FCPY_CALL_NODE)) {
         return run_patched_node(group);
     }
     fc_status status = fc_call_post_backward(&group->core);
     return status == FC_OK ? 0 : raise_group(group, status);
+}
+
+static int call_post_backward(void *owner) {
+    return run_untraced(((fcpy_group *)owner)->mod, run_post_backward, owner);
 }
 
 /* ---- casts ---- */

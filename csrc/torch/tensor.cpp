@@ -8,6 +8,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -140,6 +141,8 @@ bool fct_tensor_is_view(const fct_tensor *t) {
 
 int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
     return guarded("fct_tensor_empty", [&] {
+        /* A parameter made by an evaluation is trained later. */
+        const c10::InferenceMode never(false);
         const Quiet quiet;
         const auto options =
             at::TensorOptions().dtype(fct::scalar_type(dtype)).device(fct::device(device));

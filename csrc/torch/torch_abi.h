@@ -93,7 +93,8 @@ uint32_t fct_tensor_version(const fct_tensor *t);
 /* Counts a write that went through a raw pointer (nothing happens for inference tensors). */
 void fct_tensor_bump(fct_tensor *t);
 
-/* New 1-D tensor of `numel` uninitialised elements, allocated on the device's current stream. */
+/* New 1-D tensor of `numel` uninitialised elements, allocated on the device's current stream; a
+ * normal one in inference mode, too. */
 FCT_CHECK int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out);
 /* New tensor aliasing base's storage, with base's dtype and its own version counter, no autograd
  * relation. `offset` in elements from the start of the STORAGE. Checked: offset + extent <= storage
