@@ -1,10 +1,10 @@
-"""Behaviour scenarios: functions that run under torch's FSDP2 and under fsdp_c, in processes of their own.
+"""Behaviour scenarios: functions that run under torch's FSDP2 and under fsdp_c, in own processes.
 
 A worker module (``behaviour_*.py``) defines functions marked ``@scenario(world)``; each takes an
-``Api`` and returns something that pickles. ``outcomes(...)`` runs all scenarios of one world size in
-one launch per implementation (a launch costs seconds, a scenario milliseconds) and remembers what
-came back, across the workers of pytest-xdist too. A scenario that raises does not stop the others:
-its outcome is a ``Raised``.
+``Api`` and returns something that pickles. ``outcomes(...)`` runs all scenarios of one world size
+in one launch per implementation (a launch costs seconds, a scenario milliseconds) and remembers
+what came back, across the workers of pytest-xdist too. A scenario that raises does not stop the
+others: its outcome is a ``Raised``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pickle
 import tempfile
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from launch import run_ranks
+from torch.distributed.tensor.debug import CommDebugMode
 
 MODULES = (
     "behaviour_events",
@@ -149,24 +151,35 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {
-        name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()
-    }
+    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
 
 
 def train(
-    model: nn.Module, rank: int, steps: int, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    rank: int,
+    steps: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> list[Any]:
     """Losses and gradients of ``steps`` steps, then the weights."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    forward = forward or model
     seen: list[Any] = []
     for step in range(steps):
-        loss = model(batch(rank, step)).square().mean()
+        loss = forward(batch(rank, step)).square().mean()
         loss.backward()
         seen += [loss.item(), grads(model)]
         optimizer.step()
         optimizer.zero_grad()
     return [*seen, weights(model)]
+
+
+def collectives(run: Callable[[], Any]) -> Counter[str]:
+    """Dispatcher ops that ``run()`` issues, by name. One forward at most: torch's CommDebugMode
+    loses count of modules after a backward."""
+    with CommDebugMode() as mode:
+        run()
+    return Counter({str(op): count for op, count in mode.get_comm_counts().items()})
 
 
 # ---- in the tests ----

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import DIM, Api, Block, batch, plain, scenario, shard, train, weights, whole
+from behaviour import (
+    DIM,
+    Api,
+    Block,
+    batch,
+    collectives,
+    grads,
+    plain,
+    scenario,
+    shard,
+    train,
+    weights,
+    whole,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -22,11 +39,11 @@ def step(model: nn.Module, rank: int, input_grad: bool = False) -> None:
     model(batch(rank).requires_grad_(input_grad)).square().mean().backward()
 
 
-def profiled(model: nn.Module, rank: int, input_grad: bool = False) -> list[str]:
-    """The ranges of one step; an unprofiled one runs before, for lazy init."""
-    step(model, rank, input_grad)
+def profiled(run: Callable[[], Any]) -> list[str]:
+    """The ranges of ``run()``; it runs once before without the profiler, for lazy init."""
+    run()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step(model, rank, input_grad)
+        run()
     return ranges(profiler)
 
 
@@ -38,14 +55,48 @@ def profiler_ranges(api: Api) -> dict[str, list[str]]:
         api.fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes))
     api.fully_shard(mixed, mp_policy=MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32))
     found = {
-        "fp32": profiled(shard(api, plain(2)), api.rank),
-        "mixed": profiled(mixed, api.rank),
+        case: profiled(functools.partial(step, model, api.rank))
+        for case, model in {
+            "fp32": shard(api, plain(2)),
+            "mixed": mixed,
+            "reshard True": shard(api, plain(2), reshard_after_forward=True),
+            "reshard False": shard(api, plain(2), reshard_after_forward=False),
+        }.items()
     }
-    for reshard in (True, False):
-        found[f"reshard {reshard}"] = profiled(
-            shard(api, plain(2), reshard_after_forward=reshard), api.rank
-        )
     return found
+
+
+def with_prefetch(model: nn.Sequential, depth: int, forward: bool) -> nn.Sequential:
+    """Each block names the ``depth`` blocks after (forward) or before it to be gathered ahead."""
+    blocks = list(model)[:-1]
+    for index, block in enumerate(blocks):
+        if forward:
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
+        else:
+            block.set_modules_to_backward_prefetch(blocks[max(0, index - depth) : index][::-1])
+    return model
+
+
+class Fork(nn.Module):
+    """Two layers on the same input, for two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(x), self.right(x)
+
+
+class Partial(nn.Module):
+    """Two groups of two layers; the first layer of each group never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[3](self.layers[1](x))
 
 
 @scenario()
@@ -53,31 +104,58 @@ def order_of_events(api: Api) -> dict[str, list[str]]:
     """U: an all-gather begins; P: gradients begin to be reduced. By the profiler's ranges."""
     found: dict[str, list[str]] = {}
 
-    def record(case: str, model: nn.Module, input_grad: bool = True) -> None:
+    def record(case: str, run: Callable[[], Any]) -> None:
         short = {"FSDP::all_gather": "U", "FSDP::post_backward_reduce": "P"}
-        events = []
-        for name in profiled(model, api.rank, input_grad):
-            label, _, fqn = name.partition(" (")
-            if label in short:
-                events.append(f"{short[label]}{fqn.rstrip(')')}")
-        found[case] = events
+        split = (name.partition(" (") for name in profiled(run))
+        found[case] = [
+            f"{short[label]}{fqn.rstrip(')')}" for label, _, fqn in split if label in short
+        ]
+
+    def record_step(case: str, model: nn.Module, input_grad: bool = True) -> None:
+        record(case, lambda: step(model, api.rank, input_grad))
 
     for reshard in (None, True, False):
-        record(f"reshard {reshard}", shard(api, plain(), reshard_after_forward=reshard))
+        record_step(f"reshard {reshard}", shard(api, plain(), reshard_after_forward=reshard))
     for depth in (1, 2):
-        model = shard(api, plain(4))
-        blocks = list(model)[:-1]
-        for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
-        record(f"forward prefetch {depth}", model)
-        model = shard(api, plain(4))
-        blocks = list(model)[:-1]
-        for index, block in enumerate(blocks):
-            before = blocks[max(0, index - depth) : index]
-            block.set_modules_to_backward_prefetch(before[::-1])
-        record(f"backward prefetch {depth}", model)
+        record_step(f"forward prefetch {depth}", with_prefetch(shard(api, plain(4)), depth, True))
+        record_step(f"backward prefetch {depth}", with_prefetch(shard(api, plain(4)), depth, False))
     # Nothing below the first block requires grad: its post-backward is left to the end of backward.
-    record("input without gradient", shard(api, plain()), input_grad=False)
+    record_step("input without gradient", shard(api, plain()), input_grad=False)
+
+    blocks = [checkpoint_wrapper(block) for block in list(plain())[:-1]]
+    record_step("checkpointed", shard(api, nn.Sequential(*blocks, nn.Linear(DIM, 3))))
+
+    twice = shard(api, plain())
+
+    def two_forwards() -> None:
+        losses = [twice(batch(api.rank, i).requires_grad_()).square().mean() for i in range(2)]
+        (losses[0] + losses[1]).backward()
+
+    record("two forwards", two_forwards)
+
+    grouped = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, 3))
+    api.fully_shard(grouped[0])
+    api.fully_shard([grouped[1], grouped[2]])
+    record_step("grouped", api.fully_shard(grouped))
+
+    partial = Partial()
+    for i in (0, 2):
+        api.fully_shard([partial.layers[i], partial.layers[i + 1]])
+    record_step("first of each group unused", api.fully_shard(partial))
+
+    fork = nn.Sequential(nn.Linear(DIM, DIM), Fork())
+    for module in (fork[0], fork[1].left, fork[1].right):
+        api.fully_shard(module)
+    api.fully_shard(fork)
+
+    def two_backwards() -> None:
+        left, right = fork(batch(api.rank).requires_grad_())
+        fork.set_is_last_backward(False)
+        right.square().mean().backward(retain_graph=True)
+        fork.set_is_last_backward(True)
+        left.square().mean().backward()
+
+    record("two losses", two_backwards)
     return found
 
 
@@ -85,26 +163,45 @@ def order_of_events(api: Api) -> dict[str, list[str]]:
 def counts_of_collectives(api: Api) -> dict[str, Any]:
     """Dispatcher ops of forward, backward and accumulation, by kind."""
     found: dict[str, Any] = {}
-
-    def count(case: str, run: Any) -> Any:
-        with CommDebugMode() as mode:
-            result = run()
-        found[case] = {str(op): n for op, n in mode.get_comm_counts().items()}
-        return result
-
     for reshard in (None, True, False):
         model = shard(api, plain(), reshard_after_forward=reshard)
-        step(model, api.rank)
-        loss = count(f"{reshard}: forward", lambda: model(batch(api.rank)).square().mean())
-        count(f"{reshard}: backward", loss.backward)
+        one_step = functools.partial(step, model, api.rank)
+        one_step()
+        losses: list[torch.Tensor] = []
+        found[f"{reshard}: forward"] = collectives(
+            lambda model=model, losses=losses: losses.append(model(batch(api.rank)).sum())
+        )
+        found[f"{reshard}: backward"] = collectives(losses[0].backward)
         model.set_requires_gradient_sync(False)
-        count(f"{reshard}: no sync", lambda: step(model, api.rank))
+        found[f"{reshard}: no sync"] = collectives(one_step)
         model.set_requires_gradient_sync(True)
         model.set_reshard_after_backward(False)
-        count(f"{reshard}: keep after backward", lambda: step(model, api.rank))
-        count(f"{reshard}: kept", lambda: step(model, api.rank))
+        found[f"{reshard}: keep after backward"] = collectives(one_step)
+        found[f"{reshard}: kept"] = collectives(one_step)
         with torch.no_grad():
-            count(f"{reshard}: no_grad", lambda: model(batch(api.rank)))
+            found[f"{reshard}: no_grad"] = collectives(functools.partial(model, batch(api.rank)))
+    return found
+
+
+@scenario()
+def counts_of_accumulation(api: Api) -> dict[str, Any]:
+    """Collectives of three micro-batches; only the last synchronises, all modules or some."""
+    found: dict[str, Any] = {}
+    for forward, backward, mode in itertools.product(
+        (None, True, False), (True, False), ("all", "root", "one block")
+    ):
+        model = shard(api, plain(), reshard_after_forward=forward)
+        step(model, api.rank)
+        model.zero_grad()
+        target = model[1] if mode == "one block" else model
+        counts: Counter[str] = Counter()
+        for part in range(3):
+            last = part == 2
+            target.set_requires_gradient_sync(last, recurse=mode == "all")
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last or backward)
+            counts += collectives(functools.partial(step, model, api.rank))
+        found[f"{mode}, reshard {forward} {backward}"] = [counts, grads(model)]
     return found
 
 
@@ -149,11 +246,13 @@ def unshard_and_reshard(api: Api) -> dict[str, Any]:
     note("waited twice", blocks[0])
     blocks[0].reshard()
 
-    with CommDebugMode() as mode:
-        handles = [block.unshard(async_op=True) for block in blocks]
-        handles.append(model.unshard(async_op=True))
-        model(batch(api.rank)).square().mean().backward()  # waits for what nobody waited for
-    found["gathers"] = {str(op): n for op, n in mode.get_comm_counts().items()}
+    handles: list[Any] = []
+
+    def gather_by_hand_and_train() -> None:
+        handles.extend(module.unshard(async_op=True) for module in (*blocks, model))
+        step(model, api.rank)  # waits for what nobody waited for
+
+    found["gathers"] = collectives(gather_by_hand_and_train)
     note("after backward", blocks[0])
     for late in handles:
         late.wait()
@@ -163,36 +262,84 @@ def unshard_and_reshard(api: Api) -> dict[str, Any]:
     return found | {"trained": train(model, api.rank, 1)}
 
 
+class Watching(Block):
+    """Tells what it finds when its forward and its backward run."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tell("forward")
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.tell("backward"))
+        return y
+
+
 @scenario()
-def states_within_a_step(api: Api) -> list[Any]:
-    """What user code sees inside forward and backward."""
-    seen: list[Any] = []
+def states_within_a_step(api: Api) -> dict[str, list[Any]]:
+    """What user code sees of all modules inside forward and backward, with prefetch lists too."""
 
-    class Watching(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            note("forward")
-            y = super().forward(x)
-            if y.requires_grad:
-                y.register_hook(lambda grad: note("backward"))
-            return y
+    def watch(depth: int, forward: bool) -> list[Any]:
+        seen: list[Any] = []
 
-    def note(when: str) -> None:
-        seen.append(
-            [when]
-            + [m._get_fsdp_state()._training_state.name for m in (*blocks, model)]
-            + [f"{group_of(m)._training_state.name}" for m in (*blocks, model)]
-            + [f"{group_of(m)._sharded_state.name}" for m in (*blocks, model)]
-        )
+        def note(when: str) -> None:
+            states = [module._get_fsdp_state() for module in (*blocks, model)]
+            groups = [state._fsdp_param_groups[0] for state in states]
+            seen.append(
+                [when]
+                + [state._training_state.name for state in states]
+                + [group._training_state.name for group in groups]
+                + [group._sharded_state.name for group in groups]
+            )
 
-    torch.manual_seed(1)
-    blocks = [Watching(), Watching()]
-    model = nn.Sequential(*blocks, nn.Linear(DIM, 3))
-    shard(api, model)
-    note("before")
-    for _ in range(2):
-        step(model, api.rank)
-        note("after")
-    return seen
+        torch.manual_seed(1)
+        blocks = [Watching(note) for _ in range(4)]
+        model = shard(api, nn.Sequential(*blocks, nn.Linear(DIM, 3)))
+        if depth > 0:
+            with_prefetch(model, depth, forward)
+        note("before")
+        for _ in range(2):
+            step(model, api.rank)
+            note("after")
+        return seen
+
+    return {
+        "default": watch(0, True),
+        "forward prefetch": watch(2, True),
+        "backward prefetch": watch(2, False),
+    }
+
+
+@scenario()
+def identity_of_parameters(api: Api) -> dict[str, list[bool]]:
+    """The objects that users hold stay the ones that are registered, sharded and unsharded."""
+    model = shard(api, plain(2), reshard_after_forward=True)
+    inside: list[list[nn.Parameter]] = []
+    model[0].linear.register_forward_pre_hook(
+        lambda module, args: inside.append(list(module.parameters()))
+    )
+    sharded = list(model.parameters())
+    local = [p.to_local().data_ptr() for p in sharded]
+    train(model, api.rank, 2)
+    groups = [group_of(module) for module in (model[0], model[1], model)]
+    in_groups = [p for group in groups for p in group.fsdp_params]
+    return {
+        "sharded": [a is b for a, b in zip(sharded, model.parameters())],
+        "of the group": [any(p.sharded_param is q for q in sharded) for p in in_groups],
+        "memory": [a == p.to_local().data_ptr() for a, p in zip(local, sharded)],
+        "unsharded": [a is b for a, b in zip(inside[0], inside[1])],
+        "freed": [p.untyped_storage().nbytes() == 0 for p in inside[0]],
+        "by unshard": [any(p is q for q in inside[0]) for p in unsharded_of(model[0])],
+    }
+
+
+def unsharded_of(module: Any) -> list[nn.Parameter]:
+    module.unshard()
+    found = list(module.linear.parameters())
+    module.reshard()
+    return found
 
 
 @scenario()

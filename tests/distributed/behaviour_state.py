@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from behaviour import DIM, Api, batch, plain, scenario, shard, train, weights, whole
+from behaviour import DIM, Api, batch, grads, plain, scenario, shard, train, weights, whole
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,7 +31,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 @scenario()
 def state_dict_of_a_model(api: Api) -> dict[str, Any]:
-    """Names, types, placements and values; before the first forward, after training, while unsharded."""
+    """Names, types, placements, values; before the first forward, after training, unsharded."""
     found: dict[str, Any] = {}
     for reshard in (True, False):
         model = shard(api, plain(), reshard_after_forward=reshard)
@@ -109,30 +109,25 @@ def initialise(model: nn.Module) -> None:
             module.reset_parameters()
 
 
+def on_meta(api: Api) -> nn.Sequential:
+    with torch.device("meta"):
+        model = plain()
+    return shard(api, model)
+
+
 @scenario()
 def meta_device(api: Api) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with torch.device("meta"):
-        model = plain()
-    shard(api, model)
-    try:
-        model(batch(api.rank))
-    except RuntimeError as error:
-        found["before to_empty"] = str(error).partition("\n")[0]
+    model = on_meta(api)
     model.to_empty(device="cpu")
     initialise(model)
     found["trained"] = train(model, api.rank, 2)
 
-    with torch.device("meta"):
-        model = plain()
-    shard(api, model)
-    source = shard(api, plain(seed=11))
-    model.load_state_dict(source.state_dict(), assign=True)
+    model = on_meta(api)
+    model.load_state_dict(shard(api, plain(seed=11)).state_dict(), assign=True)
     found["assigned"] = train(model, api.rank, 2)
 
-    with torch.device("meta"):
-        model = plain()
-    shard(api, model)
+    model = on_meta(api)
     full = plain(seed=11).state_dict() if api.rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model.to_empty(device="cpu")
@@ -142,8 +137,26 @@ def meta_device(api: Api) -> dict[str, Any]:
 
 
 @scenario()
+def forward_on_the_meta_device(api: Api) -> dict[str, Any]:
+    """A forward too early; then the model is made real after all."""
+    model = on_meta(api)
+    found: dict[str, Any] = {}
+    try:
+        model(batch(api.rank))
+    except RuntimeError as error:
+        found["message"] = str(error).partition("\n")[0]
+    model.to_empty(device="cpu")
+    initialise(model)
+    try:
+        found["trained"] = train(model, api.rank, 2)
+    except AttributeError as error:
+        found["broken"] = str(error)
+    return found
+
+
+@scenario()
 def converted_model(api: Api) -> dict[str, Any]:
-    """``model.to(dtype)`` and back, before lazy init and after."""
+    """``model.double()`` and back, before lazy init, after a step and while unsharded."""
     found: dict[str, Any] = {}
     for when in ("at first", "after a step", "after a forward"):
         model = shard(api, plain(), reshard_after_forward=False)
@@ -154,12 +167,23 @@ def converted_model(api: Api) -> dict[str, Any]:
         model.double()
         model.float()
         found[when] = train(model, api.rank, 2)
-        model.double()
-        found[f"{when}, double"] = [
-            model(batch(api.rank).double()).square().mean().item(),
-            [str(p.dtype) for p in model.parameters()],
-        ]
+    model = shard(api, plain())
+    model.double()
+    found["double from the first forward on"] = model(batch(api.rank).double()).detach()
     return found
+
+
+@scenario()
+def converted_after_training(api: Api) -> list[Any]:
+    """The output, what a model that was never sharded makes of the same weights, and gradients."""
+    model = shard(api, plain())
+    train(model, api.rank, 1)
+    alone = plain().double()
+    alone.load_state_dict(weights(model))
+    model.double()
+    output = model(batch(api.rank).double())
+    output.square().mean().backward()
+    return [output.detach(), alone(batch(api.rank).double()).detach(), grads(model)]
 
 
 @scenario()
@@ -177,7 +201,9 @@ def full_state_dicts(api: Api) -> dict[str, Any]:
     other_optimizer = adamw(other)
     load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, full if api.rank == 0 else {}, options=load)
-    set_optimizer_state_dict(other, other_optimizer, state if api.rank == 0 else {}, options=load)
+    # A copy: the loaded state would share the step counters with the other optimizer's.
+    mine = copy.deepcopy(state) if api.rank == 0 else {}
+    set_optimizer_state_dict(other, other_optimizer, mine, options=load)
     found["broadcast"] = train(other, api.rank, 2, other_optimizer)
     found["continued"] = train(model, api.rank, 2, optimizer)
     return found
@@ -193,9 +219,7 @@ def sharded_state_dicts(api: Api) -> dict[str, Any]:
     optimizer_state = copy.deepcopy(optimizer_state)
     other = shard(api, plain(seed=11))
     other_optimizer = adamw(other)
-    set_state_dict(
-        other, other_optimizer, model_state_dict=state, optim_state_dict=optimizer_state
-    )
+    set_state_dict(other, other_optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
     return {
         "loaded": train(other, api.rank, 2, other_optimizer),
         "continued": train(model, api.rank, 2, optimizer),

@@ -1,22 +1,37 @@
-"""Scenarios about training: evaluation between, reductions, optimizers, checkpointing, containers, compile."""
+"""Scenarios about training: evaluation, reductions, optimizers, compile, containers and more."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, train, weights, whole
+from behaviour import (
+    DIM,
+    Api,
+    Block,
+    batch,
+    collectives,
+    grads,
+    plain,
+    scenario,
+    shard,
+    train,
+    weights,
+    whole,
+)
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 # ---- an evaluation between backward and the optimizer's step ----
@@ -64,7 +79,7 @@ def train_with_evaluation(
     after: bool = False,
     **kwargs: Any,
 ) -> dict[str, list[float]]:
-    """Three steps; ``mode()`` surrounds a forward before each optimizer step (None: no such forward).
+    """Three steps; ``mode`` surrounds a forward before each optimizer step (None: no forward).
 
     ``after``: evaluates after each step too.
     """
@@ -123,7 +138,7 @@ def evaluations_around_a_step(api: Api) -> dict[str, Any]:
 
 @scenario()
 def gathers_of_evaluations(api: Api) -> dict[str, list[int]]:
-    """All-gathers of forwards without gradients: a gather of weights that did not change is reused."""
+    """All-gathers of forwards without gradients: unchanged weights are not gathered again."""
     found: dict[str, list[int]] = {}
     for reshard in (None, True, False):
         model = shard(api, plain(), reshard_after_forward=reshard)
@@ -134,19 +149,41 @@ def gathers_of_evaluations(api: Api) -> dict[str, list[int]]:
             optimizer.step()
             optimizer.zero_grad()
             for _ in range(3):
-                with torch.no_grad(), CommDebugMode() as mode:
-                    model(batch(api.rank))
-                counts.append(mode.get_total_counts())
+                with torch.no_grad():
+                    run = functools.partial(model, batch(api.rank))
+                    counts.append(collectives(run).total())
+    return found
+
+
+def train_evaluated(api: Api, reshard: bool | None, inference_first: bool) -> list[Any]:
+    """Two steps with an evaluation before each optimizer step; an evaluation before everything."""
+    model = shard(api, plain(), reshard_after_forward=reshard)
+    params = list(model.parameters())
+    first = torch.inference_mode() if inference_first else torch.no_grad()
+    with first:
+        model(batch(api.rank))
+    found: list[Any] = []
+    for index in range(2):
+        loss = model(batch(api.rank, index)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            model(batch(api.rank, 9))
+            for param in params:
+                param.to_local().sub_(0.5 * param.grad.to_local())
+        found += [loss.item(), [whole(param.grad) for param in params]]
+        for param in params:  # not model.zero_grad(): the model may be unsharded now
+            param.grad = None
     return found
 
 
 @scenario()
 def first_forward_in_inference_mode(api: Api) -> list[Any]:
-    model = shard(api, plain(), reshard_after_forward=True)
-    with torch.inference_mode():
-        first = model(batch(api.rank)).square().mean().item()
-    return [first, *train(model, api.rank, 2)]
+    return [train_evaluated(api, reshard, True) for reshard in (None, True, False)]
 
+
+@scenario()
+def first_forward_without_grad(api: Api) -> list[Any]:
+    return [train_evaluated(api, True, False)]
 
 
 # ---- the arithmetic of reductions ----
@@ -410,32 +447,42 @@ def forwards_without_backward(api: Api) -> list[Any]:
 # ---- torch.compile ----
 
 
-@scenario()
-def compiled_blocks(api: Api) -> list[Any]:
-    """Each block is compiled, then sharded; the eager backend needs no code generator."""
+def compiling(run: Callable[[str | Callable[..., Any]], Any]) -> dict[str, Any]:
+    """run(backend) with torch's eager backend, and with one that counts the graphs it is given."""
     torch._dynamo.reset()
-    model = plain()
-    for block in list(model)[:-1]:
-        block.compile(backend="eager")
-    shard(api, model)
-    return train(model, api.rank, 3)
+    found = {"eager": run("eager")}
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    return found | {"counted": run(counter), "graphs": counter.frame_count}
 
 
 @scenario()
-def compiled_model(api: Api) -> list[Any]:
+def compiled_blocks(api: Api) -> dict[str, Any]:
+    """Each block is compiled, then sharded."""
+
+    def run(backend: Any) -> list[Any]:
+        model = plain()
+        for block in list(model)[:-1]:
+            block.compile(backend=backend)
+        return train(shard(api, model), api.rank, 3)
+
+    return compiling(run)
+
+
+@scenario()
+def compiled_model(api: Api) -> dict[str, Any]:
     """torch.compile of the sharded model: the graph breaks at the hooks."""
-    torch._dynamo.reset()
-    model = shard(api, plain())
-    compiled = torch.compile(model, backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[Any] = []
-    for step in range(3):
-        loss = compiled(batch(api.rank, step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return [*seen, weights(model)]
+
+    def run(backend: Any) -> list[Any]:
+        model = shard(api, plain())
+        return train(model, api.rank, 3, forward=torch.compile(model, backend=backend))
+
+    return compiling(run)
+
+
+@scenario()
+def uncompiled(api: Api) -> list[Any]:
+    return train(shard(api, plain()), api.rank, 3)
 
 
 # ---- containers ----

@@ -1,9 +1,10 @@
-"""State dicts, checkpoints and meta devices: what torch's FSDP2 writes ours reads, and the other way."""
+"""State dicts, checkpoints, meta devices: what torch's FSDP2 writes ours reads, and vice versa."""
 
 from __future__ import annotations
 
 import pytest
-from behaviour import assert_same, differences, returned
+import torch
+from behaviour import assert_same, differences, raised, returned
 
 
 @pytest.mark.parametrize(
@@ -39,8 +40,29 @@ def test_a_full_state_dict_continues_where_it_was_taken() -> None:
 
 def test_a_model_made_on_the_meta_device() -> None:
     for found in assert_same("meta_device"):
-        assert found["before to_empty"].startswith("FSDP parameters should be materialized")
         assert differences(found["assigned"], found["broadcast"]) == []
+
+
+def test_a_forward_on_the_meta_device_is_refused_and_can_be_made_good() -> None:
+    """Stock refuses it too, but the model stays broken."""
+    for ours, theirs, expected in zip(
+        returned("forward_on_the_meta_device", "fsdp_c"),
+        returned("forward_on_the_meta_device", "torch"),
+        returned("meta_device", "fsdp_c"),
+    ):
+        assert ours["message"].startswith("FSDP parameters should be materialized")
+        assert ours["message"] == theirs["message"]
+        assert differences(ours["trained"], expected["trained"]) == []
+        assert "param_dtype" in theirs["broken"]
+
+
+def test_a_trained_model_can_change_its_dtype() -> None:
+    """Stock gathers into the buffers of the old dtype, and fails."""
+    for output, expected, gradients in returned("converted_after_training", "fsdp_c"):
+        assert differences(expected, output) == []
+        assert all(gradient.dtype == torch.float64 for gradient in gradients.values())
+    for error in raised("converted_after_training", "torch"):
+        assert "dtype double, but got float" in error.text
 
 
 def test_checkpoints_are_exchanged_with_stock() -> None:

@@ -1,0 +1,57 @@
+"""Ctrl-C while a rank waits for a late peer: seen at once, and the model can be trained on."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
+
+import interrupt  # noqa: E402
+from launch import run_ranks  # noqa: E402
+
+ENV = {"PYTHONPATH": f"{HERE}:{HERE.parent / 'distributed'}:{HERE.parent.parent}"}
+ATTEMPTS = 2
+"""The machine may be busy for a moment; a wait that does not see signals is late every time."""
+
+
+@functools.cache
+def outcomes(name: str) -> list[dict[str, list[Any]]]:
+    attempts = ATTEMPTS if name == "fsdp_c" else 1
+    return run_ranks(interrupt.interrupt_all, 2, (name, attempts), env=ENV, timeout=120)
+
+
+def delays(name: str, case: str) -> list[float]:
+    """Seconds from the signal to the KeyboardInterrupt."""
+    waiting, late = outcomes(name)
+    return [seen["seen"] - sent["sent"] for seen, sent in zip(waiting[case], late[case])]
+
+
+@pytest.mark.parametrize("case", interrupt.CASES)
+def test_a_signal_is_seen_within_a_fifth_of_a_second(case: str) -> None:
+    assert min(delays("fsdp_c", case)) <= 0.2
+
+
+@pytest.mark.parametrize("case", interrupt.CASES)
+def test_stock_sees_it_when_the_peer_has_come(case: str) -> None:
+    assert min(delays("torch", case)) >= interrupt.LATE
+
+
+@pytest.mark.parametrize("case", interrupt.CASES)
+def test_the_model_is_reset_at_once_and_trains_as_if_nothing_had_been(case: str) -> None:
+    for attempts in outcomes("fsdp_c"):
+        assert min(found["reset took"] for found in attempts[case]) <= 0.2
+        assert all(found["as without"] for found in attempts[case])
+
+
+@pytest.mark.parametrize("case", interrupt.CASES)
+def test_buffers_stay_until_the_late_peer_is_done_with_them(case: str) -> None:
+    for found in outcomes("fsdp_c")[0][case]:
+        assert found["parked"] == 1
+        assert found["overwritten"] == 0
+        assert found["parked in the end"] == 0
