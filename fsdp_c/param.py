@@ -168,8 +168,7 @@ class Param(_C.Param, FSDPParam):
         self.padded_sharded_param_size = _resized(data.size(), dim, self.chunk_rows)
         self.sharded_size = _resized(data.size(), dim, self.local_rows)
         self.contiguous_sharded_stride = make_contiguous_strides_for(self.sharded_size)
-        start = min(self._shard_rank * self.chunk_rows, self.rows)
-        padded = self._pad(data.narrow(dim, start, self.local_rows))
+        padded = self._pad(self._own_rows(data, dim))
         if self.offload_to_cpu and not padded.is_meta:
             padded = padded.cpu()
             padded = padded.pin_memory() if self.pin_memory else padded
@@ -190,6 +189,16 @@ class Param(_C.Param, FSDPParam):
     def _shard_rank(self) -> int:
         info = self.mesh_info
         return info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
+
+    def _own_rows(self, data: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's rows of ``data``; a view where it is a plain tensor."""
+        start = self._shard_rank * self.chunk_rows
+        if type(data) is torch.Tensor or start >= self.rows:
+            return data.narrow(dim, min(start, self.rows), self.local_rows)
+        # A subclass may know how to be chunked, as FSDP2 does it, and nothing else (NF4Tensor).
+        info = self.mesh_info
+        world = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
+        return torch.chunk(data, world, dim)[self._shard_rank]
 
     def _pad(self, shard: torch.Tensor) -> torch.Tensor:
         """A new tensor of ``padded_sharded_param_size``: the shard, then rows of zeros."""
