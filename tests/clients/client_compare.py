@@ -1,22 +1,27 @@
 """How two runs of a client are compared: what their ranks noted, and the files they left.
 
-Files are equal where their bytes are. Some formats put the time, a path or a random number into
+Files are equal where their bytes are. Some formats put the time or a random number into
 their files; those are opened and compared by what they hold, bit for bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import pickle
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-VOLATILE = ("time", "timestamp", "_per_second", "_dir")
-"""Ends of keys whose values tell the time or a place rather than a result."""
+VOLATILE = ("time", "timestamp", "_per_second")
+"""Ends of keys whose values tell the time rather than a result."""
+
+LEAVES = (enum.Enum, type, types.FunctionType)
+"""Objects that have a ``__dict__`` and are compared as one thing all the same."""
 
 
 def differences(left: Path, right: Path) -> Iterator[str]:
@@ -72,7 +77,7 @@ def unequal(place: str, left: Any, right: Any) -> Iterator[str]:
     elif isinstance(left, torch.Tensor):
         if not same_tensor(left, right):
             yield f"{place}: tensors differ"
-    elif dataclasses.is_dataclass(left) or hasattr(left, "__dict__"):
+    elif hasattr(left, "__dict__") and not isinstance(left, LEAVES):
         yield from _unequal_keys(place, vars(left), vars(right))
     elif isinstance(left, float):
         if left.hex() != right.hex():

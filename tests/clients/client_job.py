@@ -61,7 +61,8 @@ def _tensor_bits(tensor: torch.Tensor) -> Any:
         return [type(tensor).__name__, {name: bits(getattr(tensor, name)) for name in inner}]
     if tensor.numel() == 1 and tensor.is_floating_point():
         return [str(tensor.dtype), list(tensor.shape), float(tensor).hex()]
-    raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    # A copy: numpy() makes the storage of what it is called on unresizable, an unsharded one too.
+    raw = tensor.cpu().contiguous().clone().view(-1).view(torch.uint8).numpy().tobytes()
     return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(raw).hexdigest()[:16]]
 
 

@@ -76,7 +76,7 @@ def test_only_volatile_entries_may_differ(
     two: tuple[Path, Path], write: Callable[[Path, object], None]
 ) -> None:
     for index, folder in enumerate(two):
-        write(folder / "same", {"runtime": index, "list": [{"output_dir": index, "loss": 0.5}]})
+        write(folder / "same", {"runtime": index, "list": [{"total_time": index, "loss": 0.5}]})
         write(folder / "other", {"list": [{"loss": 0.5 + index}]})
     (found,) = differences(*two)
     assert found.startswith("other.") and found.endswith(".list[0].loss: 0.5 and 1.5")
