@@ -52,6 +52,11 @@ def _smaller_mesh(
     return post_forward.shard_mesh_size, post_forward.shard_mesh_rank
 
 
+def _check_size(tensor: torch.Tensor, expected: torch.Size) -> None:
+    if tensor.shape != expected:
+        raise AssertionError(f"Expects size {expected} but got {tensor.shape}")
+
+
 def _resized(size: torch.Size, dim: int, rows: int) -> torch.Size:
     return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
 
@@ -306,6 +311,22 @@ class Param(_C.Param, FSDPParam):
         for tensor in (*self.all_gather_outputs, *self._unsharded_inner_tensors):
             free_storage(tensor)
 
+    # An error is an exception; torch's functions would also print it, with a stack, on every rank.
+
+    def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
+        """``tensor`` (``sharded_size``), this rank's shard or its gradient, as a DTensor."""
+        _check_size(tensor, self.sharded_size)
+        return super().to_sharded_dtensor(tensor)
+
+    def to_sharded_post_forward_dtensor(self, tensor: torch.Tensor) -> DTensor:
+        """The same for the shard between forward and backward on the smaller mesh."""
+        _check_size(tensor, self.sharded_post_forward_size)
+        return super().to_sharded_post_forward_dtensor(tensor)
+
+    def _assert_in_states(self, *states: ShardedState) -> None:
+        if self.sharded_state not in states:
+            raise AssertionError(f"Expects to be in one of {states}, not {self.sharded_state}")
+
     def init_unsharded_param(self) -> None:
         """torch's, for gathers of the host; plain parameters are those the core makes."""
         extended = hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
@@ -342,6 +363,7 @@ class Param(_C.Param, FSDPParam):
         if group is not None:
             group._param_replaced()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _adopt_local(self, local: torch.Tensor) -> None:
         if is_traceable_wrapper_subclass(local):

@@ -7,6 +7,7 @@ around them.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal
@@ -27,6 +28,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from . import _C
 from .guard import shows
 from .param import Param
+
+
+def _as_normal_tensors(function: Callable[..., None]) -> Callable[..., None]:
+    """In inference mode the function runs outside it: training may use its tensors later."""
+
+    @functools.wraps(function)
+    def outside(*args: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            function(*args)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            function(*args)
+
+    return outside
 
 
 @shows(stock.FSDPParamGroup)
@@ -83,8 +98,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
         self._reduce_hook: Callable[[torch.Tensor], None] | None = None
         self._all_reduce_hook_stream: Any = None
         self._host_gathered: Any = None
-        self._host_partial: torch.Tensor | None = None
         self._host_events: list[Any] = []
+        self._offloaded: Any = None
         if isinstance(mesh_info, DDPMeshInfo):
             self._set_link(
                 "replicate",
@@ -199,6 +214,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
 
     # ---- data movement by torch's functions (called by the core, see csrc/core/host.h) ----
 
+    @_as_normal_tensors
     def _host_gather(self, async_op: bool) -> None:
         info = self._gather_mesh_info
         if not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1:
@@ -215,6 +231,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
             self._all_gather_comm,
         )
 
+    @_as_normal_tensors
     def _host_copy_out(self) -> None:
         if self._host_gathered == "local":
             for param in self.fsdp_params:
@@ -287,7 +304,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
         self._host_gathered = None
 
     def _host_drop_reduce(self) -> None:
-        self._host_partial = None
+        self._offloaded = None
         self._host_events.clear()
 
     def _host_reduce(
@@ -298,24 +315,29 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
         stream = comm.all_reduce_stream
         if replicas is None and self._all_reduce_hook_stream is not None:
             stream = self._all_reduce_hook_stream
+        reduce_dtype = self._prepare_host_reduce(params, grads)
         kept = stock.foreach_reduce(
             params,  # type: ignore[arg-type]
             grads,
             self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None,  # type: ignore[arg-type]
             comm.reduce_scatter_stream,
             self._reduce_scatter_comm,
-            self._orig_dtype,
+            params[0].orig_dtype,
             self._reduce_dtype,
             self.device,
             self.gradient_divide_factor,
             replicas,
             stream,
             self.all_reduce_grads,
-            self._host_partial,
+            self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
             self._all_reduce_hook,
             self.force_sum_reduction_for_comms,
         )
-        self._host_partial = kept[6]
+        if kept[6] is not None:
+            self._keep_partials(params, kept[6])
+        offloaded = [p.grad_offload_event for p in params if p.grad_offload_event is not None]
+        if offloaded:
+            self._offloaded = offloaded[-1]
         if self.device.type == "cpu":
             return
         # The input must outlive the reduce-scatter, the all-reduced row its cast.
@@ -323,14 +345,68 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
         if order_compute or len(self._host_events) > 1:
             self._host_finalize()
 
+    def _prepare_host_reduce(self, params: list[Param], grads: list[torch.Tensor]) -> torch.dtype:
+        """Makes of what the core collected what torch's function takes; the dtype to reduce in."""
+        if isinstance(self.mesh_info, DDPMeshInfo) and self.all_reduce_grads:
+            late = [p for p in self.fsdp_params if p._partial is not None and p not in params]
+            params += late
+            grads += [self._zeros(param) for param in late]
+        self._validate_host_dtypes(params)
+        dtypes = {grad.dtype for grad in grads}
+        for index, (param, grad) in enumerate(zip(params, grads)):
+            if len(dtypes) > 1:
+                grad = grad.to(self._reduce_dtype or functools.reduce(torch.promote_types, dtypes))
+            # Zeros of a parameter that was never unsharded come 1-D from the core.
+            flat = grad.ndim != len(param._orig_size)
+            grads[index] = grad.view(param._orig_size) if flat else grad
+        return self._reduce_dtype or grads[0].dtype
+
+    def _validate_host_dtypes(self, params: list[Param]) -> None:
+        dtypes = {param.orig_dtype for param in params}
+        if len(dtypes) > 1:
+            raise AssertionError(
+                "FSDP expects uniform original parameter dtype with a custom reduce-scatter or "
+                f"offloaded gradients but got {dtypes}"
+            )
+
+    def _zeros(self, param: Param) -> torch.Tensor:
+        return torch.zeros(
+            param._orig_size, dtype=param.param_dtype or param.orig_dtype, device=self.device
+        )
+
+    def _take_partials(self, params: list[Param], dtype: torch.dtype) -> torch.Tensor | None:
+        """What earlier backwards left, in the order of ``params``; None: nothing."""
+        if all(param._partial is None for param in params):
+            return None
+        parts = [(param, param._partial) for param in params]
+        for param in params:
+            param._partial = None
+        with torch.no_grad(), self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
+            return torch.cat(
+                [
+                    torch.zeros(param.padded_numel, dtype=dtype, device=self.device)
+                    if part is None
+                    else part.to(dtype)
+                    for param, part in parts
+                ]
+            )
+
+    def _keep_partials(self, params: list[Param], row: torch.Tensor) -> None:
+        """Leaves the reduce-scattered parts with the parameters until an all-reduce."""
+        with torch.no_grad(), self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
+            for param, part in zip(params, row.split([p.padded_numel for p in params])):
+                param._partial = part if param._partial is None else param._partial + part
+
     def _host_finalize(self) -> None:
         current = self.device_handle.current_stream()
         for event, *_ in self._host_events:
             current.wait_event(event)
         self._host_events.clear()
-        for param in self.fsdp_params:
-            if param.grad_offload_event is not None:
-                param.grad_offload_event.synchronize()
+        if self._offloaded is not None:
+            # The copies were queued on one stream: the last one is behind all others.
+            self._offloaded.synchronize()
+            self._offloaded = None
+            for param in self.fsdp_params:
                 param.grad_offload_event = None
 
     # ---- lazy init ----
@@ -347,6 +423,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
         self._validate_reduce_scatter_max_input_buffers()
         self._init_mp_dtypes()
         self._update_hosted()
+        if self._hosted_reduce:
+            self._validate_host_dtypes([p for p in params if p.sharded_param.requires_grad])
         self._register_state_dict_hooks()
         self._reset_sharded_params = True
         self._invalidate()
@@ -354,25 +432,19 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
     def _init_mp_dtypes(self) -> None:
         for param in self.fsdp_params:
             param.init_dtype_attrs(self.mp_policy)
-        trainable = [param for param in self.fsdp_params if param.sharded_param.requires_grad]
-        orig_dtypes = {param.orig_dtype for param in trainable}
-        reduce_dtypes = {param.reduce_dtype for param in trainable}
-        if len(orig_dtypes) > 1:
-            raise AssertionError(
-                f"FSDP expects uniform original parameter dtype but got {orig_dtypes}"
-            )
-        if len(reduce_dtypes) > 1:
-            raise AssertionError(f"FSDP expects uniform reduce dtype but got {reduce_dtypes}")
-        self._orig_dtype = next(iter(orig_dtypes), None)
-        self._reduce_dtype = next(iter(reduce_dtypes), None)
+        # Of all parameters: those that are frozen now may be trained later.
+        self._reduce_dtype = self.fsdp_params[0].reduce_dtype if self.fsdp_params else None
+        self._note_orig_dtype()
+
+    def _note_orig_dtype(self) -> None:
+        dtypes = {p.orig_dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
+        self._orig_dtype = dtypes.pop() if len(dtypes) == 1 else None
 
     def _param_replaced(self) -> None:
         """A parameter's shard or dtype changed: plans and the group's dtypes follow."""
         self._invalidate()
         if self._reset_sharded_params:
-            dtypes = {p.orig_dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
-            if len(dtypes) == 1:
-                self._orig_dtype = dtypes.pop()
+            self._note_orig_dtype()
 
     def _validate_no_meta_params(self) -> None:
         names = [

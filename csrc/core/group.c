@@ -9,6 +9,7 @@
 
 #include "call.h"
 #include "gather.h"
+#include "gradient.h"
 #include "reduce.h"
 
 /* ---- life ---- */
@@ -392,78 +393,6 @@ done:
     return status;
 }
 
-static fc_status fold_grads(fc_group *g) {
-    fc_status status = FC_OK;
-    void *range = fc_group_enter_range(g, "post_backward_accumulate");
-    for (size_t i = 0; i < g->count; i++) {
-        FC_TRY(fc_param_fold_grad(g->params[i]));
-    }
-done:
-    fct_profile_exit(range);
-    return status;
-}
-
-/* Reshards, then keeps the gradients here: a backward that does not reduce. */
-static fc_status keep_grads(fc_group *g) {
-    fc_status status = FC_OK;
-    void *range = fc_group_enter_range(g, "post_backward_reshard");
-    if (g->reshard_after_backward) {
-        FC_TRY(fc_call_reshard(g));
-    }
-    for (size_t i = 0; i < g->count; i++) {
-        FC_TRY(fc_param_stash_grad(g->params[i]));
-    }
-done:
-    fct_profile_exit(range);
-    return status;
-}
-
-/* One parameter's gradient for the reduction: plain, or NULL where it has none. */
-static fc_status collect_grad(const fc_group *g, fc_param *p, fct_tensor **out) {
-    fc_status status = FC_OK;
-    fct_tensor *grad = NULL;
-    fc_param_take_grad(p, &grad);
-    if (grad == NULL && g->reduce_unused && p->unsharded != NULL &&
-        fct_tensor_requires_grad(p->unsharded)) {
-        FC_TRY_RAISED(fct_tensor_zeros_like(p->unsharded, &grad));
-    }
-    if (grad != NULL && p->wrapped) {
-        fct_tensor *local = NULL;
-        FC_TRY_RAISED(g->host->unwrap_grad(p->owner, grad, &local));
-        fct_tensor_release(grad);
-        grad = local;
-    }
-    *out = grad;
-    grad = NULL;
-done:
-    fct_tensor_release(grad);
-    return status;
-}
-
-/* Takes the gradients out of the parameters, then reshards (before the reduction: less memory). */
-static fc_status collect_grads(fc_group *g) {
-    fc_status status = FC_OK;
-    fc_reduce_plan *plan = &g->reduce_plan;
-    void *range = fc_group_enter_range(g, "post_backward_reshard");
-    FC_TRY(fc_reduce_plan_reserve(plan, g->count));
-    fc_reduce_plan_drop_grads(plan);
-    for (size_t i = 0; i < g->count; i++) {
-        fct_tensor *grad = NULL;
-        FC_TRY(collect_grad(g, g->params[i], &grad));
-        if (grad != NULL) {
-            plan->params[plan->count] = g->params[i];
-            plan->grads[plan->count] = grad;
-            plan->count++;
-        }
-    }
-    if (g->reshard_after_backward) {
-        FC_TRY(fc_call_reshard(g));
-    }
-done:
-    fct_profile_exit(range);
-    return status;
-}
-
 /* Reduces what was collected, where there is anything to reduce. */
 static fc_status reduce_grads(fc_group *g, bool partial_group) {
     fc_status status = FC_OK;
@@ -492,12 +421,12 @@ fc_status fc_group_post_backward(fc_group *g) {
     void *range = NULL;
     note(g, "post_backward");
     g->training_state = FC_POST_BACKWARD;
-    FC_TRY(fold_grads(g));
+    FC_TRY(fc_gradient_fold(g));
     if (!g->reduce_grads) {
-        FC_TRY(keep_grads(g));
+        FC_TRY(fc_gradient_keep(g));
         return FC_OK;
     }
-    FC_TRY(collect_grads(g));
+    FC_TRY(fc_gradient_collect(g));
     if (g->index == g->siblings - 1 && g->comm->reductions >= g->comm->max_reductions) {
         range = fc_group_enter_range(g, rs_wait);
         FC_TRY(fc_reduce_recycle(g->comm, g->comm->max_reductions - 1));

@@ -104,7 +104,8 @@ typedef struct fc_group {
     bool has_hook;   /* host->reduce_hook is to be called */
     bool has_divide_factor;
     double divide_factor;
-    fct_dtype orig_dtype;   /* of the trainable parameters; FCT_NO_DTYPE: none is trainable */
+    fct_dtype orig_dtype;   /* of the trainable parameters; FCT_NO_DTYPE: none, or several. Only for
+                               the host: a reduction looks at its parameters. */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradients' own */
 } fc_group;
 

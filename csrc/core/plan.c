@@ -249,6 +249,25 @@ static void add_gradient(fc_reduce_plan *plan, const fc_layout *layout, const fc
     }
 }
 
+static bool is_float(fct_dtype dtype) {
+    return dtype == FCK_FLOAT16 || dtype == FCK_BFLOAT16 || dtype == FCK_FLOAT32 ||
+           dtype == FCK_FLOAT64;
+}
+
+/* The type that holds the values of both; FCT_NO_DTYPE where there is none. */
+static fct_dtype wider(fct_dtype a, fct_dtype b) {
+    if (a == b) {
+        return a;
+    }
+    if (!is_float(a) || !is_float(b)) {
+        return FCT_NO_DTYPE;
+    }
+    if (fc_dtype_size(a) == fc_dtype_size(b)) {
+        return FCK_FLOAT32; /* float16 and bfloat16 */
+    }
+    return fc_dtype_size(a) > fc_dtype_size(b) ? a : b;
+}
+
 fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, fc_error *err) {
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
@@ -265,14 +284,14 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, f
         if (status != FC_OK) {
             return status;
         }
-        if (i == 0) {
-            grad_dtype = facts.dtype;
-        } else if (facts.dtype != grad_dtype && reduce_dtype == FCT_NO_DTYPE) {
+        fct_dtype both = i == 0 ? facts.dtype : wider(grad_dtype, facts.dtype);
+        if (both == FCT_NO_DTYPE && reduce_dtype == FCT_NO_DTYPE) {
             return fc_error_set(
                 err, FC_EINVAL,
                 "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
                 fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
         }
+        grad_dtype = both != FCT_NO_DTYPE ? both : grad_dtype;
         add_gradient(plan, layout, &facts, offset);
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {

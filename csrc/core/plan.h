@@ -51,8 +51,8 @@ void fc_gather_plan_fini(fc_gather_plan *plan);
 
 /* Room for `capacity` gradients. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
-/* Lays out the collected gradients: fills offsets, chunks and row_numel. Gradients must be of one
- * dtype. */
+/* Lays out the collected gradients: fills offsets, chunks and row_numel. Without a reduce dtype the
+ * widest of the gradients' is taken. FC_EINVAL where there is none. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           fc_error *err);
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan);

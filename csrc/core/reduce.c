@@ -226,14 +226,31 @@ done:
     return status;
 }
 
-/* Hands each parameter its view of the reduced row. */
-static fc_status view_out(const fc_reduction *r, const fct_tensor *row) {
+/* The type of all the parameters; FCT_NO_DTYPE where they have several. */
+static fct_dtype common_dtype(const fc_reduction *r) {
+    fct_dtype dtype = r->total > 0 ? r->params[0]->orig_dtype : FCT_NO_DTYPE;
+    for (size_t i = 1; i < r->total; i++) {
+        if (r->params[i]->orig_dtype != dtype) {
+            return FCT_NO_DTYPE;
+        }
+    }
+    return dtype;
+}
+
+/* Hands each parameter its view of the reduced row; where they have several types, casts of it. */
+static fc_status view_out(const fc_reduction *r, const fct_tensor *row, bool several) {
     fc_status status = FC_OK;
     fct_tensor *view = NULL;
     int64_t offset = 0;
     for (size_t i = 0; i < r->total; i++) {
         const fc_param *p = r->params[i];
         FC_TRY_RAISED(fct_tensor_alias(row, p->ndim, p->local_sizes, p->strides, offset, &view));
+        if (several) {
+            fct_tensor *cast = NULL;
+            FC_TRY_RAISED(fct_tensor_cast(view, p->orig_dtype, &cast));
+            fct_tensor_release(view);
+            view = cast;
+        }
         FC_TRY_RAISED(r->group->host->take_grad(p->owner, view));
         fct_tensor_release(view);
         view = NULL;
@@ -255,12 +272,12 @@ static fc_status settle_work(fc_reduction *r) {
 }
 
 /* Waits for the collective, scales, casts and hands out. On the CPU the wait is the host's. The row
- * stays in r->output where another stream than its own uses it or a cast of it was queued: gradients
- * that are added to others let their views go at once. */
+ * stays in r->output where another stream than its own uses it or a cast of it, or of a part, was
+ * queued: gradients that are added to others let their views go at once. */
 static fc_status finish(fc_reduction *r) {
     fc_status status = FC_OK;
     fct_tensor *row = NULL;
-    fct_dtype wanted = r->group->orig_dtype;
+    fct_dtype wanted = common_dtype(r);
     FC_TRY(settle_work(r));
     if (r->keep_partial) {
         FC_TRY(merge_partials(r));
@@ -279,11 +296,12 @@ static fc_status finish(fc_reduction *r) {
         row = r->output;
         fct_tensor_retain(row);
     }
-    if (!r->group->comm->has_streams || (row == r->output && !all_reduces(r->group))) {
+    if (!r->group->comm->has_streams ||
+        (row == r->output && wanted != FCT_NO_DTYPE && !all_reduces(r->group))) {
         fct_tensor_release(r->output);
         r->output = NULL;
     }
-    FC_TRY(view_out(r, row));
+    FC_TRY(view_out(r, row, wanted == FCT_NO_DTYPE));
     r->finished = true;
 done:
     fct_tensor_release(row);

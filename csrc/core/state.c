@@ -52,6 +52,31 @@ static void prune_order(fc_order *order) {
     order->count = end;
 }
 
+/* What is left of the backward in one context. */
+static fc_status finish_comm(const fc_iteration *it, fc_comm *c) {
+    if (it->is_last_backward) {
+        prune_order(&c->order);
+    }
+    return it->is_last_backward || !c->has_streams ? fc_reduce_recycle(c, 0) : FC_OK;
+}
+
+/* Groups whose context was replaced after lazy init (share_comm_ctx) need not have the root's. */
+static fc_status finish_other_comms(const fc_iteration *it, const fc_comm *c) {
+    fc_status status = FC_OK;
+    const fc_comm *before = c;
+    for (size_t i = 0; i < it->count; i++) {
+        for (size_t j = 0; j < it->states[i]->group_count; j++) {
+            fc_comm *other = it->states[i]->groups[j]->comm;
+            if (other != before && other != c) {
+                FC_TRY(finish_comm(it, other));
+            }
+            before = other;
+        }
+    }
+done:
+    return status;
+}
+
 fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
     fc_status status = FC_OK;
     it->forward_root = NULL;
@@ -62,12 +87,8 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
             FC_TRY(fc_call_finalize_backward(s->groups[j]));
         }
     }
-    if (it->is_last_backward) {
-        prune_order(&c->order);
-    }
-    if (it->is_last_backward || !c->has_streams) {
-        FC_TRY(fc_reduce_recycle(c, 0));
-    }
+    FC_TRY(finish_comm(it, c));
+    FC_TRY(finish_other_comms(it, c));
     it->callback_queued = false;
 done:
     return status;

@@ -303,18 +303,21 @@ static int set_wrapped(PyObject *obj, PyObject *value, void *closure) {
 }
 
 static PyObject *get_accumulated(PyObject *obj, void *closure) {
-    (void)closure;
-    return tensor_or_none(((fcpy_param *)obj)->core.accumulated);
+    const fc_param *p = &((fcpy_param *)obj)->core;
+    return tensor_or_none(closure == NULL ? p->accumulated : p->partial);
 }
 
 static int set_accumulated(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
     fct_tensor *handle = NULL;
     if (value != NULL && value != Py_None &&
-        tensor_or_fail(value, &handle, "unsharded_accumulated_grad") != 0) {
+        tensor_or_fail(value, &handle, "a partial gradient") != 0) {
         return -1;
     }
-    fc_param_set_accumulated(&((fcpy_param *)obj)->core, handle);
+    if (closure == NULL) {
+        fc_param_set_accumulated(&((fcpy_param *)obj)->core, handle);
+    } else {
+        fc_param_set_partial(&((fcpy_param *)obj)->core, handle);
+    }
     return 0;
 }
 
@@ -394,6 +397,9 @@ static PyGetSetDef param_getset[] = {
      NULL},
     {"unsharded_accumulated_grad", get_accumulated, set_accumulated,
      "Partial gradient in the reduce dtype, of backwards that did not reduce; or None.", NULL},
+    {"_partial", get_accumulated, set_accumulated,
+     "1-D tensor of padded_numel elements: reduce-scattered, but not all-reduced yet; or None.",
+     (void *)1},
     {"orig_dtype", get_dtype, set_dtype, "dtype of the sharded parameter.",
      PARAM_OFFSET(orig_dtype)},
     {"param_dtype", get_dtype, set_dtype, "dtype to compute in; None: no cast.",

@@ -134,8 +134,8 @@ static void group_dealloc(PyObject *obj) {
         PyObject_ClearWeakRefs(obj);
     }
     (void)group_clear(obj);
-    self->core.gather.hosted =
-        false; /* its Python side went with the dict; no method may run now */
+    /* Its Python side went with the dict; no method may run now. */
+    self->core.gather.hosted = false;
     fc_group_fini(&self->core);
     Py_CLEAR(self->params);
     Py_CLEAR(self->comm);

@@ -276,14 +276,33 @@ static void the_reduce_type_goes_before_the_gradients_own(void **state) {
     end(&r);
 }
 
-static void gradients_of_several_types_need_a_reduce_type(void **state) {
+/* What gradients of two types are reduced in where nothing else is asked for. */
+static fct_dtype reduced_in(fct_dtype first, fct_dtype second) {
+    reduction r = begin();
+    collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, first));
+    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, second));
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_OK);
+    fct_dtype dtype = r.plan.dtype;
+    end(&r);
+    return dtype;
+}
+
+static void gradients_of_several_types_are_reduced_in_the_one_that_holds_all(void **state) {
+    (void)state;
+    assert_int_equal(reduced_in(FCK_FLOAT32, FCK_BFLOAT16), FCK_FLOAT32);
+    assert_int_equal(reduced_in(FCK_FLOAT16, FCK_FLOAT64), FCK_FLOAT64);
+    assert_int_equal(reduced_in(FCK_FLOAT16, FCK_BFLOAT16), FCK_FLOAT32);
+    assert_int_equal(reduced_in(FCK_BFLOAT16, FCK_BFLOAT16), FCK_BFLOAT16);
+}
+
+static void types_that_no_type_holds_need_a_reduce_type(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
-    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_BFLOAT16));
+    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, 4));
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_EINVAL);
     assert_string_equal(r.err.message, "FSDP reduce-scatter expects uniform gradient dtype but got "
-                                       "{torch.float32, torch.bfloat16}");
+                                       "{torch.float32, torch.int64}");
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.err), FC_OK);
     end(&r);
 }
@@ -391,7 +410,8 @@ int main(void) {
         cmocka_unit_test(gradients_are_dealt_to_the_ranks_rows),
         cmocka_unit_test(parameters_without_a_gradient_take_no_room),
         cmocka_unit_test(the_reduce_type_goes_before_the_gradients_own),
-        cmocka_unit_test(gradients_of_several_types_need_a_reduce_type),
+        cmocka_unit_test(gradients_of_several_types_are_reduced_in_the_one_that_holds_all),
+        cmocka_unit_test(types_that_no_type_holds_need_a_reduce_type),
         cmocka_unit_test(a_gradient_cut_on_another_dim_has_a_descriptor_for_each_block),
         cmocka_unit_test(a_gradient_that_is_not_contiguous_is_copied),
         cmocka_unit_test(a_gradient_of_another_size_is_named),

@@ -94,12 +94,16 @@ def scenario(world: int = 2) -> Callable[[Scenario], Scenario]:
 # ---- in the ranks ----
 
 
-def run_scenarios(rank: int, world: int, name: str, folder: str) -> dict[str, Any]:
-    """Runs every scenario for ``world`` ranks under one implementation."""
+def run_scenarios(
+    rank: int, world: int, name: str, folder: str, modules: tuple[str, ...] = MODULES
+) -> dict[str, Any]:
+    """Runs every scenario of ``modules`` for ``world`` ranks under one implementation."""
     results: dict[str, Any] = {}
-    for module in MODULES:
+    for module in modules:
         importlib.import_module(module)
     for title, function in _scenarios[world].items():
+        if function.__module__ not in modules:
+            continue
         print("scenario", title, flush=True)
         torch.manual_seed(0)
         try:
@@ -188,10 +192,10 @@ Outcomes = dict[str, list[dict[str, Any]]]
 
 
 @functools.cache
-def outcomes(world: int) -> Outcomes:
+def outcomes(world: int, modules: tuple[str, ...] = MODULES) -> Outcomes:
     """For each implementation and rank: name of the scenario -> what it returned, or Raised."""
     shared = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
-    folder = Path(tempfile.gettempdir()) / f"fsdp_c_behaviour_{shared}_{world}"
+    folder = Path(tempfile.gettempdir()) / f"fsdp_c_{'_'.join(modules)}_{shared}_{world}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -201,24 +205,28 @@ def outcomes(world: int) -> Outcomes:
             for name in ("torch", "fsdp_c"):
                 (folder / name).mkdir(exist_ok=True)
                 found[name] = run_ranks(
-                    run_scenarios, world, (name, str(folder / name)), timeout=150
+                    run_scenarios, world, (name, str(folder / name), modules), timeout=240
                 )
             saved.write_bytes(pickle.dumps(found))
         return pickle.loads(saved.read_bytes())
 
 
-def returned(name: str, implementation: str, world: int = 2) -> list[Any]:
+def returned(
+    name: str, implementation: str, world: int = 2, modules: tuple[str, ...] = MODULES
+) -> list[Any]:
     """What a scenario returned, rank by rank; fails where it raised."""
-    results = [ranks[name] for ranks in outcomes(world)[implementation]]
+    results = [ranks[name] for ranks in outcomes(world, modules)[implementation]]
     for rank, result in enumerate(results):
         if isinstance(result, Raised):
             raise AssertionError(f"{implementation}, rank {rank}: {result.text}")
     return results
 
 
-def raised(name: str, implementation: str, world: int = 2) -> list[Raised]:
+def raised(
+    name: str, implementation: str, world: int = 2, modules: tuple[str, ...] = MODULES
+) -> list[Raised]:
     """What a scenario raised, rank by rank; fails where it did not."""
-    results = [ranks[name] for ranks in outcomes(world)[implementation]]
+    results = [ranks[name] for ranks in outcomes(world, modules)[implementation]]
     for rank, result in enumerate(results):
         if not isinstance(result, Raised):
             raise AssertionError(f"{implementation}, rank {rank}: no exception but {result!r}")

@@ -256,13 +256,17 @@ def test_parameter_tied_across_units_is_refused_at_the_first_forward(fake_group:
         module(torch.randn(2, 4))
 
 
-def test_mixed_original_dtypes_are_refused_at_the_first_forward(fake_group: int) -> None:
+def test_mixed_original_dtypes_are_refused_with_a_custom_reduce_scatter(fake_group: int) -> None:
+    class Comm:
+        """Never gets as far as being called."""
+
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
-    fully_shard(module)
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    module.set_custom_reduce_scatter(Comm())  # type: ignore[operator]
     with pytest.raises(AssertionError, match="uniform original parameter dtype"):
         module(torch.randn(2, 4))
     module.float()
-    train(module)
+    module(torch.randn(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -335,7 +339,7 @@ def test_gradients_of_mixed_dtypes_are_refused(fake_group: int) -> None:
     group.wait_for_unshard()
     first, second = group.fsdp_params
     first._unsharded_param.grad = torch.zeros(4, 4)
-    second.unsharded_accumulated_grad = torch.zeros(4, 4, dtype=torch.bfloat16)
+    second.unsharded_accumulated_grad = torch.zeros(4, 4, dtype=torch.complex64)
     with pytest.raises(AssertionError, match="expects uniform gradient dtype"):
         group.post_backward()
     module.reset_iter_state()

@@ -1,0 +1,15 @@
+/* What a backward does with a group's gradients before their reduction. */
+#ifndef FSDP_C_CORE_GRADIENT_H
+#define FSDP_C_CORE_GRADIENT_H
+
+#include "group.h"
+
+/* Adds the new gradients to what earlier backwards without reduction have left. */
+FC_CHECK fc_status fc_gradient_fold(fc_group *g);
+/* A backward that does not reduce: reshards, then keeps the gradients with the parameters. */
+FC_CHECK fc_status fc_gradient_keep(fc_group *g);
+/* Takes the gradients out of the parameters into g->reduce_plan, then reshards (before the
+ * reduction: less memory). Where unused parameters are reduced too, they have zeros. */
+FC_CHECK fc_status fc_gradient_collect(fc_group *g);
+
+#endif

@@ -1,0 +1,557 @@
+"""What stock FSDP2 gets wrong, as scenarios: each returns what was found and what is right.
+
+"Right" is the same model, not sharded, whose gradients are averaged over the ranks (``average``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, weights
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, share_comm_ctx
+from torch.distributed.tensor.debug import CommDebugMode
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+Gradients = dict[str, torch.Tensor | None]
+
+
+# ---- the reference ----
+
+
+def local(model: nn.Module, dtype: torch.dtype = torch.float32) -> Gradients:
+    """This rank's gradients, in ``dtype``, taken out of the model."""
+    found: Gradients = {}
+    for name, param in model.named_parameters():
+        found[name] = None if param.grad is None else param.grad.to(dtype)
+        param.grad = None
+    return found
+
+
+def added(first: Gradients, second: Gradients) -> Gradients:
+    """The sum of two microbatches."""
+    found = dict(first)
+    for name, grad in second.items():
+        mine = found[name]
+        found[name] = grad if mine is None else mine if grad is None else mine + grad
+    return found
+
+
+def average(gradients: Gradients) -> Gradients:
+    """The mean over all ranks; ranks without a gradient count as zeros."""
+    found: Gradients = {}
+    for name, grad in gradients.items():
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, grad)
+        parts = [one for one in everyones if one is not None]
+        while len(parts) > 1:  # in pairs, as on a mesh of two by two
+            parts = [sum(parts[i + 1 : i + 2], parts[i]) for i in range(0, len(parts), 2)]
+        found[name] = parts[0] / len(everyones) if parts else None
+    return found
+
+
+def in_bf16(model: nn.Module) -> nn.Module:
+    """What ``MIXED`` computes with."""
+    return copy.deepcopy(model).to(torch.bfloat16)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def step_by(model: nn.Module, gradients: Gradients, lr: float = 0.1) -> None:
+    """Plain SGD by hand."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            grad = gradients[name]
+            if grad is not None:
+                param.sub_(grad.to(param.dtype), alpha=lr)
+
+
+# ---- groups that are skipped (B2, B7) ----
+
+
+class Choice(nn.Module):
+    """Adds up the blocks it is told to run; then a head."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: torch.Tensor, *chosen: int) -> torch.Tensor:
+        first, *rest = (self.blocks[index](x) for index in chosen)
+        return self.head(sum(rest, first))
+
+
+def choice(blocks: int = 2) -> Choice:
+    torch.manual_seed(7)
+    return Choice(blocks)
+
+
+def shard_choice(api: Api, model: Choice, **kwargs: Any) -> Choice:
+    for block in model.blocks:
+        api.fully_shard(block, **kwargs)
+    return api.fully_shard(model, **kwargs)
+
+
+@scenario()
+def group_skipped_in_accumulation(api: Api) -> dict[str, Any]:
+    """B2: a block that did not run in a microbatch without synchronisation, with a reduce dtype."""
+    reference = in_bf16(choice())
+    model = shard_choice(api, choice(), mp_policy=MIXED)
+    expected: Gradients = dict.fromkeys(dict(reference.named_parameters()))
+    for step, chosen in enumerate([(0,), (0, 1), (1,)]):
+        x = batch(api.rank, step)
+        loss_of(reference(x.to(torch.bfloat16), *chosen)).backward()
+        expected = added(expected, local(reference))
+        model.set_requires_gradient_sync(step == 2)
+        loss_of(model(x, *chosen)).backward()
+    return {"found": grads(model), "expected": average(expected)}
+
+
+@scenario()
+def unused_groups_are_reduced(api: Api) -> dict[str, Any]:
+    """B7: how many reduce-scatters a step has must not depend on what ran before it."""
+    model = shard_choice(api, choice())
+    model.set_reduce_scatter_unused_params(True)
+    counts = []
+    for chosen in [(0,), (0, 1), (0,)]:
+        loss = loss_of(model(batch(api.rank), *chosen))
+        with CommDebugMode() as mode:
+            loss.backward()
+        counts.append(mode.get_comm_counts()[torch.ops.c10d._reduce_scatter_base_])
+        kinds = {name: p.grad is not None for name, p in model.named_parameters()}
+        model.zero_grad()
+    return {"counts": counts, "all there": all(kinds.values())}
+
+
+# ---- one rank (B3) ----
+
+
+def mesh_of_one(api: Api) -> DeviceMesh:
+    return init_device_mesh("cpu", (api.world, 1), mesh_dim_names=("other", "alone"))["alone"]
+
+
+@scenario()
+def one_rank_in_inference_mode(api: Api) -> dict[str, Any]:
+    """B3: a forward in inference mode, on a mesh of one rank; then a training step."""
+    reference, model = plain(), shard(api, plain(), mesh=mesh_of_one(api))
+    with torch.inference_mode():
+        output = model(batch(api.rank)).clone()
+    loss_of(reference(batch(api.rank))).backward()
+    loss_of(model(batch(api.rank))).backward()
+    return {
+        "output": torch.equal(output, reference(batch(api.rank)).detach()),
+        "found": grads(model),
+        "expected": local(reference),
+    }
+
+
+class Halves(torch.Tensor):
+    """A tensor that is sent as two tensors, its halves, which add up to it."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Halves:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.size(), strides=data.stride(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data_ = data
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data_"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *unused: Any) -> Halves:
+        return Halves(inner["data_"])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        def strip(value: Any) -> Any:
+            return value.data_ if isinstance(value, Halves) else value
+
+        args, kwargs = torch.utils._pytree.tree_map(strip, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.sub_.Tensor):
+            return result
+        return torch.utils._pytree.tree_map_only(torch.Tensor, Halves, result)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
+        return (self.data_ * 0.25, self.data_ * 0.75), None
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        small, large = outputs
+        if out is None:
+            return small + large, outputs
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            torch.add(small, large, out=out)
+        return None
+
+
+@scenario()
+def one_rank_with_an_extension(api: Api) -> dict[str, Any]:
+    """B3: an all-gather extension that sends two tensors, on a mesh of one rank."""
+    reference, model = nn.Linear(DIM, 3, bias=False), nn.Linear(DIM, 3, bias=False)
+    model.weight = nn.Parameter(Halves(reference.weight.detach().clone()))
+    api.fully_shard(model, mesh=mesh_of_one(api))
+    found = []
+    for step in range(2):
+        loss_of(reference(batch(api.rank, step))).backward()
+        loss_of(model(batch(api.rank, step))).backward()
+        assert reference.weight.grad is not None and model.weight.grad is not None
+        grad = model.weight.grad.to_local()
+        found.append(torch.equal(getattr(grad, "data_", grad), reference.weight.grad))
+    return {"equal": found}
+
+
+# ---- evaluation (B6) and a first forward in inference mode ----
+
+
+@scenario()
+def training_after_evaluations(api: Api) -> dict[str, Any]:
+    """B6: forwards without backward must leave nothing behind in the order of groups."""
+    torch.manual_seed(7)
+    model = nn.Sequential(*(api.fully_shard(Block()) for _ in range(3)))
+    api.fully_shard(model)
+
+    def gathers_of_a_step() -> int:
+        with CommDebugMode() as mode:
+            loss_of(model(batch(api.rank))).backward()
+        return mode.get_comm_counts()[torch.ops.c10d._allgather_base_]
+
+    before = gathers_of_a_step()
+    with torch.no_grad():
+        for _ in range(3):
+            model(batch(api.rank))
+    order = len(model._get_fsdp_state()._comm_ctx.post_forward_order) if not api.ours else 0
+    return {"before": before, "after": gathers_of_a_step(), "order": order}
+
+
+@scenario()
+def first_forward_in_inference_mode(api: Api) -> dict[str, Any]:
+    found: dict[str, Any] = {"found": [], "expected": []}
+    for policy, reshard in ((None, True), (None, None), (MIXED, True)):
+        options = {} if policy is None else {"mp_policy": policy}
+        reference = plain() if policy is None else in_bf16(plain())
+        model = shard(api, plain(), reshard_after_forward=reshard, **options)
+        with torch.inference_mode():
+            model(batch(api.rank))
+        for step in range(2):
+            x = batch(api.rank, step)
+            loss_of(reference(x.to(reference[-1].weight.dtype))).backward()
+            found["expected"].append(average(local(reference)))
+            loss_of(model(x)).backward()
+            found["found"].append(grads(model))
+            model.zero_grad()
+    return found
+
+
+# ---- two roots, one context (B15) ----
+
+
+def two_roots(api: Api, share_first: bool) -> dict[str, Any]:
+    references = [plain(seed=1), plain(seed=2)]
+    models = [shard(api, plain(seed=seed)) for seed in (1, 2)]
+    if not share_first:
+        for model in models:
+            model._get_fsdp_state()._lazy_init()
+    share_comm_ctx(models)
+    found: dict[str, Any] = {"found": [], "expected": []}
+    for order in ((0, 1), (1, 0), (1, 0)):
+        losses = [loss_of(model(batch(api.rank, i))) for i, model in enumerate(models)]
+        for i in order:
+            losses[i].backward()
+            found["found"].append(grads(models[i]))
+            models[i].zero_grad()
+            loss_of(references[i](batch(api.rank, i))).backward()
+            found["expected"].append(average(local(references[i])))
+    return found
+
+
+@scenario()
+def two_roots_that_share_at_first(api: Api) -> dict[str, Any]:
+    """B15: forwards of two roots with one context, then a backward of each."""
+    return two_roots(api, True)
+
+
+@scenario()
+def two_roots_that_share_after_lazy_init(api: Api) -> dict[str, Any]:
+    """The same, where only the second root's own groups change their context."""
+    return two_roots(api, False)
+
+
+# ---- messages and waits (B13, B14) ----
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[io.StringIO]:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        yield text
+
+
+@scenario()
+def a_refusal_is_raised_only(api: Api) -> dict[str, Any]:
+    """B13: an error is an exception, not also a page of output on every rank."""
+    model = api.fully_shard(nn.Linear(DIM, 3))
+    param = model._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0]
+    with captured() as text:
+        try:
+            param.to_sharded_dtensor(torch.zeros(1, 1))
+            error = ""
+        except AssertionError as raised:
+            error = str(raised)
+    return {"error": error, "printed": text.getvalue()}
+
+
+class CountedEvent:
+    def __init__(self, waited: list[int], number: int) -> None:
+        self.waited, self.number = waited, number
+
+    def synchronize(self) -> None:
+        self.waited.append(self.number)
+
+
+class PlainScatter:
+    """A user's own reduce-scatter."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op)
+
+
+@scenario()
+def waits_for_offloaded_gradients(api: Api) -> dict[str, Any]:
+    """B14: the copies of a group's gradients are queued on one stream: its last is waited for.
+
+    An accelerator is needed for copies that run by themselves; here numbered events stand in.
+    """
+    model = api.fully_shard(Block())
+    model.set_custom_reduce_scatter(PlainScatter())
+    group = model._get_fsdp_state()._fsdp_param_groups[0]
+    waited: list[int] = []
+    recorded: list[CountedEvent] = []
+
+    def record_event(stream: Any) -> CountedEvent:
+        recorded.append(CountedEvent(waited, len(recorded)))
+        return recorded[-1]
+
+    loss = loss_of(model(batch(api.rank)))
+    for param in group.fsdp_params:
+        param.offload_to_cpu = param.pin_memory = True
+    with mock.patch.object(torch.cpu.Stream, "record_event", record_event):
+        loss.backward()
+    events = [param.grad_offload_event for param in group.fsdp_params]
+    return {"params": len(events), "waited": len(waited), "left": events.count(None)}
+
+
+# ---- dtypes ----
+
+
+def train_parts(api: Api, trainable: list[Callable[[nn.Module], bool]], seed: int = 7) -> Any:
+    """Steps with other parameters frozen in each; every step's gradients and their dtypes."""
+    master, model = plain(), shard(api, plain(), mp_policy=MIXED)
+    found: dict[str, Any] = {"found": [], "expected": []}
+    for step, wanted in enumerate(trainable):
+        for one in (master, model):
+            for part in one:
+                part.requires_grad_(wanted(part))
+        half = in_bf16(master)
+        x = batch(api.rank, step)
+        if step > 0:
+            loss_of(half(x.to(torch.bfloat16))).backward()
+            loss_of(model(x)).backward()
+        else:
+            model(x)
+        expected = average(local(half))
+        found["expected"].append(expected)
+        found["found"].append(grads(model))
+        step_by(master, expected)
+        step_by(model, {name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+    return found
+
+
+@scenario()
+def frozen_at_first(api: Api) -> Any:
+    """Frozen at the first forward, trained later, computed in bf16 and reduced in fp32."""
+
+    def none(part: nn.Module) -> bool:
+        return False
+
+    def every(part: nn.Module) -> bool:
+        return True
+
+    def norms(part: nn.Module) -> bool:
+        return isinstance(part, Block)
+
+    return train_parts(api, [none, every, norms, every])
+
+
+@scenario()
+def another_dtype_in_the_middle(api: Api) -> dict[str, Any]:
+    """model.to(dtype) between steps, with and without mixed precision."""
+    found: dict[str, Any] = {"found": [], "expected": []}
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32), MIXED):
+        master, model = plain(), shard(api, plain(), mp_policy=policy)
+        for step, dtype in enumerate((None, torch.bfloat16, None, torch.float32, torch.float64)):
+            if dtype is not None:
+                master.to(dtype)
+                model.to(dtype)
+            dtype = next(master.parameters()).dtype
+            compute = policy.param_dtype or dtype
+            plain_model = copy.deepcopy(master).to(compute)
+            x = batch(api.rank, step).to(dtype)
+            loss_of(plain_model(x.to(compute))).backward()
+            loss_of(model(x)).backward()
+            reduced = policy.reduce_dtype or compute
+            expected = mean_in(plain_model, reduced, dtype)
+            found["expected"].append(expected)
+            found["found"].append(grads(model))
+            step_by(master, expected)
+            step_by(model, {name: p.grad for name, p in model.named_parameters()})
+            model.zero_grad()
+        found["expected"].append({name: p.detach() for name, p in master.named_parameters()})
+        found["found"].append(weights(model))
+    return found
+
+
+def mean_in(model: nn.Module, reduced: torch.dtype, wanted: torch.dtype) -> Gradients:
+    """Gradients averaged over the ranks in one dtype and cast to another."""
+    found: Gradients = {}
+    for name, param in model.named_parameters():
+        if param.grad is None:
+            found[name] = None
+            continue
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, param.grad.to(reduced))
+        found[name] = (sum(everyones[1:], everyones[0]) / len(everyones)).to(wanted)
+    return found
+
+
+class Dtypes(nn.Module):
+    """Parameters of two dtypes in one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.linear = nn.Linear(DIM, DIM, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(x.to(self.norm.weight.dtype)).to(self.linear.weight.dtype)
+        return self.linear(hidden).float()
+
+
+@scenario()
+def several_original_dtypes(api: Api) -> dict[str, Any]:
+    """fp32 and bf16 parameters in one group: reduced in one dtype, each gradient in its own."""
+    found: dict[str, Any] = {"found": [], "expected": []}
+    policies = (MixedPrecisionPolicy(reduce_dtype=torch.float32), MIXED)
+    for policy in policies:
+        torch.manual_seed(5)
+        reference = Dtypes()
+        if policy.param_dtype is not None:
+            reference.to(policy.param_dtype)
+        torch.manual_seed(5)
+        model = api.fully_shard(Dtypes(), mp_policy=policy)
+        wanted = {name: p.dtype for name, p in model.named_parameters()}
+        for step in range(2):
+            x = batch(api.rank, step)
+            loss_of(reference(x)).backward()
+            means = mean_in(reference, torch.float32, torch.float32)
+            reference.zero_grad()
+            loss_of(model(x)).backward()
+            found["expected"].append({n: g.to(wanted[n]) for n, g in means.items()})  # type: ignore[union-attr]
+            found["found"].append(grads(model))
+            model.zero_grad()
+    return found
+
+
+@scenario()
+def several_original_dtypes_in_accumulation(api: Api) -> dict[str, Any]:
+    """The same without synchronisation of the first microbatch."""
+    torch.manual_seed(5)
+    reference = Dtypes()
+    torch.manual_seed(5)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    model = api.fully_shard(Dtypes(), mp_policy=policy)
+    wanted = {name: p.dtype for name, p in model.named_parameters()}
+    sums: Gradients = dict.fromkeys(wanted)
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        loss_of(reference(batch(api.rank, step))).backward()
+        sums = added(sums, local(reference))
+        loss_of(model(batch(api.rank, step))).backward()
+    expected = {n: g.to(wanted[n]) for n, g in average(sums).items() if g is not None}
+    return {"found": grads(model), "expected": expected}
+
+
+# ---- CPU offload without an accelerator ----
+
+
+@scenario()
+def offload_without_an_accelerator(api: Api) -> dict[str, Any]:
+    reference = plain()
+    model = shard(api, plain(), offload_policy=CPUOffloadPolicy())
+    found: dict[str, Any] = {"found": [], "expected": []}
+    for step in range(2):
+        loss_of(reference(batch(api.rank, step))).backward()
+        expected = average(local(reference))
+        loss_of(model(batch(api.rank, step))).backward()
+        found["found"].append(grads(model))
+        found["expected"].append(expected)
+        step_by(reference, expected)
+        step_by(model, {name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+    return found
+
+
+# ---- reset ----
+
+
+@scenario()
+def reset_in_accumulation(api: Api) -> dict[str, Any]:
+    """A microbatch without synchronisation, a failure, a reset: nothing of it may be left."""
+    found: dict[str, Any] = {"found": [], "expected": []}
+    for options in ({}, {"mp_policy": MIXED}):
+        reference = in_bf16(plain()) if options else plain()
+        model = shard(api, plain(), **options)
+        model.set_requires_gradient_sync(False)
+        loss_of(model(batch(api.rank, 7))).backward()
+        try:
+            output = model(batch(api.rank, 8))
+            output.register_hook(lambda grad: 1 / 0)
+            loss_of(output).backward()
+        except ZeroDivisionError:
+            model.reset_iter_state()
+            model.zero_grad()
+        model.set_requires_gradient_sync(True)
+        x = batch(api.rank, 9)
+        loss_of(reference(x.to(reference[-1].weight.dtype))).backward()
+        loss_of(model(x)).backward()
+        found["found"].append(grads(model))
+        found["expected"].append(average(local(reference)))
+    return found

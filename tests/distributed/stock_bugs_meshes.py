@@ -1,0 +1,263 @@
+"""What stock FSDP2 gets wrong on 2-D meshes and smaller reshard groups; see ``stock_bugs.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from behaviour import DIM, Api, batch, grads, plain, scenario, shard, weights, whole
+from stock_bugs import (
+    Gradients,
+    PlainScatter,
+    added,
+    average,
+    choice,
+    local,
+    loss_of,
+    shard_choice,
+    step_by,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+
+def copies(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def replicas(api: Api) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+# ---- partial reductions with replicas (B1) ----
+
+
+class Two(nn.Module):
+    """Two layers in one group, of which a forward may use one; sizes as asked for."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, first, bias=False)
+        self.second = nn.Linear(DIM, second, bias=False)
+
+    def forward(self, x: torch.Tensor, *used: int) -> torch.Tensor:
+        layers = [(self.first, self.second)[index] for index in used]
+        first, *rest = (layer(x.to(layer.weight.dtype)).square().mean() for layer in layers)
+        return sum(rest, first)
+
+
+def accumulate(
+    api: Api, model: nn.Module, reference: nn.Module, uses: list[tuple[int, ...]]
+) -> dict[str, Any]:
+    """Microbatches that use what ``uses`` says; the last one all-reduces."""
+    expected: Gradients = dict.fromkeys(dict(reference.named_parameters()))
+    for step, used in enumerate(uses):
+        x = batch(api.rank, step)
+        reference(x, *used).square().mean().backward()
+        expected = added(expected, local(reference))
+        model.set_requires_all_reduce(step == len(uses) - 1)
+        model(x, *used).square().mean().backward()
+    return {"found": grads(model), "expected": average(expected)}
+
+
+def two(api: Api, sizes: tuple[int, int], uses: list[tuple[int, ...]], custom: bool = False) -> Any:
+    torch.manual_seed(3)
+    reference = Two(*sizes)
+    torch.manual_seed(3)
+    model = api.fully_shard(Two(*sizes), mesh=replicas(api))
+    if custom:
+        model.set_custom_reduce_scatter(PlainScatter())
+    return accumulate(api, model, reference, uses)
+
+
+USES = [[(0,), (1,)], [(0,), (0, 1), (1,)], [(0, 1), (1,), (0, 1)], [(1,), (0,), (0,)]]
+
+
+@scenario(4)
+def other_sizes_in_the_next_microbatch(api: Api) -> Any:
+    """B1: the partial row of one parameter, then the row of another of a different size."""
+    return two(api, (4, 6), USES[0])
+
+
+@scenario(4)
+def equal_sizes_in_the_next_microbatch(api: Api) -> Any:
+    """B1: the same with equal sizes."""
+    return two(api, (4, 4), USES[0])
+
+
+@scenario(4)
+def every_order_of_use(api: Api) -> Any:
+    """B1: more microbatches, with the core's reduction and with a custom reduce-scatter."""
+    found: dict[str, Any] = {"found": [], "expected": []}
+    if api.ours:
+        for uses in USES:
+            for sizes in ((4, 4), (3, 6)):
+                for custom in (False, True):
+                    one = two(api, sizes, uses, custom)
+                    found["found"].append(one["found"])
+                    found["expected"].append(one["expected"])
+    return found
+
+
+@scenario(4)
+def group_unused_in_the_last_microbatch(api: Api) -> Any:
+    """B1: a group whose only gradients are those of microbatches without all-reduce."""
+    reference, model = choice(), shard_choice(api, choice(), mesh=replicas(api))
+    return accumulate(api, model, reference, [(0, 1), (0,)])
+
+
+@scenario(4)
+def custom_group_unused_in_the_last_microbatch(api: Api) -> Any:
+    """The same with a custom reduce-scatter of that group. (Stock loses its partial, too.)"""
+    reference, model = choice(), shard_choice(api, choice(), mesh=replicas(api))
+    model.blocks[1].set_custom_reduce_scatter(PlainScatter())
+    return accumulate(api, model, reference, [(0, 1), (0,)])
+
+
+@scenario(4)
+def several_dtypes_on_replicas(api: Api) -> dict[str, Any]:
+    """float64 and float32 parameters in one group, reduced in float64, with partial reductions."""
+    torch.manual_seed(3)
+    reference = Two(4, 3)
+    reference.second.double()
+    torch.manual_seed(3)
+    model = Two(4, 3)
+    model.second.double()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64, cast_forward_inputs=False)
+    api.fully_shard(model, mesh=replicas(api), mp_policy=policy)
+    sums: Gradients = dict.fromkeys(dict(reference.named_parameters()))
+    for step, used in enumerate([(1,), (0,), (0, 1)]):
+        reference(batch(api.rank, step), *used).backward()
+        sums = added(sums, local(reference, torch.float64))
+        model.set_requires_all_reduce(step == 2)
+        model(batch(api.rank, step), *used).backward()
+    wanted = {name: p.dtype for name, p in reference.named_parameters()}
+    expected = {n: g.to(wanted[n]) for n, g in average(sums).items() if g is not None}
+    return {"found": grads(model), "expected": expected}
+
+
+# ---- groups that only some replicas use (B7) ----
+
+
+@scenario(4)
+def replicas_that_use_other_groups(api: Api) -> dict[str, Any]:
+    """B7: one replica never ran a block, the other did: both must take part in its all-reduce.
+
+    Under stock this hangs, for the reason that ``unused_groups_are_reduced`` shows.
+    """
+    if not api.ours:
+        return {}
+    reference, model = choice(), shard_choice(api, choice(), mesh=replicas(api))
+    model.set_reduce_scatter_unused_params(True)
+    chosen = (0, 1) if api.rank < 2 else (0,)
+    loss_of(reference(batch(api.rank), *chosen)).backward()
+    loss_of(model(batch(api.rank), *chosen)).backward()
+    return {"found": grads(model), "expected": average(local(reference))}
+
+
+# ---- smaller reshard groups (B4, B5) ----
+
+
+class Rows(nn.Module):
+    """Weights whose rows the ranks cannot share equally."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@scenario(4)
+def rows_between_forward_and_backward(api: Api) -> dict[str, Any]:
+    """B5: what the registered parameter holds while resharded to pairs of ranks."""
+    found: dict[str, Any] = {"found": [], "expected": []}
+    for rows in (9, 5, 3, 1, 8):
+        torch.manual_seed(3)
+        reference = Rows(rows)
+        torch.manual_seed(3)
+        model = api.fully_shard(Rows(rows), reshard_after_forward=2)
+        output = model(batch(api.rank))
+        found["found"].append(weights(model))
+        found["expected"].append(copies(reference))
+        loss_of(output).backward()
+        loss_of(reference(batch(api.rank))).backward()
+        found["found"].append(grads(model))
+        found["expected"].append(average(local(reference)))
+    return found
+
+
+@scenario(4)
+def columns_alone(api: Api) -> str:
+    """B4: one parameter cut on Shard(1), and a smaller reshard group; the error of its backward."""
+    torch.manual_seed(3)
+    layer = nn.Linear(8, 8, bias=False)
+    api.fully_shard(layer, reshard_after_forward=2, shard_placement_fn=lambda param: Shard(1))
+    loss = loss_of(layer(torch.ones(2, 8)))
+    try:
+        loss.backward()
+    except IndexError as error:
+        return str(error)
+    return ""
+
+
+@scenario(4)
+def columns_between_forward_and_backward(api: Api) -> dict[str, Any]:
+    """B4: Shard(1) and a smaller reshard group. (Not under stock, where ranks would hang.)"""
+    if not api.ours:
+        return {}
+    torch.manual_seed(3)
+    reference = nn.Sequential(nn.Linear(DIM, 4), nn.Linear(4, 3), nn.Linear(3, 3, bias=False))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(DIM, 4), nn.Linear(4, 3), nn.Linear(3, 3, bias=False))
+
+    def columns(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.shape == (3, 4) else None
+
+    for layer in model:
+        api.fully_shard(layer, reshard_after_forward=2, shard_placement_fn=columns)
+    api.fully_shard(model, reshard_after_forward=2, shard_placement_fn=columns)
+    found: dict[str, Any] = {"found": [], "expected": []}
+    for step in range(2):
+        output = model(batch(api.rank, step))
+        found["found"].append(weights(model))
+        found["expected"].append(copies(reference))
+        loss_of(output).backward()
+        loss_of(reference(batch(api.rank, step))).backward()
+        found["found"].append(grads(model))
+        expected = average(local(reference))
+        found["expected"].append(expected)
+        step_by(reference, expected)
+        step_by(model, {name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+    return found
+
+
+# ---- an evaluation that leaves the smaller shards (stale weights) ----
+
+
+@scenario(4)
+def evaluation_on_a_smaller_group(api: Api) -> dict[str, Any]:
+    """backward, evaluation (leaves shards of pairs of ranks), optimizer step, forward."""
+    reference, model = plain(), shard(api, plain(), reshard_after_forward=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found: dict[str, Any] = {"found": [], "expected": []}
+    for step in range(3):
+        x = batch(api.rank, step)
+        output = model(x)
+        found["found"].append(output.detach())
+        expected_output = reference(x)
+        found["expected"].append(expected_output.detach())
+        loss_of(output).backward()
+        loss_of(expected_output).backward()
+        with torch.no_grad():
+            model(batch(api.rank, 50))
+        optimizer.step()
+        optimizer.zero_grad()
+        step_by(reference, average(local(reference)), lr=0.5)
+    found["found"].append({name: whole(value) for name, value in model.state_dict().items()})
+    found["expected"].append(copies(reference))
+    return found
