@@ -31,6 +31,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 MODULES = (
     "behaviour_events",
+    "behaviour_outputs",
     "behaviour_training",
     "behaviour_state",
     "behaviour_solo",
