@@ -40,6 +40,12 @@ FullyShard = Callable[..., Any]
 _drawing = threading.Lock()
 
 
+def seed_generator(seed: int) -> None:
+    """Seed torch's global generator, not while another thread draws a model's weights from it."""
+    with _drawing:
+        torch.manual_seed(seed)
+
+
 def load_implementation(name: str) -> FullyShard:
     """``fully_shard`` of torch ("torch"), of this project ("fsdp_c"), or "module:function"."""
     if name == "torch":

@@ -145,8 +145,12 @@ def _facts(arg: Any) -> Any:
 
 
 def error_entry(error: BaseException) -> Entry:
-    """An exception as an entry: type and message, memory addresses blanked."""
-    message = re.sub(r"0x[0-9a-f]+", "0x", str(error))
+    """An exception as an entry: type and message, memory addresses blanked.
+
+    Without the C++ stack that torch appends where TORCH_SHOW_CPP_STACKTRACES is set: it names
+    whoever called the operator.
+    """
+    message = re.sub(r"0x[0-9a-f]+", "0x", str(error).partition("\nException raised from")[0])
     return ("error", f"{type(error).__name__}: {message}")
 
 

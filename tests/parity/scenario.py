@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from building import SEED, Builder, FullyShard, local_part
+from building import SEED, Builder, FullyShard, local_part, seed_generator
 from meshes import Meshes
 from models import Inputs, tensors_in
 from record import Recorder, error_entry
@@ -116,7 +116,7 @@ class Script:
     def _step(self, step: int) -> None:
         setting, label = self.setting, f"step {step}"
         self.recorder.note("begin", label)
-        torch.manual_seed(SEED + step)
+        seed_generator(SEED + step)
         self._unshard_by_hand(label)
         RUN[setting.schedule](self, label)
         self.note_gradients(label)
