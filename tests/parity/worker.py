@@ -116,7 +116,7 @@ def run_on_processes(
         return len({store.get(key) for key in keys}) == 1
 
     with recorded_collectives() as tap:
-        runner = _Rank(load_implementation(implementation), ours, tap, agree)
+        runner = _Rank(load_implementation(implementation), ours, tap, agree, threads=False)
         runner.run(settings, Path(folder) / f"{rank}.records")
     return time.perf_counter() - begin
 
@@ -149,7 +149,7 @@ def run_on_threads(
     with thread_ranks.recorded_methods() as tap:
 
         def run(rank: int) -> None:
-            runner = _Rank(fully_shard, ours, tap, agree)
+            runner = _Rank(fully_shard, ours, tap, agree, threads=True)
             runner.run(settings, Path(folder) / f"{rank}.records")
 
         thread_ranks.run_threads(world_size, run)
@@ -168,11 +168,13 @@ class _Rank:
         ours: bool,
         tap: Tap,
         agree: Callable[[int, str], bool],
+        threads: bool,
     ) -> None:
         self.fully_shard = fully_shard
         self.ours = ours
         self.tap = tap
         self.agree = agree
+        self.threads = threads
 
     def run(self, settings: list[Setting], path: Path) -> None:
         """Run the settings into ``path``; stops behind one that left the ranks out of step."""
@@ -186,8 +188,9 @@ class _Rank:
                 file.flush()
                 if not self.agree(index, _ending(entries)):
                     break
-                # All ranks are done with the groups that this setting has made.
-                if existing_groups() != groups:
+                # All ranks are done with the groups that this setting has made. Torch cannot destroy
+                # those of threads one thread at a time; their process takes them along.
+                if not self.threads and existing_groups() != groups:
                     gc.collect()
                     drop_new_groups(groups)
 
