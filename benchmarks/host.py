@@ -12,7 +12,11 @@ The figure of a model is its minimum over the rounds; the cost of an implementat
 (its figure - the bare model's) / groups, and cost per parameter is the slope of a least-squares
 line over the numbers of parameters per group. The bare model of the mixed runs computes in bf16.
 
-    python benchmarks/host.py [--rounds N] [--groups N] [--params 1 2 5 9 14 20] [--json FILE]
+Each kind of job is a table: both precisions on a flat mesh, the same on a 2 x 4 mesh (HSDP), and
+forwards alone under no_grad.
+
+    python benchmarks/host.py [--rounds N] [--groups N] [--params 1 2 5 9 14 20] [--jobs fp32 ...]
+                              [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,17 +24,38 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 from report import POLICIES, FullyShard, fake_mesh, implementations, table, write_json
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD_SIZE = 8
+REPLICAS = 2
 WIDTH = 16
 SHOWN = (1, 9, 20)
 STEPS_PER_TURN = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the steps of one table do."""
+
+    precision: str
+    hsdp: bool = False
+    no_grad: bool = False
+
+
+JOBS = {
+    "fp32": Job("fp32"),
+    "mixed": Job("mixed"),
+    "fp32 hsdp": Job("fp32", hsdp=True),
+    "mixed hsdp": Job("mixed", hsdp=True),
+    "fp32 no_grad": Job("fp32", no_grad=True),
+    "mixed no_grad": Job("mixed", no_grad=True),
+}
 
 
 class Group(nn.Module):
@@ -50,13 +75,20 @@ class Group(nn.Module):
 class Timed:
     """One model with its input and the times of its steps (nanoseconds of thread CPU time)."""
 
-    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+    def __init__(self, model: nn.Module, x: torch.Tensor, no_grad: bool) -> None:
         self.model = model
         self.x = x
+        self.step = self._forward if no_grad else self._train
         self.parameters = list(model.parameters())
         self.times: list[int] = []
 
-    def step(self) -> None:
+    @torch.no_grad()
+    def _forward(self) -> None:
+        begin = time.thread_time_ns()
+        self.model(self.x)
+        self.times.append(time.thread_time_ns() - begin)
+
+    def _train(self) -> None:
         begin = time.thread_time_ns()
         self.model(self.x).sum().backward()
         self.times.append(time.thread_time_ns() - begin)
@@ -64,34 +96,32 @@ class Timed:
             parameter.grad = None
 
 
-def build(
-    groups: int, params: int, precision: str, shard: FullyShard | None, mesh: DeviceMesh
-) -> Timed:
+def build(job: Job, groups: int, params: int, shard: FullyShard | None, mesh: DeviceMesh) -> Timed:
     """A model of ``groups`` groups of ``params`` vectors, wrapped by ``shard`` unless None."""
     model = nn.Sequential(*(Group(params) for _ in range(groups)))
     x = torch.ones(WIDTH)
-    policy = POLICIES[precision]
+    policy = POLICIES[job.precision]
     if shard is None:
         model.to(policy.param_dtype)
-        return Timed(model, x.to(policy.param_dtype))
+        return Timed(model, x.to(policy.param_dtype), job.no_grad)
     for group in model:
         shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     shard(model, mesh=mesh, mp_policy=policy)
-    return Timed(model, x)
+    return Timed(model, x, job.no_grad)
 
 
 def measure(
     shards: dict[str, FullyShard],
     mesh: DeviceMesh,
-    precision: str,
+    job: Job,
     groups: int,
     params: int,
     rounds: int,
 ) -> dict[str, float]:
     """Microseconds per group and step: of the bare model, and of each implementation above it."""
-    timed = {"bare": build(groups, params, precision, None, mesh)}
+    timed = {"bare": build(job, groups, params, None, mesh)}
     for name, shard in shards.items():
-        timed[name] = build(groups, params, precision, shard, mesh)
+        timed[name] = build(job, groups, params, shard, mesh)
     for one in timed.values():
         for _ in range(5):
             one.step()
@@ -128,34 +158,46 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="turns of each model")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--params", type=int, nargs="+", default=[1, 2, 5, 9, 14, 20])
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), metavar="JOB")
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     counts = sorted(set(options.params))
-    mesh = fake_mesh(WORLD_SIZE)
+    flat = fake_mesh(WORLD_SIZE)
+    names = ("replicate", "shard")
+    hybrid = init_device_mesh("cpu", (REPLICAS, WORLD_SIZE // REPLICAS), mesh_dim_names=names)
     shards = implementations()
     results: dict[str, Any] = {"groups": options.groups, "rounds": options.rounds}
-    for precision in POLICIES:
+    for name in options.jobs:
+        job = JOBS[name]
+        mesh = hybrid if job.hsdp else flat
         rows = {
-            params: measure(shards, mesh, precision, options.groups, params, options.rounds)
+            params: measure(shards, mesh, job, options.groups, params, options.rounds)
             for params in counts
         }
-        shown = [params for params in counts if params in SHOWN] or counts
-        print(f"{precision}: us of CPU time per group and step above the bare model")
-        lines = [
-            [params, *(rows[params].get(k) for k in ("bare", "stock", "ours")), ratio(rows[params])]
-            for params in shown
-        ]
-        print(table(["parameters", "bare", "stock", "ours", "stock/ours"], lines))
-        fits = {name: fit({n: rows[n][name] for n in counts}) for name in shards}
-        for name, (fixed, slope) in fits.items():
-            print(f"{name}: {fixed:.1f} us per group + {slope:.2f} us per parameter")
-        print()
-        results[precision] = {
-            "us_per_group_step": rows,
-            "ratio": {params: ratio(row) for params, row in rows.items()},
-            "fit": {name: {"fixed_us": f, "us_per_param": s} for name, (f, s) in fits.items()},
-        }
+        results[name] = report(name, rows, list(shards))
     write_json(options.json, "host", results)
+
+
+def report(
+    title: str, rows: dict[int, dict[str, float]], implementations: list[str]
+) -> dict[str, Any]:
+    """Print one job's table and lines; the same as JSON."""
+    print(f"{title}: us of CPU time per group and step above the bare model")
+    shown = [params for params in rows if params in SHOWN] or list(rows)
+    lines = [
+        [params, *(rows[params].get(k) for k in ("bare", "stock", "ours")), ratio(rows[params])]
+        for params in shown
+    ]
+    print(table(["parameters", "bare", "stock", "ours", "stock/ours"], lines))
+    fits = {name: fit({n: row[name] for n, row in rows.items()}) for name in implementations}
+    for name, (fixed, slope) in fits.items():
+        print(f"{name}: {fixed:.1f} us per group + {slope:.2f} us per parameter")
+    print()
+    return {
+        "us_per_group_step": rows,
+        "ratio": {params: ratio(row) for params, row in rows.items()},
+        "fit": {name: {"fixed_us": f, "us_per_param": s} for name, (f, s) in fits.items()},
+    }
 
 
 if __name__ == "__main__":
