@@ -10,8 +10,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
 from . import _C
+from .guard import shows
 
 
+@shows(FSDPCommContext)
 class CommContext(_C.CommContext, FSDPCommContext):
     """Streams, events and buffers in flight of the groups under one root (``_C.CommContext``).
 

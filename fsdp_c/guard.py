@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as stock_collectives
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock_group
 import torch.distributed.fsdp._fully_shard._fsdp_state as stock_state
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from fsdp_c_autoload import Redirection
 
@@ -170,6 +171,48 @@ def is_overridden(obj: Any, stock: type, name: str) -> bool:
 def getattr_static(cls: type, name: str) -> Any:
     """The class attribute itself, not what it gives."""
     return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+
+
+# ---- patches without effect ----------------------------------------------------------------------
+
+# What torch's FSDPParam does in these, the C core does for a whole group.
+_DONE_BY_THE_CORE = (
+    "_init_sharded_param",
+    "_init_sharded_post_forward_param_metadata",
+    "_setattr_on_modules",
+    "accumulate_unsharded_grad_if_needed",
+    "all_gather_inputs",
+    "alloc_all_gather_outputs",
+    "free_unsharded_param",
+    "init_all_gather_outputs",
+    "init_unsharded_param",
+    "to_accumulated_grad_if_needed",
+    "to_sharded",
+    "to_sharded_post_forward",
+    "to_sharded_post_forward_dtensor",
+    "to_unsharded",
+    "unsharded_accumulated_grad_data",
+    "unsharded_grad_data",
+    "unsharded_param",
+)
+_unheard: set[str] = set()
+
+
+def warn_of_patches_without_effect() -> None:
+    """Logs, once per name, what of torch's ``FSDPParam`` is patched and not called by our core."""
+    for name in _DONE_BY_THE_CORE:
+        found = vars(FSDPParam).get(name)
+        found = getattr(found, "fget", found)
+        if name in _unheard or _is_torchs(found, FSDPParam.__module__, f"FSDPParam.{name}"):
+            continue
+        _unheard.add(name)
+        logger.warning(
+            "fsdp_c: FSDPParam.%s has been replaced. It is not called: fsdp_c does this for all "
+            "parameters of a group at once, in C. Patch the group's methods instead "
+            "(FSDPParamGroup.unshard, reshard, post_backward), or use the fsdp_pre_all_gather "
+            "and fsdp_post_all_gather extensions",
+            name,
+        )
 
 
 # ---- what the C core calls -----------------------------------------------------------------------

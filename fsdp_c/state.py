@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 
 from . import _C
 from .comm_context import CommContext
-from .guard import is_overridden, shows
+from .guard import is_overridden, shows, warn_of_patches_without_effect
 
 
 def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
@@ -127,6 +127,7 @@ class State(_C.State, FSDPState):
             return
         if len(self._modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self._modules}")
+        warn_of_patches_without_effect()
         states = self._states_below()
         groups = [group for state in states for group in state._fsdp_param_groups]
         self._is_root = True

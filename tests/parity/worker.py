@@ -188,8 +188,8 @@ class _Rank:
                 file.flush()
                 if not self.agree(index, _ending(entries)):
                     break
-                # All ranks are done with the groups that this setting has made. Torch cannot destroy
-                # those of threads one thread at a time; their process takes them along.
+                # All ranks are done with the groups that this setting has made. Those of threads
+                # cannot be destroyed one thread at a time; their process takes them along.
                 if not self.threads and existing_groups() != groups:
                     gc.collect()
                     drop_new_groups(groups)
