@@ -439,6 +439,10 @@ done:
     return status;
 }
 
+fc_status fc_group_leave_backward(fc_group *g) {
+    return g->doubled && g->comm->has_streams ? FC_OK : fc_call_post_backward(g);
+}
+
 static fc_status wait_and_put(fc_group *g, fct_event **event) {
     if (*event == NULL) {
         return FC_OK;
@@ -481,6 +485,7 @@ fc_status fc_group_reset(fc_group *g) {
     fc_gather_abandon(g);
     g->positions.count = 0;
     g->training_state = FC_IDLE;
+    g->doubled = false;
     fc_comm_put_event(g->comm, g->reduced);
     g->reduced = NULL;
     return fc_call_to_sharded(g);

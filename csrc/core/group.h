@@ -96,6 +96,8 @@ typedef struct fc_group {
     bool reshard_after_backward;
     bool unshard_async_op;
     bool unshard_in_backward;
+    bool doubled; /* this backward runs in what a recording one has recorded of the group */
+    uint64_t grads_before; /* fingerprint of the gradients when a recording backward came */
     bool force_sum;
     bool reduce_unused;
     bool hosted_gather; /* the host moves the data, see host.h */
@@ -145,6 +147,10 @@ FC_CHECK fc_status fc_group_pre_forward(fc_group *g, bool *entering);
 FC_CHECK fc_status fc_group_post_forward(fc_group *g);
 FC_CHECK fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch);
 FC_CHECK fc_status fc_group_post_backward(fc_group *g);
+/* The post-backward node is reached. Autograd runs a double backward's nodes before those of the
+ * forward's graph, but on devices with threads of their own, where their sequence numbers begin
+ * anew, they may come later: there a doubled group waits for the end of backward. */
+FC_CHECK fc_status fc_group_leave_backward(fc_group *g);
 FC_CHECK fc_status fc_group_prefetch(fc_group *g, fc_training_state pass);
 /* Prefetches the group (or groups) whose forward came before this one's. */
 FC_CHECK fc_status fc_group_backward_prefetch(fc_group *g);

@@ -24,15 +24,45 @@ void fc_iteration_fini(fc_iteration *it) {
     fc_iteration_set_states(it, NULL, 0);
 }
 
-/* Post-backward of the groups that autograd did not reach: no input of theirs required grad. */
+/* Changes when a recording backward gives a parameter a gradient (it adds out of place). */
+static uint64_t grad_fingerprint(const fc_group *g) {
+    uint64_t print = 0;
+    for (size_t i = 0; i < g->count; i++) {
+        const fct_tensor *unsharded = g->params[i]->unsharded;
+        const void *grad = unsharded != NULL ? fct_grad_identity(unsharded) : NULL;
+        print = print * UINT64_C(1099511628211) + (uint64_t)(uintptr_t)grad;
+    }
+    return print;
+}
+
+/* A recording backward that went through the group without leaving it by its post-backward node, and
+ * gave none of its parameters a gradient, was for gradients with respect to tensors inside: the
+ * graph it made can be entered where no hook would see it. */
+static bool entered_unseen(const fc_group *g) {
+    return g->training_state == FC_PRE_BACKWARD && grad_fingerprint(g) == g->grads_before;
+}
+
+/* Post-backward of a group that autograd did not reach: no input of its required grad. Where the
+ * next backward may need the parameters unannounced, they stay until its end. */
+static fc_status finish_group(fc_group *g, bool records) {
+    bool reshards = g->reshard_after_backward;
+    if (records && entered_unseen(g)) {
+        g->reshard_after_backward = false;
+    }
+    fc_status status = fc_call_post_backward(g);
+    g->reshard_after_backward = reshards;
+    return status;
+}
+
 static fc_status finish_groups(fc_state *s) {
     fc_status status = FC_OK;
     for (size_t i = s->group_count; i-- > 0;) {
         fc_group *g = s->groups[i];
         if (g->training_state != FC_POST_BACKWARD) {
-            FC_TRY(fc_call_post_backward(g));
+            FC_TRY(finish_group(g, s->iteration->records));
         }
         g->training_state = FC_IDLE;
+        g->doubled = false;
     }
     s->training_state = FC_IDLE;
 done:
@@ -90,6 +120,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
     FC_TRY(finish_comm(it, c));
     FC_TRY(finish_other_comms(it, c));
     it->callback_queued = false;
+    it->records = false;
 done:
     return status;
 }
@@ -188,15 +219,38 @@ done:
     return status;
 }
 
-fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
+static fc_status enter_backward(fc_state *s, const fct_hook *at_end) {
     fc_status status = FC_OK;
     s->training_state = FC_PRE_BACKWARD;
     if (!s->iteration->callback_queued) {
         FC_TRY_RAISED(fct_autograd_at_end(at_end));
         s->iteration->callback_queued = true;
+        s->iteration->records = fct_grad_enabled();
     }
+done:
+    return status;
+}
+
+fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end) {
+    fc_status status = FC_OK;
+    FC_TRY(enter_backward(s, at_end));
     for (size_t i = 0; i < s->group_count; i++) {
-        FC_TRY(fc_call_pre_backward(s->groups[i], s->backward_prefetch_count == 0));
+        s->groups[i]->doubled = true;
+        FC_TRY(fc_call_pre_backward(s->groups[i], false));
+    }
+done:
+    return status;
+}
+
+fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
+    fc_status status = FC_OK;
+    FC_TRY(enter_backward(s, at_end));
+    for (size_t i = 0; i < s->group_count; i++) {
+        fc_group *g = s->groups[i];
+        if (s->iteration->records && g->training_state != FC_PRE_BACKWARD) {
+            g->grads_before = grad_fingerprint(g);
+        }
+        FC_TRY(fc_call_pre_backward(g, s->backward_prefetch_count == 0));
     }
     for (size_t i = 0; i < s->backward_prefetch_count; i++) {
         const fc_state *target = s->backward_prefetch[i];
@@ -229,5 +283,6 @@ fc_status fc_state_reset(fc_state *s) {
     }
     it->forward_root = NULL;
     it->callback_queued = false;
+    it->records = false;
     return first;
 }

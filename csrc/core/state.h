@@ -15,6 +15,7 @@ typedef struct fc_iteration {
     struct fc_state *forward_root; /* whose forward this is; NULL between forwards */
     size_t order_mark;             /* length of the post-forward order when that forward began */
     bool callback_queued;          /* end-of-backward callback, once for each backward */
+    bool records;                  /* this backward makes a graph of itself (create_graph) */
     bool is_last_backward;
 } fc_iteration;
 
@@ -56,6 +57,9 @@ FC_CHECK fc_status fc_state_post_forward(fc_state *s);
 FC_CHECK fc_status fc_state_end_forward(fc_state *s);
 /* at_end is queued once per backward and must call fc_iteration_end_backward. */
 FC_CHECK fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end);
+/* A backward has reached the graph that an earlier one made of itself where that left this state:
+ * the parameters are needed before any gradient of the forward's outputs is computed. */
+FC_CHECK fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end);
 /* Back to where a new iteration can start, whatever failed; for the root. Where the device's
  * streams do not obey, nothing is changed. Any other failure is returned after all of the reset was
  * tried. A reset can be repeated. */

@@ -123,6 +123,7 @@ typedef struct fcpy_group {
     PyObject *comm;                   /* CommContext */
     PyObject *link_names[FCPY_LINKS]; /* str or NULL: the core borrows their text */
     PyObject *fqn;
+    PyObject *unit; /* State of the fully_shard call, or NULL */
     fcpy_seen seen;
     PyObject *dict;
     PyObject *weakrefs;

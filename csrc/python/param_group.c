@@ -116,12 +116,15 @@ static int group_traverse(PyObject *obj, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(obj));
     Py_VISIT(self->params);
     Py_VISIT(self->comm);
+    Py_VISIT(self->unit);
     Py_VISIT(self->dict);
     return 0;
 }
 
 /* params and comm stay until dealloc: the core borrows them. */
 static int group_clear(PyObject *obj) {
+    as_group(obj)->core.unit = NULL;
+    Py_CLEAR(as_group(obj)->unit);
     Py_CLEAR(as_group(obj)->dict);
     return 0;
 }
@@ -292,14 +295,16 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
     PyObject *unit = NULL;
     Py_ssize_t index = 0;
     Py_ssize_t siblings = 1;
-    if (!PyArg_ParseTuple(args, "Onn", &unit, &index, &siblings)) {
+    if (!PyArg_ParseTuple(args, "O!nn", as_group(obj)->mod->state_type, &unit, &index, &siblings)) {
         return NULL;
     }
     if (index < 0 || index >= siblings) {
         PyErr_SetString(PyExc_ValueError, "the index must be below the number of groups");
         return NULL;
     }
-    g->unit = unit; /* only compared */
+    Py_INCREF(unit);
+    Py_XSETREF(as_group(obj)->unit, unit);
+    g->unit = unit; /* the core only compares it */
     g->index = (size_t)index;
     g->siblings = (size_t)siblings;
     Py_RETURN_NONE;

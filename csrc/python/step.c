@@ -117,13 +117,46 @@ done:
     return result;
 }
 
+/* A backward has reached what an earlier one recorded between the outputs' gradients and the
+ * inputs' gradients of the group. */
+static int run_pre_double_backward(void *owner) {
+    fcpy_state *self = (fcpy_state *)((fcpy_group *)owner)->unit;
+    const fct_hook at_end = {self, call_end_backward, fcpy_retain, fcpy_release};
+    if (self == NULL || !fcpy_state_ready(self)) {
+        return self == NULL ? 0 : -1; /* the model is gone */
+    }
+    fc_status status = fc_state_pre_double_backward(&self->core, &at_end);
+    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+}
+
+static int call_pre_double_backward(void *owner) {
+    return run_untraced(((fcpy_group *)owner)->mod, run_pre_double_backward, owner);
+}
+
+/* In a backward that records itself the gradients which leave the group are outputs of the graph
+ * that it makes: it is entered there, and needs the parameters again. */
+static int hook_recorded(fcpy_group *group) {
+    const fct_hook hook = {group, call_pre_double_backward, fcpy_retain, fcpy_release};
+    size_t count = 0;
+    fct_tensor *const *grads = fct_autograd_node_grads(&count);
+    for (size_t i = 0; group->unit != NULL && i < count; i++) {
+        if (fct_tensor_requires_grad(grads[i]) && fct_autograd_on_grad(grads[i], &hook) != 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 static int run_post_backward(void *owner) {
     fcpy_group *group = (fcpy_group *)owner;
+    int result = 0;
     if (fcpy_guard_patched(&group->mod->guard, FCPY_CALL_NODE)) {
-        return run_patched_node(group);
+        result = run_patched_node(group);
+    } else {
+        fc_status status = fc_group_leave_backward(&group->core);
+        result = status == FC_OK ? 0 : raise_group(group, status);
     }
-    fc_status status = fc_call_post_backward(&group->core);
-    return status == FC_OK ? 0 : raise_group(group, status);
+    return result == 0 && fct_grad_enabled() ? hook_recorded(group) : result;
 }
 
 static int call_post_backward(void *owner) {

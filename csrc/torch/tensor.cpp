@@ -266,6 +266,10 @@ bool fct_grad_has(const fct_tensor *t) {
     return Borrowed(t)->grad().defined();
 }
 
+const void *fct_grad_identity(const fct_tensor *t) {
+    return Borrowed(t)->grad().unsafeGetTensorImpl();
+}
+
 void fct_grad_take(fct_tensor *t, fct_tensor **out) {
     Borrowed tensor(t);
     *out = tensor->grad().defined() ? give(std::exchange(tensor->mutable_grad(), at::Tensor()))

@@ -122,9 +122,10 @@ FCT_CHECK int fct_storage_alloc(fct_tensor *t, int64_t nbytes);
 /* Frees the storage's memory; size becomes 0. Nothing happens where it is 0 already. */
 void fct_storage_free(fct_tensor *t);
 
-/* .grad of a leaf. has: whether one is set. take: moves it out (leaving None); *out is new, or NULL
- * if none. */
+/* .grad of a leaf. has: whether one is set. identity: tells gradients apart, only to be compared.
+ * take: moves it out (leaving None); *out is new, or NULL if none. */
 bool fct_grad_has(const fct_tensor *t);
+const void *fct_grad_identity(const fct_tensor *t);
 void fct_grad_take(fct_tensor *t, fct_tensor **out);
 
 /* ---- process groups and collectives

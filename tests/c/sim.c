@@ -18,6 +18,7 @@ static char log_text[LOG_MAX];
 static size_t log_length;
 static size_t range_depth;
 static bool in_backward;
+static bool recording;
 static fct_hook at_end;
 
 /* ASan's defaults suit programs that allocate less; ASAN_OPTIONS in the environment goes before these. */
@@ -139,11 +140,20 @@ void sim_log(const char *format, ...) {
 
 void sim_autograd_begin(void) {
     in_backward = false;
+    recording = false;
     memset(&at_end, 0, sizeof at_end);
 }
 
 void sim_set_in_backward(bool value) {
     in_backward = value;
+}
+
+void sim_set_recording(bool value) {
+    recording = value;
+}
+
+const void *fct_grad_identity(const fct_tensor *t) {
+    return sim_grad_peek(t);
 }
 
 void *fct_functorch_pause(void) {
@@ -155,7 +165,7 @@ void fct_functorch_resume(void *pause) {
 }
 
 bool fct_grad_enabled(void) {
-    return true;
+    return !in_backward || recording;
 }
 
 bool fct_in_backward(void) {

@@ -135,6 +135,8 @@ void sim_collectives_stall(bool stall);
 /* ---- autograd ---- */
 
 void sim_set_in_backward(bool value);
+/* The backwards from now on make graphs of themselves (create_graph). */
+void sim_set_recording(bool value);
 /* Runs and forgets the call-back queued for the end of the backward; 0 if there is none. */
 int sim_run_at_end(void);
 void sim_drop_at_end(void);

@@ -57,9 +57,11 @@ typedef struct sim_scenario {
     bool stay_while_unsynced;
     bool async_unshard;
     bool reduce_unused;
-    bool own_scatter;         /* reduce-scatters have a process group of their own */
-    bool user_reduce;         /* a user's all-reduce hook: doubles the row */
-    bool recompute;           /* activation checkpointing around each layer */
+    bool own_scatter; /* reduce-scatters have a process group of their own */
+    bool user_reduce; /* a user's all-reduce hook: doubles the row */
+    bool recompute;   /* activation checkpointing around each layer */
+    bool
+        doubled; /* before each backward, one that records and gives no gradients: the next goes through what it recorded, too */
     bool modules_share_group; /* module_count > 1 */
 } sim_scenario;
 

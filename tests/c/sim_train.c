@@ -175,7 +175,7 @@ static void release_model(void *owner) {
     ((sim_model *)owner)->hook_owners--;
 }
 
-static fc_status backward_compute(sim_model *m, sim_layer *layer) {
+static fc_status backward_compute(sim_model *m, sim_layer *layer, bool give) {
     fc_status status = FC_OK;
     if (m->scenario.recompute && layer != &m->layers[0]) {
         FC_TRY(pre_forward(m, layer, true));
@@ -183,27 +183,29 @@ static fc_status backward_compute(sim_model *m, sim_layer *layer) {
         FC_TRY(post_forward(m, layer, true));
     }
     use_params(layer);
-    give_gradients(m, layer);
+    if (give) {
+        give_gradients(m, layer);
+    }
 done:
     return status;
 }
 
-static fc_status backward(sim_model *m) {
+/* Through the forward's graph; `give`: with gradients for the parameters. */
+static fc_status backward(sim_model *m, bool give) {
     fc_status status = FC_OK;
     const fct_hook at_end = {m, call_at_end, retain_model, release_model};
-    while (m->tape_length > 0) {
-        m->tape_length--;
-        sim_layer *layer = m->tape[m->tape_length].layer;
-        sim_group *group = m->tape[m->tape_length].group;
-        switch (m->tape[m->tape_length].kind) {
+    for (size_t i = m->tape_length; i-- > 0;) {
+        sim_layer *layer = m->tape[i].layer;
+        sim_group *group = m->tape[i].group;
+        switch (m->tape[i].kind) {
         case SIM_OUTPUT:
             FC_TRY(fc_state_pre_backward(&layer->core, &at_end));
             break;
         case SIM_COMPUTE:
-            FC_TRY(backward_compute(m, layer));
+            FC_TRY(backward_compute(m, layer, give));
             break;
         case SIM_NODE:
-            FC_TRY(fc_group_post_backward(&group->core));
+            FC_TRY(fc_group_leave_backward(&group->core));
             sim_log("post:%s", group->name);
             break;
         }
@@ -213,10 +215,44 @@ done:
     return status;
 }
 
+/* Through what a recording backward has recorded: from the gradients that left the layers by their
+ * nodes to the outputs' gradients. The root has no node: it is entered unseen. */
+static fc_status double_backward(sim_model *m) {
+    fc_status status = FC_OK;
+    const fct_hook at_end = {m, call_at_end, retain_model, release_model};
+    for (size_t i = 0; i < m->tape_length; i++) {
+        if (m->tape[i].kind == SIM_NODE) {
+            FC_TRY(fc_state_pre_double_backward(&m->tape[i].layer->core, &at_end));
+        } else if (m->tape[i].kind == SIM_COMPUTE) {
+            use_params(m->tape[i].layer);
+            give_gradients(m, m->tape[i].layer);
+        }
+    }
+done:
+    return status;
+}
+
+static fc_status run_backwards(sim_model *m) {
+    fc_status status = FC_OK;
+    if (m->scenario.doubled) {
+        size_t recorded = m->tape_length;
+        sim_set_recording(true);
+        status = backward(m, false);
+        sim_set_recording(false);
+        m->tape_length = recorded; /* what a recomputation adds is nobody's */
+        FC_TRY(status);
+        FC_TRY(double_backward(m));
+    }
+    FC_TRY(backward(m, true));
+done:
+    return status;
+}
+
 fc_status sim_model_backward(sim_model *m) {
     sim_set_in_backward(true);
-    fc_status status = backward(m);
+    fc_status status = run_backwards(m);
     sim_set_in_backward(false);
+    m->tape_length = 0;
     return status;
 }
 

@@ -1,0 +1,327 @@
+"""Double backward as scenarios: each returns what was found and what is right.
+
+The penalty is that of WGAN-GP: the norm of the output's gradient with respect to the input, and
+with it the loss that is trained on. "Right" is the same model, not sharded, whose gradients are
+averaged over the ranks (``stock_bugs.average``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from behaviour import DIM, Api, batch, grads, scenario, weights
+from stock_bugs import MIXED, average, local, step_by
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from fsdp_c.units import reshard
+
+Found = dict[str, Any]
+Penalty = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Curved(nn.Module):
+    """A residual block whose second derivatives are not zero; its own inner block is optional."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.first = nn.Linear(DIM, DIM)
+        self.inner = inner or nn.Identity()
+        self.second = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.inner(self.first(self.norm(x)).tanh()))
+
+
+def curved(blocks: int = 3, nested: bool = False) -> nn.Sequential:
+    torch.manual_seed(7)
+    layers = [Curved(Curved() if nested else None) for _ in range(blocks)]
+    return nn.Sequential(*layers, nn.Linear(DIM, 3))
+
+
+def shard(api: Api, model: nn.Sequential, **kwargs: Any) -> nn.Sequential:
+    for block in list(model)[:-1]:
+        if isinstance(block.inner, Curved):
+            api.fully_shard(block.inner, **kwargs)
+        api.fully_shard(block, **kwargs)
+    return api.fully_shard(model, **kwargs)
+
+
+def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (grad.norm(dim=1) - 1).square().mean()
+
+
+def loss_and_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return output.square().mean() + (grad.norm(dim=1) - 1).square().mean()
+
+
+def steps(
+    model: nn.Module,
+    reference: nn.Module,
+    rank: int,
+    loss: Penalty = loss_and_penalty,
+    count: int = 3,
+) -> Found:
+    """Gradients of some steps of both models; the last one is an ordinary step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found, expected, kept = [], [], 0
+    for step in range(count):
+        x = batch(rank, step)
+        step_loss = loss if step + 1 < count else lambda m, x: m(x).square().mean()
+        mine = step_loss(model, x)
+        mine.backward()
+        theirs = step_loss(reference, x)
+        theirs.backward()
+        right = average(local(reference))
+        kept = max(kept, held(model))
+        reshard(model)
+        found += [mine.detach(), grads(model)]
+        expected += [theirs.detach(), right]
+        step_by(reference, right)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "found": [*found, weights(model)],
+        "expected": [*expected, weights(reference)],
+        "held": kept,
+    }
+
+
+def held(model: nn.Module) -> int:
+    """Bytes of the unsharded parameters that are still there."""
+    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    return sum(
+        param._unsharded_param.untyped_storage().nbytes()
+        for state in states
+        for group in state._fsdp_param_groups
+        for param in group.fsdp_params
+    )
+
+
+@scenario()
+def gradient_penalty(api: Api, **kwargs: Any) -> Found:
+    return steps(shard(api, curved(), **kwargs), curved(), api.rank)
+
+
+@scenario()
+def penalty_alone(api: Api) -> Found:
+    """Backward enters the forward's graph inside the units, never by the outputs."""
+    return steps(shard(api, curved()), curved(), api.rank, penalty)
+
+
+@scenario()
+def penalty_that_always_reshards(api: Api) -> Found:
+    return gradient_penalty(api, reshard_after_forward=True)
+
+
+@scenario()
+def penalty_that_reshards_after_backward_only(api: Api) -> Found:
+    return gradient_penalty(api, reshard_after_forward=False)
+
+
+@scenario()
+def penalty_that_never_reshards(api: Api) -> Found:
+    model = shard(api, curved(), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    return steps(model, curved(), api.rank)
+
+
+def beside_torch(
+    api: Api, make: Callable[[], nn.Sequential], accumulated: int = 1, **kwargs: Any
+) -> Found:
+    """What torch finds where it never frees a parameter: its node has a part in the order of sums,
+    so that the plain model's numbers may have other last bits."""
+    models = shard(api, make(), **kwargs), shard(api.other(), make(), **kwargs)
+    models[1].set_reshard_after_forward(False)
+    models[1].set_reshard_after_backward(False)
+    for model in models:
+        for step in range(accumulated):
+            model.set_requires_gradient_sync(step + 1 == accumulated)
+            loss_and_penalty(model, batch(api.rank, step)).backward()
+    kept = held(models[0])
+    reshard(models[1])
+    return {"found": grads(models[0]), "expected": grads(models[1]), "held": kept}
+
+
+@scenario()
+def penalty_through_nested_units(api: Api) -> Found:
+    return beside_torch(api, lambda: curved(2, nested=True))
+
+
+@scenario()
+def penalty_in_mixed_precision(api: Api) -> Found:
+    return beside_torch(api, curved, mp_policy=MIXED)
+
+
+@scenario()
+def penalty_with_a_reduce_dtype_and_accumulation(api: Api) -> Found:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    return beside_torch(api, curved, 3, mp_policy=policy)
+
+
+@scenario()
+def penalty_with_checkpointing_inside(api: Api) -> Found:
+    class Recomputed(Curved):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpointed(super().forward, x, use_reentrant=False)
+
+    model = curved()
+    for block in list(model)[:-1]:
+        block.__class__ = Recomputed
+    return steps(shard(api, model), curved(), api.rank)
+
+
+@scenario()
+def penalty_with_checkpointing_outside(api: Api) -> Found:
+    class Outside(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = checkpointed(layer, x, use_reentrant=False)
+            return x
+
+    model = shard(api, Outside(*curved()))
+    return steps(model, curved(), api.rank)
+
+
+@scenario()
+def penalty_of_critics(api: Api) -> Found:
+    """WGAN-GP's step: three forwards, the penalty on the second, one backward."""
+
+    def critic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        first = model(x)
+        middle = penalty(model, x + 0.5)
+        return first.mean() - model(x - 0.5).mean() + 10 * middle
+
+    return steps(shard(api, curved()), curved(), api.rank, critic)
+
+
+@scenario()
+def penalty_on_activations(api: Api) -> Found:
+    """The gradient is taken in the middle, so that the root's own graph is entered unseen."""
+
+    def adversarial(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        handle = model[0].register_forward_hook(lambda m, args, output: seen.append(output))
+        output = model(x)
+        handle.remove()
+        (grad,) = torch.autograd.grad(output.square().sum(), seen[0], create_graph=True)
+        return output.square().mean() + grad.square().mean()
+
+    return steps(shard(api, curved()), curved(), api.rank, adversarial)
+
+
+@scenario()
+def backward_that_keeps_its_graph(api: Api) -> Found:
+    """``backward(create_graph=True)``: gradients of both backwards add up, reduced in two."""
+    model, reference = shard(api, curved()), curved()
+    counts = []
+    for one in (model, reference):
+        x = batch(api.rank).requires_grad_()
+        with Collectives() as mode:
+            one(x).square().mean().backward(create_graph=True)
+            assert x.grad is not None
+            grad, x.grad = x.grad, None
+            grad.square().sum().backward()
+        counts.append(mode.seen["_reduce_scatter_base_"])
+    return {
+        "found": grads(model),
+        "expected": average(local(reference)),
+        "held": held(model),
+        "reduced": counts[0],
+    }
+
+
+@scenario()
+def third_derivatives(api: Api) -> Found:
+    def third(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        return 1e-3 * second.square().mean()
+
+    return steps(shard(api, curved()), curved(), api.rank, third)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives. (CommDebugMode does not work with ``autograd.grad``.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@scenario()
+def one_reduction_for_each_unit(api: Api) -> Found:
+    model = shard(api, curved())
+    x = batch(api.rank).requires_grad_()
+    output = model(x)
+    with Collectives() as first:
+        (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    with Collectives() as second:
+        (output.square().mean() + grad.square().sum()).backward()
+    return {"first": dict(first.seen), "second": dict(second.seen)}
+
+
+@scenario()
+def gradients_of_shards(api: Api) -> Found:
+    """Sharded parameters are in no graph: asking for their gradients is an error, as in torch."""
+    model = shard(api, curved(), reshard_after_forward=True)
+    loss = model(batch(api.rank)).square().mean()
+    try:
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {}
+
+
+@scenario()
+def an_error_between_both_backwards(api: Api) -> Found:
+    """What the first backward left is gone after a reset; then everything is as usual."""
+    model = shard(api, curved())
+    x = batch(api.rank, 9).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("in the second backward")
+
+    grad = grad * 1
+    grad.register_hook(fail)
+    try:
+        (grad * 2).sum().backward()
+    except ValueError:
+        model.reset_iter_state()
+    model.zero_grad()
+    return steps(model, curved(), api.rank)
+
+
+@scenario(4)
+def penalty_with_a_smaller_group(api: Api) -> Found:
+    return gradient_penalty(api, reshard_after_forward=2)
+
+
+@scenario(4)
+def penalty_with_replicas(api: Api) -> Found:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return gradient_penalty(api, mesh=mesh)
+
+
+@scenario(1)
+def penalty_on_one_rank(api: Api) -> Found:
+    return gradient_penalty(api)

@@ -1,0 +1,123 @@
+"""Double backward through units that reshard (B8): torch fails, ours has the plain model's numbers.
+
+Equal means equal in bits on one and two ranks; see ``double_backward.py`` for what is right.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from typing import Any
+
+import behaviour
+import pytest
+import torch
+from behaviour import Raised, differences
+from launch import RanksFailed, run_ranks
+from test_stock_bugs import apart
+
+SCENARIOS = ("double_backward",)
+IN_BITS = [
+    "gradient_penalty",
+    "penalty_alone",
+    "penalty_that_always_reshards",
+    "penalty_that_reshards_after_backward_only",
+    "penalty_that_never_reshards",
+    "penalty_through_nested_units",
+    "penalty_in_mixed_precision",
+    "penalty_with_a_reduce_dtype_and_accumulation",
+    "penalty_with_checkpointing_inside",
+    "penalty_with_checkpointing_outside",
+    "penalty_on_activations",
+    "third_derivatives",
+    "an_error_between_both_backwards",
+]
+SEVERAL_REDUCTIONS = ["penalty_of_critics", "backward_that_keeps_its_graph"]
+
+
+@functools.cache
+def found(world: int) -> list[dict[str, Any]]:
+    """Ours alone: torch's ranks would die (see the first test)."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(behaviour.run_scenarios, world, ("fsdp_c", folder, SCENARIOS), timeout=240)
+
+
+def ours(name: str, world: int = 2) -> list[Any]:
+    results = [rank[name] for rank in found(world)]
+    for result in results:
+        assert not isinstance(result, Raised), result.text
+    return results
+
+
+def assert_freed(results: list[Any]) -> None:
+    assert [result["held"] for result in results] == [0] * len(results)
+
+
+def run_stock(rank: int, world: int) -> None:
+    import double_backward
+
+    double_backward.gradient_penalty(
+        behaviour.Api("torch", rank, world, None)  # type: ignore[arg-type]  # writes no files
+    )
+
+
+def test_b8_torch_reads_freed_parameters() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(run_stock, 2)
+    ends = [report.status + report.output for report in failed.value.reports]
+    assert any("SIGSEGV" in end or "storage of size 0" in end for end in ends)
+
+
+@pytest.mark.parametrize("name", IN_BITS)
+def test_gradients_are_those_of_the_plain_model(name: str) -> None:
+    for rank, result in enumerate(ours(name)):
+        wrong = differences(result["expected"], result["found"], f"rank {rank}")
+        assert not wrong, "\n".join(wrong[:20])
+    if name != "penalty_that_never_reshards":
+        assert_freed(ours(name))
+
+
+@pytest.mark.parametrize("name", SEVERAL_REDUCTIONS)
+def test_gradients_that_are_reduced_in_parts_add_up(name: str) -> None:
+    for rank, result in enumerate(ours(name)):
+        wrong = apart(result["expected"], result["found"], f"rank {rank}")
+        assert not wrong, "\n".join(wrong[:20])
+    assert_freed(ours(name))
+
+
+@pytest.mark.parametrize("name", ["penalty_with_a_smaller_group", "penalty_with_replicas"])
+def test_on_four_ranks(name: str) -> None:
+    for rank, result in enumerate(ours(name, 4)):
+        wrong = apart(result["expected"], result["found"], f"rank {rank}")
+        assert not wrong, "\n".join(wrong[:20])
+    assert_freed(ours(name, 4))
+
+
+def test_on_one_rank() -> None:
+    (result,) = ours("penalty_on_one_rank", 1)
+    assert not differences(result["expected"], result["found"])
+
+
+def test_each_unit_is_reduced_once_and_gathered_once() -> None:
+    for result in ours("one_reduction_for_each_unit"):
+        assert result["first"] == {"_allgather_base_": 3}
+        assert result["second"] == {"_allgather_base_": 4, "_reduce_scatter_base_": 4}
+
+
+def test_a_backward_that_keeps_its_graph_reduces_like_any_other() -> None:
+    assert [result["reduced"] for result in ours("backward_that_keeps_its_graph")] == [8, 8]
+
+
+def test_shards_are_in_no_graph() -> None:
+    for result in ours("gradients_of_shards"):
+        assert "appears to not have been used in the graph" in result["error"]
+
+
+def test_the_penalty_matters() -> None:
+    """The scenarios could not fail if the penalty's gradient were nothing."""
+    import double_backward
+
+    model = double_backward.curved()
+    double_backward.penalty(model, behaviour.batch(0)).backward()
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    assert torch.stack(norms).max() > 1e-3
