@@ -18,13 +18,13 @@ from torch.distributed.fsdp import (
     UnshardHandle,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from . import _C, guard
+from .compat import collect_grad_tensors, replace_grad_tensors
 
 
 def _cast_tree(dtype: torch.dtype, tree: Any) -> Any:

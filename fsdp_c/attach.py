@@ -16,8 +16,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
-    ShardPlacementFnResult,
-    resolve_shard_placement,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _apply_to_module,
@@ -33,6 +31,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .compat import ShardPlacementFnResult, complete_class, placement_of
 from .param import Param
 from .param_group import ParamGroup
 from .state import State
@@ -131,8 +130,7 @@ class Units(NamedTuple):
             )
         parts: dict[tuple[Any, Any], _Part] = {}
         for param in params:
-            result = resolve_shard_placement(self.shard_placement_fn(param), self.mesh_info)
-            info = result.mesh_info
+            placement, info = placement_of(self.shard_placement_fn(param), self.mesh_info)
             replicas = info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
             part = parts.setdefault(
                 (info.shard_process_group, replicas), _Part(info, self._post_forward(info), [], [])
@@ -143,7 +141,7 @@ class Units(NamedTuple):
                     f"but got different objects: {part.mesh_info} vs {info}"
                 )
             part.params.append(param)
-            part.placements.append(result.placement)
+            part.placements.append(placement)
         return list(parts.values())
 
     def _post_forward(self, info: FSDPMeshInfo) -> FSDPMeshInfo | None:
@@ -252,3 +250,5 @@ def _swap_classes(api: Api, modules: tuple[nn.Module, ...], undo: contextlib.Exi
         api.class_prefix,
         _unimplemented_deepcopy,
     )
+    for module in modules:
+        complete_class(type(module))

@@ -13,20 +13,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
-    ShardPlacementFnResult,
     _is_composable_with_fsdp,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _get_device_from_mesh,
-    _get_mesh_info,
     _get_post_forward_mesh_info,
     _init_default_mesh,
-    _validate_mesh,
     _validate_module,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
 from .attach import Api, Units, apply
+from .compat import ShardPlacementFnResult, is_spmd_mesh, mesh_info_of, validate_mesh
 from .state import State
 
 _DEFAULT_MP_POLICY = MixedPrecisionPolicy()
@@ -75,7 +73,7 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients in CPU memory.
         ignored_params: parameters that stay as they are.
         dp_mesh_dims: names the data-parallel dims of ``mesh``, a full SPMD mesh on which every
-            parameter is a DTensor already.
+            parameter is a DTensor already; from torch 2.12 on.
 
     Returns:
         ``module``, whose class is now ``FSDP<Class>`` with torch's ``FSDPModule`` methods.
@@ -91,8 +89,8 @@ def fully_shard(
     torch._C._log_api_usage_once("fsdp_c.fully_shard")
     _validate_module(module, "fully_shard")  # type: ignore[arg-type]  # lists are fine
     mesh = mesh or _init_default_mesh()
-    _validate_mesh(mesh, dp_mesh_dims)
-    mesh_info = _get_mesh_info(mesh, dp_mesh_dims)
+    validate_mesh(mesh, dp_mesh_dims, "fully_shard")
+    mesh_info = mesh_info_of(mesh, dp_mesh_dims)
     post_forward = _post_forward_mesh_info(reshard_after_forward, mesh_info)
     units = Units(mesh_info, post_forward, reshard_after_forward, shard_placement_fn)
     policies = (mp_policy, offload_policy)
@@ -114,7 +112,7 @@ def _post_forward_mesh_info(
     if not isinstance(mesh_info, FSDPMeshInfo):
         return None
     wanted = True if reshard_after_forward is None else reshard_after_forward
-    if mesh_info.is_spmd_mesh and isinstance(wanted, int) and not isinstance(wanted, bool):
+    if is_spmd_mesh(mesh_info) and isinstance(wanted, int) and not isinstance(wanted, bool):
         raise NotImplementedError(
             "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
         )

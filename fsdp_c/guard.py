@@ -292,9 +292,9 @@ def _entries() -> tuple[tuple[Any, ...], ...]:
     for name, bits in (
         ("backward", _C.CALL_NODE),
         ("forward", _C.CALL_NODE_CLASS),
-        ("setup_context", _C.CALL_NODE_CLASS),
+        ("setup_context", _C.CALL_NODE_CLASS),  # torch 2.11: autograd's own
     ):
-        static = vars(node)[name]
+        static = getattr_static(node, name)
         rows.append((node, name, static, static.__func__, bits))
     # torch's memory trackers replace it: what changes sizes must then go through it.
     resize = getattr_static(torch.UntypedStorage, "resize_")

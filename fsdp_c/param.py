@@ -19,7 +19,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import (
     FSDPParam,
     ParamModuleInfo,
     ShardedState,
-    _get_orig_param_uid,
     free_storage,
 )
 from torch.distributed.tensor import DTensor, Shard
@@ -28,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
+from .compat import ParamOfOlderTorch, orig_param_uid
 from .guard import shows
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _watch_optimizers() -> None:
 
 
 @shows(FSDPParam)
-class Param(_C.Param, FSDPParam):
+class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     """One parameter of a group; torch's ``FSDPParam`` by type.
 
     Args:
@@ -147,7 +147,7 @@ class Param(_C.Param, FSDPParam):
         self.is_dtensor = isinstance(param, DTensor)
         self._shard_mesh = self._init_shard_mesh()
         self._group: weakref.ref[ParamGroup] | None = None
-        self._orig_param_uid = _get_orig_param_uid(param)
+        self._orig_param_uid = orig_param_uid(param)
         self._orig_class = type(param)
         self._orig_attributes = dict(vars(param))
         self.fsdp_placement = Shard(dim)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 
 from . import _C
+from .compat import GroupOfOlderTorch
 from .guard import shows
 from .param import Param
 
@@ -45,7 +46,7 @@ def _as_normal_tensors(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @shows(stock.FSDPParamGroup)
-class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
+class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     """Parameters that are gathered in one collective and reduced in one collective.
 
     torch's ``FSDPParamGroup`` by type; what runs in each step is C (``_C.ParamGroup``).
@@ -333,15 +334,17 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup):
             self._all_reduce_hook,
             self.force_sum_reduction_for_comms,
         )
-        if kept[6] is not None:
-            self._keep_partials(params, kept[6])
+        # (input, event, [since 2.13: stream,] event of all, all-reduced row, event, partial row)
+        row, _, partial = kept[-3:]
+        if partial is not None:
+            self._keep_partials(params, partial)
         offloaded = [p.grad_offload_event for p in params if p.grad_offload_event is not None]
         if offloaded:
             self._offloaded = offloaded[-1]
         if self.device.type == "cpu":
             return
         # The input must outlive the reduce-scatter, the all-reduced row its cast.
-        self._host_events.append((kept[3], kept[0], kept[4]))
+        self._host_events.append((kept[-4], kept[0], row))
         if order_compute or len(self._host_events) > 1:
             self._host_finalize()
 

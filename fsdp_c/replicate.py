@@ -12,14 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _get_device_from_mesh,
-    _get_mesh_info,
     _init_default_mesh,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_init import (
-    _validate_mesh as _validate_named_mesh,
 )
 
 from .attach import Api, Units, apply
+from .compat import mesh_info_of, validate_mesh
 from .state import State
 
 _DEFAULT_MP_POLICY = MixedPrecisionPolicy()
@@ -71,7 +68,7 @@ def replicate(
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters and gradients in CPU memory.
         ignored_params: parameters that stay as they are.
         dp_mesh_dims: names the replicate dims of ``mesh``, a full SPMD mesh on which every
-            parameter is a DTensor already.
+            parameter is a DTensor already; from torch 2.12 on.
         device_mesh: the older name of ``mesh``.
         device_id: index of the device, or the device itself; must be the mesh's.
         ignored_modules: modules whose parameters are ignored.
@@ -107,8 +104,8 @@ def replicate(
 
 def _replicate_mesh_info(mesh: DeviceMesh, dp_mesh_dims: Any) -> DataParallelMeshInfo:
     if dp_mesh_dims is not None:
-        _validate_named_mesh(mesh, dp_mesh_dims)
-        info = _get_mesh_info(mesh, dp_mesh_dims)
+        validate_mesh(mesh, dp_mesh_dims, "replicate")
+        info = mesh_info_of(mesh, dp_mesh_dims)
         if type(info) is not DDPMeshInfo:
             raise ValueError(
                 "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). "

@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 
 from . import _C
 from .comm_context import CommContext
+from .compat import StateOfOlderTorch, register_group_hooks
 from .guard import is_overridden, shows, warn_of_patches_without_effect
 
 
@@ -27,7 +28,7 @@ def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
 
 
 @shows(FSDPState)
-class State(_C.State, FSDPState):
+class State(_C.State, FSDPState, StateOfOlderTorch):
     """What one ``fully_shard`` call keeps for its modules; torch's ``FSDPState`` by type.
 
     The forward hooks, pre-backward and the end of backward are C (``_C.State``). Before lazy init
@@ -83,13 +84,7 @@ class State(_C.State, FSDPState):
     def _register_overridden_hooks(self) -> None:
         """torch's way to register, for patched ``_pre_forward`` and ``_post_forward``."""
         if len(self._modules) > 1:
-            handle = stock._register_group_forward_hooks(
-                self._modules,
-                self._pre_forward,
-                self._post_forward,
-                self._modules_to_run_forward,
-                self._cast_output_dtype,
-            )
+            handle = register_group_hooks(stock, self)
             self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
             return
         module = self._modules[0]

@@ -70,9 +70,16 @@ static bool is_own_method(PyObject *value, PyObject *obj, PyObject *expected) {
            PyMethod_GET_FUNCTION(value) == expected;
 }
 
+/* Whether the type has `expected` under the name; None: nothing is expected there. */
+static bool type_has(PyTypeObject *type, PyObject *name, PyObject *expected) {
+    PyObject *found = _PyType_Lookup(type, name);
+    return found == expected || (found == NULL && expected == Py_None);
+}
+
 /* Looks all methods of the table up on the object, on its type and on torch's class. `expected` has
  * (torch's class, (name, descriptor, function), ...), in the table's order: the type should have
- * the descriptor (fsdp_c/guard.py), torch's class the function. */
+ * the descriptor (fsdp_c/guard.py), torch's class the function; None stands for a method that this
+ * torch does not have. */
 static uint32_t find_overrides(PyObject *obj, PyObject *dict, const fcpy_method *table,
                                PyObject *expected) {
     uint32_t bits = 0;
@@ -82,10 +89,9 @@ static uint32_t find_overrides(PyObject *obj, PyObject *dict, const fcpy_method 
         PyObject *name = PyTuple_GET_ITEM(method, 0);
         PyObject *function = PyTuple_GET_ITEM(method, 2);
         PyObject *own = dict != NULL ? PyDict_GetItemWithError(dict, name) : NULL;
-        bool same = own != NULL
-                        ? is_own_method(own, obj, function)
-                        : _PyType_Lookup(Py_TYPE(obj), name) == PyTuple_GET_ITEM(method, 1) &&
-                              _PyType_Lookup(stock, name) == function;
+        bool same = own != NULL ? is_own_method(own, obj, function)
+                                : type_has(Py_TYPE(obj), name, PyTuple_GET_ITEM(method, 1)) &&
+                                      type_has(stock, name, function);
         bits |= same ? 0 : table[i - 1].bit;
     }
     return bits;

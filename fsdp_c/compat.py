@@ -1,0 +1,329 @@
+"""Where torch releases differ: what newer ones have in FSDP2 and torch 2.11 does not.
+
+The one room that knows of releases. It looks at what the installed torch has and never at its
+version number, which only messages name. Everything here runs at import or in cold init; where
+torch has its own, that is what is used.
+
+- Functions and types: torch's under one name, or a replacement.
+- :class:`ParamOfOlderTorch`, :class:`GroupOfOlderTorch`, :class:`StateOfOlderTorch`: the last bases
+  of our classes. What torch's class has itself comes first in the method resolution order, so on a
+  recent torch they do nothing.
+- :func:`complete_class`: methods that ``FSDPModule`` lacks.
+
+What cannot be had at all raises ``NotImplementedError`` with the argument and the release.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.fsdp._common_utils as _utils
+import torch.distributed.fsdp._fully_shard._fsdp_common as _common
+import torch.distributed.fsdp._fully_shard._fsdp_init as _init
+import torch.distributed.fsdp._fully_shard._fsdp_param as _param
+import torch.nn as nn
+import torch.utils._pytree as pytree
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+HAS_MESH_FOR_EACH_PARAM = hasattr(_common, "ShardPlacementResult")
+"""Whether ``shard_placement_fn`` may give a mesh; without it torch knows one group per state."""
+
+HAS_NAMED_MESH_DIMS = hasattr(_common.DataParallelMeshInfo, "is_spmd_mesh")
+"""Whether ``dp_mesh_dims`` can be given."""
+
+SEVERAL_GROUPS = hasattr(FSDPState, "_fsdp_param_group")
+"""Whether torch's module methods and state serve states of several parameter groups."""
+
+
+def _refuse(what: str, since: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{what} needs torch {since} or newer; this is torch {torch.__version__}"
+    )
+
+
+# ---- tensors in arguments and outputs ------------------------------------------------------------
+
+
+def _is_own_dataclass(node: Any) -> bool:
+    """A dataclass object that pytree does not know how to take apart."""
+    is_object = dataclasses.is_dataclass(node) and not isinstance(node, type)
+    return is_object and type(node) not in pytree.SUPPORTED_NODES
+
+
+def _collect(tree: Any) -> tuple[torch.Tensor, ...]:
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(tree, is_leaf=_is_own_dataclass):
+        if _is_own_dataclass(leaf):
+            for field in dataclasses.fields(leaf):
+                found += _collect(getattr(leaf, field.name))
+        elif isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            found.append(leaf)
+    return tuple(found)
+
+
+def _replace(tree: Any, new: Iterator[torch.Tensor]) -> Any:
+    def visit(leaf: Any) -> Any:
+        if _is_own_dataclass(leaf):
+            values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+            changes = {
+                name: _replace(value, new) for name, value in values.items() if _collect(value)
+            }
+            return dataclasses.replace(leaf, **changes) if changes else leaf
+        return next(new) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+
+    return pytree.tree_map(visit, tree, is_leaf=_is_own_dataclass)
+
+
+collect_grad_tensors: Callable[[Any], tuple[torch.Tensor, ...]] = getattr(
+    _utils, "collect_grad_tensors", _collect
+)
+"""The tensors that require grad in nested containers and dataclasses, in order."""
+
+replace_grad_tensors: Callable[[Any, Iterator[torch.Tensor]], Any] = getattr(
+    _utils, "replace_grad_tensors", _replace
+)
+"""The same structure with each of these tensors replaced by the next of an iterator."""
+
+
+# ---- meshes --------------------------------------------------------------------------------------
+
+ShardPlacementFnResult = Any
+"""What ``shard_placement_fn`` gives: ``Shard``, ``None``, torch's ``ShardPlacementResult``."""
+
+
+def placement_of(
+    result: ShardPlacementFnResult, default: FSDPMeshInfo
+) -> tuple[Shard | None, FSDPMeshInfo]:
+    """The cut and the mesh that ``shard_placement_fn`` chose.
+
+    Raises:
+        ValueError: ``result`` is nothing that it may give.
+    """
+    if HAS_MESH_FOR_EACH_PARAM:
+        resolved = _common.resolve_shard_placement(result, default)
+        return resolved.placement, resolved.mesh_info
+    if result is None or isinstance(result, Shard):
+        return result, default
+    raise ValueError(f"Invalid shard_placement_fn result: {result}")
+
+
+def validate_mesh(mesh: DeviceMesh, dp_mesh_dims: Any, caller: str) -> None:
+    """torch's validation of ``fully_shard``'s mesh.
+
+    Raises:
+        NotImplementedError: torch does not know ``dp_mesh_dims`` yet.
+        ValueError, AssertionError: torch's.
+    """
+    if HAS_NAMED_MESH_DIMS:
+        _init._validate_mesh(mesh, dp_mesh_dims)
+        return
+    if dp_mesh_dims is not None:
+        _refuse(f"{caller}(dp_mesh_dims=...)", "2.12")
+    _init._validate_mesh(mesh)
+
+
+def mesh_info_of(mesh: DeviceMesh, dp_mesh_dims: Any) -> DataParallelMeshInfo:
+    """torch's description of a mesh that :func:`validate_mesh` has let pass."""
+    if dp_mesh_dims is None:
+        return _init._get_mesh_info(mesh)
+    return _init._get_mesh_info(mesh, dp_mesh_dims)
+
+
+def is_spmd_mesh(mesh_info: DataParallelMeshInfo) -> bool:
+    """Whether it was made with ``dp_mesh_dims``."""
+    return HAS_NAMED_MESH_DIMS and mesh_info.is_spmd_mesh
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+_uids = itertools.count()
+
+
+def _uid(param: nn.Parameter) -> int:
+    if not hasattr(param, "_fsdp_orig_uid"):
+        param._fsdp_orig_uid = next(_uids)  # type: ignore[attr-defined]
+    return param._fsdp_orig_uid  # type: ignore[attr-defined]
+
+
+orig_param_uid: Callable[[nn.Parameter], int] = getattr(_param, "_get_orig_param_uid", _uid)
+"""A number for a parameter object, kept on it: tells whether two groups took the same one."""
+
+
+class ParamOfOlderTorch:
+    """Of ``FSDPParam``: what describes the sharded and the unsharded DTensor."""
+
+    mesh_info: Any
+    _unsharded_dtensor_spec: DTensorSpec | None
+
+    def _init_shard_mesh(self) -> DeviceMesh:
+        return self.shard_mesh  # type: ignore[attr-defined]
+
+    def _init_sharding_spec(self, param: nn.Parameter, placement: Shard, dim: int) -> torch.Tensor:
+        """Makes the spec of the shard; gives the local tensor that is to be cut."""
+        mesh = self.mesh_info.mesh
+        placements: list[Placement] = []
+        if isinstance(self.mesh_info, DDPMeshInfo):
+            placements.append(Replicate())
+        if isinstance(self.mesh_info, FSDPMeshInfo):
+            placements.append(placement)
+        local: torch.Tensor = param
+        meta: TensorMeta | None = TensorMeta(param.size(), param.stride(), param.dtype)
+        self._unsharded_dtensor_spec = None
+        if isinstance(param, DTensor):
+            spec = param._spec
+            if len(spec.placements) > 2:
+                raise NotImplementedError(
+                    f"FSDP only supports 1D TP/EP or 2D EP+TP, not {spec.placements}"
+                )
+            split = spec.num_shards_map[dim]
+            if isinstance(self.mesh_info, FSDPMeshInfo) and split > 1:
+                placements[-1] = _StridedShard(dim, split_factor=split)
+            mesh = DeviceMesh._concatenate([mesh, spec.mesh])
+            placements += spec.placements
+            local, meta = param._local_tensor, spec.tensor_meta
+            self._unsharded_dtensor_spec = self._tp_spec = spec
+        self._spmd_mesh, self._spmd_placements = mesh, tuple(placements)
+        self._sharding_spec = DTensorSpec(mesh, self._spmd_placements, tensor_meta=meta)
+        return local
+
+    def _get_unsharded_dtensor_spec(self, unsharded: torch.Tensor) -> DTensorSpec:
+        """The spec of the parameter as the user made it, with the dtype that is computed in."""
+        spec = self._unsharded_dtensor_spec
+        assert spec is not None and spec.tensor_meta is not None
+        shape, stride, dtype = spec.tensor_meta
+        if dtype == unsharded.dtype:
+            return spec
+        meta = TensorMeta(shape, stride, unsharded.dtype)
+        return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+
+
+# ---- groups and states ---------------------------------------------------------------------------
+
+
+class GroupOfOlderTorch:
+    """Of ``FSDPParamGroup``."""
+
+    def _validate_reduce_scatter_max_input_buffers(self) -> None:
+        """Any number will do: it is symmetric memory that can spare no second buffer."""
+
+    def _set_separate_reduce_scatter_group(self, enable: bool, new_groups: Any) -> None:
+        _refuse("set_separate_reduce_scatter_group", "2.13")
+
+    def set_symm_mem(self, backend: Any = "NCCL") -> None:
+        """Needs functions of torch that came later."""
+        _refuse("set_symm_mem_for_comm", "2.12")
+
+
+class StateOfOlderTorch:
+    """Of ``FSDPState``."""
+
+    _fsdp_param_groups: Any
+    _state_ctx: Any
+
+    @property
+    def _fsdp_param_group(self) -> Any:
+        groups = self._fsdp_param_groups
+        assert len(groups) <= 1, "this torch knows one group per state"
+        return groups[0] if groups else None
+
+    def _validate_no_duplicate_params(self) -> None:
+        seen = set()
+        for state in self._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                for param in group.fsdp_params:
+                    if param._orig_param_uid in seen:
+                        raise ValueError(
+                            f"Parameter '{param._param_fqn}' is already managed by another FSDP "
+                            "group. Put modules that share a parameter into one group: "
+                            "fully_shard([module_a, module_b])"
+                        )
+                    seen.add(param._orig_param_uid)
+
+
+def register_group_hooks(stock_state: Any, state: Any) -> Any:
+    """torch's forward hooks for a list of modules, around ``state``'s methods; their handle."""
+    arguments = [
+        state._modules,
+        state._pre_forward,
+        state._post_forward,
+        state._modules_to_run_forward,
+    ]
+    if hasattr(state, "_cast_output_dtype"):
+        arguments.append(state._cast_output_dtype)
+    return stock_state._register_group_forward_hooks(*arguments)
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+def _groups_of(module: Any, recurse: bool) -> Iterator[Any]:
+    for one in module.modules() if recurse else (module,):
+        if isinstance(one, FSDPModule):
+            yield from one._get_fsdp_state()._fsdp_param_groups
+
+
+def _reset_iter_state(self: Any) -> None:
+    """Recovers after an exception in forward or backward; on the root only."""
+    self._get_fsdp_state()._reset_iter_state()
+
+
+def _set_reduce_scatter_unused_params(
+    self: Any, reduce_scatter_unused_params: bool, *, recurse: bool = True
+) -> None:
+    """Whether parameters that got no gradient are reduced as zeros."""
+    for group in _groups_of(self, recurse):
+        group.reduce_scatter_unused_params = reduce_scatter_unused_params
+
+
+def _set_reduce_scatter_max_input_buffers(
+    self: Any, max_input_buffers: int, *, recurse: bool = True
+) -> None:
+    """How many inputs of reduce-scatters may be in flight."""
+    if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+        raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+    if max_input_buffers < 1:
+        raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+    for group in _groups_of(self, recurse):
+        group.reduce_scatter_max_input_buffers = max_input_buffers
+
+
+def _set_separate_reduce_scatter_group(
+    self: Any, enable: bool = True, *, recurse: bool = True
+) -> None:
+    """Not with this torch."""
+    _refuse("set_separate_reduce_scatter_group", "2.13")
+
+
+def _set_symm_mem_for_comm(self: Any, backend: str = "NCCL") -> None:
+    """Not with this torch."""
+    _refuse("set_symm_mem_for_comm", "2.12")
+
+
+_LATER_METHODS = {
+    "reset_iter_state": _reset_iter_state,
+    "set_reduce_scatter_unused_params": _set_reduce_scatter_unused_params,
+    "set_reduce_scatter_max_input_buffers": _set_reduce_scatter_max_input_buffers,
+    "set_separate_reduce_scatter_group": _set_separate_reduce_scatter_group,
+    "set_symm_mem_for_comm": _set_symm_mem_for_comm,
+}
+
+
+def complete_class(cls: type) -> None:
+    """Gives a module's new class, ``FSDP<Name>``, the methods that this torch's mixin lacks."""
+    for name, method in _LATER_METHODS.items():
+        if not hasattr(FSDPModule, name) and name not in vars(cls):
+            setattr(cls, name, method)
