@@ -105,6 +105,9 @@ class ParamGroup:
     _post_forward_indices: Any
     _partial_reduce_output: Any
     _param_group_index: int
+    _bucket_bytes: int
+    @property
+    def _buckets(self) -> list[tuple[int, int]]: ...
     _num_param_groups: int
     _hosted_gather: bool
     _hosted_reduce: bool

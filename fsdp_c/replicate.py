@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -54,12 +55,16 @@ def replicate(
     device_mesh: DeviceMesh | None = None,
     device_id: int | torch.device | None = None,
     ignored_modules: set[nn.Module] | None = None,
+    bucket_cap_mb: float = 25,
 ) -> Any:
     """Data parallelism in place: whole parameters on every rank, mean gradients after backward.
 
     Every parameter below ``module`` that no earlier call took becomes a ``DTensor`` parameter
     with placement ``Replicate()``, whose local tensor has the whole parameter. Without a dtype
-    cast the working parameters are the stored ones: no copy, no second buffer.
+    cast the working parameters are the stored ones: no copy, no second buffer. Gradients of more
+    than a bucket are all-reduced bucket by bucket, the last parameters first. Where this is the
+    model's only ``replicate``, that happens while backward goes on; else at the end of each
+    module's backward.
 
     Args:
         module: A module, or a list of modules that form one group.
@@ -72,13 +77,16 @@ def replicate(
         device_mesh: the older name of ``mesh``.
         device_id: index of the device, or the device itself; must be the mesh's.
         ignored_modules: modules whose parameters are ignored.
+        bucket_cap_mb: MiB of gradients at which a bucket is full, as for DDP; ``inf``: one
+            all-reduce for the whole module, as torch's.
 
     Returns:
         ``module``, whose class is now ``Replicate<Class>`` with ``ReplicateModule``'s methods.
 
     Raises:
         RuntimeError: ``fully_shard`` manages the module; ``device_id`` is no device.
-        ValueError: containers without forward, meshes of other shapes, contradicting arguments.
+        ValueError: containers without forward, meshes of other shapes, contradicting arguments, a
+            bucket size that is not positive.
         AssertionError: ``replicate`` was applied to a module before.
 
     A call that raises leaves the module as it was.
@@ -88,6 +96,8 @@ def replicate(
         stock._validate_module(one)
     if mesh is not None and device_mesh is not None and mesh is not device_mesh:
         raise ValueError("replicate got both mesh and device_mesh: give one of them")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
     mesh = mesh or device_mesh or _init_default_mesh(mesh_dim_names=("replicate",))
     mesh_info = _replicate_mesh_info(mesh, dp_mesh_dims)
     device = _get_device_from_mesh(mesh)
@@ -99,6 +109,9 @@ def replicate(
     apply(
         _API, module, Units(mesh_info, None, None, None), device, policies, ignored or None, False
     )
+    first = module if isinstance(module, nn.Module) else module[0]
+    for group in stock.replicate.state(first)._fsdp_param_groups:  # type: ignore[attr-defined]
+        group._bucket_bytes = 0 if math.isinf(bucket_cap_mb) else math.ceil(bucket_cap_mb * 2**20)
     return module
 
 

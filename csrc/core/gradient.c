@@ -4,10 +4,10 @@
 
 #include "call.h"
 
-fc_status fc_gradient_fold(fc_group *g) {
+fc_status fc_gradient_fold(fc_group *g, fc_span span) {
     fc_status status = FC_OK;
     void *range = fc_group_enter_range(g, "post_backward_accumulate");
-    for (size_t i = 0; i < g->count; i++) {
+    for (size_t i = span.first; i < span.end; i++) {
         FC_TRY(fc_param_fold_grad(g->params[i]));
     }
 done:
@@ -68,13 +68,13 @@ done:
     return status;
 }
 
-fc_status fc_gradient_collect(fc_group *g) {
+fc_status fc_gradient_collect(fc_group *g, fc_span span, bool last) {
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &g->reduce_plan;
     void *range = fc_group_enter_range(g, "post_backward_reshard");
     FC_TRY(fc_reduce_plan_reserve(plan, g->count));
     fc_reduce_plan_drop_grads(plan);
-    for (size_t i = 0; i < g->count; i++) {
+    for (size_t i = span.first; i < span.end; i++) {
         fct_tensor *grad = NULL;
         FC_TRY(collect_grad(g, g->params[i], &grad));
         if (grad != NULL) {
@@ -83,7 +83,7 @@ fc_status fc_gradient_collect(fc_group *g) {
             plan->count++;
         }
     }
-    if (g->reshard_after_backward) {
+    if (last && g->reshard_after_backward) {
         FC_TRY(fc_call_reshard(g));
     }
 done:

@@ -4,12 +4,13 @@
 
 #include "group.h"
 
-/* Adds the new gradients to what earlier backwards without reduction have left. */
-FC_CHECK fc_status fc_gradient_fold(fc_group *g);
+/* Adds the span's new gradients to what earlier backwards without reduction have left. */
+FC_CHECK fc_status fc_gradient_fold(fc_group *g, fc_span span);
 /* A backward that does not reduce: reshards, then keeps the gradients with the parameters. */
 FC_CHECK fc_status fc_gradient_keep(fc_group *g);
-/* Takes the gradients out of the parameters into g->reduce_plan, then reshards (before the
- * reduction: less memory). Where unused parameters are reduced too, they have zeros. */
-FC_CHECK fc_status fc_gradient_collect(fc_group *g);
+/* Takes the span's gradients out of the parameters into g->reduce_plan. Then reshards where
+ * `last` (before the reduction: less memory). Where unused parameters are reduced too, they have
+ * zeros. */
+FC_CHECK fc_status fc_gradient_collect(fc_group *g, fc_span span, bool last);
 
 #endif

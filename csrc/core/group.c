@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bucket.h"
 #include "call.h"
 #include "gather.h"
 #include "gradient.h"
@@ -58,6 +59,7 @@ void fc_group_fini(fc_group *g) {
     fc_gather_plan_fini(&g->forward_plan);
     fc_reduce_plan_fini(&g->reduce_plan);
     fc_positions_fini(&g->positions);
+    fc_bucket_fini(g);
     fct_pg_release(g->shard.pg);
     fct_pg_release(g->scatter.pg);
     fct_pg_release(g->replicate.pg);
@@ -86,6 +88,7 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
 void fc_group_invalidate(fc_group *g) {
     g->gather_plan.valid = false;
     g->forward_plan.valid = false;
+    g->buckets.valid = false;
 }
 
 /* ---- profiler ranges, with stock's names ---- */
@@ -298,6 +301,7 @@ fc_status fc_group_pre_forward(fc_group *g, bool *entering) {
     g->training_state = FC_FORWARD;
     FC_TRY(fc_call_unshard(g, g->unshard_async_op));
     FC_TRY(fc_call_wait_unshard(g));
+    FC_TRY(fc_bucket_watch(g));
     *entering = first;
 done:
     fct_profile_exit(range);
@@ -385,6 +389,7 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     FC_TRY(fc_reduce_poll(g->comm));
     FC_TRY(fc_call_unshard(g, g->unshard_async_op));
     FC_TRY(fc_call_wait_unshard(g));
+    fc_bucket_begin(g);
     if (default_prefetch) {
         FC_TRY(fc_call_backward_prefetch(g));
     }
@@ -394,11 +399,11 @@ done:
 }
 
 /* Reduces what was collected, where there is anything to reduce. */
-static fc_status reduce_grads(fc_group *g, bool partial_group) {
+static fc_status reduce_grads(fc_group *g, fc_span span, bool partial_group) {
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &g->reduce_plan;
     void *range = NULL;
-    if (plan->count == 0 && !fc_reduce_pending(g)) {
+    if (plan->count == 0 && !fc_reduce_pending(g, span)) {
         return FC_OK;
     }
     range = fc_group_enter_range(g, "post_backward_reduce");
@@ -407,7 +412,7 @@ static fc_status reduce_grads(fc_group *g, bool partial_group) {
         FC_TRY_RAISED(
             g->host->reduce(g->owner, plan->params, plan->grads, plan->count, partial_group));
     } else {
-        FC_TRY(fc_reduce_start(g, partial_group));
+        FC_TRY(fc_reduce_start(g, span, partial_group));
     }
 done:
     fc_reduce_plan_drop_grads(plan);
@@ -415,27 +420,36 @@ done:
     return status;
 }
 
-fc_status fc_group_post_backward(fc_group *g) {
+fc_status fc_group_reduce(fc_group *g, fc_span span, bool last, bool partial) {
     fc_status status = FC_OK;
-    bool partial = g->module_count > 1 && g->training_state == FC_FORWARD;
     void *range = NULL;
-    note(g, "post_backward");
-    g->training_state = FC_POST_BACKWARD;
-    FC_TRY(fc_gradient_fold(g));
-    if (!g->reduce_grads) {
-        FC_TRY(fc_gradient_keep(g));
-        return FC_OK;
-    }
-    FC_TRY(fc_gradient_collect(g));
-    if (g->index == g->siblings - 1 && g->comm->reductions >= g->comm->max_reductions) {
+    size_t room = fc_bucket_in_flight(g);
+    FC_TRY(fc_gradient_fold(g, span));
+    FC_TRY(fc_gradient_collect(g, span, last));
+    if (g->index == g->siblings - 1 && g->comm->reductions >= room) {
         range = fc_group_enter_range(g, rs_wait);
-        FC_TRY(fc_reduce_recycle(g->comm, g->comm->max_reductions - 1));
+        FC_TRY(fc_reduce_recycle(g->comm, room - 1));
         fct_profile_exit(range);
         range = NULL;
     }
-    FC_TRY(reduce_grads(g, partial));
+    FC_TRY(reduce_grads(g, span, partial));
 done:
     fct_profile_exit(range);
+    return status;
+}
+
+fc_status fc_group_post_backward(fc_group *g) {
+    fc_status status = FC_OK;
+    bool partial = g->module_count > 1 && g->training_state == FC_FORWARD;
+    note(g, "post_backward");
+    g->training_state = FC_POST_BACKWARD;
+    if (g->reduce_grads) {
+        FC_TRY(fc_bucket_reduce_rest(g, partial));
+    } else {
+        FC_TRY(fc_gradient_fold(g, (fc_span){0, g->count}));
+        FC_TRY(fc_gradient_keep(g));
+    }
+done:
     return status;
 }
 
@@ -483,6 +497,7 @@ fc_status fc_group_reset(fc_group *g) {
         fc_param_drop_grad(g->params[i]);
     }
     fc_gather_abandon(g);
+    fc_bucket_reset(g);
     g->positions.count = 0;
     g->training_state = FC_IDLE;
     g->doubled = false;

@@ -51,6 +51,24 @@ typedef struct fc_gather {
     fct_event *done;      /* on devices with streams, unless async_op */
 } fc_gather;
 
+/* Neighbours among a group's parameters: [first, end). */
+typedef struct fc_span {
+    size_t first;
+    size_t end;
+} fc_span;
+
+/* How a group's parameters are dealt to reductions; see bucket.h. */
+typedef struct fc_buckets {
+    int64_t limit; /* bytes of gradients at which a bucket is full; 0: there is only one */
+    bool valid;    /* items were cut from the parameters as they are */
+    bool alone;    /* no other group is reduced in this backward, and it records no graph */
+    bool eager;    /* buckets are reduced as soon as they are complete; in this backward */
+    bool late;     /* gradients came after their bucket was reduced, once: never eager again */
+    size_t next;   /* the first that is not reduced; in this backward */
+    size_t count;
+    struct fc_bucket *items; /* [count] in the order of their reductions; owned */
+} fc_buckets;
+
 /* One of the process groups that a parameter group talks to. */
 typedef struct fc_link {
     const char *name; /* borrowed; NULL: there is none */
@@ -89,6 +107,7 @@ typedef struct fc_group {
     fc_reduce_plan reduce_plan;
     fc_positions positions; /* in comm->order */
     fct_event *reduced;     /* end of this group's latest reduction; only with streams */
+    fc_buckets buckets;
 
     bool reduce_grads;
     bool all_reduce_grads;
@@ -126,8 +145,8 @@ void fc_group_fini(fc_group *g);
 /* Moves the group to another context (of the same device). FC_ESTATE while something is in flight.
  */
 FC_CHECK fc_status fc_group_set_comm(fc_group *g, fc_comm *comm);
-/* To be called after any parameter's shard or dtype was replaced: the plan is built anew at the
- * next unshard. */
+/* To be called after any parameter's shard or dtype was replaced: plans are built and buckets cut
+ * anew at the next unshard. */
 void fc_group_invalidate(fc_group *g);
 
 /* Starts the all-gather, unless there is one in flight or the group is unsharded with current data.
@@ -151,6 +170,9 @@ FC_CHECK fc_status fc_group_post_backward(fc_group *g);
  * forward's graph, but on devices with threads of their own, where their sequence numbers begin
  * anew, they may come later: there a doubled group waits for the end of backward. */
 FC_CHECK fc_status fc_group_leave_backward(fc_group *g);
+/* Takes the span's gradients and starts their reduction. `last`: of this backward; reshards.
+ * `partial`: the current stream waits for the result. */
+FC_CHECK fc_status fc_group_reduce(fc_group *g, fc_span span, bool last, bool partial);
 FC_CHECK fc_status fc_group_prefetch(fc_group *g, fc_training_state pass);
 /* Prefetches the group (or groups) whose forward came before this one's. */
 FC_CHECK fc_status fc_group_backward_prefetch(fc_group *g);

@@ -36,6 +36,9 @@ typedef struct fc_host {
     /* True where somebody must see the gradient as soon as it is reduced (post-accumulate-grad
      * hooks). */
     bool (*wants_grad_now)(void *param);
+    /* What autograd is to call when it has accumulated into the unsharded parameter: calls
+     * fc_bucket_arrived, and fc_bucket_reduce where that says so. */
+    int (*grad_arrived)(void *param);
     /* The plain local tensor behind a gradient of a wrapped parameter. *local new. */
     int (*unwrap_grad)(void *param, fct_tensor *grad, fct_tensor **local);
     /* A user's all-reduce: changes the reduced row in place, before it is divided and handed out.

@@ -79,7 +79,15 @@ void fc_param_set_partial(fc_param *p, fct_tensor *row) {
     replace(&p->partial, row);
 }
 
+static void end_watch(fc_param *p) {
+    fct_watch_free(p->watch);
+    p->watch = NULL;
+}
+
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded) {
+    if (unsharded != p->unsharded) {
+        end_watch(p);
+    }
     replace(&p->unsharded, unsharded);
 }
 
@@ -89,6 +97,7 @@ void fc_param_set_flat(fc_param *p, fct_tensor *flat) {
 }
 
 void fc_param_forget_unsharded(fc_param *p) {
+    end_watch(p);
     replace(&p->unsharded, NULL);
     replace(&p->flat, NULL);
     p->aliased = false;

@@ -88,8 +88,8 @@ static bool all_reduces(const fc_group *g) {
     return g->replicate.name != NULL;
 }
 
-bool fc_reduce_pending(const fc_group *g) {
-    for (size_t i = 0; all_reduces(g) && g->all_reduce_grads && i < g->count; i++) {
+bool fc_reduce_pending(const fc_group *g, fc_span span) {
+    for (size_t i = span.first; all_reduces(g) && g->all_reduce_grads && i < span.end; i++) {
         if (g->params[i]->partial != NULL) {
             return true;
         }
@@ -97,9 +97,10 @@ bool fc_reduce_pending(const fc_group *g) {
     return false;
 }
 
-static fc_reduction *new_reduction(fc_group *g) {
+static fc_reduction *new_reduction(fc_group *g, fc_span span) {
     const fc_reduce_plan *plan = &g->reduce_plan;
-    fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + g->count * sizeof *r->params);
+    size_t room = span.end - span.first;
+    fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + room * sizeof *r->params);
     if (r == NULL) {
         return NULL;
     }
@@ -112,7 +113,7 @@ static fc_reduction *new_reduction(fc_group *g) {
         memcpy((void *)r->params, (const void *)plan->params, plan->count * sizeof *r->params);
     }
     if (all_reduces(g) && g->all_reduce_grads) {
-        for (size_t i = 0; i < g->count; i++) {
+        for (size_t i = span.first; i < span.end; i++) {
             if (g->params[i]->partial != NULL && !has_gradient(plan, g->params[i])) {
                 r->params[r->total++] = g->params[i];
             }
@@ -524,17 +525,18 @@ done:
     return status;
 }
 
-fc_status fc_reduce_start(fc_group *g, bool order_compute) {
+fc_status fc_reduce_start(fc_group *g, fc_span span, bool order_compute) {
     fc_status status = FC_OK;
     fc_comm *c = g->comm;
     fc_reduction *r = NULL;
     FC_TRY(settle_earlier(g));
-    if (g->reduced != NULL) {
+    /* Later buckets of a backward need not wait for earlier ones. */
+    if (g->reduced != NULL && span.end == g->count) {
         FC_TRY_RAISED(fct_event_wait(g->reduced, fct_stream_current(g->device)));
         fc_comm_put_event(c, g->reduced);
         g->reduced = NULL;
     }
-    r = new_reduction(g);
+    r = new_reduction(g, span);
     if (r == NULL) {
         status = FC_ENOMEM;
         goto done;

@@ -41,13 +41,14 @@ typedef struct fc_divide_rule {
 
 fc_divide fc_reduce_divide(const fc_divide_rule *rule);
 
-/* Reduces the gradients collected in g->reduce_plan and takes them out of it. `order_compute`: make
+/* Reduces the gradients of the span, collected in g->reduce_plan, and takes them out of it.
+ * `order_compute`: make
  * the current stream wait for the result (partial group backward). On failure the gradients are
  * gone and nothing is in flight. */
-FC_CHECK fc_status fc_reduce_start(fc_group *g, bool order_compute);
-/* Whether g has partial gradients to all-reduce even without new ones: reduce-scattered in
+FC_CHECK fc_status fc_reduce_start(fc_group *g, fc_span span, bool order_compute);
+/* Whether the span has partial gradients to all-reduce even without new ones: reduce-scattered in
  * backwards that did not all-reduce. */
-bool fc_reduce_pending(const fc_group *g);
+bool fc_reduce_pending(const fc_group *g, fc_span span);
 /* Finishes the oldest reductions until at most `keep` are in flight, and releases their inputs. */
 FC_CHECK fc_status fc_reduce_recycle(fc_comm *c, size_t keep);
 /* Without streams: finishes the oldest reductions whose collectives are done by now, so that their

@@ -219,6 +219,15 @@ done:
     return status;
 }
 
+/* Whether the group is the only one under its root. */
+static bool is_alone(const fc_iteration *it) {
+    size_t groups = 0;
+    for (size_t i = 0; i < it->count && groups < 2; i++) {
+        groups += it->states[i]->group_count;
+    }
+    return groups == 1;
+}
+
 static fc_status enter_backward(fc_state *s, const fct_hook *at_end) {
     fc_status status = FC_OK;
     s->training_state = FC_PRE_BACKWARD;
@@ -226,6 +235,9 @@ static fc_status enter_backward(fc_state *s, const fct_hook *at_end) {
         FC_TRY_RAISED(fct_autograd_at_end(at_end));
         s->iteration->callback_queued = true;
         s->iteration->records = fct_grad_enabled();
+    }
+    if (s->group_count == 1 && s->groups[0]->buckets.count > 1) {
+        s->groups[0]->buckets.alone = !s->iteration->records && is_alone(s->iteration);
     }
 done:
     return status;

@@ -323,6 +323,7 @@ const fc_host fcpy_host = {
     .shard_version = host_shard_version,
     .take_grad = host_take_grad,
     .wants_grad_now = host_wants_grad_now,
+    .grad_arrived = fcpy_param_grad_arrived,
     .unwrap_grad = host_unwrap_grad,
     .reduce_hook = host_reduce_hook,
     .gather = host_gather,

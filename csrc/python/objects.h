@@ -227,6 +227,13 @@ PyObject *fcpy_state_post_forward(fcpy_state *self, PyObject *module, PyObject *
                                   PyObject *output);
 /* output cast to the policy's output dtype; new reference. */
 PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output);
+/* fc_host.grad_arrived */
+int fcpy_param_grad_arrived(void *param);
+
+/* ---- bucket.c: getters and setters of ParamGroup ---- */
+PyObject *fcpy_group_get_bucket_bytes(PyObject *obj, void *closure);
+int fcpy_group_set_bucket_bytes(PyObject *obj, PyObject *value, void *closure);
+PyObject *fcpy_group_get_buckets(PyObject *obj, void *closure);
 
 /* ---- clip.c: module functions, see fsdp_c/_C.pyi ---- */
 /* New tuple of lists: local gradients, kinds as (mesh, placements), each gradient's kind. */

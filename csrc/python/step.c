@@ -4,6 +4,8 @@
  * (guard.c), that is called in the place where torch would call it. Owns nothing. */
 #include "objects.h"
 
+#include "../core/bucket.h"
+
 /* 0 where the call returned something (dropped), else -1. */
 static int done(PyObject *result) {
     Py_XDECREF(result);
@@ -161,6 +163,24 @@ static int run_post_backward(void *owner) {
 
 static int call_post_backward(void *owner) {
     return run_untraced(((fcpy_group *)owner)->mod, run_post_backward, owner);
+}
+
+static int run_buckets(void *owner) {
+    fcpy_group *group = (fcpy_group *)owner;
+    fc_status status = fc_bucket_reduce(&group->core);
+    return status == FC_OK ? 0 : raise_group(group, status);
+}
+
+int fcpy_param_grad_arrived(void *owner) {
+    fcpy_param *param = (fcpy_param *)owner;
+    if (!fc_bucket_arrived(&param->core)) {
+        return 0;
+    }
+    fcpy_group *group = (fcpy_group *)param->core.group->owner;
+    Py_INCREF(group);
+    int result = run_untraced(group->mod, run_buckets, group);
+    Py_DECREF(group);
+    return result;
 }
 
 /* ---- casts ---- */

@@ -128,6 +128,28 @@ struct GradHook final : autograd::FunctionPreHook {
     HookRef hook;
 };
 
+/* What a watch and its hook share: the graph may keep the hook for longer than its owner lives. */
+struct Watched {
+    fct_hook hook; /* its owner is NULL once the watch is freed; read and written with the GIL */
+};
+
+/* Behind a leaf's accumulation. */
+struct WatchHook final : autograd::FunctionPostHook {
+    explicit WatchHook(std::shared_ptr<Watched> w) : watched(std::move(w)) {}
+
+    autograd::variable_list operator()(const autograd::variable_list &outputs,
+                                       const autograd::variable_list &) override {
+        const pybind11::gil_scoped_acquire gil;
+        const fct_hook &hook = watched->hook;
+        if (hook.owner != nullptr && hook.call(hook.owner) != 0) {
+            fct::throw_python_error();
+        }
+        return outputs;
+    }
+
+    std::shared_ptr<Watched> watched;
+};
+
 constexpr const char *kCapsule = "fsdp_c.hook";
 
 PyObject *call_capsule(PyObject *self, PyObject *) {
@@ -163,6 +185,13 @@ void register_python_hook(const at::Tensor &t, const fct_hook &hook) {
 }
 
 } // namespace
+
+/* The leaf knows its accumulation only weakly: the watch keeps it, and so the hook behind it. */
+struct fct_watch {
+    decltype(autograd::impl::grad_accumulator(at::Tensor())) node;
+    uintptr_t key;
+    std::shared_ptr<Watched> watched;
+};
 
 extern "C" {
 
@@ -234,6 +263,24 @@ int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook) {
             register_python_hook(*tensor, *hook);
         }
     });
+}
+
+int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out) {
+    return guarded("fct_autograd_watch", [&] {
+        auto watch = std::make_unique<fct_watch>();
+        watch->node = autograd::impl::grad_accumulator(*Borrowed(leaf));
+        TORCH_CHECK(watch->node, "cannot watch a tensor that accumulates no gradient");
+        watch->watched = std::make_shared<Watched>(Watched{*hook});
+        watch->key = watch->node->add_post_hook(std::make_unique<WatchHook>(watch->watched));
+        *out = watch.release();
+    });
+}
+
+void fct_watch_free(fct_watch *watch) {
+    if (watch != nullptr) {
+        watch->watched->hook.owner = nullptr;
+        delete watch;
+    }
 }
 
 int fct_autograd_at_end(const fct_hook *hook) {

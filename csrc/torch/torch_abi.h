@@ -32,6 +32,7 @@ typedef struct fct_tensor fct_tensor; /* c10::TensorImpl, counted */
 typedef struct fct_pg fct_pg;         /* c10d::ProcessGroup, counted */
 typedef struct fct_work fct_work;     /* c10d::Work, counted */
 typedef struct fct_event fct_event;   /* a device event; heap object with one owner */
+typedef struct fct_watch fct_watch;   /* a hook behind a leaf; heap object with one owner */
 struct _object;                       /* CPython's PyObject */
 
 typedef int32_t fct_dtype; /* torch's ScalarType number; -1: none */
@@ -209,6 +210,11 @@ void fct_autograd_node_set_grad(size_t index, fct_tensor *grad);
 /* Calls hook whenever the gradient of t (non-leaf or leaf, requires grad) has been computed; like
  * Tensor.register_hook with a hook that returns the gradient unchanged. */
 FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);
+/* Calls hook each time autograd has accumulated into .grad of this leaf, on the thread that runs
+ * backward, until the watch is freed. Unlike other hooks it does not count its owner: retain and
+ * release are not used. */
+FCT_CHECK int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out);
+void fct_watch_free(fct_watch *watch); /* NULL is fine */
 /* Calls hook at the end of the backward pass that is running now. */
 FCT_CHECK int fct_autograd_at_end(const fct_hook *hook);
 

@@ -19,6 +19,7 @@ static size_t log_length;
 static size_t range_depth;
 static bool in_backward;
 static bool recording;
+static fct_watch *watches; /* newest first */
 static fct_hook at_end;
 
 /* ASan's defaults suit programs that allocate less; ASAN_OPTIONS in the environment goes before these. */
@@ -141,6 +142,7 @@ void sim_log(const char *format, ...) {
 void sim_autograd_begin(void) {
     in_backward = false;
     recording = false;
+    watches = NULL;
     memset(&at_end, 0, sizeof at_end);
 }
 
@@ -170,6 +172,49 @@ bool fct_grad_enabled(void) {
 
 bool fct_in_backward(void) {
     return in_backward;
+}
+
+struct fct_watch {
+    fct_tensor *leaf;
+    fct_hook hook;
+    fct_watch *next;
+};
+
+int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_autograd_watch")) {
+        return -1;
+    }
+    fct_watch *watch = (fct_watch *)sim_alloc(sizeof *watch);
+    *watch = (fct_watch){.leaf = leaf, .hook = *hook, .next = watches};
+    fct_tensor_retain(leaf);
+    watches = watch;
+    sim_living.hooks++;
+    *out = watch;
+    return 0;
+}
+
+void fct_watch_free(fct_watch *watch) {
+    fct_watch **link = &watches;
+    if (watch == NULL) {
+        return;
+    }
+    while (*link != watch) {
+        assert_non_null(*link);
+        link = &(*link)->next;
+    }
+    *link = watch->next;
+    fct_tensor_release(watch->leaf);
+    sim_living.hooks--;
+    free(watch);
+}
+
+int sim_watches_run(const fct_tensor *leaf) {
+    for (const fct_watch *w = watches; w != NULL; w = w->next) {
+        if (w->leaf == leaf) {
+            return w->hook.call(w->hook.owner);
+        }
+    }
+    return 0;
 }
 
 int fct_autograd_at_end(const fct_hook *hook) {

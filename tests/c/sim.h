@@ -137,6 +137,8 @@ void sim_collectives_stall(bool stall);
 void sim_set_in_backward(bool value);
 /* The backwards from now on make graphs of themselves (create_graph). */
 void sim_set_recording(bool value);
+/* What autograd does after it has accumulated into the leaf: calls the watches of it. */
+int sim_watches_run(const fct_tensor *leaf);
 /* Runs and forgets the call-back queued for the end of the backward; 0 if there is none. */
 int sim_run_at_end(void);
 void sim_drop_at_end(void);

@@ -2,6 +2,8 @@
  * that may be made at any time. Stepping is in sim_train.c, arithmetic in sim_account.c. */
 #include "sim_model.h"
 
+#include "core/bucket.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -108,6 +110,12 @@ static bool host_wants_grad_now(void *owner) {
     return ((const sim_param *)owner)->shape.hooked;
 }
 
+/* Without exceptions of its own, the status is that of sim_train.c. */
+static int host_grad_arrived(void *owner) {
+    sim_param *p = (sim_param *)owner;
+    return fc_bucket_arrived(&p->core) ? (int)fc_bucket_reduce(p->core.group) : 0;
+}
+
 static int host_reduce_hook(void *group, fct_tensor *row) {
     (void)group;
     if (sim_fault(SIM_FAULT_HOST, "reduce_hook")) {
@@ -120,6 +128,7 @@ const fc_host sim_host = {
     .make_unsharded = host_make_unsharded,
     .make_forward = host_make_forward,
     .reduce_hook = host_reduce_hook,
+    .grad_arrived = host_grad_arrived,
     .swap = host_swap,
     .requires_grad = host_requires_grad,
     .take_grad = host_take_grad,
@@ -228,6 +237,7 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     g->core.unshard_async_op = s->async_unshard;
     g->core.force_sum = s->force_sum;
     g->core.reduce_unused = s->reduce_unused;
+    g->core.buckets.limit = s->bucket_bytes;
     g->core.has_divide_factor = s->divide_factor != 0.0;
     g->core.divide_factor = s->divide_factor;
     g->core.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;

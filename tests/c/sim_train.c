@@ -47,7 +47,7 @@ static double gradient_of(const sim_param *p, size_t use, int64_t element) {
     return (double)(((uint64_t)element * 3 + p->seed + use * 5) % 5) - 2.0;
 }
 
-static void give_gradient(const sim_model *m, sim_param *p) {
+static fc_status give_gradient(const sim_model *m, sim_param *p) {
     double *values = (double *)sim_scratch((size_t)(p->numel + 1) * sizeof *values);
     fct_dtype dtype = sim_compute_dtype(p);
     fct_tensor *grad = NULL;
@@ -69,20 +69,24 @@ static void give_gradient(const sim_model *m, sim_param *p) {
     sim_grad_accumulate(p->core.unsharded, grad);
     p->contributions++;
     sim_scratch_free(values);
+    return (fc_status)sim_watches_run(p->core.unsharded);
 }
 
-static void give_gradients(sim_model *m, sim_layer *layer) {
+static fc_status give_gradients(sim_model *m, sim_layer *layer) {
+    fc_status status = FC_OK;
     for (size_t k = 0; k < layer->group_count; k++) {
         sim_group *g = &layer->groups[k];
         for (size_t i = 0; i < g->count; i++) {
-            sim_param *p = &g->params[i];
+            sim_param *p = &g->params[m->scenario.last_first ? g->count - 1 - i : i];
             if (p->core.unsharded != NULL && !p->shape.unused &&
                 !(p->shape.early && m->backwards > 0) &&
                 fct_tensor_requires_grad(p->core.unsharded)) {
-                give_gradient(m, p);
+                FC_TRY(give_gradient(m, p));
             }
         }
     }
+done:
+    return status;
 }
 
 /* ---- forward ---- */
@@ -184,7 +188,10 @@ static fc_status backward_compute(sim_model *m, sim_layer *layer, bool give) {
     }
     use_params(layer);
     if (give) {
-        give_gradients(m, layer);
+        FC_TRY(give_gradients(m, layer));
+    }
+    if (give && m->scenario.twice) {
+        FC_TRY(give_gradients(m, layer));
     }
 done:
     return status;

@@ -265,12 +265,12 @@ static void without_all_reduce_rows_stay_with_the_parameter(void **state) {
     expect_no_grad(&f, 0);
     assert_non_null(f.group->params[0].core.partial);
     core(&f)->all_reduce_grads = true;
-    assert_true(fc_reduce_pending(core(&f)));
+    assert_true(fc_reduce_pending(core(&f), (fc_span){0, core(&f)->count}));
     post_backward(&f); /* no new gradient: the row alone is all-reduced */
     finish(&f);
     expect_grad(&f, 0, 2.5 * 2.0); /* ranks have 1, 2, 3, 4 times as much */
     assert_null(f.group->params[0].core.partial);
-    assert_false(fc_reduce_pending(core(&f)));
+    assert_false(fc_reduce_pending(core(&f), (fc_span){0, core(&f)->count}));
     end(&f);
 }
 

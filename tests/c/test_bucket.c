@@ -1,0 +1,336 @@
+/* Buckets of a group that only all-reduces: how parameters are dealt to them, and when each is
+ * reduced. Whole steps with buckets are among the scenarios of test_train.c. */
+#include "core/bucket.h"
+
+#include <string.h>
+
+#include "core/reduce.h"
+#include "sim_model.h"
+
+#define FLOATS(...) {.ndim = 1, .sizes = {4}, __VA_ARGS__}
+
+/* Rank 0 of two replicas, all parameters in the root: rank 1 has twice the gradient, the mean is
+ * 1.5 times ours. Four parameters of 16 bytes; a bucket is full with two. */
+static const sim_scenario replicated = {
+    .world = 1,
+    .replicas = 2,
+    .stay_after_forward = true,
+    .bucket_bytes = 32,
+    .shape_count = 4,
+    .shapes = {FLOATS(.dtype = 0), FLOATS(.dtype = 0), FLOATS(.dtype = 0), FLOATS(.dtype = 0)}};
+
+static int at_end(void *owner) {
+    (void)owner;
+    return 0;
+}
+
+static void count_nothing(void *owner) {
+    (void)owner;
+}
+
+static fc_group *core(sim_model *m) {
+    return &m->layers[0].groups[0].core;
+}
+
+/* A forward, and a backward that has reached the root's output. */
+static void reach(sim_model *m) {
+    const fct_hook hook = {m, at_end, count_nothing, count_nothing};
+    assert_int_equal(sim_model_forward(m, true), FC_OK);
+    m->tape_length = 0;
+    sim_set_in_backward(true);
+    assert_int_equal(fc_state_pre_backward(&m->layers[0].core, &hook), FC_OK);
+}
+
+static sim_model *begin(const sim_scenario *scenario) {
+    sim_scenario s = *scenario;
+    s.device.seed = 7; /* no collective is done at once */
+    sim_begin(s.device);
+    sim_model *m = sim_model_new(&s);
+    reach(m);
+    sim_log_clear();
+    return m;
+}
+
+/* The end of the backward. */
+static void rest(sim_model *m) {
+    assert_int_equal(fc_iteration_end_backward(&m->iteration, &m->comm), FC_OK);
+    sim_set_in_backward(false);
+    sim_drop_at_end();
+}
+
+static void end(sim_model *m) {
+    sim_set_in_backward(false);
+    sim_model_free(m);
+    sim_end();
+}
+
+/* Autograd accumulates into the i-th parameter. */
+static void arrive(sim_model *m, size_t i, double value) {
+    const double values[4] = {value, value, value, value};
+    sim_param *p = &m->layers[0].groups[0].params[i];
+    sim_grad_accumulate(p->core.unsharded, sim_tensor_new(FCK_FLOAT32, 1, p->shape.sizes, values));
+    assert_int_equal(sim_watches_run(p->core.unsharded), 0);
+}
+
+/* How many all-reduces were issued since the backward began. */
+static size_t issued(void) {
+    size_t count = 0;
+    for (const char *at = sim_log_text(); (at = strstr(at, "all-reduce:")) != NULL; at++) {
+        count++;
+    }
+    return count;
+}
+
+static void expect_grad(sim_model *m, size_t i, double value) {
+    const double values[4] = {value, value, value, value};
+    const fct_tensor *grad = sim_grad_peek(m->layers[0].groups[0].params[i].sharded);
+    assert_non_null(grad);
+    sim_tensor_expect(grad, values, "the reduced gradient");
+}
+
+/* ---- cutting ---- */
+
+/* The ends of the buckets' spans from the last parameter to the first. */
+static void cut_as(sim_scenario scenario, size_t count, const size_t *firsts) {
+    sim_begin(scenario.device);
+    sim_model *m = sim_model_new(&scenario);
+    assert_int_equal(fc_bucket_cut(core(m)), FC_OK);
+    assert_int_equal(core(m)->buckets.count, count);
+    for (size_t i = 0, last = scenario.shape_count; i < count; last = firsts[i++]) {
+        assert_int_equal(core(m)->buckets.items[i].span.first, firsts[i]);
+        assert_int_equal(core(m)->buckets.items[i].span.end, last);
+    }
+    end(m);
+}
+
+static void the_last_parameters_come_first_and_a_full_bucket_is_closed(void **state) {
+    (void)state;
+    sim_scenario s = replicated;
+    cut_as(s, 2, (const size_t[]){2, 0});
+    s.bucket_bytes = 33;
+    cut_as(s, 2, (const size_t[]){1, 0});
+    s.bucket_bytes = 1;
+    cut_as(s, 4, (const size_t[]){3, 2, 1, 0});
+    s.bucket_bytes = 64;
+    cut_as(s, 1, (const size_t[]){0});
+    s.bucket_bytes = 1000;
+    cut_as(s, 1, (const size_t[]){0});
+}
+
+static void frozen_parameters_fill_no_bucket_and_the_reduce_type_counts(void **state) {
+    (void)state;
+    sim_scenario s = replicated;
+    s.shapes[2].frozen = true;
+    cut_as(s, 2, (const size_t[]){1, 0});
+    s.shapes[0].frozen = true; /* goes with the bucket before it */
+    cut_as(s, 1, (const size_t[]){0});
+    s.shapes[3].frozen = true;
+    cut_as(s, 1, (const size_t[]){0});
+    s = replicated;
+    for (size_t i = 0; i < 4; i++) {
+        s.shapes[i].compute = FCK_BFLOAT16;
+    }
+    cut_as(s, 1, (const size_t[]){0});
+    s.reduce_dtype = FCK_FLOAT32;
+    cut_as(s, 2, (const size_t[]){2, 0});
+}
+
+/* ---- in backward ---- */
+
+static void a_bucket_is_reduced_with_its_last_gradient(void **state) {
+    (void)state;
+    sim_model *m = begin(&replicated);
+    arrive(m, 3, 2.0);
+    assert_int_equal(issued(), 0);
+    arrive(m, 2, 4.0);
+    assert_int_equal(issued(), 1);
+    arrive(m, 1, 6.0);
+    arrive(m, 0, 8.0);
+    assert_int_equal(issued(), 2);
+    rest(m);
+    assert_int_equal(issued(), 2);
+    for (size_t i = 0; i < 4; i++) {
+        expect_grad(m, i, 1.5 * (8.0 - 2.0 * (double)i));
+    }
+    end(m);
+}
+
+static void the_order_is_the_parameters_whatever_autograds_is(void **state) {
+    (void)state;
+    sim_model *m = begin(&replicated);
+    sim_collectives_stall(true);
+    arrive(m, 0, 2.0);
+    arrive(m, 1, 2.0);
+    arrive(m, 2, 2.0);
+    assert_int_equal(issued(), 0); /* the bucket of 2 and 3 goes first */
+    arrive(m, 3, 4.0);
+    assert_int_equal(issued(), 2);
+    assert_int_equal(fc_reduce_recycle(&m->comm, 1), FC_OK);
+    expect_grad(m, 3, 6.0);
+    assert_null(sim_grad_peek(m->layers[0].groups[0].params[0].sharded));
+    rest(m);
+    expect_grad(m, 0, 3.0);
+    end(m);
+}
+
+static void a_bucket_that_misses_a_gradient_waits_for_the_end(void **state) {
+    (void)state;
+    sim_model *m = begin(&replicated);
+    arrive(m, 3, 2.0);
+    arrive(m, 1, 2.0);
+    arrive(m, 0, 2.0);
+    assert_int_equal(issued(), 0);
+    rest(m);
+    assert_int_equal(issued(), 2);
+    assert_null(sim_grad_peek(m->layers[0].groups[0].params[2].sharded));
+    expect_grad(m, 3, 3.0);
+    expect_grad(m, 0, 3.0);
+    end(m);
+}
+
+static void a_bucket_without_any_gradient_is_left_out(void **state) {
+    (void)state;
+    sim_scenario s = replicated;
+    s.bucket_bytes = 16;
+    sim_model *m = begin(&s);
+    arrive(m, 3, 2.0);
+    arrive(m, 0, 2.0);
+    rest(m);
+    assert_int_equal(issued(), 2);
+    end(m);
+}
+
+static void a_gradient_that_comes_again_is_reduced_by_itself_and_once_is_enough(void **state) {
+    (void)state;
+    sim_model *m = begin(&replicated);
+    arrive(m, 3, 2.0);
+    arrive(m, 2, 2.0);
+    arrive(m, 3, 6.0);
+    arrive(m, 1, 2.0);
+    arrive(m, 0, 2.0);
+    assert_int_equal(issued(), 1);
+    rest(m);
+    assert_int_equal(issued(), 3);
+    expect_grad(m, 3, 3.0 + 9.0);
+    expect_grad(m, 2, 3.0);
+    sim_model_zero_grad(m);
+    reach(m); /* from now on all is reduced at the end */
+    for (size_t i = 0; i < 4; i++) {
+        arrive(m, i, 2.0);
+    }
+    assert_int_equal(issued(), 3);
+    rest(m);
+    assert_int_equal(issued(), 5);
+    end(m);
+}
+
+static void a_second_gradient_before_the_reduction_is_part_of_it(void **state) {
+    (void)state;
+    sim_model *m = begin(&replicated);
+    arrive(m, 3, 2.0);
+    arrive(m, 3, 6.0);
+    assert_int_equal(issued(), 0);
+    arrive(m, 2, 2.0);
+    assert_int_equal(issued(), 1);
+    assert_false(core(m)->buckets.late);
+    rest(m);
+    expect_grad(m, 3, 12.0);
+    end(m);
+}
+
+/* ---- when there is no early reduction ---- */
+
+static void nothing_is_early(const sim_scenario *scenario, void (*change)(fc_group *g),
+                             size_t collectives) {
+    sim_begin(scenario->device);
+    sim_model *m = sim_model_new(scenario);
+    if (change != NULL) {
+        change(core(m));
+    }
+    reach(m);
+    sim_log_clear();
+    for (size_t i = 4; i-- > 0;) {
+        arrive(m, i, 2.0);
+    }
+    assert_int_equal(issued(), 0);
+    rest(m);
+    assert_int_equal(issued(), collectives);
+    end(m);
+}
+
+static void hook(fc_group *g) {
+    g->has_hook = true;
+}
+
+static void no_sync(fc_group *g) {
+    g->reduce_grads = false;
+}
+
+static void unused(fc_group *g) {
+    g->reduce_unused = true;
+}
+
+static void buckets_wait_for_the_end_where_something_may_come_between(void **state) {
+    (void)state;
+    sim_scenario s = replicated;
+    nothing_is_early(&s, unused, 2);
+    nothing_is_early(&s, hook, 1); /* the hook sees all of the row */
+    nothing_is_early(&s, no_sync, 0);
+    s.layers = 1;
+    nothing_is_early(&s, NULL, 2);
+}
+
+static void with_one_bucket_nothing_is_watched(void **state) {
+    (void)state;
+    sim_scenario s = replicated;
+    s.bucket_bytes = 64;
+    sim_model *m = begin(&s);
+    assert_int_equal(sim_count_alive().hooks, 1); /* the end of the backward */
+    for (size_t i = 0; i < 4; i++) {
+        arrive(m, i, 2.0);
+    }
+    rest(m);
+    assert_int_equal(issued(), 1);
+    end(m);
+}
+
+static void a_reset_forgets_the_bucket_that_was_reduced(void **state) {
+    (void)state;
+    sim_model *m = begin(&replicated);
+    sim_collectives_stall(true);
+    arrive(m, 3, 2.0);
+    arrive(m, 2, 2.0);
+    arrive(m, 1, 2.0);
+    sim_set_in_backward(false);
+    sim_drop_at_end();
+    assert_int_equal(fc_state_reset(&m->layers[0].core), FC_OK);
+    sim_collectives_stall(false);
+    sim_log_clear();
+    reach(m);
+    for (size_t i = 4; i-- > 0;) {
+        arrive(m, i, 4.0);
+    }
+    assert_int_equal(issued(), 2);
+    rest(m);
+    for (size_t i = 0; i < 4; i++) {
+        expect_grad(m, i, 6.0);
+    }
+    end(m);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_last_parameters_come_first_and_a_full_bucket_is_closed),
+        cmocka_unit_test(frozen_parameters_fill_no_bucket_and_the_reduce_type_counts),
+        cmocka_unit_test(a_bucket_is_reduced_with_its_last_gradient),
+        cmocka_unit_test(the_order_is_the_parameters_whatever_autograds_is),
+        cmocka_unit_test(a_bucket_that_misses_a_gradient_waits_for_the_end),
+        cmocka_unit_test(a_bucket_without_any_gradient_is_left_out),
+        cmocka_unit_test(a_gradient_that_comes_again_is_reduced_by_itself_and_once_is_enough),
+        cmocka_unit_test(a_second_gradient_before_the_reduction_is_part_of_it),
+        cmocka_unit_test(buckets_wait_for_the_end_where_something_may_come_between),
+        cmocka_unit_test(with_one_bucket_nothing_is_watched),
+        cmocka_unit_test(a_reset_forgets_the_bucket_that_was_reduced),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,104 @@
+"""``replicate``'s buckets before and without real ranks."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from fsdp_c import MixedPrecisionPolicy, replicate
+
+MIB = 2**20
+
+
+def model(layers: int = 3) -> nn.Sequential:
+    """Layers of 4 x 4 weights and biases: 64 and 16 bytes."""
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+
+def group_of(module: Any) -> Any:
+    [group] = module._get_fsdp_state()._fsdp_param_groups
+    return group
+
+
+def test_a_bucket_has_25_mib_unless_one_asks_for_another_size(fake_group: int) -> None:
+    assert group_of(replicate(model()))._bucket_bytes == 25 * MIB
+    assert group_of(replicate(model(), bucket_cap_mb=0.5))._bucket_bytes == MIB // 2
+    assert group_of(replicate(model(), bucket_cap_mb=math.inf))._bucket_bytes == 0
+
+
+@pytest.mark.parametrize("size", [0, -1, math.nan])
+def test_other_sizes_are_refused_and_leave_the_module_as_it_was(
+    fake_group: int, size: float
+) -> None:
+    module = model()
+    params = list(module.parameters())
+    with pytest.raises(ValueError, match="bucket_cap_mb must be positive"):
+        replicate(module, bucket_cap_mb=size)
+    assert type(module) is nn.Sequential
+    assert all(a is b for a, b in zip(params, module.parameters(), strict=True))
+
+
+def test_buckets_are_cut_from_the_last_parameter_on(fake_group: int) -> None:
+    def cut(size: float, **kwargs: Any) -> list[tuple[int, int]]:
+        buckets: list[tuple[int, int]] = group_of(
+            replicate(model(), bucket_cap_mb=size / MIB, **kwargs)
+        )._buckets
+        return buckets
+
+    assert cut(1000) == [(0, 6)]
+    assert cut(math.inf) == [(0, 6)]
+    assert cut(80) == [(4, 6), (2, 4), (0, 2)]
+    assert cut(81) == [(3, 6), (0, 3)]
+    assert cut(1) == [(5, 6), (4, 5), (3, 4), (2, 3), (1, 2), (0, 1)]
+
+
+def test_the_cut_follows_the_reduce_type_and_what_is_trained(fake_group: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    module = replicate(model(), mp_policy=policy, bucket_cap_mb=80 / MIB)
+    x = torch.ones(2, 4)
+    module(x).sum().backward()
+    assert group_of(module)._buckets == [(2, 6), (0, 2)]
+    frozen = model()
+    frozen[2].requires_grad_(False)
+    assert group_of(replicate(frozen, bucket_cap_mb=80 / MIB))._buckets == [(2, 6), (0, 2)]
+
+
+def test_a_model_with_buckets_is_collected_even_while_its_graph_lives(fake_group: int) -> None:
+    module = replicate(model(), bucket_cap_mb=1 / MIB)
+    loss = module(torch.ones(2, 4)).sum()
+    loss.backward(retain_graph=True)
+    group = weakref.ref(group_of(module))
+    kept = loss.grad_fn
+    del module, loss
+    gc.collect()
+    assert kept is not None
+    del kept
+    gc.collect()
+    assert group() is None
+
+
+def test_parameters_that_were_replaced_are_watched_anew(single_group: int) -> None:
+    """``.data`` elsewhere gives a new unsharded parameter, a load with assign a new sharded one."""
+    module = replicate(model(), bucket_cap_mb=1 / MIB)
+    x = torch.ones(2, 4)
+
+    def gradients() -> list[torch.Tensor]:
+        module.zero_grad()
+        module(x).sum().backward()
+        return [param.grad.to_local().clone() for param in module.parameters()]
+
+    before = gradients()
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+    for a, b in zip(before, gradients(), strict=True):
+        assert torch.equal(a, b)
+    module.to(torch.float64)
+    x = x.double()
+    for a, b in zip(before, gradients(), strict=True):
+        torch.testing.assert_close(a.double(), b)
