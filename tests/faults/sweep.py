@@ -8,12 +8,12 @@ the step and trains one more. Losses, gradients and weights must equal those of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 
-from fsdp_c import _C, MixedPrecisionPolicy, fully_shard
+from fsdp_c import _C, MixedPrecisionPolicy, fully_shard, replicate
 
 DIM = 6
 STEPS = 3
@@ -53,7 +53,11 @@ class Bomb:
                 raise UserError("user code failed")
 
 
-def build(mixed: bool, reshard: bool | None) -> tuple[nn.Module, Bomb]:
+Reshard = bool | None | Literal["replicate"]
+"""reshard_after_forward; or ``replicate``, with a bucket for every few parameters."""
+
+
+def build(mixed: bool, reshard: Reshard) -> tuple[nn.Module, Bomb]:
     torch.manual_seed(0)
     bomb = Bomb()
     model = nn.Sequential(*(Block(bomb) for _ in range(3)), nn.Linear(DIM, 3))
@@ -62,6 +66,8 @@ def build(mixed: bool, reshard: bool | None) -> tuple[nn.Module, Bomb]:
         if mixed
         else MixedPrecisionPolicy()
     )
+    if reshard == "replicate":
+        return replicate(model, mp_policy=policy, bucket_cap_mb=100 / 2**20), bomb
     for block in list(model)[:3]:
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
@@ -80,7 +86,7 @@ def local(tensor: Any) -> torch.Tensor:
 class Trainer:
     """The script under test: accumulation without synchronisation, then a synchronised backward."""
 
-    def __init__(self, rank: int, mixed: bool, accumulate: bool, reshard: bool | None) -> None:
+    def __init__(self, rank: int, mixed: bool, accumulate: bool, reshard: Reshard) -> None:
         self.rank = rank
         self.parts = 2 if accumulate else 1
         self.model, self.bomb = build(mixed, reshard)
@@ -158,7 +164,7 @@ def points(trainer: Trainer, kind: str) -> Iterator[tuple[int, Callable[[], None
 
 
 def sweep(
-    rank: int, world: int, kind: str, mixed: bool, accumulate: bool, reshard: bool | None
+    rank: int, world: int, kind: str, mixed: bool, accumulate: bool, reshard: Reshard
 ) -> dict[str, Any]:
     """Fails at every point in turn: {'points': count, 'wrong': [(n, failure)], ...}."""
     torch.set_num_threads(1)

@@ -20,11 +20,11 @@ ENV = {"PYTHONPATH": f"{HERE}:{HERE.parent.parent}"}
 @pytest.mark.parametrize("accumulate", [False, True], ids=["sync", "accumulate"])
 @pytest.mark.parametrize(
     ("mixed", "reshard"),
-    [(False, None), (True, True), (False, False)],
-    ids=["fp32", "mixed", "keep"],
+    [(False, None), (True, True), (False, False), (False, "replicate"), (True, "replicate")],
+    ids=["fp32", "mixed", "keep", "buckets", "mixed-buckets"],
 )
 def test_training_after_a_failure_equals_training_without(
-    kind: str, accumulate: bool, mixed: bool, reshard: bool | None
+    kind: str, accumulate: bool, mixed: bool, reshard: sweep.Reshard
 ) -> None:
     results = run_ranks(sweep.sweep, 2, (kind, mixed, accumulate, reshard), env=ENV, timeout=300)
     expected_type = "RuntimeError" if kind == "boundary" else "UserError"
