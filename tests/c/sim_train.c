@@ -232,7 +232,7 @@ static fc_status double_backward(sim_model *m) {
             FC_TRY(fc_state_pre_double_backward(&m->tape[i].layer->core, &at_end));
         } else if (m->tape[i].kind == SIM_COMPUTE) {
             use_params(m->tape[i].layer);
-            give_gradients(m, m->tape[i].layer);
+            FC_TRY(give_gradients(m, m->tape[i].layer));
         }
     }
 done:
