@@ -18,7 +18,8 @@ PYTHON ?= python3
 NVCC ?= $(shell command -v nvcc)
 DEMO_OUT ?= demo_out
 DEMO_ARGS ?=
-PYTEST_ARGS ?= -n 2
+# Tests that share an expensive fixture are one group, for one worker.
+PYTEST_ARGS ?= -n 2 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
 CLIENTS_ARGS ?=
 # What runs under the sanitizers: fast, in this process, and through every C function.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from site_dir import installed_environment
 
+pytestmark = pytest.mark.xdist_group("drop-in")  # they share launches
 JOB = Path(__file__).with_name("dropin_train.py")
 STOCK = "torch.distributed.fsdp._fully_shard._fsdp_state"
 OURS = "fsdp_c.state"

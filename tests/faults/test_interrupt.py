@@ -15,6 +15,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
 import interrupt  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
+pytestmark = pytest.mark.xdist_group("interrupt")  # they share launches
 ENV = {"PYTHONPATH": f"{HERE}:{HERE.parent / 'distributed'}:{HERE.parent.parent}"}
 ATTEMPTS = 2
 """The machine may be busy for a moment; a wait that does not see signals is late every time."""

@@ -15,6 +15,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
 import lifetime  # noqa: E402
 from launch import RanksFailed, run_ranks  # noqa: E402
 
+pytestmark = pytest.mark.xdist_group("lifetime")  # they share launches
 ENV = {"PYTHONPATH": f"{HERE}:{HERE.parent / 'distributed'}:{HERE.parent.parent}"}
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,6 +96,30 @@ def blocks(seed: int = 0, width: int = WIDTH, bias: bool = True) -> nn.Sequentia
             for _ in range(3)
         )
     )
+
+
+COUNTED = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+
+
+@contextmanager
+def _counted(seen: list[str], *names: str) -> Iterator[None]:
+    """Functions of ``torch.distributed`` replaced by ones that note the call in ``seen``."""
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(dist, name, counting(name))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
 
 
 def digest(tensors: Any) -> str:
@@ -258,6 +283,31 @@ def smaller_group_after_forward(tools: Tools) -> Record:
 @case
 def smaller_group_after_forward_uneven(tools: Tools) -> Record:
     return tools.train(tools.shard(blocks(width=9), reshard_after_forward=2), width=9)
+
+
+@case
+def smaller_group_after_forward_patched(tools: Tools) -> Record:
+    """The functions that move the data are replaced by ones that count and call them."""
+    seen: list[str] = []
+    with _counted(seen, "all_gather_single", "reduce_scatter_single"):
+        record = tools.train(tools.shard(blocks(), reshard_after_forward=2, mp_policy=MIXED))
+    return [*record, seen]
+
+
+@case
+def hsdp_patched_between_partial_backwards(tools: Tools) -> Record:
+    """Microbatches that are not all-reduced, the collectives replaced during every other one."""
+    seen: list[str] = []
+    model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
+    record: Record = []
+    for step in range(2):
+        for index in range(4):
+            model.set_requires_all_reduce(index == 3)
+            with _counted(seen, *(COUNTED if (step + index) % 2 else ())):
+                model(tools.input(10 * step + index)).pow(2).sum().backward()
+        record.append(digest(p.grad for p in model.parameters()))
+        model.zero_grad()
+    return [*record, seen]
 
 
 @case

@@ -62,7 +62,8 @@ Results = Callable[[bool, Launch], list[RankRecords]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """``results(ours, launch)``: the records of its settings, run when first asked for.
 
-    Workers of pytest-xdist share them through a file: one runs the settings, the others wait.
+    Workers of pytest-xdist share them through files. One that finds the settings of an
+    implementation being run by another worker takes the other implementation's, then waits.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -73,20 +74,31 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
     def find(ours: bool, launch: Launch) -> list[RankRecords]:
         if (ours, launch) not in known:
-            known[ours, launch] = _shared(folder, ours, launch)
+            if not _shared(folder, ours, launch, wait=False):
+                _shared(folder, not ours, launch, wait=False)
+                _shared(folder, ours, launch, wait=True)
+            known[ours, launch] = pickle.loads(_saved(folder, ours, launch).read_bytes())
         return known[ours, launch]
 
     return find
 
 
-def _shared(folder: Path, ours: bool, launch: Launch) -> list[RankRecords]:
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        saved = folder / f"{'ours' if ours else 'stock'}_{launch}.pkl"
+def _saved(folder: Path, ours: bool, launch: Launch) -> Path:
+    return folder / f"{'ours' if ours else 'stock'}_{launch}.pkl"
+
+
+def _shared(folder: Path, ours: bool, launch: Launch, wait: bool) -> bool:
+    """Run the settings unless that was done; False, unless to wait, where another worker runs them."""
+    saved = _saved(folder, ours, launch)
+    with saved.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
         if not saved.exists():
             records = run_grid(OURS if ours else "torch", PLAN[launch], launch, folder, ours)
             saved.write_bytes(pickle.dumps(records))
-        return pickle.loads(saved.read_bytes())
+        return True
 
 
 @pytest.mark.parametrize("launch", PLAN, ids=str)

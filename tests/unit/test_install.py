@@ -23,6 +23,8 @@ from site_dir import installed_environment
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+pytestmark = pytest.mark.xdist_group("install")  # they share launches
+
 import fsdp_c
 import fsdp_c_autoload
 
