@@ -88,7 +88,7 @@ def _saved(folder: Path, ours: bool, launch: Launch) -> Path:
 
 
 def _shared(folder: Path, ours: bool, launch: Launch, wait: bool) -> bool:
-    """Run the settings unless that was done; False, unless to wait, where another worker runs them."""
+    """Run the settings unless that was done. False, without ``wait``: another worker is at it."""
     saved = _saved(folder, ours, launch)
     with saved.with_suffix(".lock").open("w") as lock:
         try:

@@ -23,11 +23,10 @@ from site_dir import installed_environment
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-pytestmark = pytest.mark.xdist_group("install")  # they share launches
-
 import fsdp_c
 import fsdp_c_autoload
 
+pytestmark = pytest.mark.xdist_group("install")  # they share launches
 State = importlib.import_module("fsdp_c.state").State
 LOGGER = "torch.distributed.fsdp.fully_shard"
 
