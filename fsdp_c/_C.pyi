@@ -96,6 +96,9 @@ class IterationContext:
     iter_forward_root: State | None
     post_backward_final_callback_queued: bool
     is_last_backward: bool
+    manual_finalization: bool
+    @property
+    def reduction_pending(self) -> bool: ...
 
 class ParamGroup:
     fsdp_params: Any
@@ -120,6 +123,7 @@ class ParamGroup:
     unshard_in_backward: bool
     force_sum_reduction_for_comms: bool
     reduce_scatter_unused_params: bool
+    _keep_unsharded_storage: bool
     _training_state: TrainingState
     _module_fqn: str | None
     _orig_dtype: torch.dtype | None
@@ -171,6 +175,8 @@ class State:
     def _post_forward(self, module: nn.Module, args: Any, output: Any, /) -> Any: ...
     def _pre_backward(self, grad: torch.Tensor, /) -> torch.Tensor: ...
     def _root_post_backward_final_callback(self) -> None: ...
+    def _start_finalization(self) -> None: ...
+    def _complete_finalization(self) -> None: ...
     def _reset_iter_state(self) -> None: ...
 
 class Hook:

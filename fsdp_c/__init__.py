@@ -13,7 +13,6 @@ import torch
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     UnshardHandle,
     register_fsdp_forward_method,
@@ -70,6 +69,7 @@ _C.bind(
 )
 
 from . import names  # noqa: E402  (these need the bound extension)
+from .additions import GradientReductionHandle  # noqa: E402
 from .clip import clip_grad_norm_  # noqa: E402
 from .ema import ShardedEMA  # noqa: E402
 from .explain import Explanation, UnitReport, explain  # noqa: E402
@@ -78,6 +78,7 @@ from .fully_shard import fully_shard  # noqa: E402
 from .generate import generate_with  # noqa: E402
 from .install import install, uninstall  # noqa: E402
 from .load import load_full_state_dict  # noqa: E402
+from .mixed_precision import MixedPrecisionPolicy  # noqa: E402
 from .no_sync import no_sync  # noqa: E402
 from .param_group import ParamGroup  # noqa: E402
 from .replicate import replicate  # noqa: E402
@@ -92,6 +93,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "Explanation",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardedEMA",

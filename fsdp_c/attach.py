@@ -31,6 +31,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .additions import METHODS
 from .compat import ShardPlacementFnResult, complete_class, placement_of
 from .param import Param
 from .param_group import ParamGroup
@@ -251,4 +252,4 @@ def _swap_classes(api: Api, modules: tuple[nn.Module, ...], undo: contextlib.Exi
         _unimplemented_deepcopy,
     )
     for module in modules:
-        complete_class(type(module))
+        complete_class(type(module), METHODS)

@@ -322,8 +322,9 @@ _LATER_METHODS = {
 }
 
 
-def complete_class(cls: type) -> None:
-    """Gives a module's new class, ``FSDP<Name>``, the methods that this torch's mixin lacks."""
-    for name, method in _LATER_METHODS.items():
+def complete_class(cls: type, latest: dict[str, Callable[..., Any]]) -> None:
+    """Gives a module's new class, ``FSDP<Name>``, the methods that this torch's mixin lacks; those
+    of the ``latest`` release among them."""
+    for name, method in {**_LATER_METHODS, **latest}.items():
         if not hasattr(FSDPModule, name) and name not in vars(cls):
             setattr(cls, name, method)

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _C
 from .compat import ParamOfOlderTorch, orig_param_uid
 from .guard import shows
+from .mixed_precision import compute_dtype
 
 if TYPE_CHECKING:
     from .param_group import ParamGroup
@@ -137,6 +138,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self.post_forward_mesh_info = post_forward_mesh_info
         self.device = device
         self.mp_policy = mp_policy
+        self._policy_dtype = compute_dtype(mp_policy, param)
         self.offload_to_cpu = isinstance(offload_policy, CPUOffloadPolicy)
         self.pin_memory = (
             isinstance(offload_policy, CPUOffloadPolicy)
@@ -258,7 +260,9 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
         """Resolves compute and reduce dtypes; ``None`` stands for "no cast needed"."""
-        param_dtype, reduce_dtype = mp_policy.param_dtype, mp_policy.reduce_dtype
+        if mp_policy is not self.mp_policy:
+            self._policy_dtype = compute_dtype(mp_policy, self.sharded_param)
+        param_dtype, reduce_dtype = self._policy_dtype, mp_policy.reduce_dtype
         before = self.param_dtype or self.orig_dtype
         self.orig_dtype = self.sharded_param.dtype
         if reduce_dtype == param_dtype:

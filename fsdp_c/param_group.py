@@ -437,6 +437,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             param.init_dtype_attrs(self.mp_policy)
         # Of all parameters: those that are frozen now may be trained later.
         self._reduce_dtype = self.fsdp_params[0].reduce_dtype if self.fsdp_params else None
+        if len({param._policy_dtype for param in self.fsdp_params}) > 1:
+            self._reduce_dtype = self.mp_policy.reduce_dtype
         self._note_orig_dtype()
 
     def _note_orig_dtype(self) -> None:

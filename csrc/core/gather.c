@@ -37,6 +37,9 @@ void fc_gather_abandon(fc_group *g) {
 }
 
 void fc_gather_free(fc_group *g) {
+    if (g->keep_storage) {
+        return;
+    }
     bool watched = fc_call_overridden(g, FC_CALL_MEMORY);
     for (size_t i = 0; i < g->count; i++) {
         fc_param *p = g->params[i];

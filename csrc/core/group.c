@@ -186,6 +186,13 @@ done:
     return status;
 }
 
+void fc_group_set_keep_storage(fc_group *g, bool keep) {
+    g->keep_storage = keep;
+    if (g->sharded_state != FC_UNSHARDED) {
+        fc_gather_free(g);
+    }
+}
+
 /* From unsharded to the smaller group's shards. */
 static fc_status to_forward(fc_group *g) {
     fc_status status = FC_OK;
@@ -443,6 +450,7 @@ fc_status fc_group_post_backward(fc_group *g) {
     bool partial = g->module_count > 1 && g->training_state == FC_FORWARD;
     note(g, "post_backward");
     g->training_state = FC_POST_BACKWARD;
+    g->deferred = !g->reduce_grads || (g->replicate.name != NULL && !g->all_reduce_grads);
     if (g->reduce_grads) {
         FC_TRY(fc_bucket_reduce_rest(g, partial));
     } else {
@@ -501,6 +509,7 @@ fc_status fc_group_reset(fc_group *g) {
     g->positions.count = 0;
     g->training_state = FC_IDLE;
     g->doubled = false;
+    g->deferred = false;
     fc_comm_put_event(g->comm, g->reduced);
     g->reduced = NULL;
     return fc_call_to_sharded(g);
@@ -526,7 +535,7 @@ fc_status fc_group_check(fc_group *g) {
             }
             continue;
         }
-        if (p->aliased) {
+        if (p->aliased || g->keep_storage) {
             continue;
         }
         fct_tensor_facts(p->flat, &facts);

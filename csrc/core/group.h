@@ -119,6 +119,8 @@ typedef struct fc_group {
     uint64_t grads_before; /* fingerprint of the gradients when a recording backward came */
     bool force_sum;
     bool reduce_unused;
+    bool keep_storage;  /* unsharded memory is never freed: its addresses stay */
+    bool deferred;      /* a backward has left its gradients for a later reduction */
     bool hosted_gather; /* the host moves the data, see host.h */
     bool hosted_reduce;
     bool was_hosted; /* the host has reduced: it may hold something */
@@ -159,6 +161,8 @@ FC_CHECK fc_status fc_group_wait_unshard(fc_group *g);
  * reshard_after_forward. */
 FC_CHECK fc_status fc_group_reshard(fc_group *g);
 FC_CHECK fc_status fc_group_to_sharded(fc_group *g);
+/* Whether resharding leaves the unsharded parameters' memory where it is. */
+void fc_group_set_keep_storage(fc_group *g, bool keep);
 
 /* *entering: this is the first module of the group in this forward (register the post-backward
  * node). */

@@ -83,22 +83,22 @@ static void prune_order(fc_order *order) {
 }
 
 /* What is left of the backward in one context. */
-static fc_status finish_comm(const fc_iteration *it, fc_comm *c) {
-    if (it->is_last_backward) {
+static fc_status finish_comm(fc_comm *c, bool last) {
+    if (last) {
         prune_order(&c->order);
     }
-    return it->is_last_backward || !c->has_streams ? fc_reduce_recycle(c, 0) : FC_OK;
+    return last || !c->has_streams ? fc_reduce_recycle(c, 0) : FC_OK;
 }
 
 /* Groups whose context was replaced after lazy init (share_comm_ctx) need not have the root's. */
-static fc_status finish_other_comms(const fc_iteration *it, const fc_comm *c) {
+static fc_status finish_other_comms(const fc_iteration *it, const fc_comm *c, bool last) {
     fc_status status = FC_OK;
     const fc_comm *before = c;
     for (size_t i = 0; i < it->count; i++) {
         for (size_t j = 0; j < it->states[i]->group_count; j++) {
             fc_comm *other = it->states[i]->groups[j]->comm;
             if (other != before && other != c) {
-                FC_TRY(finish_comm(it, other));
+                FC_TRY(finish_comm(other, last));
             }
             before = other;
         }
@@ -109,18 +109,56 @@ done:
 
 fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
     fc_status status = FC_OK;
+    bool last = it->is_last_backward && !it->manual;
     it->forward_root = NULL;
     for (size_t i = 0; i < it->count; i++) {
         fc_state *s = it->states[i];
         FC_TRY(finish_groups(s));
-        for (size_t j = 0; it->is_last_backward && j < s->group_count; j++) {
+        for (size_t j = 0; last && j < s->group_count; j++) {
             FC_TRY(fc_call_finalize_backward(s->groups[j]));
         }
     }
-    FC_TRY(finish_comm(it, c));
-    FC_TRY(finish_other_comms(it, c));
+    if (!it->manual) {
+        FC_TRY(finish_comm(c, last));
+        FC_TRY(finish_other_comms(it, c, last));
+    }
     it->callback_queued = false;
     it->records = false;
+done:
+    return status;
+}
+
+fc_status fc_iteration_finalize(fc_iteration *it) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < it->count; i++) {
+        fc_state *s = it->states[i];
+        for (size_t j = s->group_count; j-- > 0;) {
+            fc_group *g = s->groups[j];
+            if (!g->deferred || !g->reduce_grads) {
+                continue;
+            }
+            if (g->replicate.name != NULL) { /* partial rows have to be with the parameters */
+                FC_TRY(fc_reduce_recycle(g->comm, 0));
+            }
+            FC_TRY(fc_call_post_backward(g));
+            g->training_state = FC_IDLE;
+        }
+    }
+    it->pending = true;
+done:
+    return status;
+}
+
+fc_status fc_iteration_complete(fc_iteration *it, fc_comm *c) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < it->count; i++) {
+        for (size_t j = 0; j < it->states[i]->group_count; j++) {
+            FC_TRY(fc_call_finalize_backward(it->states[i]->groups[j]));
+        }
+    }
+    FC_TRY(finish_comm(c, true));
+    FC_TRY(finish_other_comms(it, c, true));
+    it->pending = false;
 done:
     return status;
 }
@@ -296,5 +334,6 @@ fc_status fc_state_reset(fc_state *s) {
     it->forward_root = NULL;
     it->callback_queued = false;
     it->records = false;
+    it->pending = false;
     return first;
 }

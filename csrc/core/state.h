@@ -17,6 +17,8 @@ typedef struct fc_iteration {
     bool callback_queued;          /* end-of-backward callback, once for each backward */
     bool records;                  /* this backward makes a graph of itself (create_graph) */
     bool is_last_backward;
+    bool manual;  /* the end of a backward finishes nothing: fc_iteration_finalize does */
+    bool pending; /* that was called, and fc_iteration_complete not yet */
 } fc_iteration;
 
 typedef struct fc_state {
@@ -40,6 +42,11 @@ void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count);
 /* End of a backward: runs the post-backwards that autograd did not reach, finishes reductions, goes
  * idle. */
 FC_CHECK fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c);
+/* Starts the reductions that backwards have left for later, where the groups reduce now. */
+FC_CHECK fc_status fc_iteration_finalize(fc_iteration *it);
+/* The current stream (on the CPU: the caller) waits for all reductions; the next iteration may
+ * start. */
+FC_CHECK fc_status fc_iteration_complete(fc_iteration *it, fc_comm *c);
 
 void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm,
                    fct_device device);

@@ -281,6 +281,10 @@ static PyGetSetDef iteration_getset[] = {
      "Whether this backward's end is hooked already.", ITERATION_OFFSET(callback_queued)},
     {"is_last_backward", get_flag, set_flag, "Whether the next backward's end finalizes.",
      ITERATION_OFFSET(is_last_backward)},
+    {"manual_finalization", get_flag, set_flag, "Whether finalize_backward() finishes backwards.",
+     ITERATION_OFFSET(manual)},
+    {"reduction_pending", get_flag, NULL, "Whether a started finalization was not completed yet.",
+     ITERATION_OFFSET(pending)},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

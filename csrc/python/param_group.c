@@ -504,6 +504,16 @@ static PyObject *get_partial(PyObject *obj, void *closure) {
     Py_RETURN_NONE;
 }
 
+static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
+    bool keep = false;
+    (void)closure;
+    if (fcpy_set_bool(value, &keep) != 0) {
+        return -1;
+    }
+    fc_group_set_keep_storage(&as_group(obj)->core, keep);
+    return 0;
+}
+
 #define GROUP_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_group, core.field))
 #define GROUP_FLAG(name, field, doc) {name, get_flag, set_flag, doc, GROUP_OFFSET(field)}
 
@@ -542,6 +552,8 @@ static PyGetSetDef group_getset[] = {
                "Reduce with SUM only and divide separately."),
     GROUP_FLAG("reduce_scatter_unused_params", reduce_unused,
                "Reduce zeros for parameters without gradient."),
+    {"_keep_unsharded_storage", get_flag, set_keep_storage,
+     "Whether resharding leaves the unsharded memory.", GROUP_OFFSET(keep_storage)},
     GROUP_FLAG("_hosted_gather", hosted_gather, "Whether _host_gather() gathers."),
     GROUP_FLAG("_hosted_reduce", hosted_reduce, "Whether _host_reduce() reduces."),
     GROUP_FLAG("_has_reduce_hook", has_hook, "Whether _run_reduce_hook() is called."),

@@ -322,6 +322,34 @@ static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    fcpy_state *self = as_state(obj);
+    if (!fcpy_state_ready(self)) {
+        return NULL;
+    }
+    fc_status status = fc_iteration_finalize(self->core.iteration);
+    if (status != FC_OK) {
+        (void)fcpy_state_raise(self, status);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *state_complete(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    fcpy_state *self = as_state(obj);
+    if (!fcpy_state_ready(self)) {
+        return NULL;
+    }
+    fc_status status = fc_iteration_complete(self->core.iteration, self->core.comm);
+    if (status != FC_OK) {
+        (void)fcpy_state_raise(self, status);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *state_reset(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_state *self = as_state(obj);
@@ -358,6 +386,10 @@ static PyMethodDef state_methods[] = {
      "_pre_backward(grad) -> grad: unshards for backward."},
     {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
      "What runs at the end of a backward."},
+    {"_start_finalization", state_finalize, METH_NOARGS,
+     "Starts the reductions that backwards have left for later."},
+    {"_complete_finalization", state_complete, METH_NOARGS,
+     "Waits for all reductions and ends the iteration."},
     {"_reset_iter_state", state_reset, METH_NOARGS,
      "Recovers after an exception in forward or backward; root only."},
     {NULL, NULL, 0, NULL},

@@ -1,0 +1,65 @@
+"""``MixedPrecisionPolicy`` with torch 2.15's per-parameter compute dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn as nn
+
+_HAS_OVERRIDE = any(
+    field.name == "param_dtype_override_fn"
+    for field in dataclasses.fields(torch_fsdp.MixedPrecisionPolicy)
+)
+
+
+if _HAS_OVERRIDE and not TYPE_CHECKING:
+    MixedPrecisionPolicy = torch_fsdp.MixedPrecisionPolicy
+else:
+
+    @dataclasses.dataclass(frozen=True)
+    class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
+        """FSDP2's policy (``param_dtype``, ``reduce_dtype``, ``output_dtype``,
+        ``cast_forward_inputs``), and compute dtypes for single parameters.
+
+        Attributes:
+            param_dtype_override_fn: Called once for each parameter, when ``fully_shard`` is
+                applied; must say the same on all ranks. Returns ``None`` (or ``param_dtype``)
+                where the parameter computes in ``param_dtype``, or the parameter's own dtype,
+                where it stays as it is: ``lambda param: torch.float32 if param.ndim == 1 else
+                None``. Forward inputs are cast to ``param_dtype`` in any case. One gather brings
+                all of a unit's parameters, and one reduction their gradients: in
+                ``reduce_dtype``, or without one in the widest dtype of the gradients.
+        """
+
+        param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = (
+            dataclasses.field(default=None, kw_only=True)
+        )
+
+
+def compute_dtype(
+    policy: torch_fsdp.MixedPrecisionPolicy, param: torch.Tensor
+) -> torch.dtype | None:
+    """What ``policy`` wants ``param`` to compute in; ``None``: its own dtype.
+
+    Raises:
+        ValueError: its function returned something else than a dtype or ``None``, or a dtype that
+            is neither ``param_dtype`` nor the parameter's own.
+    """
+    override = getattr(policy, "param_dtype_override_fn", None)
+    wanted = override(param) if override is not None else None
+    if wanted is None:
+        return policy.param_dtype
+    if not isinstance(wanted, torch.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn must return a torch.dtype or None, not {type(wanted)}"
+        )
+    if wanted not in (policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn returned {wanted} for a parameter of {param.dtype}; it can "
+            f"be None, that dtype, or the policy's param_dtype ({policy.param_dtype})"
+        )
+    return wanted
