@@ -455,6 +455,62 @@ static void with_streams_it_is_queued_at_once_and_only_its_input_is_kept(void **
     end(&f);
 }
 
+/* ---- a user's all-reduce on a stream of its own (set_all_reduce_hook(hook, stream=...)) ---- */
+
+static struct {
+    fct_stream stream;
+    bool joined;
+} user;
+
+/* As fsdp_c's ParamGroup._run_reduce_hook: the user's stream comes after the one that reduces, and
+ * that goes on after the user's. */
+static int hook_on_its_stream(void *group, fct_tensor *row) {
+    fc_comm *comm = ((sim_group *)group)->core.comm;
+    fct_stream before = fct_stream_current(sim_device());
+    assert_int_equal(fc_comm_order_streams(comm, user.stream, before), FC_OK);
+    (void)fct_stream_set_current(user.stream);
+    assert_int_equal(fct_tensor_mul(row, 2.0), 0);
+    (void)fct_stream_set_current(before);
+    if (user.joined) {
+        assert_int_equal(fc_comm_order_streams(comm, before, user.stream), FC_OK);
+    }
+    return 0;
+}
+
+/* The row is cast, so that its memory could be used by the next reduction while the hook still runs
+ * (B9 of FSDP2). */
+static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
+    (void)state;
+    for (int joined = 0; joined < 2; joined++) {
+        sim_scenario scenario = two_ranks;
+        scenario.device.streams = true;
+        scenario.reduce_dtype = FCK_BFLOAT16;
+        scenario.user_reduce = true;
+        fixture f = begin(scenario);
+        fc_host host = sim_host;
+        host.reduce_hook = hook_on_its_stream;
+        core(&f)->host = &host;
+        user.joined = joined != 0;
+        assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
+        assert_int_equal(fct_stream_new(sim_device(), false, &user.stream), 0);
+        for (int i = 0; i < 4; i++) {
+            compute_gradients(&f, 2.0);
+            post_backward(&f);
+        }
+        assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK);
+        finish(&f);
+        if (joined) {
+            expect_grad(&f, 0, 4 * 2.0 * 3.0);
+        } else {
+            assert_true(sim_take_failures() > 0);
+        }
+        sim_drain();
+        assert_true(sim_take_failures() == 0 || !joined);
+        core(&f)->host = &sim_host;
+        end(&f);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_backend_takes_the_mean_where_the_type_has_range),
@@ -480,6 +536,7 @@ int main(void) {
         cmocka_unit_test(discarded_reductions_give_no_gradient_and_keep_their_memory_until_done),
         cmocka_unit_test(only_the_groups_own_reductions_are_discarded),
         cmocka_unit_test(with_streams_it_is_queued_at_once_and_only_its_input_is_kept),
+        cmocka_unit_test(a_row_is_kept_until_the_hooks_stream_is_done_with_it),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
