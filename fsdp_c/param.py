@@ -104,6 +104,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
 
     mesh_info: Any  # one of torch's classes of mesh infos
     _unsharded_dtensor_spec: DTensorSpec | None
+    _casts_gradient = False  # while torch's reduction hands out parts of a row of another dtype
 
     def __init__(
         self,
@@ -320,7 +321,9 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """``tensor`` (``sharded_size``), this rank's shard or its gradient, as a DTensor."""
         _check_size(tensor, self.sharded_size)
-        return super().to_sharded_dtensor(tensor)
+        return super().to_sharded_dtensor(
+            tensor.to(self.orig_dtype) if self._casts_gradient else tensor
+        )
 
     def to_sharded_post_forward_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """The same for the shard between forward and backward on the smaller mesh."""

@@ -7,9 +7,10 @@ around them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,24 @@ def _as_normal_tensors(function: Callable[..., None]) -> Callable[..., None]:
             function(*args)
 
     return outside
+
+
+@contextlib.contextmanager
+def _dtype_of_gradients(params: list[Param]) -> Iterator[torch.dtype | None]:
+    """The dtype that torch's reduction casts the whole row to; ``None`` where the parameters have
+    several, and each casts its own part when it is handed it."""
+    several = len({param.orig_dtype for param in params}) > 1
+    pinned = [param.pin_memory for param in params]
+    for param in params:
+        param._casts_gradient = several
+        # What is copied to the CPU is to be there when it is cast.
+        param.pin_memory = param.pin_memory and not several
+    try:
+        yield None if several else params[0].orig_dtype
+    finally:
+        for param, was_pinned in zip(params, pinned):
+            param._casts_gradient = False
+            param.pin_memory = was_pinned
 
 
 @shows(stock.FSDPParamGroup)
@@ -317,23 +336,25 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         if replicas is None and self._all_reduce_hook_stream is not None:
             stream = self._all_reduce_hook_stream
         reduce_dtype = self._prepare_host_reduce(params, grads)
-        kept = stock.foreach_reduce(
-            params,  # type: ignore[arg-type]
-            grads,
-            self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None,  # type: ignore[arg-type]
-            comm.reduce_scatter_stream,
-            self._reduce_scatter_comm,
-            params[0].orig_dtype,
-            self._reduce_dtype,
-            self.device,
-            self.gradient_divide_factor,
-            replicas,
-            stream,
-            self.all_reduce_grads,
-            self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
-            self._all_reduce_hook,
-            self.force_sum_reduction_for_comms,
-        )
+        hooked: list[torch.Tensor] = []
+        with _dtype_of_gradients(params) as dtype:
+            kept = stock.foreach_reduce(
+                params,  # type: ignore[arg-type]
+                grads,
+                self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None,  # type: ignore[arg-type]
+                comm.reduce_scatter_stream,
+                self._reduce_scatter_comm,
+                dtype,
+                self._reduce_dtype,
+                self.device,
+                self.gradient_divide_factor,
+                replicas,
+                stream,
+                self.all_reduce_grads,
+                self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
+                self._noting_hook(hooked),
+                self.force_sum_reduction_for_comms,
+            )
         # (input, event, [since 2.13: stream,] event of all, all-reduced row, event, partial row)
         row, _, partial = kept[-3:]
         if partial is not None:
@@ -343,8 +364,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             self._offloaded = offloaded[-1]
         if self.device.type == "cpu":
             return
-        # The input must outlive the reduce-scatter, the all-reduced row its cast.
-        self._host_events.append((kept[-4], kept[0], row))
+        # The input must outlive the reduce-scatter; the row its cast, on whichever stream.
+        self._host_events.append((kept[-4], kept[0], row, hooked))
         if order_compute or len(self._host_events) > 1:
             self._host_finalize()
 
@@ -354,7 +375,6 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             late = [p for p in self.fsdp_params if p._partial is not None and p not in params]
             params += late
             grads += [self._zeros(param) for param in late]
-        self._validate_host_dtypes(params)
         dtypes = {grad.dtype for grad in grads}
         for index, (param, grad) in enumerate(zip(params, grads)):
             if len(dtypes) > 1:
@@ -364,13 +384,17 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             grads[index] = grad.view(param._orig_size) if flat else grad
         return self._reduce_dtype or grads[0].dtype
 
-    def _validate_host_dtypes(self, params: list[Param]) -> None:
-        dtypes = {param.orig_dtype for param in params}
-        if len(dtypes) > 1:
-            raise AssertionError(
-                "FSDP expects uniform original parameter dtype with a custom reduce-scatter or "
-                f"offloaded gradients but got {dtypes}"
-            )
+    def _noting_hook(self, rows: list[torch.Tensor]) -> Callable[[torch.Tensor], None] | None:
+        """The user's all-reduce hook, which notes the row it was given."""
+        hook = self._reduce_hook
+        if hook is None:
+            return None
+
+        def run(row: torch.Tensor) -> None:
+            rows.append(row)
+            hook(row)
+
+        return run
 
     def _zeros(self, param: Param) -> torch.Tensor:
         return torch.zeros(
@@ -426,8 +450,6 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._validate_reduce_scatter_max_input_buffers()
         self._init_mp_dtypes()
         self._update_hosted()
-        if self._hosted_reduce:
-            self._validate_host_dtypes([p for p in params if p.sharded_param.requires_grad])
         self._register_state_dict_hooks()
         self._reset_sharded_params = True
         self._invalidate()

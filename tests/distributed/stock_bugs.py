@@ -17,7 +17,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, weights
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, share_comm_ctx
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    share_comm_ctx,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -466,7 +471,7 @@ class Dtypes(nn.Module):
 
 
 @scenario()
-def several_original_dtypes(api: Api) -> dict[str, Any]:
+def several_original_dtypes(api: Api, custom: bool = False) -> dict[str, Any]:
     """fp32 and bf16 parameters in one group: reduced in one dtype, each gradient in its own."""
     found: dict[str, Any] = {"found": [], "expected": []}
     policies = (MixedPrecisionPolicy(reduce_dtype=torch.float32), MIXED)
@@ -476,7 +481,10 @@ def several_original_dtypes(api: Api) -> dict[str, Any]:
         if policy.param_dtype is not None:
             reference.to(policy.param_dtype)
         torch.manual_seed(5)
-        model = api.fully_shard(Dtypes(), mp_policy=policy)
+        offload = CPUOffloadPolicy(pin_memory=False) if custom else OffloadPolicy()
+        model = api.fully_shard(Dtypes(), mp_policy=policy, offload_policy=offload)
+        if custom:
+            model.set_custom_reduce_scatter(PlainScatter())
         wanted = {name: p.dtype for name, p in model.named_parameters()}
         for step in range(2):
             x = batch(api.rank, step)
@@ -488,6 +496,12 @@ def several_original_dtypes(api: Api) -> dict[str, Any]:
             found["found"].append(grads(model))
             model.zero_grad()
     return found
+
+
+@scenario()
+def several_original_dtypes_with_a_custom_reduce_scatter(api: Api) -> dict[str, Any]:
+    """The same with torch's reduction around the user's collective, and offload to the CPU."""
+    return several_original_dtypes(api, custom=True)
 
 
 @scenario()

@@ -165,7 +165,12 @@ def test_a_model_may_change_its_dtype_between_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["several_original_dtypes", "several_original_dtypes_in_accumulation"]
+    "name",
+    [
+        "several_original_dtypes",
+        "several_original_dtypes_in_accumulation",
+        "several_original_dtypes_with_a_custom_reduce_scatter",
+    ],
 )
 def test_parameters_of_one_group_may_have_several_dtypes(name: str) -> None:
     for error in stocks_errors(name):

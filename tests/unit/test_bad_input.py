@@ -256,19 +256,6 @@ def test_parameter_tied_across_units_is_refused_at_the_first_forward(fake_group:
         module(torch.randn(2, 4))
 
 
-def test_mixed_original_dtypes_are_refused_with_a_custom_reduce_scatter(fake_group: int) -> None:
-    class Comm:
-        """Never gets as far as being called."""
-
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
-    fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
-    module.set_custom_reduce_scatter(Comm())  # type: ignore[operator]
-    with pytest.raises(AssertionError, match="uniform original parameter dtype"):
-        module(torch.randn(2, 4))
-    module.float()
-    module(torch.randn(2, 4))
-
-
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
