@@ -165,9 +165,16 @@ def _unit(name: str, state: FSDPState, group: Any, model: nn.Module) -> UnitRepo
         shard_bytes=sum(_padded(param) * param.orig_dtype.itemsize for param in params),
         gathers=(1 + _gathers_again(state, group, model)) if world > 1 else 0,
         reduce_scatters=1 if trainable and world > 1 else 0,
-        all_reduces=1 if trainable and replicas > 1 else 0,
+        all_reduces=_buckets(group) if replicas > 1 else 0,
         transient=_transient(params, trainable, world),
     )
+
+
+def _buckets(group: Any) -> int:
+    """How many reductions the unit's gradients are dealt to."""
+    params = group.fsdp_params
+    spans = getattr(group, "_buckets", [(0, len(params))])
+    return sum(any(p.sharded_param.requires_grad for p in params[slice(*span)]) for span in spans)
 
 
 def _padded(param: Any) -> int:

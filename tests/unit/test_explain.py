@@ -112,6 +112,16 @@ def test_the_collectives_of_hybrid_sharding() -> None:
     assert {unit.mesh for unit in units} == {"2x4"}
 
 
+def test_the_collectives_of_replicas_in_buckets() -> None:
+    model: Any = fsdp_c.replicate(Model(), bucket_cap_mb=600 / 2**20)
+    (unit,) = explained(model).units
+    with CommDebugMode() as comm:
+        step(model)
+    assert comm.get_total_counts() == unit.all_reduces > 3
+    model.blocks.requires_grad_(False)
+    assert explained(model).units[0].all_reduces < unit.all_reduces
+
+
 def test_frozen_units_reduce_nothing() -> None:
     model = Model()
     model.blocks[1].requires_grad_(False)
