@@ -20,7 +20,7 @@ if _HAS_OVERRIDE and not TYPE_CHECKING:
     MixedPrecisionPolicy = torch_fsdp.MixedPrecisionPolicy
 else:
 
-    @dataclasses.dataclass(frozen=True)
+    @dataclasses.dataclass(frozen=True, eq=False)
     class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
         """FSDP2's policy (``param_dtype``, ``reduce_dtype``, ``output_dtype``,
         ``cast_forward_inputs``), and compute dtypes for single parameters.
@@ -38,6 +38,19 @@ else:
         param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = (
             dataclasses.field(default=None, kw_only=True)
         )
+
+        def __eq__(self, other: object) -> bool:
+            """As torch's policy; one without the function equals torch's of the same fields."""
+            if not isinstance(other, torch_fsdp.MixedPrecisionPolicy):
+                return NotImplemented
+            return _values(self) == _values(other)
+
+        def __hash__(self) -> int:
+            return super().__hash__()
+
+
+def _values(policy: torch_fsdp.MixedPrecisionPolicy) -> dict[str, object]:
+    return {"param_dtype_override_fn": None} | vars(policy)
 
 
 def compute_dtype(
