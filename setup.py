@@ -95,6 +95,24 @@ def find_nvcc() -> str | None:
 NVCC = find_nvcc()
 
 
+def find_cudart() -> str:
+    """The CUDA runtime to link with: the copy that torch loads, else one of the same release.
+
+    torch's own has no name without a version, and nvcc may be a link or a script in a directory
+    that has no libraries; so files are looked for, not names given to the linker.
+    """
+    assert NVCC is not None and torch.version.cuda is not None
+    major = torch.version.cuda.split(".")[0]
+    packages = Path(torch.__file__).resolve().parents[1] / "nvidia"
+    toolkits = [str(Path(NVCC).resolve().parents[1]), cpp_extension.CUDA_HOME, "/usr/local/cuda"]
+    folders = [*packages.glob("cu*/lib"), packages / "cuda_runtime/lib"]
+    folders += [Path(home) / lib for home in toolkits if home for lib in ("lib64", "lib")]
+    for folder in folders:
+        for found in sorted(folder.glob(f"libcudart.so.{major}*")):
+            return str(found)
+    raise SystemExit(f"fsdp_c: no libcudart.so.{major} found; FSDP_C_NO_CUDA=1 builds without CUDA")
+
+
 def optimisation() -> list[str]:
     """Compiler flags that follow from the switches, for C, C++ and the host side of nvcc alike."""
     flags = ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O2", "-DNDEBUG"]
@@ -244,17 +262,13 @@ def extension() -> cpp_extension.CppExtension:
     for path in [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]:
         compile_args += ["-isystem", path]
     link_args = ["-Wl,--exclude-libs,ALL", *(SANITIZERS if SANITIZE else [])]
-    libraries, library_dirs = [], []
     if NVCC:
-        libraries.append("cudart")
-        library_dirs += cpp_extension.library_paths(device_type="cuda")
+        link_args.append(find_cudart())
     return cpp_extension.CppExtension(
         "fsdp_c._C",
         [*c_sources(), *cxx_sources()],
         include_dirs=[str(CSRC)],
         depends=headers(),
-        libraries=libraries,
-        library_dirs=library_dirs,
         extra_compile_args=compile_args,
         extra_link_args=link_args,
     )
