@@ -34,19 +34,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
     FSDPMeshInfo,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 HAS_MESH_FOR_EACH_PARAM = hasattr(_common, "ShardPlacementResult")
-"""Whether ``shard_placement_fn`` may give a mesh; without it torch knows one group per state."""
+"""Whether ``shard_placement_fn`` may give a mesh; without it a state has one group."""
 
 HAS_NAMED_MESH_DIMS = hasattr(_common.DataParallelMeshInfo, "is_spmd_mesh")
 """Whether ``dp_mesh_dims`` can be given."""
-
-SEVERAL_GROUPS = hasattr(FSDPState, "_fsdp_param_group")
-"""Whether torch's module methods and state serve states of several parameter groups."""
 
 
 def _refuse(what: str, since: str) -> NoReturn:

@@ -13,16 +13,19 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu`, with a reason in the summary, where CUDA cannot be used."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
+    """Skips, with a reason in the summary, tests marked `gpu` where CUDA cannot be used, and tests
+    marked `torch("2.13")` on older releases."""
     import torch
+    from releases import has
 
-    if torch.cuda.is_available():
-        return
-    for item in marked:
-        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker in item.iter_markers("torch"):
+            (release,) = marker.args
+            if not has(release):
+                reason = f"needs torch {release}; this is torch {torch.__version__}"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

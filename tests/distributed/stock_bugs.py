@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, weights
+from releases import SCATTER
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -345,7 +346,7 @@ class PlainScatter:
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op)
+        getattr(dist, SCATTER)(output_tensor, input_tensor, group=group, op=op)
 
 
 @scenario()

@@ -17,13 +17,13 @@ from meshes import Meshes, has_tensor_dim, is_spmd
 from models import FAMILIES, Case
 from models_wide import WIDE_FAMILIES
 from record import Recorder
+from releases import ShardPlacementResult
 from setting import DTYPES, Setting
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from record import Recorder
+from releases import GATHER, SCATTER
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
@@ -33,7 +34,7 @@ class NotedAllGather(_Noted, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         self.recorder.note("custom all-gather", (output_tensor.numel(), async_op))
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return getattr(dist, GATHER)(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class NotedReduceScatter(_Noted, ReduceScatter):
@@ -46,7 +47,7 @@ class NotedReduceScatter(_Noted, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         self.recorder.note("custom reduce-scatter", (input_tensor.numel(), str(op), async_op))
-        return dist.reduce_scatter_single(
+        return getattr(dist, SCATTER)(
             output_tensor, input_tensor, group=group, op=op, async_op=async_op
         )
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from releases import DataParallelMeshDims
 from setting import Setting
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -106,7 +106,7 @@ class Meshes:
         """The dimension over which modules are parallelised."""
         return self.whole(kind)["tensor"]
 
-    def dims(self, kind: str) -> DataParallelMeshDims:
+    def dims(self, kind: str) -> Any:
         """dp_mesh_dims of a kind of the dims family."""
         names = KINDS[kind]
         shard = tuple(name for name in names if name in ("shard", "context"))

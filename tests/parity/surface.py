@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 
 from meshes import has_tensor_dim, is_hsdp, is_spmd
+from releases import has
 from setting import Setting
 
 FEATURES: dict[str, Callable[[Setting], bool]] = {
@@ -41,7 +42,17 @@ FEATURES: dict[str, Callable[[Setting], bool]] = {
     "compile": lambda s: s.compiled is not None,
 }
 
-LANDED = frozenset(FEATURES)
+LATER = {
+    "dp_mesh_dims": "2.12",
+    "param_meshes": "2.12",
+    "separate_group": "2.13",
+    "input_buffers": "2.13",
+    "unused_params": "2.13",
+    "partial_groups": "2.13",
+}
+"""The releases of torch that brought features which 2.11 does not have."""
+
+LANDED = frozenset(name for name in FEATURES if has(LATER.get(name, "2.11")))
 
 
 def landed() -> frozenset[str]:

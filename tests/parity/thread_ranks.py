@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from record import COLLECTIVES, Tap
+from releases import has
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+BASE_METHODS = ("_allgather_base", "_reduce_scatter_base")
 METHODS = (
-    "all_gather_single",
-    "reduce_scatter_single",
+    *(("all_gather_single", "reduce_scatter_single") if has("2.13") else BASE_METHODS),
     "all_gather_single_coalesced",
     "reduce_scatter_single_coalesced",
     "all_to_all_single",

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from releases import DataParallelMeshDims
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -150,12 +150,14 @@ def test_a_shard_placement_fn_that_raises_in_the_middle_leaves_the_module(fake_g
     refused(nn.Linear(8, 8), LookupError, "no rule", shard_placement_fn=fails_at_bias)
 
 
+@pytest.mark.torch("2.12")
 def test_data_parallel_dims_need_a_mesh_with_names(fake_group: int) -> None:
     mesh = init_device_mesh("cpu", (8,))
     dims = DataParallelMeshDims(shard="dp")
     refused(nn.Linear(8, 8), ValueError, "mesh_dim_names", mesh=mesh, dp_mesh_dims=dims)
 
 
+@pytest.mark.torch("2.12")
 def test_data_parallel_dims_need_dtensor_parameters(fake_group: int) -> None:
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
     dims = DataParallelMeshDims(shard="dp")

@@ -23,6 +23,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 import torch.nn as nn
 import torch.testing._internal.common_fsdp as common
+from releases import GATHER, SCATTER
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -110,10 +111,10 @@ def noting(events: list[Any], name: str, original: Callable[..., Any]) -> Callab
 
 
 HELPERS: dict[str, Callable[[], Any]] = {
-    "patch_all_gather": lambda: dist.all_gather_single,
+    "patch_all_gather": lambda: getattr(dist, GATHER),
     "patch_foreach_all_gather": lambda: param_group.foreach_all_gather,
     "patch_foreach_reduce": lambda: param_group.foreach_reduce,
-    "patch_reduce_scatter": lambda: dist.reduce_scatter_single,
+    "patch_reduce_scatter": lambda: getattr(dist, SCATTER),
     "patch_all_reduce": lambda: dist.all_reduce,
     "patch_unshard": lambda: FSDPParamGroup.unshard,
     "patch_reshard": lambda: FSDPParamGroup.reshard,
