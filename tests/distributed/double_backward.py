@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from fsdp_c import replicate
 from fsdp_c.units import reshard
 
 Found = dict[str, Any]
@@ -309,6 +310,31 @@ def an_error_between_both_backwards(api: Api) -> Found:
         model.reset_iter_state()
     model.zero_grad()
     return steps(model, curved(), api.rank)
+
+
+@scenario()
+def penalty_in_a_backward_that_is_finished_by_hand(api: Api) -> Found:
+    model, reference = shard(api, curved()), curved()
+    model.set_manual_backward_finalization(True)
+    model.set_keep_unsharded_storage(True)
+    model.set_requires_gradient_sync(False)
+    loss_and_penalty(model, batch(api.rank)).backward()
+    loss_and_penalty(reference, batch(api.rank)).backward()
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    model.set_keep_unsharded_storage(False)
+    return {"found": grads(model), "expected": average(local(reference)), "held": held(model)}
+
+
+@scenario()
+def penalty_of_replicated_units(api: Api) -> Found:
+    model, reference = curved(), curved()
+    for block in list(model)[:-1]:
+        replicate(block)
+    replicate(model)
+    loss_and_penalty(model, batch(api.rank)).backward()
+    loss_and_penalty(reference, batch(api.rank)).backward()
+    return {"found": grads(model), "expected": average(local(reference))}
 
 
 @scenario(4)

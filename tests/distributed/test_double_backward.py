@@ -31,6 +31,7 @@ IN_BITS = [
     "penalty_on_activations",
     "third_derivatives",
     "an_error_between_both_backwards",
+    "penalty_in_a_backward_that_is_finished_by_hand",
 ]
 SEVERAL_REDUCTIONS = ["penalty_of_critics", "backward_that_keeps_its_graph"]
 
@@ -91,6 +92,11 @@ def test_on_four_ranks(name: str) -> None:
         wrong = apart(result["expected"], result["found"], f"rank {rank}")
         assert not wrong, "\n".join(wrong[:20])
     assert_freed(ours(name, 4))
+
+
+def test_replicated_units() -> None:
+    for result in ours("penalty_of_replicated_units"):
+        assert not apart(result["expected"], result["found"])
 
 
 def test_on_one_rank() -> None:
