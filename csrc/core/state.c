@@ -268,7 +268,6 @@ static bool is_alone(const fc_iteration *it) {
 
 static fc_status enter_backward(fc_state *s, const fct_hook *at_end) {
     fc_status status = FC_OK;
-    s->training_state = FC_PRE_BACKWARD;
     if (!s->iteration->callback_queued) {
         FC_TRY_RAISED(fct_autograd_at_end(at_end));
         s->iteration->callback_queued = true;
@@ -277,6 +276,7 @@ static fc_status enter_backward(fc_state *s, const fct_hook *at_end) {
     if (s->group_count == 1 && s->groups[0]->buckets.count > 1) {
         s->groups[0]->buckets.alone = !s->iteration->records && is_alone(s->iteration);
     }
+    s->training_state = FC_PRE_BACKWARD;
 done:
     return status;
 }
