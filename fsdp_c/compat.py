@@ -243,8 +243,8 @@ class StateOfOlderTorch:
                 for param in group.fsdp_params:
                     if param._orig_param_uid in seen:
                         raise ValueError(
-                            f"Parameter '{param._param_fqn}' is already managed by another FSDP "
-                            "group. Put modules that share a parameter into one group: "
+                            f"Parameter '{param._param_fqn}' is shared with a parameter already "
+                            "managed by another FSDP group: put both modules into one, "
                             "fully_shard([module_a, module_b])"
                         )
                     seen.add(param._orig_param_uid)
@@ -306,7 +306,8 @@ def _set_separate_reduce_scatter_group(
 
 def _set_symm_mem_for_comm(self: Any, backend: str = "NCCL") -> None:
     """Not with this torch."""
-    _refuse("set_symm_mem_for_comm", "2.12")
+    for group in _groups_of(self, recurse=False):
+        group.set_symm_mem(backend)
 
 
 _LATER_METHODS = {

@@ -24,6 +24,14 @@ SCATTER = (
 """The name of the one that it reduces with."""
 
 
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of a state of torch's or ours; torch 2.11 knew one at most."""
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:
+        found = [state._fsdp_param_group]
+    return [group for group in found if group is not None]
+
+
 def has(release: str) -> bool:
     """Whether the installed torch is of this release ("2.12") or a newer one."""
     installed = torch.__version__.split(".")

@@ -40,6 +40,8 @@ FEATURES: dict[str, Callable[[Setting], bool]] = {
     "pipeline": lambda s: s.schedule == "pipeline",
     "inference": lambda s: s.inference,
     "compile": lambda s: s.compiled is not None,
+    "dataclasses": lambda s: s.family == "structures",
+    "reset": lambda s: s.reset,
 }
 
 LATER = {
@@ -49,6 +51,8 @@ LATER = {
     "input_buffers": "2.13",
     "unused_params": "2.13",
     "partial_groups": "2.13",
+    "dataclasses": "2.12",  # as outputs
+    "reset": "2.13",
 }
 """The releases of torch that brought features which 2.11 does not have."""
 
