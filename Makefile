@@ -2,7 +2,7 @@
 #
 #   make demo    train a small GPT on two processes, with curves         make lint      style and types
 #   make test    every test there is                                      make format    put the style right
-#   make bench   host cost and memory beside torch's own FSDP2            make sanitize  under ASan and UBSan
+#   make bench   cost and memory beside torch's own FSDP2                 make sanitize  under ASan and UBSan
 #   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on ours
 #
 # VENV=dir uses (and completes) an environment that exists; the default is .venv, made on first use.
@@ -141,6 +141,7 @@ bench: build
 	$(PY) benchmarks/memory.py
 	$(PY) benchmarks/clip.py
 	$(PY) benchmarks/load.py
+	$(PY) benchmarks/replicate.py
 
 # The environment stays; it is slow to make and `rm -rf .venv` is easy to say.
 clean:
