@@ -24,6 +24,7 @@ from behaviour import (
     weights,
     whole,
 )
+from releases import groups_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
@@ -210,7 +211,7 @@ def kinds(model: nn.Module) -> list[str]:
 
 
 def group_of(module: Any) -> Any:
-    return module._get_fsdp_state()._fsdp_param_groups[0]
+    return groups_of(module._get_fsdp_state())[0]
 
 
 @scenario()
@@ -286,7 +287,7 @@ def states_within_a_step(api: Api) -> dict[str, list[Any]]:
 
         def note(when: str) -> None:
             states = [module._get_fsdp_state() for module in (*blocks, model)]
-            groups = [state._fsdp_param_groups[0] for state in states]
+            groups = [groups_of(state)[0] for state in states]
             seen.append(
                 [when]
                 + [state._training_state.name for state in states]

@@ -23,6 +23,7 @@ from behaviour import (
     weights,
     whole,
 )
+from releases import groups_of
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -400,10 +401,7 @@ def states(model: nn.Module) -> list[str]:
         if hasattr(module, "_get_fsdp_state"):
             state = module._get_fsdp_state()
             found.append(state._training_state.name)
-            found += [
-                f"{g._training_state.name} {g._sharded_state.name}"
-                for g in state._fsdp_param_groups
-            ]
+            found += [f"{g._training_state.name} {g._sharded_state.name}" for g in groups_of(state)]
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, weights
-from releases import SCATTER
+from releases import SCATTER, groups_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -319,7 +319,7 @@ def captured() -> Iterator[io.StringIO]:
 def a_refusal_is_raised_only(api: Api) -> dict[str, Any]:
     """B13: an error is an exception, not also a page of output on every rank."""
     model = api.fully_shard(nn.Linear(DIM, 3))
-    param = model._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0]
+    param = groups_of(model._get_fsdp_state())[0].fsdp_params[0]
     with captured() as text:
         try:
             param.to_sharded_dtensor(torch.zeros(1, 1))
@@ -357,7 +357,7 @@ def waits_for_offloaded_gradients(api: Api) -> dict[str, Any]:
     """
     model = api.fully_shard(Block())
     model.set_custom_reduce_scatter(PlainScatter())
-    group = model._get_fsdp_state()._fsdp_param_groups[0]
+    group = groups_of(model._get_fsdp_state())[0]
     waited: list[int] = []
     recorded: list[CountedEvent] = []
 

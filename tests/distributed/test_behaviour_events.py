@@ -8,6 +8,7 @@ from behaviour import assert_same, returned
 RS_WAIT = "FSDP::post_backward_rs_wait ("
 
 
+@pytest.mark.torch("2.13")
 def test_profiler_ranges_have_stocks_names_and_order() -> None:
     """But for waits for the reduction before: without streams one that is done needs none."""
     for ours, theirs in zip(
@@ -69,6 +70,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("case", ORDERS)
+@pytest.mark.torch("2.13")
 def test_gathers_and_reductions_begin_in_stocks_order(case: str) -> None:
     for found in assert_same("order_of_events"):
         assert " ".join(found[case]) == ORDERS[case]

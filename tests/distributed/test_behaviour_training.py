@@ -139,6 +139,7 @@ def test_compiled_models_train_as_they_do_uncompiled(name: str) -> None:
             assert differences(expected, found["counted"]) == []
 
 
+@pytest.mark.torch("2.13")
 def test_containers_go_in_and_out() -> None:
     for found in assert_same("containers"):
         assert len(found) == 14
@@ -147,6 +148,7 @@ def test_containers_go_in_and_out() -> None:
             assert all(gradient is not None for gradient in case["grads"].values())
 
 
+@pytest.mark.torch("2.13")
 def test_views_as_outputs_warn() -> None:
     for first, second, evaluating, _ in assert_same("views_as_outputs"):
         assert first == second == [True, True]
