@@ -30,6 +30,7 @@ CALL_REDUCE: int
 CALL_MEMORY: int
 CALL_NODE_CLASS: int
 CALL_NODE: int
+CUDA_KERNELS: int  # 1: built with nvcc, 0: CUDA devices cannot be trained on
 
 def guard_bind(
     group_methods: tuple[Any, ...],

@@ -1,5 +1,6 @@
 /* The extension module: its state (types, interned names, bound Python functions) and nothing that
  * is global. */
+#include "../kernels/kernels.h"
 #include "objects.h"
 
 #include <string.h>
@@ -117,7 +118,8 @@ static int module_exec(PyObject *module) {
         add_type(module, &fcpy_group_spec, &mod->group_type) != 0 ||
         add_type(module, &fcpy_state_spec, &mod->state_type) != 0 ||
         add_type(module, &fcpy_hook_spec, &mod->hook_type) != 0 ||
-        fcpy_guard_add_names(module) != 0) {
+        fcpy_guard_add_names(module) != 0 ||
+        PyModule_AddIntConstant(module, "CUDA_KERNELS", fck_cuda_built()) != 0) {
         return -1;
     }
     return 0;

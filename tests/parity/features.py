@@ -131,7 +131,7 @@ def digest(tensors: Any) -> str:
         if local is None:
             found.update(b"none")
         elif local.numel() > 0:
-            data = local.detach().contiguous().clone()
+            data = local.detach().cpu().contiguous().clone()
             found.update(data.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
