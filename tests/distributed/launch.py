@@ -1,13 +1,15 @@
-"""Run a function or a script on several gloo ranks, each in a fresh interpreter of its own.
+"""Run a function or a script on several gloo ranks, each in a process of its own.
 
-``run_ranks(target, world_size, args)`` starts ``world_size`` interpreters, joins them into one
+``run_ranks(target, world_size, args)`` starts ``world_size`` processes, joins them into one
 default gloo process group (rendezvous through a file in a temporary directory: no port, no
 network), calls ``target(rank, world_size, *args)`` in each and returns the pickled results in
 rank order. When a rank raises, dies or the time is up, the rest are stopped and ``RanksFailed``
 carries every rank's exit status and the end of its output; on a time-out the stacks of all
 threads are printed there too.
 
-The target must be importable by name in a fresh interpreter (no lambdas, no nested functions).
+The processes are forks of one that has imported torch (fork_server.py), or, where asked for and for
+scripts and other backends, fresh interpreters. The target must be importable by name in one (no
+lambdas, no nested functions).
 A target that is a path is run as a script with ``args`` as its ``sys.argv[1:]`` under the
 environment that torchrun would give it; it forms its own process group and its results are the
 texts it printed.
@@ -32,6 +34,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import fork_server
 
 OUTPUT_SHOWN = 6000
 """Characters of a failed rank's output that its report keeps (the end of it)."""
@@ -77,21 +81,28 @@ def run_ranks(
     env: dict[str, str] | None = None,
     backend: str = "gloo",
     collective_timeout: float = 30.0,
+    fresh: bool = False,
 ) -> list[Any]:
     """Run ``target`` on ``world_size`` ranks and return their results in rank order.
 
     ``args`` and the results travel by pickle. ``timeout`` bounds the whole run and
     ``collective_timeout`` (seconds) each collective of the default process group. ``env`` adds to
-    the environment. Raises ``RanksFailed``.
+    the environment. ``fresh``: interpreters that share nothing, as the seed of hashes that orders
+    sets. Raises ``RanksFailed``.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp_c_ranks_") as folder:
-        return _Launch(Path(folder), target, world_size, args, backend, collective_timeout).run(
-            timeout, env or {}
-        )
+        launch = _Launch(Path(folder), target, world_size, args, backend, collective_timeout)
+        launch.fresh = fresh or launch.is_script or backend != "gloo"
+        return launch.run(timeout, env or {})
+
+
+Process = subprocess.Popen[bytes] | fork_server.ForkedRank
 
 
 class _Launch:
     """The ranks of one run: their processes, their output files and their results."""
+
+    fresh = True
 
     def __init__(
         self,
@@ -132,7 +143,7 @@ class _Launch:
             for rank in range(self.world_size)
         ]
 
-    def _start(self, rank: int, extra: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, extra: dict[str, str]) -> Process:
         env = os.environ | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -145,9 +156,12 @@ class _Launch:
             if not hasattr(self, "port"):
                 self.port = _free_port()
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        arguments = [str(self.folder), str(rank)]
         with self._output(rank).open("wb") as output:
+            if not self.fresh:
+                return fork_server.start(arguments, env | extra, self._output(rank))
             return subprocess.Popen(
-                [sys.executable, __file__, str(self.folder), str(rank)],
+                [sys.executable, __file__, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -155,7 +169,7 @@ class _Launch:
                 start_new_session=True,
             )
 
-    def _wait(self, processes: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
+    def _wait(self, processes: list[Process], timeout: float) -> str | None:
         """Wait for all ranks; the reason of the failure, or None when all ended well."""
         deadline = time.monotonic() + timeout
         reason = None
@@ -197,7 +211,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _print_stacks(processes: list[subprocess.Popen[bytes]]) -> None:
+def _print_stacks(processes: list[Process]) -> None:
     """Have every rank that still runs write the stacks of its threads into its output."""
     for process in processes:
         if process.poll() is None:
@@ -205,7 +219,7 @@ def _print_stacks(processes: list[subprocess.Popen[bytes]]) -> None:
     time.sleep(0.5)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: Process) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -260,8 +274,13 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    arguments: list[str] | None = sys.argv[1:]
+    if arguments == ["--serve"]:
+        _die_with_parent()
+        arguments = fork_server.serve()
     try:
-        _main(Path(sys.argv[1]), int(sys.argv[2]))
+        if arguments is not None:
+            _main(Path(arguments[0]), int(arguments[1]))
     except Exception:
         traceback.print_exc()
         sys.stdout.flush()

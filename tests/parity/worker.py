@@ -65,6 +65,7 @@ def run_grid(
                 (world_size, implementation, rest, str(part), ours),
                 timeout=2 * SETTING_SECONDS + 10.0 * len(rest),
                 collective_timeout=collective_seconds,
+                fresh=True,
             )
         except RanksFailed as failure:
             crash = ("crash", str(failure))
