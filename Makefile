@@ -3,6 +3,7 @@
 #   make demo    train a small GPT on two processes, with curves         make lint      style and types
 #   make test    every test there is                                      make format    put the style right
 #   make bench   cost and memory beside torch's own FSDP2                 make sanitize  under ASan and UBSan
+#   make parity  the whole grid beside torch's own FSDP2
 #   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on ours
 #
 # VENV=dir uses (and completes) an environment that exists; the default is .venv, made on first use.
@@ -40,11 +41,11 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
-.PHONY: help env build demo test test-c test-clients lint lint-ruff lint-mypy lint-c format sanitize bench \
+.PHONY: help env build demo test test-c test-clients parity lint lint-ruff lint-mypy lint-c format sanitize bench \
 	cuda-check clean
 
 help:
-	@sed -n '3,6s/^# *//p' Makefile
+	@sed -n '3,7s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -76,6 +77,10 @@ demo: build
 
 test: build test-c
 	$(PY) -m pytest $(PYTEST_ARGS) tests
+
+# The whole grid of parity, 600 settings in a quarter of an hour; `make test` runs 300 of them.
+parity: build
+	FSDP_C_PARITY_COUNT=600 FSDP_C_PARITY_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/parity
 
 test-c:
 	@$(MAKE) -C tests/c

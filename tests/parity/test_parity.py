@@ -3,10 +3,11 @@
 Every setting is trained for three steps by scenario.py in processes of its own under each
 implementation, and everything noted on the way must be equal: losses, gradients, parameters and how
 they are registered, state dicts, hooks, exceptions, and the number, order, size and ranks of the
-collectives. The basic grid (grid.py) runs on one, two and four ranks; each setting of the wide grid
-(wide.py) on one launch: two or four processes, or eight threads.
+collectives. The basic grid (grid.py) runs on one rank, and in turns on two and on four; each of the
+settings of the wide grid (wide.py) on one launch: two or four processes, or eight threads.
 
-Environment: FSDP_C_PARITY_COUNT (settings in all, 600), FSDP_C_PARITY_SEED, FSDP_C_PARITY_FEATURES
+Environment: FSDP_C_PARITY_COUNT (settings in all, 300), FSDP_C_PARITY_SEED, FSDP_C_PARITY_WHOLE=1
+(the basic grid on two and on four ranks; `make parity`: 600 settings), FSDP_C_PARITY_FEATURES
 (surface.py), FSDP_C_PARITY_LAUNCHES ("gloo1,gloo2,gloo4,threads8"), FSDP_C_PARITY_OURS (the
 implementation held against torch, "fsdp_c"; "torch" compares torch with itself, "module:function"
 anything else).
@@ -35,8 +36,9 @@ pytestmark = pytest.mark.timeout(7200)
 
 OURS = os.environ.get("FSDP_C_PARITY_OURS", "fsdp_c")
 SEED = int(os.environ.get("FSDP_C_PARITY_SEED", "0"))
-COUNT = int(os.environ.get("FSDP_C_PARITY_COUNT", "600"))
+COUNT = int(os.environ.get("FSDP_C_PARITY_COUNT", "300"))
 LAUNCHES = [Launch(1), Launch(2), Launch(4), Launch(8, threads=True)]
+WHOLE = os.environ.get("FSDP_C_PARITY_WHOLE", "0") != "0"
 ASKED = os.environ.get("FSDP_C_PARITY_LAUNCHES", ",".join(map(str, LAUNCHES))).split(",")
 
 
@@ -48,8 +50,13 @@ LACKING = [setting for setting in BASIC if not needed(setting) <= LANDED]
 def _plan() -> dict[Launch, list[Setting]]:
     """The settings of each launch."""
     basic = [setting for setting in BASIC if setting not in LACKING]
+    parts = {
+        Launch(1): basic,
+        Launch(2): basic if WHOLE else basic[::2],
+        Launch(4): basic if WHOLE else basic[1::2],
+    }
     plan = {
-        launch: [] if launch.threads else [at_world_size(s, launch.world_size) for s in basic]
+        launch: [at_world_size(s, launch.world_size) for s in parts.get(launch, [])]
         for launch in LAUNCHES
         if str(launch) in ASKED
     }
