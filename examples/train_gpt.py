@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--text", type=Path, metavar="FOLDER", help="read *.py files below this folder instead")
     add("--text-bytes", type=positive, default=8 << 20, help="read at most this much text")
-    add("--steps", type=positive, default=400, help="optimizer steps of the whole run")
+    add("--steps", type=positive, default=340, help="optimizer steps of the whole run")
     add("--batch", type=positive, default=8, help="sequences per rank and step")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--clip", type=float, default=1.0, help="largest gradient norm")

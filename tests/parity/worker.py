@@ -31,6 +31,9 @@ since a setting of half a second takes twenty on a machine with other work."""
 COLLECTIVE_SECONDS = 60
 """How long a rank waits for peers that have left the setting with an exception."""
 MAX_CRASHES = 6
+SAME_BITS_ANYWHERE = {"MKL_CBWR": "COMPATIBLE"}
+"""MKL's matrix products depend in the last bit on where in memory their arguments lie, unless told
+otherwise. Where threads share one heap, that changes from run to run."""
 
 RankRecords = list[list[Entry]]
 """The records of one setting, one per rank."""
@@ -65,6 +68,7 @@ def run_grid(
                 (world_size, implementation, rest, str(part), ours),
                 timeout=2 * SETTING_SECONDS + 10.0 * len(rest),
                 collective_timeout=collective_seconds,
+                env=SAME_BITS_ANYWHERE if launch.threads else None,
                 fresh=True,
             )
         except RanksFailed as failure:
