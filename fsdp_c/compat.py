@@ -38,6 +38,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from .units import sharded_modules
+
 HAS_MESH_FOR_EACH_PARAM = hasattr(_common, "ShardPlacementResult")
 """Whether ``shard_placement_fn`` may give a mesh; without it a state has one group."""
 
@@ -267,9 +269,8 @@ def register_group_hooks(stock_state: Any, state: Any) -> Any:
 
 
 def _groups_of(module: Any, recurse: bool) -> Iterator[Any]:
-    for one in module.modules() if recurse else (module,):
-        if isinstance(one, FSDPModule):
-            yield from one._get_fsdp_state()._fsdp_param_groups
+    for one in sharded_modules(module) if recurse else [module]:
+        yield from one._get_fsdp_state()._fsdp_param_groups
 
 
 def _reset_iter_state(self: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 # Before torch is imported, by anybody, child processes included: tests run several ranks on few
 # processors, and a pool of threads per rank would spend its time on handing work around.
@@ -32,11 +33,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def environment_left_as_found() -> Iterator[None]:
     """What a test, or torch's own test helpers under it, set in the environment ends with it:
     child processes of later tests must not see it (TORCH_SHOW_CPP_STACKTRACES changes messages)."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        if name != "PYTEST_CURRENT_TEST":
-            del os.environ[name]
-    for name, value in before.items():
-        if name != "PYTEST_CURRENT_TEST" and os.environ.get(name) != value:
-            os.environ[name] = value
+    with mock.patch.dict(os.environ):
+        yield

@@ -90,10 +90,11 @@ static fc_status finish_comm(fc_comm *c, bool last) {
     return last || !c->has_streams ? fc_reduce_recycle(c, 0) : FC_OK;
 }
 
-/* Groups whose context was replaced after lazy init (share_comm_ctx) need not have the root's. */
-static fc_status finish_other_comms(const fc_iteration *it, const fc_comm *c, bool last) {
+/* The root's context, and those of groups whose own was replaced after lazy init (share_comm_ctx). */
+static fc_status finish_comms(const fc_iteration *it, fc_comm *c, bool last) {
     fc_status status = FC_OK;
     const fc_comm *before = c;
+    FC_TRY(finish_comm(c, last));
     for (size_t i = 0; i < it->count; i++) {
         for (size_t j = 0; j < it->states[i]->group_count; j++) {
             fc_comm *other = it->states[i]->groups[j]->comm;
@@ -119,8 +120,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
         }
     }
     if (!it->manual) {
-        FC_TRY(finish_comm(c, last));
-        FC_TRY(finish_other_comms(it, c, last));
+        FC_TRY(finish_comms(it, c, last));
     }
     it->callback_queued = false;
     it->records = false;
@@ -156,8 +156,7 @@ fc_status fc_iteration_complete(fc_iteration *it, fc_comm *c) {
             FC_TRY(fc_call_finalize_backward(it->states[i]->groups[j]));
         }
     }
-    FC_TRY(finish_comm(c, true));
-    FC_TRY(finish_other_comms(it, c, true));
+    FC_TRY(finish_comms(it, c, true));
     it->pending = false;
 done:
     return status;

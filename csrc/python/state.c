@@ -322,18 +322,21 @@ static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static PyObject *none_or_raise(const fcpy_state *self, fc_status status) {
+    if (status != FC_OK) {
+        (void)fcpy_state_raise(self, status);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_state *self = as_state(obj);
     if (!fcpy_state_ready(self)) {
         return NULL;
     }
-    fc_status status = fc_iteration_finalize(self->core.iteration);
-    if (status != FC_OK) {
-        (void)fcpy_state_raise(self, status);
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return none_or_raise(self, fc_iteration_finalize(self->core.iteration));
 }
 
 static PyObject *state_complete(PyObject *obj, PyObject *unused) {
@@ -342,12 +345,7 @@ static PyObject *state_complete(PyObject *obj, PyObject *unused) {
     if (!fcpy_state_ready(self)) {
         return NULL;
     }
-    fc_status status = fc_iteration_complete(self->core.iteration, self->core.comm);
-    if (status != FC_OK) {
-        (void)fcpy_state_raise(self, status);
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return none_or_raise(self, fc_iteration_complete(self->core.iteration, self->core.comm));
 }
 
 static PyObject *state_reset(PyObject *obj, PyObject *unused) {
@@ -367,12 +365,7 @@ static PyObject *state_reset(PyObject *obj, PyObject *unused) {
             return NULL;
         }
     }
-    fc_status status = fc_state_reset(&self->core);
-    if (status != FC_OK) {
-        (void)fcpy_state_raise(self, status);
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return none_or_raise(self, fc_state_reset(&self->core));
 }
 
 static PyMethodDef state_methods[] = {

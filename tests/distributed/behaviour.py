@@ -2,7 +2,7 @@
 
 A worker module (``behaviour_*.py``) defines functions marked ``@scenario(world)``; each takes an
 ``Api`` and returns something that pickles. ``outcomes(...)`` runs all scenarios of one world size
-in one launch per implementation (a launch costs seconds, a scenario milliseconds) and remembers
+in one launch for an implementation (a launch costs seconds, a scenario milliseconds) and remembers
 what came back, across the workers of pytest-xdist too. A scenario that raises does not stop the
 others: its outcome is a ``Raised``.
 """
@@ -189,25 +189,26 @@ def collectives(run: Callable[[], Any]) -> Counter[str]:
 
 # ---- in the tests ----
 
-Outcomes = dict[str, list[dict[str, Any]]]
-
 
 @functools.cache
-def outcomes(world: int, modules: tuple[str, ...] = MODULES) -> Outcomes:
-    """For each implementation and rank: name of the scenario -> what it returned, or Raised."""
+def outcomes(
+    implementation: str, world: int, modules: tuple[str, ...] = MODULES
+) -> list[dict[str, Any]]:
+    """For each rank: name of the scenario -> what it returned, or Raised. Run by one test worker,
+    read by all."""
     shared = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
-    folder = Path(tempfile.gettempdir()) / f"fsdp_c_{'_'.join(modules)}_{shared}_{world}"
+    name = f"fsdp_c_{'_'.join(modules)}_{shared}_{world}_{implementation}"
+    folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         saved = folder / "outcomes.pkl"
         if not saved.exists():
-            found = {}
-            for name in ("torch", "fsdp_c"):
-                (folder / name).mkdir(exist_ok=True)
-                found[name] = run_ranks(
-                    run_scenarios, world, (name, str(folder / name), modules), timeout=240
-                )
+            files = folder / "files"
+            files.mkdir(exist_ok=True)
+            found = run_ranks(
+                run_scenarios, world, (implementation, str(files), modules), timeout=240
+            )
             saved.write_bytes(pickle.dumps(found))
         return pickle.loads(saved.read_bytes())
 
@@ -216,7 +217,7 @@ def returned(
     name: str, implementation: str, world: int = 2, modules: tuple[str, ...] = MODULES
 ) -> list[Any]:
     """What a scenario returned, rank by rank; fails where it raised."""
-    results = [ranks[name] for ranks in outcomes(world, modules)[implementation]]
+    results = [ranks[name] for ranks in outcomes(implementation, world, modules)]
     for rank, result in enumerate(results):
         if isinstance(result, Raised):
             raise AssertionError(f"{implementation}, rank {rank}: {result.text}")
@@ -227,7 +228,7 @@ def raised(
     name: str, implementation: str, world: int = 2, modules: tuple[str, ...] = MODULES
 ) -> list[Raised]:
     """What a scenario raised, rank by rank; fails where it did not."""
-    results = [ranks[name] for ranks in outcomes(world, modules)[implementation]]
+    results = [ranks[name] for ranks in outcomes(implementation, world, modules)]
     for rank, result in enumerate(results):
         if not isinstance(result, Raised):
             raise AssertionError(f"{implementation}, rank {rank}: no exception but {result!r}")

@@ -91,9 +91,9 @@ def run_ranks(
     sets. Raises ``RanksFailed``.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp_c_ranks_") as folder:
-        launch = _Launch(Path(folder), target, world_size, args, backend, collective_timeout)
-        launch.fresh = fresh or launch.is_script or backend != "gloo"
-        return launch.run(timeout, env or {})
+        return _Launch(
+            Path(folder), target, world_size, args, backend, collective_timeout, fresh
+        ).run(timeout, env or {})
 
 
 Process = subprocess.Popen[bytes] | fork_server.ForkedRank
@@ -101,8 +101,6 @@ Process = subprocess.Popen[bytes] | fork_server.ForkedRank
 
 class _Launch:
     """The ranks of one run: their processes, their output files and their results."""
-
-    fresh = True
 
     def __init__(
         self,
@@ -112,10 +110,12 @@ class _Launch:
         args: Sequence[Any],
         backend: str,
         collective_timeout: float,
+        fresh: bool,
     ) -> None:
         self.folder = folder
         self.world_size = world_size
         self.is_script = isinstance(target, (str, Path))
+        self.fresh = fresh or self.is_script or backend != "gloo"
         payload = {
             "target": str(target) if self.is_script else _name_of(target),
             "is_script": self.is_script,

@@ -6,15 +6,12 @@ more; the README names the releases.
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from typing import Any
 
 import behaviour
 import pytest
 import torch
-from behaviour import Raised, differences
-from launch import run_ranks
+from behaviour import differences
 from test_stock_bugs import apart
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,18 +20,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@functools.cache
-def found(world: int) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ("fsdp_c", folder, ("additions",))
-        return run_ranks(behaviour.run_scenarios, world, arguments, timeout=240)
-
-
 def ours(name: str, world: int = 2) -> list[Any]:
-    results = [rank[name] for rank in found(world)]
-    for result in results:
-        assert not isinstance(result, Raised), result.text
-    return results
+    return behaviour.returned(name, "fsdp_c", world, ("additions",))
 
 
 def assert_equal(result: Any) -> None:

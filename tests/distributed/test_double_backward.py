@@ -5,14 +5,12 @@ Equal means equal in bits on one and two ranks; see ``double_backward.py`` for w
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from typing import Any
 
 import behaviour
 import pytest
 import torch
-from behaviour import Raised, differences
+from behaviour import differences
 from launch import RanksFailed, run_ranks
 from test_stock_bugs import apart
 
@@ -36,18 +34,9 @@ IN_BITS = [
 SEVERAL_REDUCTIONS = ["penalty_of_critics", "backward_that_keeps_its_graph"]
 
 
-@functools.cache
-def found(world: int) -> list[dict[str, Any]]:
-    """Ours alone: torch's ranks would die (see the first test)."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(behaviour.run_scenarios, world, ("fsdp_c", folder, SCENARIOS), timeout=240)
-
-
 def ours(name: str, world: int = 2) -> list[Any]:
-    results = [rank[name] for rank in found(world)]
-    for result in results:
-        assert not isinstance(result, Raised), result.text
-    return results
+    """Ours alone: torch's ranks would die (see the first test)."""
+    return behaviour.returned(name, "fsdp_c", world, SCENARIOS)
 
 
 def assert_freed(results: list[Any]) -> None:

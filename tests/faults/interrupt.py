@@ -70,8 +70,8 @@ class GatherInForward(Case):
             handle.remove()
 
 
-class GatherInBackward(Case):
-    """The all-gather of the only block, ahead of its backward."""
+class InBackward(Case):
+    """A collective of a backward; its forward has been run."""
 
     def begin(self) -> None:
         self.loss = self.forward()
@@ -80,11 +80,14 @@ class GatherInBackward(Case):
         assert self.loss is not None
         self.loss.backward()
 
+
+class GatherInBackward(InBackward):
+    """The all-gather of the only block, ahead of its backward."""
+
     def late(self) -> None:
-        assert self.loss is not None
         # Runs after the block's own hook on its output, which waits.
         self.inside.register_hook(leave)
-        self.loss.backward()
+        self.wait_in()
 
     def forward(self) -> torch.Tensor:
         keep = self.model[0].linear.register_forward_hook(
@@ -96,15 +99,8 @@ class GatherInBackward(Case):
             keep.remove()
 
 
-class Reduction(Case):
+class Reduction(InBackward):
     """The reduce-scatter of the root, which has all parameters."""
-
-    def begin(self) -> None:
-        self.loss = self.forward()
-
-    def wait_in(self) -> None:
-        assert self.loss is not None
-        self.loss.backward()
 
 
 class Handle(Case):

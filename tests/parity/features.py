@@ -515,6 +515,15 @@ def inference_mode_between_steps(tools: Tools) -> Record:
     return record + tools.train(model)
 
 
+def assert_same_bits(
+    stock: list[dict[str, Record]], ours: list[dict[str, Record]], name: str
+) -> None:
+    """On every rank, the case trained under torch, and gave the same under fsdp_c."""
+    for theirs, records in zip(stock, ours, strict=True):
+        assert "Error: " not in str(theirs[name][0]), f"stock cannot do this: {theirs[name]}"
+        assert records[name] == theirs[name]
+
+
 def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
     """All cases, one after the other."""
     warnings.simplefilter("ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import features
 import gpu_jobs
 import pytest
 import torch
@@ -46,9 +47,7 @@ def nccl() -> Runs:
 
 
 def assert_same(runs: Runs, name: str) -> None:
-    for stock, ours in zip(runs["torch"], runs["fsdp_c"], strict=True):
-        assert "Error: " not in str(stock[name][0]), f"stock cannot do this: {stock[name]}"
-        assert ours[name] == stock[name]
+    features.assert_same_bits(runs["torch"], runs["fsdp_c"], name)
 
 
 @pytest.mark.parametrize("name", [*gpu_jobs.CASES, *gpu_jobs.MANY_RANKS])
