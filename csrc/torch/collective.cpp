@@ -16,6 +16,7 @@
 #include "bridge.h"
 #include "waiter.h"
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -123,6 +124,31 @@ bool can_poll(const fct_work &work) {
     return work.kind != Kind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
 }
 
+/* Every backward stashes a copy of Python's context variables in the state of its thread, and gloo's
+ * works copy that state. gloo's threads would then want the GIL to drop their works, and one that
+ * waits for it when the interpreter ends takes the process down by std::terminate. Within its scope
+ * the context is not there. */
+class ContextAside {
+  public:
+    ContextAside() {
+        if (at::impl::ThreadLocalPythonObjects::contains(kKey)) {
+            context_ = at::impl::ThreadLocalPythonObjects::get(kKey);
+            at::impl::ThreadLocalPythonObjects::erase(kKey);
+        }
+    }
+    ContextAside(const ContextAside &) = delete;
+    ContextAside &operator=(const ContextAside &) = delete;
+    ~ContextAside() {
+        if (context_) {
+            at::impl::ThreadLocalPythonObjects::set(kKey, std::move(context_));
+        }
+    }
+
+  private:
+    static constexpr const char *kKey = "context";
+    std::shared_ptr<c10::SafePyObject> context_;
+};
+
 /* Issues a collective: `cpp` calls the C++ group, `python` the Python one; both return the work. */
 template <typename Cpp, typename Python>
 fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python) {
@@ -138,6 +164,7 @@ fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python
         /* Backends that copy on a thread of their own (gloo) take this state along, so that the
          * outputs' version counters stay as they are. */
         const at::AutoDispatchBelowADInplaceOrView below;
+        const ContextAside aside;
         pybind11::gil_scoped_release released;
         result->work = cpp();
         if (result->work && !can_poll(*result) && fct::impl(tensor)->is_cpu()) {

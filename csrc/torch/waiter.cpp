@@ -2,11 +2,13 @@
  *
  * A group has at most one helper, started with its first such work; it waits for one work after the
  * other, in order of issue. Invariants: helper and callers share ownership of all they both touch,
- * so either may be gone first; a helper calls no Python and never holds the GIL; a waiter's outcome
- * is published once, under its mutex. */
+ * so either may be gone first; a helper calls no Python and never wants the GIL, also not to drop
+ * what it holds (an interpreter that ends would end the process with it); a waiter's outcome is
+ * published once, under its mutex. */
 #include "waiter.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
 
 #include <thread>
 #include <utility>
@@ -32,9 +34,10 @@ void Waiter::rethrow() const {
 void Waiter::run() {
     std::exception_ptr error;
     try {
-        const at::ThreadLocalStateGuard guard(state_);
-        /* Python's dispatch modes of the issuing thread are not ours to run. */
-        const c10::impl::ExcludeDispatchKeyGuard no_python(c10::python_ks);
+        /* All that is taken over from the thread that issued the collective; the rest of its state
+         * holds Python objects. */
+        const c10::AutoGradMode no_grad(false);
+        const at::AutoDispatchBelowADInplaceOrView below;
         work_->wait();
     } catch (...) {
         error = std::current_exception();

@@ -2,7 +2,6 @@
 #ifndef FSDP_C_TORCH_WAITER_H
 #define FSDP_C_TORCH_WAITER_H
 
-#include <ATen/ThreadLocalState.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
@@ -31,7 +30,6 @@ class Waiter {
 
   private:
     c10::intrusive_ptr<c10d::Work> work_; /* the helper's; dropped when it is done */
-    at::ThreadLocalState state_;          /* of the thread that issued the collective */
     std::mutex mutex_;                    /* guards what follows */
     std::condition_variable changed_;
     bool done_ = false;

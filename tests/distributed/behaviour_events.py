@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -398,3 +401,36 @@ def user_hooks_beside_ours(api: Api) -> list[Any]:
     for _ in range(2):
         step(model, api.rank)
     return [*seen, [whole(p.grad) for p in model.parameters()]]
+
+
+def threads_so_far() -> int:
+    """How many threads this interpreter has had, those of libraries that took the GIL included."""
+    found: list[int] = []
+
+    def ask() -> None:
+        state = ctypes.pythonapi.PyThreadState_Get
+        state.restype = ctypes.c_void_p
+        number = ctypes.pythonapi.PyThreadState_GetID
+        number.argtypes, number.restype = [ctypes.c_void_p], ctypes.c_uint64
+        found.append(number(state()))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@scenario()
+def threads_that_took_the_gil(api: Api) -> int:
+    """Threads other than the training one that ran Python's memory management in 50 steps."""
+    model = shard(api, plain(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, api.rank)
+    time.sleep(0.1)  # what came before has been dropped
+    before = threads_so_far()
+    for _ in range(50):
+        step(model, api.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    time.sleep(0.1)
+    return threads_so_far() - before - 1

@@ -236,6 +236,7 @@ def _main(folder: Path, rank: int) -> None:
     if payload["is_script"]:
         sys.argv = [payload["target"], *map(str, pickle.loads(payload["args"]))]
         runpy.run_path(payload["target"], run_name="__main__")
+        _let_threads_finish()
         return
 
     import torch
@@ -260,6 +261,14 @@ def _main(folder: Path, rank: int) -> None:
     partial.rename(folder / f"result_{rank}.pkl")
     if dist.is_initialized():
         dist.destroy_process_group()
+    _let_threads_finish()
+
+
+def _let_threads_finish() -> None:
+    """gloo's threads take the GIL to drop tensors that Python has seen, and DTensor's caches keep
+    their group alive after its end. One that waits for the GIL when the interpreter ends aborts the
+    process, under torch as under fsdp_c."""
+    time.sleep(0.05)
 
 
 def _die_with_parent() -> None:

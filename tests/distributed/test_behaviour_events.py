@@ -138,3 +138,9 @@ def test_handles_remove_the_hooks() -> None:
     for found in assert_same("removed_hooks"):
         assert found["hooks"] == [0, 0]
         assert found["pair"] == [0, 0]
+
+
+def test_no_thread_of_gloo_wants_the_gil() -> None:
+    """One that waits for it while the interpreter ends aborts the process."""
+    assert min(returned("threads_that_took_the_gil", "torch")) > 0
+    assert returned("threads_that_took_the_gil", "fsdp_c") == [0, 0]
