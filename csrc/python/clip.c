@@ -65,6 +65,16 @@ static int kind_of(const fcpy_module *mod, PyObject *grad, kind *out) {
     return 0;
 }
 
+/* param.grad, new reference. torch's getter asks every subclass for __torch_function__, which takes
+ * longer than all else here; DTensor, the usual one, has none. */
+static PyObject *grad_of(const fcpy_module *mod, PyObject *param) {
+    PyObject *grad = NULL;
+    if ((PyObject *)Py_TYPE(param) != mod->bound.dtensor_class) {
+        return PyObject_GetAttr(param, mod->names.grad);
+    }
+    return fct_py_grad(param, &grad) == 0 ? grad : NULL;
+}
+
 /* The position of `wanted` among `kinds` (a list of (mesh, placements) tuples), to which it is
  * added where it is new; -1 with an exception. Kinds are few: a search is cheapest. */
 static Py_ssize_t kind_index(PyObject *kinds, const kind *wanted) {
@@ -92,7 +102,7 @@ static int collect_one(const fcpy_module *mod, PyObject *param, PyObject *locals
     int result = -1;
     kind found = {NULL, NULL};
     PyObject *local = NULL, *index = NULL;
-    PyObject *grad = PyObject_GetAttr(param, mod->names.grad);
+    PyObject *grad = grad_of(mod, param);
     if (grad == NULL) {
         return -1;
     }
@@ -220,7 +230,7 @@ static int gradients_add(const fcpy_module *mod, gradients *g, PyObject *param) 
     int result = -1;
     kind found = {NULL, NULL};
     PyObject *local = NULL;
-    PyObject *grad = PyObject_GetAttr(param, mod->names.grad);
+    PyObject *grad = grad_of(mod, param);
     if (grad == NULL || grad == Py_None) {
         result = grad != NULL ? 1 : -1;
         goto done;

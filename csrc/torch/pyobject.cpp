@@ -130,6 +130,17 @@ int fct_py_from_tensor(fct_tensor *t, PyObject **out) {
     });
 }
 
+int fct_py_grad(PyObject *param, PyObject **out) {
+    return guarded("fct_py_grad", [&] {
+        TORCH_CHECK_TYPE(fct_py_is_tensor(param), "the parameter must be a torch.Tensor");
+        PyObject *grad = THPVariable_Wrap(THPVariable_Unpack(param).grad());
+        if (grad == nullptr) {
+            fct::throw_python_error();
+        }
+        *out = grad;
+    });
+}
+
 int fct_py_set_grad(PyObject *param, PyObject *grad) {
     return guarded("fct_py_set_grad", [&] {
         TORCH_CHECK_TYPE(fct_py_is_tensor(param), "the parameter must be a torch.Tensor");

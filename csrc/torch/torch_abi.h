@@ -235,6 +235,8 @@ bool fct_py_is_tensor(struct _object *obj); /* isinstance(obj, torch.Tensor), fa
 fct_tensor *fct_py_tensor(struct _object *obj);
 /* New Python object for t (the one that exists already where there is one). */
 FCT_CHECK int fct_py_from_tensor(fct_tensor *t, struct _object **out);
+/* param.grad as torch.Tensor has it, whatever the object's class says; new reference, None without. */
+FCT_CHECK int fct_py_grad(struct _object *param, struct _object **out);
 /* sharded_param.grad = grad without the checks of the Python setter; both are torch.Tensor objects.
  * grad NULL: None. */
 FCT_CHECK int fct_py_set_grad(struct _object *param, struct _object *grad);
