@@ -160,12 +160,16 @@ done:
     return status;
 }
 
-/* One rank: the unsharded parameters may be the shards. All of them, or none. */
+/* One rank: the unsharded parameters may be the shards. All of them, or none: an alias that is made
+ * and given up again would cost the parameter the leaf that autograd knows. */
 static fc_status alias_all(fc_group *g, bool *all) {
     fc_status status = FC_OK;
     *all = true;
     for (size_t i = 0; *all && i < g->count; i++) {
-        FC_TRY(fc_param_alias_flat(g->params[i], g->device, all, &g->comm->error));
+        FC_TRY(fc_param_can_alias(g->params[i], g->device, all, &g->comm->error));
+    }
+    for (size_t i = 0; *all && i < g->count; i++) {
+        FC_TRY(fc_param_alias_flat(g->params[i]));
     }
 done:
     return status;

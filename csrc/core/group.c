@@ -120,19 +120,18 @@ static void note(const fc_group *g, const char *label) {
 
 /* Changes whenever a shard is written, replaced or moved: through its local tensor and by
  * optimizers (the version of sharded_data), or by operations on the parameter as a whole (the
- * host's). */
+ * host's). Address and versions are mixed in one after the other: a lower address must not make up
+ * for a higher version. */
 static uint64_t shard_fingerprint(const fc_group *g) {
+    const uint64_t prime = UINT64_C(1099511628211);
     uint64_t print = 0;
     for (size_t i = 0; i < g->count; i++) {
         const fct_tensor *data = g->params[i]->sharded_data;
-        uint64_t one = (uint64_t)(uintptr_t)data;
-        if (data != NULL) {
-            one += fct_tensor_version(data);
-        }
+        uint64_t versions = data != NULL ? fct_tensor_version(data) : 0;
         if (g->host->shard_version != NULL) {
-            one += (uint64_t)g->host->shard_version(g->params[i]->owner) << 32;
+            versions |= (uint64_t)g->host->shard_version(g->params[i]->owner) << 32;
         }
-        print = print * UINT64_C(1099511628211) + one;
+        print = (print * prime + (uint64_t)(uintptr_t)data) * prime + versions;
     }
     return print;
 }
@@ -238,13 +237,20 @@ fc_status fc_group_reshard(fc_group *g) {
 
 fc_status fc_group_unshard(fc_group *g, bool async_op) {
     fc_status status = FC_OK;
-    if (g->gather.active) {
+    bool between_steps = g->training_state == FC_FORWARD || g->training_state == FC_IDLE;
+    if (g->gather.active && !between_steps) {
         return FC_OK;
     }
     uint64_t version = shard_fingerprint(g);
+    bool current = version == g->gathered_version;
+    if (g->gather.active) {
+        if (current) {
+            return FC_OK;
+        }
+        fc_gather_abandon(g); /* a prefetch that nobody used, and an optimizer step since */
+    }
     if (g->sharded_state != FC_SHARDED) {
-        bool between_steps = g->training_state == FC_FORWARD || g->training_state == FC_IDLE;
-        if (between_steps && version != g->gathered_version) {
+        if (between_steps && !current) {
             /* The shards were written since (an optimizer step after an evaluation left us
              * unsharded). */
             FC_TRY(fc_group_to_sharded(g));

@@ -158,21 +158,24 @@ void fc_param_drop_forward(fc_param *p) {
     replace(&p->forward_data, NULL);
 }
 
-fc_status fc_param_alias_flat(fc_param *p, fct_device device, bool *done, fc_error *err) {
+fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can, fc_error *err) {
+    fct_facts shard;
+    fc_status status = fc_param_shard_facts(p, false, &shard, err);
+    *can = status == FC_OK && p->layout.world == 1 && p->flat_numel == shard.numel &&
+           shard.numel > 0 && shard.dtype == fc_param_compute_dtype(p) &&
+           shard.device.type == device.type;
+    return status;
+}
+
+fc_status fc_param_alias_flat(fc_param *p) {
     fc_status status = FC_OK;
     fct_facts shard;
     fct_facts flat;
     fct_tensor *alias = NULL;
-    *done = false;
-    FC_TRY(fc_param_shard_facts(p, false, &shard, err));
-    if (p->layout.world != 1 || p->flat_numel != shard.numel || shard.numel == 0 ||
-        shard.dtype != fc_param_compute_dtype(p) || shard.device.type != device.type) {
-        return FC_OK;
-    }
+    fct_tensor_facts(p->sharded_data, &shard);
     if (p->aliased && p->flat != NULL) {
         fct_tensor_facts(p->flat, &flat);
         if (flat.data == shard.data && flat.numel == shard.numel && flat.dtype == shard.dtype) {
-            *done = true;
             return FC_OK;
         }
     }
@@ -183,7 +186,6 @@ fc_status fc_param_alias_flat(fc_param *p, fct_device device, bool *done, fc_err
     fc_param_forget_unsharded(p);
     replace(&p->flat, alias);
     p->aliased = true;
-    *done = true;
 done:
     fct_tensor_release(alias);
     return status;

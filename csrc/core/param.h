@@ -75,9 +75,13 @@ FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool forward, fct_fac
 /* Copies this rank's part of flat into a new forward_data. */
 FC_CHECK fc_status fc_param_keep_forward(fc_param *p, fct_device device);
 void fc_param_drop_forward(fc_param *p);
-/* Makes flat an alias of the shard, where that has all of the parameter in the compute type on
- * `device`; *done says whether it could. An alias is made anew where the shard was replaced. */
-FC_CHECK fc_status fc_param_alias_flat(fc_param *p, fct_device device, bool *done, fc_error *err);
+/* Whether flat may be the shard's own memory: that has all of the parameter in the compute type on
+ * `device`. */
+FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can,
+                                      fc_error *err);
+/* Makes flat an alias of the shard, for which fc_param_can_alias() said yes; anew where the shard
+ * was replaced. */
+FC_CHECK fc_status fc_param_alias_flat(fc_param *p);
 /* Makes flat where there is none (or an alias), and gives it memory. On failure it holds none. */
 FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,
                                        fc_error *err);

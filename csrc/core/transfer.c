@@ -63,6 +63,24 @@ static fct_tensor *source_of(const fc_gather_plan *plan, const fc_param *p) {
     return plan->forward ? p->forward_data : p->sharded_data;
 }
 
+/* Whether a kernel takes the segment: it moves anything, but converts only types that it knows, and
+ * on a GPU only at addresses that are multiples of an element. */
+static bool fits_kernel(const fck_segment *s) {
+    return s->src_dtype == s->dst_dtype ||
+           (fck_can_cast(s->src_dtype, s->dst_dtype) != 0 &&
+            (uintptr_t)s->src % (uintptr_t)s->itemsize == 0 &&
+            (uintptr_t)s->dst % (uintptr_t)fc_dtype_size(s->dst_dtype) == 0);
+}
+
+/* Elements lie at multiples of their size, except in rows of several types. */
+static bool all_fit_kernels(const fc_gather_plan *plan) {
+    bool fit = plan->native;
+    for (size_t i = 0; fit && plan->dtype == FCK_UINT8 && i < plan->count; i++) {
+        fit = fits_kernel(&plan->segments[i]);
+    }
+    return fit;
+}
+
 /* Casts the shards that no kernel can cast, with torch; *casts gets [count] entries, NULL where
  * none was needed. */
 static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params,
@@ -73,7 +91,7 @@ static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *pa
         return FC_ENOMEM;
     }
     for (size_t i = 0; i < plan->count; i++) {
-        if (fck_can_cast(plan->segments[i].src_dtype, plan->segments[i].dst_dtype) == 0) {
+        if (!fits_kernel(&plan->segments[i])) {
             FC_TRY_RAISED(
                 fct_tensor_cast(source_of(plan, params[i]), plan->segments[i].dst_dtype, &made[i]));
         }
@@ -93,8 +111,10 @@ static fc_status pack_segments(fc_gather_plan *plan, fc_param *const *params,
                                const fck_backend *kernels, fct_device device, fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor **casts = NULL;
-    if (!plan->native) {
+    if (!all_fit_kernels(plan)) {
         FC_TRY(cast_with_torch(plan, params, &casts));
+        plan->valid = false; /* below the segments get other source types than the plan's: build it
+                                anew next time */
         for (size_t i = 0; i < plan->count; i++) {
             if (casts[i] != NULL) {
                 fct_facts facts;
@@ -105,8 +125,6 @@ static fc_status pack_segments(fc_gather_plan *plan, fc_param *const *params,
                 s->itemsize = (int32_t)facts.itemsize;
             }
         }
-        plan->valid = false; /* the segments' source types are no longer the plan's: build it anew
-                                next time */
     }
     FC_TRY(launched(kernels->pack(plan->segments, plan->count, stream_of(device)), err));
 done:
@@ -114,6 +132,18 @@ done:
         fct_tensor_release(casts[i]);
     }
     free((void *)casts);
+    return status;
+}
+
+/* The shard's facts; a kernel can read it only on its own device. */
+static fc_status source_facts(const fc_gather_plan *plan, const fc_param *p, bool for_kernel,
+                              fct_device device, fct_facts *facts, fc_error *err) {
+    fc_status status = fc_param_shard_facts(p, plan->forward, facts, err);
+    if (status == FC_OK && for_kernel && facts->device.type != device.type) {
+        return fc_error_set(err, FC_EINVAL,
+                            "sharded data of parameter '%s' is not on its group's device any more",
+                            p->name != NULL ? p->name : "?");
+    }
     return status;
 }
 
@@ -126,7 +156,7 @@ fc_status fc_transfer_pack(fc_gather_plan *plan, fc_param *const *params, fct_te
     FC_TRY(buffer_facts(buffer, start + plan->row_bytes, &target, err));
     const fck_backend *kernels = backend_of(target.device);
     for (size_t i = 0; i < plan->count; i++) {
-        FC_TRY(fc_param_shard_facts(params[i], plan->forward, &source, err));
+        FC_TRY(source_facts(plan, params[i], kernels != NULL, target.device, &source, err));
         plan->segments[i].src = source.data;
         plan->segments[i].dst = (char *)target.data + start + plan->offsets[i];
         if (kernels == NULL) {
@@ -153,7 +183,7 @@ fc_status fc_transfer_fill(fc_gather_plan *plan, fc_param *const *params, fct_de
     const fck_backend *kernels = backend_of(device);
     for (size_t i = 0; i < plan->count; i++) {
         const fck_segment *segment = &plan->segments[i];
-        FC_TRY(fc_param_shard_facts(params[i], plan->forward, &source, err));
+        FC_TRY(source_facts(plan, params[i], kernels != NULL, device, &source, err));
         FC_TRY(buffer_facts(params[i]->flat, segment->count * fc_dtype_size(segment->dst_dtype),
                             &target, err));
         plan->segments[i].src = source.data;

@@ -109,6 +109,8 @@ void sim_tensor_write(fct_tensor *t, const double *values, const char *what);
 void sim_tensor_expect(const fct_tensor *t, const double *values, const char *what);
 /* Queued on the current stream: reads t and checks that there is no NaN in it. */
 void sim_tensor_touch(const fct_tensor *t, const char *what);
+/* Says that t's memory is elsewhere; nothing moves. */
+void sim_tensor_relocate(fct_tensor *t, fct_device device);
 /* New alias; cannot fail. */
 fct_tensor *sim_tensor_view(const fct_tensor *t, int32_t ndim, const int64_t *sizes,
                             const int64_t *strides);

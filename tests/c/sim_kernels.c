@@ -88,6 +88,11 @@ static const char *sim_pack(const fck_segment *segments, size_t count, void *str
             sim_fail("a segment's itemsize is %d, its type's %lld", (int)s->itemsize,
                      (long long)sim_itemsize(s->src_dtype));
         }
+        if (s->src_dtype != s->dst_dtype && sim_device().type == FCT_DEVICE_CUDA &&
+            ((uintptr_t)s->src % (uintptr_t)sim_itemsize(s->src_dtype) != 0 ||
+             (uintptr_t)s->dst % (uintptr_t)sim_itemsize(s->dst_dtype) != 0)) {
+            return "an address is no multiple of the element size";
+        }
         use(&u, s->src, s->count * sim_itemsize(s->src_dtype), false, what);
         use(&u, s->dst, s->count * sim_itemsize(s->dst_dtype), true, what);
     }

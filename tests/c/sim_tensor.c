@@ -240,6 +240,10 @@ bool fct_tensor_requires_grad(const fct_tensor *t) {
     return t->requires_grad;
 }
 
+void sim_tensor_relocate(fct_tensor *t, fct_device device) {
+    t->storage->device = device;
+}
+
 uint32_t fct_tensor_version(const fct_tensor *t) {
     check_alive(t, "version");
     return t->version;

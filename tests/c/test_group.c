@@ -120,6 +120,72 @@ static void one_rank_unshards_without_a_collective(void **state) {
     end(&f);
 }
 
+/* Autograd holds on to the unsharded parameter between forward and backward. */
+static void one_rank_keeps_its_leaves_where_not_all_of_them_can_be_the_shards(void **state) {
+    (void)state;
+    static const sim_shape others[] = {{.ndim = 1, .sizes = {0}},
+                                       {.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}};
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+        sim_scenario scenario = plain;
+        scenario.world = 1;
+        scenario.shape_count = 2;
+        scenario.shapes[1] = others[i];
+        fixture f = begin(scenario);
+        unshard(&f);
+        const fct_tensor *leaf = f.group->params[0].core.unsharded;
+        assert_int_equal(fc_group_reshard(f.core), FC_OK);
+        unshard(&f);
+        assert_ptr_equal(f.group->params[0].core.unsharded, leaf);
+        assert_false(f.group->params[0].core.aliased);
+        expect_values(&f, 0.0);
+        end(&f);
+    }
+}
+
+static void one_ranks_unsharded_parameters_are_the_shards_where_all_can_be(void **state) {
+    (void)state;
+    sim_scenario scenario = plain;
+    scenario.world = 1;
+    scenario.shape_count = 2;
+    scenario.shapes[1] = scenario.shapes[0];
+    fixture f = begin(scenario);
+    for (int i = 0; i < 2; i++) {
+        unshard(&f);
+        for (size_t j = 0; j < 2; j++) {
+            fct_facts shard;
+            fct_facts whole;
+            fct_tensor_facts(f.group->params[j].core.sharded_data, &shard);
+            fct_tensor_facts(f.group->params[j].core.unsharded, &whole);
+            assert_ptr_equal(whole.data, shard.data);
+        }
+        assert_int_equal(fc_group_reshard(f.core), FC_OK);
+    }
+    end(&f);
+}
+
+/* Behind a single element of two bytes: CUDA's kernel cannot convert to float32 there. */
+static void parameters_are_converted_wherever_they_lie_in_the_row(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        sim_scenario scenario = plain;
+        scenario.device.streams = streams != 0;
+        scenario.shape_count = 3;
+        scenario.shapes[1] = (sim_shape){.ndim = 1, .sizes = {2}, .compute = FCK_BFLOAT16};
+        scenario.shapes[2] =
+            (sim_shape){.ndim = 1, .sizes = {6}, .dtype = FCK_BFLOAT16, .compute = FCK_FLOAT32};
+        fixture f = begin(scenario);
+        for (int i = 0; i < 2; i++) {
+            unshard(&f);
+            for (size_t j = 0; j < 3; j++) {
+                const sim_param *p = &f.group->params[j];
+                sim_tensor_expect(p->core.unsharded, p->full, p->name);
+            }
+            assert_int_equal(fc_group_reshard(f.core), FC_OK);
+        }
+        end(&f);
+    }
+}
+
 static void in_forward_a_group_may_stay_unsharded(void **state) {
     (void)state;
     sim_scenario scenario = plain;
@@ -169,6 +235,55 @@ static void written_shards_are_gathered_anew_between_steps(void **state) {
     end(&f);
 }
 
+static void so_are_those_written_while_a_prefetch_waits_for_its_user(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        sim_scenario scenario = plain;
+        scenario.device.streams = streams != 0;
+        fixture f = begin(scenario);
+        fc_state *root = &f.model->layers[0].core;
+        assert_int_equal(fc_state_begin_iteration(root), FC_OK);
+        assert_int_equal(fc_group_prefetch(f.core, FC_FORWARD), FC_OK);
+        assert_int_equal(fc_state_end_forward(root), FC_OK);
+        expect_state(&f, FC_SHARDED, true);
+        assert_int_equal(fc_comm_quiesce(&f.model->comm), FC_OK); /* it may still be reading */
+        write_shards(&f);
+        assert_int_equal(fc_state_begin_iteration(root), FC_OK);
+        f.core->training_state = FC_FORWARD;
+        unshard(&f);
+        assert_int_equal(fc_state_end_forward(root), FC_OK);
+        assert_int_equal(gathers(), 2);
+        expect_values(&f, 0.0);
+        end(&f);
+    }
+}
+
+/* The other shard lies as many bytes below the first as it was written more often. */
+static void a_lower_address_does_not_make_up_for_more_writes(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    fc_param *p = &f.group->params[0].core;
+    const int64_t size = 2;
+    fct_tensor *other = sim_tensor_new(FCK_FLOAT32, 1, &size, f.group->params[0].full);
+    fct_tensor *low = (uintptr_t)other < (uintptr_t)p->sharded_data ? other : p->sharded_data;
+    fct_tensor *high = low == other ? p->sharded_data : other;
+    uintptr_t distance = (uintptr_t)high - (uintptr_t)low;
+    fct_tensor_retain(low);
+    fct_tensor_retain(high);
+    fc_param_set_sharded_data(p, high);
+    unshard(&f);
+    while (fct_tensor_version(low) < fct_tensor_version(high) + distance) {
+        fct_tensor_bump(low);
+    }
+    fc_param_set_sharded_data(p, low);
+    unshard(&f);
+    assert_int_equal(gathers(), 2);
+    fct_tensor_release(low);
+    fct_tensor_release(high);
+    fct_tensor_release(other);
+    end(&f);
+}
+
 static void but_not_between_a_forward_and_its_backward(void **state) {
     (void)state;
     fixture f = begin(plain);
@@ -195,6 +310,29 @@ static void unshard_in_backward_can_be_switched_off(void **state) {
 }
 
 /* ---- failures ---- */
+
+/* A kernel would read addresses that mean nothing there. */
+static void shards_on_another_device_are_refused(void **state) {
+    (void)state;
+    for (int64_t world = 1; world <= 2; world++) {
+        sim_scenario scenario = plain;
+        scenario.device.streams = true;
+        scenario.world = world;
+        fixture f = begin(scenario);
+        const fct_device cpu = {.type = FCT_DEVICE_CPU, .index = -1};
+        sim_tensor_relocate(f.group->params[0].core.sharded_data, cpu);
+        fc_status status = fc_group_unshard(f.core, false);
+        status = status == FC_OK ? fc_group_wait_unshard(f.core) : status;
+        assert_int_equal(status, FC_EINVAL);
+        assert_non_null(strstr(f.model->comm.error.message,
+                               "parameter '0.0' is not on its group's device any more"));
+        sim_tensor_relocate(f.group->params[0].core.sharded_data, sim_device());
+        unshard(&f);
+        expect_state(&f, FC_UNSHARDED, false);
+        expect_values(&f, 0.0);
+        end(&f);
+    }
+}
 
 static void a_wait_that_failed_can_be_repeated_without_another_gather(void **state) {
     (void)state;
@@ -338,11 +476,17 @@ int main(void) {
         cmocka_unit_test(unshard_starts_a_gather_and_wait_registers_what_it_brought),
         cmocka_unit_test(transitions_to_where_one_is_do_nothing),
         cmocka_unit_test(one_rank_unshards_without_a_collective),
+        cmocka_unit_test(one_rank_keeps_its_leaves_where_not_all_of_them_can_be_the_shards),
+        cmocka_unit_test(one_ranks_unsharded_parameters_are_the_shards_where_all_can_be),
+        cmocka_unit_test(parameters_are_converted_wherever_they_lie_in_the_row),
         cmocka_unit_test(in_forward_a_group_may_stay_unsharded),
         cmocka_unit_test(in_forward_a_group_may_reshard_to_fewer_ranks),
         cmocka_unit_test(written_shards_are_gathered_anew_between_steps),
+        cmocka_unit_test(so_are_those_written_while_a_prefetch_waits_for_its_user),
+        cmocka_unit_test(a_lower_address_does_not_make_up_for_more_writes),
         cmocka_unit_test(but_not_between_a_forward_and_its_backward),
         cmocka_unit_test(unshard_in_backward_can_be_switched_off),
+        cmocka_unit_test(shards_on_another_device_are_refused),
         cmocka_unit_test(a_wait_that_failed_can_be_repeated_without_another_gather),
         cmocka_unit_test(a_torn_group_registers_its_own_face_before_anything_else),
         cmocka_unit_test(reset_gives_up_whatever_there_was),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import Api, batch, collectives, grads, plain, scenario, shard, train, weights
+from behaviour import DIM, Api, batch, collectives, grads, plain, scenario, shard, train, weights
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -46,6 +46,32 @@ def training_alone(api: Api) -> dict[str, Any]:
         found[f"reshard {reshard}"] = train(
             shard(api, plain(), reshard_after_forward=reshard), 0, 3
         )
+    return found
+
+
+class Tapering(nn.Module):
+    """A layer, and behind it a parameter without elements: it cannot be an alias of its shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.nothing = nn.Parameter(torch.empty(0, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu() + self.nothing.sum()
+
+
+def tapering() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(Tapering(), Tapering(), nn.Linear(DIM, 3))
+
+
+@solo()
+def training_with_empty_parameters_alone(api: Api) -> dict[str, Any]:
+    found: dict[str, Any] = {"not sharded": train(tapering(), 0, 3)}
+    for reshard in (None, True, False):
+        model = shard(api, tapering(), reshard_after_forward=reshard)
+        found[f"reshard {reshard}"] = train(model, 0, 3)
     return found
 
 

@@ -75,13 +75,17 @@ def train_with_evaluation(
     mode: Any,
     writer: Any = WRITERS["sgd foreach"],
     after: bool = False,
+    prefetch: bool = False,
     **kwargs: Any,
 ) -> dict[str, list[float]]:
     """Three steps; ``mode`` surrounds a forward before each optimizer step (None: no forward).
 
-    ``after``: evaluates after each step too.
+    ``after``: evaluates after each step too. ``prefetch``: the last block's forward gathers the
+    first block for the next one.
     """
     model = shard(api, plain(), **kwargs)
+    if prefetch:
+        model[-2].set_modules_to_forward_prefetch([model[0]])
     step = writer(model)
     params = list(model.parameters())
 
@@ -119,6 +123,12 @@ def evaluation_before_step(api: Api) -> dict[str, Any]:
                 "losses"
             ],
         }
+    found["prefetched"] = {
+        "without": train_with_evaluation(api, None)["losses"],
+        "with": train_with_evaluation(
+            api, torch.no_grad(), prefetch=True, reshard_after_forward=True
+        )["losses"],
+    }
     found["inference_mode"] = {
         "without": train_with_evaluation(api, None)["losses"],
         "with": train_with_evaluation(api, torch.inference_mode())["losses"],

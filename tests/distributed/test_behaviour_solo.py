@@ -18,6 +18,14 @@ def test_one_rank_trains_as_a_model_that_is_not_sharded() -> None:
         assert differences(expected, results) == [], case
 
 
+def test_one_rank_trains_units_with_empty_parameters() -> None:
+    (found,) = returned("training_with_empty_parameters_alone", "fsdp_c", world=1)
+    expected = found.pop("not sharded")
+    assert len(found) == 3
+    for case, results in found.items():
+        assert differences(expected, results) == [], case
+
+
 def test_mixed_precision_on_one_rank_has_stocks_bits() -> None:
     (found,) = assert_same("mixed_precision_alone", world=1)
     first, second, third = found.values()
