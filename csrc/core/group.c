@@ -72,8 +72,12 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
     if (g->comm == comm) {
         return FC_OK;
     }
+    if (g->comm != NULL && fc_reduce_has(g->comm, g)) {
+        return fc_error_set(&g->comm->error, FC_ESTATE,
+                            "a parameter group cannot change its communication context while its "
+                            "gradients are being reduced");
+    }
     if (g->comm != NULL) {
-        fc_reduce_discard(g->comm, g);
         fc_order_forget(&g->comm->order, g);
         fc_comm_put_event(g->comm, g->reduced);
         g->reduced = NULL;

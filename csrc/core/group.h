@@ -144,7 +144,7 @@ FC_CHECK fc_status fc_link_open(fc_link *link);
 void fc_link_set(fc_link *link, const char *name, int64_t world, int64_t rank);
 /* Parks what is in flight, forgets the group in its comm context, releases all. */
 void fc_group_fini(fc_group *g);
-/* Moves the group to another context (of the same device). FC_ESTATE while something is in flight.
+/* Moves the group to another context (of the same device). FC_ESTATE while a reduction is in flight.
  */
 FC_CHECK fc_status fc_group_set_comm(fc_group *g, fc_comm *comm);
 /* To be called after any parameter's shard or dtype was replaced: plans are built and buckets cut

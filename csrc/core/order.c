@@ -37,10 +37,6 @@ void fc_order_forget(fc_order *o, const struct fc_group *group) {
     }
 }
 
-void fc_order_clear(fc_order *o) {
-    o->count = 0;
-}
-
 void fc_order_fini(fc_order *o) {
     free(o->items);
     memset(o, 0, sizeof *o);

@@ -27,7 +27,6 @@ typedef struct fc_positions {
 /* Appends; *position is where. FC_ENOMEM. */
 FC_CHECK fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *position);
 void fc_order_forget(fc_order *o, const struct fc_group *group);
-void fc_order_clear(fc_order *o);
 void fc_order_fini(fc_order *o);
 
 FC_CHECK fc_status fc_positions_push(fc_positions *p, size_t position);

@@ -156,6 +156,24 @@ static fc_reduction *pop_oldest(fc_comm *c) {
     return r;
 }
 
+/* Makes it the oldest again. */
+static void put_back(fc_comm *c, fc_reduction *r) {
+    r->next = c->oldest;
+    c->oldest = r;
+    if (c->newest == NULL) {
+        c->newest = r;
+    }
+    c->reductions++;
+}
+
+bool fc_reduce_has(const fc_comm *c, const fc_group *g) {
+    const fc_reduction *r = c->oldest;
+    while (r != NULL && r->group != g) {
+        r = r->next;
+    }
+    return r != NULL;
+}
+
 void fc_reduce_discard(fc_comm *c, const fc_group *g) {
     fc_reduction *kept_first = NULL;
     fc_reduction *kept_last = NULL;
@@ -309,26 +327,28 @@ done:
     return status;
 }
 
+/* Users' hooks run while a reduction is finished, and may give up on all of them (a reset) or come
+ * here again (a backward): so it is taken out of the list first. */
 fc_status fc_reduce_recycle(fc_comm *c, size_t keep) {
-    fc_status status = FC_OK;
     while (c->reductions > keep) {
-        fc_reduction *r = c->oldest;
-        if (!r->finished && (status = finish(r)) != FC_OK) {
-            abandon(c, pop_oldest(c)); /* it cannot be finished twice: its gradients are lost */
-            goto done;
+        fc_reduction *r = pop_oldest(c);
+        fc_status status = r->finished ? FC_OK : finish(r);
+        if (status != FC_OK) {
+            abandon(c, r); /* it cannot be finished twice: its gradients are lost */
+            return status;
         }
         if (r->scattered != NULL) {
-            FC_TRY_RAISED(fct_event_wait(r->scattered, fct_stream_current(c->device)));
+            if (fct_event_wait(r->scattered, fct_stream_current(c->device)) != 0) {
+                put_back(c, r);
+                return FC_ERAISED;
+            }
             fc_comm_put_event(c, r->scattered);
-            r->scattered = NULL;
         }
-        (void)pop_oldest(c);
         fct_tensor_release(r->input);
         fct_tensor_release(r->output);
         free(r);
     }
-done:
-    return status;
+    return FC_OK;
 }
 
 fc_status fc_reduce_poll(fc_comm *c) {

@@ -53,6 +53,8 @@ FC_CHECK fc_status fc_reduce_recycle(fc_comm *c, size_t keep);
 /* Without streams: finishes the oldest reductions whose collectives are done by now, so that their
  * buffers go early. */
 FC_CHECK fc_status fc_reduce_poll(fc_comm *c);
+/* Whether reductions of `g` are in flight. */
+bool fc_reduce_has(const fc_comm *c, const fc_group *g);
 /* Gives up on the reductions of `g` (NULL: of all groups) without waiting; their gradients are
  * lost. */
 void fc_reduce_discard(fc_comm *c, const fc_group *g);

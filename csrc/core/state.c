@@ -90,16 +90,27 @@ static fc_status finish_comm(fc_comm *c, bool last) {
     return last || !c->has_streams ? fc_reduce_recycle(c, 0) : FC_OK;
 }
 
-/* The root's context, and those of groups whose own was replaced after lazy init (share_comm_ctx). */
-static fc_status finish_comms(const fc_iteration *it, fc_comm *c, bool last) {
+/* The two ends of a reset: before the groups let anything go, and after they did. */
+static fc_status reset_comm(fc_comm *c, bool after) {
+    if (!after) {
+        return fc_comm_quiesce(c);
+    }
+    prune_order(&c->order);
+    return fc_comm_release_kept(c);
+}
+
+/* For the root's context, and those of groups whose own was replaced after lazy init
+ * (share_comm_ctx); may come to one of these again. Until one fails. */
+static fc_status each_comm(const fc_iteration *it, fc_comm *c,
+                           fc_status (*visit)(fc_comm *c, bool flag), bool flag) {
     fc_status status = FC_OK;
     const fc_comm *before = c;
-    FC_TRY(finish_comm(c, last));
+    FC_TRY(visit(c, flag));
     for (size_t i = 0; i < it->count; i++) {
         for (size_t j = 0; j < it->states[i]->group_count; j++) {
             fc_comm *other = it->states[i]->groups[j]->comm;
             if (other != before && other != c) {
-                FC_TRY(finish_comm(other, last));
+                FC_TRY(visit(other, flag));
             }
             before = other;
         }
@@ -120,7 +131,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
         }
     }
     if (!it->manual) {
-        FC_TRY(finish_comms(it, c, last));
+        FC_TRY(each_comm(it, c, finish_comm, last));
     }
     it->callback_queued = false;
     it->records = false;
@@ -156,7 +167,7 @@ fc_status fc_iteration_complete(fc_iteration *it, fc_comm *c) {
             FC_TRY(fc_call_finalize_backward(it->states[i]->groups[j]));
         }
     }
-    FC_TRY(finish_comms(it, c, true));
+    FC_TRY(each_comm(it, c, finish_comm, true));
     it->pending = false;
 done:
     return status;
@@ -313,26 +324,22 @@ done:
 
 fc_status fc_state_reset(fc_state *s) {
     fc_iteration *it = s->iteration;
-    fc_status first = fc_comm_quiesce(s->comm);
+    fc_status first = each_comm(it, s->comm, reset_comm, false);
     if (first != FC_OK) {
         return first; /* nothing may be let go; what there is stays for the next attempt */
     }
-    first = fc_comm_release_kept(s->comm);
-    fc_reduce_discard(s->comm, NULL);
-    fc_order_clear(&s->comm->order);
     for (size_t i = 0; i < it->count; i++) {
         fc_state *one = it->states[i];
         one->training_state = FC_IDLE;
         for (size_t j = 0; j < one->group_count; j++) {
             fc_status status = fc_group_reset(one->groups[j]);
-            if (first == FC_OK) {
-                first = status;
-            }
+            first = first == FC_OK ? status : first;
         }
     }
+    fc_status status = each_comm(it, s->comm, reset_comm, true);
     it->forward_root = NULL;
     it->callback_queued = false;
     it->records = false;
     it->pending = false;
-    return first;
+    return first == FC_OK ? status : first;
 }

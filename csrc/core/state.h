@@ -67,9 +67,9 @@ FC_CHECK fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end);
 /* A backward has reached the graph that an earlier one made of itself where that left this state:
  * the parameters are needed before any gradient of the forward's outputs is computed. */
 FC_CHECK fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end);
-/* Back to where a new iteration can start, whatever failed; for the root. Where the device's
- * streams do not obey, nothing is changed. Any other failure is returned after all of the reset was
- * tried. A reset can be repeated. */
+/* Back to where a new iteration can start, whatever failed; for the root. What other roots have in
+ * the same context stays. Where the device's streams do not obey, nothing is changed. Any other
+ * failure is returned after all of the reset was tried. A reset can be repeated. */
 FC_CHECK fc_status fc_state_reset(fc_state *s);
 
 #endif

@@ -38,20 +38,6 @@ static void a_forgotten_group_leaves_gaps_and_moves_nobody(void **state) {
     fc_order_fini(&order);
 }
 
-static void a_cleared_order_starts_over_at_place_0(void **state) {
-    (void)state;
-    fc_order order = {NULL, 0, 0};
-    size_t position = 7;
-    assert_int_equal(fc_order_append(&order, &groups[0], &position), FC_OK);
-    fc_order_clear(&order);
-    assert_int_equal(order.count, 0);
-    assert_int_equal(fc_order_append(&order, &groups[1], &position), FC_OK);
-    assert_int_equal(position, 0);
-    assert_ptr_equal(order.items[0], &groups[1]);
-    fc_order_fini(&order);
-    assert_null(order.items);
-}
-
 static void places_are_a_stack(void **state) {
     (void)state;
     fc_positions positions = {NULL, 0, 0};
@@ -102,7 +88,6 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(groups_stand_in_the_order_they_were_appended_in),
         cmocka_unit_test(a_forgotten_group_leaves_gaps_and_moves_nobody),
-        cmocka_unit_test(a_cleared_order_starts_over_at_place_0),
         cmocka_unit_test(places_are_a_stack),
         cmocka_unit_test(without_memory_the_order_stays_as_it_was),
     };

@@ -1,0 +1,142 @@
+/* Resets and changes of context in the middle of a reduction: what is given up, and what is not
+ * theirs to give up. */
+#include "core/reduce.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "sim_model.h"
+
+typedef struct fixture {
+    sim_model *model;
+    sim_group *group; /* of the only layer */
+} fixture;
+
+/* Rank 0 of two: rank 1 has twice the gradient, the mean is 1.5 times ours. */
+static const sim_scenario two_ranks = {
+    .world = 2, .layers = 1, .shape_count = 1, .shapes = {{.ndim = 1, .sizes = {4}}}};
+
+static fixture begin(sim_scenario scenario) {
+    fixture f;
+    scenario.device.seed = 7; /* no collective is done at once */
+    sim_begin(scenario.device);
+    f.model = sim_model_new(&scenario);
+    f.group = &f.model->layers[1].groups[0];
+    assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
+    return f;
+}
+
+static void end(const fixture *f) {
+    sim_model_free(f->model);
+    sim_end();
+}
+
+static fc_group *core(const fixture *f) {
+    return &f->group->core;
+}
+
+/* A backward up to the layer's post-backward: every element of the gradient is 2. */
+static void compute_gradient(const fixture *f) {
+    sim_param *p = &f->group->params[0];
+    const double values[4] = {2.0, 2.0, 2.0, 2.0};
+    assert_int_equal(fc_group_unshard(core(f), false), FC_OK);
+    assert_int_equal(fc_group_wait_unshard(core(f)), FC_OK);
+    core(f)->training_state = FC_PRE_BACKWARD;
+    sim_grad_accumulate(p->core.unsharded, sim_tensor_new(FCK_FLOAT32, 1, p->shape.sizes, values));
+}
+
+static void finish(const fixture *f) {
+    const double values[4] = {3.0, 3.0, 3.0, 3.0};
+    assert_int_equal(fc_reduce_recycle(&f->model->comm, 0), FC_OK);
+    const fct_tensor *grad = sim_grad_peek(f->group->params[0].sharded);
+    assert_non_null(grad);
+    sim_tensor_expect(grad, values, "the reduced gradient");
+}
+
+/* Hooks on gradients are user code: here one starts over in the middle of a reduction. */
+static sim_model *resetting;
+static bool fails_after_reset;
+
+static int take_grad_and_reset(void *owner, fct_tensor *local) {
+    assert_int_equal(fc_state_reset(&resetting->layers[0].core), FC_OK);
+    return fails_after_reset ? -1 : sim_host.take_grad(owner, local);
+}
+
+static void a_hook_on_the_gradient_may_reset_everything(void **state) {
+    (void)state;
+    fc_host host = sim_host;
+    host.take_grad = take_grad_and_reset;
+    for (int bits = 0; bits < 8; bits++) {
+        sim_scenario scenario = two_ranks;
+        scenario.device.streams = (bits & 1) != 0;
+        scenario.shapes[0].hooked = (bits & 2) != 0;
+        fixture f = begin(scenario);
+        resetting = f.model;
+        fails_after_reset = (bits & 4) != 0;
+        core(&f)->host = &host;
+        compute_gradient(&f);
+        fc_status status = fc_group_post_backward(core(&f));
+        status = status == FC_OK ? fc_reduce_recycle(&f.model->comm, 0) : status;
+        assert_int_equal(status, fails_after_reset ? FC_ERAISED : FC_OK);
+        assert_int_equal(f.model->comm.reductions, 0);
+        core(&f)->host = &sim_host;
+        assert_int_equal(fc_state_reset(&f.model->layers[0].core), FC_OK);
+        sim_model_zero_grad(f.model);
+        compute_gradient(&f);
+        assert_int_equal(fc_group_post_backward(core(&f)), FC_OK);
+        finish(&f);
+        end(&f);
+    }
+}
+
+/* Roots may share a context: pipeline stages do. */
+static void a_reset_leaves_what_another_root_has_in_flight(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    fc_iteration stage;
+    fc_state *other = &f.model->layers[0].core;
+    fc_state **states = (fc_state **)malloc(sizeof *states);
+    bool entering = false;
+    fc_iteration_init(&stage);
+    states[0] = other;
+    fc_iteration_set_states(&stage, states, 1);
+    other->iteration = &stage;
+    assert_int_equal(fc_group_pre_forward(core(&f), &entering), FC_OK);
+    assert_int_equal(fc_group_post_forward(core(&f)), FC_OK);
+    compute_gradient(&f);
+    sim_collectives_stall(true);
+    assert_int_equal(fc_group_post_backward(core(&f)), FC_OK);
+    assert_int_equal(fc_state_reset(other), FC_OK);
+    assert_int_equal(f.model->comm.reductions, 1);
+    assert_int_equal(f.model->comm.order.count, 1);
+    finish(&f);
+    end(&f);
+    fc_iteration_fini(&stage);
+}
+
+static void a_group_stays_in_its_context_while_it_is_reduced(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    fc_comm other;
+    fc_comm_init(&other, sim_device());
+    compute_gradient(&f);
+    sim_collectives_stall(true);
+    assert_int_equal(fc_group_post_backward(core(&f)), FC_OK);
+    assert_int_equal(fc_group_set_comm(core(&f), &other), FC_ESTATE);
+    assert_non_null(strstr(f.model->comm.error.message, "while its gradients are being reduced"));
+    finish(&f);
+    assert_int_equal(fc_group_set_comm(core(&f), &other), FC_OK);
+    assert_ptr_equal(core(&f)->comm, &other);
+    assert_int_equal(fc_group_set_comm(core(&f), &f.model->comm), FC_OK);
+    end(&f);
+    fc_comm_fini(&other);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_hook_on_the_gradient_may_reset_everything),
+        cmocka_unit_test(a_reset_leaves_what_another_root_has_in_flight),
+        cmocka_unit_test(a_group_stays_in_its_context_while_it_is_reduced),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
