@@ -213,6 +213,8 @@ int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs)
  * RuntimeError. */
 bool fcpy_state_ready(const fcpy_state *self);
 int fcpy_state_raise(const fcpy_state *self, fc_status status); /* -1 */
+/* The next forward of each state that has several modules starts with none of them run. */
+int fcpy_state_forget_runs(const fcpy_state *self);
 
 /* ---- step.c ---- */
 /* Lazy init where it has not been done, then the once-per-iteration part. */

@@ -20,6 +20,16 @@ int fcpy_state_raise(const fcpy_state *self, fc_status status) {
     return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
 }
 
+int fcpy_state_forget_runs(const fcpy_state *self) {
+    PyObject *states = ((fcpy_iteration *)self->iteration)->all_states;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(states); i++) {
+        if (PySet_Clear(as_state(PyList_GET_ITEM(states, i))->modules_to_run) != 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* ---- State: life ---- */
 
 static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -359,11 +369,8 @@ static PyObject *state_reset(PyObject *obj, PyObject *unused) {
                         "reset_iter_state must be called on the root FSDP module");
         return NULL;
     }
-    PyObject *states = ((fcpy_iteration *)self->iteration)->all_states;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(states); i++) {
-        if (PySet_Clear(as_state(PyList_GET_ITEM(states, i))->modules_to_run) != 0) {
-            return NULL;
-        }
+    if (fcpy_state_forget_runs(self) != 0) {
+        return NULL;
     }
     return none_or_raise(self, fc_state_reset(&self->core));
 }

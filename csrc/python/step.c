@@ -32,6 +32,10 @@ static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) 
 
 int fcpy_state_end_backward(fcpy_state *self) {
     fcpy_log(self->mod, Py_None, "root_post_backward");
+    if (fcpy_state_forget_runs(self) !=
+        0) { /* of modules called by themselves, after the forward */
+        return -1;
+    }
     void *range = fct_profile_enter("FSDP::root_post_backward_callback");
     fc_status status = fc_iteration_end_backward(self->core.iteration, self->core.comm);
     fct_profile_exit(range);

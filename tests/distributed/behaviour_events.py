@@ -187,6 +187,39 @@ def counts_of_collectives(api: Api) -> dict[str, Any]:
     return found
 
 
+class Chunked(nn.Module):
+    """A norm and a head in one group; the head may be left to the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(x)
+        return self.head(normed) if whole else normed
+
+    def step(self, x: torch.Tensor, whole: bool) -> None:
+        outputs = [self(x, whole)]
+        if not whole:
+            outputs = [self.head(part) for part in outputs[0].chunk(2)]
+        torch.stack([output.square().sum() for output in outputs]).sum().backward()
+
+
+@scenario()
+def gathers_of_chunked_steps(api: Api) -> dict[str, Any]:
+    """How often steps gather whose head runs within the forward, or after it, for each chunk."""
+    torch.manual_seed(7)
+    model = Chunked()
+    api.fully_shard([model.norm, model.head])
+    api.fully_shard(model)
+    counts: list[int] = []
+    for at_once in (True, False, True, False, False, True):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            model.step(batch(api.rank), at_once)
+        counts.append(ranges(profiler).count("FSDP::all_gather (norm, head)"))
+    return {"counts": counts, "grads": grads(model)}
+
+
 @scenario()
 def counts_of_accumulation(api: Api) -> dict[str, Any]:
     """Collectives of three micro-batches; only the last synchronises, all modules or some."""

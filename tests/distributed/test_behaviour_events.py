@@ -86,6 +86,11 @@ def test_as_many_collectives_as_stock() -> None:
         assert found["True: kept"] == {gather: 4, scatter: 4}
 
 
+def test_modules_called_after_the_forward_leave_no_trace_in_the_next_one() -> None:
+    for found in assert_same("gathers_of_chunked_steps"):
+        assert found["counts"] == [2, 3, 2, 3, 3, 2]
+
+
 def test_unshard_and_reshard_by_hand() -> None:
     for found in assert_same("unshard_and_reshard"):
         assert found["values"]
