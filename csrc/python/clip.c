@@ -280,12 +280,23 @@ static int gradients_collect(const fcpy_module *mod, gradients *g, PyObject *par
     return g->count > 0 ? 1 : 0;
 }
 
+/* Reads the addresses again after Python code has run; -1 where a gradient is no longer usable. */
+static int gradients_refresh(gradients *g) {
+    for (Py_ssize_t i = 0; i < g->count; i++) {
+        if (!floats_of(fct_py_tensor(g->locals[i]), &g->arrays[i])) {
+            PyErr_SetString(PyExc_RuntimeError, "a gradient was changed while it was clipped");
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* The total norm over the ranks of all `groups` (names). */
-static int gradients_total(const gradients *g, PyObject *groups, float *total) {
+static int gradients_total(gradients *g, PyObject *groups, float *total) {
     const fct_device cpu = {FCT_DEVICE_CPU, -1};
     fct_tensor *buffer = NULL;
     fck_floats norms;
-    if (fct_tensor_empty(g->count, FCK_FLOAT32, cpu, &buffer) != 0) {
+    if (gradients_refresh(g) != 0 || fct_tensor_empty(g->count, FCK_FLOAT32, cpu, &buffer) != 0) {
         return -1;
     }
     int failed = floats_of(buffer, &norms) ? 0 : -1;

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_c import clip_grad_norm_, fully_shard
+from fsdp_c import _C, clip_grad_norm_, fully_shard
 
 SHAPES = [(64, 8), (17,), (9, 3), (1,), (40, 33), (8, 1), (3,)]
 
@@ -234,3 +234,21 @@ class TestArguments:
             clip_grad_norm_([torch.zeros(1)], "large")  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             clip_grad_norm_(3, 1.0)  # type: ignore[arg-type]
+
+
+def test_gradients_that_move_while_groups_are_asked_for_are_read_where_they_are() -> None:
+    """Python code runs between the first look at a gradient and its norm."""
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([6.0, 8.0])
+
+    def no_groups(mesh: Any, placements: Any) -> tuple[str, ...]:
+        param.grad.set_(torch.tensor([3.0, 4.0]))
+        return ()
+
+    def shrinking(mesh: Any, placements: Any) -> tuple[str, ...]:
+        param.grad.untyped_storage().resize_(0)
+        return ()
+
+    assert _C.clip([param], 10.0, False, 1 << 20, no_groups)[0] == 5.0
+    with pytest.raises(RuntimeError, match="changed while it was clipped"):
+        _C.clip([param], 10.0, False, 1 << 20, shrinking)
