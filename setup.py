@@ -198,7 +198,7 @@ def check_resolved(library: str) -> None:
     A shared object links with holes in it; without this they show at import or at the first call.
     """
     nm = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
-    missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcp)_\w+)", nm.stdout)))
+    missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcpy)_\w+)", nm.stdout)))
     if missing:
         os.unlink(library)
         raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")

@@ -215,7 +215,8 @@ static void iteration_dealloc(PyObject *obj) {
 
 static PyObject *get_all_states(PyObject *obj, void *closure) {
     (void)closure;
-    return fcpy_or_none(((fcpy_iteration *)obj)->all_states);
+    PyObject *states = ((fcpy_iteration *)obj)->all_states;
+    return states != NULL ? PySequence_List(states) : PyList_New(0);
 }
 
 static int set_all_states(PyObject *obj, PyObject *value, void *closure) {
@@ -274,7 +275,7 @@ static int set_flag(PyObject *obj, PyObject *value, void *closure) {
 
 static PyGetSetDef iteration_getset[] = {
     {"all_states", get_all_states, set_all_states,
-     "States under the root in named_modules() order.", NULL},
+     "List of the states under the root in named_modules() order (a copy).", NULL},
     {"iter_forward_root", get_forward_root, set_forward_root,
      "State whose forward this iteration is, or None.", NULL},
     {"post_backward_final_callback_queued", get_flag, set_flag,

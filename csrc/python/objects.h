@@ -119,7 +119,8 @@ typedef struct fcpy_group {
     PyObject_HEAD
     fc_group core;
     fcpy_module *mod;
-    PyObject *params;                 /* list of Param, as many as core.count, in its order */
+    PyObject *params;                 /* tuple of Param, as many as core.count, in its order: the
+                                         collector empties lists while who owns them lives on */
     PyObject *comm;                   /* CommContext */
     PyObject *link_names[FCPY_LINKS]; /* str or NULL: the core borrows their text */
     PyObject *fqn;

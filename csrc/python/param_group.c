@@ -1,4 +1,4 @@
-/* The ParamGroup type: the core's parameter group as Python sees it. Owns the list of Params and
+/* The ParamGroup type: the core's parameter group as Python sees it. Owns the tuple of Params and
  * the CommContext. The cold side (lazy init, dtypes, state-dict hooks) is the Python subclass in
  * fsdp_c/param_group.py. */
 #include "objects.h"
@@ -38,16 +38,16 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* The Params' core structs, in the list's order; NULL with MemoryError. */
-static fc_param **core_params(PyObject *list) {
-    size_t count = (size_t)PyList_GET_SIZE(list);
+/* The Params' core structs, in the tuple's order; NULL with MemoryError. */
+static fc_param **core_params(PyObject *tuple) {
+    size_t count = (size_t)PyTuple_GET_SIZE(tuple);
     fc_param **params = (fc_param **)malloc((count > 0 ? count : 1) * sizeof *params);
     if (params == NULL) {
         PyErr_NoMemory();
         return NULL;
     }
     for (size_t i = 0; i < count; i++) {
-        params[i] = &((fcpy_param *)PyList_GET_ITEM(list, (Py_ssize_t)i))->core;
+        params[i] = &((fcpy_param *)PyTuple_GET_ITEM(tuple, (Py_ssize_t)i))->core;
     }
     return params;
 }
@@ -95,7 +95,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
         fct_py_device(device, &parsed) != 0) {
         return -1;
     }
-    PyObject *copy = PyList_GetSlice(list, 0, PyList_GET_SIZE(list));
+    PyObject *copy = PyList_AsTuple(list);
     fc_param **params = copy != NULL ? core_params(copy) : NULL;
     if (params == NULL) {
         Py_XDECREF(copy);
@@ -103,7 +103,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, params,
-                  (size_t)PyList_GET_SIZE(copy), parsed, world, rank);
+                  (size_t)PyTuple_GET_SIZE(copy), parsed, world, rank);
     self->core.module_count = (size_t)module_count;
     self->params = copy;
     Py_INCREF(comm);
@@ -369,7 +369,8 @@ static int set_dtype(PyObject *obj, PyObject *value, void *closure) {
 
 static PyObject *get_params(PyObject *obj, void *closure) {
     (void)closure;
-    return PyList_GetSlice(as_group(obj)->params, 0, PyList_GET_SIZE(as_group(obj)->params));
+    PyObject *params = as_group(obj)->params;
+    return params != NULL ? PySequence_List(params) : PyList_New(0);
 }
 
 static PyObject *get_comm(PyObject *obj, void *closure) {

@@ -189,7 +189,6 @@ void register_python_hook(const at::Tensor &t, const fct_hook &hook) {
 /* The leaf knows its accumulation only weakly: the watch keeps it, and so the hook behind it. */
 struct fct_watch {
     decltype(autograd::impl::grad_accumulator(at::Tensor())) node;
-    uintptr_t key;
     std::shared_ptr<Watched> watched;
 };
 
@@ -271,7 +270,7 @@ int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out) 
         watch->node = autograd::impl::grad_accumulator(*Borrowed(leaf));
         TORCH_CHECK(watch->node, "cannot watch a tensor that accumulates no gradient");
         watch->watched = std::make_shared<Watched>(Watched{*hook});
-        watch->key = watch->node->add_post_hook(std::make_unique<WatchHook>(watch->watched));
+        watch->node->add_post_hook(std::make_unique<WatchHook>(watch->watched));
         *out = watch.release();
     });
 }

@@ -83,6 +83,18 @@ def test_a_model_with_buckets_is_collected_even_while_its_graph_lives(fake_group
     assert group() is None
 
 
+def test_a_group_keeps_its_parameters_when_the_collector_empties_lists(fake_group: int) -> None:
+    """Of a cycle the collector empties what can be emptied, in an order of its own."""
+    module = replicate(model(), bucket_cap_mb=1 / MIB)
+    module(torch.ones(2, 4)).sum().backward()
+    group = group_of(module)
+    for part in gc.get_referents(group):
+        if isinstance(part, list):
+            part.clear()
+    assert len(group.fsdp_params) == 6
+    module(torch.ones(2, 4)).sum().backward()
+
+
 def test_parameters_that_were_replaced_are_watched_anew(single_group: int) -> None:
     """``.data`` elsewhere gives a new unsharded parameter, a load with assign a new sharded one."""
     module = replicate(model(), bucket_cap_mb=1 / MIB)
