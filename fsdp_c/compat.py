@@ -25,6 +25,7 @@ import torch.distributed.fsdp._common_utils as _utils
 import torch.distributed.fsdp._fully_shard._fsdp_common as _common
 import torch.distributed.fsdp._fully_shard._fsdp_init as _init
 import torch.distributed.fsdp._fully_shard._fsdp_param as _param
+import torch.distributed.fsdp._fully_shard._fsdp_state as _state
 import torch.nn as nn
 import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import DeviceMesh
@@ -229,6 +230,7 @@ class GroupOfOlderTorch:
 class StateOfOlderTorch:
     """Of ``FSDPState``."""
 
+    _state_name = "FSDP"
     _fsdp_param_groups: Any
     _state_ctx: Any
 
@@ -237,6 +239,9 @@ class StateOfOlderTorch:
         groups = self._fsdp_param_groups
         assert len(groups) <= 1, "this torch knows one group per state"
         return groups[0] if groups else None
+
+    def _get_state_for_module(self, module: nn.Module) -> Any:
+        return _state._get_module_fsdp_state(module)
 
     def _validate_no_duplicate_params(self) -> None:
         seen = set()

@@ -18,14 +18,24 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
 
 from .attach import Api, Units, apply
 from .compat import mesh_info_of, validate_mesh
-from .state import State
+from .state import IterationContext, State
 
 _DEFAULT_MP_POLICY = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD_POLICY = OffloadPolicy()
 
 
+class ReplicateContext(IterationContext, stock._ReplicateStateContext):
+    """What the states under one root share; torch's ``_ReplicateStateContext`` by type."""
+
+
 class ReplicateState(State, stock._ReplicateState):  # type: ignore[misc]
-    """The state of one ``replicate`` call; torch's ``_ReplicateState`` by type."""
+    """The state of one ``replicate`` call; torch's ``_ReplicateState`` by type.
+
+    Its root is the root of states like it: what ``fully_shard`` has taken below runs under a root
+    of its own, as with torch's.
+    """
+
+    _context_class = ReplicateContext
 
     def __init__(self) -> None:
         State.__init__(self)

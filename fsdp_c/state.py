@@ -12,7 +12,7 @@ from torch.autograd.graph import _MultiHandle
 from torch.distributed._composable_state import _insert_module_state
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 
 from . import _C
 from .comm_context import CommContext
@@ -27,6 +27,16 @@ def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+class IterationContext(_C.IterationContext, FSDPStateContext):
+    """What the states under one root share (``_C.IterationContext``).
+
+    torch's ``FSDPStateContext`` by type.
+    """
+
+    def __init__(self) -> None:
+        _C.IterationContext.__init__(self)
+
+
 @shows(FSDPState)
 class State(_C.State, FSDPState, StateOfOlderTorch):
     """What one ``fully_shard`` call keeps for its modules; torch's ``FSDPState`` by type.
@@ -36,9 +46,11 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
     shares its contexts with all states below.
     """
 
+    _context_class: type[IterationContext] = IterationContext
+
     def __init__(self) -> None:
         # FSDPState.__init__ would make stock's contexts: the C type has its own fields.
-        self._state_ctx = _C.IterationContext()
+        self._state_ctx = self._context_class()
         self._auto_reshard_after_forward: bool | None = True
         self._modules: tuple[nn.Module, ...] = ()
 
@@ -100,7 +112,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         root = self._modules[0]
         states: list[State] = []
         for name, module in root.named_modules():
-            state = _get_module_fsdp_state(module)
+            state = self._get_state_for_module(module)
             if state is None or state in states:
                 continue
             if not isinstance(state, State):
@@ -110,8 +122,8 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 )
             if module is not root and state._is_root is not None:
                 raise RuntimeError(
-                    f"FSDP state has already been lazily initialized for {name}\n"
-                    "FSDP requires running forward through the root module first"
+                    f"{self._state_name} state has already been lazily initialized for {name}\n"
+                    f"{self._state_name} requires running forward through the root module first"
                 )
             states.append(state)
         return states
@@ -121,7 +133,9 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         if self._is_root is not None:
             return
         if len(self._modules) > 1:
-            raise RuntimeError(f"FSDP requires a single root module but got {self._modules}")
+            raise RuntimeError(
+                f"{self._state_name} requires a single root module but got {self._modules}"
+            )
         warn_of_patches_without_effect()
         states = self._states_below()
         groups = [group for state in states for group in state._fsdp_param_groups]

@@ -35,6 +35,7 @@ MODULES = (
     "behaviour_training",
     "behaviour_state",
     "behaviour_solo",
+    "behaviour_replicate",
 )
 DIM = 5
 """Width of the models here: not divisible by 2, so that shards are uneven."""
@@ -56,6 +57,14 @@ class Api:
         else:
             from fsdp_c import fully_shard
         return fully_shard
+
+    @property
+    def replicate(self) -> Callable[..., Any]:
+        if self.name == "torch":
+            from torch.distributed._composable.replicate_with_fsdp import replicate
+        else:
+            from fsdp_c import replicate
+        return replicate
 
     @property
     def ours(self) -> bool:

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from releases import DataParallelMeshDims
+from torch.distributed._composable.replicate_with_fsdp import replicate as stock_replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_c import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_c import FSDPModule, MixedPrecisionPolicy, fully_shard, replicate
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
@@ -248,6 +249,22 @@ def test_list_as_root_is_refused(fake_group: int) -> None:
     fully_shard(modules)
     with pytest.raises(RuntimeError, match="requires a single root module"):
         modules[0](torch.randn(2, 4))
+
+
+@pytest.mark.torch("2.13")
+@pytest.mark.parametrize("case", ["a child first", "a list as root"])
+def test_replicate_refuses_in_its_own_name(fake_group: int, case: str) -> None:
+    messages = []
+    for apply in (stock_replicate, replicate):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        apply(module[0] if case == "a child first" else list(module))
+        with pytest.raises(RuntimeError, match=r"^Replicate ") as refusal:
+            if case == "a child first":
+                apply(module)
+                module[0](torch.randn(2, 4))
+            module(torch.randn(2, 4))
+        messages.append(str(refusal.value))
+    assert messages[0] == messages[1]
 
 
 def test_parameter_tied_across_units_is_refused_at_the_first_forward(fake_group: int) -> None:

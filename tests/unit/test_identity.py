@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+import torch.distributed._composable.replicate_with_fsdp as stock_replicate
 import torch.distributed.fsdp as public
 import torch.distributed.fsdp._fully_shard._fully_shard as stock
 import torch.nn as nn
@@ -24,7 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_state import (
+    FSDPState,
+    FSDPStateContext,
+    _get_module_fsdp_state,
+)
 
 import fsdp_c
 from fsdp_c import _C
@@ -69,6 +74,7 @@ def test_everything_is_torchs_by_type() -> None:
     assert isinstance(state, FSDPState) and isinstance(group, FSDPParamGroup)
     assert isinstance(group.fsdp_params[0], FSDPParam)
     assert isinstance(group.comm_ctx, FSDPCommContext)
+    assert isinstance(state._state_ctx, FSDPStateContext)
     for found in (
         public.fully_shard.state(model[0]),
         fsdp_c.fully_shard.state(model[0]),
@@ -79,6 +85,20 @@ def test_everything_is_torchs_by_type() -> None:
     assert stock.get_cls_to_fsdp_cls()[Block] is type(model[0])
     assert type(model[0]).__mro__[1:3] == (FSDPModule, Block)
     assert type(model[:1]) is nn.Sequential
+
+
+def test_a_replicated_module_is_told_apart_by_type() -> None:
+    module = fsdp_c.replicate(nn.Linear(4, 4))
+    state = module._get_fsdp_state()
+    assert isinstance(module, stock_replicate.ReplicateModule)
+    assert type(module).__name__ == "ReplicateLinear"
+    assert type(module).__mro__[1:4] == (stock_replicate.ReplicateModule, FSDPModule, nn.Linear)
+    assert isinstance(state, stock_replicate._ReplicateState)
+    assert isinstance(state._state_ctx, stock_replicate._ReplicateStateContext)
+    assert stock_replicate._get_module_replicate_state(module) is state
+    assert stock_replicate.replicate.state(module) is state is fsdp_c.replicate.state(module)
+    assert public.fully_shard.state(module) is None
+    assert state._get_state_for_module(fsdp_c.fully_shard(nn.Linear(4, 4))) is None
 
 
 def test_fsdp_module_is_what_torchs_module_holds_at_the_call(

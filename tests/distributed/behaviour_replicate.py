@@ -1,0 +1,73 @@
+"""Scenarios that mix ``replicate`` with ``fully_shard``: whose root is whose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from behaviour import Api, batch, grads, plain, scenario, weights
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Counting(TorchDispatchMode):
+    """Counts collectives, also of several forwards and backwards (as CommDebugMode cannot)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in str(func):
+            self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def mixed_model(api: Api, root: Callable[..., Any]) -> nn.Sequential:
+    """Blocks by turns replicated and sharded, below a root of one of the two kinds."""
+    model = plain()
+    for index, block in enumerate(list(model)[:-1]):
+        (api.replicate if index % 2 == 0 else api.fully_shard)(block)
+    return root(model)
+
+
+def train_mixed(api: Api, model: nn.Sequential) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: dict[str, Any] = {}
+    for step in range(2):
+        with Counting() as forward:
+            loss = model(batch(api.rank, step)).square().mean()
+        kinds = [type(param).__name__ for param in model.parameters()]
+        with Counting() as backward:
+            loss.backward()
+        found[f"step {step}"] = [loss.detach(), dict(forward.seen), kinds, dict(backward.seen)]
+        found[f"gradients {step}"] = grads(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    found["weights"] = weights(model)
+    states = [module._get_fsdp_state() for module in (model, *list(model)[:-1])]
+    found["roots"] = [state._is_root for state in states]
+    found["names"] = [state._fsdp_param_groups[0]._module_fqn for state in states]
+    found["members"] = [len(state._state_ctx.all_states) for state in states]
+    return found
+
+
+@scenario()
+def replicated_below_fully_sharded(api: Api) -> dict[str, Any]:
+    return train_mixed(api, mixed_model(api, api.fully_shard))
+
+
+@scenario()
+def fully_sharded_below_replicated(api: Api) -> dict[str, Any]:
+    return train_mixed(api, mixed_model(api, api.replicate))
+
+
+@scenario()
+def a_sharded_part_of_a_replicated_model_alone(api: Api) -> dict[str, Any]:
+    """Run by itself first: it is its own root in any case."""
+    model = mixed_model(api, api.replicate)
+    with torch.no_grad():
+        alone = model[1](batch(api.rank))
+    return {"alone": alone, **train_mixed(api, model)}
