@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -184,6 +186,56 @@ def converted_after_training(api: Api) -> list[Any]:
     output = model(batch(api.rank).double())
     output.square().mean().backward()
     return [output.detach(), alone(batch(api.rank).double()).detach(), grads(model)]
+
+
+@contextlib.contextmanager
+def swapped_tensors() -> Iterator[None]:
+    """Modules swap their parameters' content, in place of setting ``.data`` or new parameters."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@scenario()
+def swapped_parameters(api: Api) -> dict[str, Any]:
+    """Converted, materialised and loaded by swaps: the same parameter objects, another content."""
+    found: dict[str, Any] = {}
+    with swapped_tensors():
+        model = shard(api, plain())
+        before = list(model.parameters())
+        model.double()
+        output = model(batch(api.rank).double())
+        output.square().mean().backward()
+        found["converted"] = [output.detach(), grads(model), weights(model)]
+        found["same objects"] = [a is b for a, b in zip(before, model.parameters())]
+
+        model = on_meta(api)
+        model.to_empty(device="cpu")
+        initialise(model)
+        found["materialised"] = train(model, api.rank, 2)
+
+        state = copy.deepcopy(shard(api, plain(seed=11)).state_dict())
+        model.load_state_dict(state)
+        found["loaded"] = train(model, api.rank, 2)
+        model.load_state_dict(state, assign=True)
+        found["assigned"] = train(model, api.rank, 2)
+    return found
+
+
+@scenario()
+def swapped_after_training(api: Api) -> list[Any]:
+    """The gradients of a model in double precision, converted with and without swaps."""
+    found = []
+    for context in (swapped_tensors(), contextlib.nullcontext()):
+        with context:
+            model = shard(api, plain())
+            train(model, api.rank, 1)
+            model.double()
+            model(batch(api.rank).double()).square().mean().backward()
+            found.append(grads(model))
+    return found
 
 
 @scenario()

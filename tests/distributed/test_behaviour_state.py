@@ -65,6 +65,21 @@ def test_a_trained_model_can_change_its_dtype() -> None:
         assert "dtype double, but got float" in error.text
 
 
+def test_parameters_whose_content_is_swapped() -> None:
+    for found in assert_same("swapped_parameters"):
+        assert all(found["same objects"])
+        assert differences(found["loaded"], found["assigned"]) == []
+
+
+def test_a_trained_model_can_be_converted_by_swaps() -> None:
+    """Stock gathers into the buffers of the old dtype, and fails."""
+    for swapped, expected in returned("swapped_after_training", "fsdp_c"):
+        assert differences(expected, swapped) == []
+        assert all(gradient.dtype == torch.float64 for gradient in swapped.values())
+    for error in raised("swapped_after_training", "torch"):
+        assert "dtype double, but got float" in error.text
+
+
 def test_checkpoints_are_exchanged_with_stock() -> None:
     for found in returned("checkpoints", "fsdp_c"):
         assert len(found) == 6
