@@ -424,7 +424,12 @@ static fc_status reduce_grads(fc_group *g, fc_span span, bool partial_group) {
         return FC_OK;
     }
     range = fc_group_enter_range(g, "post_backward_reduce");
-    if (g->hosted_reduce || fc_call_overridden(g, FC_CALL_REDUCE)) {
+    bool hosted = g->hosted_reduce || fc_call_overridden(g, FC_CALL_REDUCE);
+    if (!hosted) {
+        FC_TRY(fc_reduce_plan_lay_out(plan, g->reduce_dtype, &g->comm->error));
+        hosted = plan->foreign;
+    }
+    if (hosted) {
         g->was_hosted = true;
         FC_TRY_RAISED(
             g->host->reduce(g->owner, plan->params, plan->grads, plan->count, partial_group));

@@ -183,7 +183,8 @@ void fc_reduce_plan_fini(fc_reduce_plan *plan) {
     memset(plan, 0, sizeof *plan);
 }
 
-/* Checks one gradient and describes it. Not contiguous: it is replaced by a contiguous copy. */
+/* Checks one gradient and describes it. Not contiguous: it is replaced by a contiguous copy. Without
+ * memory of its own (a tensor subclass that wraps others): facts->strided is false. */
 static fc_status describe_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts,
                                    fc_error *err) {
     fc_status status = FC_OK;
@@ -198,11 +199,13 @@ static fc_status describe_gradient(fc_reduce_plan *plan, size_t i, fct_facts *fa
         plan->grads[i] = copy;
         fct_tensor_facts(copy, facts);
     }
-    if (!facts->strided || facts->numel != p->layout.numel) {
-        return fc_error_set(
-            err, FC_EINVAL,
-            "the gradient of parameter '%s' has %lld elements (dense: %d); expected %lld", name,
-            (long long)facts->numel, (int)facts->strided, (long long)p->layout.numel);
+    if (facts->numel != p->layout.numel) {
+        return fc_error_set(err, FC_EINVAL,
+                            "the gradient of parameter '%s' has %lld elements; expected %lld", name,
+                            (long long)facts->numel, (long long)p->layout.numel);
+    }
+    if (!facts->strided) {
+        return FC_OK;
     }
     if (!fc_size_mul(facts->numel, facts->itemsize, &end) ||
         !fc_size_add(end, facts->offset_bytes, &end) || end > facts->storage_bytes ||
@@ -272,6 +275,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, f
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     plan->gradient_count = 0;
+    plan->foreign = false;
     fc_status status = reserve_gradients(plan);
     if (status != FC_OK) {
         return status;
@@ -281,7 +285,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, f
         fct_facts facts;
         int64_t total = 0;
         status = describe_gradient(plan, i, &facts, err);
-        if (status != FC_OK) {
+        if (status != FC_OK || !facts.strided) {
+            plan->foreign = status == FC_OK;
             return status;
         }
         fct_dtype both = i == 0 ? facts.dtype : wider(grad_dtype, facts.dtype);

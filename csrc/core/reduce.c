@@ -501,11 +501,10 @@ static fc_divide divide_of(fc_group *g, fct_dtype dtype) {
     return fc_reduce_divide(&rule);
 }
 
-/* Packs the gradients into r->input, on the current stream. */
+/* Packs the gradients, which are laid out, into r->input, on the current stream. */
 static fc_status pack(fc_group *g, fc_reduction *r) {
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &g->reduce_plan;
-    FC_TRY(fc_reduce_plan_lay_out(plan, g->reduce_dtype, &g->comm->error));
     if (plan->count == 0) { /* only partial rows, in their own type */
         fct_facts facts;
         fct_tensor_facts(r->params[0]->partial, &facts);

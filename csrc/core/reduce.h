@@ -41,9 +41,9 @@ typedef struct fc_divide_rule {
 
 fc_divide fc_reduce_divide(const fc_divide_rule *rule);
 
-/* Reduces the gradients of the span, collected in g->reduce_plan, and takes them out of it.
- * `order_compute`: make the current stream wait for the result (partial group backward). On failure
- * the gradients are gone and nothing is in flight. */
+/* Reduces the gradients of the span, collected and laid out in g->reduce_plan, and takes them out of
+ * it. `order_compute`: make the current stream wait for the result (partial group backward). On
+ * failure the gradients are gone and nothing is in flight. */
 FC_CHECK fc_status fc_reduce_start(fc_group *g, fc_span span, bool order_compute);
 /* Whether the span has partial gradients to all-reduce even without new ones: reduce-scattered in
  * backwards that did not all-reduce. */

@@ -35,6 +35,7 @@ MODULES = (
     "behaviour_training",
     "behaviour_state",
     "behaviour_solo",
+    "behaviour_subclasses",
     "behaviour_replicate",
 )
 DIM = 5
