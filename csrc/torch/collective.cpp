@@ -124,20 +124,21 @@ bool can_poll(const fct_work &work) {
     return work.kind != Kind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
 }
 
-/* Every backward stashes a copy of Python's context variables in the state of its thread, and gloo's
- * works copy that state. gloo's threads would then want the GIL to drop their works, and one that
- * waits for it when the interpreter ends takes the process down by std::terminate. Within its scope
- * the context is not there. */
+/* Since 2.13 every backward stashes a copy of Python's context variables in the state of its thread,
+ * and gloo's works copy that state. gloo's threads would then want the GIL to drop their works, and
+ * one that waits for it when the interpreter ends takes the process down by std::terminate. Within
+ * its scope the context is not there. */
 class ContextAside {
   public:
+    ContextAside(const ContextAside &) = delete;
+    ContextAside &operator=(const ContextAside &) = delete;
+#if FCT_TORCH_AT_LEAST(2, 13)
     ContextAside() {
         if (at::impl::ThreadLocalPythonObjects::contains(kKey)) {
             context_ = at::impl::ThreadLocalPythonObjects::get(kKey);
             at::impl::ThreadLocalPythonObjects::erase(kKey);
         }
     }
-    ContextAside(const ContextAside &) = delete;
-    ContextAside &operator=(const ContextAside &) = delete;
     ~ContextAside() {
         if (context_) {
             at::impl::ThreadLocalPythonObjects::set(kKey, std::move(context_));
@@ -147,6 +148,9 @@ class ContextAside {
   private:
     static constexpr const char *kKey = "context";
     std::shared_ptr<c10::SafePyObject> context_;
+#else
+    ContextAside() {}
+#endif
 };
 
 /* Issues a collective: `cpp` calls the C++ group, `python` the Python one; both return the work. */
