@@ -188,10 +188,15 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._adopted = self.sharded_param._local_tensor
         self._sharded_param_data = self._with_padding(padded, self._adopted)
 
-    def _copy_attributes(self, to: nn.Parameter) -> None:
-        """What the user has noted on the parameter object stays on its stand-ins."""
+    def _copy_attributes(self, to: nn.Parameter, modules: bool = True) -> None:
+        """What the user has noted on the parameter object stays on its stand-ins.
+
+        ``modules``: references to modules, too. The core holds the unsharded parameter in a place
+        that the garbage collector does not see: it must not lead back to the model.
+        """
         for name, value in self._orig_attributes.items():
-            to.__dict__.setdefault(name, value)
+            if modules or not isinstance(value, nn.Module):
+                to.__dict__.setdefault(name, value)
 
     @property
     def _shard_rank(self) -> int:
@@ -289,12 +294,12 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             )
 
     def _as_original(self, parameter: nn.Parameter) -> nn.Parameter:
-        """With the class (for plain subclasses of ``nn.Parameter``) and attributes of the
-        parameter that the user made."""
+        """With the class (for plain subclasses of ``nn.Parameter``) and attributes (but for
+        modules) of the parameter that the user made."""
         original = self._orig_class
         if type(parameter) is nn.Parameter and issubclass(original, nn.Parameter):
             parameter.__class__ = original
-        self._copy_attributes(parameter)
+        self._copy_attributes(parameter, modules=False)
         return parameter
 
     def _make_forward(self, data: torch.Tensor) -> nn.Parameter:

@@ -150,38 +150,82 @@ struct WatchHook final : autograd::FunctionPostHook {
     std::shared_ptr<Watched> watched;
 };
 
+/* A hook on a leaf. A leaf keeps its hooks for as long as it lives, and may be a parameter of the
+ * very model that the hook is for: so it knows the owner only weakly. */
+struct LeafHook {
+    py::weakref owner;
+    int (*call)(void *owner);
+};
+
 constexpr const char *kCapsule = "fsdp_c.hook";
 
+LeafHook *leaf_hook(PyObject *capsule) {
+    return static_cast<LeafHook *>(PyCapsule_GetPointer(capsule, kCapsule));
+}
+
 PyObject *call_capsule(PyObject *self, PyObject *) {
-    auto *hook = static_cast<HookRef *>(PyCapsule_GetPointer(self, kCapsule));
-    if (hook == nullptr || guarded("gradient hook", [&] { hook->call(); }) != 0) {
+    const LeafHook *hook = leaf_hook(self);
+    const auto run = [&] {
+        const py::object owner = hook->owner();
+        if (!owner.is_none() && hook->call(owner.ptr()) != 0) {
+            fct::throw_python_error();
+        }
+    };
+    if (hook == nullptr || guarded("gradient hook", run) != 0) {
         return nullptr;
     }
     Py_RETURN_NONE;
 }
 
 void free_capsule(PyObject *capsule) {
-    delete static_cast<HookRef *>(PyCapsule_GetPointer(capsule, kCapsule));
+    delete leaf_hook(capsule);
 }
 
 PyMethodDef hook_method = {"fsdp_c_grad_hook", call_capsule, METH_O, nullptr};
 
+/* Whether the leaf has this hook already: of a forward before. */
+bool is_hooked(const py::object &leaf, const fct_hook &hook) {
+    const py::object hooks = leaf.attr("_backward_hooks");
+    if (hooks.is_none()) {
+        return false;
+    }
+    for (const py::handle value : hooks.attr("values")()) {
+        if (!PyCFunction_Check(value.ptr()) ||
+            PyCFunction_GET_FUNCTION(value.ptr()) != call_capsule) {
+            continue;
+        }
+        const LeafHook *known = leaf_hook(PyCFunction_GET_SELF(value.ptr()));
+        if (known->call == hook.call && known->owner().ptr() == hook.owner) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Leaves keep their hooks in one Python dict, and registering any hook replaces whatever else was
  * on the tensor: so ours has to go through the same door. */
 void register_python_hook(const at::Tensor &t, const fct_hook &hook) {
-    auto ref = std::make_unique<HookRef>(hook);
-    auto capsule =
-        py::reinterpret_steal<py::object>(PyCapsule_New(ref.get(), kCapsule, free_capsule));
+    const auto leaf = py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
+    if (!leaf) {
+        fct::throw_python_error();
+    }
+    if (is_hooked(leaf, hook)) {
+        return;
+    }
+    auto made = std::make_unique<LeafHook>(
+        LeafHook{py::weakref(static_cast<PyObject *>(hook.owner)), hook.call});
+    const auto capsule =
+        py::reinterpret_steal<py::object>(PyCapsule_New(made.get(), kCapsule, free_capsule));
     if (!capsule) {
         fct::throw_python_error();
     }
-    (void)ref.release();
-    auto callable = py::reinterpret_steal<py::object>(PyCFunction_New(&hook_method, capsule.ptr()));
-    auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
-    if (!callable || !tensor) {
+    (void)made.release();
+    const auto callable =
+        py::reinterpret_steal<py::object>(PyCFunction_New(&hook_method, capsule.ptr()));
+    if (!callable) {
         fct::throw_python_error();
     }
-    tensor.attr("register_hook")(callable);
+    leaf.attr("register_hook")(callable);
 }
 
 } // namespace

@@ -208,7 +208,8 @@ FCT_CHECK int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook 
 fct_tensor *const *fct_autograd_node_grads(size_t *count);
 void fct_autograd_node_set_grad(size_t index, fct_tensor *grad);
 /* Calls hook whenever the gradient of t (non-leaf or leaf, requires grad) has been computed; like
- * Tensor.register_hook with a hook that returns the gradient unchanged. */
+ * Tensor.register_hook with a hook that returns the gradient unchanged. The owner is a Python
+ * object; a leaf holds it weakly, and a hook that it has already is not added again. */
 FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);
 /* Calls hook each time autograd has accumulated into .grad of this leaf, on the thread that runs
  * backward, until the watch is freed. Unlike other hooks it does not count its owner: retain and
