@@ -29,6 +29,18 @@ namespace {
 thread_local autograd::variable_list *node_grads = nullptr;
 thread_local std::vector<fct_tensor *> node_handles;
 
+/* Compiled autograd asks every node and hook what it is to compile. It calls nobody at the end of a
+ * backward, so that torch's FSDP2 goes on with gradients that were never reduced; here it is refused
+ * before anything has run. */
+[[noreturn]] void refuse_to_compile() {
+    const pybind11::gil_scoped_acquire gil;
+    PyErr_SetString(PyExc_NotImplementedError,
+                    "compiled autograd cannot run the backward of sharded or replicated modules: "
+                    "their gradients would not be reduced. Switch it off; torch.compile of modules "
+                    "and whole models works without it");
+    fct::throw_python_error();
+}
+
 /* The identity in backward, plus the hook. Like torch.autograd.Function it fills in zeros for
  * outputs that received no gradient. */
 struct PostBackwardNode final : autograd::Node {
@@ -54,6 +66,10 @@ struct PostBackwardNode final : autograd::Node {
         }
         node_grads = outer;
         return result;
+    }
+
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override {
+        refuse_to_compile();
     }
 
 #if FCT_TORCH_AT_LEAST(2, 13)
@@ -125,6 +141,10 @@ struct GradHook final : autograd::FunctionPreHook {
         return grads;
     }
 
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override {
+        refuse_to_compile();
+    }
+
     HookRef hook;
 };
 
@@ -145,6 +165,10 @@ struct WatchHook final : autograd::FunctionPostHook {
             fct::throw_python_error();
         }
         return outputs;
+    }
+
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override {
+        refuse_to_compile();
     }
 
     std::shared_ptr<Watched> watched;

@@ -17,6 +17,7 @@ import torch.distributed.fsdp as public
 import torch.distributed.fsdp._fully_shard._fully_shard as stock
 import torch.nn as nn
 from releases import has
+from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.distributed._composable_state import _get_module_state
@@ -277,6 +278,27 @@ def test_dynamo_compiles_what_is_between_the_hooks(shard: Shard, hooks: str) -> 
     for one, other in zip(model.parameters(), eager.parameters()):
         assert torch.equal(one.grad.to_local(), other.grad.to_local())
     torch._dynamo.reset()
+
+
+@pytest.mark.torch("2.13")
+def test_compiled_autograd_is_refused_where_torch_loses_the_gradients() -> None:
+    """Nobody calls FSDP2 at the end of a compiled backward: torch's reduces nothing, silently."""
+    x = torch.ones(2, 8)
+    stock_module, module, eager = (
+        shard(nn.Linear(8, 8)) for shard in (public.fully_shard, *2 * [fsdp_c.fully_shard])
+    )
+    stock_weight = stock_module.weight
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        stock_module(x).sum().backward()
+        with pytest.raises(NotImplementedError, match="compiled autograd cannot run") as refusal:
+            module(x).sum().backward()
+    torch._dynamo.reset()
+    assert stock_weight.grad is None
+    assert "frame #" not in str(refusal.value)
+    module.reset_iter_state()
+    for one in (module, eager):
+        one(x).sum().backward()
+    assert torch.equal(module.bias.grad.to_local(), eager.bias.grad.to_local())
 
 
 def test_the_module_of_the_package_and_the_function_have_one_name() -> None:
