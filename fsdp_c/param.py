@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from .param_group import ParamGroup
 
 
+_RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+"""A method of tensor subclasses, beside ``fsdp_post_all_gather``."""
+
+
 def _shard_dim(placement: Shard | None, param: torch.Tensor, local: torch.Tensor) -> int:
     if placement is None:
         return 0
@@ -348,6 +352,16 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         super().init_unsharded_param()
         if extended:
             self._hosted = True
+            self._release_outputs()
+
+    def _release_outputs(self) -> None:
+        """Frees what was gathered, where the extension says that it has made something else of it
+        (which torch asks for from release 2.15 on); not where shards are taken from it."""
+        may_release = getattr(self._sharded_local_tensor, _RELEASES_OUTPUTS, None)
+        smaller = _smaller_mesh(self.mesh_info, self.post_forward_mesh_info)
+        if may_release is not None and smaller is None and may_release():
+            for tensor in self.all_gather_outputs:
+                free_storage(tensor)
 
     def reset_sharded_param(self) -> None:
         """Adopts what is registered now: ``_apply``, ``load_state_dict(assign=True)`` and the like

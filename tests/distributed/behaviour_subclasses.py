@@ -1,12 +1,13 @@
-"""Scenarios about tensor subclasses as parameters whose gradients are subclasses, too."""
+"""Scenarios about all-gather extensions: of tensor subclasses, and patched onto plain tensors."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import Api, scenario
+from behaviour import Api, grads, scenario, weights
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -88,3 +89,62 @@ def gradients_that_are_pairs(api: Api) -> dict[str, Any]:
             api.fully_shard(module, **kwargs)
         found[name] = train_pairs(model, api.rank, backwards)
     return found
+
+
+# ---- extensions of single tensors ----------------------------------------------------------------
+
+
+def send_in_bf16(
+    local: torch.Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
+) -> tuple[tuple[torch.Tensor, ...], None]:
+    return (local.to(torch.bfloat16),), None
+
+
+def widen(
+    outputs: tuple[torch.Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Any = None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    if out is None:
+        wide = outputs[0].to(dtype)
+        return wide, (wide,)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(outputs[0])
+    return None
+
+
+class Sizes(nn.Linear):
+    """Notes how many bytes its gathered tensors, and what was made of them, have in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (group,) = self._get_fsdp_state()._fsdp_param_groups
+        self.seen = [
+            [tensor.untyped_storage().nbytes() for tensor in tensors]
+            for param in group.fsdp_params
+            for tensors in (param.all_gather_outputs, param._unsharded_inner_tensors)
+        ]
+        return super().forward(x)
+
+
+def patched_tensors(api: Api, release: bool | None) -> dict[str, Any]:
+    """A model whose shards, plain tensors, were given an extension each."""
+    torch.manual_seed(4)
+    model = nn.Sequential(*(Sizes(WIDTH, WIDTH, bias=False) for _ in range(2)))
+    for layer in model:
+        api.fully_shard(layer, reshard_after_forward=True)
+    api.fully_shard(model)
+    for layer in model:
+        local = layer.weight._local_tensor  # the object: to_local() would give another
+        local.fsdp_pre_all_gather = functools.partial(send_in_bf16, local)
+        local.fsdp_post_all_gather = widen
+        if release is not None:
+            local.fsdp_should_release_all_gather_outputs_after_post_all_gather = lambda: release
+    for step in range(2):
+        model(rows(api.rank, step)).square().sum().backward()
+    return {
+        "trained": [grads(model), weights(model)],
+        "sizes": [layer.seen for layer in model],
+    }
+
+
+@scenario()
+def extensions_patched_onto_tensors(api: Api) -> dict[str, Any]:
+    return {str(release): patched_tensors(api, release) for release in (None, False, True)}

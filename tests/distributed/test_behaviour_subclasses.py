@@ -1,8 +1,8 @@
-"""Tensor subclasses as parameters: what torch's FSDP2 makes of their gradients, ours makes, too."""
+"""All-gather extensions: what torch's FSDP2 makes of parameters and gradients, ours makes, too."""
 
 from __future__ import annotations
 
-from behaviour import assert_same
+from behaviour import assert_same, differences, returned
 
 
 def test_gradients_may_be_subclasses_without_memory_of_their_own() -> None:
@@ -11,3 +11,22 @@ def test_gradients_may_be_subclasses_without_memory_of_their_own() -> None:
             first_loss, first_gradient = results[0], results[1 if "acc" not in name else 2]
             assert len(first_loss) == 2, "the loss is a pair"
             assert first_gradient[0].abs().sum() > 0, name
+
+
+def test_an_extension_may_be_patched_onto_a_plain_tensor() -> None:
+    pairs = zip(
+        returned("extensions_patched_onto_tensors", "fsdp_c"),
+        returned("extensions_patched_onto_tensors", "torch"),
+    )
+    for ours, theirs in pairs:
+        for case, found in ours.items():
+            assert differences(theirs[case]["trained"], found["trained"]) == [], case
+        assert differences(theirs["None"]["sizes"], ours["None"]["sizes"]) == []
+
+
+def test_an_extension_may_release_what_was_gathered() -> None:
+    """torch asks it from release 2.15 on."""
+    for found in returned("extensions_patched_onto_tensors", "fsdp_c"):
+        whole = 6 * 6
+        assert found["False"]["sizes"] == 2 * [[[2 * whole], [4 * whole]]]
+        assert found["True"]["sizes"] == 2 * [[[0], [4 * whole]]]
