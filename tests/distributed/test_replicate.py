@@ -8,7 +8,12 @@ import pytest
 import replicated
 from launch import run_ranks
 
-CASES = [(world, one.__name__) for world, all in replicated.SCENARIOS.items() for one in all]
+UNUSED = replicated.one_rank_leaves_parameters_out  # torch's own replicate has to reduce them, too
+CASES = [
+    pytest.param(world, one.__name__, marks=[pytest.mark.torch("2.13")] if one is UNUSED else [])
+    for world, all in replicated.SCENARIOS.items()
+    for one in all
+]
 
 
 @functools.cache

@@ -6,11 +6,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 from behaviour import Api, batch, differences, grads, plain, shard, train, weights
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
+
+pytestmark = pytest.mark.torch("2.13")  # older DTensors crash in threads, in fake tensors' modes
 
 SEEDING = threading.Lock()
 """torch's global random generator is one for all ranks here."""

@@ -38,6 +38,7 @@ def test_a_signal_is_seen_within_a_fifth_of_a_second(case: str) -> None:
     assert min(delays("fsdp_c", case)) <= 0.2
 
 
+@pytest.mark.torch("2.13")  # reset_iter_state
 @pytest.mark.parametrize("case", interrupt.CASES)
 def test_stock_sees_it_when_the_peer_has_come(case: str) -> None:
     assert min(delays("torch", case)) >= interrupt.LATE
