@@ -156,6 +156,10 @@ fc_status fc_gather_await(fc_group *g) {
         FC_TRY_RAISED(fct_event_wait(g->gather.done, fct_stream_current(g->device)));
     }
     FC_TRY(fc_collective_wait(g, g->gather.link, FC_ALL_GATHER, &g->gather.work));
+    if (!g->gather.active) { /* by a signal's handler */
+        return fc_error_set(&g->comm->error, FC_ESTATE,
+                            "the group was reset while its all-gather was waited for");
+    }
 done:
     return status;
 }

@@ -62,7 +62,6 @@ struct fct_work {
     c10::intrusive_ptr<c10d::Work> work;
     pybind11::object python; /* instead of work where the group is a Python class */
     Kind kind = Kind::unknown;
-    bool waited = false;                 /* a wait has returned without an error */
     std::shared_ptr<fct::Waiter> waiter; /* where the group's helper waits */
 };
 
@@ -220,14 +219,18 @@ void wait_for_helper(fct::Waiter &waiter) {
     waiter.rethrow();
 }
 
-void wait_on_gloo(fct_work &work) {
-    if (work.waiter) {
-        wait_for_helper(*work.waiter);
+/* User code that runs during a wait (a signal's handler) may let the work go, by a reset: here and in
+ * fct_work_wait what is waited for is held, and `work` not looked at again. */
+void wait_on_gloo(const fct_work &work) {
+    const auto waiter = work.waiter;
+    const auto held = work.work;
+    if (waiter) {
+        wait_for_helper(*waiter);
     } else if (can_poll(work)) {
-        wait_in_slices(*work.work);
+        wait_in_slices(*held);
     } else {
         pybind11::gil_scoped_release released;
-        work.work->wait();
+        held->wait();
     }
 }
 
@@ -350,18 +353,19 @@ int fct_work_wait(fct_work *work) {
     return guarded("fct_work_wait", [&] {
         const at::NoGradGuard no_grad;
         if (work->python) {
-            work->python.attr("wait")();
-        } else {
-            /* Some works copy into the output only now. */
-            const at::AutoDispatchBelowADInplaceOrView below;
-            if (work->kind == Kind::gloo) {
-                wait_on_gloo(*work);
-            } else {
-                pybind11::gil_scoped_release released;
-                work->work->wait();
-            }
+            const pybind11::object held = work->python;
+            held.attr("wait")();
+            return;
         }
-        work->waited = true;
+        /* Some works copy into the output only now. */
+        const at::AutoDispatchBelowADInplaceOrView below;
+        if (work->kind == Kind::gloo) {
+            wait_on_gloo(*work);
+            return;
+        }
+        const auto held = work->work;
+        pybind11::gil_scoped_release released;
+        held->wait();
     });
 }
 
@@ -379,10 +383,10 @@ bool fct_work_done(fct_work *work) {
         case Kind::fake:
             return true;
         case Kind::python:
-            return work->waited || !python_work_can_tell(work->python) ||
+            return !python_work_can_tell(work->python) ||
                    work->python.attr("is_completed")().cast<bool>();
         default:
-            return work->waited || work->work->isCompleted();
+            return work->work->isCompleted();
         }
     } catch (...) {
         PyErr_Clear();

@@ -119,6 +119,9 @@ CASES: dict[str, Callable[..., Case]] = {
 }
 
 
+HANDLED = ["gather in forward", "gather in backward", "reduction"]
+
+
 def fill_memory(model: nn.Module) -> list[torch.Tensor]:
     """Tensors of every size that a buffer of the model may have, of one value."""
     sizes = {2 * p.numel() for p in model.parameters()}
@@ -174,12 +177,40 @@ def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[s
     return found
 
 
+def reset_by_handler(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
+    """One case whose signal has a handler on rank 0 that resets the model, and returns."""
+    expected = train(make(api).model, api.rank, 2)
+    case = make(api)
+    found: dict[str, Any] = {"error": ""}
+    case.begin()
+    dist.barrier()
+    if api.rank == 0:
+        before = signal.signal(signal.SIGUSR1, lambda *unused: case.model.reset_iter_state())
+        try:
+            case.wait_in()
+        except RuntimeError as error:
+            found["error"] = str(error)
+        signal.signal(signal.SIGUSR1, before)
+    else:
+        time.sleep(SIGNAL_AFTER)
+        os.kill(peers[0], signal.SIGUSR1)
+        time.sleep(LATE)
+        with contextlib.suppress(Left):
+            case.late()
+    recover(api, case, found)
+    found["as without"] = differences(expected, train(case.model, api.rank, 2)) == []
+    return found
+
+
 def interrupt_all(rank: int, world: int, name: str, attempts: int) -> dict[str, list[Any]]:
-    """Every case, ``attempts`` times."""
+    """Every case, ``attempts`` times; ours also with handlers that reset (``handler: case``)."""
     api = Api(name, rank, world, Path())
     peers: list[Any] = [None] * world
     dist.all_gather_object(peers, os.getpid())
-    return {
+    found = {
         title: [interrupted(api, make, peers) for _ in range(attempts)]
         for title, make in CASES.items()
     }
+    for title in HANDLED if api.ours else []:
+        found[f"handler: {title}"] = [reset_by_handler(api, CASES[title], peers)]
+    return found

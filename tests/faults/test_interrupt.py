@@ -57,3 +57,12 @@ def test_buffers_stay_until_the_late_peer_is_done_with_them(case: str) -> None:
         assert found["parked"] == 1
         assert found["overwritten"] == 0
         assert found["parked in the end"] == 0
+
+
+@pytest.mark.parametrize("case", interrupt.HANDLED)
+def test_a_handler_may_reset_the_model_and_return(case: str) -> None:
+    for rank, found in enumerate(outcomes("fsdp_c")):
+        [result] = found[f"handler: {case}"]
+        given_up = rank == 0 and case.startswith("gather")
+        assert ("reset while" in result["error"]) == given_up
+        assert result["as without"]
