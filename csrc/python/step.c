@@ -256,7 +256,7 @@ static int insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
                                                   "OO", *args, *kwargs),
                               args, kwargs);
     }
-    if (fcpy_guard_patched(&self->mod->guard, FCPY_CALL_NODE_CLASS)) {
+    if (fct_functorch_hooked() || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_NODE_CLASS)) {
         return fcpy_take_pair(PyObject_CallFunctionObjArgs(self->mod->bound.insert_node,
                                                            (PyObject *)self, *args, *kwargs, NULL),
                               args, kwargs);
@@ -316,7 +316,9 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
 /* Hooks on the outputs' gradients. New reference to the output to go on with. */
 static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
     const fct_hook hook = {self, call_pre_backward, fcpy_retain, fcpy_release};
-    if (fcpy_state_overrides(self, FCPY_STATE_HOOK_OUTPUT | FCPY_STATE_PRE_BACKWARD)) {
+    /* Within functorch's transforms an output need not say that it requires grad. */
+    if (fct_functorch_hooked() ||
+        fcpy_state_overrides(self, FCPY_STATE_HOOK_OUTPUT | FCPY_STATE_PRE_BACKWARD)) {
         return PyObject_CallMethod((PyObject *)self, "_register_pre_backward_hook", "(O)", output);
     }
     if (fct_grad_enabled() && fcpy_hook_outputs(self->mod, (PyObject *)self, &hook, output) != 0) {

@@ -283,6 +283,14 @@ bool fct_functorch_active(void) {
         c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
+bool fct_functorch_hooked(void) {
+#if FCT_TORCH_AT_LEAST(2, 13)
+    return fct_functorch_active();
+#else
+    return false;
+#endif
+}
+
 void *fct_functorch_pause(void) {
     return fct_functorch_active() ? new FuncTorchPause : nullptr;
 }
