@@ -95,6 +95,7 @@ class CommContext:
 class IterationContext:
     all_states: list[Any]
     iter_forward_root: State | None
+    post_optim_event: Any
     post_backward_final_callback_queued: bool
     is_last_backward: bool
     manual_finalization: bool
@@ -169,6 +170,7 @@ class State:
     _is_root: bool | None
     _input_dtype: torch.dtype | None
     _output_dtype: torch.dtype | None
+    _moves_inputs: bool
     _modules_to_run_forward: set[nn.Module]
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], /

@@ -62,6 +62,12 @@ class CommContext(_C.CommContext, FSDPCommContext):
         """The first two."""
         return self.all_gather_copy_in_stream, self.all_gather_stream
 
+    def _gather_after(self, event: Any) -> None:
+        """Gathers that are begun from now on wait for ``event`` (of the optimizer's step)."""
+        if self._stream_id(0) is not None:
+            for stream in self.gather_streams:
+                stream.wait_event(event)
+
     def get_all_gather_streams(
         self, async_op: bool, training_state: TrainingState
     ) -> tuple[Any, Any]:

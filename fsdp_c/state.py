@@ -13,11 +13,18 @@ from torch.distributed._composable_state import _insert_module_state
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+from torch.distributed.utils import _to_kwargs
 
 from . import _C
 from .comm_context import CommContext
 from .compat import StateOfOlderTorch, register_group_hooks
 from .guard import is_overridden, shows, warn_of_patches_without_effect
+
+
+def _moves_inputs_to(device: torch.device) -> bool:
+    """Whether the root's arguments are put there, as DDP does it."""
+    own = torch._C._get_privateuse1_backend_name()
+    return device.type in ("cuda", "hpu", "xpu", "mtia", own)
 
 
 def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
@@ -70,6 +77,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._comm_ctx = CommContext(device)
         self._input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
         self._output_dtype = mp_policy.output_dtype
+        self._moves_inputs = _moves_inputs_to(device)
         for module in modules:
             _insert_module_state(module, self)
         if any(is_overridden(self, FSDPState, n) for n in ("_pre_forward", "_post_forward")):
@@ -106,6 +114,16 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._post_forward_hook_handle = module.register_forward_hook(
             self._post_forward, prepend=False
         )
+
+    def _inputs_to_device(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All tensors in the arguments of the iteration's first forward on the state's device."""
+        if not args and not kwargs:
+            return args, kwargs
+        with torch.profiler.record_function("FSDP::inputs_to_device"):
+            moved_args, moved_kwargs = _to_kwargs(args, kwargs, self._device, False)
+        return moved_args[0], moved_kwargs[0]
 
     def _states_below(self) -> list[State]:
         """All states in the root's tree, in ``named_modules()`` order; refuses other roots."""

@@ -193,12 +193,12 @@ void fc_state_fini(fc_state *s) {
     memset(s, 0, sizeof *s);
 }
 
-fc_status fc_state_begin_iteration(fc_state *s) {
+fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     fc_status status = FC_OK;
     if (s->iteration->forward_root != NULL) {
         return FC_OK;
     }
-    if (s->comm->streams_ready) {
+    if (s->comm->streams_ready && after_compute) {
         fct_stream compute = fct_stream_current(s->device);
         FC_TRY(fc_comm_order_streams(s->comm, s->comm->copy_in_stream, compute));
         FC_TRY(fc_comm_order_streams(s->comm, s->comm->gather_stream, compute));

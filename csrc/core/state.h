@@ -52,9 +52,9 @@ void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *c
                    fct_device device);
 void fc_state_fini(fc_state *s);
 
-/* Once per iteration, by the first state whose forward runs: the gather streams wait for the
- * compute stream. */
-FC_CHECK fc_status fc_state_begin_iteration(fc_state *s);
+/* Once per iteration, by the first state whose forward runs. `after_compute`: the gather streams
+ * wait for the compute stream; else the caller has seen to it that they wait for the shards. */
+FC_CHECK fc_status fc_state_begin_iteration(fc_state *s, bool after_compute);
 /* Recomputation inside backward (activation checkpointing): only makes sure that the groups are
  * unsharded. */
 FC_CHECK fc_status fc_state_recompute(fc_state *s);

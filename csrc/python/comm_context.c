@@ -90,6 +90,23 @@ static PyObject *comm_order(PyObject *obj, void *closure) {
     return list;
 }
 
+/* Only emptied: the groups in it know their places. */
+static int comm_set_order(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    if (value == NULL || !PyList_Check(value) || PyList_GET_SIZE(value) > 0) {
+        PyErr_SetString(PyExc_TypeError, "post_forward_order can only be set to an empty list");
+        return -1;
+    }
+    fc_order *order = &((fcpy_comm *)obj)->core.order;
+    while (order->count > 0) {
+        fc_group *group = order->items[--order->count];
+        if (group != NULL) {
+            group->positions.count = 0;
+        }
+    }
+    return 0;
+}
+
 static PyObject *comm_in_flight(PyObject *obj, void *closure) {
     (void)closure;
     return PyLong_FromSize_t(((fcpy_comm *)obj)->core.reductions);
@@ -124,8 +141,8 @@ static int comm_set_max_buffers(PyObject *obj, PyObject *value, void *closure) {
 }
 
 static PyGetSetDef comm_getset[] = {
-    {"post_forward_order", comm_order, NULL,
-     "List of the groups in the order their forwards ended (a copy).", NULL},
+    {"post_forward_order", comm_order, comm_set_order,
+     "List of the groups in the order their forwards ended (a copy); may be set to [].", NULL},
     {"reductions_in_flight", comm_in_flight, NULL,
      "Gradient reductions whose buffers are still kept.", NULL},
     {"collectives_parked", comm_parked, NULL,
@@ -193,6 +210,7 @@ static int iteration_traverse(PyObject *obj, visitproc visit, void *arg) {
     fcpy_iteration *self = (fcpy_iteration *)obj;
     Py_VISIT(Py_TYPE(obj));
     Py_VISIT(self->all_states);
+    Py_VISIT(self->post_optim_event);
     Py_VISIT(self->dict);
     return 0;
 }
@@ -201,6 +219,7 @@ static int iteration_clear(PyObject *obj) {
     fcpy_iteration *self = (fcpy_iteration *)obj;
     fc_iteration_fini(&self->core);
     Py_CLEAR(self->all_states);
+    Py_CLEAR(self->post_optim_event);
     Py_CLEAR(self->dict);
     return 0;
 }
@@ -271,6 +290,20 @@ static int set_flag(PyObject *obj, PyObject *value, void *closure) {
     return fcpy_set_bool(value, (bool *)((char *)obj + (size_t)(uintptr_t)closure));
 }
 
+static PyObject *get_optim_event(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_or_none(((fcpy_iteration *)obj)->post_optim_event);
+}
+
+static int set_optim_event(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_iteration *self = (fcpy_iteration *)obj;
+    value = value == Py_None ? NULL : value;
+    Py_XINCREF(value);
+    Py_XSETREF(self->post_optim_event, value);
+    return 0;
+}
+
 #define ITERATION_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_iteration, core.field))
 
 static PyGetSetDef iteration_getset[] = {
@@ -278,6 +311,9 @@ static PyGetSetDef iteration_getset[] = {
      "List of the states under the root in named_modules() order (a copy).", NULL},
     {"iter_forward_root", get_forward_root, set_forward_root,
      "State whose forward this iteration is, or None.", NULL},
+    {"post_optim_event", get_optim_event, set_optim_event,
+     "Event that the next iteration's gathers wait for in place of the current stream, or None.",
+     NULL},
     {"post_backward_final_callback_queued", get_flag, set_flag,
      "Whether this backward's end is hooked already.", ITERATION_OFFSET(callback_queued)},
     {"is_last_backward", get_flag, set_flag, "Whether the next backward's end finalizes.",

@@ -36,6 +36,8 @@
     X(_host_reduce)                                                                                \
     X(_host_finalize)                                                                              \
     X(_lazy_init)                                                                                  \
+    X(_inputs_to_device)                                                                           \
+    X(_gather_after)                                                                               \
     X(_modules)
 
 /* Python functions and classes that the extension is told about once, by fsdp_c/__init__ (see
@@ -109,7 +111,8 @@ typedef struct fcpy_iteration {
     PyObject_HEAD
     fc_iteration core;
     fcpy_module *mod;
-    PyObject *all_states; /* list of State */
+    PyObject *all_states;       /* list of State */
+    PyObject *post_optim_event; /* what the next iteration's gathers wait for, or NULL */
     PyObject *dict;
 } fcpy_iteration;
 
@@ -144,6 +147,7 @@ typedef struct fcpy_state {
     PyObject *is_root;  /* None, True or False */
     fct_dtype input_dtype; /* cast of forward inputs; FCT_NO_DTYPE: none */
     fct_dtype output_dtype;
+    bool moves_inputs; /* as the iteration's root it puts its arguments on the device */
     fcpy_seen seen;
     PyObject *dict;
     PyObject *weakrefs;
@@ -218,8 +222,9 @@ int fcpy_state_raise(const fcpy_state *self, fc_status status); /* -1 */
 int fcpy_state_forget_runs(const fcpy_state *self);
 
 /* ---- step.c ---- */
-/* Lazy init where it has not been done, then the once-per-iteration part. */
-int fcpy_state_begin_forward(fcpy_state *self);
+/* Lazy init where it has not been done, then the once-per-iteration part, which may replace args
+ * and kwargs (owned). */
+int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwargs);
 /* What the first gradient of an output, and the end of a backward, set off. */
 int fcpy_state_pre_backward(fcpy_state *self);
 int fcpy_state_end_backward(fcpy_state *self);

@@ -256,6 +256,16 @@ static int set_cast(PyObject *obj, PyObject *value, void *closure) {
                                                  : &as_state(obj)->output_dtype);
 }
 
+static PyObject *get_moves_inputs(PyObject *obj, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(as_state(obj)->moves_inputs);
+}
+
+static int set_moves_inputs(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    return fcpy_set_bool(value, &as_state(obj)->moves_inputs);
+}
+
 static PyGetSetDef state_getset[] = {
     {"_fsdp_param_groups", get_groups, set_groups, "List of the state's ParamGroups (a copy).",
      NULL},
@@ -272,6 +282,8 @@ static PyGetSetDef state_getset[] = {
      "Modules of the state still to run in this forward.", NULL},
     {"_input_dtype", get_cast, set_cast, "dtype forward inputs are cast to, or None.", NULL},
     {"_output_dtype", get_cast, set_cast, "dtype forward outputs are cast to, or None.", (void *)1},
+    {"_moves_inputs", get_moves_inputs, set_moves_inputs,
+     "Whether the root's forward calls _inputs_to_device().", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -299,11 +311,19 @@ static PyObject *state_root_pre_forward(PyObject *obj, PyObject *args) {
     PyObject *module = NULL;
     PyObject *inputs = NULL;
     PyObject *kwargs = NULL;
+    PyObject *result = NULL;
     if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs) ||
-        !fcpy_state_ready(as_state(obj)) || fcpy_state_begin_forward(as_state(obj)) != 0) {
+        !fcpy_state_ready(as_state(obj))) {
         return NULL;
     }
-    return PyTuple_Pack(2, inputs, kwargs);
+    Py_INCREF(inputs);
+    Py_INCREF(kwargs);
+    if (fcpy_state_begin_forward(as_state(obj), &inputs, &kwargs) == 0) {
+        result = PyTuple_Pack(2, inputs, kwargs);
+    }
+    Py_DECREF(inputs);
+    Py_DECREF(kwargs);
+    return result;
 }
 
 static PyObject *state_post_forward(PyObject *obj, PyObject *args) {

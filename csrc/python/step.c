@@ -220,7 +220,23 @@ PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output) {
 
 /* ---- before forward ---- */
 
-int fcpy_state_begin_forward(fcpy_state *self) {
+/* The gathers of this iteration come after the optimizer's step: after the event that the user has
+ * given for it, once, or else after all that the compute stream was given. */
+static int begin_iteration(fcpy_state *self) {
+    fcpy_iteration *it = (fcpy_iteration *)self->iteration;
+    bool after_compute = it->post_optim_event == NULL;
+    if (!after_compute) {
+        if (done(PyObject_CallMethodOneArg(self->comm, self->mod->names._gather_after,
+                                           it->post_optim_event)) != 0) {
+            return -1;
+        }
+        Py_CLEAR(it->post_optim_event);
+    }
+    fc_status status = fc_state_begin_iteration(&self->core, after_compute);
+    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+}
+
+int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwargs) {
     if (self->is_root == Py_None) {
         if (done(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._lazy_init)) != 0) {
             return -1;
@@ -231,9 +247,15 @@ int fcpy_state_begin_forward(fcpy_state *self) {
     }
     fcpy_log(self->mod, Py_None, "root_pre_forward");
     void *range = fct_profile_enter("FSDP::root_pre_forward");
-    fc_status status = fc_state_begin_iteration(&self->core);
+    int result = begin_iteration(self);
+    if (result == 0 && self->moves_inputs) {
+        result = fcpy_take_pair(PyObject_CallMethodObjArgs((PyObject *)self,
+                                                           self->mod->names._inputs_to_device,
+                                                           *args, *kwargs, NULL),
+                                args, kwargs);
+    }
     fct_profile_exit(range);
-    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+    return result;
 }
 
 static int begin_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
@@ -242,7 +264,7 @@ static int begin_forward(fcpy_state *self, PyObject *module, PyObject **args, Py
                                                   module, *args, *kwargs),
                               args, kwargs);
     }
-    return fcpy_state_begin_forward(self);
+    return fcpy_state_begin_forward(self, args, kwargs);
 }
 
 int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {

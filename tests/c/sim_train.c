@@ -110,7 +110,7 @@ static fc_status pre_forward(sim_model *m, sim_layer *layer, bool grad) {
     bool first = state->training_state != FC_FORWARD;
     if (first) {
         FC_TRY(lazy_init(m));
-        FC_TRY(fc_state_begin_iteration(state));
+        FC_TRY(fc_state_begin_iteration(state, true));
     }
     state->training_state = FC_FORWARD;
     for (size_t k = 0; k < layer->group_count; k++) {

@@ -242,13 +242,13 @@ static void so_are_those_written_while_a_prefetch_waits_for_its_user(void **stat
         scenario.device.streams = streams != 0;
         fixture f = begin(scenario);
         fc_state *root = &f.model->layers[0].core;
-        assert_int_equal(fc_state_begin_iteration(root), FC_OK);
+        assert_int_equal(fc_state_begin_iteration(root, true), FC_OK);
         assert_int_equal(fc_group_prefetch(f.core, FC_FORWARD), FC_OK);
         assert_int_equal(fc_state_end_forward(root), FC_OK);
         expect_state(&f, FC_SHARDED, true);
         assert_int_equal(fc_comm_quiesce(&f.model->comm), FC_OK); /* it may still be reading */
         write_shards(&f);
-        assert_int_equal(fc_state_begin_iteration(root), FC_OK);
+        assert_int_equal(fc_state_begin_iteration(root, true), FC_OK);
         f.core->training_state = FC_FORWARD;
         unshard(&f);
         assert_int_equal(fc_state_end_forward(root), FC_OK);
@@ -341,7 +341,7 @@ static void a_wait_that_failed_can_be_repeated_without_another_gather(void **sta
             sim_scenario scenario = plain;
             scenario.device.streams = streams != 0;
             fixture f = begin(scenario);
-            assert_int_equal(fc_state_begin_iteration(&f.model->layers[0].core), FC_OK);
+            assert_int_equal(fc_state_begin_iteration(&f.model->layers[0].core, true), FC_OK);
             f.core->training_state = FC_FORWARD;
             assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
             sim_fault_arm(n, SIM_ONCE);
