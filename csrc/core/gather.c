@@ -227,6 +227,7 @@ fc_status fc_gather_copy_out(fc_group *g) {
         if (fct_tensor_requires_grad(p->unsharded) != wanted) {
             FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
         }
+        p->required = wanted;
     }
 done:
     if (status != FC_OK) {

@@ -90,3 +90,17 @@ done:
     fct_profile_exit(range);
     return status;
 }
+
+fc_status fc_gradient_requirements(fc_group *g) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; g->sharded_state == FC_UNSHARDED && i < g->count; i++) {
+        fc_param *p = g->params[i];
+        bool wanted = p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded) : p->required;
+        if (wanted != p->required) {
+            FC_TRY_RAISED(g->host->require_grad(p->owner, wanted));
+            p->required = wanted;
+        }
+    }
+done:
+    return status;
+}

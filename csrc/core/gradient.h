@@ -4,6 +4,9 @@
 
 #include "group.h"
 
+/* Before a group is resharded: whoever has frozen or unfrozen its unsharded parameters meant the
+ * parameters, and finds them so from now on. */
+FC_CHECK fc_status fc_gradient_requirements(fc_group *g);
 /* Adds the span's new gradients to what earlier backwards without reduction have left. */
 FC_CHECK fc_status fc_gradient_fold(fc_group *g, fc_span span);
 /* A backward that does not reduce: reshards, then keeps the gradients with the parameters. */

@@ -179,6 +179,7 @@ fc_status fc_group_to_sharded(fc_group *g) {
     if (g->sharded_state == FC_SHARDED) {
         return mend(g);
     }
+    FC_TRY(fc_gradient_requirements(g));
     FC_TRY(swap_all(g, FC_SHARDED));
     fc_gather_free(g);
     if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
@@ -203,6 +204,7 @@ static fc_status to_forward(fc_group *g) {
         return FC_OK;
     }
     void *pause = fct_functorch_pause();
+    FC_TRY(fc_gradient_requirements(g));
     for (size_t i = 0; i < g->count; i++) {
         fc_param *p = g->params[i];
         FC_TRY(fc_param_keep_forward(p, g->device));

@@ -26,6 +26,8 @@ typedef struct fc_host {
     /* Whether the sharded parameter requires grad now. (Users may swap the tensor behind the
      * parameter object, so the core keeps no handle of it.) */
     bool (*requires_grad)(void *param);
+    /* Makes it so, or not. */
+    int (*require_grad)(void *param, bool value);
     /* A number that grows with every write to the sharded parameter that its own version counter
      * sees; the counter of sharded_data sees the rest. NULL: there is only the latter. Never fails.
      */

@@ -27,9 +27,10 @@ typedef struct fc_param {
     fct_dtype orig_dtype;
     fct_dtype param_dtype;  /* compute type; FCT_NO_DTYPE: no cast */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own */
-    bool aliased; /* flat is the shard's own memory: one rank, no cast, nothing to copy or free */
-    bool hosted;  /* the host holds memory of the unsharded parameter beyond flat (extensions) */
-    bool wrapped; /* the unsharded parameter is a wrapper (DTensor): its gradients are unwrapped by
+    bool aliased;  /* flat is the shard's own memory: one rank, no cast, nothing to copy or free */
+    bool hosted;   /* the host holds memory of the unsharded parameter beyond flat (extensions) */
+    bool required; /* unsharded required grad when it was registered */
+    bool wrapped;  /* the unsharded parameter is a wrapper (DTensor): its gradients are unwrapped by
                      the host */
     /* Counted references. */
     fct_tensor *sharded_data; /* flat, padded_numel elements: what is sent */

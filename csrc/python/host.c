@@ -182,6 +182,11 @@ static bool host_requires_grad(void *owner) {
     return sharded != NULL && fct_tensor_requires_grad(sharded);
 }
 
+static int host_require_grad(void *owner, bool value) {
+    fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
+    return sharded != NULL ? fct_tensor_set_requires_grad(sharded, value) : 0;
+}
+
 static uint32_t host_shard_version(void *owner) {
     const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
     return sharded != NULL ? fct_tensor_version(sharded) : 0;
@@ -320,6 +325,7 @@ const fc_host fcpy_host = {
     .make_forward = host_make_forward,
     .swap = host_swap,
     .requires_grad = host_requires_grad,
+    .require_grad = host_require_grad,
     .shard_version = host_shard_version,
     .take_grad = host_take_grad,
     .wants_grad_now = host_wants_grad_now,

@@ -85,6 +85,10 @@ static bool host_requires_grad(void *owner) {
     return fct_tensor_requires_grad(((const sim_param *)owner)->sharded);
 }
 
+static int host_require_grad(void *owner, bool value) {
+    return fct_tensor_set_requires_grad(((const sim_param *)owner)->sharded, value);
+}
+
 static int host_take_grad(void *owner, fct_tensor *local) {
     sim_param *p = (sim_param *)owner;
     if (sim_fault(SIM_FAULT_HOST, "take_grad")) {
@@ -131,6 +135,7 @@ const fc_host sim_host = {
     .grad_arrived = host_grad_arrived,
     .swap = host_swap,
     .requires_grad = host_requires_grad,
+    .require_grad = host_require_grad,
     .take_grad = host_take_grad,
     .wants_grad_now = host_wants_grad_now,
 };

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from building import SEED, Builder, FullyShard, local_part, seed_generator
+from building import (
+    SEED,
+    Builder,
+    FullyShard,
+    local_part,
+    seed_generator,
+    wrapped_modules,
+)
 from meshes import Meshes
 from models import Inputs, tensors_in
 from record import Recorder, error_entry
@@ -107,6 +114,9 @@ class Script:
         if setting.toggle_reshard and step > 0:
             self.model.set_reshard_after_forward(step == 2)
         if setting.toggle_frozen and step > 0:
+            # Stock forgets what is set on parameters that an evaluation has left unsharded.
+            for module in wrapped_modules(self.model):
+                module.reshard()
             for name, parameter in self.model.named_parameters():
                 if name in self.case.toggled:
                     parameter.requires_grad_(not parameter.requires_grad)
