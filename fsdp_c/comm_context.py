@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,23 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 
 from . import _C
 from .guard import shows
+
+
+class _Settable:
+    """What ``read`` gives, until somebody sets something else: a patched ``lazy_init`` does."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+        self.name = read.__name__
+        self.__doc__ = read.__doc__
+
+    def __get__(self, obj: Any, owner: type | None = None) -> Any:
+        if obj is None:
+            return self
+        return vars(obj)[self.name] if self.name in vars(obj) else self.read(obj)
+
+    def __set__(self, obj: Any, value: Any) -> None:
+        vars(obj)[self.name] = value
 
 
 @shows(FSDPCommContext)
@@ -37,25 +55,45 @@ class CommContext(_C.CommContext, FSDPCommContext):
             device_type=reference.device_type,
         )
 
-    @property
+    @_Settable
     def all_gather_copy_in_stream(self) -> Any:
         """Where shards are packed."""
         return self._stream(0)
 
-    @property
+    @_Settable
     def all_gather_stream(self) -> Any:
         """Where all-gathers run."""
         return self._stream(1)
 
-    @property
+    @_Settable
     def reduce_scatter_stream(self) -> Any:
         """Where reduce-scatters run."""
         return self._stream(2)
 
-    @property
+    @_Settable
     def all_reduce_stream(self) -> Any:
         """Where all-reduces run."""
         return self._stream(3)
+
+    # What torch keeps here the core has; these tell only whether there is anything.
+
+    @_Settable
+    def all_gather_state(self) -> None:
+        """None: the buffer that waits for the next group is the core's."""
+        return None
+
+    @_Settable
+    def reduce_scatter_states(self) -> list[Any]:
+        """As many items as there are reductions in flight."""
+        return [None] * self.reductions_in_flight
+
+    @_Settable
+    def _last_post_reduce_events(self) -> dict[Any, Any]:
+        """Stream -> event that comes after the reductions in flight; empty without any."""
+        if self.reductions_in_flight == 0:
+            return {}
+        streams = (self.reduce_scatter_stream, self.all_reduce_stream)
+        return {stream: stream.record_event() for stream in streams}
 
     @property
     def gather_streams(self) -> tuple[Any, Any]:

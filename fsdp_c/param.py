@@ -167,6 +167,9 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             self.contiguous_sharded_post_forward_stride = make_contiguous_strides_for(
                 self.sharded_post_forward_size
             )
+        elif post_forward_mesh_info is not None:
+            self.sharded_post_forward_size = self.sharded_size
+            self.contiguous_sharded_post_forward_stride = self.contiguous_sharded_stride
         self._init_extensions()
         self.init_dtype_attrs(mp_policy)
         self._post_load_hook_handle: Any = None
@@ -261,8 +264,33 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     @property
     def sharded_state(self) -> ShardedState:  # type: ignore[override]
         """The group's sharded state: parameters are never swapped one by one."""
-        group = self._group() if self._group is not None else None
+        group = self._live_group()
         return group._sharded_state if group is not None else ShardedState.SHARDED
+
+    def _live_group(self) -> ParamGroup | None:
+        return self._group() if self._group is not None else None
+
+    def to_sharded(self) -> None:
+        """``_to_sharded()`` of the group: its parameters change together."""
+        group = self._live_group()
+        if group is not None:
+            group._to_sharded()
+
+    def to_sharded_post_forward(self) -> None:
+        """``_to_sharded_post_forward()`` of the group."""
+        group = self._live_group()
+        if group is not None:
+            group._to_sharded_post_forward()
+
+    def to_unsharded(self) -> None:
+        """``_to_unsharded()`` of the group.
+
+        Raises:
+            RuntimeError: a parameter of the group was not gathered.
+        """
+        group = self._live_group()
+        if group is not None:
+            group._to_unsharded()
 
     @property
     def _sharded_local_tensor(self) -> torch.Tensor:
@@ -385,7 +413,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             self._adopt_local(local)
         self._sharding_spec = self.sharded_param._spec
         self.init_dtype_attrs(self.mp_policy)
-        group = self._group() if self._group is not None else None
+        group = self._live_group()
         if group is not None:
             group._param_replaced()
 

@@ -84,6 +84,11 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
 
     mesh_info: Any  # one of torch's classes of mesh infos
 
+    # Of torch's groups; here the core has the events and buffers, and waits for them.
+    _post_reduce_event = None
+    _all_reduce_state = None
+    _reshard_after_forward_event = None
+
     def __init__(
         self,
         params: list[Param],

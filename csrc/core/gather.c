@@ -210,12 +210,9 @@ done:
     return status;
 }
 
-/* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
- * no flat tensor holds memory. */
-fc_status fc_gather_copy_out(fc_group *g) {
+/* The parameter objects over the flat tensors, which require grad as the shards do. */
+static fc_status make_parameters(fc_group *g) {
     fc_status status = FC_OK;
-    void *pause = fct_functorch_pause();
-    FC_TRY(move_data(g));
     for (size_t i = 0; i < g->count; i++) {
         fc_param *p = g->params[i];
         if (p->unsharded == NULL) {
@@ -229,6 +226,40 @@ fc_status fc_gather_copy_out(fc_group *g) {
         }
         p->required = wanted;
     }
+done:
+    return status;
+}
+
+static bool holds_memory(const fc_param *p) {
+    fct_facts facts = {0};
+    if (p->flat == NULL) {
+        return p->hosted && p->unsharded != NULL;
+    }
+    fct_tensor_facts(p->flat, &facts);
+    return facts.numel == 0 || facts.storage_bytes > 0;
+}
+
+fc_status fc_gather_adopt(fc_group *g) {
+    for (size_t i = 0; i < g->count; i++) {
+        if (!holds_memory(g->params[i])) {
+            const char *name = g->params[i]->name;
+            return fc_error_set(&g->comm->error, FC_ESTATE, "parameter '%s' was not gathered",
+                                name != NULL ? name : "?");
+        }
+    }
+    void *pause = fct_functorch_pause();
+    fc_status status = make_parameters(g);
+    fct_functorch_resume(pause);
+    return status;
+}
+
+/* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
+ * no flat tensor holds memory. */
+fc_status fc_gather_copy_out(fc_group *g) {
+    fc_status status = FC_OK;
+    void *pause = fct_functorch_pause();
+    FC_TRY(move_data(g));
+    FC_TRY(make_parameters(g));
 done:
     if (status != FC_OK) {
         fc_gather_free(g);

@@ -11,6 +11,9 @@ FC_CHECK fc_status fc_gather_await(fc_group *g);
 /* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
  * no unsharded parameter holds memory. */
 FC_CHECK fc_status fc_gather_copy_out(fc_group *g);
+/* The parameter objects over what somebody else has gathered into their memory. FC_ESTATE where a
+ * parameter holds none. */
+FC_CHECK fc_status fc_gather_adopt(fc_group *g);
 /* The last that can fail: orders whoever reuses the buffer after the copy-out. *copied is set where
  * that is left to the next group's wait. */
 FC_CHECK fc_status fc_gather_end_copy_out(fc_group *g, fct_event **copied);

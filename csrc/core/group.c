@@ -197,11 +197,31 @@ void fc_group_set_keep_storage(fc_group *g, bool keep) {
     }
 }
 
-/* From unsharded to the smaller group's shards. */
-static fc_status to_forward(fc_group *g) {
+fc_status fc_group_to_unsharded(fc_group *g) {
+    fc_status status = FC_OK;
+    if (g->sharded_state == FC_UNSHARDED) {
+        return mend(g);
+    }
+    FC_TRY(fc_gather_adopt(g));
+    FC_TRY(swap_all(g, FC_UNSHARDED));
+    fc_gather_abandon(g);
+    if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
+        drop_forward(g);
+    }
+    g->sharded_state = FC_UNSHARDED;
+    g->gathered_version = shard_fingerprint(g);
+done:
+    return status;
+}
+
+fc_status fc_group_to_sharded_post_forward(fc_group *g) {
     fc_status status = FC_OK;
     if (g->sharded_state != FC_UNSHARDED) {
         return FC_OK;
+    }
+    if (g->forward.name == NULL) {
+        return fc_error_set(&g->comm->error, FC_ESTATE,
+                            "there is no smaller group to reshard to after forward");
     }
     void *pause = fct_functorch_pause();
     FC_TRY(fc_gradient_requirements(g));
@@ -233,7 +253,7 @@ fc_status fc_group_reshard(fc_group *g) {
             return FC_OK;
         }
         if (g->forward.name != NULL) {
-            return to_forward(g);
+            return fc_group_to_sharded_post_forward(g);
         }
     }
     return fc_call_to_sharded(g);

@@ -161,6 +161,11 @@ FC_CHECK fc_status fc_group_wait_unshard(fc_group *g);
  * reshard_after_forward. */
 FC_CHECK fc_status fc_group_reshard(fc_group *g);
 FC_CHECK fc_status fc_group_to_sharded(fc_group *g);
+/* From unsharded to the smaller group's shards. FC_ESTATE where there is no smaller group. */
+FC_CHECK fc_status fc_group_to_sharded_post_forward(fc_group *g);
+/* Registers the unsharded parameters, whose memory somebody else has filled. FC_ESTATE where one has
+ * none. */
+FC_CHECK fc_status fc_group_to_unsharded(fc_group *g);
 /* Whether resharding leaves the unsharded parameters' memory where it is. */
 void fc_group_set_keep_storage(fc_group *g, bool keep);
 

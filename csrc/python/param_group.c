@@ -161,20 +161,21 @@ static PyObject *group_unshard(PyObject *obj, PyObject *args, PyObject *kwargs) 
     return none_or_raise(as_group(obj), fc_group_unshard(&as_group(obj)->core, async_op != 0));
 }
 
-static PyObject *group_wait(PyObject *obj, PyObject *unused) {
-    (void)unused;
-    return none_or_raise(as_group(obj), fc_group_wait_unshard(&as_group(obj)->core));
-}
-
-static PyObject *group_reshard(PyObject *obj, PyObject *unused) {
-    (void)unused;
-    return none_or_raise(as_group(obj), fc_group_reshard(&as_group(obj)->core));
-}
-
-static PyObject *group_to_sharded(PyObject *obj, PyObject *unused) {
-    (void)unused;
-    return none_or_raise(as_group(obj), fc_group_to_sharded(&as_group(obj)->core));
-}
+/* A method without arguments: one transition of the core. */
+#define GROUP_TRANSITION(name, transition)                                                         \
+    static PyObject *name(PyObject *obj, PyObject *unused) {                                       \
+        (void)unused;                                                                              \
+        return none_or_raise(as_group(obj), transition(&as_group(obj)->core));                     \
+    }
+GROUP_TRANSITION(group_wait, fc_group_wait_unshard)
+GROUP_TRANSITION(group_reshard, fc_group_reshard)
+GROUP_TRANSITION(group_to_sharded, fc_group_to_sharded)
+GROUP_TRANSITION(group_to_unsharded, fc_group_to_unsharded)
+GROUP_TRANSITION(group_to_forward, fc_group_to_sharded_post_forward)
+GROUP_TRANSITION(group_backward_prefetch, fc_group_backward_prefetch)
+GROUP_TRANSITION(group_finalize, fc_group_finalize_backward)
+GROUP_TRANSITION(group_reset, fc_group_reset)
+GROUP_TRANSITION(group_check, fc_group_check)
 
 /* A pair of new references as the hooks' functions leave them, from borrowed ones. */
 static PyObject *through_pair(int (*change)(fcpy_group *, PyObject **, PyObject **), PyObject *obj,
@@ -225,11 +226,6 @@ static PyObject *group_post_forward(PyObject *obj, PyObject *args) {
     return output;
 }
 
-static PyObject *group_backward_prefetch(PyObject *obj, PyObject *unused) {
-    (void)unused;
-    return none_or_raise(as_group(obj), fc_group_backward_prefetch(&as_group(obj)->core));
-}
-
 static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
     int default_prefetch = 1;
     if (PyTuple_GET_SIZE(args) > 0) {
@@ -245,21 +241,6 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
 static PyObject *group_post_backward(PyObject *obj, PyObject *args) {
     (void)args;
     return none_or_raise(as_group(obj), fc_group_post_backward(&as_group(obj)->core));
-}
-
-static PyObject *group_finalize(PyObject *obj, PyObject *unused) {
-    (void)unused;
-    return none_or_raise(as_group(obj), fc_group_finalize_backward(&as_group(obj)->core));
-}
-
-static PyObject *group_reset(PyObject *obj, PyObject *unused) {
-    (void)unused;
-    return none_or_raise(as_group(obj), fc_group_reset(&as_group(obj)->core));
-}
-
-static PyObject *group_check(PyObject *obj, PyObject *unused) {
-    (void)unused;
-    return none_or_raise(as_group(obj), fc_group_check(&as_group(obj)->core));
 }
 
 static PyObject *group_invalidate(PyObject *obj, PyObject *unused) {
@@ -324,6 +305,10 @@ static PyMethodDef group_methods[] = {
     {"reshard", group_reshard, METH_NOARGS,
      "Registers the sharded parameters and frees the unsharded ones."},
     {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() whatever the training state."},
+    {"_to_unsharded", group_to_unsharded, METH_NOARGS,
+     "Registers the unsharded parameters, which the caller has gathered."},
+    {"_to_sharded_post_forward", group_to_forward, METH_NOARGS,
+     "Keeps and registers the shards of the smaller group."},
     {"pre_forward", group_pre_forward, METH_VARARGS,
      "pre_forward(module, args, kwargs) -> (args, kwargs): unshards and inserts the post-backward "
      "node."},
@@ -505,6 +490,20 @@ static PyObject *get_partial(PyObject *obj, void *closure) {
     Py_RETURN_NONE;
 }
 
+/* Only dropped. */
+static int set_partial(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    const fc_group *g = &as_group(obj)->core;
+    if (value != Py_None) {
+        PyErr_SetString(PyExc_TypeError, "_partial_reduce_output can only be set to None");
+        return -1;
+    }
+    for (size_t i = 0; i < g->count; i++) {
+        fc_param_set_partial(g->params[i], NULL);
+    }
+    return 0;
+}
+
 static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
     bool keep = false;
     (void)closure;
@@ -565,8 +564,9 @@ static PyGetSetDef group_getset[] = {
     {"_param_group_index", get_size, NULL, "Which of its unit's groups this is.",
      GROUP_OFFSET(index)},
     {"_num_param_groups", get_size, NULL, "How many groups its unit has.", GROUP_OFFSET(siblings)},
-    {"_partial_reduce_output", get_partial, NULL,
-     "True while gradients were reduce-scattered but not all-reduced, else None.", NULL},
+    {"_partial_reduce_output", get_partial, set_partial,
+     "True while gradients were reduce-scattered but not all-reduced, else None; None drops them.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
