@@ -296,6 +296,71 @@ static void but_not_between_a_forward_and_its_backward(void **state) {
     end(&f);
 }
 
+static void freezing_the_unsharded_parameter_freezes_the_parameter(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    sim_param *p = &f.group->params[0];
+    unshard(&f);
+    assert_int_equal(fct_tensor_set_requires_grad(p->core.unsharded, false), 0);
+    sim_fault_arm(1, SIM_ONCE);
+    assert_int_equal(fc_group_to_sharded(f.core), FC_ERAISED);
+    sim_fault_arm(0, SIM_ONCE);
+    fct_error_put_back(NULL);
+    expect_state(&f, FC_UNSHARDED, false);
+    assert_int_equal(fc_group_to_sharded(f.core), FC_OK);
+    assert_false(fct_tensor_requires_grad(p->sharded));
+    unshard(&f);
+    assert_false(fct_tensor_requires_grad(p->core.unsharded));
+    end(&f);
+}
+
+static void freezing_the_sharded_parameter_meanwhile_is_not_undone(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    sim_param *p = &f.group->params[0];
+    unshard(&f);
+    assert_int_equal(fct_tensor_set_requires_grad(p->sharded, false), 0);
+    assert_int_equal(fc_group_to_sharded(f.core), FC_OK);
+    assert_false(fct_tensor_requires_grad(p->sharded));
+    unshard(&f);
+    assert_false(fct_tensor_requires_grad(p->core.unsharded));
+    end(&f);
+}
+
+static void what_somebody_else_has_gathered_can_be_registered(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    sim_param *p = &f.group->params[0];
+    fct_facts facts;
+    assert_int_equal(fc_group_to_unsharded(f.core), FC_ESTATE);
+    expect_state(&f, FC_SHARDED, false);
+    assert_int_equal(fc_param_alloc_flat(&p->core, f.core->device, &facts, NULL), FC_OK);
+    sim_tensor_write(p->core.flat, p->full, "somebody's gather");
+    assert_int_equal(fc_group_to_unsharded(f.core), FC_OK);
+    expect_state(&f, FC_UNSHARDED, false);
+    expect_values(&f, 0.0);
+    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(gathers(), 0); /* it is current */
+    assert_int_equal(fc_group_to_sharded_post_forward(f.core), FC_ESTATE);
+    expect_state(&f, FC_UNSHARDED, false); /* there are no fewer ranks to go to */
+    end(&f);
+}
+
+static void an_iteration_need_not_wait_for_the_compute_stream(void **state) {
+    (void)state;
+    for (int after = 0; after < 2; after++) {
+        sim_scenario scenario = plain;
+        scenario.device.streams = true;
+        fixture f = begin(scenario);
+        sim_fault_arm(1, SIM_ONCE); /* of whatever orders streams */
+        fc_status status = fc_state_begin_iteration(&f.model->layers[0].core, after != 0);
+        assert_int_equal(status, after != 0 ? FC_ERAISED : FC_OK);
+        sim_fault_arm(0, SIM_ONCE);
+        fct_error_put_back(NULL);
+        end(&f);
+    }
+}
+
 static void unshard_in_backward_can_be_switched_off(void **state) {
     (void)state;
     fixture f = begin(plain);
@@ -485,6 +550,10 @@ int main(void) {
         cmocka_unit_test(so_are_those_written_while_a_prefetch_waits_for_its_user),
         cmocka_unit_test(a_lower_address_does_not_make_up_for_more_writes),
         cmocka_unit_test(but_not_between_a_forward_and_its_backward),
+        cmocka_unit_test(freezing_the_unsharded_parameter_freezes_the_parameter),
+        cmocka_unit_test(freezing_the_sharded_parameter_meanwhile_is_not_undone),
+        cmocka_unit_test(what_somebody_else_has_gathered_can_be_registered),
+        cmocka_unit_test(an_iteration_need_not_wait_for_the_compute_stream),
         cmocka_unit_test(unshard_in_backward_can_be_switched_off),
         cmocka_unit_test(shards_on_another_device_are_refused),
         cmocka_unit_test(a_wait_that_failed_can_be_repeated_without_another_gather),

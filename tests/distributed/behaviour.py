@@ -37,6 +37,8 @@ MODULES = (
     "behaviour_solo",
     "behaviour_subclasses",
     "behaviour_replicate",
+    "behaviour_groups",
+    "behaviour_internals",
 )
 DIM = 5
 """Width of the models here: not divisible by 2, so that shards are uneven."""

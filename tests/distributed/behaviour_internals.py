@@ -1,0 +1,307 @@
+"""Scenarios that reach into FSDP2 as torch's own tests do, and through functorch's transforms."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn as nn
+from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, train, whole
+from behaviour_events import group_of, kinds
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, share_comm_ctx
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_reduce,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+import fsdp_c
+
+CPU = torch.device("cpu")
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+# ---- collectives by hand ----
+
+
+class Loose(nn.Module):
+    """Parameters of many shapes, and no computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = ((7, 3), (7,), (1, 4), (6, 2, 2), (0, 3))
+        self.loose = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([parameter.sum() for parameter in self.loose]).sum()
+
+
+def gathered_by_hand(group: Any) -> None:
+    """What torch's functions do for a group, but for the registration."""
+    stream = torch.cpu.current_stream()
+    ranks = group.mesh_info.shard_process_group
+    result = foreach_all_gather(
+        group.fsdp_params,
+        ranks,
+        async_op=False,
+        all_gather_copy_in_stream=stream,
+        all_gather_stream=stream,
+        device=CPU,
+        all_gather_comm=DefaultAllGather(),
+    )
+    assert result is not None
+    foreach_all_gather_copy_out(result, group.fsdp_params, ranks)
+    for param in group.fsdp_params:
+        param.init_unsharded_param()
+
+
+def reduced_by_hand(group: Any, gradients: list[torch.Tensor]) -> int:
+    stream = torch.cpu.current_stream()
+    return len(
+        foreach_reduce(
+            group.fsdp_params,
+            gradients,
+            group.mesh_info.shard_process_group,
+            stream,
+            DefaultReduceScatter(),
+            orig_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            device=CPU,
+            gradient_divide_factor=None,
+            all_reduce_group=None,
+            all_reduce_stream=stream,
+            all_reduce_grads=True,
+            partial_reduce_output=None,
+            all_reduce_hook=None,
+        )
+    )
+
+
+@scenario()
+def collectives_by_hand(api: Api) -> list[Any]:
+    """For the group as a whole, then parameter by parameter; then gradients, and a step."""
+    model = Loose()
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    api.fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    group = group_of(model)
+    group.lazy_init()
+    group.comm_ctx.lazy_init(CPU)
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append([kinds(model), group._sharded_state.name])
+        seen.append([param.sharded_state.name for param in group.fsdp_params])
+
+    gathered_by_hand(group)
+    group._to_unsharded()
+    look()
+    seen.append([torch.equal(*pair) for pair in zip(model.parameters(), expected)])
+    group._to_sharded()
+    look()
+    gathered_by_hand(group)
+    for param in group.fsdp_params:
+        param.to_unsharded()
+    seen.append([torch.equal(*pair) for pair in zip(model.parameters(), expected)])
+    for param in group.fsdp_params:
+        param.to_sharded()
+    look()
+    seen.append(
+        [t.untyped_storage().nbytes() for p in group.fsdp_params for t in p.all_gather_outputs]
+    )
+    seen.append(reduced_by_hand(group, [(api.rank + 1) * torch.ones_like(t) for t in expected[:4]]))
+    seen += [whole(param.sharded_param.grad) for param in group.fsdp_params[:4]]
+    return seen
+
+
+@scenario()
+def a_group_made_by_hand(api: Api) -> list[Any]:
+    """torch's own class, also where fsdp_c is installed."""
+    with contextlib.ExitStack() as undo:
+        if api.ours:
+            fsdp_c.install()
+            undo.callback(fsdp_c.uninstall)
+        module = nn.ParameterList(torch.arange(float(n)).view(-1, 1) for n in (5, 3, 8))
+        expected = [parameter.detach().clone() for parameter in module]
+        info = FSDPMeshInfo(init_device_mesh("cpu", (api.world,)), shard_mesh_dim=0)
+        policies = (MixedPrecisionPolicy(), OffloadPolicy())
+        group = FSDPParamGroup(list(module), (module,), info, info, CPU, None, *policies)
+        group.lazy_init()
+        group.comm_ctx.lazy_init(CPU)
+        seen: list[Any] = [kinds(module)]
+        group.unshard()
+        group.wait_for_unshard()
+        seen += [kinds(module), [torch.equal(*pair) for pair in zip(module, expected)]]
+        group.reshard()
+        return [*seen, kinds(module)]
+
+
+# ---- what is looked at, and set, from outside ----
+
+
+@scenario()
+def roots_that_share_a_context(api: Api) -> list[Any]:
+    """Each is a root before they share; nothing is in flight between steps."""
+    torch.manual_seed(5)
+    model = nn.Sequential(Block(), Block(), Block())
+    for block in model:
+        api.fully_shard(block)
+        block._get_fsdp_state()._lazy_init()
+    share_comm_ctx(list(model))
+    context = model[0]._get_fsdp_state()._comm_ctx
+    seen: list[Any] = []
+    for step in range(2):
+        model(batch(api.rank, step)).square().mean().backward()
+        seen += [grads(model), len(context._last_post_reduce_events)]
+        seen += [len(context.reduce_scatter_states), context.all_gather_state]
+    return seen
+
+
+@scenario()
+def event_of_the_optimizer(api: Api) -> list[Any]:
+    """Given after each step; taken by the next forward."""
+    model: Any = shard(api, plain())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer.register_step_post_hook(lambda *unused: model.set_post_optim_event(torch.cpu.Event()))
+    seen: list[Any] = []
+    for step in range(2):
+        loss = model(batch(api.rank, step)).square().mean()
+        seen += [loss.item(), model._get_fsdp_state()._state_ctx.post_optim_event]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(type(model._get_fsdp_state()._state_ctx.post_optim_event).__name__)
+    return seen
+
+
+@scenario()
+def hooks_on_unsharded_gradients(api: Api) -> list[Any]:
+    """They see the whole gradient of this rank in the dtype of the computation."""
+    model = shard(api, plain(1), mp_policy=MIXED)
+    seen: list[Any] = []
+    for step in range(2):
+        loss = model(batch(api.rank, step)).float().square().mean()
+        params = [param for module in (model[0], model) for param in group_of(module).fsdp_params]
+        handles = [
+            param.unsharded_param.register_hook(lambda grad: seen.append(grad.detach().clone()))
+            for param in params
+        ]
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        seen.append(grads(model))
+    return seen
+
+
+# ---- functorch's transforms ----
+
+
+@scenario()
+def transformed_functions(api: Api) -> dict[str, Any]:
+    """Results of transforms, and what a backward through them gives the parameters."""
+    found: dict[str, Any] = {}
+    x, tangent = batch(api.rank), torch.ones(4, DIM)
+    for reshard in (True, False):
+        model: Any = shard(api, plain(), reshard_after_forward=reshard)
+        cases = {
+            "jvp": lambda m=model: torch.func.jvp(m, (x,), (tangent,)),
+            "grad": lambda m=model: (torch.func.grad(lambda v: m(v).square().sum())(x),),
+            "vmap": lambda m=model: (torch.func.vmap(m)(x),),
+            "jacrev": lambda m=model: (torch.func.jacrev(m)(x[:1]),),
+        }
+        for name, run in cases.items():
+            results = run()
+            found[f"{reshard} {name}"] = [result.detach().clone() for result in results]
+            if name in ("jvp", "vmap"):  # what the others give went through a backward already
+                sum(result.square().mean() for result in results).backward()
+                found[f"{reshard} {name}, backward"] = grads(model)
+            model.zero_grad()
+        found[f"{reshard} after"] = train(model, api.rank, 1)
+    return found
+
+
+@scenario()
+def jvp_as_the_first_forward(api: Api) -> list[Any]:
+    """Of a unit that was made on meta, below another unit's output, in mixed precision."""
+    with torch.device("meta"):
+        encode, decode = nn.Linear(8, 12, bias=False), nn.Linear(12, 20, bias=False)
+    for index, module in enumerate((encode, decode)):
+        api.fully_shard(module, mp_policy=MIXED, reshard_after_forward=False)
+        module.to_empty(device="cpu")
+        with torch.no_grad():
+            module.weight.normal_(generator=torch.Generator().manual_seed(index))
+    x = torch.linspace(-1, 1, 8, dtype=torch.bfloat16)
+    primal = torch.zeros(20, dtype=torch.bfloat16, requires_grad=True)
+    hidden = encode(x)
+    value, tangent = torch.func.jvp(
+        lambda unused: decode(hidden), (primal,), (torch.ones_like(primal),)
+    )
+    found = [value.detach().clone(), tangent.detach().clone()]
+    value.float().square().sum().backward()
+    return [*found, whole(encode.weight.grad), whole(decode.weight.grad)]
+
+
+# ---- stock's mistakes ----
+
+
+def shapes_of_gradients(model: nn.Module) -> list[bool]:
+    return [parameter.grad is not None for parameter in model.parameters()]
+
+
+@scenario()
+def unfrozen_while_unsharded(api: Api) -> list[Any]:
+    """Frozen in an evaluation that leaves the parameters unsharded; trained from then on."""
+    model = plain(1)
+    for block in model:
+        api.fully_shard(block, reshard_after_forward=False)
+    api.fully_shard(model)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(batch(api.rank))
+    model.requires_grad_(True)
+    seen: list[Any] = []
+    for step in range(2):
+        loss = model(batch(api.rank, step)).square().mean()
+        seen.append(loss.requires_grad)
+        if loss.requires_grad:
+            loss.backward()
+        seen.append(shapes_of_gradients(model))
+        model.zero_grad()
+    return [*seen, [parameter.requires_grad for parameter in model.parameters()]]
+
+
+@scenario()
+def frozen_while_unsharded_and_stepped(api: Api) -> list[Any]:
+    """The optimizer's step makes what an evaluation has gathered stale: it is gathered again."""
+    model = shard(api, plain(1), reshard_after_forward=False)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    model(batch(api.rank)).square().mean().backward()
+    with torch.no_grad():
+        model(batch(api.rank))
+    model[0].requires_grad_(False)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    model(batch(api.rank)).square().mean().backward()
+    return [shapes_of_gradients(model), [parameter.requires_grad for parameter in parameters]]
+
+
+@scenario()
+def half_precision_with_a_divide_factor(api: Api) -> dict[str, Any]:
+    """Replicas of one rank each: the gradients' sum divided by the factor, in fp16 and in fp32."""
+    mesh = init_device_mesh("cpu", (api.world, 1), mesh_dim_names=("replicate", "shard"))
+    found = {}
+    for dtype in (torch.float32, torch.float16):
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        model = shard(api, plain(1), mesh=mesh, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(4.0)
+        model(batch(api.rank)).square().mean().backward()
+        found[str(dtype)] = grads(model)
+    return found
