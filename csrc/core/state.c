@@ -233,15 +233,6 @@ done:
     return status;
 }
 
-fc_status fc_state_post_forward(fc_state *s) {
-    fc_status status = FC_OK;
-    for (size_t i = 0; i < s->group_count; i++) {
-        FC_TRY(fc_group_post_forward(s->groups[i]));
-    }
-done:
-    return status;
-}
-
 /* A forward without grad has no backward that would follow its order. */
 static void forget_order_since(fc_order *order, size_t mark) {
     while (order->count > mark) {

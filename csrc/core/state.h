@@ -59,7 +59,6 @@ FC_CHECK fc_status fc_state_begin_iteration(fc_state *s, bool after_compute);
  * unsharded. */
 FC_CHECK fc_status fc_state_recompute(fc_state *s);
 FC_CHECK fc_status fc_state_forward_prefetch(fc_state *s);
-FC_CHECK fc_status fc_state_post_forward(fc_state *s);
 /* The forward is over: idle; the iteration's root also lets the last gather buffer go. */
 FC_CHECK fc_status fc_state_end_forward(fc_state *s);
 /* at_end is queued once per backward and must call fc_iteration_end_backward. */

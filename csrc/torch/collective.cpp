@@ -52,8 +52,6 @@ constexpr const char *kReduceScatter = "_reduce_scatter_base";
 struct fct_pg {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     pybind11::object python; /* the Python object where the group is a Python class, else empty */
-    int rank = 0;
-    int size = 1;
     std::array<Kind, kDeviceTypes> kinds{}; /* by device type; filled when asked for */
     fct::Helper helper;
 };
@@ -259,12 +257,7 @@ int fct_pg_resolve(const char *name, fct_pg **out) {
         pg->group = c10d::resolve_process_group(name);
         pybind11::object object = pybind11::cast(pg->group);
         const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
-        if (own.is(pybind11::type::of<c10d::ProcessGroup>())) {
-            pg->rank = pg->group->getRank();
-            pg->size = pg->group->getSize();
-        } else {
-            pg->rank = object.attr("rank")().cast<int>();
-            pg->size = object.attr("size")().cast<int>();
+        if (!own.is(pybind11::type::of<c10d::ProcessGroup>())) {
             pg->python = std::move(object);
         }
         *out = pg.release();
@@ -280,14 +273,6 @@ void fct_pg_release(fct_pg *pg) {
     /* The end of a group joins threads that may want the GIL. */
     pybind11::gil_scoped_release released;
     group.reset();
-}
-
-int fct_pg_rank(const fct_pg *pg) {
-    return pg->rank;
-}
-
-int fct_pg_size(const fct_pg *pg) {
-    return pg->size;
 }
 
 /* The fake backend accepts any op and ignores it; saying yes makes it do what torch's own FSDP does

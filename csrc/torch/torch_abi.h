@@ -138,8 +138,6 @@ typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_
 /* New handle by the group's registered name (pg.group_name). */
 FCT_CHECK int fct_pg_resolve(const char *name, fct_pg **out);
 void fct_pg_release(fct_pg *pg); /* NULL is fine */
-int fct_pg_rank(const fct_pg *pg);
-int fct_pg_size(const fct_pg *pg);
 /* Whether the backend that serves `device` knows ReduceOp.PREMUL_SUM (NCCL and its relatives do,
  * gloo does not). */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device);

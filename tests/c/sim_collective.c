@@ -89,14 +89,6 @@ void fct_pg_release(fct_pg *pg) {
     }
 }
 
-int fct_pg_rank(const fct_pg *pg) {
-    return (int)pg->rank;
-}
-
-int fct_pg_size(const fct_pg *pg) {
-    return (int)pg->world;
-}
-
 bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
     (void)pg;
     (void)device;

@@ -133,7 +133,9 @@ static fc_status post_forward(sim_model *m, sim_layer *layer, bool grad) {
     if (layer->core.training_state == FC_PRE_BACKWARD) {
         return FC_OK;
     }
-    FC_TRY(fc_state_post_forward(&layer->core));
+    for (size_t k = 0; k < layer->group_count; k++) {
+        FC_TRY(fc_group_post_forward(&layer->groups[k].core));
+    }
     if (grad) {
         record(m, SIM_OUTPUT, layer, NULL);
     }
