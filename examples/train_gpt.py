@@ -492,6 +492,9 @@ def main() -> None:
             raise
         dist.barrier()
         dist.destroy_process_group()
+        # gloo's threads may still want the GIL to drop their tensors; an interpreter that ends
+        # meanwhile aborts. fsdp_c sees to it, torch does not.
+        time.sleep(0.05)
     except KeyboardInterrupt:
         saved = checkpoint.newest(args.out / CHECKPOINTS)
         say("", "Interrupted. " + (f"Go on after {saved.name} with --resume." if saved else ""))

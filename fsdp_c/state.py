@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import time
 from typing import Any
 
 import torch
@@ -25,6 +28,17 @@ def _moves_inputs_to(device: torch.device) -> bool:
     """Whether the root's arguments are put there, as DDP does it."""
     own = torch._C._get_privateuse1_backend_name()
     return device.type in ("cuda", "hpu", "xpu", "mtia", own)
+
+
+@functools.cache
+def _linger_at_exit() -> None:
+    """Gives gloo's threads 50 ms to finish at the end of the interpreter, where they may have run.
+
+    They take the GIL to drop tensors that Python has seen (DTensor's collectives, a script's own).
+    One that waits for it while the interpreter ends takes the process down (SIGABRT, "terminate
+    called without an active exception"): a job that had ended well would count as failed.
+    """
+    atexit.register(time.sleep, 0.05)
 
 
 def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
@@ -155,6 +169,8 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 f"{self._state_name} requires a single root module but got {self._modules}"
             )
         warn_of_patches_without_effect()
+        if self._device.type == "cpu":
+            _linger_at_exit()
         states = self._states_below()
         groups = [group for state in states for group in state._fsdp_param_groups]
         self._is_root = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ def main() -> None:
     with open(os.path.join(sys.argv[1], f"rank{rank}.json"), "w") as file:
         json.dump({"state": type(state).__module__, "losses": losses, "argv": sys.argv[2:]}, file)
     dist.destroy_process_group()
+    time.sleep(0.05)  # see _let_threads_finish in launch.py
 
 
 if __name__ == "__main__":

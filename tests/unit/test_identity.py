@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import subprocess
+import sys
 from abc import ABC
 from collections.abc import Callable
 from typing import Any
@@ -304,3 +306,18 @@ def test_compiled_autograd_is_refused_where_torch_loses_the_gradients() -> None:
 def test_the_module_of_the_package_and_the_function_have_one_name() -> None:
     assert importlib.import_module("fsdp_c.explain").explain is fsdp_c.explain
     assert importlib.import_module("fsdp_c.fully_shard").fully_shard is fsdp_c.fully_shard
+
+
+def test_the_interpreter_lingers_where_gloo_may_have_run() -> None:
+    """Its threads abort a process that ends while they wait for the GIL."""
+    program = (
+        "import atexit, time; slept = []; time.sleep = slept.append\n"
+        "import torch, torch.nn as nn, torch.distributed as dist, fsdp_c\n"
+        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)\n"
+        "fsdp_c.fully_shard(nn.Linear(2, 2))(torch.ones(1, 2))\n"
+        "atexit._run_exitfuncs()\n"
+        "print(slept)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.endswith("[0.05]\n"), done.stderr
