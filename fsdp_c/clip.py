@@ -8,6 +8,7 @@ the loops over parameters are C (csrc/python/clip.c).
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -112,11 +113,35 @@ def _nonfinite(norm_type: float) -> RuntimeError:
     )
 
 
-def _group_names(mesh: DeviceMesh | None, placements: Any) -> tuple[str, ...] | None:
-    """Names of the groups to reduce over; None where sums are pending."""
-    if _is_partial(placements):
-        return None
-    return tuple(group.group_name for group in _sharded_over(mesh, placements))
+class _GroupNames:
+    """Names of the groups to reduce over; None where sums are pending.
+
+    Remembers its last answer: the gradients of a training are placed alike, call after call.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Any, tuple[str, ...] | None] = (_nothing, None, None)
+
+    def __call__(self, mesh: DeviceMesh | None, placements: Any) -> tuple[str, ...] | None:
+        known_mesh, known_placements, names = self._last
+        # The very mesh: an equal one may have other groups.
+        if mesh is None or known_mesh() is not mesh or known_placements != placements:
+            names = self._find(mesh, placements)
+            if mesh is not None:
+                self._last = (weakref.ref(mesh), placements, names)
+        return names
+
+    def _find(self, mesh: DeviceMesh | None, placements: Any) -> tuple[str, ...] | None:
+        if _is_partial(placements):
+            return None
+        return tuple(group.group_name for group in _sharded_over(mesh, placements))
+
+
+def _nothing() -> None:
+    """What a reference to a mesh that is gone gives."""
+
+
+_group_names = _GroupNames()
 
 
 def _as_list(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

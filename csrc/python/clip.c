@@ -207,88 +207,95 @@ static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *
     return 0;
 }
 
-/* The gradients of one call: local tensors (new references) and their elements. */
+/* The gradients of one call. Each step goes over all of them before the next one begins: most of its
+ * time is the wait for memory, and so the waits for one gradient and the next overlap. */
 typedef struct gradients {
-    PyObject **locals;
-    fck_floats *arrays;
+    PyObject **tensors; /* new references: the gradients, then their local tensors */
+    fck_floats *arrays; /* their elements */
     Py_ssize_t count;
     kind placed; /* of all of them */
 } gradients;
 
 static void gradients_clear(gradients *g) {
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        Py_DECREF(g->locals[i]);
+        Py_DECREF(g->tensors[i]);
     }
-    PyMem_Free(g->locals);
+    PyMem_Free(g->tensors);
     PyMem_Free(g->arrays);
     kind_clear(&g->placed);
 }
 
-/* Adds one parameter's gradient, if it has one. 1: done; 0: not for this path (another kind, dtype
- * or device); -1: an exception. */
-static int gradients_add(const fcpy_module *mod, gradients *g, PyObject *param) {
-    int result = -1;
-    kind found = {NULL, NULL};
-    PyObject *local = NULL;
-    PyObject *grad = grad_of(mod, param);
-    if (grad == NULL || grad == Py_None) {
-        result = grad != NULL ? 1 : -1;
-        goto done;
-    }
-    if (kind_of(mod, grad, &found) != 0) {
-        goto done;
-    }
-    if (g->count == 0) {
-        g->placed = found;
-        found.mesh = found.placements = NULL;
-    } else if (!kind_equal(&g->placed, &found)) {
-        result = 0;
-        goto done;
-    }
-    local =
-        g->placed.mesh != NULL ? PyObject_GetAttr(grad, mod->names._local_tensor) : Py_NewRef(grad);
-    if (local == NULL) {
-        goto done;
-    }
-    result = floats_of(fct_py_tensor(local), &g->arrays[g->count]) ? 1 : 0;
-    if (result == 1) {
-        g->locals[g->count++] = local;
-        local = NULL;
-    }
-done:
-    Py_XDECREF(local);
-    kind_clear(&found);
-    Py_XDECREF(grad);
-    return result;
-}
-
-/* 1, 0 or -1 as for one of them. */
-static int gradients_collect(const fcpy_module *mod, gradients *g, PyObject *params) {
+/* The gradients of those parameters that have one; -1 with an exception. */
+static int gradients_take(const fcpy_module *mod, gradients *g, PyObject *params) {
     const Py_ssize_t n = PyList_GET_SIZE(params);
-    g->locals = PyMem_New(PyObject *, n > 0 ? n : 1);
+    g->tensors = PyMem_New(PyObject *, n > 0 ? n : 1);
     g->arrays = PyMem_New(fck_floats, n > 0 ? n : 1);
-    if (g->locals == NULL || g->arrays == NULL) {
+    if (g->tensors == NULL || g->arrays == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     for (Py_ssize_t i = 0; i < n && i < PyList_GET_SIZE(params); i++) {
-        const int added = gradients_add(mod, g, PyList_GET_ITEM(params, i));
-        if (added != 1) {
-            return added;
-        }
-    }
-    return g->count > 0 ? 1 : 0;
-}
-
-/* Reads the addresses again after Python code has run; -1 where a gradient is no longer usable. */
-static int gradients_refresh(gradients *g) {
-    for (Py_ssize_t i = 0; i < g->count; i++) {
-        if (!floats_of(fct_py_tensor(g->locals[i]), &g->arrays[i])) {
-            PyErr_SetString(PyExc_RuntimeError, "a gradient was changed while it was clipped");
+        PyObject *grad = grad_of(mod, PyList_GET_ITEM(params, i));
+        if (grad == NULL) {
             return -1;
+        }
+        if (grad == Py_None) {
+            Py_DECREF(grad);
+        } else {
+            g->tensors[g->count++] = grad;
         }
     }
     return 0;
+}
+
+/* The local tensor in the place of gradient i. 1: done; 0: it is not placed as the others are; -1: an
+ * exception. */
+static int gradients_unwrap(const fcpy_module *mod, gradients *g, Py_ssize_t i) {
+    kind found;
+    if (kind_of(mod, g->tensors[i], &found) != 0) {
+        return -1;
+    }
+    bool same = true;
+    if (i == 0) {
+        g->placed = found;
+    } else {
+        same = kind_equal(&g->placed, &found);
+        kind_clear(&found);
+    }
+    if (!same || g->placed.mesh == NULL) {
+        return same;
+    }
+    PyObject *local = PyObject_GetAttr(g->tensors[i], mod->names._local_tensor);
+    if (local == NULL) {
+        return -1;
+    }
+    Py_SETREF(g->tensors[i], local);
+    return 1;
+}
+
+/* 1; 0 where there is nothing for this path (no gradients, or several kinds); -1: an exception. */
+static int gradients_collect(const fcpy_module *mod, gradients *g, PyObject *params) {
+    if (gradients_take(mod, g, params) != 0) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < g->count; i++) {
+        const int unwrapped = gradients_unwrap(mod, g, i);
+        if (unwrapped != 1) {
+            return unwrapped;
+        }
+    }
+    return g->count > 0;
+}
+
+/* Takes the addresses; no Python code may run until they are used. False where a gradient is not
+ * for this path (another dtype or device). */
+static bool gradients_address(gradients *g) {
+    for (Py_ssize_t i = 0; i < g->count; i++) {
+        if (!floats_of(fct_py_tensor(g->tensors[i]), &g->arrays[i])) {
+            return false;
+        }
+    }
+    return true;
 }
 
 /* The total norm over the ranks of all `groups` (names). */
@@ -296,7 +303,7 @@ static int gradients_total(gradients *g, PyObject *groups, float *total) {
     const fct_device cpu = {FCT_DEVICE_CPU, -1};
     fct_tensor *buffer = NULL;
     fck_floats norms;
-    if (gradients_refresh(g) != 0 || fct_tensor_empty(g->count, FCK_FLOAT32, cpu, &buffer) != 0) {
+    if (fct_tensor_empty(g->count, FCK_FLOAT32, cpu, &buffer) != 0) {
         return -1;
     }
     int failed = floats_of(buffer, &norms) ? 0 : -1;
@@ -314,15 +321,16 @@ static int gradients_total(gradients *g, PyObject *groups, float *total) {
 }
 
 /* Scales the arrays of at most `largest` elements; new list of the other tensors. The addresses
- * are read again: another thread may have had the GIL during the collective. */
+ * are read again: another thread may have had the GIL during the collective. Backwards: the norms
+ * have left the last arrays in the cache. */
 static PyObject *gradients_scale(gradients *g, float factor, int64_t largest) {
     PyObject *left = PyList_New(0);
-    for (Py_ssize_t i = 0; left != NULL && i < g->count; i++) {
-        fct_tensor *tensor = fct_py_tensor(g->locals[i]);
+    for (Py_ssize_t i = g->count - 1; left != NULL && i >= 0; i--) {
+        fct_tensor *tensor = fct_py_tensor(g->tensors[i]);
         if (floats_of(tensor, &g->arrays[i]) && g->arrays[i].count <= largest) {
             fck_scale(&g->arrays[i], factor);
             fct_tensor_bump(tensor);
-        } else if (PyList_Append(left, g->locals[i]) != 0) {
+        } else if (PyList_Append(left, g->tensors[i]) != 0) {
             Py_CLEAR(left);
         }
     }
@@ -364,7 +372,7 @@ PyObject *fcpy_clip(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
             PyObject_CallFunctionObjArgs(args[4], g.placed.mesh ? g.placed.mesh : Py_None,
                                          g.placed.placements ? g.placed.placements : Py_None, NULL);
     }
-    if (usable == 0 || groups == Py_None) {
+    if (usable == 0 || groups == Py_None || (groups != NULL && !gradients_address(&g))) {
         result = Py_NewRef(Py_None);
     } else if (groups != NULL && PyTuple_Check(groups)) {
         result = gradients_clip(&g, groups, max_norm, finite, largest);
