@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from extended import Extended
-from releases import DataParallelMeshDims, ShardPlacementResult
+from releases import GATHER, SCATTER, DataParallelMeshDims, ShardPlacementResult, has
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -99,7 +99,7 @@ def blocks(seed: int = 0, width: int = WIDTH, bias: bool = True) -> nn.Sequentia
     )
 
 
-COUNTED = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+COUNTED = (GATHER, SCATTER, "all_reduce")
 
 
 @contextmanager
@@ -169,11 +169,21 @@ class Scatter(ReduceScatter):
 
 
 CASES: dict[str, Callable[[Tools], Record]] = {}
+SINCE: dict[str, str] = {}
+"""The release of torch that a case needs, where older ones cannot do it."""
 
 
 def case(function: Callable[[Tools], Record]) -> Callable[[Tools], Record]:
     CASES[function.__name__] = function
     return function
+
+
+def since(release: str) -> Callable[[Callable[[Tools], Record]], Callable[[Tools], Record]]:
+    def mark(function: Callable[[Tools], Record]) -> Callable[[Tools], Record]:
+        SINCE[function.__name__] = release
+        return function
+
+    return mark
 
 
 # ---- replicas ----
@@ -290,7 +300,7 @@ def smaller_group_after_forward_uneven(tools: Tools) -> Record:
 def smaller_group_after_forward_patched(tools: Tools) -> Record:
     """The functions that move the data are replaced by ones that count and call them."""
     seen: list[str] = []
-    with _counted(seen, "all_gather_single", "reduce_scatter_single"):
+    with _counted(seen, GATHER, SCATTER):
         record = tools.train(tools.shard(blocks(), reshard_after_forward=2, mp_policy=MIXED))
     return [*record, seen]
 
@@ -311,6 +321,7 @@ def hsdp_patched_between_partial_backwards(tools: Tools) -> Record:
     return [*record, seen]
 
 
+@since("2.13")
 @case
 def a_mesh_for_each_parameter(tools: Tools) -> Record:
     info = FSDPMeshInfo(tools.mesh("replicate", "shard")["shard"], shard_mesh_dim=0)
@@ -350,6 +361,7 @@ def tensor_parallel_mixed_accumulated(tools: Tools) -> Record:
     return tools.train(model, micro=2, sync=_all_sync)
 
 
+@since("2.13")
 @case
 def one_mesh_for_all_kinds_of_parallelism(tools: Tools) -> Record:
     mesh = tools.mesh("dp", "tp")
@@ -423,6 +435,7 @@ def reduce_hook(tools: Tools) -> Record:
     return tools.train(model)
 
 
+@since("2.13")
 @case
 def own_group_for_reduce_scatters(tools: Tools) -> Record:
     model = tools.shard(blocks())
@@ -486,6 +499,7 @@ def compiled_root(tools: Tools) -> Record:
     return tools.train(torch.compile(tools.shard(blocks()), backend="eager"))
 
 
+@since("2.13")
 @case
 def forward_mode_derivative(tools: Tools) -> Record:
     model = tools.shard(blocks())
@@ -493,6 +507,7 @@ def forward_mode_derivative(tools: Tools) -> Record:
     return [digest(torch.func.jvp(model, (x,), (torch.ones_like(x),)))]
 
 
+@since("2.13")
 @case
 def functional_gradient(tools: Tools) -> Record:
     model = tools.shard(blocks())
@@ -530,6 +545,8 @@ def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
     tools = Tools(rank, world_size, implementation)
     records: dict[str, Record] = {}
     for name, function in CASES.items():
+        if not has(SINCE.get(name, "2.11")):
+            continue
         try:
             records[name] = function(tools)
         except Exception as error:

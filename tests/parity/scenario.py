@@ -23,6 +23,7 @@ from building import (
 from meshes import Meshes
 from models import Inputs, tensors_in
 from record import Recorder, error_entry
+from releases import groups_of
 from schedules import RUN
 from setting import DTYPES, Setting
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -253,5 +254,5 @@ def _forget_forward_order(root: Any) -> None:
     if type(state) is FSDPState:
         state._comm_ctx.post_forward_order.clear()
         for one in state._state_ctx.all_states:
-            for group in one._fsdp_param_groups:
+            for group in groups_of(one):
                 group._post_forward_indices.clear()

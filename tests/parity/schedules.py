@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from models import tensors_in
+from releases import groups_of
 
 if TYPE_CHECKING:
     from scenario import Script
@@ -134,7 +135,7 @@ def _pipeline(script: Script, label: str) -> None:
     model.set_requires_gradient_sync(True)
     root: Any = model._get_fsdp_state()
     for state in root._state_ctx.all_states:
-        for group in state._fsdp_param_groups:
+        for group in groups_of(state):
             group.post_backward()
     root._root_post_backward_final_callback()
 

@@ -30,6 +30,12 @@ def stock_and_ours() -> tuple[Records, Records]:
     return stock, ours
 
 
-@pytest.mark.parametrize("name", list(features.CASES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.torch(features.SINCE.get(name, "2.11")))
+        for name in features.CASES
+    ],
+)
 def test_same_bits(stock_and_ours: tuple[Records, Records], name: str) -> None:
     features.assert_same_bits(*stock_and_ours, name)

@@ -15,6 +15,7 @@ from models_wide import WIDE_FAMILIES
 from record import Bits, Recorder, differences
 from setting import WIDE_SCHEDULES, Launch, Setting
 from surface import FEATURES, needed
+from thread_ranks import METHODS
 from wide import EXTRAS, PLACES, generate_wide
 from worker import run_grid
 
@@ -117,7 +118,7 @@ def test_threads_as_ranks_compare_like_processes(tmp_path: Path) -> None:
     # An error, which all ranks raise; the setting behind it runs on new ranks.
     for rank in range(4):
         assert stock[1][rank][-1][0] == "error"
-        assert any("all_gather_single" in label for label, _ in stock[2][rank])
+        assert any(METHODS[0].strip("_") in label for label, _ in stock[2][rank])
         assert any("allreduce" in label for label, _ in stock[2][rank])
         assert differences(stock[2][rank], ours[2][rank]) == []
 

@@ -19,7 +19,7 @@ from releases import has
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 BASE_METHODS = ("_allgather_base", "_reduce_scatter_base")
-METHODS = (
+METHODS = (  # the first one gathers
     *(("all_gather_single", "reduce_scatter_single") if has("2.13") else BASE_METHODS),
     "all_gather_single_coalesced",
     "reduce_scatter_single_coalesced",
