@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behaviour import Api, batch, grads, plain, scenario, weights
+from releases import groups_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -49,7 +50,7 @@ def train_mixed(api: Api, model: nn.Sequential) -> dict[str, Any]:
     found["weights"] = weights(model)
     states = [module._get_fsdp_state() for module in (model, *list(model)[:-1])]
     found["roots"] = [state._is_root for state in states]
-    found["names"] = [state._fsdp_param_groups[0]._module_fqn for state in states]
+    found["names"] = [groups_of(state)[0]._module_fqn for state in states]
     found["members"] = [len(state._state_ctx.all_states) for state in states]
     return found
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behaviour import Api, grads, scenario, weights
+from releases import groups_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -115,7 +116,7 @@ class Sizes(nn.Linear):
     """Notes how many bytes its gathered tensors, and what was made of them, have in forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (group,) = self._get_fsdp_state()._fsdp_param_groups
+        (group,) = groups_of(self._get_fsdp_state())
         self.seen = [
             [tensor.untyped_storage().nbytes() for tensor in tensors]
             for param in group.fsdp_params

@@ -111,7 +111,8 @@ def test_the_start_of_the_communication_context_can_be_replaced() -> None:
             setattr(context, f"{name}_stream", torch.cpu.Stream())
         context.device_handle = torch.cpu
         context.all_gather_state = None
-        context.reduce_scatter_states = []
+        context.reduce_scatter_states = []  # torch 2.13
+        context.reduce_scatter_state = None  # before
         context.post_forward_order = []
         context._last_post_reduce_events = {}
         context.reduce_scatter_max_input_buffers = 2
