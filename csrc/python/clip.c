@@ -65,6 +65,11 @@ static int kind_of(const fcpy_module *mod, PyObject *grad, kind *out) {
     return 0;
 }
 
+/* The local tensor of a gradient of that kind, new reference. */
+static PyObject *local_of(const fcpy_module *mod, PyObject *grad, const kind *k) {
+    return k->mesh != NULL ? PyObject_GetAttr(grad, mod->names._local_tensor) : Py_NewRef(grad);
+}
+
 /* param.grad, new reference. torch's getter asks every subclass for __torch_function__, which takes
  * longer than all else here; DTensor, the usual one, has none. */
 static PyObject *grad_of(const fcpy_module *mod, PyObject *param) {
@@ -113,7 +118,7 @@ static int collect_one(const fcpy_module *mod, PyObject *param, PyObject *locals
     if (kind_of(mod, grad, &found) != 0) {
         goto done;
     }
-    local = found.mesh != NULL ? PyObject_GetAttr(grad, mod->names._local_tensor) : Py_NewRef(grad);
+    local = local_of(mod, grad, &found);
     const Py_ssize_t position = local == NULL ? -1 : kind_index(kinds, &found);
     if (position < 0 || (index = PyLong_FromSsize_t(position)) == NULL) {
         goto done;
@@ -262,10 +267,10 @@ static int gradients_unwrap(const fcpy_module *mod, gradients *g, Py_ssize_t i) 
         same = kind_equal(&g->placed, &found);
         kind_clear(&found);
     }
-    if (!same || g->placed.mesh == NULL) {
-        return same;
+    if (!same) {
+        return 0;
     }
-    PyObject *local = PyObject_GetAttr(g->tensors[i], mod->names._local_tensor);
+    PyObject *local = local_of(mod, g->tensors[i], &g->placed);
     if (local == NULL) {
         return -1;
     }

@@ -208,6 +208,8 @@ int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, P
 
 /* Replaces *args and *kwargs by the items of a 2-tuple (stolen; NULL: -1). */
 int fcpy_take_pair(PyObject *pair, PyObject **args, PyObject **kwargs);
+/* The other way: a new 2-tuple of args and kwargs, which are stolen; NULL where `failed`. */
+PyObject *fcpy_give_pair(int failed, PyObject *args, PyObject *kwargs);
 
 /* A group's part: unshards and puts the post-backward node above the arguments. */
 int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs);

@@ -177,20 +177,6 @@ GROUP_TRANSITION(group_finalize, fc_group_finalize_backward)
 GROUP_TRANSITION(group_reset, fc_group_reset)
 GROUP_TRANSITION(group_check, fc_group_check)
 
-/* A pair of new references as the hooks' functions leave them, from borrowed ones. */
-static PyObject *through_pair(int (*change)(fcpy_group *, PyObject **, PyObject **), PyObject *obj,
-                              PyObject *args, PyObject *kwargs) {
-    PyObject *result = NULL;
-    Py_INCREF(args);
-    Py_INCREF(kwargs);
-    if (change(as_group(obj), &args, &kwargs) == 0) {
-        result = PyTuple_Pack(2, args, kwargs);
-    }
-    Py_DECREF(args);
-    Py_DECREF(kwargs);
-    return result;
-}
-
 static PyObject *group_pre_forward(PyObject *obj, PyObject *args) {
     PyObject *module = NULL;
     PyObject *inputs = NULL;
@@ -198,7 +184,10 @@ static PyObject *group_pre_forward(PyObject *obj, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs)) {
         return NULL;
     }
-    return through_pair(fcpy_group_pre_forward, obj, inputs, kwargs);
+    Py_INCREF(inputs);
+    Py_INCREF(kwargs);
+    const int failed = fcpy_group_pre_forward(as_group(obj), &inputs, &kwargs);
+    return fcpy_give_pair(failed, inputs, kwargs);
 }
 
 static PyObject *group_insert_node(PyObject *obj, PyObject *args) {
@@ -207,7 +196,10 @@ static PyObject *group_insert_node(PyObject *obj, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OO", &inputs, &kwargs)) {
         return NULL;
     }
-    return through_pair(fcpy_group_insert_node, obj, inputs, kwargs);
+    Py_INCREF(inputs);
+    Py_INCREF(kwargs);
+    const int failed = fcpy_group_insert_node(as_group(obj), &inputs, &kwargs);
+    return fcpy_give_pair(failed, inputs, kwargs);
 }
 
 static PyObject *group_post_forward(PyObject *obj, PyObject *args) {

@@ -293,37 +293,27 @@ static PyObject *state_pre_forward(PyObject *obj, PyObject *args) {
     PyObject *module = NULL;
     PyObject *inputs = NULL;
     PyObject *kwargs = NULL;
-    PyObject *result = NULL;
     if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs)) {
         return NULL;
     }
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
-    if (fcpy_state_pre_forward(as_state(obj), module, &inputs, &kwargs) == 0) {
-        result = PyTuple_Pack(2, inputs, kwargs);
-    }
-    Py_DECREF(inputs);
-    Py_DECREF(kwargs);
-    return result;
+    const int failed = fcpy_state_pre_forward(as_state(obj), module, &inputs, &kwargs);
+    return fcpy_give_pair(failed, inputs, kwargs);
 }
 
 static PyObject *state_root_pre_forward(PyObject *obj, PyObject *args) {
     PyObject *module = NULL;
     PyObject *inputs = NULL;
     PyObject *kwargs = NULL;
-    PyObject *result = NULL;
     if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs) ||
         !fcpy_state_ready(as_state(obj))) {
         return NULL;
     }
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
-    if (fcpy_state_begin_forward(as_state(obj), &inputs, &kwargs) == 0) {
-        result = PyTuple_Pack(2, inputs, kwargs);
-    }
-    Py_DECREF(inputs);
-    Py_DECREF(kwargs);
-    return result;
+    const int failed = fcpy_state_begin_forward(as_state(obj), &inputs, &kwargs);
+    return fcpy_give_pair(failed, inputs, kwargs);
 }
 
 static PyObject *state_post_forward(PyObject *obj, PyObject *args) {

@@ -134,6 +134,13 @@ int fcpy_take_pair(PyObject *pair, PyObject **args, PyObject **kwargs) {
     return 0;
 }
 
+PyObject *fcpy_give_pair(int failed, PyObject *args, PyObject *kwargs) {
+    PyObject *pair = failed ? NULL : PyTuple_Pack(2, args, kwargs);
+    Py_DECREF(args);
+    Py_DECREF(kwargs);
+    return pair;
+}
+
 /* ---- casts ---- */
 
 static PyObject *cast_one(PyObject *tensor, fct_dtype dtype) {
