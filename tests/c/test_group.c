@@ -296,6 +296,13 @@ static void but_not_between_a_forward_and_its_backward(void **state) {
     end(&f);
 }
 
+static void expect_frozen_from_now_on(fixture *f, const sim_param *p) {
+    assert_int_equal(fc_group_to_sharded(f->core), FC_OK);
+    assert_false(fct_tensor_requires_grad(p->sharded));
+    unshard(f);
+    assert_false(fct_tensor_requires_grad(p->core.unsharded));
+}
+
 static void freezing_the_unsharded_parameter_freezes_the_parameter(void **state) {
     (void)state;
     fixture f = begin(plain);
@@ -307,10 +314,7 @@ static void freezing_the_unsharded_parameter_freezes_the_parameter(void **state)
     sim_fault_arm(0, SIM_ONCE);
     fct_error_put_back(NULL);
     expect_state(&f, FC_UNSHARDED, false);
-    assert_int_equal(fc_group_to_sharded(f.core), FC_OK);
-    assert_false(fct_tensor_requires_grad(p->sharded));
-    unshard(&f);
-    assert_false(fct_tensor_requires_grad(p->core.unsharded));
+    expect_frozen_from_now_on(&f, p);
     end(&f);
 }
 
@@ -320,10 +324,7 @@ static void freezing_the_sharded_parameter_meanwhile_is_not_undone(void **state)
     sim_param *p = &f.group->params[0];
     unshard(&f);
     assert_int_equal(fct_tensor_set_requires_grad(p->sharded, false), 0);
-    assert_int_equal(fc_group_to_sharded(f.core), FC_OK);
-    assert_false(fct_tensor_requires_grad(p->sharded));
-    unshard(&f);
-    assert_false(fct_tensor_requires_grad(p->core.unsharded));
+    expect_frozen_from_now_on(&f, p);
     end(&f);
 }
 

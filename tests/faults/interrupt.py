@@ -147,6 +147,17 @@ def recover(api: Api, case: Case, found: dict[str, Any]) -> None:
     found["overwritten"] = sum(not bool((tensor == -77.0).all()) for tensor in filled)
 
 
+def signal_and_join(case: Case, waiting: int, number: signal.Signals) -> float:
+    """The other rank's part: signals the one that waits, joins it late; gives the signal's time."""
+    time.sleep(SIGNAL_AFTER)
+    sent = time.monotonic()
+    os.kill(waiting, number)
+    time.sleep(LATE)
+    with contextlib.suppress(Left):
+        case.late()
+    return sent
+
+
 def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
     """One case: rank 0 tells when it saw the signal, rank 1 when it sent it."""
     expected = train(make(api).model, api.rank, 2)
@@ -164,12 +175,7 @@ def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[s
         except KeyboardInterrupt:
             found["seen"] = time.monotonic()
     else:
-        time.sleep(SIGNAL_AFTER)
-        found["sent"] = time.monotonic()
-        os.kill(peers[0], signal.SIGINT)
-        time.sleep(LATE)
-        with contextlib.suppress(Left):
-            case.late()
+        found["sent"] = signal_and_join(case, peers[0], signal.SIGINT)
     recover(api, case, found)
     found["as without"] = differences(expected, train(case.model, api.rank, 2)) == []
     if api.ours:
@@ -192,11 +198,7 @@ def reset_by_handler(api: Api, make: Callable[..., Case], peers: list[int]) -> d
             found["error"] = str(error)
         signal.signal(signal.SIGUSR1, before)
     else:
-        time.sleep(SIGNAL_AFTER)
-        os.kill(peers[0], signal.SIGUSR1)
-        time.sleep(LATE)
-        with contextlib.suppress(Left):
-            case.late()
+        signal_and_join(case, peers[0], signal.SIGUSR1)
     recover(api, case, found)
     found["as without"] = differences(expected, train(case.model, api.rank, 2)) == []
     return found

@@ -10,26 +10,14 @@ import pytest
 import releases
 import torch
 import torch.nn as nn
+from linear_stack import DIM, model_of, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
 import fsdp_c
 
-DIM = 8
 IMPLEMENTATIONS: list[Callable[..., Any]] = [stock_fully_shard, fsdp_c.fully_shard]
-
-
-def model_of(shard: Callable[..., Any], **kwargs: Any) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
-    for block in model:
-        shard(block, **kwargs)
-    return shard(model, **kwargs)
-
-
-def step(model: Any) -> None:
-    model(torch.arange(2.0 * DIM).view(2, DIM).requires_grad_()).sum().backward()
 
 
 def group_of(module: Any) -> Any:

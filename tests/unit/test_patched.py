@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
-import torch.nn as nn
 import torch.testing._internal.common_fsdp as common
+from linear_stack import batch, model_of, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -38,7 +38,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 import fsdp_c
 from fsdp_c import _C
 
-DIM = 8
 MIXED = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
 )
@@ -47,22 +46,6 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "fsdp_c": fsdp_c.fully_shard,
 }
 guard = importlib.import_module("fsdp_c.guard")
-
-
-def model_of(shard: Callable[..., Any], **kwargs: Any) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
-    for block in model:
-        shard(block, **kwargs)
-    return shard(model, **kwargs)
-
-
-def batch() -> torch.Tensor:
-    return torch.arange(2.0 * DIM).view(2, DIM).requires_grad_()
-
-
-def step(model: Any) -> None:
-    model(batch()).sum().backward()
 
 
 def groups_of(model: Any) -> list[Any]:
