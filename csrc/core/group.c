@@ -514,6 +514,18 @@ static fc_status wait_and_put(fc_group *g, fct_event **event) {
     return FC_OK;
 }
 
+fc_status fc_group_see_reduced(fc_group *g) {
+    fc_status status = FC_OK;
+    if (g->reduced != NULL) {
+        FC_TRY_RAISED(fct_event_wait(g->reduced, fct_stream_current(g->device)));
+    }
+    if (g->was_hosted) {
+        FC_TRY_RAISED(g->host->finalize(g->owner));
+    }
+done:
+    return status;
+}
+
 fc_status fc_group_finalize_backward(fc_group *g) {
     fc_status status = FC_OK;
     FC_TRY(wait_and_put(g, &g->comm->last_reduced));

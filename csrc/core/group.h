@@ -185,6 +185,8 @@ FC_CHECK fc_status fc_group_reduce(fc_group *g, fc_span span, bool last, bool pa
 FC_CHECK fc_status fc_group_prefetch(fc_group *g, fc_training_state pass);
 /* Prefetches the group (or groups) whose forward came before this one's. */
 FC_CHECK fc_status fc_group_backward_prefetch(fc_group *g);
+/* Orders the current stream after the group's reduction. */
+FC_CHECK fc_status fc_group_see_reduced(fc_group *g);
 /* End of the last backward: orders the current stream after the reductions, drops a gather nobody
  * waited for. */
 FC_CHECK fc_status fc_group_finalize_backward(fc_group *g);

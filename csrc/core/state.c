@@ -313,6 +313,13 @@ done:
     return status;
 }
 
+fc_status fc_state_post_backward(const fc_state *s, fc_group *g) {
+    if (s->iteration->callback_queued || s->iteration->manual) {
+        return FC_OK;
+    }
+    return g->comm->has_streams ? fc_group_see_reduced(g) : fc_reduce_recycle(g->comm, 0);
+}
+
 fc_status fc_state_reset(fc_state *s) {
     fc_iteration *it = s->iteration;
     fc_status first = each_comm(it, s->comm, reset_comm, false);

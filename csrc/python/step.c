@@ -162,6 +162,13 @@ static int run_post_backward(void *owner) {
         fc_status status = fc_group_leave_backward(&group->core);
         result = status == FC_OK ? 0 : raise_group(group, status);
     }
+    if (result == 0 && group->unit != NULL) {
+        const fcpy_state *unit = (const fcpy_state *)group->unit;
+        fc_status status = unit->core.iteration != NULL
+                               ? fc_state_post_backward(&unit->core, &group->core)
+                               : FC_OK;
+        result = status == FC_OK ? 0 : raise_group(group, status);
+    }
     return result == 0 && fct_grad_enabled() ? hook_recorded(group) : result;
 }
 

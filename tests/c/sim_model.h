@@ -63,9 +63,11 @@ typedef struct sim_scenario {
     bool
         doubled; /* before each backward, one that records and gives no gradients: the next goes through what it recorded, too */
     bool modules_share_group; /* module_count > 1 */
-    int64_t bucket_bytes;     /* gradients are reduced in buckets of this size; 0: all at once */
-    bool last_first;          /* autograd reaches the last parameters of a group first */
-    bool twice;               /* each parameter's gradient comes in two parts */
+    bool
+        unhooked; /* outputs hook nothing: backward has nodes, but neither a beginning nor an end */
+    int64_t bucket_bytes; /* gradients are reduced in buckets of this size; 0: all at once */
+    bool last_first;      /* autograd reaches the last parameters of a group first */
+    bool twice;           /* each parameter's gradient comes in two parts */
 } sim_scenario;
 
 typedef struct sim_param {

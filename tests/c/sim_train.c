@@ -117,7 +117,7 @@ static fc_status pre_forward(sim_model *m, sim_layer *layer, bool grad) {
         bool entering = false;
         FC_TRY(fc_group_pre_forward(&layer->groups[k].core, &entering));
         /* The root's input is data: no node. */
-        if (entering && grad && layer != &m->layers[0]) {
+        if (entering && grad && (layer != &m->layers[0] || m->scenario.unhooked)) {
             record(m, SIM_NODE, layer, &layer->groups[k]);
         }
     }
@@ -136,7 +136,7 @@ static fc_status post_forward(sim_model *m, sim_layer *layer, bool grad) {
     for (size_t k = 0; k < layer->group_count; k++) {
         FC_TRY(fc_group_post_forward(&layer->groups[k].core));
     }
-    if (grad) {
+    if (grad && !m->scenario.unhooked) {
         record(m, SIM_OUTPUT, layer, NULL);
     }
     FC_TRY(fc_state_end_forward(&layer->core));
@@ -215,6 +215,7 @@ static fc_status backward(sim_model *m, bool give) {
             break;
         case SIM_NODE:
             FC_TRY(fc_group_leave_backward(&group->core));
+            FC_TRY(fc_state_post_backward(&layer->core, &group->core));
             sim_log("post:%s", group->name);
             break;
         }

@@ -30,6 +30,7 @@ from launch import run_ranks
 from torch.distributed.tensor.debug import CommDebugMode
 
 MODULES = (
+    "behaviour_backwards",
     "behaviour_events",
     "behaviour_outputs",
     "behaviour_training",

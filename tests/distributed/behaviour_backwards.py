@@ -1,0 +1,254 @@
+"""Ways a backward may begin and end, other than at the root's output and with its callback."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from behaviour import DIM, Api, Block, batch, grads, scenario, weights
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+HEAD = 3
+
+
+class Box:
+    """An output that nobody can look into."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Trunk(nn.Module):
+    """Blocks, then a norm; the head is called by whoever computes the loss."""
+
+    def __init__(self, boxed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, HEAD)
+        self.boxed = boxed
+
+    def forward(self, x: torch.Tensor, with_head: bool = False) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        x = self.head(x) if with_head else x
+        return Box(x) if self.boxed else x
+
+
+def late(api: Api) -> None:
+    """One rank comes later than the other: what is not waited for is not there yet."""
+    if api.rank == 1:
+        time.sleep(0.03)
+
+
+def grouped(api: Api, **options: Any) -> Trunk:
+    """Norm and head are one unit."""
+    model = Trunk()
+    for block in model.blocks:
+        api.fully_shard(block, **options)
+    api.fully_shard([model.norm, model.head], **options)
+    return api.fully_shard(model, **options)
+
+
+def chunks_of(hidden: torch.Tensor) -> list[torch.Tensor]:
+    return [one.detach().requires_grad_() for one in hidden.chunk(2)]
+
+
+def chunked_loss(api: Api, model: Trunk, step: int, deep: bool = True) -> list[Any]:
+    """Backward through the head for each chunk, then through the rest."""
+    hidden = model(batch(api.rank, step))
+    chunks = chunks_of(hidden)
+    seen: list[Any] = []
+    for chunk in chunks:
+        late(api)
+        loss = model.head(chunk).square().mean()
+        loss.backward()
+        seen += [loss.item(), grads(model)]
+    if deep:
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
+        seen.append(grads(model))
+    return seen
+
+
+def steps_of(
+    model: nn.Module, params: list[nn.Parameter], run: Callable[[int], list[Any]], count: int = 3
+) -> list[Any]:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    seen: list[Any] = []
+    for step in range(count):
+        seen.append(run(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, weights(model)]
+
+
+@scenario()
+def chunked_losses(api: Api) -> Any:
+    found = {}
+    for reshard in (True, False):
+        model = grouped(api, reshard_after_forward=reshard)
+        found[reshard] = steps_of(
+            model, list(model.parameters()), functools.partial(chunked_loss, api, model)
+        )
+    return found
+
+
+@scenario()
+def only_the_head_is_trained_by_chunks(api: Api) -> Any:
+    model = grouped(api)
+    params = list(model.head.parameters())
+    return steps_of(model, params, lambda step: chunked_loss(api, model, step, deep=False))
+
+
+@scenario()
+def chunked_losses_of_all_kinds(api: Api) -> Any:
+    """With delayed synchronisation, a hook on the gradient, and other units for norm and head."""
+    found: dict[str, Any] = {}
+
+    model = grouped(api)
+    model.set_requires_gradient_sync(False)
+    delayed = [chunked_loss(api, model, 0)]
+    model.set_requires_gradient_sync(True)
+    delayed.append(chunked_loss(api, model, 1))
+    found["delayed"] = delayed
+
+    model = grouped(api)
+    model.set_is_last_backward(False)
+    found["not last"] = chunked_loss(api, model, 0)
+
+    model = grouped(api)
+    order: list[str] = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    found["hooks"] = [chunked_loss(api, model, 0), sorted(order)]
+
+    model = Trunk()
+    for part in (*model.blocks, model.head):
+        api.fully_shard(part)
+    found["head alone"] = chunked_loss(api, api.fully_shard(model), 0)
+    return found
+
+
+@scenario()
+def a_child_of_a_list_called_alone(api: Api) -> Any:
+    """After a full step, and after an evaluation."""
+    model = grouped(api)
+    seen: list[Any] = []
+    for step in range(2):
+        model(batch(api.rank, step), with_head=True).square().mean().backward()
+        seen.append(grads(model))
+        model.zero_grad()
+        for part in (model.head, model.norm, model.head):
+            late(api)
+            x = batch(api.rank, step).requires_grad_()
+            part(x).square().mean().backward()
+            seen += [grads(model), x.grad]
+        with torch.no_grad():
+            seen.append(model(batch(api.rank, step)))
+    return seen
+
+
+@scenario()
+def outputs_that_nobody_looks_into(api: Api) -> Any:
+    """A root whose output is a plain object: only its post-backward node is reached."""
+    found: dict[str, Any] = {}
+    for blocks in (False, True):
+        model = Trunk(boxed=True)
+        for block in model.blocks if blocks else ():
+            api.fully_shard(block)
+        api.fully_shard(model, reshard_after_forward=False)
+
+        def run(step: int, model: Trunk = model) -> list[Any]:
+            late(api)
+            x = batch(api.rank, step).requires_grad_()
+            model(x, with_head=True).tensor.square().mean().backward()
+            return [grads(model), x.grad]
+
+        found[f"blocks {blocks}"] = steps_of(model, list(model.parameters()), run)
+    return found
+
+
+@scenario()
+def backwards_inside_a_backward(api: Api) -> Any:
+    """A chunk's backward is run by the backward of a function, as memory-saving losses do."""
+    model = grouped(api)
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(hidden)
+            with torch.no_grad():
+                return model.head(hidden).square().mean()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (hidden,) = ctx.saved_tensors
+            chunks = chunks_of(hidden)
+            late(api)
+            for chunk in chunks:
+                with torch.enable_grad():
+                    (model.head(chunk).square().mean() * grad).backward()
+            return torch.cat([chunk.grad for chunk in chunks])
+
+    def run(step: int) -> list[Any]:
+        Loss.apply(model(batch(api.rank, step))).backward()
+        return [grads(model)]
+
+    return steps_of(model, list(model.parameters()), run)
+
+
+@scenario()
+def reentrant_checkpoints_of_a_part(api: Api) -> Any:
+    model = grouped(api)
+
+    def run(step: int) -> list[Any]:
+        hidden = model(batch(api.rank, step))
+        late(api)
+        checkpoint(model.head, hidden, use_reentrant=True).square().mean().backward()
+        return [grads(model)]
+
+    return steps_of(model, list(model.parameters()), run)
+
+
+@scenario()
+def gradients_with_respect_to_the_hidden_state(api: Api) -> Any:
+    """autograd.grad through the head stops at its input; the rest gets what it found."""
+    model = grouped(api)
+    seen: list[Any] = []
+    for step in range(2):
+        hidden = model(batch(api.rank, step))
+        inner = hidden.detach().requires_grad_()
+        late(api)
+        (grad,) = torch.autograd.grad(model.head(inner).square().mean(), [inner])
+        hidden.backward(grad)
+        seen += [grad, grads(model)]
+        model.zero_grad()
+    return seen
+
+
+@scenario()
+def chunked_losses_on_other_meshes(api: Api) -> Any:
+    """Replicas, mixed precision, offload; and chunks of a replicated model."""
+    found: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {
+        "replicas": {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))},
+        "shards of replicas": {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("r", "s"))},
+        "mixed": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    }
+    for name, option in options.items():
+        model = grouped(api, **option)
+        found[name] = steps_of(
+            model, list(model.parameters()), functools.partial(chunked_loss, api, model)
+        )
+    model = Trunk()
+    api.replicate(model.head)
+    found["replicate"] = chunked_loss(api, api.replicate(model), 0)
+    return found
