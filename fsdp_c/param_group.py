@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
 )
 
-from . import _C
+from . import _C, zero_grad
 from .compat import GroupOfOlderTorch
 from .guard import shows
 from .param import Param
@@ -125,6 +125,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._host_gathered: Any = None
         self._host_events: list[Any] = []
         self._offloaded: Any = None
+        zero_grad.watch(self)
         if isinstance(mesh_info, DDPMeshInfo):
             self._set_link(
                 "replicate",

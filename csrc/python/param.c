@@ -490,12 +490,19 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static PyObject *drop_grad(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    fc_param_drop_grad(&((fcpy_param *)obj)->core);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef param_methods[] = {
     {"_set_slots", set_slots, METH_VARARGS,
      "_set_slots(pairs, direct): the (module, name) pairs that hold the parameter; direct[i] is "
      "True where the "
      "module's _parameters dict may be written directly."},
     {"_register_sharded", register_sharded, METH_NOARGS, "Puts sharded_param into every slot."},
+    {"_drop_grad", drop_grad, METH_NOARGS, "Drops the gradients that wait for a later reduction."},
     {"_forget_unsharded", forget_unsharded, METH_NOARGS,
      "Drops the unsharded parameter; only while sharded."},
     {NULL, NULL, 0, NULL},

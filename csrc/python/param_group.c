@@ -546,6 +546,8 @@ static PyGetSetDef group_getset[] = {
                "Reduce zeros for parameters without gradient."),
     {"_keep_unsharded_storage", get_flag, set_keep_storage,
      "Whether resharding leaves the unsharded memory.", GROUP_OFFSET(keep_storage)},
+    {"_deferred", get_flag, NULL, "Whether a backward has left gradients for a later reduction.",
+     GROUP_OFFSET(deferred)},
     GROUP_FLAG("_hosted_gather", hosted_gather, "Whether _host_gather() gathers."),
     GROUP_FLAG("_hosted_reduce", hosted_reduce, "Whether _host_reduce() reduces."),
     GROUP_FLAG("_has_reduce_hook", has_hook, "Whether _run_reduce_hook() is called."),

@@ -40,6 +40,7 @@ MODULES = (
     "behaviour_replicate",
     "behaviour_groups",
     "behaviour_internals",
+    "behaviour_zero_grad",
 )
 DIM = 5
 """Width of the models here: not divisible by 2, so that shards are uneven."""
