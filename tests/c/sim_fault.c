@@ -5,6 +5,7 @@
  * that fails while one is pending keeps the first. */
 #include "sim_internal.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,7 +24,23 @@ static struct {
     bool error;
 } faults;
 
+/* FSDP_C_SIM_TRACE=file: every call that may fail is written there, in order, a line each. What a change of the
+ * core's structure must leave as it is. */
+static void trace(const char *name) {
+    static FILE *file;
+    static bool asked;
+    if (!asked) {
+        const char *path = getenv("FSDP_C_SIM_TRACE");
+        file = path != NULL ? fopen(path, "w") : NULL;
+        asked = true;
+    }
+    if (file != NULL) {
+        (void)fprintf(file, "%s\n", name);
+    }
+}
+
 void sim_faults_begin(void) {
+    trace("---");
     memset(&faults, 0, sizeof faults);
 }
 
@@ -46,6 +63,7 @@ bool sim_error_pending(void) {
 }
 
 bool sim_fault(sim_fault_kind kind, const char *name) {
+    trace(name);
     if (faults.left == 0) {
         return false;
     }
