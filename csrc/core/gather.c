@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "call.h"
-#include "collective.h"
+#include "link.h"
 #include "transfer.h"
 
 /* Gives up on the gather in flight without waiting. */
@@ -95,9 +95,10 @@ static fc_status issue_gather(fc_group *g, bool async_op, const fct_stream *gath
         FC_TRY(fc_comm_order_streams(g->comm, *gather_stream, fct_stream_current(g->device)));
         (void)fct_stream_set_current(*gather_stream);
     }
-    FC_TRY(fc_collective_gather(g, gather->link, gather->buffer, input, async_op, &gather->work));
+    FC_TRY(
+        fc_link_all_gather(gather->link, g->name, gather->buffer, input, async_op, &gather->work));
     if (gather_stream != NULL) {
-        FC_TRY(fc_collective_wait(g, gather->link, FC_ALL_GATHER, &gather->work));
+        FC_TRY(fc_link_wait(gather->link, g->name, FC_ALL_GATHER, &gather->work));
     }
     if (g->comm->has_streams && !async_op) {
         FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &gather->done));
@@ -155,7 +156,7 @@ fc_status fc_gather_await(fc_group *g) {
     if (g->gather.done != NULL) {
         FC_TRY_RAISED(fct_event_wait(g->gather.done, fct_stream_current(g->device)));
     }
-    FC_TRY(fc_collective_wait(g, g->gather.link, FC_ALL_GATHER, &g->gather.work));
+    FC_TRY(fc_link_wait(g->gather.link, g->name, FC_ALL_GATHER, &g->gather.work));
     if (!g->gather.active) { /* by a signal's handler */
         return fc_error_set(&g->comm->error, FC_ESTATE,
                             "the group was reset while its all-gather was waited for");

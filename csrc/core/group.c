@@ -38,15 +38,6 @@ void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm,
     g->reduce_dtype = FCT_NO_DTYPE;
 }
 
-fc_status fc_link_open(fc_link *link) {
-    return link->pg != NULL || fct_pg_resolve(link->name, &link->pg) == 0 ? FC_OK : FC_ERAISED;
-}
-
-void fc_link_set(fc_link *link, const char *name, int64_t world, int64_t rank) {
-    fct_pg_release(link->pg);
-    *link = (fc_link){.name = name, .world = world, .rank = rank};
-}
-
 void fc_group_fini(fc_group *g) {
     fc_gather_abandon(g);
     if (g->comm != NULL) {
@@ -60,10 +51,10 @@ void fc_group_fini(fc_group *g) {
     fc_reduce_plan_fini(&g->reduce_plan);
     fc_positions_fini(&g->positions);
     fc_bucket_fini(g);
-    fct_pg_release(g->shard.pg);
-    fct_pg_release(g->scatter.pg);
-    fct_pg_release(g->replicate.pg);
-    fct_pg_release(g->forward.pg);
+    fc_link_fini(&g->shard);
+    fc_link_fini(&g->scatter);
+    fc_link_fini(&g->replicate);
+    fc_link_fini(&g->forward);
     free((void *)g->params);
     memset(g, 0, sizeof *g);
 }

@@ -29,6 +29,7 @@
 
 #include "comm.h"
 #include "host.h"
+#include "link.h"
 #include "param.h"
 #include "plan.h"
 
@@ -44,7 +45,7 @@ typedef struct fc_gather {
     bool active;
     bool hosted;          /* the host has it */
     fc_gather_plan *plan; /* in the group */
-    struct fc_link *link; /* likewise */
+    fc_link *link;        /* likewise */
     bool async_op;        /* the caller asked for a work to wait for, on its own stream */
     fct_tensor *buffer;   /* NULL in a group of one rank */
     fct_work *work;       /* NULL where the backend was done at once or an event stands for it */
@@ -68,14 +69,6 @@ typedef struct fc_buckets {
     size_t count;
     struct fc_bucket *items; /* [count] in the order of their reductions; owned */
 } fc_buckets;
-
-/* One of the process groups that a parameter group talks to. */
-typedef struct fc_link {
-    const char *name; /* borrowed; NULL: there is none */
-    fct_pg *pg;       /* counted; resolved at first use */
-    int64_t world;
-    int64_t rank;
-} fc_link;
 
 typedef struct fc_group {
     void *owner;
@@ -138,10 +131,6 @@ void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm,
 /* A profiler range with stock's name, "FSDP::label (modules)"; NULL where nobody records. */
 void *fc_group_enter_range(const fc_group *g, const char *label);
 
-/* Resolves the link's process group where that has not been done. */
-FC_CHECK fc_status fc_link_open(fc_link *link);
-/* Points a link elsewhere (name borrowed, NULL: nowhere). */
-void fc_link_set(fc_link *link, const char *name, int64_t world, int64_t rank);
 /* Parks what is in flight, forgets the group in its comm context, releases all. */
 void fc_group_fini(fc_group *g);
 /* Moves the group to another context (of the same device). FC_ESTATE while a reduction is in flight.

@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "collective.h"
+#include "divide.h"
+#include "link.h"
 #include "transfer.h"
 
 typedef struct fc_reduction {
@@ -26,52 +27,6 @@ typedef struct fc_reduction {
     bool finished;     /* the gradients were handed out; only the input is still kept */
     struct fc_reduction *next;
 } fc_reduction;
-
-/* ---- arithmetic ---- */
-
-static bool may_overflow(fct_dtype dtype) {
-    return dtype != FCK_FLOAT32 && dtype != FCK_BFLOAT16;
-}
-
-/* Splits a division so that neither side over- or underflows: about the square root before the sum.
- */
-static double divisor_before(double factor) {
-    double before = 1.0;
-    while (factor / before == (double)(int64_t)(factor / before) && factor / before > before) {
-        before *= 2.0;
-    }
-    return before;
-}
-
-fc_divide fc_reduce_divide(const fc_divide_rule *rule) {
-    fc_divide divide = {
-        .before = 1.0, .after = 1.0, .op = FCT_SUM, .premultiply = 1.0, .all_reduce_op = FCT_SUM};
-    int64_t ranks = rule->world * (rule->replicas > 0 ? rule->replicas : 1);
-    if (ranks == 1) {
-        divide.after = rule->has_factor ? rule->factor : 1.0;
-        return divide;
-    }
-    if (!may_overflow(rule->dtype) && !rule->force_sum) {
-        if (!rule->has_factor) {
-            divide.op = FCT_AVG;
-            divide.all_reduce_op = FCT_AVG;
-        } else if (rule->world > 1 && rule->factor == (double)rule->world) {
-            divide.op = FCT_AVG;
-        } else if (rule->world > 1 && rule->has_premul) {
-            divide.op = FCT_PREMUL_SUM;
-            divide.premultiply = 1.0 / rule->factor;
-        } else {
-            divide.before = rule->factor;
-        }
-        return divide;
-    }
-    double total = rule->has_factor ? rule->factor : (double)ranks;
-    if (may_overflow(rule->dtype)) {
-        divide.before = divisor_before(total);
-    }
-    divide.after = total / divide.before;
-    return divide;
-}
 
 /* ---- the list in the comm context ---- */
 
@@ -286,8 +241,8 @@ static fc_link *scatter_link(fc_group *g) {
 
 static fc_status settle_work(fc_reduction *r) {
     const fc_link *link = r->all_reducing ? &r->group->replicate : scatter_link(r->group);
-    return fc_collective_wait(r->group, link, r->all_reducing ? FC_ALL_REDUCE : FC_REDUCE_SCATTER,
-                              &r->work);
+    return fc_link_wait(link, r->group->name, r->all_reducing ? FC_ALL_REDUCE : FC_REDUCE_SCATTER,
+                        &r->work);
 }
 
 /* Waits for the collective, scales, casts and hands out. On the CPU the wait is the host's. The row
@@ -406,8 +361,8 @@ static fc_status scatter(fc_group *g, fc_reduction *r, const fc_divide *divide) 
     if (g->shard.world == 1) {
         FC_TRY_RAISED(fct_tensor_copy(part, r->input));
     } else {
-        FC_TRY(fc_collective_scatter(g, scatter_link(g), part, r->input, divide->op,
-                                     divide->premultiply, !g->comm->has_streams, &r->work));
+        FC_TRY(fc_link_reduce_scatter(scatter_link(g), g->name, part, r->input, divide->op,
+                                      divide->premultiply, !g->comm->has_streams, &r->work));
     }
 done:
     fct_tensor_release(part);
@@ -419,8 +374,8 @@ static fc_status all_reduce(fc_group *g, fc_reduction *r, const fc_divide *divid
     fc_status status = FC_OK;
     if (g->replicate.world > 1) {
         r->all_reducing = true;
-        FC_TRY(fc_collective_all_reduce(g, &g->replicate, r->output, divide->all_reduce_op,
-                                        !g->comm->has_streams, &r->work));
+        FC_TRY(fc_link_all_reduce(&g->replicate, g->name, r->output, divide->all_reduce_op,
+                                  !g->comm->has_streams, &r->work));
     }
 done:
     return status;
@@ -498,7 +453,7 @@ static fc_divide divide_of(fc_group *g, fct_dtype dtype) {
         .has_premul =
             g->has_divide_factor && link->pg != NULL && fct_pg_has_premul(link->pg, g->device),
     };
-    return fc_reduce_divide(&rule);
+    return fc_divide_split(&rule);
 }
 
 /* Packs the gradients, which are laid out, into r->input, on the current stream. */

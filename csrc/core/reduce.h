@@ -17,30 +17,6 @@
 #include "comm.h"
 #include "group.h"
 
-/* How a mean over all ranks (or a division by `factor`) is split around the collectives. A divisor
- * of 1: none. */
-typedef struct fc_divide {
-    double before;
-    double after;
-    fct_reduce_op op;
-    double premultiply; /* for FCT_PREMUL_SUM */
-    fct_reduce_op all_reduce_op;
-} fc_divide;
-
-/* What the division depends on. */
-typedef struct fc_divide_rule {
-    int64_t world;    /* ranks of the reduce-scatter; 1: none */
-    int64_t replicas; /* ranks of the all-reduce; 0: none */
-    fct_dtype dtype;  /* that is reduced in */
-    bool has_factor;  /* the user's divisor in place of the number of ranks */
-    double factor;
-    bool force_sum;
-    bool
-        has_premul; /* the backend can scale inside the collective; else inputs are scaled before */
-} fc_divide_rule;
-
-fc_divide fc_reduce_divide(const fc_divide_rule *rule);
-
 /* Reduces the gradients of the span, collected and laid out in g->reduce_plan, and takes them out of
  * it. `order_compute`: make the current stream wait for the result (partial group backward). On
  * failure the gradients are gone and nothing is in flight. */

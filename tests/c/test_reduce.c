@@ -1,5 +1,5 @@
-/* Gradient reduction: how a mean is split around the collectives, what is added up where, what a
- * missing gradient means, and how many reductions are in flight when. */
+/* Gradient reduction: what is added up where, what a missing gradient means, and how many reductions
+ * are in flight when. */
 #include "core/reduce.h"
 
 #include <string.h>
@@ -7,116 +7,6 @@
 #include "sim_model.h"
 
 #define FLOATS {.ndim = 1, .sizes = {4}}
-
-/* ---- division ---- */
-
-typedef struct division {
-    fc_divide_rule rule;
-    fc_divide divide;
-} division;
-
-static void divide_as(const division *cases, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        const fc_divide found = fc_reduce_divide(&cases[i].rule);
-        const fc_divide *wanted = &cases[i].divide;
-        if (found.before != wanted->before || found.after != wanted->after ||
-            found.op != wanted->op || found.premultiply != wanted->premultiply ||
-            found.all_reduce_op != wanted->all_reduce_op) {
-            fail_msg("case %zu: before %g, after %g, op %d, premultiply %g, all-reduce op %d", i,
-                     found.before, found.after, (int)found.op, found.premultiply,
-                     (int)found.all_reduce_op);
-        }
-    }
-}
-
-#define DIVIDE_AS(...)                                                                             \
-    do {                                                                                           \
-        const division cases[] = {__VA_ARGS__};                                                    \
-        divide_as(cases, sizeof cases / sizeof cases[0]);                                          \
-    } while (0)
-
-static void the_backend_takes_the_mean_where_the_type_has_range(void **state) {
-    (void)state;
-    DIVIDE_AS({{.world = 8, .dtype = FCK_FLOAT32}, {1, 1, FCT_AVG, 1, FCT_AVG}},
-              {{.world = 8, .dtype = FCK_BFLOAT16}, {1, 1, FCT_AVG, 1, FCT_AVG}},
-              {{.world = 4, .replicas = 2, .dtype = FCK_FLOAT32}, {1, 1, FCT_AVG, 1, FCT_AVG}},
-              {{.world = 1, .replicas = 4, .dtype = FCK_FLOAT32}, {1, 1, FCT_AVG, 1, FCT_AVG}});
-}
-
-static void half_precision_is_divided_before_and_after_by_about_the_root(void **state) {
-    (void)state;
-    DIVIDE_AS({{.world = 2, .dtype = FCK_FLOAT16}, {2, 1, FCT_SUM, 1, FCT_SUM}},
-              {{.world = 4, .dtype = FCK_FLOAT16}, {2, 2, FCT_SUM, 1, FCT_SUM}},
-              {{.world = 8, .dtype = FCK_FLOAT16}, {4, 2, FCT_SUM, 1, FCT_SUM}},
-              {{.world = 6, .dtype = FCK_FLOAT16}, {4, 1.5, FCT_SUM, 1, FCT_SUM}},
-              {{.world = 4, .replicas = 4, .dtype = FCK_FLOAT16}, {4, 4, FCT_SUM, 1, FCT_SUM}});
-}
-
-static void forced_sums_are_divided_afterwards(void **state) {
-    (void)state;
-    DIVIDE_AS(
-        {{.world = 4, .dtype = FCK_FLOAT32, .force_sum = true}, {1, 4, FCT_SUM, 1, FCT_SUM}},
-        {{.world = 4, .replicas = 2, .dtype = FCK_BFLOAT16, .force_sum = true},
-         {1, 8, FCT_SUM, 1, FCT_SUM}},
-        {{.world = 4, .dtype = FCK_FLOAT32, .force_sum = true, .has_factor = true, .factor = 3},
-         {1, 3, FCT_SUM, 1, FCT_SUM}});
-}
-
-static void a_divide_factor_is_premultiplied_where_the_backend_can(void **state) {
-    (void)state;
-    const fc_divide_rule can = {
-        .world = 4, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 8, .has_premul = true};
-    fc_divide_rule cannot = can;
-    fc_divide_rule replicated = can;
-    fc_divide_rule half = can;
-    cannot.has_premul = false;
-    replicated.world = 1;
-    replicated.replicas = 4;
-    half.dtype = FCK_FLOAT16;
-    DIVIDE_AS({can, {1, 1, FCT_PREMUL_SUM, 0.125, FCT_SUM}}, {cannot, {8, 1, FCT_SUM, 1, FCT_SUM}},
-              {replicated, {8, 1, FCT_SUM, 1, FCT_SUM}}, {half, {4, 2, FCT_SUM, 1, FCT_SUM}});
-}
-
-static void a_divide_factor_of_the_world_size_is_a_mean(void **state) {
-    (void)state;
-    DIVIDE_AS({{.world = 4, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 4},
-               {1, 1, FCT_AVG, 1, FCT_SUM}});
-}
-
-static void one_rank_divides_by_nothing_but_the_factor(void **state) {
-    (void)state;
-    DIVIDE_AS({{.world = 1, .dtype = FCK_FLOAT32}, {1, 1, FCT_SUM, 1, FCT_SUM}},
-              {{.world = 1, .dtype = FCK_FLOAT16}, {1, 1, FCT_SUM, 1, FCT_SUM}},
-              {{.world = 1, .replicas = 1, .dtype = FCK_FLOAT32}, {1, 1, FCT_SUM, 1, FCT_SUM}},
-              {{.world = 1, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 4},
-               {1, 4, FCT_SUM, 1, FCT_SUM}});
-}
-
-/* Whatever the split, all divisions together are one by the number of ranks or by the factor. */
-static void the_parts_of_a_division_are_the_whole(void **state) {
-    (void)state;
-    const fct_dtype dtypes[] = {FCK_FLOAT32, FCK_BFLOAT16, FCK_FLOAT16, FCK_FLOAT64};
-    for (int64_t bits = 0; bits < 16; bits++) {
-        for (int64_t world = 1; world <= 12; world++) {
-            for (int64_t replicas = 0; replicas <= 3; replicas++) {
-                const fc_divide_rule rule = {.world = world,
-                                             .replicas = replicas,
-                                             .dtype = dtypes[bits & 3],
-                                             .has_factor = (bits & 4) != 0,
-                                             .factor = 24.0,
-                                             .force_sum = (bits & 8) != 0,
-                                             .has_premul = (world & 1) != 0};
-                const fc_divide d = fc_reduce_divide(&rule);
-                double total = d.before * d.after / d.premultiply;
-                double ranks = (double)(world * (replicas > 0 ? replicas : 1));
-                total *= d.op == FCT_AVG ? (double)world : 1.0;
-                total *= d.all_reduce_op == FCT_AVG && replicas > 0 ? (double)replicas : 1.0;
-                double wanted = rule.has_factor ? rule.factor : ranks;
-                assert_true(total / wanted > 1.0 - 1e-12 && total / wanted < 1.0 + 1e-12);
-            }
-        }
-    }
-}
 
 /* ---- a model of one layer; its group is reduced by hand ---- */
 
@@ -513,13 +403,6 @@ static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_backend_takes_the_mean_where_the_type_has_range),
-        cmocka_unit_test(half_precision_is_divided_before_and_after_by_about_the_root),
-        cmocka_unit_test(forced_sums_are_divided_afterwards),
-        cmocka_unit_test(a_divide_factor_is_premultiplied_where_the_backend_can),
-        cmocka_unit_test(a_divide_factor_of_the_world_size_is_a_mean),
-        cmocka_unit_test(one_rank_divides_by_nothing_but_the_factor),
-        cmocka_unit_test(the_parts_of_a_division_are_the_whole),
         cmocka_unit_test(a_second_reduction_adds_to_the_gradient),
         cmocka_unit_test(without_sync_gradients_wait_unreduced_in_the_parameter),
         cmocka_unit_test(with_a_reduce_type_they_wait_in_that_type),

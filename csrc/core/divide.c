@@ -1,0 +1,49 @@
+/* The divide rule; see divide.h. Owns nothing. */
+#include "divide.h"
+
+#include "../kernels/kernels.h"
+
+/* Whether a sum over many ranks may leave the type's range. */
+static bool may_overflow(fct_dtype dtype) {
+    return dtype != FCK_FLOAT32 && dtype != FCK_BFLOAT16;
+}
+
+/* Splits a division so that neither side over- or underflows: about the square root before the sum.
+ */
+static double divisor_before(double factor) {
+    double before = 1.0;
+    while (factor / before == (double)(int64_t)(factor / before) && factor / before > before) {
+        before *= 2.0;
+    }
+    return before;
+}
+
+fc_divide fc_divide_split(const fc_divide_rule *rule) {
+    fc_divide divide = {
+        .before = 1.0, .after = 1.0, .op = FCT_SUM, .premultiply = 1.0, .all_reduce_op = FCT_SUM};
+    int64_t ranks = rule->world * (rule->replicas > 0 ? rule->replicas : 1);
+    if (ranks == 1) {
+        divide.after = rule->has_factor ? rule->factor : 1.0;
+        return divide;
+    }
+    if (!may_overflow(rule->dtype) && !rule->force_sum) {
+        if (!rule->has_factor) {
+            divide.op = FCT_AVG;
+            divide.all_reduce_op = FCT_AVG;
+        } else if (rule->world > 1 && rule->factor == (double)rule->world) {
+            divide.op = FCT_AVG;
+        } else if (rule->world > 1 && rule->has_premul) {
+            divide.op = FCT_PREMUL_SUM;
+            divide.premultiply = 1.0 / rule->factor;
+        } else {
+            divide.before = rule->factor;
+        }
+        return divide;
+    }
+    double total = rule->has_factor ? rule->factor : (double)ranks;
+    if (may_overflow(rule->dtype)) {
+        divide.before = divisor_before(total);
+    }
+    divide.after = total / divide.before;
+    return divide;
+}

@@ -1,0 +1,79 @@
+/* Process groups and their collectives; see link.h. Owns the resolved process group of each link.
+ * The text of a failure is made only once there is one. */
+#include "link.h"
+
+#include <stdio.h>
+
+void fc_link_set(fc_link *link, const char *name, int64_t world, int64_t rank) {
+    fct_pg_release(link->pg);
+    *link = (fc_link){.name = name, .world = world, .rank = rank};
+}
+
+void fc_link_fini(fc_link *link) {
+    fc_link_set(link, NULL, 0, 0);
+}
+
+fc_status fc_link_open(fc_link *link) {
+    return link->pg != NULL || fct_pg_resolve(link->name, &link->pg) == 0 ? FC_OK : FC_ERAISED;
+}
+
+/* Puts operation, group and rank in front of the pending exception's message. */
+static fc_status explain(const fc_link *link, const char *whose, fc_operation operation) {
+    static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce"};
+    char text[512];
+    bool named = whose != NULL && whose[0] != '\0';
+    (void)snprintf(text, sizeof text,
+                   "%s of %s%s%s failed on rank %lld of %lld of process group '%s'",
+                   names[operation], named ? "parameter group '" : "the root's parameter group",
+                   named ? whose : "", named ? "'" : "", (long long)link->rank,
+                   (long long)link->world, link->name != NULL ? link->name : "?");
+    fct_error_explain(text);
+    return FC_ERAISED;
+}
+
+fc_status fc_link_all_gather(fc_link *link, const char *whose, fct_tensor *output,
+                             fct_tensor *input, bool async_op, fct_work **work) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_link_open(link));
+    if (fct_all_gather(link->pg, output, input, async_op, work) != 0) {
+        return explain(link, whose, FC_ALL_GATHER);
+    }
+done:
+    return status;
+}
+
+fc_status fc_link_reduce_scatter(fc_link *link, const char *whose, fct_tensor *output,
+                                 fct_tensor *input, fct_reduce_op op, double factor, bool async_op,
+                                 fct_work **work) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_link_open(link));
+    if (fct_reduce_scatter(link->pg, output, input, op, factor, async_op, work) != 0) {
+        return explain(link, whose, FC_REDUCE_SCATTER);
+    }
+done:
+    return status;
+}
+
+fc_status fc_link_all_reduce(fc_link *link, const char *whose, fct_tensor *tensor, fct_reduce_op op,
+                             bool async_op, fct_work **work) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_link_open(link));
+    if (fct_all_reduce(link->pg, tensor, op, 1.0, async_op, work) != 0) {
+        return explain(link, whose, FC_ALL_REDUCE);
+    }
+done:
+    return status;
+}
+
+fc_status fc_link_wait(const fc_link *link, const char *whose, fc_operation operation,
+                       fct_work **work) {
+    if (*work == NULL) {
+        return FC_OK;
+    }
+    if (fct_work_wait(*work) != 0) {
+        return explain(link, whose, operation);
+    }
+    fct_work_release(*work);
+    *work = NULL;
+    return FC_OK;
+}
