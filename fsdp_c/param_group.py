@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
     DDPMeshInfo,
     FSDPMeshInfo,
+    TrainingState,
 )
 
 from . import _C, zero_grad
@@ -241,12 +242,13 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     # ---- data movement by torch's functions (called by the core, see csrc/core/host.h) ----
 
     @_as_normal_tensors
-    def _host_gather(self, async_op: bool) -> None:
+    def _host_gather(self, async_op: bool, overlaps: bool) -> None:
         info = self._gather_mesh_info
         if not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1:
             self._host_gathered = "local"
             return
-        copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
+        state = TrainingState.FORWARD if overlaps else TrainingState.IDLE
+        copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, state)
         self._host_gathered = stock.foreach_all_gather(
             self.fsdp_params,
             info.shard_process_group,

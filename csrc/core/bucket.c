@@ -5,8 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "call.h"
-
 /* With one reduction waiting for its collective the next can be packed meanwhile. */
 enum { IN_FLIGHT = 2 };
 
@@ -73,10 +71,13 @@ done:
 
 /* ---- backward ---- */
 
+static bool host_moves(const fc_group *g, fc_move move) {
+    return g->host->moves != NULL && g->host->moves(g->owner, move);
+}
+
 static bool may_be_eager(const fc_group *g) {
     return is_bucketed(g) && g->buckets.alone && !g->doubled && !g->buckets.late &&
-           g->reduce_grads && !g->reduce_unused && !g->has_hook && !g->hosted_reduce &&
-           !fc_call_overridden(g, FC_CALL_REDUCE) && !fc_call_overridden(g, FC_CALL_POST_BACKWARD);
+           g->reduce_grads && !g->reduce_unused && !g->has_hook && !host_moves(g, FC_MOVE_EARLY);
 }
 
 void fc_bucket_begin(fc_group *g) {
@@ -124,8 +125,7 @@ done:
 
 /* Whoever reduces in our place, or sees the rows, sees them as if there were no buckets. */
 static bool rest_is_whole(const fc_group *g) {
-    return !is_bucketed(g) || g->has_hook || g->hosted_reduce ||
-           fc_call_overridden(g, FC_CALL_REDUCE);
+    return !is_bucketed(g) || g->has_hook || host_moves(g, FC_MOVE_REDUCE);
 }
 
 fc_status fc_bucket_reduce_rest(fc_group *g, bool partial) {

@@ -6,7 +6,6 @@
 
 #include <string.h>
 
-#include "call.h"
 #include "link.h"
 #include "transfer.h"
 
@@ -40,7 +39,7 @@ void fc_gather_free(fc_group *g) {
     if (g->keep_storage) {
         return;
     }
-    bool watched = fc_call_overridden(g, FC_CALL_MEMORY);
+    bool watched = g->host->moves != NULL && g->host->moves(g->owner, FC_MOVE_FREE);
     for (size_t i = 0; i < g->count; i++) {
         fc_param *p = g->params[i];
         if (p->hosted || (watched && !p->aliased)) {
@@ -108,13 +107,13 @@ done:
     return status;
 }
 
-static fc_status start_gather(fc_group *g, bool async_op) {
+static fc_status start_gather(fc_group *g, bool async_op, bool overlaps) {
     fc_status status = FC_OK;
     fc_gather gather = {.active = true, .async_op = async_op};
     void *range = NULL;
-    if (g->hosted_gather || fc_call_overridden(g, FC_CALL_GATHER)) {
+    if (g->host->moves != NULL && g->host->moves(g->owner, FC_MOVE_GATHER)) {
         range = fc_group_enter_range(g, "all_gather");
-        FC_TRY_RAISED(g->host->gather(g->owner, async_op));
+        FC_TRY_RAISED(g->host->gather(g->owner, async_op, overlaps));
         gather.hosted = true;
         g->gather = gather;
         goto done;
@@ -125,8 +124,7 @@ static fc_status start_gather(fc_group *g, bool async_op) {
         return FC_OK;
     }
     range = fc_group_enter_range(g, "all_gather");
-    if (g->comm->streams_ready && !async_op &&
-        (g->training_state == FC_FORWARD || g->training_state == FC_PRE_BACKWARD)) {
+    if (g->comm->streams_ready && !async_op && overlaps) {
         fct_stream previous = fct_stream_set_current(g->comm->copy_in_stream);
         status = issue_gather(g, async_op, &g->comm->gather_stream, &gather);
         (void)fct_stream_set_current(previous);
@@ -143,9 +141,9 @@ done:
 }
 
 /* Under functorch's transforms nothing here is to be wrapped. */
-fc_status fc_gather_start(fc_group *g, bool async_op) {
+fc_status fc_gather_start(fc_group *g, bool async_op, bool overlaps) {
     void *pause = fct_functorch_pause();
-    fc_status status = start_gather(g, async_op);
+    fc_status status = start_gather(g, async_op, overlaps);
     fct_functorch_resume(pause);
     return status;
 }

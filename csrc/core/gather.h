@@ -4,8 +4,9 @@
 
 #include "group.h"
 
-/* Packs this rank's row and issues the collective; on failure nothing is in flight. */
-FC_CHECK fc_status fc_gather_start(fc_group *g, bool async_op);
+/* Packs this rank's row and issues the collective; on failure nothing is in flight. `overlaps`: on
+ * the context's gather streams, where there are any and nobody asked for a work to wait for. */
+FC_CHECK fc_status fc_gather_start(fc_group *g, bool async_op, bool overlaps);
 /* Makes the current stream (or the host) see the gathered rows. */
 FC_CHECK fc_status fc_gather_await(fc_group *g);
 /* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure

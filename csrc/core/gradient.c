@@ -2,8 +2,6 @@
  * parameters, or taken out into the group's reduce plan. Owns nothing. */
 #include "gradient.h"
 
-#include "call.h"
-
 fc_status fc_gradient_fold(fc_group *g, fc_span span) {
     fc_status status = FC_OK;
     void *range = fc_group_enter_range(g, "post_backward_accumulate");
@@ -19,7 +17,7 @@ fc_status fc_gradient_keep(fc_group *g) {
     fc_status status = FC_OK;
     void *range = fc_group_enter_range(g, "post_backward_reshard");
     if (g->reshard_after_backward) {
-        FC_TRY(fc_call_reshard(g));
+        FC_TRY(g->via->reshard(g));
     }
     for (size_t i = 0; i < g->count; i++) {
         FC_TRY(fc_param_stash_grad(g->params[i]));
@@ -84,7 +82,7 @@ fc_status fc_gradient_collect(fc_group *g, fc_span span, bool last) {
         }
     }
     if (last && g->reshard_after_backward) {
-        FC_TRY(fc_call_reshard(g));
+        FC_TRY(g->via->reshard(g));
     }
 done:
     fct_profile_exit(range);

@@ -8,16 +8,27 @@
 #include <string.h>
 
 #include "bucket.h"
-#include "call.h"
 #include "gather.h"
 #include "gradient.h"
 #include "reduce.h"
+
+const fc_transitions fc_group_transitions = {
+    .unshard = fc_group_unshard,
+    .wait_unshard = fc_group_wait_unshard,
+    .reshard = fc_group_reshard,
+    .to_sharded = fc_group_to_sharded,
+    .pre_backward = fc_group_pre_backward,
+    .post_backward = fc_group_post_backward,
+    .finalize_backward = fc_group_finalize_backward,
+    .backward_prefetch = fc_group_backward_prefetch,
+};
 
 /* ---- life ---- */
 
 void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm, fc_param **params,
                    size_t count, fct_device device, int64_t world, int64_t rank) {
     memset(g, 0, sizeof *g);
+    g->via = &fc_group_transitions;
     g->owner = owner;
     g->host = host;
     g->comm = comm;
@@ -34,7 +45,6 @@ void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm,
     g->reshard_after_forward = true;
     g->reshard_after_backward = true;
     g->unshard_in_backward = true;
-    g->orig_dtype = FCT_NO_DTYPE;
     g->reduce_dtype = FCT_NO_DTYPE;
 }
 
@@ -247,14 +257,14 @@ fc_status fc_group_reshard(fc_group *g) {
             return fc_group_to_sharded_post_forward(g);
         }
     }
-    return fc_call_to_sharded(g);
+    return g->via->to_sharded(g);
 }
 
 /* ---- unshard ---- */
 
-fc_status fc_group_unshard(fc_group *g, bool async_op) {
+fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     fc_status status = FC_OK;
-    bool between_steps = g->training_state == FC_FORWARD || g->training_state == FC_IDLE;
+    bool between_steps = pass == FC_FORWARD || pass == FC_IDLE;
     if (g->gather.active && !between_steps) {
         return FC_OK;
     }
@@ -275,10 +285,10 @@ fc_status fc_group_unshard(fc_group *g, bool async_op) {
             return mend(g);
         }
     }
-    if (!g->unshard_in_backward && g->training_state == FC_PRE_BACKWARD) {
+    if (!g->unshard_in_backward && pass == FC_PRE_BACKWARD) {
         return FC_OK;
     }
-    FC_TRY(fc_gather_start(g, async_op));
+    FC_TRY(fc_gather_start(g, async_op, pass == FC_FORWARD || pass == FC_PRE_BACKWARD));
     g->gathered_version = version;
 done:
     return status;
@@ -329,8 +339,8 @@ fc_status fc_group_pre_forward(fc_group *g, bool *entering) {
     void *range = fc_group_enter_range(g, "pre_forward");
     bool first = g->training_state != FC_FORWARD;
     g->training_state = FC_FORWARD;
-    FC_TRY(fc_call_unshard(g, g->unshard_async_op));
-    FC_TRY(fc_call_wait_unshard(g));
+    FC_TRY(g->via->unshard(g, g->training_state, g->unshard_async_op));
+    FC_TRY(g->via->wait_unshard(g));
     FC_TRY(fc_bucket_watch(g));
     *entering = first;
 done:
@@ -344,7 +354,7 @@ fc_status fc_group_post_forward(fc_group *g) {
     void *range = fc_group_enter_range(g, "post_forward");
     if (!fct_in_backward()) {
         size_t position = 0;
-        FC_TRY(fc_call_reshard(g));
+        FC_TRY(g->via->reshard(g));
         FC_TRY(fc_order_append(&g->comm->order, g, &position));
         FC_TRY(fc_positions_push(&g->positions, position));
     }
@@ -363,10 +373,7 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
                        g->name != NULL ? g->name : "None");
         range = fct_profile_enter(name);
     }
-    fc_training_state before = g->training_state;
-    g->training_state = pass;
-    fc_status status = fc_call_unshard(g, g->unshard_async_op);
-    g->training_state = before;
+    fc_status status = g->via->unshard(g, pass, g->unshard_async_op);
     fct_profile_exit(range);
     return status;
 }
@@ -417,11 +424,11 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     void *range = fc_group_enter_range(g, "pre_backward");
     g->training_state = FC_PRE_BACKWARD;
     FC_TRY(fc_reduce_poll(g->comm));
-    FC_TRY(fc_call_unshard(g, g->unshard_async_op));
-    FC_TRY(fc_call_wait_unshard(g));
+    FC_TRY(g->via->unshard(g, g->training_state, g->unshard_async_op));
+    FC_TRY(g->via->wait_unshard(g));
     fc_bucket_begin(g);
     if (default_prefetch) {
-        FC_TRY(fc_call_backward_prefetch(g));
+        FC_TRY(g->via->backward_prefetch(g));
     }
 done:
     fct_profile_exit(range);
@@ -437,13 +444,12 @@ static fc_status reduce_grads(fc_group *g, fc_span span, bool partial_group) {
         return FC_OK;
     }
     range = fc_group_enter_range(g, "post_backward_reduce");
-    bool hosted = g->hosted_reduce || fc_call_overridden(g, FC_CALL_REDUCE);
+    bool hosted = g->host->moves != NULL && g->host->moves(g->owner, FC_MOVE_REDUCE);
     if (!hosted) {
         FC_TRY(fc_reduce_plan_lay_out(plan, g->reduce_dtype, &g->comm->error));
         hosted = plan->foreign;
     }
     if (hosted) {
-        g->was_hosted = true;
         FC_TRY_RAISED(
             g->host->reduce(g->owner, plan->params, plan->grads, plan->count, partial_group));
     } else {
@@ -490,7 +496,7 @@ done:
 }
 
 fc_status fc_group_leave_backward(fc_group *g) {
-    return g->doubled && g->comm->has_streams ? FC_OK : fc_call_post_backward(g);
+    return g->doubled && g->comm->has_streams ? FC_OK : g->via->post_backward(g);
 }
 
 static fc_status wait_and_put(fc_group *g, fct_event **event) {
@@ -510,7 +516,7 @@ fc_status fc_group_see_reduced(fc_group *g) {
     if (g->reduced != NULL) {
         FC_TRY_RAISED(fct_event_wait(g->reduced, fct_stream_current(g->device)));
     }
-    if (g->was_hosted) {
+    if (g->host->finalize != NULL) {
         FC_TRY_RAISED(g->host->finalize(g->owner));
     }
 done:
@@ -521,7 +527,7 @@ fc_status fc_group_finalize_backward(fc_group *g) {
     fc_status status = FC_OK;
     FC_TRY(wait_and_put(g, &g->comm->last_reduced));
     FC_TRY(wait_and_put(g, &g->comm->last_all_reduced));
-    if (g->was_hosted) {
+    if (g->host->finalize != NULL) {
         FC_TRY_RAISED(g->host->finalize(g->owner));
     }
     fc_comm_put_event(g->comm, g->reduced);
@@ -538,7 +544,7 @@ done:
 fc_status fc_group_reset(fc_group *g) {
     fc_reduce_discard(g->comm, g);
     fc_reduce_plan_drop_grads(&g->reduce_plan);
-    if (g->was_hosted) {
+    if (g->host->drop_reduce != NULL) {
         g->host->drop_reduce(g->owner);
     }
     for (size_t i = 0; i < g->count; i++) {
@@ -552,7 +558,7 @@ fc_status fc_group_reset(fc_group *g) {
     g->deferred = false;
     fc_comm_put_event(g->comm, g->reduced);
     g->reduced = NULL;
-    return fc_call_to_sharded(g);
+    return g->via->to_sharded(g);
 }
 
 fc_status fc_group_check(fc_group *g) {

@@ -70,7 +70,25 @@ typedef struct fc_buckets {
     struct fc_bucket *items; /* [count] in the order of their reductions; owned */
 } fc_buckets;
 
+struct fc_group;
+
+/* The transitions that happen inside of others, as a group makes them. The host may put a table of
+ * its own in the place of fc_group_transitions, which runs what somebody has overridden or patched
+ * and the group's own transition (below) else. */
+typedef struct fc_transitions {
+    fc_status (*unshard)(struct fc_group *g, fc_training_state pass, bool async_op);
+    fc_status (*wait_unshard)(struct fc_group *g);
+    fc_status (*reshard)(struct fc_group *g);
+    fc_status (*to_sharded)(struct fc_group *g);
+    fc_status (*pre_backward)(struct fc_group *g, bool default_prefetch);
+    fc_status (*post_backward)(struct fc_group *g);
+    fc_status (*finalize_backward)(struct fc_group *g);
+    fc_status (*backward_prefetch)(struct fc_group *g);
+} fc_transitions;
+extern const fc_transitions fc_group_transitions;
+
 typedef struct fc_group {
+    const fc_transitions *via;
     void *owner;
     const fc_host *host;
     const char *name; /* FQN of the modules, for messages and ranges; borrowed, may be NULL */
@@ -112,16 +130,11 @@ typedef struct fc_group {
     uint64_t grads_before; /* fingerprint of the gradients when a recording backward came */
     bool force_sum;
     bool reduce_unused;
-    bool keep_storage;  /* unsharded memory is never freed: its addresses stay */
-    bool deferred;      /* a backward has left its gradients for a later reduction */
-    bool hosted_gather; /* the host moves the data, see host.h */
-    bool hosted_reduce;
-    bool was_hosted; /* the host has reduced: it may hold something */
-    bool has_hook;   /* host->reduce_hook is to be called */
+    bool keep_storage; /* unsharded memory is never freed: its addresses stay */
+    bool deferred;     /* a backward has left its gradients for a later reduction */
+    bool has_hook;     /* host->reduce_hook is to be called */
     bool has_divide_factor;
     double divide_factor;
-    fct_dtype orig_dtype;   /* of the trainable parameters; FCT_NO_DTYPE: none, or several. Only for
-                               the host: a reduction looks at its parameters. */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradients' own */
 } fc_group;
 
@@ -141,8 +154,9 @@ FC_CHECK fc_status fc_group_set_comm(fc_group *g, fc_comm *comm);
 void fc_group_invalidate(fc_group *g);
 
 /* Starts the all-gather, unless there is one in flight or the group is unsharded with current data.
- */
-FC_CHECK fc_status fc_group_unshard(fc_group *g, bool async_op);
+ * `pass`: what it is for, the group's own training state or, where it is prefetched, the pass that
+ * will reach it. */
+FC_CHECK fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op);
 /* Waits for it, copies out and registers the unsharded parameters. Nothing without a gather in
  * flight. */
 FC_CHECK fc_status fc_group_wait_unshard(fc_group *g);

@@ -7,8 +7,16 @@
 #include <stdbool.h>
 
 #include "../torch/torch_abi.h"
-#include "call.h"
 #include "param.h"
+
+/* What moves data, or is about to: the host may do it in the core's place. */
+typedef enum fc_move {
+    FC_MOVE_GATHER, /* gather() and copy_out() in place of pack, all-gather, copy-out */
+    FC_MOVE_REDUCE, /* reduce() in place of pack, reduce-scatter, all-reduce, views */
+    FC_MOVE_EARLY, /* like that one, or the host wants to be asked when a backward ends: no bucket is
+                       reduced before that */
+    FC_MOVE_FREE   /* free_unsharded() for every parameter */
+} fc_move;
 
 typedef struct fc_host {
     /* Makes the parameter that modules see while unsharded, over `flat` (1-D, world * padded
@@ -47,15 +55,18 @@ typedef struct fc_host {
      * Only for groups with has_hook. */
     int (*reduce_hook)(void *group, fct_tensor *row);
 
-    /* For groups with `hosted_gather` or `hosted_reduce`: the host moves the data (custom
-     * collectives, all-gather extensions, patched functions). */
-    /* Starts a gather. */
-    int (*gather)(void *group, bool async_op);
+    /* Whether the host moves the group's data itself (custom collectives, all-gather extensions,
+     * patched functions); asked once for each move: it must be cheap. NULL: it never does. Never
+     * fails. */
+    bool (*moves)(void *group, fc_move move);
+    /* Starts a gather; `overlaps`: on the context's gather streams, where there are any. */
+    int (*gather)(void *group, bool async_op, bool overlaps);
     /* Waits for it, allocates, copies out, and gives each fc_param its unsharded tensor. */
     int (*copy_out)(void *group);
     /* Forgets a gather without waiting. Never fails. */
     void (*drop_gather)(void *group);
-    /* Forgets the partial results of reduce(). Never fails. */
+    /* Forgets the partial results of reduce(), if there are any. NULL: there never are. Never fails.
+     */
     void (*drop_reduce)(void *group);
     /* Frees what the host holds for an unsharded parameter. Never fails. */
     void (*free_unsharded)(void *param);
@@ -63,14 +74,9 @@ typedef struct fc_host {
      * as it can, and leaves NULL in its place (what is left on failure is the caller's). */
     int (*reduce)(void *group, fc_param *const *params, fct_tensor **grads, size_t count,
                   bool order_compute);
-    /* End of the last backward: the current stream waits for what reduce() has queued. */
+    /* The current stream waits for what reduce() has queued, if it ever has. NULL: it does not. */
     int (*finalize)(void *group);
 
-    /* Whether somebody has overridden this transition of the group; NULL: nobody ever has. Asked
-     * before each: it must be cheap. Never fails. */
-    bool (*overridden)(void *group, fc_call call);
-    /* Runs what overrides one of them. `argument` is that of the transition, where it has one. */
-    int (*run)(void *group, fc_call call, bool argument);
     /* A debug line "FSDP::label (modules)" where they are wanted. NULL: never. Never fails. */
     void (*log)(void *group, const char *label);
 } fc_host;

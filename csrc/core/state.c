@@ -6,7 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "call.h"
 #include "reduce.h"
 
 void fc_iteration_init(fc_iteration *it) {
@@ -49,7 +48,7 @@ static fc_status finish_group(fc_group *g, bool records) {
     if (records && entered_unseen(g)) {
         g->reshard_after_backward = false;
     }
-    fc_status status = fc_call_post_backward(g);
+    fc_status status = g->via->post_backward(g);
     g->reshard_after_backward = reshards;
     return status;
 }
@@ -127,7 +126,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
         fc_state *s = it->states[i];
         FC_TRY(finish_groups(s));
         for (size_t j = 0; last && j < s->group_count; j++) {
-            FC_TRY(fc_call_finalize_backward(s->groups[j]));
+            FC_TRY(s->groups[j]->via->finalize_backward(s->groups[j]));
         }
     }
     if (!it->manual) {
@@ -151,7 +150,7 @@ fc_status fc_iteration_finalize(fc_iteration *it) {
             if (g->replicate.name != NULL) { /* partial rows have to be with the parameters */
                 FC_TRY(fc_reduce_recycle(g->comm, 0));
             }
-            FC_TRY(fc_call_post_backward(g));
+            FC_TRY(g->via->post_backward(g));
             g->training_state = FC_IDLE;
         }
     }
@@ -164,7 +163,7 @@ fc_status fc_iteration_complete(fc_iteration *it, fc_comm *c) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < it->count; i++) {
         for (size_t j = 0; j < it->states[i]->group_count; j++) {
-            FC_TRY(fc_call_finalize_backward(it->states[i]->groups[j]));
+            FC_TRY(it->states[i]->groups[j]->via->finalize_backward(it->states[i]->groups[j]));
         }
     }
     FC_TRY(each_comm(it, c, finish_comm, true));
@@ -213,8 +212,8 @@ fc_status fc_state_recompute(fc_state *s) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < s->group_count; i++) {
         if (s->groups[i]->sharded_state != FC_UNSHARDED || s->groups[i]->torn) {
-            FC_TRY(fc_call_unshard(s->groups[i], false));
-            FC_TRY(fc_call_wait_unshard(s->groups[i]));
+            FC_TRY(s->groups[i]->via->unshard(s->groups[i], s->groups[i]->training_state, false));
+            FC_TRY(s->groups[i]->via->wait_unshard(s->groups[i]));
         }
     }
 done:
@@ -287,7 +286,7 @@ fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end) {
     FC_TRY(enter_backward(s, at_end));
     for (size_t i = 0; i < s->group_count; i++) {
         s->groups[i]->doubled = true;
-        FC_TRY(fc_call_pre_backward(s->groups[i], false));
+        FC_TRY(s->groups[i]->via->pre_backward(s->groups[i], false));
     }
 done:
     return status;
@@ -301,7 +300,7 @@ fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
         if (s->iteration->records && g->training_state != FC_PRE_BACKWARD) {
             g->grads_before = grad_fingerprint(g);
         }
-        FC_TRY(fc_call_pre_backward(g, s->backward_prefetch_count == 0));
+        FC_TRY(g->via->pre_backward(g, s->backward_prefetch_count == 0));
     }
     for (size_t i = 0; i < s->backward_prefetch_count; i++) {
         const fc_state *target = s->backward_prefetch[i];

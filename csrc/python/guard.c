@@ -208,27 +208,78 @@ void fcpy_log(fcpy_module *mod, PyObject *group, const char *label) {
 
 /* ---- what the core asks ---- */
 
-bool fcpy_host_overridden(void *group, fc_call call) {
+bool fcpy_host_moves(void *group, fc_move move) {
     fcpy_group *self = (fcpy_group *)group;
-    if (call == FC_CALL_GATHER || call == FC_CALL_REDUCE || call == FC_CALL_MEMORY) {
-        return fcpy_guard_patched(&self->mod->guard, (uint32_t)call);
+    switch (move) {
+    case FC_MOVE_GATHER:
+        return self->hosted_gather || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_GATHER);
+    case FC_MOVE_REDUCE:
+        return self->hosted_reduce || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_REDUCE);
+    case FC_MOVE_EARLY:
+        return fcpy_host_moves(group, FC_MOVE_REDUCE) ||
+               fcpy_group_overrides(self, FCPY_CALL_POST_BACKWARD);
+    case FC_MOVE_FREE:
+        return fcpy_guard_patched(&self->mod->guard, FCPY_CALL_MEMORY);
     }
-    return fcpy_group_overrides(self, (uint32_t)call);
+    return false;
 }
 
-int fcpy_host_run(void *group, fc_call call, bool argument) {
-    PyObject *self = (PyObject *)group;
-    const char *name = group_method((uint32_t)call);
-    bool takes_flag = call == FC_CALL_UNSHARD || call == FC_CALL_PRE_BACKWARD;
-    PyObject *result = takes_flag
-                           ? PyObject_CallMethod(self, name, "O", argument ? Py_True : Py_False)
-                           : PyObject_CallMethod(self, name, NULL);
-    if (result == NULL) {
-        return -1;
-    }
-    Py_DECREF(result);
-    return 0;
+/* ---- transitions: what overrides one of them, or else the group's own ---- */
+
+/* Calls the method of that bit, with an argument where there is one (borrowed). */
+static fc_status run(fc_group *g, uint32_t bit, PyObject *argument) {
+    PyObject *self = (PyObject *)g->owner;
+    const char *name = group_method(bit);
+    PyObject *result = argument != NULL ? PyObject_CallMethod(self, name, "O", argument)
+                                        : PyObject_CallMethod(self, name, NULL);
+    Py_XDECREF(result);
+    return result != NULL ? FC_OK : FC_ERAISED;
 }
+
+static bool overridden(const fc_group *g, uint32_t bit) {
+    return fcpy_group_overrides((fcpy_group *)g->owner, bit);
+}
+
+/* Whoever overrides it finds the pass in the group's training state, as in torch. */
+static fc_status ask_unshard(fc_group *g, fc_training_state pass, bool async_op) {
+    if (!overridden(g, FCPY_CALL_UNSHARD)) {
+        return fc_group_unshard(g, pass, async_op);
+    }
+    fc_training_state before = g->training_state;
+    g->training_state = pass;
+    fc_status status = run(g, FCPY_CALL_UNSHARD, async_op ? Py_True : Py_False);
+    g->training_state = before;
+    return status;
+}
+
+static fc_status ask_pre_backward(fc_group *g, bool default_prefetch) {
+    return overridden(g, FCPY_CALL_PRE_BACKWARD)
+               ? run(g, FCPY_CALL_PRE_BACKWARD, default_prefetch ? Py_True : Py_False)
+               : fc_group_pre_backward(g, default_prefetch);
+}
+
+#define ASK(name, bit, transition)                                                                 \
+    static fc_status name(fc_group *g) {                                                           \
+        return overridden(g, bit) ? run(g, bit, NULL) : transition(g);                             \
+    }
+ASK(ask_wait, FCPY_CALL_WAIT, fc_group_wait_unshard)
+ASK(ask_reshard, FCPY_CALL_RESHARD, fc_group_reshard)
+ASK(ask_to_sharded, FCPY_CALL_TO_SHARDED, fc_group_to_sharded)
+ASK(ask_post_backward, FCPY_CALL_POST_BACKWARD, fc_group_post_backward)
+ASK(ask_finalize, FCPY_CALL_FINALIZE, fc_group_finalize_backward)
+ASK(ask_prefetch, FCPY_CALL_PREFETCH, fc_group_backward_prefetch)
+#undef ASK
+
+const fc_transitions fcpy_transitions = {
+    .unshard = ask_unshard,
+    .wait_unshard = ask_wait,
+    .reshard = ask_reshard,
+    .to_sharded = ask_to_sharded,
+    .pre_backward = ask_pre_backward,
+    .post_backward = ask_post_backward,
+    .finalize_backward = ask_finalize,
+    .backward_prefetch = ask_prefetch,
+};
 
 void fcpy_host_log(void *group, const char *label) {
     fcpy_log(((fcpy_group *)group)->mod, (PyObject *)group, label);
@@ -340,9 +391,9 @@ int fcpy_guard_add_names(PyObject *module) {
         group != NULL && state != NULL &&
                 PyModule_AddObjectRef(module, "GROUP_METHODS", group) == 0 &&
                 PyModule_AddObjectRef(module, "STATE_METHODS", state) == 0 &&
-                PyModule_AddIntConstant(module, "CALL_GATHER", FC_CALL_GATHER) == 0 &&
-                PyModule_AddIntConstant(module, "CALL_REDUCE", FC_CALL_REDUCE) == 0 &&
-                PyModule_AddIntConstant(module, "CALL_MEMORY", FC_CALL_MEMORY) == 0 &&
+                PyModule_AddIntConstant(module, "CALL_GATHER", FCPY_CALL_GATHER) == 0 &&
+                PyModule_AddIntConstant(module, "CALL_REDUCE", FCPY_CALL_REDUCE) == 0 &&
+                PyModule_AddIntConstant(module, "CALL_MEMORY", FCPY_CALL_MEMORY) == 0 &&
                 PyModule_AddIntConstant(module, "CALL_NODE_CLASS", FCPY_CALL_NODE_CLASS) == 0 &&
                 PyModule_AddIntConstant(module, "CALL_NODE", FCPY_CALL_NODE) == 0
             ? 0
@@ -379,10 +430,10 @@ PyObject *fcpy_guard_probe(PyObject *module, PyObject *args) {
     }
     for (Py_ssize_t step = 0; step < steps; step++) {
         for (int i = 0; i < STEP_METHODS; i++) {
-            found += fcpy_host_overridden(obj, FC_CALL_UNSHARD);
+            found += fcpy_group_overrides((fcpy_group *)obj, FCPY_CALL_UNSHARD);
         }
         for (int i = 0; i < STEP_FUNCTIONS; i++) {
-            found += fcpy_host_overridden(obj, FC_CALL_GATHER);
+            found += fcpy_host_moves(obj, FC_MOVE_GATHER);
         }
         for (int i = 0; i < STEP_LINES; i++) {
             found += fcpy_guard_logs(&mod->guard);

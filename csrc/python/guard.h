@@ -6,28 +6,39 @@
 #include <Python.h>
 #include <stdbool.h>
 
-#include "../core/call.h"
+#include "../core/group.h"
 
 struct fcpy_group;
 struct fcpy_state;
 
-/* Methods of a group that may be overridden, and their bits: those of fc_call and these. */
+/* What somebody may have replaced: methods of a group, and functions of torch's modules. */
 enum {
-    FCPY_CALL_PRE_FORWARD = FC_CALL_END,
-    FCPY_CALL_POST_FORWARD = FC_CALL_END << 1,
-    FCPY_CALL_INSERT_NODE = FC_CALL_END << 2,
-    FCPY_CALL_NODE_CLASS = FC_CALL_END << 3, /* torch's node, in place of ours */
-    FCPY_CALL_NODE = FC_CALL_END << 4        /* what the node runs in backward */
+    FCPY_CALL_UNSHARD = 1 << 0,
+    FCPY_CALL_WAIT = 1 << 1,
+    FCPY_CALL_RESHARD = 1 << 2,
+    FCPY_CALL_TO_SHARDED = 1 << 3,
+    FCPY_CALL_PRE_BACKWARD = 1 << 4,
+    FCPY_CALL_POST_BACKWARD = 1 << 5,
+    FCPY_CALL_FINALIZE = 1 << 6,
+    FCPY_CALL_PREFETCH = 1 << 7, /* of the group that backward reaches next */
+    FCPY_CALL_GATHER = 1 << 8,   /* functions that move data */
+    FCPY_CALL_REDUCE = 1 << 9,
+    FCPY_CALL_MEMORY = 1 << 10, /* freeing unsharded parameters */
+    FCPY_CALL_PRE_FORWARD = 1 << 11,
+    FCPY_CALL_POST_FORWARD = 1 << 12,
+    FCPY_CALL_INSERT_NODE = 1 << 13,
+    FCPY_CALL_NODE_CLASS = 1 << 14, /* torch's node, in place of ours */
+    FCPY_CALL_NODE = 1 << 15        /* what the node runs in backward */
 };
 #define FCPY_GROUP_METHODS(X)                                                                      \
-    X(unshard, FC_CALL_UNSHARD)                                                                    \
-    X(wait_for_unshard, FC_CALL_WAIT)                                                              \
-    X(reshard, FC_CALL_RESHARD)                                                                    \
-    X(_to_sharded, FC_CALL_TO_SHARDED)                                                             \
-    X(pre_backward, FC_CALL_PRE_BACKWARD)                                                          \
-    X(post_backward, FC_CALL_POST_BACKWARD)                                                        \
-    X(finalize_backward, FC_CALL_FINALIZE)                                                         \
-    X(_backward_prefetch, FC_CALL_PREFETCH)                                                        \
+    X(unshard, FCPY_CALL_UNSHARD)                                                                  \
+    X(wait_for_unshard, FCPY_CALL_WAIT)                                                            \
+    X(reshard, FCPY_CALL_RESHARD)                                                                  \
+    X(_to_sharded, FCPY_CALL_TO_SHARDED)                                                           \
+    X(pre_backward, FCPY_CALL_PRE_BACKWARD)                                                        \
+    X(post_backward, FCPY_CALL_POST_BACKWARD)                                                      \
+    X(finalize_backward, FCPY_CALL_FINALIZE)                                                       \
+    X(_backward_prefetch, FCPY_CALL_PREFETCH)                                                      \
     X(pre_forward, FCPY_CALL_PRE_FORWARD)                                                          \
     X(post_forward, FCPY_CALL_POST_FORWARD)                                                        \
     X(_register_post_backward_hook, FCPY_CALL_INSERT_NODE)
@@ -88,9 +99,10 @@ bool fcpy_group_overrides(struct fcpy_group *self, uint32_t bits);
 /* The same for a state. */
 bool fcpy_state_overrides(struct fcpy_state *self, uint32_t bits);
 
+/* The transitions of a group as they are made here: each asks whether somebody has overridden it. */
+extern const fc_transitions fcpy_transitions;
 /* For fc_host. */
-bool fcpy_host_overridden(void *group, fc_call call);
-int fcpy_host_run(void *group, fc_call call, bool argument);
+bool fcpy_host_moves(void *group, fc_move move);
 void fcpy_host_log(void *group, const char *label);
 
 /* Whether one of these functions of torch's modules is patched. */

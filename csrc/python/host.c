@@ -240,10 +240,11 @@ static int host_reduce_hook(void *owner, fct_tensor *row) {
     return done(call_with_tensor((PyObject *)self, self->mod->names._run_reduce_hook, row));
 }
 
-static int host_gather(void *owner, bool async_op) {
+static int host_gather(void *owner, bool async_op, bool overlaps) {
     fcpy_group *self = (fcpy_group *)owner;
-    return done(PyObject_CallMethodOneArg((PyObject *)self, self->mod->names._host_gather,
-                                          async_op ? Py_True : Py_False));
+    return done(PyObject_CallMethodObjArgs((PyObject *)self, self->mod->names._host_gather,
+                                           async_op ? Py_True : Py_False,
+                                           overlaps ? Py_True : Py_False, NULL));
 }
 
 static int host_copy_out(void *owner) {
@@ -268,7 +269,9 @@ static void host_drop_gather(void *owner) {
 
 static void host_drop_reduce(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
-    call_quietly((PyObject *)self, self->mod->names._host_drop_reduce);
+    if (self->has_reduced) {
+        call_quietly((PyObject *)self, self->mod->names._host_drop_reduce);
+    }
 }
 
 /* Two new lists: the parameters and their gradients, which are taken. */
@@ -304,6 +307,7 @@ static int host_reduce(void *owner, fc_param *const *params, fct_tensor **grads,
     fcpy_group *self = (fcpy_group *)owner;
     PyObject *param_list = NULL;
     PyObject *grad_list = NULL;
+    self->has_reduced = true;
     if (reduce_lists(params, grads, count, &param_list, &grad_list) != 0) {
         return -1;
     }
@@ -317,7 +321,9 @@ static int host_reduce(void *owner, fc_param *const *params, fct_tensor **grads,
 
 static int host_finalize(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
-    return done(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._host_finalize));
+    return self->has_reduced
+               ? done(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._host_finalize))
+               : 0;
 }
 
 const fc_host fcpy_host = {
@@ -332,6 +338,7 @@ const fc_host fcpy_host = {
     .grad_arrived = fcpy_param_grad_arrived,
     .unwrap_grad = host_unwrap_grad,
     .reduce_hook = host_reduce_hook,
+    .moves = fcpy_host_moves,
     .gather = host_gather,
     .copy_out = host_copy_out,
     .drop_gather = host_drop_gather,
@@ -339,7 +346,5 @@ const fc_host fcpy_host = {
     .free_unsharded = host_free_unsharded,
     .reduce = host_reduce,
     .finalize = host_finalize,
-    .overridden = fcpy_host_overridden,
-    .run = fcpy_host_run,
     .log = fcpy_host_log,
 };

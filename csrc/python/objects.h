@@ -127,7 +127,11 @@ typedef struct fcpy_group {
     PyObject *comm;                   /* CommContext */
     PyObject *link_names[FCPY_LINKS]; /* str or NULL: the core borrows their text */
     PyObject *fqn;
-    PyObject *unit; /* State of the fully_shard call, or NULL */
+    PyObject *unit;       /* State of the fully_shard call, or NULL */
+    fct_dtype orig_dtype; /* of the trainable parameters; FCT_NO_DTYPE: none, or several */
+    bool hosted_gather;   /* Python gathers, or reduces (fc_host.moves) */
+    bool hosted_reduce;
+    bool has_reduced; /* Python has, and may hold something */
     fcpy_seen seen;
     PyObject *dict;
     PyObject *weakrefs;

@@ -34,6 +34,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fcpy_group *self = (fcpy_group *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->mod = mod;
+        self->orig_dtype = FCT_NO_DTYPE;
     }
     return (PyObject *)self;
 }
@@ -104,6 +105,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     }
     fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, params,
                   (size_t)PyTuple_GET_SIZE(copy), parsed, world, rank);
+    self->core.via = &fcpy_transitions;
     self->core.module_count = (size_t)module_count;
     self->params = copy;
     Py_INCREF(comm);
@@ -158,7 +160,8 @@ static PyObject *group_unshard(PyObject *obj, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p", keywords, &async_op)) {
         return NULL;
     }
-    return none_or_raise(as_group(obj), fc_group_unshard(&as_group(obj)->core, async_op != 0));
+    fc_group *g = &as_group(obj)->core;
+    return none_or_raise(as_group(obj), fc_group_unshard(g, g->training_state, async_op != 0));
 }
 
 /* A method without arguments: one transition of the core. */
@@ -529,7 +532,7 @@ static PyGetSetDef group_getset[] = {
     {"_post_forward_indices", get_positions, NULL, "Positions in the post-forward order (a copy).",
      NULL},
     {"_orig_dtype", get_dtype, set_dtype, "dtype of the trainable parameters, or None.",
-     GROUP_OFFSET(orig_dtype)},
+     (void *)offsetof(fcpy_group, orig_dtype)},
     {"_reduce_dtype", get_dtype, set_dtype, "dtype gradients are reduced in, or None.",
      GROUP_OFFSET(reduce_dtype)},
     GROUP_FLAG("reduce_grads", reduce_grads, "Whether backward reduces gradients."),
@@ -548,8 +551,10 @@ static PyGetSetDef group_getset[] = {
      "Whether resharding leaves the unsharded memory.", GROUP_OFFSET(keep_storage)},
     {"_deferred", get_flag, NULL, "Whether a backward has left gradients for a later reduction.",
      GROUP_OFFSET(deferred)},
-    GROUP_FLAG("_hosted_gather", hosted_gather, "Whether _host_gather() gathers."),
-    GROUP_FLAG("_hosted_reduce", hosted_reduce, "Whether _host_reduce() reduces."),
+    {"_hosted_gather", get_flag, set_flag, "Whether _host_gather() gathers.",
+     (void *)offsetof(fcpy_group, hosted_gather)},
+    {"_hosted_reduce", get_flag, set_flag, "Whether _host_reduce() reduces.",
+     (void *)offsetof(fcpy_group, hosted_reduce)},
     GROUP_FLAG("_has_reduce_hook", has_hook, "Whether _run_reduce_hook() is called."),
     {"_bucket_bytes", fcpy_group_get_bucket_bytes, fcpy_group_set_bucket_bytes,
      "Bytes of gradients at which a bucket is full; 0: all are reduced at once.", NULL},

@@ -246,11 +246,6 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     g->core.has_divide_factor = s->divide_factor != 0.0;
     g->core.divide_factor = s->divide_factor;
     g->core.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;
-    for (size_t i = g->count; i-- > 0;) {
-        if (!g->params[i].shape.frozen) {
-            g->core.orig_dtype = g->params[i].shape.dtype;
-        }
-    }
 }
 
 static fc_state **state_list(sim_model *m, size_t first, size_t count, bool backwards) {

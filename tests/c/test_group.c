@@ -35,7 +35,7 @@ static void end(const fixture *f) {
 }
 
 static void unshard(const fixture *f) {
-    assert_int_equal(fc_group_unshard(f->core, false), FC_OK);
+    assert_int_equal(fc_group_unshard(f->core, f->core->training_state, false), FC_OK);
     assert_int_equal(fc_group_wait_unshard(f->core), FC_OK);
 }
 
@@ -81,7 +81,7 @@ static void unshard_starts_a_gather_and_wait_registers_what_it_brought(void **st
         scenario.device.streams = streams != 0;
         fixture f = begin(scenario);
         expect_state(&f, FC_SHARDED, false);
-        assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+        assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
         expect_state(&f, FC_SHARDED, true);
         assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
         expect_state(&f, FC_UNSHARDED, false);
@@ -98,11 +98,11 @@ static void transitions_to_where_one_is_do_nothing(void **state) {
     assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
     assert_int_equal(fc_group_reshard(f.core), FC_OK);
     expect_state(&f, FC_SHARDED, false);
-    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
-    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
+    assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     assert_int_equal(gathers(), 1);
     assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
-    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     assert_int_equal(gathers(), 1);
     expect_state(&f, FC_UNSHARDED, false);
     end(&f);
@@ -340,7 +340,7 @@ static void what_somebody_else_has_gathered_can_be_registered(void **state) {
     assert_int_equal(fc_group_to_unsharded(f.core), FC_OK);
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
-    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     assert_int_equal(gathers(), 0); /* it is current */
     assert_int_equal(fc_group_to_sharded_post_forward(f.core), FC_ESTATE);
     expect_state(&f, FC_UNSHARDED, false); /* there are no fewer ranks to go to */
@@ -367,7 +367,7 @@ static void unshard_in_backward_can_be_switched_off(void **state) {
     fixture f = begin(plain);
     f.core->unshard_in_backward = false;
     f.core->training_state = FC_PRE_BACKWARD;
-    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     expect_state(&f, FC_SHARDED, false);
     f.core->training_state = FC_IDLE;
     unshard(&f);
@@ -387,7 +387,7 @@ static void shards_on_another_device_are_refused(void **state) {
         fixture f = begin(scenario);
         const fct_device cpu = {.type = FCT_DEVICE_CPU, .index = -1};
         sim_tensor_relocate(f.group->params[0].core.sharded_data, cpu);
-        fc_status status = fc_group_unshard(f.core, false);
+        fc_status status = fc_group_unshard(f.core, f.core->training_state, false);
         status = status == FC_OK ? fc_group_wait_unshard(f.core) : status;
         assert_int_equal(status, FC_EINVAL);
         assert_non_null(strstr(f.model->comm.error.message,
@@ -409,7 +409,7 @@ static void a_wait_that_failed_can_be_repeated_without_another_gather(void **sta
             fixture f = begin(scenario);
             assert_int_equal(fc_state_begin_iteration(&f.model->layers[0].core, true), FC_OK);
             f.core->training_state = FC_FORWARD;
-            assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+            assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
             sim_fault_arm(n, SIM_ONCE);
             fc_status status = fc_group_wait_unshard(f.core);
             sim_fault_arm(0, SIM_ONCE);
@@ -443,10 +443,11 @@ static void a_torn_group_registers_its_own_face_before_anything_else(void **stat
     assert_int_equal(f.core->sharded_state, FC_UNSHARDED);
     assert_int_equal(p->registered[0], FC_SHARDED);
     assert_int_equal(p->registered[1], FC_UNSHARDED);
-    assert_int_equal(fc_group_unshard(f.core, false), FC_ERAISED); /* it still cannot */
+    assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false),
+                     FC_ERAISED); /* it still cannot */
     sim_fault_arm(0, SIM_ONCE);
     fct_error_put_back(NULL);
-    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     assert_false(f.core->torn);
     assert_int_equal(p->registered[0], FC_UNSHARDED);
     assert_int_equal(gathers(), 1);
@@ -458,7 +459,7 @@ static void reset_gives_up_whatever_there_was(void **state) {
     fixture f = begin(plain);
     sim_collectives_stall(true);
     f.core->training_state = FC_PRE_BACKWARD;
-    assert_int_equal(fc_group_unshard(f.core, false), FC_OK);
+    assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     assert_int_equal(fc_group_reset(f.core), FC_OK);
     expect_state(&f, FC_SHARDED, false);
     assert_int_equal(f.core->training_state, FC_IDLE);

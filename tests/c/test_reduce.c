@@ -38,7 +38,7 @@ static fc_group *core(const fixture *f) {
 /* What a backward over the layer does before its post-backward: .grad of its parameters is set.
  * On a CPU the gather comes after the reductions in flight, so that waiting for it ends those. */
 static void compute_gradients(const fixture *f, double value) {
-    assert_int_equal(fc_group_unshard(core(f), false), FC_OK);
+    assert_int_equal(fc_group_unshard(core(f), core(f)->training_state, false), FC_OK);
     assert_int_equal(fc_group_wait_unshard(core(f)), FC_OK);
     core(f)->training_state = FC_PRE_BACKWARD;
     for (size_t i = 0; i < f->group->count; i++) {

@@ -39,7 +39,7 @@ static fc_group *core(const fixture *f) {
 static void compute_gradient(const fixture *f) {
     sim_param *p = &f->group->params[0];
     const double values[4] = {2.0, 2.0, 2.0, 2.0};
-    assert_int_equal(fc_group_unshard(core(f), false), FC_OK);
+    assert_int_equal(fc_group_unshard(core(f), core(f)->training_state, false), FC_OK);
     assert_int_equal(fc_group_wait_unshard(core(f)), FC_OK);
     core(f)->training_state = FC_PRE_BACKWARD;
     sim_grad_accumulate(p->core.unsharded, sim_tensor_new(FCK_FLOAT32, 1, p->shape.sizes, values));
