@@ -5,62 +5,96 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "plan.h"
+
 /* With one reduction waiting for its collective the next can be packed meanwhile. */
 enum { IN_FLIGHT = 2 };
 
-static bool is_bucketed(const fc_group *g) {
-    return g->buckets.valid && g->buckets.count > 1;
+void fc_bucket_init(fc_buckets *b, fc_members *members) {
+    memset(b, 0, sizeof *b);
+    b->members = members;
+}
+
+void fc_bucket_fini(fc_buckets *b) {
+    for (size_t i = 0; i < b->members->count; i++) {
+        fc_param *p = b->members->params[i];
+        if (p->buckets == b) {
+            fct_watch_free(p->watch);
+            p->watch = NULL;
+            p->buckets = NULL;
+        }
+    }
+    free(b->items);
+    memset(b, 0, sizeof *b);
+}
+
+void fc_bucket_set_limit(fc_buckets *b, int64_t limit) {
+    b->limit = limit;
+    fc_bucket_invalidate(b);
+}
+
+void fc_bucket_invalidate(fc_buckets *b) {
+    b->mode = FC_BUCKETS_STALE;
+}
+
+bool fc_bucket_several(const fc_buckets *b) {
+    return b->mode != FC_BUCKETS_STALE && b->count > 1;
 }
 
 /* ---- cutting ---- */
 
 /* Bytes of the parameter's gradient as it is sent; a frozen one has none. */
-static int64_t sent_bytes(const fc_group *g, const fc_param *p) {
+static int64_t sent_bytes(const fc_members *m, const fc_param *p) {
     fct_dtype dtype = p->reduce_dtype != FCT_NO_DTYPE ? p->reduce_dtype : fc_param_compute_dtype(p);
-    return g->host->requires_grad(p->owner) ? p->layout.numel * fc_dtype_size(dtype) : 0;
+    return m->host->requires_grad(p->owner) ? p->layout.numel * fc_dtype_size(dtype) : 0;
 }
 
-fc_status fc_bucket_cut(fc_group *g) {
-    fc_buckets *b = &g->buckets;
-    size_t end = g->count;
+/* Deals the parameters to the buckets, last ones first. `items` has room for one each. */
+static size_t deal(const fc_members *m, int64_t limit, fc_bucket *items) {
+    size_t count = 0;
+    size_t end = m->count;
     int64_t bytes = 0;
-    if (b->valid || b->limit <= 0) {
+    for (size_t i = m->count; i-- > 0;) {
+        int64_t sent = sent_bytes(m, m->params[i]);
+        if (sent == 0 && end == i + 1 && count > 0) { /* no bucket of its own for nothing */
+            m->params[i]->bucket = count - 1;
+            items[count - 1].span.first = end = i;
+            continue;
+        }
+        m->params[i]->bucket = count;
+        bytes += sent;
+        if (bytes >= limit || i == 0) {
+            items[count++].span = (fc_span){i, end};
+            end = i;
+            bytes = 0;
+        }
+    }
+    return count;
+}
+
+fc_status fc_bucket_cut(fc_buckets *b) {
+    if (b->mode != FC_BUCKETS_STALE || b->limit <= 0) {
         return FC_OK;
     }
-    fc_bucket *items = (fc_bucket *)calloc(g->count + 1, sizeof *items);
+    fc_bucket *items = (fc_bucket *)calloc(b->members->count + 1, sizeof *items);
     if (items == NULL) {
         return FC_ENOMEM;
     }
     free(b->items);
     b->items = items;
-    b->count = 0;
-    for (size_t i = g->count; i-- > 0;) {
-        int64_t sent = sent_bytes(g, g->params[i]);
-        if (sent == 0 && end == i + 1 && b->count > 0) { /* no bucket of its own for nothing */
-            g->params[i]->bucket = b->count - 1;
-            items[b->count - 1].span.first = end = i;
-            continue;
-        }
-        g->params[i]->bucket = b->count;
-        bytes += sent;
-        if (bytes >= b->limit || i == 0) {
-            items[b->count++].span = (fc_span){i, end};
-            end = i;
-            bytes = 0;
-        }
-    }
-    b->valid = true;
-    b->eager = false;
+    b->count = deal(b->members, b->limit, items);
+    b->mode = FC_BUCKETS_READY;
     return FC_OK;
 }
 
-fc_status fc_bucket_watch(fc_group *g) {
+fc_status fc_bucket_watch(fc_buckets *b) {
     fc_status status = FC_OK;
-    FC_TRY(fc_bucket_cut(g));
-    for (size_t i = 0; is_bucketed(g) && i < g->count; i++) {
-        fc_param *p = g->params[i];
-        const fct_hook hook = {.owner = p->owner, .call = g->host->grad_arrived};
-        p->group = g;
+    const fc_members *m = b->members;
+    FC_TRY(fc_bucket_cut(b));
+    for (size_t i = 0; fc_bucket_several(b) && i < m->count; i++) {
+        fc_param *p = m->params[i];
+        const fct_hook hook = {.owner = p->owner, .call = m->host->grad_arrived};
+        p->buckets = b;
         if (p->watch == NULL && p->unsharded != NULL && fct_tensor_requires_grad(p->unsharded)) {
             FC_TRY_RAISED(fct_autograd_watch(p->unsharded, &hook, &p->watch));
         }
@@ -71,41 +105,31 @@ done:
 
 /* ---- backward ---- */
 
-static bool host_moves(const fc_group *g, fc_move move) {
-    return g->host->moves != NULL && g->host->moves(g->owner, move);
-}
-
-static bool may_be_eager(const fc_group *g) {
-    return is_bucketed(g) && g->buckets.alone && !g->doubled && !g->buckets.late &&
-           g->reduce_grads && !g->reduce_unused && !g->has_hook && !host_moves(g, FC_MOVE_EARLY);
-}
-
-void fc_bucket_begin(fc_group *g) {
-    fc_buckets *b = &g->buckets;
+void fc_bucket_begin(fc_buckets *b, bool eager) {
+    const fc_members *m = b->members;
+    fc_bucket_end(b);
     b->next = 0;
-    b->eager = may_be_eager(g);
-    if (!b->eager) {
+    if (!eager || b->mode != FC_BUCKETS_READY || b->count <= 1) {
         return;
     }
+    b->mode = FC_BUCKETS_EAGER;
     for (size_t i = 0; i < b->count; i++) {
         b->items[i].awaited = 0;
     }
-    for (size_t i = 0; i < g->count; i++) {
-        fc_param *p = g->params[i];
+    for (size_t i = 0; i < m->count; i++) {
+        fc_param *p = m->params[i];
         p->awaited = p->unsharded != NULL && fct_tensor_requires_grad(p->unsharded);
         b->items[p->bucket].awaited += p->awaited ? 1 : 0;
     }
 }
 
 bool fc_bucket_arrived(fc_param *p) {
-    fc_group *g = p->group;
-    if (g == NULL || !g->buckets.eager || g->training_state != FC_PRE_BACKWARD) {
+    fc_buckets *b = p->buckets;
+    if (b == NULL || b->mode != FC_BUCKETS_EAGER) {
         return false;
     }
-    fc_buckets *b = &g->buckets;
     if (!p->awaited) {
-        b->late = b->late || p->bucket < b->next;
-        b->eager = !b->late;
+        b->mode = p->bucket < b->next ? FC_BUCKETS_LATE : b->mode;
         return false;
     }
     p->awaited = false;
@@ -113,52 +137,47 @@ bool fc_bucket_arrived(fc_param *p) {
     return b->items[b->next].awaited == 0;
 }
 
-fc_status fc_bucket_reduce(fc_group *g) {
-    fc_status status = FC_OK;
-    fc_buckets *b = &g->buckets;
-    while (b->eager && b->next < b->count && b->items[b->next].awaited == 0) {
-        FC_TRY(fc_group_reduce(g, b->items[b->next++].span, false, false));
+bool fc_bucket_next(fc_buckets *b, fc_span *span) {
+    if (b->mode != FC_BUCKETS_EAGER || b->next == b->count || b->items[b->next].awaited > 0) {
+        return false;
     }
-done:
-    return status;
+    *span = b->items[b->next++].span;
+    return true;
 }
 
-/* Whoever reduces in our place, or sees the rows, sees them as if there were no buckets. */
-static bool rest_is_whole(const fc_group *g) {
-    return !is_bucketed(g) || g->has_hook || host_moves(g, FC_MOVE_REDUCE);
-}
-
-fc_status fc_bucket_reduce_rest(fc_group *g, bool partial) {
-    fc_status status = FC_OK;
-    g->buckets.eager = false;
-    if (rest_is_whole(g)) {
-        return fc_group_reduce(g, (fc_span){0, g->count}, true, partial);
+void fc_bucket_end(fc_buckets *b) {
+    if (b->mode == FC_BUCKETS_EAGER) {
+        b->mode = FC_BUCKETS_READY;
     }
-    for (size_t i = 0; i < g->buckets.count; i++) {
-        FC_TRY(fc_group_reduce(g, g->buckets.items[i].span, i + 1 == g->buckets.count, partial));
+}
+
+size_t fc_bucket_in_flight(const fc_buckets *b) {
+    size_t wanted = b->members->comm->max_reductions;
+    return fc_bucket_several(b) && wanted < IN_FLIGHT ? IN_FLIGHT : wanted;
+}
+
+/* ---- what must hold ---- */
+
+fc_status fc_bucket_check(const fc_buckets *b) {
+    fc_error *error = &b->members->comm->error;
+    size_t end = b->members->count;
+    if (b->mode == FC_BUCKETS_STALE) {
+        return FC_OK;
     }
-done:
-    return status;
-}
-
-size_t fc_bucket_in_flight(const fc_group *g) {
-    size_t wanted = g->comm->max_reductions;
-    return is_bucketed(g) && wanted < IN_FLIGHT ? IN_FLIGHT : wanted;
-}
-
-void fc_bucket_reset(fc_group *g) {
-    g->buckets.eager = false;
-    g->buckets.next = 0;
-}
-
-void fc_bucket_fini(fc_group *g) {
-    for (size_t i = 0; i < g->count; i++) {
-        if (g->params[i]->group == g) {
-            fct_watch_free(g->params[i]->watch);
-            g->params[i]->watch = NULL;
-            g->params[i]->group = NULL;
+    for (size_t i = 0; i < b->count; i++) {
+        fc_span span = b->items[i].span;
+        if (span.end != end || span.first >= span.end) {
+            return fc_error_set(error, FC_ESTATE,
+                                "bucket %zu is [%zu, %zu); expected to end at %zu", i, span.first,
+                                span.end, end);
         }
+        end = span.first;
     }
-    free(g->buckets.items);
-    memset(&g->buckets, 0, sizeof g->buckets);
+    if (b->count > 0 && end != 0) {
+        return fc_error_set(error, FC_ESTATE, "%zu parameters are in no bucket", end);
+    }
+    if (b->mode == FC_BUCKETS_EAGER && b->next > b->count) {
+        return fc_error_set(error, FC_ESTATE, "bucket %zu of %zu is next", b->next, b->count);
+    }
+    return FC_OK;
 }

@@ -1,5 +1,11 @@
 /* Buckets: the parameters of a group that only all-reduces (replicate), cut into spans of about
- * `limit` bytes of gradients, last parameters first, because backward reaches those first.
+ * `limit` bytes of gradients, last parameters first, because backward reaches those first. Which span
+ * is reduced next is decided here; the group reduces it.
+ *
+ *            cut                      begin, where it may be
+ *   STALE ----------> READY <------------------------------> EAGER
+ *     ^ invalidate      |  end                                 | a gradient comes again
+ *     +-----------------+------------------- LATE <------------+
  *
  * In an eager backward a bucket is reduced when the last of its gradients has come and all buckets
  * before it are reduced, so that the order of collectives is that of the parameters on every rank,
@@ -14,30 +20,55 @@
 #ifndef FSDP_C_CORE_BUCKET_H
 #define FSDP_C_CORE_BUCKET_H
 
-#include "group.h"
+#include "members.h"
+
+typedef enum fc_bucket_mode {
+    FC_BUCKETS_STALE, /* to be cut from the parameters as they are now */
+    FC_BUCKETS_READY,
+    FC_BUCKETS_EAGER, /* in this backward buckets are reduced as soon as they are complete */
+    FC_BUCKETS_LATE   /* cut, and never eager */
+} fc_bucket_mode;
 
 typedef struct fc_bucket {
     fc_span span;
     size_t awaited; /* parameters whose gradients have not come yet */
 } fc_bucket;
 
-/* Cuts the buckets anew where they are not valid. */
-FC_CHECK fc_status fc_bucket_cut(fc_group *g);
+typedef struct fc_buckets {
+    fc_members *members; /* borrowed */
+    int64_t limit;       /* bytes of gradients at which a bucket is full; 0: there is only one */
+    fc_bucket_mode mode;
+    size_t next;      /* the first that is not reduced; in this backward */
+    size_t count;     /* 0 where there is no limit */
+    fc_bucket *items; /* [count] in the order of their reductions; owned */
+} fc_buckets;
+
+void fc_bucket_init(fc_buckets *b, fc_members *members);
+/* The group goes away: nobody is told of gradients any more. */
+void fc_bucket_fini(fc_buckets *b);
+/* Another limit, or other parameters: buckets are cut anew. */
+void fc_bucket_set_limit(fc_buckets *b, int64_t limit);
+void fc_bucket_invalidate(fc_buckets *b);
+
+/* Cuts the buckets where they are stale. FC_ENOMEM. */
+FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);
+/* Whether there are several, cut from the parameters as they are. */
+bool fc_bucket_several(const fc_buckets *b);
 /* In forward, once the group is unsharded: cuts, and where there are several buckets has autograd
  * tell of each parameter's gradient. */
-FC_CHECK fc_status fc_bucket_watch(fc_group *g);
-/* A backward reaches the group. */
-void fc_bucket_begin(fc_group *g);
-/* The parameter's gradient has come; true where fc_bucket_reduce has something to do. */
+FC_CHECK fc_status fc_bucket_watch(fc_buckets *b);
+/* A backward reaches the group; `eager`: nothing outside of the buckets forbids it. */
+void fc_bucket_begin(fc_buckets *b, bool eager);
+/* The parameter's gradient has come; true where fc_bucket_next has something. */
 bool fc_bucket_arrived(fc_param *p);
-/* Reduces the buckets that are complete and next. */
-FC_CHECK fc_status fc_bucket_reduce(fc_group *g);
-/* The end of the group's backward: reduces all gradients that are there, and reshards. */
-FC_CHECK fc_status fc_bucket_reduce_rest(fc_group *g, bool partial);
+/* The next bucket that is complete in an eager backward; false: none. */
+bool fc_bucket_next(fc_buckets *b, fc_span *span);
+/* The group's backward ends: none is eager any more. */
+void fc_bucket_end(fc_buckets *b);
 /* How many reductions may be in flight with the next one. */
-size_t fc_bucket_in_flight(const fc_group *g);
-void fc_bucket_reset(fc_group *g);
-/* The group goes away: nobody is told of gradients any more. */
-void fc_bucket_fini(fc_group *g);
+size_t fc_bucket_in_flight(const fc_buckets *b);
+
+/* What must hold between transitions: FC_ESTATE with a message where it does not. */
+FC_CHECK fc_status fc_bucket_check(const fc_buckets *b);
 
 #endif

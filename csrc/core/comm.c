@@ -1,12 +1,11 @@
 /* The communication context. Owns the event pool, the kept gather buffer and the parked
  * collectives; see comm.h for the lifetime rule. Reductions in flight hang off it but belong to
- * reduce.c. */
+ * reduction.c. */
 #include "comm.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "reduce.h"
 
 void fc_comm_init(fc_comm *c, fct_device device) {
     memset(c, 0, sizeof *c);
@@ -30,7 +29,7 @@ done:
 }
 
 void fc_comm_fini(fc_comm *c) {
-    fc_reduce_discard(c, NULL);
+    assert(c->oldest == NULL); /* whoever owns the context has discarded its reductions */
     fct_tensor_release(c->kept.buffer);
     fct_event_free(c->kept.copied);
     fct_event_free(c->last_reduced);
@@ -135,6 +134,11 @@ fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e) {
     FC_TRY_RAISED(fct_event_wait(e, c->gather_stream));
 done:
     return status;
+}
+
+void fc_comm_keep_gather(fc_comm *c, fct_tensor *buffer, fct_event *copied) {
+    c->kept.buffer = buffer;
+    c->kept.copied = copied;
 }
 
 fc_status fc_comm_release_kept(fc_comm *c) {

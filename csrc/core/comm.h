@@ -39,7 +39,7 @@ typedef struct fc_comm {
     fct_stream all_reduce_stream;
     fc_kept_gather kept;
     struct fc_reduction
-        *oldest; /* reductions in flight, oldest first; reduce.c owns the list's contents */
+        *oldest; /* reductions in flight, oldest first; reduction.c owns the list's contents */
     struct fc_reduction *newest;
     size_t reductions;
     size_t max_reductions;   /* how many may stay in flight when the next one starts; at least 1 */
@@ -58,6 +58,7 @@ typedef struct fc_comm {
 void fc_comm_init(fc_comm *c, fct_device device);
 /* Takes the streams from torch's pool; idempotent, nothing on devices without streams. */
 FC_CHECK fc_status fc_comm_init_streams(fc_comm *c);
+/* No reduction may be in flight any more (fc_reduction_discard). */
 void fc_comm_fini(fc_comm *c);
 
 /* Pooled events; only on devices with streams. get: *out is the caller's until put back. put: NULL
@@ -76,6 +77,8 @@ FC_CHECK fc_status fc_comm_quiesce(fc_comm *c);
 /* Both gather streams wait for e. Nothing before the streams are ready. */
 FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e);
 
+/* Keeps a gather buffer whose copy-out was queued (takes both), until it is released: */
+void fc_comm_keep_gather(fc_comm *c, fct_tensor *buffer, fct_event *copied);
 /* Releases the kept gather buffer after ordering the gather streams behind its copy-out. */
 FC_CHECK fc_status fc_comm_release_kept(fc_comm *c);
 

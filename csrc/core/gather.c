@@ -1,139 +1,164 @@
-/* The gather of a group's shards, from the pack to the unsharded parameters. Owns what is in flight
- * (group.gather) until it is retired. Stream rules: copy-in and gather run on the context's gather
- * streams in forward and pre-backward and on the current stream otherwise; copy-out always on the
- * current stream. */
+/* The gather; see gather.h. Stream rules: copy-in and gather run on the context's gather streams or,
+ * in the direct lane, on the current stream; copy-out always on the current stream. */
 #include "gather.h"
 
 #include <string.h>
 
-#include "link.h"
 #include "transfer.h"
 
-/* Gives up on the gather in flight without waiting. */
-void fc_gather_drop(fc_group *g) {
-    if (!g->gather.active) {
-        return;
-    }
-    if (g->gather.hosted) {
-        g->host->drop_gather(g->owner);
-    }
-    if (g->comm != NULL) {
-        fc_comm_park(g->comm, g->gather.work, g->gather.buffer, NULL);
-        fc_comm_put_event(g->comm, g->gather.done);
-    }
-    memset(&g->gather, 0, sizeof g->gather);
+/* ---- life ---- */
+
+void fc_gather_init(fc_gather *a, fc_members *members) {
+    memset(a, 0, sizeof *a);
+    a->members = members;
 }
 
-/* The same with work on the buffer still queued: whichever stream it was allocated on waits for
- * that first. */
-void fc_gather_abandon(fc_group *g) {
-    if (g->gather.active && g->comm != NULL && g->comm->streams_ready) {
-        fct_stream current = fct_stream_current(g->device);
-        fc_comm_settle_streams(g->comm, current, g->comm->gather_stream);
-        fc_comm_settle_streams(g->comm, g->comm->copy_in_stream, current);
+void fc_gather_forget_event(fc_gather *a) {
+    if (a->members->comm != NULL) {
+        fc_comm_put_event(a->members->comm, a->resharded);
     }
-    fc_gather_drop(g);
+    a->resharded = NULL;
 }
 
-void fc_gather_free(fc_group *g) {
-    if (g->keep_storage) {
+void fc_gather_fini(fc_gather *a) {
+    fc_gather_abandon(a);
+    fc_gather_forget_event(a);
+    fc_gather_plan_fini(&a->plan);
+    fc_gather_plan_fini(&a->forward_plan);
+    memset(a, 0, sizeof *a);
+}
+
+void fc_gather_invalidate(fc_gather *a) {
+    a->plan.valid = false;
+    a->forward_plan.valid = false;
+}
+
+/* ---- giving up ---- */
+
+/* Parks what the backend may still use, and forgets the rest. */
+static void drop(fc_gather *a) {
+    fc_members *m = a->members;
+    if (!a->flight.active) {
         return;
     }
-    bool watched = g->host->moves != NULL && g->host->moves(g->owner, FC_MOVE_FREE);
-    for (size_t i = 0; i < g->count; i++) {
-        fc_param *p = g->params[i];
+    if (a->flight.hosted) {
+        m->host->drop_gather(m->owner);
+    }
+    if (m->comm != NULL) {
+        fc_comm_park(m->comm, a->flight.work, a->flight.buffer, NULL);
+        fc_comm_put_event(m->comm, a->flight.done);
+    }
+    memset(&a->flight, 0, sizeof a->flight);
+}
+
+void fc_gather_abandon(fc_gather *a) {
+    fc_members *m = a->members;
+    if (a->flight.active && m->comm != NULL && m->comm->streams_ready) {
+        fct_stream current = fct_stream_current(m->device);
+        fc_comm_settle_streams(m->comm, current, m->comm->gather_stream);
+        fc_comm_settle_streams(m->comm, m->comm->copy_in_stream, current);
+    }
+    drop(a);
+}
+
+void fc_gather_free(fc_gather *a) {
+    fc_members *m = a->members;
+    if (a->keep_storage) {
+        return;
+    }
+    bool watched = fc_members_host_moves(m, FC_MOVE_FREE);
+    for (size_t i = 0; i < m->count; i++) {
+        fc_param *p = m->params[i];
         if (p->hosted || (watched && !p->aliased)) {
-            g->host->free_unsharded(p->owner);
+            m->host->free_unsharded(p->owner);
         }
         fc_param_free_flat(p);
     }
 }
 
-static bool from_forward(const fc_group *g) {
-    return g->sharded_state == FC_SHARDED_POST_FORWARD;
-}
+/* ---- start ---- */
 
-static fc_status prepare_gather(fc_group *g, fc_gather *gather) {
+/* Link, plan and order for a gather that is about to start. */
+static fc_status prepare_gather(fc_gather *a, bool forward, fc_flight *flight) {
+    fc_members *m = a->members;
     fc_status status = FC_OK;
-    bool forward = from_forward(g);
-    gather->link = forward ? &g->forward : &g->shard;
-    gather->plan = forward ? &g->forward_plan : &g->gather_plan;
-    if (gather->link->world > 1) {
-        FC_TRY(fc_link_open(gather->link));
+    flight->link = forward ? &a->members->forward : &a->members->shard;
+    flight->plan = forward ? &a->forward_plan : &a->plan;
+    if (flight->link->world > 1) {
+        FC_TRY(fc_link_open(flight->link));
     }
-    if (!gather->plan->valid) {
-        FC_TRY(fc_gather_plan_build(gather->plan, g->params, g->count, gather->link->world, forward,
-                                    &g->comm->error));
+    if (!flight->plan->valid) {
+        FC_TRY(fc_gather_plan_build(flight->plan, m->params, m->count, flight->link->world, forward,
+                                    &m->comm->error));
     }
-    if (g->resharded != NULL) {
-        FC_TRY(fc_comm_gather_streams_wait(g->comm, g->resharded));
-        fc_comm_put_event(g->comm, g->resharded);
-        g->resharded = NULL;
-    }
-    fc_comm_reap(g->comm);
+    FC_TRY(fc_comm_gather_streams_wait(m->comm, a->resharded));
+    fc_gather_forget_event(a);
+    fc_comm_reap(m->comm);
 done:
     return status;
 }
 
 /* Allocates the gather buffer, packs this rank's row and issues the collective, all on the current
  * stream. `gather` stream is the one the collective goes to; on failure nothing is kept. */
-static fc_status issue_gather(fc_group *g, bool async_op, const fct_stream *gather_stream,
-                              fc_gather *gather) {
+static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gather_stream,
+                              fc_flight *flight) {
+    fc_members *m = a->members;
     fc_status status = FC_OK;
     fct_tensor *input = NULL;
-    fc_gather_plan *plan = gather->plan;
-    int64_t rank = gather->link->rank;
+    fc_gather_plan *plan = flight->plan;
+    int64_t rank = flight->link->rank;
     const int64_t size[1] = {plan->row_numel};
     const int64_t stride[1] = {1};
     FC_TRY_RAISED(
-        fct_tensor_empty(plan->world * plan->row_numel, plan->dtype, g->device, &gather->buffer));
-    FC_TRY(fc_transfer_pack(plan, g->params, gather->buffer, rank, &g->comm->error));
+        fct_tensor_empty(plan->world * plan->row_numel, plan->dtype, m->device, &flight->buffer));
+    FC_TRY(fc_transfer_pack(plan, m->params, flight->buffer, rank, &m->comm->error));
     FC_TRY_RAISED(
-        fct_tensor_alias(gather->buffer, 1, size, stride, rank * plan->row_numel, &input));
+        fct_tensor_alias(flight->buffer, 1, size, stride, rank * plan->row_numel, &input));
     if (gather_stream != NULL) {
-        FC_TRY(fc_comm_order_streams(g->comm, *gather_stream, fct_stream_current(g->device)));
+        FC_TRY(fc_comm_order_streams(m->comm, *gather_stream, fct_stream_current(m->device)));
         (void)fct_stream_set_current(*gather_stream);
     }
     FC_TRY(
-        fc_link_all_gather(gather->link, g->name, gather->buffer, input, async_op, &gather->work));
+        fc_link_all_gather(flight->link, m->name, flight->buffer, input, async_op, &flight->work));
     if (gather_stream != NULL) {
-        FC_TRY(fc_link_wait(gather->link, g->name, FC_ALL_GATHER, &gather->work));
+        FC_TRY(fc_link_wait(flight->link, m->name, FC_ALL_GATHER, &flight->work));
     }
-    if (g->comm->has_streams && !async_op) {
-        FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &gather->done));
+    if (m->comm->has_streams && !async_op) {
+        FC_TRY(fc_comm_record(m->comm, fct_stream_current(m->device), &flight->done));
     }
 done:
     fct_tensor_release(input);
     return status;
 }
 
-static fc_status start_gather(fc_group *g, bool async_op, bool overlaps) {
+static fc_status start_gather(fc_gather *a, bool forward, bool async_op, fc_lane lane) {
+    fc_members *m = a->members;
     fc_status status = FC_OK;
-    fc_gather gather = {.active = true, .async_op = async_op};
+    fc_flight flight = {.active = true, .async_op = async_op};
     void *range = NULL;
-    if (g->host->moves != NULL && g->host->moves(g->owner, FC_MOVE_GATHER)) {
-        range = fc_group_enter_range(g, "all_gather");
-        FC_TRY_RAISED(g->host->gather(g->owner, async_op, overlaps));
-        gather.hosted = true;
-        g->gather = gather;
+    if (fc_members_host_moves(m, FC_MOVE_GATHER)) {
+        range = fc_members_enter_range(m, "all_gather");
+        FC_TRY_RAISED(m->host->gather(m->owner, async_op, lane != FC_LANE_DIRECT));
+        flight.hosted = true;
+        a->flight = flight;
         goto done;
     }
-    FC_TRY(prepare_gather(g, &gather));
-    if (gather.link->world == 1 || gather.plan->row_bytes == 0) {
-        g->gather = gather; /* nothing to send: wait copies straight from the shards */
+    FC_TRY(prepare_gather(a, forward, &flight));
+    if (flight.link->world == 1 || flight.plan->row_bytes == 0) {
+        a->flight = flight; /* nothing to send: wait copies straight from the shards */
         return FC_OK;
     }
-    range = fc_group_enter_range(g, "all_gather");
-    if (g->comm->streams_ready && !async_op && overlaps) {
-        fct_stream previous = fct_stream_set_current(g->comm->copy_in_stream);
-        status = issue_gather(g, async_op, &g->comm->gather_stream, &gather);
+    range = fc_members_enter_range(m, "all_gather");
+    if (m->comm->streams_ready && !async_op && lane != FC_LANE_DIRECT) {
+        fct_stream previous = fct_stream_set_current(m->comm->copy_in_stream);
+        status = issue_gather(a, async_op, &m->comm->gather_stream, &flight);
         (void)fct_stream_set_current(previous);
     } else {
-        status = issue_gather(g, async_op, NULL, &gather);
+        status = issue_gather(a, async_op, NULL, &flight);
     }
-    g->gather = gather;
+    a->flight = flight;
     if (status != FC_OK) {
-        fc_gather_abandon(g);
+        fc_gather_abandon(a);
     }
 done:
     fct_profile_exit(range);
@@ -141,22 +166,24 @@ done:
 }
 
 /* Under functorch's transforms nothing here is to be wrapped. */
-fc_status fc_gather_start(fc_group *g, bool async_op, bool overlaps) {
+fc_status fc_gather_start(fc_gather *a, bool forward, bool async_op, fc_lane lane) {
     void *pause = fct_functorch_pause();
-    fc_status status = start_gather(g, async_op, overlaps);
+    fc_status status = start_gather(a, forward, async_op, lane);
     fct_functorch_resume(pause);
     return status;
 }
 
-/* Makes the current stream (or the host) see the gathered rows. */
-fc_status fc_gather_await(fc_group *g) {
+/* ---- wait and copy out ---- */
+
+fc_status fc_gather_await(fc_gather *a) {
+    fc_members *m = a->members;
     fc_status status = FC_OK;
-    if (g->gather.done != NULL) {
-        FC_TRY_RAISED(fct_event_wait(g->gather.done, fct_stream_current(g->device)));
+    if (a->flight.done != NULL) {
+        FC_TRY_RAISED(fct_event_wait(a->flight.done, fct_stream_current(m->device)));
     }
-    FC_TRY(fc_link_wait(g->gather.link, g->name, FC_ALL_GATHER, &g->gather.work));
-    if (!g->gather.active) { /* by a signal's handler */
-        return fc_error_set(&g->comm->error, FC_ESTATE,
+    FC_TRY(fc_link_wait(a->flight.link, m->name, FC_ALL_GATHER, &a->flight.work));
+    if (!a->flight.active) { /* by a signal's handler */
+        return fc_error_set(&m->comm->error, FC_ESTATE,
                             "the group was reset while its all-gather was waited for");
     }
 done:
@@ -165,61 +192,64 @@ done:
 
 /* One rank: the unsharded parameters may be the shards. All of them, or none: an alias that is made
  * and given up again would cost the parameter the leaf that autograd knows. */
-static fc_status alias_all(fc_group *g, bool *all) {
+static fc_status alias_all(fc_gather *a, bool *all) {
+    fc_members *m = a->members;
     fc_status status = FC_OK;
     *all = true;
-    for (size_t i = 0; *all && i < g->count; i++) {
-        FC_TRY(fc_param_can_alias(g->params[i], g->device, all, &g->comm->error));
+    for (size_t i = 0; *all && i < m->count; i++) {
+        FC_TRY(fc_param_can_alias(m->params[i], m->device, all, &m->comm->error));
     }
-    for (size_t i = 0; *all && i < g->count; i++) {
-        FC_TRY(fc_param_alias_flat(g->params[i]));
+    for (size_t i = 0; *all && i < m->count; i++) {
+        FC_TRY(fc_param_alias_flat(m->params[i]));
     }
 done:
     return status;
 }
 
-static fc_status move_data(fc_group *g) {
+static fc_status move_data(fc_gather *a) {
+    fc_members *m = a->members;
     fc_status status = FC_OK;
     fct_facts facts;
-    fc_gather_plan *plan = g->gather.plan;
-    if (g->gather.hosted) {
-        FC_TRY_RAISED(g->host->copy_out(g->owner));
+    fc_gather_plan *plan = a->flight.plan;
+    if (a->flight.hosted) {
+        FC_TRY_RAISED(m->host->copy_out(m->owner));
         return FC_OK;
     }
     if (plan->world == 1 && !plan->forward) {
         bool aliased = false;
-        FC_TRY(alias_all(g, &aliased));
+        FC_TRY(alias_all(a, &aliased));
         if (aliased) {
             return FC_OK;
         }
     }
-    for (size_t i = 0; i < g->count; i++) {
-        FC_TRY(fc_param_alloc_flat(g->params[i], g->device, &facts, &g->comm->error));
+    for (size_t i = 0; i < m->count; i++) {
+        FC_TRY(fc_param_alloc_flat(m->params[i], m->device, &facts, &m->comm->error));
     }
     if (!plan->valid) {
-        FC_TRY(fc_gather_plan_build(plan, g->params, g->count, plan->world, plan->forward,
-                                    &g->comm->error));
+        FC_TRY(fc_gather_plan_build(plan, m->params, m->count, plan->world, plan->forward,
+                                    &m->comm->error));
     }
     if (plan->world == 1) {
-        FC_TRY(fc_transfer_fill(plan, g->params, g->device, &g->comm->error));
-    } else if (g->gather.buffer != NULL) {
-        FC_TRY(fc_transfer_unpack(plan, g->params, g->gather.buffer, &g->comm->error));
+        FC_TRY(fc_transfer_fill(plan, m->params, m->device, &m->comm->error));
+    } else if (a->flight.buffer != NULL) {
+        FC_TRY(fc_transfer_unpack(plan, m->params, a->flight.buffer, &m->comm->error));
     }
 done:
     return status;
 }
 
 /* The parameter objects over the flat tensors, which require grad as the shards do. */
-static fc_status make_parameters(fc_group *g) {
+static fc_status make_parameters(fc_gather *a) {
+    fc_members *m = a->members;
     fc_status status = FC_OK;
-    for (size_t i = 0; i < g->count; i++) {
-        fc_param *p = g->params[i];
+    for (size_t i = 0; i < m->count; i++) {
+        fc_param *p = m->params[i];
         if (p->unsharded == NULL) {
             fct_tensor *made = NULL;
-            FC_TRY_RAISED(g->host->make_unsharded(p->owner, p->flat, &made));
+            FC_TRY_RAISED(m->host->make_unsharded(p->owner, p->flat, &made));
             fc_param_set_unsharded(p, made);
         }
-        bool wanted = g->host->requires_grad(p->owner);
+        bool wanted = m->host->requires_grad(p->owner);
         if (fct_tensor_requires_grad(p->unsharded) != wanted) {
             FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
         }
@@ -238,61 +268,154 @@ static bool holds_memory(const fc_param *p) {
     return facts.numel == 0 || facts.storage_bytes > 0;
 }
 
-fc_status fc_gather_adopt(fc_group *g) {
-    for (size_t i = 0; i < g->count; i++) {
-        if (!holds_memory(g->params[i])) {
-            const char *name = g->params[i]->name;
-            return fc_error_set(&g->comm->error, FC_ESTATE, "parameter '%s' was not gathered",
+fc_status fc_gather_adopt(fc_gather *a) {
+    fc_members *m = a->members;
+    for (size_t i = 0; i < m->count; i++) {
+        if (!holds_memory(m->params[i])) {
+            const char *name = m->params[i]->name;
+            return fc_error_set(&m->comm->error, FC_ESTATE, "parameter '%s' was not gathered",
                                 name != NULL ? name : "?");
         }
     }
     void *pause = fct_functorch_pause();
-    fc_status status = make_parameters(g);
+    fc_status status = make_parameters(a);
     fct_functorch_resume(pause);
     return status;
 }
 
-/* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
- * no flat tensor holds memory. */
-fc_status fc_gather_copy_out(fc_group *g) {
+fc_status fc_gather_copy_out(fc_gather *a) {
     fc_status status = FC_OK;
     void *pause = fct_functorch_pause();
-    FC_TRY(move_data(g));
-    FC_TRY(make_parameters(g));
+    FC_TRY(move_data(a));
+    FC_TRY(make_parameters(a));
 done:
     if (status != FC_OK) {
-        fc_gather_free(g);
+        fc_gather_free(a);
     }
     fct_functorch_resume(pause);
     return status;
 }
 
-/* The end of the copy-out is recorded where the buffer is to be kept for the next group's wait,
- * because copy-in may overlap. */
-fc_status fc_gather_end_copy_out(fc_group *g, fct_event **copied) {
+fc_status fc_gather_end_copy_out(fc_gather *a, fc_lane lane, fct_event **copied) {
+    fc_members *m = a->members;
     fc_status status = FC_OK;
     fct_event *end = NULL;
-    if (!g->comm->has_streams || g->gather.buffer == NULL) {
+    if (!m->comm->has_streams || a->flight.buffer == NULL) {
         return FC_OK;
     }
-    FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &end));
-    if (!g->gather.async_op && g->training_state == FC_FORWARD) {
+    FC_TRY(fc_comm_record(m->comm, fct_stream_current(m->device), &end));
+    if (!a->flight.async_op && lane == FC_LANE_DEFERRED) {
         *copied = end;
         end = NULL;
     } else {
-        FC_TRY(fc_comm_gather_streams_wait(g->comm, end));
+        FC_TRY(fc_comm_gather_streams_wait(m->comm, end));
     }
 done:
-    fc_comm_put_event(g->comm, end);
+    fc_comm_put_event(m->comm, end);
     return status;
 }
 
-void fc_gather_retire(fc_group *g, fct_event *copied) {
+void fc_gather_retire(fc_gather *a, fct_event *copied) {
     if (copied != NULL) {
-        g->comm->kept.buffer = g->gather.buffer;
-        g->comm->kept.copied = copied;
-        g->gather.buffer = NULL;
+        fc_comm_keep_gather(a->members->comm, a->flight.buffer, copied);
+        a->flight.buffer = NULL;
     }
-    g->gather.hosted = false; /* the host has let it go */
-    fc_gather_drop(g);
+    a->flight.hosted = false; /* the host has let it go */
+    drop(a);
+}
+
+void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
+    fc_comm_put_event(a->members->comm, copied);
+    fc_gather_free(a);
+    if (a->flight.hosted) {
+        fc_gather_retire(a, NULL); /* the host hands its rows out once */
+    }
+}
+
+/* ---- the unsharded parameters ---- */
+
+fc_status fc_gather_note_requirements(fc_gather *a) {
+    fc_status status = FC_OK;
+    const fc_members *m = a->members;
+    for (size_t i = 0; i < m->count; i++) {
+        fc_param *p = m->params[i];
+        bool wanted = p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded) : p->required;
+        if (wanted != p->required) {
+            FC_TRY_RAISED(m->host->require_grad(p->owner, wanted));
+            p->required = wanted;
+        }
+    }
+done:
+    return status;
+}
+
+/* ---- the smaller group's shards ---- */
+
+fc_status fc_gather_keep_forward(fc_gather *a) {
+    fc_status status = FC_OK;
+    fc_members *m = a->members;
+    for (size_t i = 0; i < m->count; i++) {
+        fc_param *p = m->params[i];
+        FC_TRY(fc_param_keep_forward(p, m->device));
+        FC_TRY_RAISED(m->host->make_forward(p->owner, p->forward_data));
+    }
+    if (m->comm->has_streams) {
+        fct_event *copied = NULL;
+        FC_TRY(fc_comm_record(m->comm, fct_stream_current(m->device), &copied));
+        fc_comm_put_event(m->comm, a->resharded);
+        a->resharded = copied;
+    }
+done:
+    return status;
+}
+
+void fc_gather_drop_forward(fc_gather *a) {
+    const fc_members *m = a->members;
+    for (size_t i = 0; i < m->count; i++) {
+        (void)m->host->make_forward(m->params[i]->owner, NULL);
+        fc_param_drop_forward(m->params[i]);
+    }
+}
+
+/* ---- what must hold ---- */
+
+/* Whether the parameter's memory is there while it is to be, and only then. */
+static fc_status check_memory(const fc_gather *a, size_t i, bool unsharded) {
+    const fc_param *p = a->members->params[i];
+    fct_facts facts = {0};
+    if (p->flat == NULL) {
+        return !unsharded || p->hosted
+                   ? FC_OK
+                   : fc_error_set(&a->members->comm->error, FC_ESTATE,
+                                  "unsharded, but a parameter has no unsharded tensor");
+    }
+    if (p->aliased || a->keep_storage) {
+        return FC_OK;
+    }
+    fct_tensor_facts(p->flat, &facts);
+    bool holds = facts.storage_bytes != 0;
+    bool expected = unsharded && facts.numel > 0;
+    if (holds != expected) {
+        return fc_error_set(&a->members->comm->error, FC_ESTATE,
+                            "parameter %zu holds %lld bytes while %s", i,
+                            (long long)facts.storage_bytes, expected ? "unsharded" : "sharded");
+    }
+    return FC_OK;
+}
+
+fc_status fc_gather_check(const fc_gather *a, bool unsharded) {
+    fc_status status = FC_OK;
+    const fc_flight *f = &a->flight;
+    fc_error *error = &a->members->comm->error;
+    if (f->active && unsharded) {
+        return fc_error_set(error, FC_ESTATE, "a gather is in flight while the group is unsharded");
+    }
+    if (!f->active && (f->buffer != NULL || f->work != NULL || f->done != NULL)) {
+        return fc_error_set(error, FC_ESTATE, "an inactive gather holds a buffer, work or event");
+    }
+    for (size_t i = 0; i < a->members->count; i++) {
+        FC_TRY(check_memory(a, i, unsharded));
+    }
+done:
+    return status;
 }

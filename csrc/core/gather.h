@@ -1,31 +1,85 @@
-/* The gather of a group: pack, all-gather, copy out. What is in flight is in fc_group.gather. */
+/* The gather of a group's shards: pack, all-gather, copy out. Owns its plans, what is in flight, and
+ * the memory of the unsharded parameters between copy-out and free. What the modules see is the
+ * group's business, and so is when any of this happens. */
 #ifndef FSDP_C_CORE_GATHER_H
 #define FSDP_C_CORE_GATHER_H
 
-#include "group.h"
+#include "members.h"
+#include "plan.h"
 
-/* Packs this rank's row and issues the collective; on failure nothing is in flight. `overlaps`: on
- * the context's gather streams, where there are any and nobody asked for a work to wait for. */
-FC_CHECK fc_status fc_gather_start(fc_group *g, bool async_op, bool overlaps);
+/* Where a gather runs on a device with streams. */
+typedef enum fc_lane {
+    FC_LANE_DIRECT,  /* on the current stream */
+    FC_LANE_OVERLAP, /* on the context's gather streams, which wait for the copy-out at once */
+    FC_LANE_DEFERRED /* likewise, but they wait only when the next group waits: until then copy-in
+                        overlaps, and the buffer is kept */
+} fc_lane;
+
+/* An all-gather between start and retire. */
+typedef struct fc_flight {
+    bool active;
+    bool hosted;          /* the host has it */
+    bool async_op;        /* the caller asked for a work to wait for, on its own stream */
+    fc_gather_plan *plan; /* in the gather */
+    fc_link *link;        /* in the members */
+    fct_tensor *buffer;   /* NULL in a group of one rank */
+    fct_work *work;       /* NULL where the backend was done at once or an event stands for it */
+    fct_event *done;      /* on devices with streams, unless async_op */
+} fc_flight;
+
+typedef struct fc_gather {
+    fc_members *members;         /* borrowed */
+    fc_gather_plan plan;         /* of the shards */
+    fc_gather_plan forward_plan; /* of the smaller group's shards, while forward left those */
+    fct_event *resharded;        /* forward_data was copied; only with streams */
+    bool keep_storage;           /* unsharded memory is never freed: its addresses stay */
+    fc_flight flight;
+} fc_gather;
+
+void fc_gather_init(fc_gather *a, fc_members *members);
+/* Abandons what is in flight, releases all. */
+void fc_gather_fini(fc_gather *a);
+/* Gives its event back to the context, which is to change. */
+void fc_gather_forget_event(fc_gather *a);
+/* A shard or dtype was replaced: plans are built anew at the next start. */
+void fc_gather_invalidate(fc_gather *a);
+
+/* Packs this rank's row and issues the collective; on failure nothing is in flight. `forward`: from
+ * the smaller group's shards. */
+FC_CHECK fc_status fc_gather_start(fc_gather *a, bool forward, bool async_op, fc_lane lane);
 /* Makes the current stream (or the host) see the gathered rows. */
-FC_CHECK fc_status fc_gather_await(fc_group *g);
+FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
  * no unsharded parameter holds memory. */
-FC_CHECK fc_status fc_gather_copy_out(fc_group *g);
+FC_CHECK fc_status fc_gather_copy_out(fc_gather *a);
 /* The parameter objects over what somebody else has gathered into their memory. FC_ESTATE where a
  * parameter holds none. */
-FC_CHECK fc_status fc_gather_adopt(fc_group *g);
+FC_CHECK fc_status fc_gather_adopt(fc_gather *a);
 /* The last that can fail: orders whoever reuses the buffer after the copy-out. *copied is set where
- * that is left to the next group's wait. */
-FC_CHECK fc_status fc_gather_end_copy_out(fc_group *g, fct_event **copied);
-/* After the swap: the gather is over, its buffer kept (until `copied`, which is taken) or freed. */
-void fc_gather_retire(fc_group *g, fct_event *copied);
-/* Frees the memory of the unsharded parameters. */
-void fc_gather_free(fc_group *g);
-/* Gives up on the gather in flight without waiting. */
-void fc_gather_drop(fc_group *g);
-/* The same with work on the buffer still queued: whichever stream it was allocated on waits for
- * that first. */
-void fc_gather_abandon(fc_group *g);
+ * the lane leaves that to the next group's wait. */
+FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_lane lane, fct_event **copied);
+/* After a failure of the last two, or of what came behind them: frees the unsharded memory. The rows
+ * stay where they can be copied out again. Takes `copied`. */
+void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied);
+/* The gather is over: its buffer is kept (until `copied`, which is taken) or freed. */
+void fc_gather_retire(fc_gather *a, fct_event *copied);
+/* Gives up on the gather in flight without waiting. On a device with streams, whichever stream the
+ * buffer was allocated on waits first for the work that is queued on it. */
+void fc_gather_abandon(fc_gather *a);
+
+/* Frees the memory of the unsharded parameters, unless that is to be kept. */
+void fc_gather_free(fc_gather *a);
+/* Before unsharded parameters are taken away: whoever has frozen or unfrozen them meant the
+ * parameters, and finds them so from now on. */
+FC_CHECK fc_status fc_gather_note_requirements(fc_gather *a);
+
+/* Copies this rank's rows of the smaller group, and has the host make parameters of them. After a
+ * failure some may have been made: drop them. */
+FC_CHECK fc_status fc_gather_keep_forward(fc_gather *a);
+void fc_gather_drop_forward(fc_gather *a);
+
+/* What must hold between transitions; FC_ESTATE with a message where it does not. `unsharded`: the
+ * group's face now. */
+FC_CHECK fc_status fc_gather_check(const fc_gather *a, bool unsharded);
 
 #endif

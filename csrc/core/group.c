@@ -1,16 +1,11 @@
-/* The parameter group's state machine (drawn in group.h). Owns its arrays, plans and process group
- * handles; borrows parameters and the comm context. The gather itself is gather.c's, the reduction
- * reduce.c's. */
+/* The parameter group's state machine (drawn in group.h). Owns the rooms below it; how bytes move is
+ * gather.c's and reduce.c's business, which bucket is next bucket.c's. */
 #include "group.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "bucket.h"
-#include "gather.h"
-#include "gradient.h"
-#include "reduce.h"
+#include "reduction.h"
 
 const fc_transitions fc_group_transitions = {
     .unshard = fc_group_unshard,
@@ -29,96 +24,55 @@ void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm,
                    size_t count, fct_device device, int64_t world, int64_t rank) {
     memset(g, 0, sizeof *g);
     g->via = &fc_group_transitions;
-    g->owner = owner;
-    g->host = host;
-    g->comm = comm;
-    g->params = params;
-    g->count = count;
-    g->module_count = 1;
-    g->device = device;
-    g->siblings = 1;
-    fc_link_set(&g->shard, NULL, world, rank);
+    fc_members_init(&g->members, owner, host, comm, params, count, device, world, rank);
+    fc_gather_init(&g->gather, &g->members);
+    fc_bucket_init(&g->buckets, &g->members);
+    fc_reducer_init(&g->reducer, &g->members);
+    g->place = (fc_place){.siblings = 1, .modules = 1};
+    g->settings = (fc_group_settings){.reduce_grads = true,
+                                      .reshard_after_forward = true,
+                                      .reshard_after_backward = true,
+                                      .unshard_in_backward = true};
     g->sharded_state = FC_SHARDED;
     g->training_state = FC_IDLE;
-    g->reduce_grads = true;
-    g->all_reduce_grads = true;
-    g->reshard_after_forward = true;
-    g->reshard_after_backward = true;
-    g->unshard_in_backward = true;
-    g->reduce_dtype = FCT_NO_DTYPE;
 }
 
 void fc_group_fini(fc_group *g) {
-    fc_gather_abandon(g);
-    if (g->comm != NULL) {
-        fc_reduce_discard(g->comm, g);
-        fc_order_forget(&g->comm->order, g);
-        fc_comm_put_event(g->comm, g->reduced);
-        fc_comm_put_event(g->comm, g->resharded);
+    fc_comm *comm = g->members.comm;
+    fc_gather_fini(&g->gather);
+    fc_reducer_fini(&g->reducer);
+    fc_bucket_fini(&g->buckets);
+    if (comm != NULL) {
+        fc_order_forget(&comm->order, g);
     }
-    fc_gather_plan_fini(&g->gather_plan);
-    fc_gather_plan_fini(&g->forward_plan);
-    fc_reduce_plan_fini(&g->reduce_plan);
     fc_positions_fini(&g->positions);
-    fc_bucket_fini(g);
-    fc_link_fini(&g->shard);
-    fc_link_fini(&g->scatter);
-    fc_link_fini(&g->replicate);
-    fc_link_fini(&g->forward);
-    free((void *)g->params);
+    fc_members_fini(&g->members);
     memset(g, 0, sizeof *g);
 }
 
 fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
-    if (g->comm == comm) {
+    fc_comm *before = g->members.comm;
+    if (before == comm) {
         return FC_OK;
     }
-    if (g->comm != NULL && fc_reduce_has(g->comm, g)) {
-        return fc_error_set(&g->comm->error, FC_ESTATE,
+    if (before != NULL && fc_reduction_has(before, &g->members)) {
+        return fc_error_set(&before->error, FC_ESTATE,
                             "a parameter group cannot change its communication context while its "
                             "gradients are being reduced");
     }
-    if (g->comm != NULL) {
-        fc_order_forget(&g->comm->order, g);
-        fc_comm_put_event(g->comm, g->reduced);
-        g->reduced = NULL;
-        fc_comm_put_event(g->comm, g->resharded);
-        g->resharded = NULL;
+    if (before != NULL) {
+        fc_order_forget(&before->order, g);
+        fc_reducer_forget_event(&g->reducer);
+        fc_gather_forget_event(&g->gather);
     }
     g->positions.count = 0;
-    g->comm = comm;
+    g->members.comm = comm;
     return FC_OK;
 }
 
 void fc_group_invalidate(fc_group *g) {
-    g->gather_plan.valid = false;
-    g->forward_plan.valid = false;
-    g->buckets.valid = false;
-}
-
-/* ---- profiler ranges, with stock's names ---- */
-
-static const char rs_wait[] = "post_backward_rs_wait";
-
-void *fc_group_enter_range(const fc_group *g, const char *label) {
-    char name[256];
-    if (!fct_profile_active()) {
-        return NULL;
-    }
-    const char *fqn = g->name != NULL ? g->name : "";
-    /* One of stock's ranges has its brackets for the root, too. */
-    if (fqn[0] != '\0' || strcmp(label, rs_wait) == 0) {
-        (void)snprintf(name, sizeof name, "FSDP::%s (%s)", label, fqn);
-    } else {
-        (void)snprintf(name, sizeof name, "FSDP::%s", label);
-    }
-    return fct_profile_enter(name);
-}
-
-static void note(const fc_group *g, const char *label) {
-    if (g->host->log != NULL) {
-        g->host->log(g->owner, label);
-    }
+    fc_gather_invalidate(&g->gather);
+    fc_bucket_invalidate(&g->buckets);
 }
 
 /* ---- sharded state ---- */
@@ -127,14 +81,14 @@ static void note(const fc_group *g, const char *label) {
  * optimizers (the version of sharded_data), or by operations on the parameter as a whole (the
  * host's). Address and versions are mixed in one after the other: a lower address must not make up
  * for a higher version. */
-static uint64_t shard_fingerprint(const fc_group *g) {
+static uint64_t shard_fingerprint(const fc_members *m) {
     const uint64_t prime = UINT64_C(1099511628211);
     uint64_t print = 0;
-    for (size_t i = 0; i < g->count; i++) {
-        const fct_tensor *data = g->params[i]->sharded_data;
+    for (size_t i = 0; i < m->count; i++) {
+        const fct_tensor *data = m->params[i]->sharded_data;
         uint64_t versions = data != NULL ? fct_tensor_version(data) : 0;
-        if (g->host->shard_version != NULL) {
-            versions |= (uint64_t)g->host->shard_version(g->params[i]->owner) << 32;
+        if (m->host->shard_version != NULL) {
+            versions |= (uint64_t)m->host->shard_version(m->params[i]->owner) << 32;
         }
         print = (print * prime + (uint64_t)(uintptr_t)data) * prime + versions;
     }
@@ -145,15 +99,16 @@ static uint64_t shard_fingerprint(const fc_group *g) {
  * got half way; a rollback that fails leaves the group torn. */
 static fc_status swap_all(fc_group *g, fc_sharded_state face) {
     fc_sharded_state own = g->sharded_state;
-    for (size_t i = 0; i < g->count; i++) {
-        if (g->host->swap(g->params[i]->owner, face) == 0) {
+    for (size_t i = 0; i < g->members.count; i++) {
+        if (g->members.host->swap(g->members.params[i]->owner, face) == 0) {
             continue;
         }
         void *error = fct_error_set_aside();
-        size_t changed = g->torn ? g->count : i + 1;
+        size_t changed = g->torn ? g->members.count : i + 1;
         bool restored = own != face;
         while (own != face && changed-- > 0) {
-            restored = g->host->swap(g->params[changed]->owner, own) == 0 && restored;
+            restored =
+                g->members.host->swap(g->members.params[changed]->owner, own) == 0 && restored;
         }
         g->torn = !restored;
         fct_error_put_back(error);
@@ -168,10 +123,15 @@ static fc_status mend(fc_group *g) {
     return g->torn ? swap_all(g, g->sharded_state) : FC_OK;
 }
 
+/* Whoever has set requires_grad on unsharded parameters meant the parameters. */
+static fc_status note_requirements(fc_group *g) {
+    return g->sharded_state == FC_UNSHARDED ? fc_gather_note_requirements(&g->gather) : FC_OK;
+}
+
+/* The smaller group's shards are needed no more, where there are any. */
 static void drop_forward(fc_group *g) {
-    for (size_t i = 0; i < g->count; i++) {
-        (void)g->host->make_forward(g->params[i]->owner, NULL);
-        fc_param_drop_forward(g->params[i]);
+    if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
+        fc_gather_drop_forward(&g->gather);
     }
 }
 
@@ -180,21 +140,19 @@ fc_status fc_group_to_sharded(fc_group *g) {
     if (g->sharded_state == FC_SHARDED) {
         return mend(g);
     }
-    FC_TRY(fc_gradient_requirements(g));
+    FC_TRY(note_requirements(g));
     FC_TRY(swap_all(g, FC_SHARDED));
-    fc_gather_free(g);
-    if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
-        drop_forward(g);
-    }
+    fc_gather_free(&g->gather);
+    drop_forward(g);
     g->sharded_state = FC_SHARDED;
 done:
     return status;
 }
 
 void fc_group_set_keep_storage(fc_group *g, bool keep) {
-    g->keep_storage = keep;
+    g->gather.keep_storage = keep;
     if (g->sharded_state != FC_UNSHARDED) {
-        fc_gather_free(g);
+        fc_gather_free(&g->gather);
     }
 }
 
@@ -203,14 +161,12 @@ fc_status fc_group_to_unsharded(fc_group *g) {
     if (g->sharded_state == FC_UNSHARDED) {
         return mend(g);
     }
-    FC_TRY(fc_gather_adopt(g));
+    FC_TRY(fc_gather_adopt(&g->gather));
     FC_TRY(swap_all(g, FC_UNSHARDED));
-    fc_gather_abandon(g);
-    if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
-        drop_forward(g);
-    }
+    fc_gather_abandon(&g->gather);
+    drop_forward(g);
     g->sharded_state = FC_UNSHARDED;
-    g->gathered_version = shard_fingerprint(g);
+    g->gathered_version = shard_fingerprint(&g->members);
 done:
     return status;
 }
@@ -220,29 +176,19 @@ fc_status fc_group_to_sharded_post_forward(fc_group *g) {
     if (g->sharded_state != FC_UNSHARDED) {
         return FC_OK;
     }
-    if (g->forward.name == NULL) {
-        return fc_error_set(&g->comm->error, FC_ESTATE,
+    if (g->members.forward.name == NULL) {
+        return fc_error_set(&g->members.comm->error, FC_ESTATE,
                             "there is no smaller group to reshard to after forward");
     }
     void *pause = fct_functorch_pause();
-    FC_TRY(fc_gradient_requirements(g));
-    for (size_t i = 0; i < g->count; i++) {
-        fc_param *p = g->params[i];
-        FC_TRY(fc_param_keep_forward(p, g->device));
-        FC_TRY_RAISED(g->host->make_forward(p->owner, p->forward_data));
-    }
-    if (g->comm->has_streams) {
-        fct_event *copied = NULL;
-        FC_TRY(fc_comm_record(g->comm, fct_stream_current(g->device), &copied));
-        fc_comm_put_event(g->comm, g->resharded);
-        g->resharded = copied;
-    }
+    FC_TRY(note_requirements(g));
+    FC_TRY(fc_gather_keep_forward(&g->gather));
     FC_TRY(swap_all(g, FC_SHARDED_POST_FORWARD));
-    fc_gather_free(g);
+    fc_gather_free(&g->gather);
     g->sharded_state = FC_SHARDED_POST_FORWARD;
 done:
     if (status != FC_OK) {
-        drop_forward(g);
+        fc_gather_drop_forward(&g->gather);
     }
     fct_functorch_resume(pause);
     return status;
@@ -250,10 +196,10 @@ done:
 
 fc_status fc_group_reshard(fc_group *g) {
     if (g->training_state == FC_FORWARD) {
-        if (!g->reshard_after_forward) {
+        if (!g->settings.reshard_after_forward) {
             return FC_OK;
         }
-        if (g->forward.name != NULL) {
+        if (g->members.forward.name != NULL) {
             return fc_group_to_sharded_post_forward(g);
         }
     }
@@ -262,19 +208,32 @@ fc_status fc_group_reshard(fc_group *g) {
 
 /* ---- unshard ---- */
 
+/* Only in forward does the next group's copy-in overlap with this one's copy-out. */
+static fc_lane lane_of(fc_training_state pass) {
+    switch (pass) {
+    case FC_FORWARD:
+        return FC_LANE_DEFERRED;
+    case FC_PRE_BACKWARD:
+        return FC_LANE_OVERLAP;
+    default:
+        return FC_LANE_DIRECT;
+    }
+}
+
 fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     fc_status status = FC_OK;
     bool between_steps = pass == FC_FORWARD || pass == FC_IDLE;
-    if (g->gather.active && !between_steps) {
+    if (g->gather.flight.active && !between_steps) {
         return FC_OK;
     }
-    uint64_t version = shard_fingerprint(g);
+    uint64_t version = shard_fingerprint(&g->members);
     bool current = version == g->gathered_version;
-    if (g->gather.active) {
+    if (g->gather.flight.active) {
         if (current) {
             return FC_OK;
         }
-        fc_gather_abandon(g); /* a prefetch that nobody used, and an optimizer step since */
+        /* A prefetch that nobody used, and an optimizer step since. */
+        fc_gather_abandon(&g->gather);
     }
     if (g->sharded_state != FC_SHARDED) {
         if (between_steps && !current) {
@@ -285,10 +244,11 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
             return mend(g);
         }
     }
-    if (!g->unshard_in_backward && pass == FC_PRE_BACKWARD) {
+    if (!g->settings.unshard_in_backward && pass == FC_PRE_BACKWARD) {
         return FC_OK;
     }
-    FC_TRY(fc_gather_start(g, async_op, pass == FC_FORWARD || pass == FC_PRE_BACKWARD));
+    FC_TRY(fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD, async_op,
+                           lane_of(pass)));
     g->gathered_version = version;
 done:
     return status;
@@ -298,34 +258,28 @@ fc_status fc_group_wait_unshard(fc_group *g) {
     fc_status status = FC_OK;
     void *range = NULL;
     fct_event *copied = NULL;
-    if (!g->gather.active) {
+    if (!g->gather.flight.active) {
         return FC_OK;
     }
     if (g->training_state == FC_FORWARD) {
-        FC_TRY(fc_comm_release_kept(g->comm));
+        FC_TRY(fc_comm_release_kept(g->members.comm));
     }
-    if (g->shard.world > 1) {
-        range = fc_group_enter_range(g, "all_gather_copy_out");
+    if (g->members.shard.world > 1) {
+        range = fc_members_enter_range(&g->members, "all_gather_copy_out");
     }
-    FC_TRY(fc_gather_await(g));
-    FC_TRY(fc_gather_copy_out(g));
-    status = fc_gather_end_copy_out(g, &copied);
+    FC_TRY(fc_gather_await(&g->gather));
+    FC_TRY(fc_gather_copy_out(&g->gather));
+    status = fc_gather_end_copy_out(&g->gather, lane_of(g->training_state), &copied);
     if (status == FC_OK) {
         status = swap_all(g, FC_UNSHARDED);
     }
     if (status != FC_OK) {
-        fc_comm_put_event(g->comm, copied);
-        fc_gather_free(g);
-        if (g->gather.hosted) {
-            fc_gather_retire(g, NULL); /* the host hands its rows out once */
-        }
-        goto done; /* else the rows stay: the wait can be repeated */
+        fc_gather_undo_copy_out(&g->gather, copied);
+        goto done;
     }
-    if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
-        drop_forward(g);
-    }
+    drop_forward(g);
     g->sharded_state = FC_UNSHARDED;
-    fc_gather_retire(g, copied);
+    fc_gather_retire(&g->gather, copied);
 done:
     fct_profile_exit(range);
     return status;
@@ -335,13 +289,13 @@ done:
 
 fc_status fc_group_pre_forward(fc_group *g, bool *entering) {
     fc_status status = FC_OK;
-    note(g, "pre_forward");
-    void *range = fc_group_enter_range(g, "pre_forward");
+    fc_members_log(&g->members, "pre_forward");
+    void *range = fc_members_enter_range(&g->members, "pre_forward");
     bool first = g->training_state != FC_FORWARD;
     g->training_state = FC_FORWARD;
-    FC_TRY(g->via->unshard(g, g->training_state, g->unshard_async_op));
+    FC_TRY(g->via->unshard(g, g->training_state, g->settings.unshard_async_op));
     FC_TRY(g->via->wait_unshard(g));
-    FC_TRY(fc_bucket_watch(g));
+    FC_TRY(fc_bucket_watch(&g->buckets));
     *entering = first;
 done:
     fct_profile_exit(range);
@@ -350,12 +304,12 @@ done:
 
 fc_status fc_group_post_forward(fc_group *g) {
     fc_status status = FC_OK;
-    note(g, "post_forward");
-    void *range = fc_group_enter_range(g, "post_forward");
+    fc_members_log(&g->members, "post_forward");
+    void *range = fc_members_enter_range(&g->members, "post_forward");
     if (!fct_in_backward()) {
         size_t position = 0;
         FC_TRY(g->via->reshard(g));
-        FC_TRY(fc_order_append(&g->comm->order, g, &position));
+        FC_TRY(fc_order_append(&g->members.comm->order, g, &position));
         FC_TRY(fc_positions_push(&g->positions, position));
     }
     g->training_state = FC_IDLE;
@@ -370,10 +324,10 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
         char name[256];
         (void)snprintf(name, sizeof name, "FSDP::%s_prefetch for %s",
                        pass == FC_FORWARD ? "forward" : "backward",
-                       g->name != NULL ? g->name : "None");
+                       g->members.name != NULL ? g->members.name : "None");
         range = fct_profile_enter(name);
     }
-    fc_status status = g->via->unshard(g, pass, g->unshard_async_op);
+    fc_status status = g->via->unshard(g, pass, g->settings.unshard_async_op);
     fct_profile_exit(range);
     return status;
 }
@@ -382,17 +336,17 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
  * groups of the unit before, so that they overlap with the reduction of the unit's first. */
 static fc_status prefetch_unit(const fc_group *g, size_t position) {
     fc_status status = FC_OK;
-    const fc_order *order = &g->comm->order;
+    const fc_order *order = &g->members.comm->order;
     const void *target = NULL;
     while (position-- > 0) {
         fc_group *other = order->items[position];
-        if (other == NULL || other->unit == g->unit) {
+        if (other == NULL || other->place.unit == g->place.unit) {
             continue;
         }
-        if (target != NULL && other->unit != target) {
+        if (target != NULL && other->place.unit != target) {
             break;
         }
-        target = other->unit;
+        target = other->place.unit;
         FC_TRY(fc_group_prefetch(other, FC_PRE_BACKWARD));
     }
 done:
@@ -404,15 +358,21 @@ fc_status fc_group_backward_prefetch(fc_group *g) {
         return FC_OK; /* several backwards: the first one has cleared the positions */
     }
     size_t position = g->positions.items[--g->positions.count];
-    const fc_order *order = &g->comm->order;
+    const fc_order *order = &g->members.comm->order;
     if (position == 0 || position > order->count) {
         return FC_OK;
     }
-    if (g->siblings > 1) {
-        return g->index == 1 ? prefetch_unit(g, position) : FC_OK;
+    if (g->place.siblings > 1) {
+        return g->place.index == 1 ? prefetch_unit(g, position) : FC_OK;
     }
     fc_group *previous = order->items[position - 1];
     return previous != NULL ? fc_group_prefetch(previous, FC_PRE_BACKWARD) : FC_OK;
+}
+
+/* Whether nothing outside of the buckets could take another place among the ranks' collectives. */
+static bool may_be_eager(const fc_group *g) {
+    return g->course == FC_COURSE_ALONE && g->settings.reduce_grads && !g->reducer.reduce_unused &&
+           !g->reducer.has_hook && !fc_members_host_moves(&g->members, FC_MOVE_EARLY);
 }
 
 fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
@@ -420,13 +380,13 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     if (g->training_state == FC_PRE_BACKWARD) {
         return FC_OK;
     }
-    note(g, "pre_backward");
-    void *range = fc_group_enter_range(g, "pre_backward");
+    fc_members_log(&g->members, "pre_backward");
+    void *range = fc_members_enter_range(&g->members, "pre_backward");
     g->training_state = FC_PRE_BACKWARD;
-    FC_TRY(fc_reduce_poll(g->comm));
-    FC_TRY(g->via->unshard(g, g->training_state, g->unshard_async_op));
+    FC_TRY(fc_reduction_poll(g->members.comm));
+    FC_TRY(g->via->unshard(g, g->training_state, g->settings.unshard_async_op));
     FC_TRY(g->via->wait_unshard(g));
-    fc_bucket_begin(g);
+    fc_bucket_begin(&g->buckets, may_be_eager(g));
     if (default_prefetch) {
         FC_TRY(g->via->backward_prefetch(g));
     }
@@ -435,106 +395,105 @@ done:
     return status;
 }
 
-/* Reduces what was collected, where there is anything to reduce. */
-static fc_status reduce_grads(fc_group *g, fc_span span, bool partial_group) {
+/* Lets reductions of other groups finish until there is room for one more. */
+static fc_status make_room(fc_group *g) {
     fc_status status = FC_OK;
-    fc_reduce_plan *plan = &g->reduce_plan;
+    fc_comm *c = g->members.comm;
+    size_t room = fc_bucket_in_flight(&g->buckets);
+    if (g->place.index == g->place.siblings - 1 && c->reductions >= room) {
+        void *range = fc_members_enter_range(&g->members, "post_backward_rs_wait");
+        status = fc_reduction_recycle(c, room - 1);
+        fct_profile_exit(range);
+    }
+    return status;
+}
+
+static fc_status reshard_in_backward(fc_group *g) {
+    bool stays = !g->settings.reshard_after_backward || g->course == FC_COURSE_UNSEEN;
+    return stays ? FC_OK : g->via->reshard(g);
+}
+
+/* The way of a span's gradients: folded, collected, (the parameters resharded: less memory), and on
+ * the way to the other ranks. `last`: of this backward. */
+static fc_status reduce(fc_group *g, fc_span span, bool last, bool partial) {
+    fc_status status = FC_OK;
+    fc_reducer *reducer = &g->reducer;
     void *range = NULL;
-    if (plan->count == 0 && !fc_reduce_pending(g, span)) {
-        return FC_OK;
-    }
-    range = fc_group_enter_range(g, "post_backward_reduce");
-    bool hosted = g->host->moves != NULL && g->host->moves(g->owner, FC_MOVE_REDUCE);
-    if (!hosted) {
-        FC_TRY(fc_reduce_plan_lay_out(plan, g->reduce_dtype, &g->comm->error));
-        hosted = plan->foreign;
-    }
-    if (hosted) {
-        FC_TRY_RAISED(
-            g->host->reduce(g->owner, plan->params, plan->grads, plan->count, partial_group));
-    } else {
-        FC_TRY(fc_reduce_start(g, span, partial_group));
-    }
+    FC_TRY(fc_gradient_fold(&g->members, span));
+    range = fc_members_enter_range(&g->members, "post_backward_reshard");
+    FC_TRY(fc_gradient_collect(&g->members, span, reducer->reduce_unused, &reducer->plan));
+    FC_TRY(last ? reshard_in_backward(g) : FC_OK);
+    fct_profile_exit(range);
+    range = NULL;
+    FC_TRY(make_room(g));
+    FC_TRY(fc_reduce_run(reducer, span, partial));
 done:
-    fc_reduce_plan_drop_grads(plan);
+    fc_reduce_plan_drop_grads(&reducer->plan); /* after a failure: they are lost */
     fct_profile_exit(range);
     return status;
 }
 
-fc_status fc_group_reduce(fc_group *g, fc_span span, bool last, bool partial) {
+fc_status fc_group_reduce_buckets(fc_group *g) {
+    fc_status status = FC_OK;
+    fc_span span;
+    while (fc_bucket_next(&g->buckets, &span)) {
+        FC_TRY(reduce(g, span, false, false));
+    }
+done:
+    return status;
+}
+
+/* All gradients that are there. Whoever reduces in our place, or sees the rows, sees them as if there
+ * were no buckets. */
+static fc_status reduce_rest(fc_group *g, bool partial) {
+    fc_status status = FC_OK;
+    const fc_buckets *b = &g->buckets;
+    if (!fc_bucket_several(b) || g->reducer.has_hook ||
+        fc_members_host_moves(&g->members, FC_MOVE_REDUCE)) {
+        return reduce(g, fc_members_all(&g->members), true, partial);
+    }
+    for (size_t i = 0; i < b->count; i++) {
+        FC_TRY(reduce(g, b->items[i].span, i + 1 == b->count, partial));
+    }
+done:
+    return status;
+}
+
+/* A backward that does not reduce. */
+static fc_status keep_gradients(fc_group *g) {
     fc_status status = FC_OK;
     void *range = NULL;
-    size_t room = fc_bucket_in_flight(g);
-    FC_TRY(fc_gradient_fold(g, span));
-    FC_TRY(fc_gradient_collect(g, span, last));
-    if (g->index == g->siblings - 1 && g->comm->reductions >= room) {
-        range = fc_group_enter_range(g, rs_wait);
-        FC_TRY(fc_reduce_recycle(g->comm, room - 1));
-        fct_profile_exit(range);
-        range = NULL;
-    }
-    FC_TRY(reduce_grads(g, span, partial));
+    FC_TRY(fc_gradient_fold(&g->members, fc_members_all(&g->members)));
+    range = fc_members_enter_range(&g->members, "post_backward_reshard");
+    FC_TRY(reshard_in_backward(g));
+    FC_TRY(fc_gradient_stash(&g->members));
 done:
     fct_profile_exit(range);
     return status;
 }
 
 fc_status fc_group_post_backward(fc_group *g) {
-    fc_status status = FC_OK;
-    bool partial = g->module_count > 1 && g->training_state == FC_FORWARD;
-    note(g, "post_backward");
+    bool partial = g->place.modules > 1 && g->training_state == FC_FORWARD;
+    bool reduces = g->settings.reduce_grads;
+    fc_members_log(&g->members, "post_backward");
     g->training_state = FC_POST_BACKWARD;
-    g->deferred = !g->reduce_grads || (g->replicate.name != NULL && !g->all_reduce_grads);
-    if (g->reduce_grads) {
-        FC_TRY(fc_bucket_reduce_rest(g, partial));
-    } else {
-        FC_TRY(fc_gradient_fold(g, (fc_span){0, g->count}));
-        FC_TRY(fc_gradient_keep(g));
-    }
-done:
-    return status;
+    g->deferred = !reduces || (fc_members_replicated(&g->members) && !g->reducer.all_reduce_grads);
+    fc_bucket_end(&g->buckets);
+    return reduces ? reduce_rest(g, partial) : keep_gradients(g);
 }
 
 fc_status fc_group_leave_backward(fc_group *g) {
-    return g->doubled && g->comm->has_streams ? FC_OK : g->via->post_backward(g);
-}
-
-static fc_status wait_and_put(fc_group *g, fct_event **event) {
-    if (*event == NULL) {
-        return FC_OK;
-    }
-    if (fct_event_wait(*event, fct_stream_current(g->device)) != 0) {
-        return FC_ERAISED;
-    }
-    fc_comm_put_event(g->comm, *event);
-    *event = NULL;
-    return FC_OK;
-}
-
-fc_status fc_group_see_reduced(fc_group *g) {
-    fc_status status = FC_OK;
-    if (g->reduced != NULL) {
-        FC_TRY_RAISED(fct_event_wait(g->reduced, fct_stream_current(g->device)));
-    }
-    if (g->host->finalize != NULL) {
-        FC_TRY_RAISED(g->host->finalize(g->owner));
-    }
-done:
-    return status;
+    return g->course == FC_COURSE_DOUBLED && g->members.comm->has_streams
+               ? FC_OK
+               : g->via->post_backward(g);
 }
 
 fc_status fc_group_finalize_backward(fc_group *g) {
     fc_status status = FC_OK;
-    FC_TRY(wait_and_put(g, &g->comm->last_reduced));
-    FC_TRY(wait_and_put(g, &g->comm->last_all_reduced));
-    if (g->host->finalize != NULL) {
-        FC_TRY_RAISED(g->host->finalize(g->owner));
-    }
-    fc_comm_put_event(g->comm, g->reduced);
-    g->reduced = NULL;
-    if (g->gather.active) {
-        FC_TRY(fc_gather_await(g));
-        fc_gather_abandon(g);
+    FC_TRY(fc_reduce_settle(&g->reducer));
+    if (g->gather.flight.active) {
+        FC_TRY(fc_gather_await(&g->gather));
+        fc_gather_abandon(&g->gather);
     }
     g->positions.count = 0;
 done:
@@ -542,56 +501,25 @@ done:
 }
 
 fc_status fc_group_reset(fc_group *g) {
-    fc_reduce_discard(g->comm, g);
-    fc_reduce_plan_drop_grads(&g->reduce_plan);
-    if (g->host->drop_reduce != NULL) {
-        g->host->drop_reduce(g->owner);
+    fc_reduce_reset(&g->reducer);
+    for (size_t i = 0; i < g->members.count; i++) {
+        fc_param_drop_grad(g->members.params[i]);
     }
-    for (size_t i = 0; i < g->count; i++) {
-        fc_param_drop_grad(g->params[i]);
-    }
-    fc_gather_abandon(g);
-    fc_bucket_reset(g);
+    fc_gather_abandon(&g->gather);
+    fc_bucket_end(&g->buckets);
     g->positions.count = 0;
     g->training_state = FC_IDLE;
-    g->doubled = false;
+    g->course = FC_COURSE_PLAIN;
     g->deferred = false;
-    fc_comm_put_event(g->comm, g->reduced);
-    g->reduced = NULL;
     return g->via->to_sharded(g);
 }
 
 fc_status fc_group_check(fc_group *g) {
-    if (g->gather.active && g->sharded_state == FC_UNSHARDED) {
-        return fc_error_set(&g->comm->error, FC_ESTATE,
-                            "a gather is in flight while the group is unsharded");
-    }
-    if (!g->gather.active &&
-        (g->gather.buffer != NULL || g->gather.work != NULL || g->gather.done != NULL)) {
-        return fc_error_set(&g->comm->error, FC_ESTATE,
-                            "an inactive gather holds a buffer, work or event");
-    }
-    for (size_t i = 0; i < g->count; i++) {
-        const fc_param *p = g->params[i];
-        fct_facts facts = {0};
-        if (p->flat == NULL) {
-            if (g->sharded_state == FC_UNSHARDED && !p->hosted) {
-                return fc_error_set(&g->comm->error, FC_ESTATE,
-                                    "unsharded, but a parameter has no unsharded tensor");
-            }
-            continue;
-        }
-        if (p->aliased || g->keep_storage) {
-            continue;
-        }
-        fct_tensor_facts(p->flat, &facts);
-        bool holds = facts.storage_bytes != 0;
-        bool expected = g->sharded_state == FC_UNSHARDED && facts.numel > 0;
-        if (holds != expected) {
-            return fc_error_set(&g->comm->error, FC_ESTATE,
-                                "parameter %zu holds %lld bytes while %s", i,
-                                (long long)facts.storage_bytes, expected ? "unsharded" : "sharded");
-        }
-    }
-    return FC_OK;
+    fc_status status = FC_OK;
+    FC_TRY(fc_gather_check(&g->gather, g->sharded_state == FC_UNSHARDED));
+    FC_TRY(fc_bucket_check(&g->buckets));
+    FC_TRY(fc_reduce_check(&g->reducer));
+    FC_TRY(fc_reduction_check(g->members.comm));
+done:
+    return status;
 }

@@ -10,7 +10,7 @@
  *      +--------------- reshard -----------+     +--- ... --- SHARDED_POST_FORWARD
  *
  * "gather in flight" is not a state of its own: the modules still hold the sharded parameters,
- * `gather.active` says that there is something to wait for. Every transition has two phases: first
+ * `gather.flight.active` says that there is something to wait for. Every transition has two phases: first
  * all that can fail (allocate, gather, wait, copy out), then one loop of swaps. A swap that fails
  * (a module's own __setattr__) is rolled back. Where the rollback fails as well the group is `torn`:
  * some modules may hold another face. Whatever uses or changes the registration next registers the
@@ -25,13 +25,11 @@
 #ifndef FSDP_C_CORE_GROUP_H
 #define FSDP_C_CORE_GROUP_H
 
-#include <stdbool.h>
-
-#include "comm.h"
-#include "host.h"
-#include "link.h"
-#include "param.h"
-#include "plan.h"
+#include "bucket.h"
+#include "gather.h"
+#include "gradient.h"
+#include "members.h"
+#include "reduce.h"
 
 typedef enum fc_training_state {
     FC_FORWARD = 1,
@@ -40,35 +38,14 @@ typedef enum fc_training_state {
     FC_IDLE = 4
 } fc_training_state;
 
-/* An all-gather between unshard and wait. */
-typedef struct fc_gather {
-    bool active;
-    bool hosted;          /* the host has it */
-    fc_gather_plan *plan; /* in the group */
-    fc_link *link;        /* likewise */
-    bool async_op;        /* the caller asked for a work to wait for, on its own stream */
-    fct_tensor *buffer;   /* NULL in a group of one rank */
-    fct_work *work;       /* NULL where the backend was done at once or an event stands for it */
-    fct_event *done;      /* on devices with streams, unless async_op */
-} fc_gather;
-
-/* Neighbours among a group's parameters: [first, end). */
-typedef struct fc_span {
-    size_t first;
-    size_t end;
-} fc_span;
-
-/* How a group's parameters are dealt to reductions; see bucket.h. */
-typedef struct fc_buckets {
-    int64_t limit; /* bytes of gradients at which a bucket is full; 0: there is only one */
-    bool valid;    /* items were cut from the parameters as they are */
-    bool alone;    /* no other group is reduced in this backward, and it records no graph */
-    bool eager;    /* buckets are reduced as soon as they are complete; in this backward */
-    bool late;     /* gradients came after their bucket was reduced, once: never eager again */
-    size_t next;   /* the first that is not reduced; in this backward */
-    size_t count;
-    struct fc_bucket *items; /* [count] in the order of their reductions; owned */
-} fc_buckets;
+/* What the backward that runs now is to the group. */
+typedef enum fc_course {
+    FC_COURSE_PLAIN,
+    FC_COURSE_ALONE,   /* no other group is reduced in it, and it records no graph */
+    FC_COURSE_DOUBLED, /* it runs in what a recording one has recorded of the group */
+    FC_COURSE_UNSEEN   /* it has recorded what the next may enter where no hook would see it: the
+                          parameters stay */
+} fc_course;
 
 struct fc_group;
 
@@ -87,63 +64,47 @@ typedef struct fc_transitions {
 } fc_transitions;
 extern const fc_transitions fc_group_transitions;
 
-typedef struct fc_group {
-    const fc_transitions *via;
-    void *owner;
-    const fc_host *host;
-    const char *name; /* FQN of the modules, for messages and ranges; borrowed, may be NULL */
-    fc_comm *comm;    /* borrowed: the host keeps it alive */
-    fc_param **params;
-    size_t count;
-    size_t module_count; /* of the modules that the group was made for */
-    const void *unit;    /* the same for all groups of one fully_shard call; NULL: alone */
-    size_t index;        /* among them */
-    size_t siblings;     /* how many they are; at least 1 */
-    fc_link shard;       /* gathers and reduce-scatters; world 1: neither */
-    fc_link scatter;     /* reduce-scatters where they have a group of their own */
-    fc_link replicate;   /* all-reduces after the reduce-scatter (HSDP, replicate) */
-    fc_link forward;     /* gathers in backward, where forward reshards to a smaller group */
-    fct_device device;
+/* Which of the groups of one fully_shard call this is. */
+typedef struct fc_place {
+    const void *unit; /* the same for all groups of the call; NULL: alone. Only compared. */
+    size_t index;     /* among them */
+    size_t siblings;  /* how many they are; at least 1 */
+    size_t modules;   /* that the call was given */
+} fc_place;
 
-    fc_sharded_state sharded_state;
-    bool torn; /* a swap and its rollback failed: modules may hold another face */
-    fc_training_state training_state;
-    fc_gather gather;
-    uint64_t
-        gathered_version; /* fingerprint of the shards that the unsharded parameters were made of */
-
-    fc_gather_plan gather_plan;
-    fc_gather_plan forward_plan;
-    fct_event *resharded; /* forward_data was copied; only with streams */
-    fc_reduce_plan reduce_plan;
-    fc_positions positions; /* in comm->order */
-    fct_event *reduced;     /* end of this group's latest reduction; only with streams */
-    fc_buckets buckets;
-
+/* What users set, between steps; see also fc_reducer. */
+typedef struct fc_group_settings {
     bool reduce_grads;
-    bool all_reduce_grads;
     bool reshard_after_forward;
     bool reshard_after_backward;
     bool unshard_async_op;
     bool unshard_in_backward;
-    bool doubled; /* this backward runs in what a recording one has recorded of the group */
-    uint64_t grads_before; /* fingerprint of the gradients when a recording backward came */
-    bool force_sum;
-    bool reduce_unused;
-    bool keep_storage; /* unsharded memory is never freed: its addresses stay */
-    bool deferred;     /* a backward has left its gradients for a later reduction */
-    bool has_hook;     /* host->reduce_hook is to be called */
-    bool has_divide_factor;
-    double divide_factor;
-    fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradients' own */
+} fc_group_settings;
+
+typedef struct fc_group {
+    const fc_transitions *via; /* borrowed */
+    fc_members members;
+    fc_place place;
+    fc_group_settings settings;
+    /* Sharded state. */
+    fc_sharded_state sharded_state;
+    bool torn;                 /* a swap and its rollback failed: modules may hold another face */
+    uint64_t gathered_version; /* fingerprint of the shards that the unsharded parameters were made
+                                  of */
+    fc_gather gather;
+    /* Training state. */
+    fc_training_state training_state;
+    fc_course course;
+    uint64_t grads_before;  /* fingerprint of the gradients when a recording backward came */
+    fc_positions positions; /* in the context's order, of forwards that wait for their backward */
+    bool deferred;          /* a backward has left its gradients for a later reduction */
+    fc_buckets buckets;
+    fc_reducer reducer;
 } fc_group;
 
 /* Takes the array of `count` borrowed parameters (freed by fini). */
 void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm, fc_param **params,
                    size_t count, fct_device device, int64_t world, int64_t rank);
-/* A profiler range with stock's name, "FSDP::label (modules)"; NULL where nobody records. */
-void *fc_group_enter_range(const fc_group *g, const char *label);
-
 /* Parks what is in flight, forgets the group in its comm context, releases all. */
 void fc_group_fini(fc_group *g);
 /* Moves the group to another context (of the same device). FC_ESTATE while a reduction is in flight.
@@ -182,14 +143,12 @@ FC_CHECK fc_status fc_group_post_backward(fc_group *g);
  * forward's graph, but on devices with threads of their own, where their sequence numbers begin
  * anew, they may come later: there a doubled group waits for the end of backward. */
 FC_CHECK fc_status fc_group_leave_backward(fc_group *g);
-/* Takes the span's gradients and starts their reduction. `last`: of this backward; reshards.
- * `partial`: the current stream waits for the result. */
-FC_CHECK fc_status fc_group_reduce(fc_group *g, fc_span span, bool last, bool partial);
+/* Reduces the buckets that are complete and next. */
+FC_CHECK fc_status fc_group_reduce_buckets(fc_group *g);
+/* Unshards for a pass that is going to reach the group. */
 FC_CHECK fc_status fc_group_prefetch(fc_group *g, fc_training_state pass);
 /* Prefetches the group (or groups) whose forward came before this one's. */
 FC_CHECK fc_status fc_group_backward_prefetch(fc_group *g);
-/* Orders the current stream after the group's reduction. */
-FC_CHECK fc_status fc_group_see_reduced(fc_group *g);
 /* End of the last backward: orders the current stream after the reductions, drops a gather nobody
  * waited for. */
 FC_CHECK fc_status fc_group_finalize_backward(fc_group *g);
@@ -198,8 +157,8 @@ FC_CHECK fc_status fc_group_finalize_backward(fc_group *g);
  * dropped. */
 FC_CHECK fc_status fc_group_reset(fc_group *g);
 
-/* Consistency walker for debug builds and tests: FC_ESTATE with a message where an invariant does
- * not hold. */
+/* What must hold between transitions, here and in the rooms below: FC_ESTATE with a message where it
+ * does not. Debug builds assert it after every transition. */
 FC_CHECK fc_status fc_group_check(fc_group *g);
 
 #endif

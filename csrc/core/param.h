@@ -13,7 +13,7 @@ typedef enum fc_sharded_state {
     FC_UNSHARDED = 3
 } fc_sharded_state;
 
-struct fc_group;
+struct fc_buckets;
 
 typedef struct fc_param {
     void *owner;              /* the host's object; borrowed, outlives this struct's use */
@@ -43,10 +43,10 @@ typedef struct fc_param {
     fct_tensor *partial;     /* padded_numel elements in the reduce type: reduce-scattered, but not
                                 all-reduced yet (HSDP) */
     /* Only in groups that are reduced in several buckets; bucket.c's. */
-    fct_watch *watch;       /* of unsharded: says when its gradient is there */
-    struct fc_group *group; /* who is told; borrowed */
-    size_t bucket;          /* which of its buckets */
-    bool awaited;           /* no gradient yet in this backward */
+    fct_watch *watch;           /* of unsharded: says when its gradient is there */
+    struct fc_buckets *buckets; /* who is told; borrowed */
+    size_t bucket;              /* which of its buckets */
+    bool awaited;               /* no gradient yet in this backward */
 } fc_param;
 
 /* Zeroes the struct and computes the layout: `dim` cut over `world` ranks. FC_EINVAL, FC_ENOMEM. */

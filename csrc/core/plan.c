@@ -271,11 +271,12 @@ static fct_dtype wider(fct_dtype a, fct_dtype b) {
     return fc_dtype_size(a) > fc_dtype_size(b) ? a : b;
 }
 
-fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, fc_error *err) {
+fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *foreign,
+                                 fc_error *err) {
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     plan->gradient_count = 0;
-    plan->foreign = false;
+    *foreign = false;
     fc_status status = reserve_gradients(plan);
     if (status != FC_OK) {
         return status;
@@ -286,7 +287,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, f
         int64_t total = 0;
         status = describe_gradient(plan, i, &facts, err);
         if (status != FC_OK || !facts.strided) {
-            plan->foreign = status == FC_OK;
+            *foreign = status == FC_OK;
             return status;
         }
         fct_dtype both = i == 0 ? facts.dtype : wider(grad_dtype, facts.dtype);

@@ -41,7 +41,6 @@ typedef struct fc_reduce_plan {
     fck_gradient *gradients; /* [gradient_count] one for each outer block of each gradient */
     size_t gradient_count;
     size_t gradient_capacity;
-    bool foreign; /* a gradient is of a kind that only the host can read: nothing is laid out */
 } fc_reduce_plan;
 
 /* Builds the plan anew from the parameters' layouts and dtypes. `forward`: from their forward
@@ -52,11 +51,11 @@ void fc_gather_plan_fini(fc_gather_plan *plan);
 
 /* Room for `capacity` gradients. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
-/* Lays out the collected gradients: fills offsets, chunks and row_numel, or sets `foreign` and
- * nothing else. Without a reduce dtype the widest of the gradients' is taken. FC_EINVAL where there
- * is none. */
+/* Lays out the collected gradients: fills offsets, chunks and row_numel. *foreign: one is of a kind
+ * that only the host can read; nothing is laid out then. Without a reduce dtype the widest of the
+ * gradients' is taken. FC_EINVAL where there is none. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
-                                          fc_error *err);
+                                          bool *foreign, fc_error *err);
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan);
 void fc_reduce_plan_fini(fc_reduce_plan *plan);
 

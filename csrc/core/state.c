@@ -1,12 +1,12 @@
 /* States and the iteration they share. Owns arrays of borrowed pointers only. What a state does to
  * its groups in each hook is here; what a hook does to tensors and Python objects is in
- * csrc/python/state.c. */
+ * csrc/python/step.c. */
 #include "state.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#include "reduce.h"
+#include "reduction.h"
 
 void fc_iteration_init(fc_iteration *it) {
     memset(it, 0, sizeof *it);
@@ -26,8 +26,8 @@ void fc_iteration_fini(fc_iteration *it) {
 /* Changes when a recording backward gives a parameter a gradient (it adds out of place). */
 static uint64_t grad_fingerprint(const fc_group *g) {
     uint64_t print = 0;
-    for (size_t i = 0; i < g->count; i++) {
-        const fct_tensor *unsharded = g->params[i]->unsharded;
+    for (size_t i = 0; i < g->members.count; i++) {
+        const fct_tensor *unsharded = g->members.params[i]->unsharded;
         const void *grad = unsharded != NULL ? fct_grad_identity(unsharded) : NULL;
         print = print * UINT64_C(1099511628211) + (uint64_t)(uintptr_t)grad;
     }
@@ -44,12 +44,11 @@ static bool entered_unseen(const fc_group *g) {
 /* Post-backward of a group that autograd did not reach: no input of its required grad. Where the
  * next backward may need the parameters unannounced, they stay until its end. */
 static fc_status finish_group(fc_group *g, bool records) {
-    bool reshards = g->reshard_after_backward;
     if (records && entered_unseen(g)) {
-        g->reshard_after_backward = false;
+        g->course = FC_COURSE_UNSEEN;
     }
     fc_status status = g->via->post_backward(g);
-    g->reshard_after_backward = reshards;
+    g->course = FC_COURSE_PLAIN;
     return status;
 }
 
@@ -61,7 +60,7 @@ static fc_status finish_groups(fc_state *s) {
             FC_TRY(finish_group(g, s->iteration->records));
         }
         g->training_state = FC_IDLE;
-        g->doubled = false;
+        g->course = FC_COURSE_PLAIN;
     }
     s->training_state = FC_IDLE;
 done:
@@ -86,7 +85,7 @@ static fc_status finish_comm(fc_comm *c, bool last) {
     if (last) {
         prune_order(&c->order);
     }
-    return last || !c->has_streams ? fc_reduce_recycle(c, 0) : FC_OK;
+    return last || !c->has_streams ? fc_reduction_recycle(c, 0) : FC_OK;
 }
 
 /* The two ends of a reset: before the groups let anything go, and after they did. */
@@ -107,7 +106,7 @@ static fc_status each_comm(const fc_iteration *it, fc_comm *c,
     FC_TRY(visit(c, flag));
     for (size_t i = 0; i < it->count; i++) {
         for (size_t j = 0; j < it->states[i]->group_count; j++) {
-            fc_comm *other = it->states[i]->groups[j]->comm;
+            fc_comm *other = it->states[i]->groups[j]->members.comm;
             if (other != before && other != c) {
                 FC_TRY(visit(other, flag));
             }
@@ -144,11 +143,12 @@ fc_status fc_iteration_finalize(fc_iteration *it) {
         fc_state *s = it->states[i];
         for (size_t j = s->group_count; j-- > 0;) {
             fc_group *g = s->groups[j];
-            if (!g->deferred || !g->reduce_grads) {
+            if (!g->deferred || !g->settings.reduce_grads) {
                 continue;
             }
-            if (g->replicate.name != NULL) { /* partial rows have to be with the parameters */
-                FC_TRY(fc_reduce_recycle(g->comm, 0));
+            if (fc_members_replicated(
+                    &g->members)) { /* partial rows have to be with the parameters */
+                FC_TRY(fc_reduction_recycle(g->members.comm, 0));
             }
             FC_TRY(g->via->post_backward(g));
             g->training_state = FC_IDLE;
@@ -266,6 +266,15 @@ static bool is_alone(const fc_iteration *it) {
     return groups == 1;
 }
 
+/* Only a group that is reduced in several buckets asks what else happens in this backward. */
+static void set_course(fc_state *s) {
+    fc_group *g = s->group_count == 1 ? s->groups[0] : NULL;
+    if (g != NULL && g->course != FC_COURSE_DOUBLED && fc_bucket_several(&g->buckets)) {
+        bool alone = !s->iteration->records && is_alone(s->iteration);
+        g->course = alone ? FC_COURSE_ALONE : FC_COURSE_PLAIN;
+    }
+}
+
 static fc_status enter_backward(fc_state *s, const fct_hook *at_end) {
     fc_status status = FC_OK;
     if (!s->iteration->callback_queued) {
@@ -273,9 +282,7 @@ static fc_status enter_backward(fc_state *s, const fct_hook *at_end) {
         s->iteration->callback_queued = true;
         s->iteration->records = fct_grad_enabled();
     }
-    if (s->group_count == 1 && s->groups[0]->buckets.count > 1) {
-        s->groups[0]->buckets.alone = !s->iteration->records && is_alone(s->iteration);
-    }
+    set_course(s);
     s->training_state = FC_PRE_BACKWARD;
 done:
     return status;
@@ -285,7 +292,7 @@ fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end) {
     fc_status status = FC_OK;
     FC_TRY(enter_backward(s, at_end));
     for (size_t i = 0; i < s->group_count; i++) {
-        s->groups[i]->doubled = true;
+        s->groups[i]->course = FC_COURSE_DOUBLED;
         FC_TRY(s->groups[i]->via->pre_backward(s->groups[i], false));
     }
 done:
@@ -316,7 +323,8 @@ fc_status fc_state_post_backward(const fc_state *s, fc_group *g) {
     if (s->iteration->callback_queued || s->iteration->manual) {
         return FC_OK;
     }
-    return g->comm->has_streams ? fc_group_see_reduced(g) : fc_reduce_recycle(g->comm, 0);
+    fc_comm *c = g->members.comm;
+    return c->has_streams ? fc_reduce_order_compute(&g->reducer) : fc_reduction_recycle(c, 0);
 }
 
 fc_status fc_state_reset(fc_state *s) {

@@ -1,5 +1,7 @@
 /* The CommContext type (streams and what is in flight, shared by the groups of one root) and the
  * IterationContext type (the states of one root and the iteration's flags). */
+#include "../core/reduction.h"
+
 #include "objects.h"
 
 /* ---- CommContext ---- */
@@ -40,6 +42,7 @@ static void comm_dealloc(PyObject *obj) {
         PyObject_ClearWeakRefs(obj);
     }
     (void)comm_clear(obj);
+    fc_reduction_discard(&((fcpy_comm *)obj)->core, NULL);
     fc_comm_fini(&self->core);
     type->tp_free(obj);
     Py_DECREF(type);
@@ -82,7 +85,8 @@ static PyObject *comm_order(PyObject *obj, void *closure) {
     const fc_order *order = &((fcpy_comm *)obj)->core.order;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < order->count; i++) {
-        PyObject *group = order->items[i] != NULL ? (PyObject *)order->items[i]->owner : Py_None;
+        PyObject *group =
+            order->items[i] != NULL ? (PyObject *)order->items[i]->members.owner : Py_None;
         if (PyList_Append(list, group) != 0) {
             Py_CLEAR(list);
         }

@@ -228,7 +228,7 @@ bool fcpy_host_moves(void *group, fc_move move) {
 
 /* Calls the method of that bit, with an argument where there is one (borrowed). */
 static fc_status run(fc_group *g, uint32_t bit, PyObject *argument) {
-    PyObject *self = (PyObject *)g->owner;
+    PyObject *self = (PyObject *)g->members.owner;
     const char *name = group_method(bit);
     PyObject *result = argument != NULL ? PyObject_CallMethod(self, name, "O", argument)
                                         : PyObject_CallMethod(self, name, NULL);
@@ -237,7 +237,7 @@ static fc_status run(fc_group *g, uint32_t bit, PyObject *argument) {
 }
 
 static bool overridden(const fc_group *g, uint32_t bit) {
-    return fcpy_group_overrides((fcpy_group *)g->owner, bit);
+    return fcpy_group_overrides((fcpy_group *)g->members.owner, bit);
 }
 
 /* Whoever overrides it finds the pass in the group's training state, as in torch. */

@@ -252,8 +252,8 @@ static int host_copy_out(void *owner) {
     if (done(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._host_copy_out)) != 0) {
         return -1;
     }
-    for (size_t i = 0; i < self->core.count; i++) {
-        if (self->core.params[i]->unsharded == NULL) {
+    for (size_t i = 0; i < self->core.members.count; i++) {
+        if (self->core.members.params[i]->unsharded == NULL) {
             PyErr_SetString(PyExc_RuntimeError,
                             "the gather left a parameter without _unsharded_param");
             return -1;

@@ -11,7 +11,8 @@ static fcpy_group *as_group(PyObject *obj) {
 }
 
 static int raise_group(fcpy_group *self, fc_status status) {
-    return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
+    return fcpy_raise(
+        status, self->core.members.comm != NULL ? self->core.members.comm->error.message : NULL);
 }
 
 static PyObject *none_or_raise(fcpy_group *self, fc_status status) {
@@ -53,8 +54,8 @@ static fc_param **core_params(PyObject *tuple) {
     return params;
 }
 
-static fc_link *link_at(fc_group *g, int index) {
-    fc_link *const links[FCPY_LINKS] = {&g->shard, &g->scatter, &g->replicate, &g->forward};
+static fc_link *link_at(fc_members *m, int index) {
+    fc_link *const links[FCPY_LINKS] = {&m->shard, &m->scatter, &m->replicate, &m->forward};
     return links[index];
 }
 
@@ -67,7 +68,7 @@ static int set_link(fcpy_group *self, int index, PyObject *name, long long world
             return -1;
         }
     }
-    fc_link_set(link_at(&self->core, index), text, world, rank);
+    fc_link_set(link_at(&self->core.members, index), text, world, rank);
     Py_INCREF(name);
     Py_XSETREF(self->link_names[index], name);
     return 0;
@@ -85,7 +86,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     long long rank = 0;
     Py_ssize_t module_count = 1;
     fct_device parsed;
-    if (self->core.comm != NULL) {
+    if (self->core.members.comm != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
         return -1;
     }
@@ -106,7 +107,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, params,
                   (size_t)PyTuple_GET_SIZE(copy), parsed, world, rank);
     self->core.via = &fcpy_transitions;
-    self->core.module_count = (size_t)module_count;
+    self->core.place.modules = (size_t)module_count;
     self->params = copy;
     Py_INCREF(comm);
     self->comm = comm;
@@ -125,7 +126,7 @@ static int group_traverse(PyObject *obj, visitproc visit, void *arg) {
 
 /* params and comm stay until dealloc: the core borrows them. */
 static int group_clear(PyObject *obj) {
-    as_group(obj)->core.unit = NULL;
+    as_group(obj)->core.place.unit = NULL;
     Py_CLEAR(as_group(obj)->unit);
     Py_CLEAR(as_group(obj)->dict);
     return 0;
@@ -140,8 +141,10 @@ static void group_dealloc(PyObject *obj) {
     }
     (void)group_clear(obj);
     /* Its Python side went with the dict; no method may run now. */
-    self->core.gather.hosted = false;
-    fc_group_fini(&self->core);
+    self->core.gather.flight.hosted = false;
+    if (self->core.via != NULL) {
+        fc_group_fini(&self->core);
+    }
     Py_CLEAR(self->params);
     Py_CLEAR(self->comm);
     for (int i = 0; i < FCPY_LINKS; i++) {
@@ -280,9 +283,9 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
     }
     Py_INCREF(unit);
     Py_XSETREF(as_group(obj)->unit, unit);
-    g->unit = unit; /* the core only compares it */
-    g->index = (size_t)index;
-    g->siblings = (size_t)siblings;
+    g->place.unit = unit;
+    g->place.index = (size_t)index;
+    g->place.siblings = (size_t)siblings;
     Py_RETURN_NONE;
 }
 
@@ -397,17 +400,17 @@ static PyObject *is_state(PyObject *obj, void *closure) {
 static PyObject *get_divide_factor(PyObject *obj, void *closure) {
     (void)closure;
     const fc_group *g = &as_group(obj)->core;
-    if (!g->has_divide_factor) {
+    if (!g->reducer.has_divide_factor) {
         Py_RETURN_NONE;
     }
-    return PyFloat_FromDouble(g->divide_factor);
+    return PyFloat_FromDouble(g->reducer.divide_factor);
 }
 
 static int set_divide_factor(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fc_group *g = &as_group(obj)->core;
     if (value == NULL || value == Py_None) {
-        g->has_divide_factor = false;
+        g->reducer.has_divide_factor = false;
         return 0;
     }
     double factor = PyFloat_AsDouble(value);
@@ -419,8 +422,8 @@ static int set_divide_factor(PyObject *obj, PyObject *value, void *closure) {
                      "the gradient divide factor must be positive and finite, got %R", value);
         return -1;
     }
-    g->divide_factor = factor;
-    g->has_divide_factor = true;
+    g->reducer.divide_factor = factor;
+    g->reducer.has_divide_factor = true;
     return 0;
 }
 
@@ -443,13 +446,13 @@ static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
         value = NULL;
     }
     Py_XSETREF(self->fqn, value);
-    self->core.name = text;
+    self->core.members.name = text;
     return 0;
 }
 
 static PyObject *get_pending(PyObject *obj, void *closure) {
     (void)closure;
-    if (as_group(obj)->core.gather.active) {
+    if (as_group(obj)->core.gather.flight.active) {
         Py_RETURN_TRUE;
     }
     Py_RETURN_NONE;
@@ -477,8 +480,8 @@ static PyObject *get_size(PyObject *obj, void *closure) {
 static PyObject *get_partial(PyObject *obj, void *closure) {
     (void)closure;
     const fc_group *g = &as_group(obj)->core;
-    for (size_t i = 0; i < g->count; i++) {
-        if (g->params[i]->partial != NULL) {
+    for (size_t i = 0; i < g->members.count; i++) {
+        if (g->members.params[i]->partial != NULL) {
             Py_RETURN_TRUE;
         }
     }
@@ -493,8 +496,8 @@ static int set_partial(PyObject *obj, PyObject *value, void *closure) {
         PyErr_SetString(PyExc_TypeError, "_partial_reduce_output can only be set to None");
         return -1;
     }
-    for (size_t i = 0; i < g->count; i++) {
-        fc_param_set_partial(g->params[i], NULL);
+    for (size_t i = 0; i < g->members.count; i++) {
+        fc_param_set_partial(g->members.params[i], NULL);
     }
     return 0;
 }
@@ -534,35 +537,39 @@ static PyGetSetDef group_getset[] = {
     {"_orig_dtype", get_dtype, set_dtype, "dtype of the trainable parameters, or None.",
      (void *)offsetof(fcpy_group, orig_dtype)},
     {"_reduce_dtype", get_dtype, set_dtype, "dtype gradients are reduced in, or None.",
-     GROUP_OFFSET(reduce_dtype)},
-    GROUP_FLAG("reduce_grads", reduce_grads, "Whether backward reduces gradients."),
-    GROUP_FLAG("all_reduce_grads", all_reduce_grads, "HSDP only: whether backward all-reduces."),
-    GROUP_FLAG("_reshard_after_forward", reshard_after_forward, "Whether forward ends sharded."),
-    GROUP_FLAG("reshard_after_backward", reshard_after_backward, "Whether backward ends sharded."),
-    GROUP_FLAG("unshard_async_op", unshard_async_op,
+     GROUP_OFFSET(reducer.reduce_dtype)},
+    GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),
+    GROUP_FLAG("all_reduce_grads", reducer.all_reduce_grads,
+               "HSDP only: whether backward all-reduces."),
+    GROUP_FLAG("_reshard_after_forward", settings.reshard_after_forward,
+               "Whether forward ends sharded."),
+    GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,
+               "Whether backward ends sharded."),
+    GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
                "Whether hooks unshard on the current stream."),
-    GROUP_FLAG("unshard_in_backward", unshard_in_backward,
+    GROUP_FLAG("unshard_in_backward", settings.unshard_in_backward,
                "Whether backward needs the parameters."),
-    GROUP_FLAG("force_sum_reduction_for_comms", force_sum,
+    GROUP_FLAG("force_sum_reduction_for_comms", reducer.force_sum,
                "Reduce with SUM only and divide separately."),
-    GROUP_FLAG("reduce_scatter_unused_params", reduce_unused,
+    GROUP_FLAG("reduce_scatter_unused_params", reducer.reduce_unused,
                "Reduce zeros for parameters without gradient."),
     {"_keep_unsharded_storage", get_flag, set_keep_storage,
-     "Whether resharding leaves the unsharded memory.", GROUP_OFFSET(keep_storage)},
+     "Whether resharding leaves the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
     {"_deferred", get_flag, NULL, "Whether a backward has left gradients for a later reduction.",
      GROUP_OFFSET(deferred)},
     {"_hosted_gather", get_flag, set_flag, "Whether _host_gather() gathers.",
      (void *)offsetof(fcpy_group, hosted_gather)},
     {"_hosted_reduce", get_flag, set_flag, "Whether _host_reduce() reduces.",
      (void *)offsetof(fcpy_group, hosted_reduce)},
-    GROUP_FLAG("_has_reduce_hook", has_hook, "Whether _run_reduce_hook() is called."),
+    GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether _run_reduce_hook() is called."),
     {"_bucket_bytes", fcpy_group_get_bucket_bytes, fcpy_group_set_bucket_bytes,
      "Bytes of gradients at which a bucket is full; 0: all are reduced at once.", NULL},
     {"_buckets", fcpy_group_get_buckets, NULL,
      "List of (first, end) of fsdp_params, in the order in which they are reduced.", NULL},
     {"_param_group_index", get_size, NULL, "Which of its unit's groups this is.",
-     GROUP_OFFSET(index)},
-    {"_num_param_groups", get_size, NULL, "How many groups its unit has.", GROUP_OFFSET(siblings)},
+     GROUP_OFFSET(place.index)},
+    {"_num_param_groups", get_size, NULL, "How many groups its unit has.",
+     GROUP_OFFSET(place.siblings)},
     {"_partial_reduce_output", get_partial, set_partial,
      "True while gradients were reduce-scattered but not all-reduced, else None; None drops them.",
      NULL},

@@ -4,8 +4,6 @@
  * (guard.c), that is called in the place where torch would call it. Owns nothing. */
 #include "objects.h"
 
-#include "../core/bucket.h"
-
 /* 0 where the call returned something (dropped), else -1. */
 static int done(PyObject *result) {
     Py_XDECREF(result);
@@ -13,11 +11,12 @@ static int done(PyObject *result) {
 }
 
 static int raise_group(const fcpy_group *self, fc_status status) {
-    return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
+    const fc_comm *comm = self->core.members.comm;
+    return fcpy_raise(status, comm != NULL ? comm->error.message : NULL);
 }
 
 static fcpy_group *group_at(const fcpy_state *self, size_t index) {
-    return (fcpy_group *)self->core.groups[index]->owner;
+    return (fcpy_group *)self->core.groups[index]->members.owner;
 }
 
 /* ---- call-backs from autograd ---- */
@@ -178,7 +177,7 @@ static int call_post_backward(void *owner) {
 
 static int run_buckets(void *owner) {
     fcpy_group *group = (fcpy_group *)owner;
-    fc_status status = fc_bucket_reduce(&group->core);
+    fc_status status = fc_group_reduce_buckets(&group->core);
     return status == FC_OK ? 0 : raise_group(group, status);
 }
 
@@ -187,7 +186,7 @@ int fcpy_param_grad_arrived(void *owner) {
     if (!fc_bucket_arrived(&param->core)) {
         return 0;
     }
-    fcpy_group *group = (fcpy_group *)param->core.group->owner;
+    fcpy_group *group = (fcpy_group *)param->core.buckets->members->owner;
     Py_INCREF(group);
     int result = run_untraced(group->mod, run_buckets, group);
     Py_DECREF(group);

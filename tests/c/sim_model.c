@@ -117,7 +117,11 @@ static bool host_wants_grad_now(void *owner) {
 /* Without exceptions of its own, the status is that of sim_train.c. */
 static int host_grad_arrived(void *owner) {
     sim_param *p = (sim_param *)owner;
-    return fc_bucket_arrived(&p->core) ? (int)fc_bucket_reduce(p->core.group) : 0;
+    if (!fc_bucket_arrived(&p->core)) {
+        return 0;
+    }
+    sim_group *group = (sim_group *)p->core.buckets->members->owner;
+    return (int)fc_group_reduce_buckets(&group->core);
 }
 
 static int host_reduce_hook(void *group, fct_tensor *row) {
@@ -196,21 +200,22 @@ static void links_init(sim_group *g, const sim_scenario *s) {
     for (size_t i = 0; i < sizeof suffixes / sizeof suffixes[0]; i++) {
         (void)snprintf(g->pg_names[i], sizeof g->pg_names[i], "%s%s", g->name, suffixes[i]);
     }
-    fc_link_set(&g->core.shard, g->pg_names[0], s->world, s->rank);
+    fc_link_set(&g->core.members.shard, g->pg_names[0], s->world, s->rank);
     sim_pg_register(g->pg_names[0], s->world, s->rank, sim_write_row, g);
     sim_pg_weigh(g->pg_names[0], first, 1.0);
     if (s->own_scatter) {
-        fc_link_set(&g->core.scatter, g->pg_names[1], s->world, s->rank);
+        fc_link_set(&g->core.members.scatter, g->pg_names[1], s->world, s->rank);
         sim_pg_register(g->pg_names[1], s->world, s->rank, NULL, g);
         sim_pg_weigh(g->pg_names[1], first, 1.0);
     }
     if (s->replicas > 0) {
-        fc_link_set(&g->core.replicate, g->pg_names[2], s->replicas, s->replica);
+        fc_link_set(&g->core.members.replicate, g->pg_names[2], s->replicas, s->replica);
         sim_pg_register(g->pg_names[2], s->replicas, s->replica, NULL, g);
         sim_pg_weigh(g->pg_names[2], world * (world + 1.0) / 2.0, world * world);
     }
     if (s->forward_world > 0) {
-        fc_link_set(&g->core.forward, g->pg_names[3], s->forward_world, s->rank % s->forward_world);
+        fc_link_set(&g->core.members.forward, g->pg_names[3], s->forward_world,
+                    s->rank % s->forward_world);
         sim_pg_register(g->pg_names[3], s->forward_world, s->rank % s->forward_world,
                         sim_write_forward_row, g);
     }
@@ -231,21 +236,22 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     }
     fc_group_init(&g->core, g, &sim_host, &m->comm, params, g->count, sim_device(), s->world,
                   s->rank);
-    g->core.name = g->name;
+    g->core.members.name = g->name;
     links_init(g, s);
-    g->core.unit = &m->layers[layer];
-    g->core.index = index;
-    g->core.siblings = m->layers[layer].group_count;
-    g->core.has_hook = s->user_reduce;
-    g->core.module_count = s->modules_share_group ? 2 : 1;
-    g->core.reshard_after_forward = !s->stay_after_forward && !(layer == 0 && s->root_stays);
-    g->core.unshard_async_op = s->async_unshard;
-    g->core.force_sum = s->force_sum;
-    g->core.reduce_unused = s->reduce_unused;
+    g->core.place.unit = &m->layers[layer];
+    g->core.place.index = index;
+    g->core.place.siblings = m->layers[layer].group_count;
+    g->core.reducer.has_hook = s->user_reduce;
+    g->core.place.modules = s->modules_share_group ? 2 : 1;
+    g->core.settings.reshard_after_forward =
+        !s->stay_after_forward && !(layer == 0 && s->root_stays);
+    g->core.settings.unshard_async_op = s->async_unshard;
+    g->core.reducer.force_sum = s->force_sum;
+    g->core.reducer.reduce_unused = s->reduce_unused;
     g->core.buckets.limit = s->bucket_bytes;
-    g->core.has_divide_factor = s->divide_factor != 0.0;
-    g->core.divide_factor = s->divide_factor;
-    g->core.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;
+    g->core.reducer.has_divide_factor = s->divide_factor != 0.0;
+    g->core.reducer.divide_factor = s->divide_factor;
+    g->core.reducer.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;
 }
 
 static fc_state **state_list(sim_model *m, size_t first, size_t count, bool backwards) {
@@ -334,7 +340,8 @@ void sim_model_free(sim_model *m) {
 static void check_group(sim_group *g, const char *when) {
     fc_status status = fc_group_check(&g->core);
     if (status != FC_OK) {
-        sim_fail("%s: group %s is inconsistent: %s", when, g->name, g->core.comm->error.message);
+        sim_fail("%s: group %s is inconsistent: %s", when, g->name,
+                 g->core.members.comm->error.message);
     }
     for (size_t i = 0; i < g->count; i++) {
         const sim_param *p = &g->params[i];

@@ -274,9 +274,9 @@ void sim_model_set_sync(sim_model *m, sim_sync sync) {
     for (size_t i = 0; i < m->layer_count; i++) {
         for (size_t k = 0; k < m->layers[i].group_count; k++) {
             fc_group *g = &m->layers[i].groups[k].core;
-            g->reduce_grads = reduce;
-            g->all_reduce_grads = sync == SIM_SYNC;
-            g->reshard_after_backward = reduce || !m->scenario.stay_while_unsynced;
+            g->settings.reduce_grads = reduce;
+            g->reducer.all_reduce_grads = sync == SIM_SYNC;
+            g->settings.reshard_after_backward = reduce || !m->scenario.stay_while_unsynced;
         }
     }
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/reduce.h"
+#include "core/reduction.h"
 #include "sim_model.h"
 
 #define FLOATS(...) {.ndim = 1, .sizes = {4}, __VA_ARGS__}
@@ -94,7 +95,7 @@ static void expect_grad(sim_model *m, size_t i, double value) {
 static void cut_as(sim_scenario scenario, size_t count, const size_t *firsts) {
     sim_begin(scenario.device);
     sim_model *m = sim_model_new(&scenario);
-    assert_int_equal(fc_bucket_cut(core(m)), FC_OK);
+    assert_int_equal(fc_bucket_cut(&core(m)->buckets), FC_OK);
     assert_int_equal(core(m)->buckets.count, count);
     for (size_t i = 0, last = scenario.shape_count; i < count; last = firsts[i++]) {
         assert_int_equal(core(m)->buckets.items[i].span.first, firsts[i]);
@@ -165,7 +166,7 @@ static void the_order_is_the_parameters_whatever_autograds_is(void **state) {
     assert_int_equal(issued(), 0); /* the bucket of 2 and 3 goes first */
     arrive(m, 3, 4.0);
     assert_int_equal(issued(), 2);
-    assert_int_equal(fc_reduce_recycle(&m->comm, 1), FC_OK);
+    assert_int_equal(fc_reduction_recycle(&m->comm, 1), FC_OK);
     expect_grad(m, 3, 6.0);
     assert_null(sim_grad_peek(m->layers[0].groups[0].params[0].sharded));
     rest(m);
@@ -232,7 +233,7 @@ static void a_second_gradient_before_the_reduction_is_part_of_it(void **state) {
     assert_int_equal(issued(), 0);
     arrive(m, 2, 2.0);
     assert_int_equal(issued(), 1);
-    assert_false(core(m)->buckets.late);
+    assert_int_equal(core(m)->buckets.mode, FC_BUCKETS_EAGER);
     rest(m);
     expect_grad(m, 3, 12.0);
     end(m);
@@ -259,15 +260,15 @@ static void nothing_is_early(const sim_scenario *scenario, void (*change)(fc_gro
 }
 
 static void hook(fc_group *g) {
-    g->has_hook = true;
+    g->reducer.has_hook = true;
 }
 
 static void no_sync(fc_group *g) {
-    g->reduce_grads = false;
+    g->settings.reduce_grads = false;
 }
 
 static void unused(fc_group *g) {
-    g->reduce_unused = true;
+    g->reducer.reduce_unused = true;
 }
 
 static void buckets_wait_for_the_end_where_something_may_come_between(void **state) {

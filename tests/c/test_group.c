@@ -41,7 +41,7 @@ static void unshard(const fixture *f) {
 
 static void expect_state(const fixture *f, fc_sharded_state state, bool gathering) {
     assert_int_equal(f->core->sharded_state, state);
-    assert_int_equal(f->core->gather.active, gathering);
+    assert_int_equal(f->core->gather.flight.active, gathering);
     sim_model_check(f->model, "after a transition");
 }
 
@@ -335,7 +335,7 @@ static void what_somebody_else_has_gathered_can_be_registered(void **state) {
     fct_facts facts;
     assert_int_equal(fc_group_to_unsharded(f.core), FC_ESTATE);
     expect_state(&f, FC_SHARDED, false);
-    assert_int_equal(fc_param_alloc_flat(&p->core, f.core->device, &facts, NULL), FC_OK);
+    assert_int_equal(fc_param_alloc_flat(&p->core, f.core->members.device, &facts, NULL), FC_OK);
     sim_tensor_write(p->core.flat, p->full, "somebody's gather");
     assert_int_equal(fc_group_to_unsharded(f.core), FC_OK);
     expect_state(&f, FC_UNSHARDED, false);
@@ -365,7 +365,7 @@ static void an_iteration_need_not_wait_for_the_compute_stream(void **state) {
 static void unshard_in_backward_can_be_switched_off(void **state) {
     (void)state;
     fixture f = begin(plain);
-    f.core->unshard_in_backward = false;
+    f.core->settings.unshard_in_backward = false;
     f.core->training_state = FC_PRE_BACKWARD;
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     expect_state(&f, FC_SHARDED, false);
@@ -478,10 +478,10 @@ static void the_walker_finds_what_does_not_fit(void **state) {
     fct_storage_free(f.group->params[0].core.flat);
     assert_int_equal(fc_group_check(f.core), FC_ESTATE);
     assert_non_null(strstr(f.model->comm.error.message, "parameter 0 holds 0 bytes"));
-    f.core->gather.active = true;
+    f.core->gather.flight.active = true;
     assert_int_equal(fc_group_check(f.core), FC_ESTATE);
     assert_non_null(strstr(f.model->comm.error.message, "a gather is in flight"));
-    f.core->gather.active = false;
+    f.core->gather.flight.active = false;
     assert_int_equal(fc_group_reset(f.core), FC_OK);
     assert_int_equal(fc_group_check(f.core), FC_OK);
     end(&f);

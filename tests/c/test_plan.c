@@ -214,6 +214,7 @@ typedef struct reduction {
     fc_param matrix; /* 5 x 3, dim 0 */
     fc_param vector; /* 3 */
     fc_reduce_plan plan;
+    bool foreign; /* the last layout's answer */
     fc_error err;
 } reduction;
 
@@ -242,7 +243,7 @@ static void gradients_are_dealt_to_the_ranks_rows(void **state) {
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
     assert_int_equal(r.plan.dtype, FCK_FLOAT32);
     assert_int_equal(r.plan.row_numel, 9 + 2);
     assert_int_equal(r.plan.gradient_count, 2);
@@ -259,7 +260,7 @@ static void parameters_without_a_gradient_take_no_room(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
     assert_int_equal(r.plan.row_numel, 2);
     assert_ptr_equal(r.plan.params[0], &r.vector);
     end(&r);
@@ -269,7 +270,7 @@ static void the_reduce_type_goes_before_the_gradients_own(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_BFLOAT16));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.foreign, &r.err), FC_OK);
     assert_int_equal(r.plan.dtype, FCK_FLOAT32);
     assert_int_equal(r.plan.gradients[0].src_dtype, FCK_BFLOAT16);
     assert_int_equal(r.plan.gradients[0].itemsize, 2);
@@ -281,7 +282,7 @@ static fct_dtype reduced_in(fct_dtype first, fct_dtype second) {
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, first));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, second));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
     fct_dtype dtype = r.plan.dtype;
     end(&r);
     return dtype;
@@ -300,10 +301,10 @@ static void types_that_no_type_holds_need_a_reduce_type(void **state) {
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, 4));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_EINVAL);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_EINVAL);
     assert_string_equal(r.err.message, "FSDP reduce-scatter expects uniform gradient dtype but got "
                                        "{torch.float32, torch.int64}");
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.foreign, &r.err), FC_OK);
     end(&r);
 }
 
@@ -316,7 +317,7 @@ static void a_gradient_cut_on_another_dim_has_a_descriptor_for_each_block(void *
     fct_tensor *grad = gradient_of(2, sizes, FCK_FLOAT32);
     fct_tensor_facts(grad, &facts);
     collect(&r.plan, &p, grad);
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
     assert_int_equal(r.plan.gradient_count, 3);
     for (size_t block = 0; block < 3; block++) {
         assert_ptr_equal(r.plan.gradients[block].src, (const char *)facts.data + 16 * block);
@@ -338,7 +339,7 @@ static void a_gradient_that_is_not_contiguous_is_copied(void **state) {
     collect(&r.plan, &r.matrix, sim_tensor_view(turned, 2, matrix_sizes, strides));
     fct_tensor_facts(turned, &facts);
     fct_tensor_release(turned);
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
     assert_ptr_not_equal(r.plan.gradients[0].src, facts.data);
     fct_tensor_facts(r.plan.grads[0], &facts);
     assert_true(facts.contiguous);
@@ -350,7 +351,7 @@ static void a_gradient_of_another_size_is_named(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(1, vector_sizes, FCK_FLOAT32));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_EINVAL);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_EINVAL);
     assert_string_equal(r.err.message,
                         "the gradient of parameter 'matrix' has 3 elements; expected 15");
     end(&r);
@@ -362,7 +363,7 @@ static void a_gradient_whose_memory_was_freed_is_refused(void **state) {
     fct_tensor *grad = gradient_of(1, vector_sizes, FCK_FLOAT32);
     fct_storage_free(grad);
     collect(&r.plan, &r.vector, grad);
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.err), FC_EINVAL);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_EINVAL);
     assert_string_equal(r.err.message,
                         "the gradient of parameter 'vector' lies outside its storage");
     end(&r);

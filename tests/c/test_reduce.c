@@ -1,6 +1,6 @@
 /* Gradient reduction: what is added up where, what a missing gradient means, and how many reductions
  * are in flight when. */
-#include "core/reduce.h"
+#include "core/reduction.h"
 
 #include <string.h>
 
@@ -56,7 +56,7 @@ static void post_backward(const fixture *f) {
 }
 
 static void finish(const fixture *f) {
-    assert_int_equal(fc_reduce_recycle(&f->model->comm, 0), FC_OK);
+    assert_int_equal(fc_reduction_recycle(&f->model->comm, 0), FC_OK);
 }
 
 static void expect_grad(const fixture *f, size_t i, double value) {
@@ -92,13 +92,13 @@ static void a_second_reduction_adds_to_the_gradient(void **state) {
 static void without_sync_gradients_wait_unreduced_in_the_parameter(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
-    core(&f)->reduce_grads = false;
+    core(&f)->settings.reduce_grads = false;
     compute_gradients(&f, 2.0);
     post_backward(&f);
     expect_no_grad(&f, 0);
     assert_int_equal(core(&f)->sharded_state, FC_SHARDED);
     assert_true(fct_grad_has(f.group->params[0].core.unsharded));
-    core(&f)->reduce_grads = true;
+    core(&f)->settings.reduce_grads = true;
     compute_gradients(&f, 4.0);
     post_backward(&f);
     finish(&f);
@@ -114,13 +114,13 @@ static void with_a_reduce_type_they_wait_in_that_type(void **state) {
     scenario.reduce_dtype = FCK_FLOAT32;
     fixture f = begin(scenario);
     fct_facts facts;
-    core(&f)->reduce_grads = false;
+    core(&f)->settings.reduce_grads = false;
     compute_gradients(&f, 256.0);
     post_backward(&f);
     assert_false(fct_grad_has(f.group->params[0].core.unsharded));
     fct_tensor_facts(f.group->params[0].core.accumulated, &facts);
     assert_int_equal(facts.dtype, FCK_FLOAT32);
-    core(&f)->reduce_grads = true;
+    core(&f)->settings.reduce_grads = true;
     compute_gradients(&f, 2.0);
     compute_gradients(&f, 1.0); /* 256 + 2 + 1 has no bfloat16 */
     post_backward(&f);
@@ -133,10 +133,10 @@ static void with_a_reduce_type_they_wait_in_that_type(void **state) {
 static void a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
-    core(&f)->reduce_grads = false;
+    core(&f)->settings.reduce_grads = false;
     compute_gradients(&f, 2.0);
     post_backward(&f);
-    core(&f)->reduce_grads = true;
+    core(&f)->settings.reduce_grads = true;
     post_backward(&f);
     finish(&f);
     expect_grad(&f, 0, 3.0);
@@ -148,19 +148,17 @@ static void without_all_reduce_rows_stay_with_the_parameter(void **state) {
     sim_scenario scenario = two_ranks;
     scenario.replicas = 2;
     fixture f = begin(scenario);
-    core(&f)->all_reduce_grads = false;
+    core(&f)->reducer.all_reduce_grads = false;
     compute_gradients(&f, 2.0);
     post_backward(&f);
     finish(&f);
     expect_no_grad(&f, 0);
     assert_non_null(f.group->params[0].core.partial);
-    core(&f)->all_reduce_grads = true;
-    assert_true(fc_reduce_pending(core(&f), (fc_span){0, core(&f)->count}));
+    core(&f)->reducer.all_reduce_grads = true;
     post_backward(&f); /* no new gradient: the row alone is all-reduced */
     finish(&f);
     expect_grad(&f, 0, 2.5 * 2.0); /* ranks have 1, 2, 3, 4 times as much */
     assert_null(f.group->params[0].core.partial);
-    assert_false(fc_reduce_pending(core(&f), (fc_span){0, core(&f)->count}));
     end(&f);
 }
 
@@ -213,7 +211,7 @@ static void without_any_gradient_there_is_no_collective(void **state) {
 static void an_unsharded_parameter_lets_its_gradient_go(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
-    core(&f)->reshard_after_backward = false;
+    core(&f)->settings.reshard_after_backward = false;
     compute_gradients(&f, 2.0);
     post_backward(&f);
     assert_int_equal(core(&f)->sharded_state, FC_UNSHARDED);
@@ -244,10 +242,10 @@ static void it_is_polled_without_waiting(void **state) {
     sim_collectives_stall(true);
     compute_gradients(&f, 2.0);
     post_backward(&f);
-    assert_int_equal(fc_reduce_poll(&f.model->comm), FC_OK);
+    assert_int_equal(fc_reduction_poll(&f.model->comm), FC_OK);
     assert_int_equal(f.model->comm.reductions, 1);
     sim_drain();
-    assert_int_equal(fc_reduce_poll(&f.model->comm), FC_OK);
+    assert_int_equal(fc_reduction_poll(&f.model->comm), FC_OK);
     assert_int_equal(f.model->comm.reductions, 0);
     expect_grad(&f, 0, 3.0);
     end(&f);
@@ -259,7 +257,7 @@ static void the_next_reduction_finishes_those_above_the_limit(void **state) {
         sim_scenario scenario = two_ranks;
         scenario.max_reductions = limit;
         fixture f = begin(scenario);
-        core(&f)->reshard_after_backward = false;
+        core(&f)->settings.reshard_after_backward = false;
         sim_collectives_stall(true);
         for (size_t i = 1; i <= 5; i++) {
             compute_gradients(&f, 2.0);
@@ -292,7 +290,7 @@ static void discarded_reductions_give_no_gradient_and_keep_their_memory_until_do
     sim_collectives_stall(true);
     compute_gradients(&f, 2.0);
     post_backward(&f);
-    fc_reduce_discard(&f.model->comm, core(&f));
+    fc_reduction_discard(&f.model->comm, &core(&f)->members);
     assert_int_equal(f.model->comm.reductions, 0);
     assert_non_null(f.model->comm.parked);
     sim_drain();
@@ -309,8 +307,8 @@ static void only_the_groups_own_reductions_are_discarded(void **state) {
     fixture f = begin(scenario);
     fixture root = f;
     root.group = &f.model->layers[0].groups[0];
-    core(&f)->reshard_after_backward = false;
-    core(&root)->reshard_after_backward = false;
+    core(&f)->settings.reshard_after_backward = false;
+    core(&root)->settings.reshard_after_backward = false;
     compute_gradients(&f, 0.0);
     compute_gradients(&root, 0.0);
     sim_collectives_stall(true);
@@ -321,7 +319,7 @@ static void only_the_groups_own_reductions_are_discarded(void **state) {
         post_backward(&root);
     }
     assert_int_equal(f.model->comm.reductions, 4);
-    fc_reduce_discard(&f.model->comm, core(&f));
+    fc_reduction_discard(&f.model->comm, &core(&f)->members);
     assert_int_equal(f.model->comm.reductions, 2);
     finish(&f);
     expect_no_grad(&f, 0);
@@ -355,7 +353,7 @@ static struct {
 /* As fsdp_c's ParamGroup._run_reduce_hook: the user's stream comes after the one that reduces, and
  * that goes on after the user's. */
 static int hook_on_its_stream(void *group, fct_tensor *row) {
-    fc_comm *comm = ((sim_group *)group)->core.comm;
+    fc_comm *comm = ((sim_group *)group)->core.members.comm;
     fct_stream before = fct_stream_current(sim_device());
     assert_int_equal(fc_comm_order_streams(comm, user.stream, before), FC_OK);
     (void)fct_stream_set_current(user.stream);
@@ -379,7 +377,7 @@ static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
         fixture f = begin(scenario);
         fc_host host = sim_host;
         host.reduce_hook = hook_on_its_stream;
-        core(&f)->host = &host;
+        core(&f)->members.host = &host;
         user.joined = joined != 0;
         assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
         assert_int_equal(fct_stream_new(sim_device(), false, &user.stream), 0);
@@ -396,7 +394,7 @@ static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
         }
         sim_drain();
         assert_true(sim_take_failures() == 0 || !joined);
-        core(&f)->host = &sim_host;
+        core(&f)->members.host = &sim_host;
         end(&f);
     }
 }

@@ -1,6 +1,6 @@
 /* Resets and changes of context in the middle of a reduction: what is given up, and what is not
  * theirs to give up. */
-#include "core/reduce.h"
+#include "core/reduction.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -47,7 +47,7 @@ static void compute_gradient(const fixture *f) {
 
 static void finish(const fixture *f) {
     const double values[4] = {3.0, 3.0, 3.0, 3.0};
-    assert_int_equal(fc_reduce_recycle(&f->model->comm, 0), FC_OK);
+    assert_int_equal(fc_reduction_recycle(&f->model->comm, 0), FC_OK);
     const fct_tensor *grad = sim_grad_peek(f->group->params[0].sharded);
     assert_non_null(grad);
     sim_tensor_expect(grad, values, "the reduced gradient");
@@ -73,13 +73,13 @@ static void a_hook_on_the_gradient_may_reset_everything(void **state) {
         fixture f = begin(scenario);
         resetting = f.model;
         fails_after_reset = (bits & 4) != 0;
-        core(&f)->host = &host;
+        core(&f)->members.host = &host;
         compute_gradient(&f);
         fc_status status = fc_group_post_backward(core(&f));
-        status = status == FC_OK ? fc_reduce_recycle(&f.model->comm, 0) : status;
+        status = status == FC_OK ? fc_reduction_recycle(&f.model->comm, 0) : status;
         assert_int_equal(status, fails_after_reset ? FC_ERAISED : FC_OK);
         assert_int_equal(f.model->comm.reductions, 0);
-        core(&f)->host = &sim_host;
+        core(&f)->members.host = &sim_host;
         assert_int_equal(fc_state_reset(&f.model->layers[0].core), FC_OK);
         sim_model_zero_grad(f.model);
         compute_gradient(&f);
@@ -126,7 +126,7 @@ static void a_group_stays_in_its_context_while_it_is_reduced(void **state) {
     assert_non_null(strstr(f.model->comm.error.message, "while its gradients are being reduced"));
     finish(&f);
     assert_int_equal(fc_group_set_comm(core(&f), &other), FC_OK);
-    assert_ptr_equal(core(&f)->comm, &other);
+    assert_ptr_equal(core(&f)->members.comm, &other);
     assert_int_equal(fc_group_set_comm(core(&f), &f.model->comm), FC_OK);
     end(&f);
     fc_comm_fini(&other);

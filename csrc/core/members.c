@@ -1,0 +1,65 @@
+/* A group's members; see members.h. Owns the array of parameters and what the links have resolved. */
+#include "members.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+void fc_members_init(fc_members *m, void *owner, const fc_host *host, fc_comm *comm,
+                     fc_param **params, size_t count, fct_device device, int64_t world,
+                     int64_t rank) {
+    memset(m, 0, sizeof *m);
+    m->owner = owner;
+    m->host = host;
+    m->comm = comm;
+    m->params = params;
+    m->count = count;
+    m->device = device;
+    fc_link_set(&m->shard, NULL, world, rank);
+}
+
+void fc_members_fini(fc_members *m) {
+    fc_link_fini(&m->shard);
+    fc_link_fini(&m->scatter);
+    fc_link_fini(&m->replicate);
+    fc_link_fini(&m->forward);
+    free((void *)m->params);
+    memset(m, 0, sizeof *m);
+}
+
+fc_span fc_members_all(const fc_members *m) {
+    return (fc_span){0, m->count};
+}
+
+fc_link *fc_members_scatter_link(fc_members *m) {
+    return m->scatter.name != NULL ? &m->scatter : &m->shard;
+}
+
+bool fc_members_replicated(const fc_members *m) {
+    return m->replicate.name != NULL;
+}
+
+bool fc_members_host_moves(const fc_members *m, fc_move move) {
+    return m->host->moves != NULL && m->host->moves(m->owner, move);
+}
+
+void *fc_members_enter_range(const fc_members *m, const char *label) {
+    char name[256];
+    if (!fct_profile_active()) {
+        return NULL;
+    }
+    const char *fqn = m->name != NULL ? m->name : "";
+    /* One of stock's ranges has its brackets for the root, too. */
+    if (fqn[0] != '\0' || strcmp(label, "post_backward_rs_wait") == 0) {
+        (void)snprintf(name, sizeof name, "FSDP::%s (%s)", label, fqn);
+    } else {
+        (void)snprintf(name, sizeof name, "FSDP::%s", label);
+    }
+    return fct_profile_enter(name);
+}
+
+void fc_members_log(const fc_members *m, const char *label) {
+    if (m->host->log != NULL) {
+        m->host->log(m->owner, label);
+    }
+}

@@ -1,0 +1,51 @@
+/* Who is in a parameter group and whom it talks to. Fixed within a step: what changes from one
+ * transition to the next is in the rooms above (gather, reducer, buckets, group), which borrow this.
+ */
+#ifndef FSDP_C_CORE_MEMBERS_H
+#define FSDP_C_CORE_MEMBERS_H
+
+#include "comm.h"
+#include "host.h"
+#include "link.h"
+#include "param.h"
+
+/* Neighbours among a group's parameters: [first, end). */
+typedef struct fc_span {
+    size_t first;
+    size_t end;
+} fc_span;
+
+typedef struct fc_members {
+    void *owner;         /* the host's object for the group; borrowed */
+    const fc_host *host; /* borrowed */
+    const char *name;    /* FQN of the modules, for messages and ranges; borrowed, may be NULL */
+    fc_comm *comm;       /* borrowed: the host keeps it alive; NULL: made and never initialised */
+    fc_param **params;   /* [count] owned array of borrowed parameters */
+    size_t count;
+    fct_device device;
+    fc_link shard;     /* gathers and reduce-scatters; world 1: neither */
+    fc_link scatter;   /* reduce-scatters where they have a group of their own */
+    fc_link replicate; /* all-reduces after the reduce-scatter (HSDP, replicate) */
+    fc_link forward;   /* gathers in backward, where forward reshards to a smaller group */
+} fc_members;
+
+/* Takes the array of `count` borrowed parameters (freed by fini). */
+void fc_members_init(fc_members *m, void *owner, const fc_host *host, fc_comm *comm,
+                     fc_param **params, size_t count, fct_device device, int64_t world,
+                     int64_t rank);
+void fc_members_fini(fc_members *m);
+
+fc_span fc_members_all(const fc_members *m);
+/* The link that reduce-scatters. */
+fc_link *fc_members_scatter_link(fc_members *m);
+/* Whether gradients are all-reduced over replicas. */
+bool fc_members_replicated(const fc_members *m);
+/* Whether the host moves the data, see fc_host.moves. */
+bool fc_members_host_moves(const fc_members *m, fc_move move);
+
+/* A profiler range with stock's name, "FSDP::label (modules)"; NULL where nobody records. */
+void *fc_members_enter_range(const fc_members *m, const char *label);
+/* A debug line with the same text, where somebody wants those. */
+void fc_members_log(const fc_members *m, const char *label);
+
+#endif

@@ -1,0 +1,273 @@
+/* Reductions in flight; see reduction.h. Owns the list in the comm context and what hangs off it. */
+#include "reduction.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+fc_reduction *fc_reduction_new(fc_members *members, size_t total) {
+    fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + total * sizeof *r->params);
+    if (r != NULL) {
+        r->members = members;
+        r->params = (fc_param **)(void *)(r + 1);
+    }
+    return r;
+}
+
+/* ---- the list in the comm context ---- */
+
+void fc_reduction_append(fc_reduction *r) {
+    fc_comm *c = r->members->comm;
+    if (c->newest != NULL) {
+        c->newest->next = r;
+    } else {
+        c->oldest = r;
+    }
+    c->newest = r;
+    c->reductions++;
+}
+
+void fc_reduction_abandon(fc_reduction *r) {
+    fc_comm *c = r->members->comm;
+    if (c->streams_ready) {
+        if (fc_members_replicated(r->members)) {
+            fc_comm_settle_streams(c, c->reduce_stream, c->all_reduce_stream);
+        }
+        fc_comm_settle_streams(c, fct_stream_current(c->device), c->reduce_stream);
+    }
+    fc_comm_put_event(c, r->scattered);
+    fc_comm_park(c, r->work, r->input, r->output);
+    free(r);
+}
+
+static fc_reduction *pop_oldest(fc_comm *c) {
+    fc_reduction *r = c->oldest;
+    c->oldest = r->next;
+    if (c->oldest == NULL) {
+        c->newest = NULL;
+    }
+    c->reductions--;
+    r->next = NULL;
+    return r;
+}
+
+/* Makes it the oldest again. */
+static void put_back(fc_comm *c, fc_reduction *r) {
+    r->next = c->oldest;
+    c->oldest = r;
+    if (c->newest == NULL) {
+        c->newest = r;
+    }
+    c->reductions++;
+}
+
+bool fc_reduction_has(const fc_comm *c, const fc_members *m) {
+    const fc_reduction *r = c->oldest;
+    while (r != NULL && r->members != m) {
+        r = r->next;
+    }
+    return r != NULL;
+}
+
+void fc_reduction_discard(fc_comm *c, const fc_members *m) {
+    fc_reduction *kept_first = NULL;
+    fc_reduction *kept_last = NULL;
+    size_t kept = 0;
+    while (c->oldest != NULL) {
+        fc_reduction *r = pop_oldest(c);
+        if (m != NULL && r->members != m) {
+            if (kept_last != NULL) {
+                kept_last->next = r;
+            } else {
+                kept_first = r;
+            }
+            kept_last = r;
+            kept++;
+            continue;
+        }
+        fc_reduction_abandon(r);
+    }
+    c->oldest = kept_first;
+    c->newest = kept_last;
+    c->reductions = kept;
+}
+
+/* ---- finish ---- */
+
+int64_t fc_reduction_row_numel(const fc_reduction *r) {
+    int64_t numel = 0;
+    for (size_t i = 0; i < r->total; i++) {
+        numel += r->params[i]->layout.padded_numel;
+    }
+    return numel;
+}
+
+/* One parameter's padded part of the row. */
+static fc_status part_of(const fct_tensor *row, int64_t offset, int64_t numel, fct_tensor **out) {
+    const int64_t size[1] = {numel};
+    const int64_t stride[1] = {1};
+    return fct_tensor_alias(row, 1, size, stride, offset, out) == 0 ? FC_OK : FC_ERAISED;
+}
+
+fc_status fc_reduction_merge_partials(fc_reduction *r) {
+    fc_status status = FC_OK;
+    fct_tensor *part = NULL;
+    int64_t offset = 0;
+    for (size_t i = 0; i < r->total; i++) {
+        fc_param *p = r->params[i];
+        FC_TRY(part_of(r->output, offset, p->layout.padded_numel, &part));
+        if (r->keep_partial && p->partial != NULL) {
+            FC_TRY_RAISED(fct_tensor_add(p->partial, part));
+        } else if (r->keep_partial) {
+            fc_param_set_partial(p, part);
+        } else if (p->partial != NULL) {
+            if (i < r->count) {
+                FC_TRY_RAISED(fct_tensor_add(part, p->partial));
+            } else {
+                FC_TRY_RAISED(fct_tensor_copy(part, p->partial));
+            }
+            fc_param_set_partial(p, NULL);
+        }
+        fct_tensor_release(part);
+        part = NULL;
+        offset += p->layout.padded_numel;
+    }
+done:
+    fct_tensor_release(part);
+    return status;
+}
+
+/* The type of all the parameters; FCT_NO_DTYPE where they have several. */
+static fct_dtype common_dtype(const fc_reduction *r) {
+    fct_dtype dtype = r->total > 0 ? r->params[0]->orig_dtype : FCT_NO_DTYPE;
+    for (size_t i = 1; i < r->total; i++) {
+        if (r->params[i]->orig_dtype != dtype) {
+            return FCT_NO_DTYPE;
+        }
+    }
+    return dtype;
+}
+
+/* Hands each parameter its view of the reduced row; where they have several types, casts of it. */
+static fc_status view_out(const fc_reduction *r, const fct_tensor *row, bool several) {
+    fc_status status = FC_OK;
+    fct_tensor *view = NULL;
+    int64_t offset = 0;
+    for (size_t i = 0; i < r->total; i++) {
+        const fc_param *p = r->params[i];
+        FC_TRY_RAISED(fct_tensor_alias(row, p->ndim, p->local_sizes, p->strides, offset, &view));
+        if (several) {
+            fct_tensor *cast = NULL;
+            FC_TRY_RAISED(fct_tensor_cast(view, p->orig_dtype, &cast));
+            fct_tensor_release(view);
+            view = cast;
+        }
+        FC_TRY_RAISED(r->members->host->take_grad(p->owner, view));
+        fct_tensor_release(view);
+        view = NULL;
+        offset += p->layout.padded_numel;
+    }
+done:
+    fct_tensor_release(view);
+    return status;
+}
+
+fc_status fc_reduction_wait(fc_reduction *r) {
+    fc_members *m = r->members;
+    const fc_link *link = r->all_reducing ? &m->replicate : fc_members_scatter_link(m);
+    return fc_link_wait(link, m->name, r->all_reducing ? FC_ALL_REDUCE : FC_REDUCE_SCATTER,
+                        &r->work);
+}
+
+fc_status fc_reduction_finish(fc_reduction *r) {
+    fc_status status = FC_OK;
+    fct_tensor *row = NULL;
+    fct_dtype wanted = common_dtype(r);
+    FC_TRY(fc_reduction_wait(r));
+    if (r->keep_partial) {
+        FC_TRY(fc_reduction_merge_partials(r));
+        r->finished = true;
+        return FC_OK;
+    }
+    if (r->hooked) {
+        FC_TRY_RAISED(r->members->host->reduce_hook(r->members->owner, r->output));
+    }
+    if (r->divide_after != 1.0) {
+        FC_TRY_RAISED(fct_tensor_div(r->output, r->divide_after));
+    }
+    if (wanted != FCT_NO_DTYPE) {
+        FC_TRY_RAISED(fct_tensor_cast(r->output, wanted, &row));
+    } else {
+        row = r->output;
+        fct_tensor_retain(row);
+    }
+    if (!r->members->comm->has_streams ||
+        (row == r->output && wanted != FCT_NO_DTYPE && !fc_members_replicated(r->members))) {
+        fct_tensor_release(r->output);
+        r->output = NULL;
+    }
+    FC_TRY(view_out(r, row, wanted == FCT_NO_DTYPE));
+    r->finished = true;
+done:
+    fct_tensor_release(row);
+    return status;
+}
+
+/* Users' hooks run while a reduction is finished, and may give up on all of them (a reset) or come
+ * here again (a backward): so it is taken out of the list first. */
+fc_status fc_reduction_recycle(fc_comm *c, size_t keep) {
+    while (c->reductions > keep) {
+        fc_reduction *r = pop_oldest(c);
+        fc_status status = r->finished ? FC_OK : fc_reduction_finish(r);
+        if (status != FC_OK) {
+            fc_reduction_abandon(r); /* it cannot be finished twice: its gradients are lost */
+            return status;
+        }
+        if (r->scattered != NULL) {
+            if (fct_event_wait(r->scattered, fct_stream_current(c->device)) != 0) {
+                put_back(c, r);
+                return FC_ERAISED;
+            }
+            fc_comm_put_event(c, r->scattered);
+        }
+        fct_tensor_release(r->input);
+        fct_tensor_release(r->output);
+        free(r);
+    }
+    return FC_OK;
+}
+
+fc_status fc_reduction_poll(fc_comm *c) {
+    fc_status status = FC_OK;
+    while (!c->has_streams && c->oldest != NULL &&
+           (c->oldest->work == NULL || fct_work_done(c->oldest->work))) {
+        FC_TRY(fc_reduction_recycle(c, c->reductions - 1));
+    }
+done:
+    return status;
+}
+
+bool fc_reduction_wanted_now(const fc_reduction *r) {
+    if (r->hooked && !r->keep_partial) {
+        return true;
+    }
+    for (size_t i = 0; i < r->total; i++) {
+        if (r->members->host->wants_grad_now(r->params[i]->owner)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+fc_status fc_reduction_check(fc_comm *c) {
+    size_t count = 0;
+    const fc_reduction *last = NULL;
+    for (const fc_reduction *r = c->oldest; r != NULL; r = r->next) {
+        count++;
+        last = r;
+    }
+    if (count != c->reductions || last != c->newest) {
+        return fc_error_set(&c->error, FC_ESTATE, "%zu reductions are in flight; %zu were counted",
+                            count, c->reductions);
+    }
+    return FC_OK;
+}
