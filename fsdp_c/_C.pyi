@@ -19,7 +19,7 @@ def clip(
     max_norm: float,
     error_if_nonfinite: bool,
     largest: int,
-    groups_of: Callable[[Any, Any], tuple[str, ...] | None],
+    groups_of: Callable[[Any, Any], tuple[tuple[str, ...], Any] | None],
     /,
 ) -> tuple[float, float, list[torch.Tensor]] | None: ...
 

@@ -26,6 +26,8 @@ from torch.utils._foreach_utils import (
 from . import _C
 
 _Groups = tuple[dist.ProcessGroup, ...]
+_Likeness = tuple[tuple[tuple[int, ...], str], ...]
+_Named = tuple[tuple[str, ...], _Likeness]
 
 _PARALLEL_NUMEL = 32768
 """Elements above which torch's own operators use several threads."""
@@ -95,6 +97,8 @@ def _clip(
     if not tensors:
         return torch.tensor(0.0)
     groups = [_sharded_over(mesh, placements) for mesh, placements in kinds]
+    first: dict[_Likeness, _Groups] = {}
+    groups = [first.setdefault(_likeness(one), one) for one in groups]
     whole = tensors
     if any(_is_partial(placements) for _, placements in kinds):
         whole = [_summed(param.grad) for param in params if param.grad is not None]
@@ -114,31 +118,31 @@ def _nonfinite(norm_type: float) -> RuntimeError:
 
 
 class _GroupNames:
-    """Names of the groups to reduce over; None where sums are pending.
+    """Names of the groups to reduce over, with their likeness; None where sums are pending.
 
-    Remembers its last answer: the gradients of a training are placed alike, call after call.
+    Remembers its answers: the gradients of a training are placed alike, call after call.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Any, Any, tuple[str, ...] | None] = (_nothing, None, None)
+        self._known: dict[tuple[int, Any], tuple[weakref.ref[Any], _Named | None]] = {}
 
-    def __call__(self, mesh: DeviceMesh | None, placements: Any) -> tuple[str, ...] | None:
-        known_mesh, known_placements, names = self._last
+    def __call__(self, mesh: DeviceMesh | None, placements: Any) -> _Named | None:
+        if mesh is None:
+            return (), ()
         # The very mesh: an equal one may have other groups.
-        if mesh is None or known_mesh() is not mesh or known_placements != placements:
-            names = self._find(mesh, placements)
-            if mesh is not None:
-                self._last = (weakref.ref(mesh), placements, names)
-        return names
+        key = (id(mesh), placements)
+        known = self._known.get(key)
+        if known is None or known[0]() is not mesh:
+            alive = {k: one for k, one in self._known.items() if one[0]() is not None}
+            known = (weakref.ref(mesh), self._find(mesh, placements))
+            self._known = {**alive, key: known}
+        return known[1]
 
-    def _find(self, mesh: DeviceMesh | None, placements: Any) -> tuple[str, ...] | None:
+    def _find(self, mesh: DeviceMesh, placements: Any) -> _Named | None:
         if _is_partial(placements):
             return None
-        return tuple(group.group_name for group in _sharded_over(mesh, placements))
-
-
-def _nothing() -> None:
-    """What a reference to a mesh that is gone gives."""
+        groups = _sharded_over(mesh, placements)
+        return tuple(group.group_name for group in groups), _likeness(groups)
 
 
 _group_names = _GroupNames()
@@ -158,6 +162,15 @@ def _sharded_over(mesh: DeviceMesh | None, placements: Any) -> _Groups:
         return ()
     split = (dim for dim, p in enumerate(placements) if not (p.is_replicate() or p.is_partial()))
     return tuple(mesh.get_group(dim) for dim in split)
+
+
+def _likeness(groups: _Groups) -> _Likeness:
+    """Equal for groups that do the same: equal meshes made twice have groups of their own, and
+    DTensor's caches give a parameter now the one, now the other."""
+    return tuple(
+        (tuple(dist.get_process_group_ranks(group)), dist.get_backend_config(group))
+        for group in groups
+    )
 
 
 def _is_partial(placements: Any) -> bool:

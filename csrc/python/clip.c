@@ -1,5 +1,5 @@
-/* Gradient clipping: a whole call for what is usual (float32 on the CPU, 2-norm, all gradients
- * placed alike), and the collecting of gradients for everything else, which fsdp_c/clip.py does.
+/* Gradient clipping: a whole call for what is usual (float32 on the CPU, 2-norm), and the
+ * collecting of gradients for everything else, which fsdp_c/clip.py does.
  *
  * Nothing here keeps state. A raw pointer is taken from a tensor and used at once, with the GIL
  * held, after its extent was checked against its storage. */
@@ -192,11 +192,21 @@ static int all_reduce(const char *group, fct_tensor *values) {
     return failed;
 }
 
+/* Square roots in place, by the operator that torch takes them with: MKL's, on some machines (AMD),
+ * are not those of sqrtf in the last bit. */
+static int take_roots(fct_tensor *values) {
+    PyObject *tensor = NULL;
+    if (fct_py_from_tensor(values, &tensor) != 0) {
+        return -1;
+    }
+    PyObject *roots = PyObject_CallMethod(tensor, "pow_", "d", 0.5);
+    Py_DECREF(tensor);
+    Py_XDECREF(roots);
+    return roots == NULL ? -1 : 0;
+}
+
 /* Local norms to norms of whole gradients: squares, sums over the ranks, roots. */
 static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *norms) {
-    if (PyTuple_GET_SIZE(groups) == 0) {
-        return 0;
-    }
     for (int64_t i = 0; i < norms->count; i++) {
         norms->values[i] *= norms->values[i];
     }
@@ -206,8 +216,19 @@ static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *
             return -1;
         }
     }
-    for (int64_t i = 0; i < norms->count; i++) {
-        norms->values[i] = sqrtf(norms->values[i]);
+    return take_roots(buffer);
+}
+
+/* A new tensor for so many norms, and its elements. */
+static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
+    const fct_device cpu = {FCT_DEVICE_CPU, -1};
+    if (fct_tensor_empty(count, FCK_FLOAT32, cpu, buffer) != 0) {
+        return -1;
+    }
+    if (!floats_of(*buffer, norms)) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: a new tensor has no memory");
+        fct_tensor_release(*buffer);
+        return -1;
     }
     return 0;
 }
@@ -217,8 +238,10 @@ static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *
 typedef struct gradients {
     PyObject **tensors; /* new references: the gradients, then their local tensors */
     fck_floats *arrays; /* their elements */
+    Py_ssize_t *placed; /* their positions in `kinds` */
     Py_ssize_t count;
-    kind placed; /* of all of them */
+    PyObject *kinds;   /* list of (mesh, placements), in the order of the gradients; mostly one */
+    PyObject *answers; /* for each kind: (names of groups, likeness); alike: the same object */
 } gradients;
 
 static void gradients_clear(gradients *g) {
@@ -227,7 +250,9 @@ static void gradients_clear(gradients *g) {
     }
     PyMem_Free(g->tensors);
     PyMem_Free(g->arrays);
-    kind_clear(&g->placed);
+    PyMem_Free(g->placed);
+    Py_XDECREF(g->kinds);
+    Py_XDECREF(g->answers);
 }
 
 /* The gradients of those parameters that have one; -1 with an exception. */
@@ -235,7 +260,11 @@ static int gradients_take(const fcpy_module *mod, gradients *g, PyObject *params
     const Py_ssize_t n = PyList_GET_SIZE(params);
     g->tensors = PyMem_New(PyObject *, n > 0 ? n : 1);
     g->arrays = PyMem_New(fck_floats, n > 0 ? n : 1);
-    if (g->tensors == NULL || g->arrays == NULL) {
+    g->placed = PyMem_New(Py_ssize_t, n > 0 ? n : 1);
+    g->kinds = PyList_New(0);
+    g->answers = PyList_New(0);
+    if (g->tensors == NULL || g->arrays == NULL || g->placed == NULL || g->kinds == NULL ||
+        g->answers == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -253,43 +282,63 @@ static int gradients_take(const fcpy_module *mod, gradients *g, PyObject *params
     return 0;
 }
 
-/* The local tensor in the place of gradient i. 1: done; 0: it is not placed as the others are; -1: an
- * exception. */
-static int gradients_unwrap(const fcpy_module *mod, gradients *g, Py_ssize_t i) {
-    kind found;
-    if (kind_of(mod, g->tensors[i], &found) != 0) {
-        return -1;
-    }
-    bool same = true;
-    if (i == 0) {
-        g->placed = found;
-    } else {
-        same = kind_equal(&g->placed, &found);
+/* The local tensors in the place of the gradients, and how these are placed. */
+static int gradients_unwrap(const fcpy_module *mod, gradients *g) {
+    for (Py_ssize_t i = 0; i < g->count; i++) {
+        kind found;
+        if (kind_of(mod, g->tensors[i], &found) != 0) {
+            return -1;
+        }
+        PyObject *local = local_of(mod, g->tensors[i], &found);
+        g->placed[i] = local == NULL ? -1 : kind_index(g->kinds, &found);
         kind_clear(&found);
+        if (g->placed[i] < 0) {
+            Py_XDECREF(local);
+            return -1;
+        }
+        Py_SETREF(g->tensors[i], local);
     }
-    if (!same) {
-        return 0;
-    }
-    PyObject *local = local_of(mod, g->tensors[i], &g->placed);
-    if (local == NULL) {
-        return -1;
-    }
-    Py_SETREF(g->tensors[i], local);
-    return 1;
+    return 0;
 }
 
-/* 1; 0 where there is nothing for this path (no gradients, or several kinds); -1: an exception. */
-static int gradients_collect(const fcpy_module *mod, gradients *g, PyObject *params) {
-    if (gradients_take(mod, g, params) != 0) {
-        return -1;
+/* What the answer (names of groups, likeness) for a kind stands for: the first answer of the same
+ * likeness, or itself. Borrowed; NULL with an exception. */
+static PyObject *first_alike(PyObject *answers, PyObject *answer) {
+    if (!PyTuple_Check(answer) || PyTuple_GET_SIZE(answer) != 2 ||
+        !PyTuple_Check(PyTuple_GET_ITEM(answer, 0))) {
+        PyErr_SetString(PyExc_TypeError, "clip expects (names of process groups, likeness)");
+        return NULL;
     }
-    for (Py_ssize_t i = 0; i < g->count; i++) {
-        const int unwrapped = gradients_unwrap(mod, g, i);
-        if (unwrapped != 1) {
-            return unwrapped;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(answers); i++) {
+        PyObject *known = PyList_GET_ITEM(answers, i);
+        const int alike = PyObject_RichCompareBool(PyTuple_GET_ITEM(known, 1),
+                                                   PyTuple_GET_ITEM(answer, 1), Py_EQ);
+        if (alike != 0) {
+            return alike > 0 ? known : NULL;
         }
     }
-    return g->count > 0;
+    return answer;
+}
+
+/* Asks for the groups of each kind. 1; 0 where there are none (pending sums); -1: an exception. */
+static int gradients_ask(gradients *g, PyObject *groups_of) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(g->kinds); i++) {
+        PyObject *pair = PyList_GET_ITEM(g->kinds, i);
+        PyObject *answer = PyObject_CallFunctionObjArgs(groups_of, PyTuple_GET_ITEM(pair, 0),
+                                                        PyTuple_GET_ITEM(pair, 1), NULL);
+        int result = -1;
+        if (answer == Py_None) {
+            result = 0;
+        } else if (answer != NULL) {
+            PyObject *first = first_alike(g->answers, answer);
+            result = first != NULL && PyList_Append(g->answers, first) == 0 ? 1 : -1;
+        }
+        Py_XDECREF(answer);
+        if (result != 1) {
+            return result;
+        }
+    }
+    return 1;
 }
 
 /* Takes the addresses; no Python code may run until they are used. False where a gradient is not
@@ -303,20 +352,63 @@ static bool gradients_address(gradients *g) {
     return true;
 }
 
-/* The total norm over the ranks of all `groups` (names). */
-static int gradients_total(gradients *g, PyObject *groups, float *total) {
-    const fct_device cpu = {FCT_DEVICE_CPU, -1};
-    fct_tensor *buffer = NULL;
-    fck_floats norms;
-    if (fct_tensor_empty(g->count, FCK_FLOAT32, cpu, &buffer) != 0) {
+/* Reduces those of the norms whose gradients are split over the groups of `answer`: one message. */
+static int gradients_reduce(const gradients *g, PyObject *answer, fct_tensor *buffer,
+                            const fck_floats *norms) {
+    PyObject *groups = PyTuple_GET_ITEM(answer, 0);
+    int64_t count = 0;
+    for (Py_ssize_t i = 0; i < g->count; i++) {
+        count += PyList_GET_ITEM(g->answers, g->placed[i]) == answer;
+    }
+    if (count == norms->count) {
+        return reduce_norms(groups, buffer, norms);
+    }
+    fct_tensor *part = NULL;
+    fck_floats some;
+    if (norms_new(count, &part, &some) != 0) {
         return -1;
     }
-    int failed = floats_of(buffer, &norms) ? 0 : -1;
-    if (failed) {
-        PyErr_SetString(PyExc_SystemError, "fsdp_c: a new tensor has no memory");
-    } else {
-        fck_norms(g->arrays, (size_t)g->count, norms.values);
-        failed = reduce_norms(groups, buffer, &norms);
+    int64_t at = 0;
+    for (Py_ssize_t i = 0; i < g->count; i++) {
+        if (PyList_GET_ITEM(g->answers, g->placed[i]) == answer) {
+            some.values[at++] = norms->values[i];
+        }
+    }
+    const int failed = reduce_norms(groups, part, &some);
+    at = 0;
+    for (Py_ssize_t i = 0; i < g->count && !failed; i++) {
+        if (PyList_GET_ITEM(g->answers, g->placed[i]) == answer) {
+            norms->values[i] = some.values[at++];
+        }
+    }
+    fct_tensor_release(part);
+    return failed;
+}
+
+/* Whether kind k was reduced together with one before it. */
+static bool is_reduced(PyObject *answers, Py_ssize_t k) {
+    for (Py_ssize_t i = 0; i < k; i++) {
+        if (PyList_GET_ITEM(answers, i) == PyList_GET_ITEM(answers, k)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The total norm over all ranks. */
+static int gradients_total(gradients *g, float *total) {
+    fct_tensor *buffer = NULL;
+    fck_floats norms;
+    if (norms_new(g->count, &buffer, &norms) != 0) {
+        return -1;
+    }
+    fck_norms(g->arrays, (size_t)g->count, norms.values);
+    int failed = 0;
+    for (Py_ssize_t k = 0; !failed && k < PyList_GET_SIZE(g->answers); k++) {
+        PyObject *answer = PyList_GET_ITEM(g->answers, k);
+        if (PyTuple_GET_SIZE(PyTuple_GET_ITEM(answer, 0)) > 0 && !is_reduced(g->answers, k)) {
+            failed = gradients_reduce(g, answer, buffer, &norms);
+        }
     }
     if (!failed) {
         fck_norms(&norms, 1, total);
@@ -343,10 +435,9 @@ static PyObject *gradients_scale(gradients *g, float factor, int64_t largest) {
 }
 
 /* The total norm of g, then the scaling; (total, factor, tensors still to be scaled). */
-static PyObject *gradients_clip(gradients *g, PyObject *groups, double max_norm, bool finite,
-                                int64_t largest) {
+static PyObject *gradients_clip(gradients *g, double max_norm, bool finite, int64_t largest) {
     float total;
-    if (gradients_total(g, groups, &total) != 0) {
+    if (gradients_total(g, &total) != 0) {
         return NULL;
     }
     /* torch's arithmetic: number / tensor is the tensor's reciprocal times the number. */
@@ -369,22 +460,17 @@ PyObject *fcpy_clip(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     if (PyErr_Occurred()) {
         return NULL;
     }
-    gradients g = {NULL, NULL, 0, {NULL, NULL}};
-    PyObject *groups = NULL, *result = NULL;
-    const int usable = gradients_collect(mod, &g, args[0]);
-    if (usable == 1) {
-        groups =
-            PyObject_CallFunctionObjArgs(args[4], g.placed.mesh ? g.placed.mesh : Py_None,
-                                         g.placed.placements ? g.placed.placements : Py_None, NULL);
+    gradients g = {NULL, NULL, NULL, 0, NULL, NULL};
+    PyObject *result = NULL;
+    int usable = -1;
+    if (gradients_take(mod, &g, args[0]) == 0 && gradients_unwrap(mod, &g) == 0) {
+        usable = gradients_ask(&g, args[4]);
     }
-    if (usable == 0 || groups == Py_None || (groups != NULL && !gradients_address(&g))) {
+    if (usable == 1 && g.count > 0 && gradients_address(&g)) {
+        result = gradients_clip(&g, max_norm, finite, largest);
+    } else if (usable >= 0) {
         result = Py_NewRef(Py_None);
-    } else if (groups != NULL && PyTuple_Check(groups)) {
-        result = gradients_clip(&g, groups, max_norm, finite, largest);
-    } else if (groups != NULL) {
-        PyErr_SetString(PyExc_TypeError, "clip expects a tuple of names of process groups");
     }
-    Py_XDECREF(groups);
     gradients_clear(&g);
     return result;
 }

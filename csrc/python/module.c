@@ -79,8 +79,9 @@ static PyMethodDef module_methods[] = {
     {"clip", (PyCFunction)(void (*)(void))fcpy_clip, METH_FASTCALL,
      "clip(params, max_norm, error_if_nonfinite, largest, groups_of): (total norm, factor, local "
      "gradients of more than largest elements, which are still to be scaled); None and nothing "
-     "done where the gradients are not all contiguous float32 on the CPU and placed alike, or "
-     "groups_of(mesh, placements) gives None instead of names of process groups."},
+     "done where the gradients are not all contiguous float32 on the CPU, or where "
+     "groups_of(mesh, placements) gives None instead of (names of process groups, likeness). Kinds "
+     "of gradients whose likeness is equal are reduced together."},
     {"guard_bind", fcpy_guard_bind, METH_VARARGS,
      "guard_bind(group_methods, state_methods, entries, log_cache, log_enabled): what torch's "
      "classes and modules hold while nobody has patched them."},

@@ -121,6 +121,27 @@ def clip_hybrid(rank: int, world: int) -> None:
     torch.testing.assert_close(clip_grad_norm_(model, 1.0), expected, rtol=1e-6, atol=0)
     again = clip_grad_norm_(model, 1.0)
     torch.testing.assert_close(again, torch.tensor(1.0), rtol=1e-5, atol=0)
+    clip_on_several_meshes(rank, world)
+
+
+def clip_on_several_meshes(rank: int, world: int) -> None:
+    """Units on one dimension, with replicas, and on an equal mesh under another name."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(7, 7) for _ in range(3)])
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("one",)))
+    hybrid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model[1], mesh=hybrid)
+    fully_shard(model[2], mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("other",)))
+    model(torch.ones(2, 7) * (rank + 1)).square().sum().backward()
+    whole = [p.grad.full_tensor().clone() for p in model.parameters()]
+    expected = torch.nn.utils.get_total_norm(whole)
+    with CommDebugMode() as comm:
+        total = clip_grad_norm_(model, 1.0)
+    assert comm.get_total_counts() == 2
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    for param, grad in zip(model.parameters(), whole, strict=True):
+        clipped = grad / (expected + 1e-6)
+        torch.testing.assert_close(param.grad.full_tensor(), clipped, rtol=1e-6, atol=1e-7)
 
 
 def full_values(seed: int = 5) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_c import _C, clip_grad_norm_, fully_shard
+from fsdp_c import _C, clip, clip_grad_norm_, fully_shard
 from fsdp_c.clip import _GroupNames
 
 SHAPES = [(64, 8), (17,), (9, 3), (1,), (40, 33), (8, 1), (3,)]
@@ -83,6 +83,14 @@ class TestParityWithTorch:
         ours = clip_grad_norm_(module, 1e9, norm_type)
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
+    def test_each_norm_over_ranks(self, fake_group: int) -> None:
+        """The roots, too: MKL's are not the nearest numbers on every machine."""
+        module = sharded([(8 * n, 3) for n in range(1, 60)])
+        give_grads(module)
+        for param in module.parameters():
+            theirs = torch.nn.utils.get_total_norm([param.grad]).full_tensor()
+            assert torch.equal(clip_grad_norm_([param], 1e9), theirs)
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
     def test_other_dtypes(self, fake_group: int, dtype: torch.dtype) -> None:
         compare(sharded(dtype=dtype), 0.5)
@@ -123,6 +131,58 @@ class TestParityWithTorch:
                 clip_grad_norm_([ours], 1.0), expected, rtol=0, atol=0, equal_nan=True
             )
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0, equal_nan=True)
+
+
+class TestSeveralMeshes:
+    """A mesh for each unit, and a plain layer; torch refuses gradients on different meshes."""
+
+    def model(self, meshes: list[Any]) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(len(meshes) + 1)])
+        for layer, mesh in zip(model, meshes, strict=False):
+            fully_shard(layer, mesh=mesh)
+        model(torch.randn(4, 16)).square().sum().backward()
+        return model  # the last layer is plain
+
+    @pytest.mark.parametrize(
+        ("shapes", "names", "calls"),
+        [
+            ([(8,), (8,)], [("a",), ("a",)], 1),
+            ([(2, 4), (2, 4)], [("r", "s"), ("r", "s")], 1),
+            ([(2, 4), (2, 4)], [("r", "s"), ("t", "u")], 1),
+            ([(8,), (8,), (8,)], [("a",), ("b",), ("c",)], 1),
+            ([(8,), (1, 8)], [("a",), ("r", "s")], 1),
+            ([(8,), (2, 4), (8,)], [("a",), ("r", "s"), ("a",)], 2),
+        ],
+        ids=[
+            "equal",
+            "equal with replicas",
+            "its other names",
+            "other names",
+            "one replica",
+            "with replicas",
+        ],
+    )
+    def test_take_the_c_path_with_the_same_bits(
+        self, fake_group: int, shapes: Any, names: Any, calls: int
+    ) -> None:
+        meshes = [
+            init_device_mesh("cpu", shape, mesh_dim_names=name)
+            for shape, name in zip(shapes, names, strict=True)
+        ]
+        ours, reference = self.model(meshes), self.model(meshes)
+        with torch.no_grad():
+            expected = clip._clip(list(reference.parameters()), 0.5, 2.0, False, None)
+        with CommDebugMode() as comm:
+            found = _C.clip(list(ours.parameters()), 0.5, False, 1 << 15, clip._group_names)
+        assert found is not None and found[0] == expected.item()
+        assert comm.get_total_counts() == calls
+        for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(local_grad(a), local_grad(b))
+
+
+def local_grad(param: Any) -> torch.Tensor:
+    return param.grad._local_tensor if isinstance(param.grad, DTensor) else param.grad
 
 
 class TestCollectives:
@@ -243,19 +303,29 @@ def test_gradients_that_move_while_groups_are_asked_for_are_read_where_they_are(
     param = nn.Parameter(torch.zeros(2))
     param.grad = torch.tensor([6.0, 8.0])
 
-    def no_groups(mesh: Any, placements: Any) -> tuple[str, ...]:
+    def no_groups(mesh: Any, placements: Any) -> tuple[tuple[str, ...], Any]:
         param.grad.set_(torch.tensor([3.0, 4.0]))
-        return ()
+        return (), ()
 
-    def shrinking(mesh: Any, placements: Any) -> tuple[str, ...]:
+    def shrinking(mesh: Any, placements: Any) -> tuple[tuple[str, ...], Any]:
         param.grad.untyped_storage().resize_(0)
-        return ()
+        return (), ()
 
     assert _C.clip([param], 10.0, False, 1 << 20, no_groups)[0] == 5.0
     assert _C.clip([param], 10.0, False, 1 << 20, shrinking) is None  # not for the kernels
 
 
-def test_the_names_of_groups_are_remembered_for_one_mesh_only() -> None:
+@pytest.mark.parametrize("answer", [3, (), ("a", ()), (("a",), (), ())])
+def test_groups_that_are_none(answer: Any) -> None:
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    with pytest.raises(TypeError, match=r"expects \(names of process groups, likeness\)"):
+        _C.clip([param], 1.0, False, 1 << 20, lambda mesh, placements: answer)
+
+
+def test_the_names_of_groups_are_remembered_for_one_mesh_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An equal mesh may have other groups: those of a job that was started anew in this process."""
 
     class Mesh:
@@ -273,14 +343,15 @@ def test_the_names_of_groups_are_remembered_for_one_mesh_only() -> None:
         def __hash__(self) -> int:
             return 0
 
+    monkeypatch.setattr(clip, "_likeness", lambda groups: len(groups))
     names = _GroupNames()
     old, new = Mesh("old"), Mesh("new")
     for _ in range(2):
-        assert names(old, (Shard(0),)) == ("old0",)  # type: ignore[arg-type]
+        assert names(old, (Shard(0),)) == (("old0",), 1)  # type: ignore[arg-type]
     assert old.asked == 1
-    assert names(new, (Shard(0),)) == ("new0",)  # type: ignore[arg-type]
-    assert names(new, (Replicate(), Shard(0))) == ("new1",)  # type: ignore[arg-type]
+    assert names(new, (Shard(0),)) == (("new0",), 1)  # type: ignore[arg-type]
+    assert names(new, (Replicate(), Shard(0))) == (("new1",), 1)  # type: ignore[arg-type]
     assert names(new, (Partial(),)) is None  # type: ignore[arg-type]
-    assert names(None, None) == ()
+    assert names(None, None) == ((), ())
     del new
     assert names(old, (Partial(),)) is None  # type: ignore[arg-type]
