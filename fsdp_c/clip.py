@@ -8,6 +8,8 @@ the loops over parameters are C (csrc/python/clip.c).
 from __future__ import annotations
 
 import math
+import types
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -31,6 +33,8 @@ _Named = tuple[tuple[str, ...], _Likeness]
 
 _PARALLEL_NUMEL = 32768
 """Elements above which torch's own operators use several threads."""
+
+_TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def clip_grad_norm_(
@@ -69,20 +73,29 @@ def clip_grad_norm_(
     and single powers are rounded differently.
     """
     params = _as_list(parameters)
-    norm_type = float(norm_type)
-    if norm_type == 2.0 and foreach is None:
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if norm_type == 2.0 and foreach is None and not _is_traced():
         found = _C.clip(params, max_norm, error_if_nonfinite, _PARALLEL_NUMEL, _group_names)
         if found is not None:
             value, factor, large = found
             if error_if_nonfinite and not math.isfinite(value):
                 raise _nonfinite(norm_type)
-            total = torch.tensor(value)
             if large:
                 with torch.no_grad():
-                    torch._foreach_mul_(large, torch.tensor(factor))
-            return total
+                    torch._foreach_mul_(large, _number(factor))
+            return _number(value)
     with torch.no_grad():
-        return _clip(params, float(max_norm), norm_type, error_if_nonfinite, foreach)
+        return _clip(params, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _number(value: float) -> torch.Tensor:
+    """What the C path found, whatever the defaults of new tensors are: it is float32, and exact."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+def _is_traced() -> bool:
+    """Whether torch's operations are recorded or have no values (fake tensors, make_fx, AOT)."""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
 def _clip(
@@ -153,7 +166,12 @@ def _as_list(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> l
         return [parameters]
     if isinstance(parameters, nn.Module):
         return list(parameters.parameters())
-    return list(parameters)
+    found = list(parameters)
+    if not found and isinstance(parameters, types.GeneratorType):
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
+        )
+    return found
 
 
 def _sharded_over(mesh: DeviceMesh | None, placements: Any) -> _Groups:
@@ -261,8 +279,10 @@ def _all_reduced(norms: torch.Tensor, groups: _Groups, norm_type: float) -> torc
 
 
 def _scale(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
-    if factor.device.type == "cpu" and factor.item() == 1.0:
-        return  # elsewhere it would take a synchronization to know
+    # On other devices it would take a synchronization to know; fake tensors have no values.
+    known = factor.device.type == "cpu" and type(factor) is torch.Tensor and not _is_traced()
+    if known and factor.item() == 1.0:
+        return
     parts = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
     for (device, _), ((part,), _) in parts.items():
         if _use_foreach(part, device, foreach):  # type: ignore[arg-type]

@@ -15,9 +15,15 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_c import _C, clip, clip_grad_norm_, fully_shard
 from fsdp_c.clip import _GroupNames
@@ -133,6 +139,48 @@ class TestParityWithTorch:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0, equal_nan=True)
 
 
+class TestDefaults:
+    """Totals are of the gradients' dtype and device, whatever new tensors have by default."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+    @pytest.mark.parametrize("norm_type", [2.0, 1.0])
+    def test_dtype(self, fake_group: int, dtype: torch.dtype, norm_type: float) -> None:
+        module = sharded([(8 * 300, 200), (64, 8)])  # one for the kernels, one for torch
+        give_grads(module, 1e3)
+        totals = self.clipped(module, norm_type)
+        torch.set_default_dtype(dtype)
+        try:
+            found = self.clipped(module, norm_type)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert found[0].dtype == torch.float32 and torch.equal(found[0], totals[0])
+        for a, b in zip(found[1], totals[1], strict=True):
+            assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("norm_type", [2.0, 1.0])
+    def test_device(self, fake_group: int, norm_type: float) -> None:
+        module = sharded([(8 * 300, 200), (64, 8)])
+        expected = self.clipped(module, norm_type)
+        with torch.device("meta"):
+            found = self.clipped(module, norm_type)
+        assert torch.equal(found[0], expected[0])
+        assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+
+    def test_without_gradients_torch_has_the_defaults_too(self) -> None:
+        with torch.device("meta"):
+            assert clip_grad_norm_([], 1.0).is_meta
+            assert torch.nn.utils.clip_grad_norm_([], 1.0).is_meta
+
+    @staticmethod
+    def clipped(module: nn.Module, norm_type: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        kept = list(module.parameters())
+        with torch.device("cpu"):
+            for i, param in enumerate(kept):
+                grad = torch.full_like(param._local_tensor, 100.0 + i)
+                param.grad = DTensor(grad, param._spec, requires_grad=False)
+        return clip_grad_norm_(kept, 1.0, norm_type), [p.grad._local_tensor for p in kept]
+
+
 class TestSeveralMeshes:
     """A mesh for each unit, and a plain layer; torch refuses gradients on different meshes."""
 
@@ -183,6 +231,63 @@ class TestSeveralMeshes:
 
 def local_grad(param: Any) -> torch.Tensor:
     return param.grad._local_tensor if isinstance(param.grad, DTensor) else param.grad
+
+
+class TestWithoutValues:
+    """Fake tensors and traces give what torch's function gives."""
+
+    @pytest.mark.parametrize("norm_type", [2.0, 1.0])
+    @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+    def test_fake_tensors(self, device: str, norm_type: float) -> None:
+        with FakeTensorMode():
+            for call in (torch.nn.utils.clip_grad_norm_, clip_grad_norm_):
+                param = torch.zeros(3, device=device)
+                param.grad = torch.ones(3, device=device)
+                total = call([param], 1.0, norm_type)
+                assert isinstance(total, FakeTensor) and total.shape == ()
+                assert total.device.type == device and total.dtype == torch.float32
+                with pytest.raises(DataDependentOutputException):
+                    call([param], 1.0, norm_type, error_if_nonfinite=True)
+
+    def test_fake_gradients_that_leave_their_mode(self) -> None:
+        with FakeTensorMode():
+            param = torch.zeros(3)
+            param.grad = torch.ones(3)
+        assert isinstance(clip_grad_norm_([param], 1.0), FakeTensor)
+
+    @pytest.mark.parametrize("norm_type", [2.0, 1.0])
+    def test_real_gradients_in_a_fake_mode_are_not_touched(self, norm_type: float) -> None:
+        param = torch.zeros(3)
+        param.grad = torch.ones(3)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(clip_grad_norm_([param], 1.0, norm_type), FakeTensor)
+        assert torch.equal(param.grad, torch.ones(3))
+
+    def test_sharded_fake_gradients(self, fake_group: int) -> None:
+        mesh = init_device_mesh("cpu", (8,))
+        with FakeTensorMode():
+            module = fully_shard(nn.Linear(16, 16), mesh=mesh)
+            for param in module.parameters():
+                grad = torch.ones_like(param._local_tensor)
+                param.grad = DTensor(grad, param._spec, requires_grad=False)
+            total = clip_grad_norm_(module, 1.0)
+            theirs = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            assert isinstance(total, FakeTensor) and total.dtype == theirs.dtype
+
+    @pytest.mark.parametrize("norm_type", [2.0, 1.0])
+    @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+    def test_traces_have_the_work_in_them(self, mode: str, norm_type: float) -> None:
+        def traced(call: Any) -> torch.fx.GraphModule:
+            def clipped(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                param = torch.zeros(3)
+                param.grad = grad.clone()
+                return call([param], 1.0, norm_type), param.grad
+
+            return make_fx(clipped, tracing_mode=mode)(torch.ones(3))
+
+        theirs = traced(torch.nn.utils.clip_grad_norm_)(torch.arange(3.0))
+        ours = traced(clip_grad_norm_)(torch.arange(3.0))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 class TestCollectives:
@@ -289,11 +394,31 @@ class TestArguments:
         assert torch.equal(clip_grad_norm_([ours], 1.0), expected)
         assert torch.equal(ours.grad, theirs.grad)
 
+    @pytest.mark.parametrize("max_norm", ["1", b"1", torch.tensor([1.0]), True])
+    def test_whatever_is_a_number_limits(self, max_norm: Any) -> None:
+        """torch makes a float of it."""
+        grads = []
+        for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+            param = torch.zeros(2)
+            param.grad = torch.tensor([30.0, 40.0])
+            assert call([param], max_norm) == 50.0
+            grads.append(param.grad)
+        assert torch.equal(*grads) and grads[0].norm() < 1.0001
+
+    def test_an_empty_generator_is_probably_a_mistake(self) -> None:
+        for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+            with pytest.warns(UserWarning, match="`parameters` is an empty generator") as caught:
+                call((p for p in ()), 1.0)
+            assert caught[0].filename == __file__
+
     def test_bad_input(self) -> None:
         with pytest.raises(AttributeError, match="grad"):
             clip_grad_norm_([object()], 1.0)  # type: ignore[list-item]
-        with pytest.raises((TypeError, ValueError)):
-            clip_grad_norm_([torch.zeros(1)], "large")  # type: ignore[arg-type]
+        for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+            with pytest.raises(ValueError, match="could not convert string to float: 'large'"):
+                call([torch.zeros(1)], "large")  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=r"float\(\) argument must be .*'NoneType'"):
+                call([torch.zeros(1)], None)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             clip_grad_norm_(3, 1.0)  # type: ignore[arg-type]
 
