@@ -30,17 +30,21 @@ class ShardedEMA:
     The numbers are those of ``torch.optim.swa_utils.AveragedModel`` with
     ``get_ema_multi_avg_fn(decay)`` (which copies the model by ``deepcopy``, and FSDP's modules have
     none): the first update copies the weights, each later one is
-    ``average = average + (weight - average) * (1 - decay)``. Weights that are not floating-point
-    are copied. Buffers are the model's own.
+    ``average = average + (weight - average) * (1 - decay)``. Integer and boolean weights are copied
+    (torch's averages of them are cut off, so that they drift even where the weights stay, and
+    booleans stay true). Buffers are the model's own.
 
     Args:
         model: The model; parameters sharded in any way, or not at all. It is not kept.
         decay: A number from 0 to 1, or a function of the number of updates so far.
-        dtype: Of the averages; ``None``: the weights'.
+        dtype: Of the averages, floating-point; complex weights have the complex one of that size.
+            ``None``: the weights'.
         device: Of the averages; ``None``: the weights'.
 
     Raises:
-        ValueError: ``decay`` is out of range; the model has parameters on the meta device.
+        ValueError: ``decay`` is out of range; ``dtype`` is not floating-point; the model has
+            parameters on the meta device.
+        NotImplementedError: torch cannot average in the dtype of a parameter (float8).
     """
 
     def __init__(
@@ -54,12 +58,14 @@ class ShardedEMA:
         self._decay = decay
         self.updates = 0
         self._decay_now()
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"ShardedEMA expects a floating-point dtype, not {dtype}")
         self._averages: dict[str, torch.Tensor] = {}
         for name, param in _parameters(model).items():
             if param.is_meta:
                 raise ValueError(f"ShardedEMA needs weights, but '{name}' is on the meta device")
-            kind = dtype if param.is_floating_point() else None
-            local = _local(param).to(device, kind, copy=True)
+            local = _local(param).to(device, _kind(param, dtype), copy=True)
+            _check_arithmetic(name, local)
             self._averages[name] = _like(param, local)
 
     def _decay_now(self) -> float:
@@ -80,7 +86,7 @@ class ShardedEMA:
         averages, weights = [], []
         for average, weight in pairs:
             weight = weight.to(average.device, average.dtype)
-            if self.updates == 0 or not average.is_floating_point():
+            if self.updates == 0 or not _is_averaged(average):
                 average.copy_(weight)
             elif average.numel() > 0:
                 averages.append(average)
@@ -93,8 +99,8 @@ class ShardedEMA:
     def applied(self, model: nn.Module) -> Iterator[None]:
         """The model has the averages inside, and its own weights again afterwards."""
         weights = [(weight, weight.clone()) for _, weight in self._pairs(model)]
-        self.copy_to(model)
         try:
+            self.copy_to(model)
             yield
         finally:
             reshard(model)
@@ -154,6 +160,31 @@ class ShardedEMA:
 def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     reshard(model)
     return {clean_tensor_name(name): param for name, param in model.named_parameters()}
+
+
+def _is_averaged(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _kind(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter's average."""
+    if dtype is None or not _is_averaged(param):
+        return param.dtype
+    return dtype.to_complex() if param.is_complex() else dtype
+
+
+def _check_arithmetic(name: str, average: torch.Tensor) -> None:
+    """Now, not in the middle of an update."""
+    if not _is_averaged(average):
+        return
+    one = torch.zeros(1, dtype=average.dtype, device=average.device)
+    try:
+        one.lerp(one, 0.5)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"ShardedEMA cannot average '{name}' in {average.dtype} ({error}); give the averages "
+            "another dtype, for example dtype=torch.float32"
+        ) from None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

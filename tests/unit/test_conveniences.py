@@ -414,6 +414,65 @@ class TestShardedEMA:
             assert isinstance(ema[name], DTensor)
             assert torch.equal(ema[name]._local_tensor, param)
 
+    DTYPES = (torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_of_every_dtype_that_torch_averages(
+        self, single_group: int, dtype: torch.dtype
+    ) -> None:
+        values = [torch.randn(5, 3, dtype=torch.complex128) for _ in range(4)]
+        if not dtype.is_complex:
+            values = [value.real.clone() for value in values]
+        model, reference = nn.Module(), nn.Module()
+        for module in (model, reference):
+            module.weight = nn.Parameter(values[0].to(dtype))
+            module.real = nn.Parameter(torch.ones(3))
+        fully_shard(model)
+        ema = ShardedEMA(model, 0.9)
+        averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for value in values:
+            with torch.no_grad():
+                reference.weight.copy_(value)
+                model.weight._local_tensor.copy_(value)
+            ema.update(model)
+            averaged.update_parameters(reference)
+        assert torch.equal(ema["weight"]._local_tensor, averaged.module.weight)
+        assert ema["weight"].dtype == dtype
+
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+    def test_integers_and_booleans_are_copied(self, dtype: torch.dtype) -> None:
+        """In torch they drift, though the weights stay as they are."""
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.arange(100).to(dtype), requires_grad=False)
+        ema = ShardedEMA(model, 0.9)
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for _ in range(5):
+            ema.update(model)
+            averaged.update_parameters(model)
+        assert torch.equal(ema["weight"], model.weight)
+        assert dtype == torch.bool or not torch.equal(averaged.module.weight, model.weight)
+
+    def test_dtypes_without_arithmetic_are_refused_before_anything_is_averaged(self) -> None:
+        model = nn.Linear(2, 2)
+        model.scale = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+        with pytest.raises(NotImplementedError, match=r"cannot average 'scale' in torch\.float8"):
+            ShardedEMA(model)
+        ema = ShardedEMA(model, 0.5, dtype=torch.float32)
+        ema.update(model)
+        with torch.no_grad():
+            model.scale.copy_(torch.full((4,), 2.0))
+        ema.update(model)
+        assert torch.equal(ema["scale"], torch.full((4,), 1.5))
+
+    def test_dtypes_of_averages(self) -> None:
+        model = nn.Module()
+        model.complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        model.count = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
+        ema = ShardedEMA(model, dtype=torch.float64)
+        assert ema["complex"].dtype == torch.complex128 and ema["count"].dtype == torch.int32
+        with pytest.raises(ValueError, match=r"expects a floating-point dtype, not torch\.int8"):
+            ShardedEMA(model, dtype=torch.int8)
+
     def test_deepcopy_of_a_sharded_model_is_what_it_replaces(self, fake_group: int) -> None:
         model = sharded()
         with pytest.raises(AssertionError, match="deepcopy"):
