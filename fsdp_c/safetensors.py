@@ -1,41 +1,33 @@
-"""Reading safetensors files: the header is checked, tensors are views of the mapped file.
+"""Reading safetensors files, by the safetensors library: it checks the header and maps the file.
 
-A file is eight bytes with the length of a JSON header, the header (name -> dtype, shape, range of
-bytes), and the bytes of all tensors. Nothing is executed and nothing is read before it is used.
+Nothing is executed and nothing is read before it is used.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+try:
+    from safetensors import SafetensorError, safe_open
+except ImportError:
+    safe_open = None  # type: ignore[assignment,misc]
 
 _LENGTH_BYTES = 8
-_LARGEST_HEADER = 100_000_000
+
+
+def _check_library() -> None:
+    """Many never read such a file: the library is asked for when one is opened."""
+    if not hasattr(safe_open, "offset_keys"):  # it came with 0.6
+        raise ImportError(
+            "reading safetensors files needs the library of that name: "
+            "pip install 'safetensors>=0.6'"
+        )
 
 
 class SafetensorsFile(Mapping[str, torch.Tensor]):
@@ -45,98 +37,76 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         path: A ``.safetensors`` file.
 
     Raises:
-        ValueError: the file is not what its header says; the message names file and tensor.
+        ValueError: the file is not what its header says, or the header does not cover it.
         OSError: it cannot be opened.
+        ImportError: the safetensors library is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        _check_library()
         self.path = Path(path)
-        size = self.path.stat().st_size
-        with open(self.path, "rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES or length > min(_LARGEST_HEADER, size - _LENGTH_BYTES):
-                raise self._broken(f"its header cannot be {length} bytes long")
-            header = self._parsed(file.read(length))
-        self._begin = _LENGTH_BYTES + length
-        self._entries = {
-            name: self._checked(name, entry, size - self._begin)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-        order = sorted(self._entries, key=lambda name: self._entries[name][2])
-        self._entries = {name: self._entries[name] for name in order}
-        self._bytes: torch.Tensor | None = None
-        self._size = size
+        try:
+            self._file: Any = safe_open(str(self.path), framework="pt", device="cpu")
+        except SafetensorError as error:
+            raise self._broken(str(error)) from None
+        except OSError as error:
+            if str(self.path) not in str(error):
+                raise OSError(f"{self.path}: {error}") from None
+            raise
+        self._names = dict.fromkeys(self._file.offset_keys())
+        self._check_names()
 
     def _broken(self, why: str) -> ValueError:
         return ValueError(f"{self.path} is not a safetensors file: {why}")
 
-    def _parsed(self, text: bytes) -> dict[str, Any]:
-        try:
-            header = json.loads(text)
-        except ValueError as error:
-            raise self._broken(f"its header is no JSON ({error})") from None
-        if not isinstance(header, dict):
-            raise self._broken("its header is no JSON object")
-        return header
+    def _check_names(self) -> None:
+        """The format has each name once; the library takes the last one."""
+        with open(self.path, "rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            text = file.read(length)
 
-    def _checked(
-        self, name: str, entry: Any, size: int
-    ) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-        """dtype, shape, first and last byte of one tensor."""
-        try:
-            kind, shape = entry["dtype"], tuple(entry["shape"])
-            begin, end = entry["data_offsets"]
-            numbers = [*shape, begin, end]
-        except (TypeError, KeyError, ValueError):
-            raise self._broken(f"the entry of '{name}' is incomplete") from None
-        if kind not in DTYPES:
-            raise self._broken(f"'{name}' has the unknown dtype {kind!r}")
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise self._broken(f"'{name}' has a shape or range that is no list of sizes")
-        if end - begin != math.prod(shape) * DTYPES[kind].itemsize or end > size:
-            raise self._broken(
-                f"'{name}' ({kind}, shape {list(shape)}) does not fit bytes {begin} to {end}"
-            )
-        return DTYPES[kind], shape, begin, end
+        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            found = dict(pairs)
+            if len(found) < len(pairs):
+                raise self._broken("a name is in its header twice")
+            return found
+
+        json.loads(text, object_pairs_hook=unique)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        dtype, shape, begin, end = self._entries[name]
-        if begin == end:
-            return torch.empty(shape, dtype=dtype)
-        if self._bytes is None:
-            self._bytes = torch.from_file(str(self.path), size=self._size, dtype=torch.uint8)
-        piece = self._bytes[self._begin + begin : self._begin + end]
-        if piece.storage_offset() % dtype.itemsize:
-            piece = piece.clone()  # the format does not promise alignment
-        return piece.view(dtype).view(shape)
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._names)
 
     def facts(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """dtype and shape of a tensor, from the header."""
-        dtype, shape, _, _ = self._entries[name]
-        return dtype, torch.Size(shape)
+        """dtype and shape of a tensor; of its contents nothing is read."""
+        tensor = self[name]
+        return tensor.dtype, tensor.shape
 
 
 class SafetensorsIndex(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint in several files, by its ``.safetensors.index.json``.
 
+    The files lie in the folder of the index or below, by the names that it gives. (Links are
+    followed: Hugging Face's cache is made of them.)
+
     Raises:
-        ValueError: the index is none, or names a tensor that its file does not have.
+        ValueError: the index is none, names a file elsewhere, or a tensor that its file does not
+            have; a file is broken.
         OSError: a file cannot be opened.
+        ImportError: the safetensors library is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         path = Path(path)
-        try:
-            places = dict(json.loads(path.read_bytes())["weight_map"])
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is not an index of safetensors files") from None
+        places = _places(path)
         files = {name: SafetensorsFile(path.parent / name) for name in sorted(set(places.values()))}
         self._files: dict[str, SafetensorsFile] = {}
         for name, place in sorted(places.items(), key=lambda item: item[1]):
@@ -154,8 +124,22 @@ class SafetensorsIndex(Mapping[str, torch.Tensor]):
         return len(self._files)
 
     def facts(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """dtype and shape of a tensor, from its file's header."""
+        """dtype and shape of a tensor."""
         return self._files[name].facts(name)
+
+
+def _places(path: Path) -> dict[str, str]:
+    """From the names of tensors to those of files, as the index at ``path`` has it."""
+    try:
+        places = dict(json.loads(path.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{path} is not an index of safetensors files") from None
+    for name, place in places.items():
+        if not isinstance(place, str) or not place or "\0" in place:
+            raise ValueError(f"{path} places '{name}' in {place!r}, which is no name of a file")
+        if PurePath(place).is_absolute() or ".." in PurePath(place).parts:
+            raise ValueError(f"{path} places '{name}' in {place!r}, which is not in its folder")
+    return places
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | SafetensorsIndex:
@@ -164,6 +148,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | Safetens
     Raises:
         FileNotFoundError: nothing of the kind is there.
         ValueError: what is there is broken.
+        ImportError: the safetensors library is not installed.
     """
     path = Path(path)
     if path.is_dir():
