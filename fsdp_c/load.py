@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from .load_source import Header, Link, Reader, Source, opened
 from .names import clean_tensor_name
-from .safetensors import open_safetensors
-
-Source = Mapping[str, Any] | str | os.PathLike[str] | None
 
 _ALIGNMENT = 16
 _HEAD = 16
@@ -37,7 +33,7 @@ def load_full_state_dict(
     *,
     strict: bool = True,
     src: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
     rename: Callable[[str], str | None] | None = None,
     bucket_bytes: int | None = None,
     shared_file: bool = False,
@@ -71,7 +67,10 @@ def load_full_state_dict(
             loaded, and says so.
         ValueError: the file is broken, two names in the source become one, or ``bucket_bytes`` is
             not positive.
-        TypeError: ``source`` is neither a mapping nor a path, or has a DTensor.
+        TypeError: ``source`` is neither a mapping nor a path, or has a DTensor or, where the model
+            takes an object, one that cannot be pickled.
+
+    On other ranks than the one that fails each of these is a RuntimeError.
     """
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes should be positive, not {bucket_bytes}")
@@ -79,22 +78,29 @@ def load_full_state_dict(
         if isinstance(module, FSDPModule):
             module.reshard()
     targets = _targets(model)
-    link = _Link(src, group)
-    reader, header = _opened(source, rename, shared_file, link)
+    link = Link(src, group)
+    reader, header = opened(
+        source, rename, shared_file, targets, link, lambda: _progress_bar(progress)
+    )
     keys = _matched(model, targets, header, strict, link)
     wanted = {name: facts for name, facts in header.tensors.items() if name in targets}
-    places = _places(model, {name: targets[name] for name in wanted})
+    places = _agreed_places(model, {name: targets[name] for name in wanted}, link)
     if shared_file:
-        _read_all(reader, wanted, places)
+        failure = _read_all(reader, wanted, places)
     else:
         devices = (place.local.device for place in places.values())
         device = link.device_for(next(devices, torch.device("cpu")))
         limit = bucket_bytes or (4 if device.type == "cpu" else 32) * 2**20
         buckets = _buckets(wanted, places, limit)
         with _bar(progress, link, buckets) as advance:
-            _stream(reader, places, buckets, link, device, advance)
-    _materialize(model, places)
-    _load_the_rest(model, targets, places, header.objects)
+            failure = _stream(reader, places, buckets, link, device, advance)
+    if failure is None:
+        try:
+            _materialize(model, places)
+            _load_the_rest(model, targets, places, header.objects)
+        except Exception as error:
+            failure = error
+    link.agree(failure, f"{_COULD_NOT}. {_PARTLY}")
     return keys
 
 
@@ -134,6 +140,18 @@ def _places(model: nn.Module, targets: dict[str, Any]) -> dict[str, _Place]:
     return places
 
 
+def _agreed_places(model: nn.Module, targets: dict[str, Any], link: Link) -> dict[str, _Place]:
+    """The places; memory for meta tensors may lack on one rank."""
+    places: dict[str, _Place] = {}
+    failure: Exception | None = None
+    try:
+        places = _places(model, targets)
+    except Exception as error:
+        failure = error
+    link.agree(failure, "has no place for the values; nothing was loaded")
+    return places
+
+
 def _device_of(value: torch.Tensor, model: nn.Module) -> torch.device:
     """Where a meta tensor is to be made."""
     meshes = (p.device_mesh for p in (value, *model.parameters()) if isinstance(p, DTensor))
@@ -164,137 +182,11 @@ def _starts(value: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(starts) if tuple(sizes) == tuple(value._local_tensor.shape) else None
 
 
-# ---- what the source has
-
-
-@dataclass
-class _Header:
-    """What the source offers: dtype and shape of tensors, other values, names left over."""
-
-    tensors: dict[str, tuple[torch.dtype, torch.Size]]
-    objects: dict[str, Any]
-    error: str | None = None
-
-
-class _Link:
-    """The ranks that load together."""
-
-    def __init__(self, src: int, group: dist.ProcessGroup | None) -> None:
-        self.src = src
-        self.group = group
-        self.size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.is_source = self.size == 1 or dist.get_rank() == src
-        kinds = {"cpu"}
-        if dist.is_initialized():
-            used = group if group is not None else dist.group.WORLD
-            kinds = {device.type for device in used._device_types}  # type: ignore[union-attr]
-        self.kinds = kinds
-
-    def device_for(self, wanted: torch.device) -> torch.device:
-        """``wanted`` if the group can send from it, otherwise one that it can."""
-        if wanted.type in self.kinds:
-            return wanted
-        return torch.device("cpu" if "cpu" in self.kinds else min(self.kinds))
-
-    def broadcast(self, buffer: torch.Tensor) -> Callable[[], Any]:
-        """Begins to send or receive; what it gives waits until that is done."""
-        if self.size == 1:
-            return lambda: None
-        work: Any = dist.broadcast(buffer, src=self.src, group=self.group, async_op=True)
-        return work.wait
-
-    def share(self, header: _Header) -> _Header:
-        """The source rank's header."""
-        if self.size == 1:
-            return header
-        box = [header]
-        dist.broadcast_object_list(box, src=self.src, group=self.group)
-        return box[0]
-
-    def agree(self, problem: str | None) -> None:
-        """Raises on every rank where one has a problem."""
-        bad = torch.tensor([problem is not None], dtype=torch.int32)
-        if self.size > 1:
-            bad = bad.to(self.device_for(bad.device))
-            dist.all_reduce(bad, dist.ReduceOp.MAX, self.group)
-        if problem is not None:
-            raise RuntimeError(problem)
-        if bad.item():
-            raise RuntimeError("load_full_state_dict: another rank refused; nothing was loaded")
-
-
-class _Reader:
-    """The source's tensors under the model's names."""
-
-    def __init__(self, source: Any, rename: Callable[[str], str | None] | None) -> None:
-        if isinstance(source, (str, os.PathLike)):
-            source = open_safetensors(source)
-        if not isinstance(source, Mapping):
-            raise TypeError(
-                "load_full_state_dict expects a state dict or a path on the source rank, not "
-                f"{type(source).__name__}"
-            )
-        self._source = source
-        self._keys: dict[str, str] = {}
-        for key in source:
-            name = rename(key) if rename is not None else key
-            if name is None:
-                continue
-            name = clean_tensor_name(name)
-            if name in self._keys:
-                raise ValueError(f"both '{self._keys[name]}' and '{key}' would be '{name}'")
-            self._keys[name] = key
-
-    def header(self) -> _Header:
-        tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
-        objects: dict[str, Any] = {}
-        facts = getattr(self._source, "facts", None)
-        for name, key in self._keys.items():
-            value = None if facts is not None else self._source[key]
-            if facts is not None:
-                tensors[name] = facts(key)
-            elif isinstance(value, DTensor):
-                raise TypeError(f"'{key}' is a DTensor; load_full_state_dict takes full tensors")
-            elif isinstance(value, torch.Tensor):
-                tensors[name] = (value.dtype, value.shape)
-            else:
-                objects[name] = value
-        return _Header(tensors, objects)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._source[self._keys[name]].detach()
-
-
-def _opened(
-    source: Source, rename: Callable[[str], str | None] | None, shared_file: bool, link: _Link
-) -> tuple[_Reader | None, _Header]:
-    """The reader where this rank reads, and what is offered; a failure is everyone's."""
-    reader: _Reader | None = None
-    header = _Header({}, {})
-    failure: Exception | None = None
-    if link.is_source or shared_file:
-        try:
-            if shared_file and not isinstance(source, (str, os.PathLike)):
-                raise TypeError("shared_file=True needs the path of a file")
-            reader = _Reader(source, rename)
-            header = reader.header()
-        except Exception as error:
-            failure = error
-            header.error = f"{type(error).__name__}: {error}"
-    if not shared_file:
-        header = link.share(header)
-    if failure is not None and not (shared_file and link.size > 1):
-        raise failure
-    problem = f"load_full_state_dict cannot read the source: {header.error}"
-    if shared_file:
-        link.agree(problem if header.error else None)
-    elif header.error:
-        raise RuntimeError(f"{problem} (on rank {link.src})")
-    return reader, header
+# ---- what both have
 
 
 def _matched(
-    model: nn.Module, targets: dict[str, Any], header: _Header, strict: bool, link: _Link
+    model: nn.Module, targets: dict[str, Any], header: Header, strict: bool, link: Link
 ) -> _IncompatibleKeys:
     """Names that only one side has; raises as ``load_state_dict`` does."""
     offered = header.tensors.keys() | header.objects.keys()
@@ -320,11 +212,12 @@ def _matched(
     for name in header.objects:
         if isinstance(targets.get(name), torch.Tensor):
             problems.append(f"{name}: a tensor in the model, none in the checkpoint.")
-    text = None
+    failure = None
     if problems:
         lines = "\n\t".join(problems)
-        text = f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{lines}"
-    link.agree(text)
+        name = type(model).__name__
+        failure = RuntimeError(f"Error(s) in loading state_dict for {name}:\n\t{lines}")
+    link.agree(failure, "refused; nothing was loaded")
     return _IncompatibleKeys(missing, unexpected)
 
 
@@ -387,7 +280,7 @@ def _view(typed: dict[torch.dtype, torch.Tensor], buffer: torch.Tensor, piece: _
     return typed[piece.dtype].as_strided(piece.sizes, strides, start)
 
 
-def _pack(reader: _Reader, bucket: list[_Piece], buffer: torch.Tensor) -> None:
+def _pack(reader: Reader, bucket: list[_Piece], buffer: torch.Tensor) -> None:
     typed: dict[torch.dtype, torch.Tensor] = {}
     views, sources = [], []
     for piece in bucket:
@@ -447,27 +340,32 @@ def _copies(
 
 @torch.no_grad()
 def _read_all(
-    reader: _Reader | None,
+    reader: Reader | None,
     wanted: dict[str, tuple[torch.dtype, torch.Size]],
     places: dict[str, _Place],
-) -> None:
-    """Every rank for itself."""
+) -> Exception | None:
+    """Every rank for itself. Gives what went wrong."""
     assert reader is not None
-    for name in wanted:
-        _copy(list(_copies(reader[name], 0, places[name])))
+    try:
+        for name in wanted:
+            _copy(list(_copies(reader[name], 0, places[name])))
+    except Exception as error:
+        return _partly("this rank", error)
+    return None
 
 
 @torch.no_grad()
 def _stream(
-    reader: _Reader | None,
+    reader: Reader | None,
     places: dict[str, _Place],
     buckets: list[list[_Piece]],
-    link: _Link,
+    link: Link,
     device: torch.device,
     advance: Callable[[int], Any],
-) -> None:
+) -> Exception | None:
+    """Gives what went wrong on this rank, and raises what went wrong on the source's."""
     if not buckets:
-        return
+        return None
     sizes = [_HEAD + max(piece.end for piece in bucket) for bucket in buckets]
     buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in buckets[:2]]
     works: list[Callable[[], Any]] = []
@@ -483,13 +381,18 @@ def _stream(
             buffer = buffers[(i - 1) % 2][: sizes[i - 1]]
             if buffer[0].item() != 0:
                 works[-1]()  # every rank has begun this one, too
-                raise RuntimeError(_partly(link.src, failure)) from failure
-            _unpack(buckets[i - 1], buffer, places)
-            advance(sizes[i - 1] - _HEAD)
+                raise _partly(f"rank {link.src}", failure)
+            if failure is None:  # otherwise this rank goes on to the end, where the others are told
+                try:
+                    _unpack(buckets[i - 1], buffer, places)
+                    advance(sizes[i - 1] - _HEAD)
+                except Exception as error:
+                    failure = error
+    return None if failure is None else _partly("this rank", failure)
 
 
 def _fill(
-    reader: _Reader | None, bucket: list[_Piece], buffer: torch.Tensor, failure: Exception | None
+    reader: Reader | None, bucket: list[_Piece], buffer: torch.Tensor, failure: Exception | None
 ) -> Exception | None:
     """Packs a bucket; where that fails or has failed, the bucket tells the other ranks so."""
     assert reader is not None
@@ -504,26 +407,36 @@ def _fill(
     return failure
 
 
-def _partly(src: int, failure: Exception | None) -> str:
+_COULD_NOT = "could not read on"
+_PARTLY = "The model is partly loaded; load again before using it"
+
+
+def _partly(who: str, failure: Exception | None) -> RuntimeError:
     why = "" if failure is None else f" ({type(failure).__name__}: {failure})"
-    return (
-        f"load_full_state_dict: rank {src} could not read on{why}. The model is partly loaded; "
-        "load again before using it"
-    )
+    partly = RuntimeError(f"load_full_state_dict: {who} {_COULD_NOT}{why}. {_PARTLY}")
+    partly.__cause__ = failure
+    return partly
+
+
+def _progress_bar(progress: bool | None) -> Any:
+    """tqdm's, or None where none is to be shown; ImportError where one was asked for."""
+    if progress is False:
+        return None
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        if progress:
+            raise
+        return None
+    return tqdm
 
 
 @contextlib.contextmanager
 def _bar(
-    progress: bool | None, link: _Link, buckets: list[list[_Piece]]
+    progress: bool | None, link: Link, buckets: list[list[_Piece]]
 ) -> Iterator[Callable[[int], Any]]:
     """A progress bar in bytes on the source rank; gives what advances it."""
-    tqdm: Any = None
-    if link.is_source and progress is not False:
-        try:
-            from tqdm import tqdm  # type: ignore[import-untyped,no-redef]
-        except ImportError:
-            if progress:
-                raise
+    tqdm = _progress_bar(progress) if link.is_source else None
     if tqdm is None:
         yield lambda count: None
         return

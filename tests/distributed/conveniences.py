@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from fsdp_c import (
     names,
     no_sync,
 )
+from fsdp_c import load as load_module
 
 
 class Net(nn.Module):
@@ -209,7 +212,7 @@ def load_and_fail(rank: int, full: dict[str, torch.Tensor]) -> None:
     model = sharded_net()
     before = [param._local_tensor.clone() for param in model.parameters()]
 
-    def fails(source: Any, match: str, **kwargs: Any) -> None:
+    def fails(source: Any, match: str, model: nn.Module = model, **kwargs: Any) -> None:
         try:
             load_full_state_dict(model, source, **kwargs)
         except Exception as error:
@@ -222,7 +225,7 @@ def load_and_fail(rank: int, full: dict[str, torch.Tensor]) -> None:
     fails(None, "expects a state dict or a path")
     fails("/nowhere" if rank == 0 else None, "nowhere")
     # One rank sees a file that the others do not.
-    fails("/nowhere" if rank == 0 else "/neither", "load_full_state_dict", shared_file=True)
+    fails("/nowhere" if rank == 0 else "/neither", "No such file", shared_file=True)
     for param, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(param._local_tensor, value)
     for reads in range(len(full), 3 * len(full), 5):
@@ -231,6 +234,71 @@ def load_and_fail(rank: int, full: dict[str, torch.Tensor]) -> None:
         fails(source if rank == 0 else None, "partly loaded", bucket_bytes=60)
     load_full_state_dict(model, full if rank == 0 else None)
     assert_holds(model, full)
+    load_and_fail_on_one_rank(rank, full, fails)
+
+
+class Picky(nn.Linear):
+    """Has extra state, which it takes where ``takes`` says so."""
+
+    takes = True
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        if not self.takes:
+            raise KeyError("not here")
+
+
+class OnlyAtHome:
+    """Can be pickled, but is read on rank 0 only."""
+
+    def __reduce__(self) -> Any:
+        return _at_home, ()
+
+
+def _at_home() -> None:
+    if dist.get_rank() != 0:
+        raise ImportError("no such class here")
+
+
+def load_and_fail_on_one_rank(rank: int, full: dict[str, torch.Tensor], fails: Any) -> None:
+    """Whatever fails, and wherever, nobody waits for ever or believes that all is well."""
+    last = dist.get_world_size() - 1
+    with unittest.mock.patch.dict(sys.modules, {"tqdm": None}):
+        fails(full if rank == 0 else None, "tqdm", progress=True)
+    copy, places = load_module._copy, load_module._places
+
+    def failing(copies: Any) -> None:
+        failing.left -= 1
+        if failing.left < 0:
+            raise MemoryError("too small")
+        copy(copies)
+
+    def no_places(*args: Any) -> Any:
+        raise MemoryError("no place")
+
+    for where in (0, last):
+        for failing.left in (0, 3):
+            here = failing if rank == where else copy
+            with unittest.mock.patch.object(load_module, "_copy", here):
+                fails(full if rank == 0 else None, "partly loaded", bucket_bytes=60)
+        here = no_places if rank == where else places
+        with unittest.mock.patch.object(load_module, "_places", here):
+            fails(full if rank == 0 else None, "no place")
+    picky = fully_shard(Picky(4, 4))
+    state = {"weight": torch.ones(4, 4), "bias": torch.ones(4), "_extra_state": 1}
+
+    def picky_fails(extra: Any, match: str) -> None:
+        source = state | {"_extra_state": extra} if rank == 0 else None
+        fails(source, match, model=picky)
+
+    picky_fails(lambda: 0, "cannot be sent to the other ranks")
+    picky_fails(OnlyAtHome(), "what the source sent" if rank == 0 else "no such class here")
+    picky.takes = rank != last
+    picky_fails(2, "not here" if rank == last else "could not read on")
+    picky.takes = True
+    load_full_state_dict(picky, state if rank == 0 else None)
 
 
 def everyday(rank: int, world: int) -> None:

@@ -363,13 +363,53 @@ class TestSources:
             ([1], TypeError, "not list", {}),
             ("/nowhere/x.safetensors", FileNotFoundError, "nowhere", {}),
             ({}, ValueError, "bucket_bytes should be positive, not 0", {"bucket_bytes": 0}),
-            ({}, RuntimeError, "needs the path of a file", {"shared_file": True}),
+            ({}, TypeError, "needs the path of a file", {"shared_file": True}),
         ],
     )
     def test_something_else(
         self, fake_group: int, source: Any, error: type[Exception], match: str, kwargs: Any
     ) -> None:
         refused(sharded(), source, error, match, **kwargs)
+
+    def test_objects_that_cannot_be_pickled(self, fake_group: int) -> None:
+        """The other ranks would wait for them; those that nobody takes are not sent."""
+
+        class Extra(nn.Linear):
+            def get_extra_state(self) -> Any:
+                return 1
+
+            def set_extra_state(self, state: Any) -> None:
+                self.loaded = state
+
+        model = fully_shard(Extra(4, 4))
+        full = {"weight": torch.ones(4, 4), "bias": torch.ones(4), "_extra_state": 3}
+        match = r"'_extra_state' cannot be sent to the other ranks, its function cannot be pickled"
+        with pytest.raises(TypeError, match=match):
+            load_full_state_dict(model, full | {"_extra_state": lambda: 0})
+        assert not torch.equal(local(model.weight), torch.ones(1, 4))
+        result = load_full_state_dict(model, full | {"args": lambda: 0}, strict=False)
+        assert result.unexpected_keys == ["args"] and model.loaded == 3
+
+    def test_objects_need_no_pickling_for_one_rank(self) -> None:
+        model = nn.Linear(1, 1)
+        full = {"weight": torch.ones(1, 1), "bias": torch.ones(1), "args": lambda: 0}
+        load_full_state_dict(model, full, strict=False)
+        assert model.bias.item() == 1
+
+    @pytest.mark.parametrize("default", ["dtype", "device"])
+    def test_defaults_of_new_tensors_do_not_matter(
+        self, single_group: int, tmp_path: Path, default: str
+    ) -> None:
+        model, path = sharded(), write(tmp_path / "model.safetensors", values())
+        full = values()
+        torch.set_default_dtype(torch.float16 if default == "dtype" else torch.float32)
+        try:
+            with torch.device("meta" if default == "device" else "cpu"):
+                load_full_state_dict(model, full)
+                load_full_state_dict(model, path, shared_file=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert_loaded(model, values())
 
     def test_a_sharded_state_dict(self, fake_group: int) -> None:
         model = sharded()
