@@ -38,10 +38,13 @@ def full_params(
         with full_params(model, writeback=False) as full:
             for name, param in full.items():  # gathers unit after unit
                 print(name, param.norm())
-        with full_params(model) as full:
+        with torch.no_grad(), full_params(model) as full:
             full["head.weight"].mul_(0.5)     # gathers the unit of the head, and frees the last one
         with full_params(model, all_units=True):
             model.reset_parameters()          # everything is there at once
+
+    They require grad as the shards do, so that changes are made under ``torch.no_grad()``, as in
+    FSDP1's ``summon_full_params``.
 
     While a unit is gathered, its full parameters are registered on the modules too. All ranks have
     to ask for the same units in the same order, and with ``writeback`` to make the same changes.

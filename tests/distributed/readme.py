@@ -1,0 +1,150 @@
+"""What the ranks of test_readme.py do: run the Python blocks of a text, each with names at hand.
+
+A block finds a model, an optimizer and what else one has in a job by their usual names; nothing is
+made before it is asked for. Whatever a block does to the model, it has to train afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from safetensors_writer import write
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_c
+
+FENCE = re.compile(r"^([ ]*)```python\n(.*?)^\1```$", re.M | re.S)
+
+
+def blocks(text: str) -> list[tuple[int, str]]:
+    """The first line's number, and the code, of each fenced Python block."""
+    found = []
+    for match in FENCE.finditer(text):
+        indent, code = match.groups()
+        line = text.count("\n", 0, match.start()) + 2
+        found.append((line, "".join(part[len(indent) :] for part in code.splitlines(True))))
+    return found
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).relu()
+
+
+class LanguageModel(nn.Module):
+    """(batch, length) of ints -> (batch, length, 16); embedding and head are in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def generate(self, prompt: object) -> torch.Tensor:
+        """The README writes `...` for the arguments."""
+        return self(TOKENS).argmax(-1)
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    return model(TOKENS).float().square().mean()
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Names(dict[str, Any]):
+    """The globals of one block: what it sets, and for other names what ``makers`` has."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(torch=torch, fsdp_c=fsdp_c, rank=dist.get_rank(), Block=Block)
+        self.shards_itself = "_shard(" in code
+
+    def __missing__(self, name: str) -> Any:
+        maker: Callable[[], Any] | None = getattr(self, f"make_{name}", None)
+        if maker is None:
+            raise KeyError(name)
+        self[name] = maker()
+        return self[name]
+
+    def make_model(self) -> nn.Module:
+        model = LanguageModel()
+        return model if self.shards_itself else fsdp_c.auto_shard(model, "blocks")
+
+    def make_policy(self) -> Any:
+        return fsdp_c.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return adamw(self["model"])
+
+    def make_loss(self) -> torch.Tensor:
+        return loss_of(self["model"])
+
+    def make_evaluate(self) -> Callable[[nn.Module], None]:
+        return torch.no_grad()(lambda model: loss_of(model.eval()))
+
+    def make_saved(self) -> dict[str, Any]:
+        """A full checkpoint of FSDP1, as rank 0 has it."""
+        old = FullyShardedDataParallel(LanguageModel(), device_id=torch.device("cpu"))
+        optimizer = adamw(old)
+        train(old, optimizer)
+        state = FullyShardedDataParallel.full_optim_state_dict(old, optimizer)
+        return {"optim": state if dist.get_rank() == 0 else {}}
+
+
+def write_files() -> None:
+    """Those that blocks read, in this folder."""
+    old = DistributedDataParallel(LanguageModel())
+    optimizer = adamw(old)
+    train(old, optimizer)
+    if dist.get_rank() == 0:
+        write(Path("model.safetensors"), dict(LanguageModel().state_dict()))
+        torch.save({"model": old.state_dict(), "optim": optimizer.state_dict()}, "ddp.pt")
+    dist.barrier()
+
+
+def run_blocks(rank: int, world: int, texts: dict[str, str], folder: str) -> list[str]:
+    """What went wrong: `file:line` of the block and the exception."""
+    os.chdir(folder)
+    write_files()
+    wrong = []
+    for file, text in texts.items():
+        for line, code in blocks(text):
+            torch.manual_seed(0)
+            names = Names(code)
+            try:
+                exec(compile("\n" * (line - 1) + code, file, "exec"), names)
+                if "model" in names:
+                    names["model"].train()
+                    train(names["model"], adamw(names["model"]))
+            except Exception:
+                wrong.append(f"{file}:{line}: {traceback.format_exc()}")
+    return wrong
