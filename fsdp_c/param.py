@@ -303,7 +303,9 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         param_dtype, reduce_dtype = self._policy_dtype, mp_policy.reduce_dtype
         before = self.param_dtype or self.orig_dtype
         self.orig_dtype = self.sharded_param.dtype
-        if reduce_dtype == param_dtype:
+        if self.orig_dtype.is_complex:  # it computes as it is; reductions may be wider
+            reduce_dtype = reduce_dtype and reduce_dtype.to_complex()
+        elif reduce_dtype == param_dtype:
             reduce_dtype = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
             param_dtype = None
@@ -358,9 +360,10 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """``tensor`` (``sharded_size``), this rank's shard or its gradient, as a DTensor."""
         _check_size(tensor, self.sharded_size)
-        return super().to_sharded_dtensor(
-            tensor.to(self.orig_dtype) if self._casts_gradient else tensor
-        )
+        if self._casts_gradient:
+            tensor = tensor if self.orig_dtype.is_complex else torch.real(tensor)
+            tensor = tensor.to(self.orig_dtype).contiguous()
+        return super().to_sharded_dtensor(tensor)
 
     def to_sharded_post_forward_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """The same for the shard between forward and backward on the smaller mesh."""

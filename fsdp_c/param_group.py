@@ -353,7 +353,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
                 comm.reduce_scatter_stream,
                 self._reduce_scatter_comm,
                 dtype,
-                self._reduce_dtype,
+                reduce_dtype,
                 self.device,
                 self.gradient_divide_factor,
                 replicas,
@@ -384,13 +384,16 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             params += late
             grads += [self._zeros(param) for param in late]
         dtypes = {grad.dtype for grad in grads}
+        reduce_dtype = self._reduce_dtype or functools.reduce(torch.promote_types, dtypes)
+        if any(dtype.is_complex for dtype in dtypes):
+            reduce_dtype = reduce_dtype.to_complex()
         for index, (param, grad) in enumerate(zip(params, grads)):
             if len(dtypes) > 1:
-                grad = grad.to(self._reduce_dtype or functools.reduce(torch.promote_types, dtypes))
+                grad = grad.to(reduce_dtype)
             # Zeros of a parameter that was never unsharded come 1-D from the core.
             flat = grad.ndim != len(param._orig_size)
             grads[index] = grad.view(param._orig_size) if flat else grad
-        return self._reduce_dtype or grads[0].dtype
+        return reduce_dtype
 
     def _noting_hook(self, rows: list[torch.Tensor]) -> Callable[[torch.Tensor], None] | None:
         """The user's all-reduce hook, which notes the row it was given."""
@@ -467,7 +470,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             param.init_dtype_attrs(self.mp_policy)
         # Of all parameters: those that are frozen now may be trained later.
         self._reduce_dtype = self.fsdp_params[0].reduce_dtype if self.fsdp_params else None
-        if len({param._policy_dtype for param in self.fsdp_params}) > 1:
+        several = len({param._policy_dtype for param in self.fsdp_params}) > 1
+        if several or any(param.orig_dtype.is_complex for param in self.fsdp_params):
             self._reduce_dtype = self.mp_policy.reduce_dtype
         self._note_orig_dtype()
 

@@ -32,6 +32,8 @@ static const struct {
     {27, 2, "torch.uint16"},
     {28, 4, "torch.uint32"},
     {29, 8, "torch.uint64"},
+    {44, 1, "torch.float8_e8m0fnu"},
+    {45, 1, "torch.float4_e2m1fn_x2"},
 };
 
 int32_t fc_dtype_size(fct_dtype dtype) {
@@ -257,10 +259,46 @@ static bool is_float(fct_dtype dtype) {
            dtype == FCK_FLOAT64;
 }
 
+/* Complex types and the types of their parts. bfloat16 has no complex numbers: wider ones do. */
+enum { COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10 };
+static const struct {
+    fct_dtype real;
+    fct_dtype complex;
+} complexes[] = {{FCK_FLOAT32, COMPLEX64},
+                 {FCK_FLOAT64, COMPLEX128},
+                 {FCK_FLOAT16, COMPLEX32},
+                 {FCK_BFLOAT16, COMPLEX64}};
+
+static bool is_complex(fct_dtype dtype) {
+    return dtype == COMPLEX32 || dtype == COMPLEX64 || dtype == COMPLEX128;
+}
+
+static fct_dtype real_of(fct_dtype dtype) {
+    for (size_t i = 0; i < sizeof complexes / sizeof complexes[0]; i++) {
+        if (complexes[i].complex == dtype) {
+            return complexes[i].real;
+        }
+    }
+    return dtype;
+}
+
+static fct_dtype complex_of(fct_dtype dtype) {
+    for (size_t i = 0; i < sizeof complexes / sizeof complexes[0]; i++) {
+        if (complexes[i].real == dtype) {
+            return complexes[i].complex;
+        }
+    }
+    return dtype;
+}
+
 /* The type that holds the values of both; FCT_NO_DTYPE where there is none. */
 static fct_dtype wider(fct_dtype a, fct_dtype b) {
     if (a == b) {
         return a;
+    }
+    if (is_complex(a) || is_complex(b)) {
+        fct_dtype parts = wider(real_of(a), real_of(b));
+        return parts == FCT_NO_DTYPE ? FCT_NO_DTYPE : complex_of(parts);
     }
     if (!is_float(a) || !is_float(b)) {
         return FCT_NO_DTYPE;
@@ -275,6 +313,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
                                  fc_error *err) {
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
+    bool complex = false;
     plan->gradient_count = 0;
     *foreign = false;
     fc_status status = reserve_gradients(plan);
@@ -298,13 +337,16 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
                 fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
         }
         grad_dtype = both != FCT_NO_DTYPE ? both : grad_dtype;
+        complex = complex || is_complex(facts.dtype);
         add_gradient(plan, layout, &facts, offset);
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {
             return fc_error_set(err, FC_EINVAL, "the reduce buffer's size overflows");
         }
     }
-    plan->dtype = reduce_dtype != FCT_NO_DTYPE ? reduce_dtype : grad_dtype;
+    plan->dtype = reduce_dtype == FCT_NO_DTYPE ? grad_dtype
+                  : complex                    ? complex_of(reduce_dtype)
+                                               : reduce_dtype;
     plan->row_numel = offset;
     return FC_OK;
 }

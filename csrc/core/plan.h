@@ -53,7 +53,8 @@ void fc_gather_plan_fini(fc_gather_plan *plan);
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
 /* Lays out the collected gradients: fills offsets, chunks and row_numel. *foreign: one is of a kind
  * that only the host can read; nothing is laid out then. Without a reduce dtype the widest of the
- * gradients' is taken. FC_EINVAL where there is none. */
+ * gradients' is taken. FC_EINVAL where there is none. A real reduce dtype is that of the parts of
+ * complex gradients. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           bool *foreign, fc_error *err);
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan);

@@ -115,6 +115,39 @@ c10d::ReduceOp reduce_op(fct_reduce_op op, double factor) {
     return premul;
 }
 
+/* Whether the backend refuses to move elements of the type. What only passes it through does not ask. */
+bool cannot_move(Kind kind, c10::ScalarType type) {
+    switch (type) {
+    case c10::ScalarType::Short:
+    case c10::ScalarType::UInt16:
+    case c10::ScalarType::UInt32:
+    case c10::ScalarType::UInt64:
+        return kind == Kind::gloo || kind == Kind::nccl_like;
+    default:
+        return kind == Kind::gloo && c10::elementSize(type) == 1 && type != c10::ScalarType::Byte &&
+               type != c10::ScalarType::Char && type != c10::ScalarType::Bool;
+    }
+}
+
+/* What backends are given of a tensor: the pairs of real numbers that complex ones are, as
+ * torch.distributed does it. Sums and averages of the pairs are those of the numbers. */
+at::Tensor numbers_of(const at::Tensor &tensor) {
+    if (!tensor.is_complex()) {
+        return tensor;
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return at::view_as_real(tensor).view(-1);
+}
+
+/* The same for what is only moved: in bytes, where the backend does not know the type. */
+at::Tensor movable(fct_pg *pg, const at::Tensor &tensor) {
+    if (cannot_move(kind_for(pg, tensor.device().type()), tensor.scalar_type())) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        return tensor.view(c10::ScalarType::Byte);
+    }
+    return numbers_of(tensor);
+}
+
 /* Whether isCompleted() means something; gloo's real works name their operation, its deferred ones
  * do not. */
 bool can_poll(const fct_work &work) {
@@ -285,26 +318,26 @@ bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
 int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
                    fct_work **work) {
     return guarded("fct_all_gather", [&] {
-        Borrowed to(output), from(input);
+        at::Tensor to = movable(pg, *Borrowed(output)), from = movable(pg, *Borrowed(input));
         c10d::AllgatherOptions options;
         options.asyncOp = async_op;
         *work = issue(
             pg, output,
             [&] {
 #if FCT_TORCH_AT_LEAST(2, 13)
-                return pg->group->all_gather_single(*to, *from, options);
+                return pg->group->all_gather_single(to, from, options);
 #else
-                return pg->group->_allgather_base(*to, *from, options);
+                return pg->group->_allgather_base(to, from, options);
 #endif
             },
-            [&] { return pg->python.attr(kAllGather)(*to, *from, options); });
+            [&] { return pg->python.attr(kAllGather)(to, from, options); });
     });
 }
 
 int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op,
                        double factor, bool async_op, fct_work **work) {
     return guarded("fct_reduce_scatter", [&] {
-        Borrowed to(output), from(input);
+        at::Tensor to = numbers_of(*Borrowed(output)), from = numbers_of(*Borrowed(input));
         c10d::ReduceScatterOptions options;
         options.reduceOp = reduce_op(op, factor);
         options.asyncOp = async_op;
@@ -312,19 +345,19 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
             pg, output,
             [&] {
 #if FCT_TORCH_AT_LEAST(2, 13)
-                return pg->group->reduce_scatter_single(*to, *from, options);
+                return pg->group->reduce_scatter_single(to, from, options);
 #else
-                return pg->group->_reduce_scatter_base(*to, *from, options);
+                return pg->group->_reduce_scatter_base(to, from, options);
 #endif
             },
-            [&] { return pg->python.attr(kReduceScatter)(*to, *from, options); });
+            [&] { return pg->python.attr(kReduceScatter)(to, from, options); });
     });
 }
 
 int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
                    fct_work **work) {
     return guarded("fct_all_reduce", [&] {
-        std::vector<at::Tensor> tensors = {*Borrowed(tensor)};
+        std::vector<at::Tensor> tensors = {numbers_of(*Borrowed(tensor))};
         c10d::AllreduceOptions options;
         options.reduceOp = reduce_op(op, factor);
         options.asyncOp = async_op;

@@ -30,6 +30,17 @@ void *first_element(const c10::TensorImpl *t, int64_t offset_bytes) {
     return base == nullptr ? nullptr : static_cast<char *>(base) + offset_bytes;
 }
 
+/* Whether the memory has the conjugates or the negatives of the values: torch makes both lazily. */
+bool is_lazy(const c10::TensorImpl *t) {
+    return t->key_set().has_any(
+        c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}));
+}
+
+/* For arithmetic with real numbers: the CPU has none for pairs of halves as such. */
+at::Tensor parts_of_halves(const at::Tensor &t) {
+    return t.scalar_type() == c10::ScalarType::ComplexHalf ? at::view_as_real(t) : t;
+}
+
 void read_facts(const c10::TensorImpl *t, fct_facts *out) {
     out->dtype = static_cast<fct_dtype>(c10::typeMetaToScalarType(t->dtype()));
     out->itemsize = static_cast<int64_t>(t->itemsize());
@@ -43,7 +54,7 @@ void read_facts(const c10::TensorImpl *t, fct_facts *out) {
     }
     out->storage_bytes = static_cast<int64_t>(t->unsafe_storage().nbytes());
     out->offset_bytes = t->storage_offset() * out->itemsize;
-    out->contiguous = t->is_contiguous();
+    out->contiguous = t->is_contiguous() && !is_lazy(t);
     out->data = first_element(t, out->offset_bytes);
     out->strided = out->data != nullptr || out->storage_bytes == 0 || !t->is_python_dispatch();
 }
@@ -173,14 +184,20 @@ int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
 int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {
     return guarded("fct_tensor_contiguous", [&] {
         const Quiet quiet;
-        *out = give(Borrowed(t)->contiguous());
+        *out = give(Borrowed(t)->resolve_conj().resolve_neg().contiguous());
     });
 }
 
 int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
     return guarded("fct_tensor_cast", [&] {
         const Quiet quiet;
-        *out = give(Borrowed(t)->to(fct::scalar_type(dtype)));
+        Borrowed from(t);
+        const c10::ScalarType type = fct::scalar_type(dtype);
+        if (from->is_complex() && !c10::isComplexType(type)) {
+            *out = give(at::real(*from).to(type).contiguous());
+        } else {
+            *out = give(from->to(type));
+        }
     });
 }
 
@@ -201,7 +218,7 @@ int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src) {
 int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_add", [&] {
         const Quiet quiet;
-        Borrowed(dst)->add_(*Borrowed(src));
+        parts_of_halves(*Borrowed(dst)).add_(parts_of_halves(*Borrowed(src)));
         if (!impl(dst)->is_inference()) {
             impl(dst)->bump_version();
         }
@@ -211,14 +228,14 @@ int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
 int fct_tensor_div(fct_tensor *t, double divisor) {
     return guarded("fct_tensor_div", [&] {
         const Quiet quiet;
-        Borrowed(t)->div_(divisor);
+        parts_of_halves(*Borrowed(t)).div_(divisor);
     });
 }
 
 int fct_tensor_mul(fct_tensor *t, double factor) {
     return guarded("fct_tensor_mul", [&] {
         const Quiet quiet;
-        Borrowed(t)->mul_(factor);
+        parts_of_halves(*Borrowed(t)).mul_(factor);
     });
 }
 

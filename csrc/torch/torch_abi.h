@@ -80,8 +80,9 @@ typedef struct fct_facts {
     int64_t storage_bytes; /* size of the storage now (0 while freed) */
     fct_dtype dtype;
     fct_device device;
-    bool contiguous;
-    bool strided; /* plain dense layout (not sparse, not a wrapper without memory) */
+    bool
+        contiguous; /* and the memory has the values themselves, not their conjugates or negatives */
+    bool strided;   /* plain dense layout (not sparse, not a wrapper without memory) */
 } fct_facts;
 
 void fct_tensor_retain(fct_tensor *t);
@@ -104,8 +105,8 @@ FCT_CHECK int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64
                                const int64_t *strides, int64_t offset, fct_tensor **out);
 /* New contiguous copy of t (or a new reference to t where it is contiguous already). */
 FCT_CHECK int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out);
-/* New tensor of `dtype` with t's values (or a new reference to t where the dtype is right already).
- */
+/* New tensor of `dtype` with t's values (or a new reference to t where the dtype is right already);
+ * of complex values the real parts, where `dtype` is real. */
 FCT_CHECK int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
 /* New tensor of zeros, like t in shape, dtype and device. */
 FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
@@ -132,7 +133,8 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out);
 /* ---- process groups and collectives
  * ------------------------------------------------------------------------- Every collective goes
  * through the ProcessGroup's method and so through the dispatcher ops of namespace c10d, which
- * CommDebugMode, the flight recorder and tests count: one call here, one op there. */
+ * CommDebugMode, the flight recorder and tests count: one call here, one op there. Complex tensors
+ * travel as the pairs that they are, gathered ones of types that a backend does not know as bytes. */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
 /* New handle by the group's registered name (pg.group_name). */

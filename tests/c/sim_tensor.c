@@ -33,7 +33,17 @@ struct fct_tensor {
 
 /* ---- elements ---- */
 
+/* The type of a complex type's two parts; of other types themselves. The simulation computes with
+ * numbers whose imaginary parts are zero. */
+static fct_dtype part_of(fct_dtype dtype) {
+    static const fct_dtype parts[] = {FCK_FLOAT16, FCK_FLOAT32, FCK_FLOAT64};
+    return dtype >= 8 && dtype <= 10 ? parts[dtype - 8] : dtype;
+}
+
 int64_t sim_itemsize(fct_dtype dtype) {
+    if (part_of(dtype) != dtype) {
+        return 2 * sim_itemsize(part_of(dtype));
+    }
     switch (dtype) {
     case FCK_UINT8:
         return 1;
@@ -56,6 +66,7 @@ double sim_get(fct_dtype dtype, const void *address) {
     float single = 0;
     double value = 0;
     int64_t whole = 0;
+    dtype = part_of(dtype);
     switch (dtype) {
     case FCK_UINT8:
         return *(const uint8_t *)address;
@@ -80,6 +91,10 @@ void sim_put(fct_dtype dtype, void *address, double value) {
     float single = (float)value;
     uint16_t bits = 0;
     int64_t whole = 0;
+    if (part_of(dtype) != dtype) {
+        sim_put(part_of(dtype), (char *)address + sim_itemsize(dtype) / 2, 0.0);
+        dtype = part_of(dtype);
+    }
     switch (dtype) {
     case FCK_UINT8:
         *(uint8_t *)address = (uint8_t)value;
@@ -107,7 +122,7 @@ bool fct_dtype_is_floating(fct_dtype dtype) {
 }
 
 double sim_round(fct_dtype dtype, double value) {
-    char bytes[8];
+    char bytes[16];
     sim_put(dtype, bytes, value);
     return sim_get(dtype, bytes);
 }

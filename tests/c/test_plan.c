@@ -6,7 +6,7 @@
 
 #include "sim.h"
 
-enum { INT64 = 4, FLOAT8_E8M0 = 44 };
+enum { INT64 = 4, COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10, BITS1X8 = 18 };
 
 /* A parameter of `ndim` sizes cut on `dim` over two ranks; this one is rank 1. */
 static fc_param param_of(const char *name, int32_t ndim, const int64_t *sizes, int32_t dim,
@@ -159,7 +159,7 @@ static void a_cast_that_no_kernel_can_do_is_left_to_torch(void **state) {
 static void what_cannot_be_gathered_is_named(void **state) {
     (void)state;
     fc_param a = vector("a", 4, FCK_FLOAT32, FCT_NO_DTYPE);
-    fc_param b = vector("lm_head.weight", 4, FLOAT8_E8M0, FCT_NO_DTYPE);
+    fc_param b = vector("lm_head.weight", 4, BITS1X8, FCT_NO_DTYPE);
     fc_param huge = vector("embedding", INT64_MAX / 4, FCK_FLOAT32, FCT_NO_DTYPE);
     fc_param *params[2] = {&a, &b};
     fc_gather_plan plan = {.valid = false};
@@ -294,6 +294,29 @@ static void gradients_of_several_types_are_reduced_in_the_one_that_holds_all(voi
     assert_int_equal(reduced_in(FCK_FLOAT16, FCK_FLOAT64), FCK_FLOAT64);
     assert_int_equal(reduced_in(FCK_FLOAT16, FCK_BFLOAT16), FCK_FLOAT32);
     assert_int_equal(reduced_in(FCK_BFLOAT16, FCK_BFLOAT16), FCK_BFLOAT16);
+    assert_int_equal(reduced_in(COMPLEX64, FCK_FLOAT32), COMPLEX64);
+    assert_int_equal(reduced_in(COMPLEX64, FCK_FLOAT64), COMPLEX128);
+    assert_int_equal(reduced_in(FCK_BFLOAT16, COMPLEX32), COMPLEX64);
+    assert_int_equal(reduced_in(COMPLEX32, COMPLEX128), COMPLEX128);
+}
+
+static fct_dtype complex_reduced_in(fct_dtype reduce_dtype) {
+    reduction r = begin();
+    collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
+    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, COMPLEX64));
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, reduce_dtype, &r.err), FC_OK);
+    fct_dtype dtype = r.plan.dtype;
+    end(&r);
+    return dtype;
+}
+
+static void a_real_reduce_type_is_that_of_the_parts_of_complex_gradients(void **state) {
+    (void)state;
+    assert_int_equal(complex_reduced_in(FCK_FLOAT32), COMPLEX64);
+    assert_int_equal(complex_reduced_in(FCK_FLOAT64), COMPLEX128);
+    assert_int_equal(complex_reduced_in(FCK_FLOAT16), COMPLEX32);
+    assert_int_equal(complex_reduced_in(FCK_BFLOAT16), COMPLEX64);
+    assert_int_equal(complex_reduced_in(COMPLEX128), COMPLEX128);
 }
 
 static void types_that_no_type_holds_need_a_reduce_type(void **state) {
@@ -390,11 +413,11 @@ static void types_have_torchs_sizes_and_names(void **state) {
     assert_int_equal(fc_dtype_size(FCK_UINT8), 1);
     assert_int_equal(fc_dtype_size(FCK_BFLOAT16), 2);
     assert_int_equal(fc_dtype_size(FCK_FLOAT64), 8);
-    assert_int_equal(fc_dtype_size(FLOAT8_E8M0), 0);
+    assert_int_equal(fc_dtype_size(BITS1X8), 0);
     assert_int_equal(fc_dtype_size(FCT_NO_DTYPE), 0);
     assert_string_equal(fc_dtype_name(FCK_FLOAT16), "torch.float16");
     assert_string_equal(fc_dtype_name(INT64), "torch.int64");
-    assert_string_equal(fc_dtype_name(FLOAT8_E8M0), "an unknown dtype");
+    assert_string_equal(fc_dtype_name(BITS1X8), "an unknown dtype");
 }
 
 int main(void) {
@@ -412,6 +435,7 @@ int main(void) {
         cmocka_unit_test(parameters_without_a_gradient_take_no_room),
         cmocka_unit_test(the_reduce_type_goes_before_the_gradients_own),
         cmocka_unit_test(gradients_of_several_types_are_reduced_in_the_one_that_holds_all),
+        cmocka_unit_test(a_real_reduce_type_is_that_of_the_parts_of_complex_gradients),
         cmocka_unit_test(types_that_no_type_holds_need_a_reduce_type),
         cmocka_unit_test(a_gradient_cut_on_another_dim_has_a_descriptor_for_each_block),
         cmocka_unit_test(a_gradient_that_is_not_contiguous_is_copied),

@@ -36,6 +36,7 @@ MODULES = (
     "behaviour_training",
     "behaviour_state",
     "behaviour_solo",
+    "behaviour_dtypes",
     "behaviour_subclasses",
     "behaviour_replicate",
     "behaviour_groups",

@@ -1,0 +1,165 @@
+"""Scenarios about parameters of uncommon dtypes: complex ones, whole numbers, float8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from behaviour import Api, scenario, whole
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+WIDTH = 4
+
+
+class Turning(nn.Module):
+    """Five or seven rows of complex numbers, uneven on two ranks; maybe beside real ones."""
+
+    def __init__(self, rows: int, dtype: torch.dtype, lazy: bool = False, real: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, WIDTH, dtype=torch.complex128).to(dtype))
+        self.real = nn.Parameter(torch.randn(real, WIDTH)) if real else None
+        self.lazy = lazy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.conj() if self.lazy else self.weight
+        weight = weight if weight.dtype != torch.complex32 else weight.to(torch.complex64)
+        x = x + (x.to(weight.dtype) @ weight.T @ weight).real.to(x.dtype)
+        if self.real is None:
+            return x
+        # The gradient that reaches the parameter is a negative that torch has not computed yet.
+        negative = torch.complex(torch.zeros_like(self.real), self.real).conj().imag
+        return x + x @ self.real.T @ self.real + (negative * negative.detach()).sum()
+
+
+def turning(dtype: torch.dtype = torch.complex64, **kwargs: Any) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(Turning(5, dtype, **kwargs), Turning(7, dtype, **kwargs))
+
+
+def storable(tensor: torch.Tensor) -> torch.Tensor:
+    """complex32 cannot be pickled."""
+    return tensor.to(torch.complex64) if tensor.dtype == torch.complex32 else tensor
+
+
+def trained(
+    rank: int, model: nn.Module, how: Callable[..., Any] | None, lr: float = 0.1, **kwargs: Any
+) -> list[torch.Tensor]:
+    """Gradients of two backwards, and what one step makes of the weights."""
+    if how is not None:
+        for layer in model:
+            how(layer, **kwargs)
+        how(model, **kwargs)
+    torch.manual_seed(10 + rank)
+    for part in range(2):
+        if how is not None:
+            model.set_requires_gradient_sync(part == 1)
+        model(torch.randn(3, WIDTH)).square().sum().mul(1e-3).backward()
+    found = [storable(whole(param.grad)) for param in model.parameters()]
+    if lr:
+        torch.optim.SGD(model.parameters(), lr=lr).step()
+        found += [whole(param) for param in model.parameters()]
+    return found
+
+
+@scenario()
+def complex_parameters(api: Api) -> dict[str, Any]:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.complex128)
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    shard = api.fully_shard
+    return {
+        "complex64": trained(api.rank, turning(), shard),
+        "complex128": trained(api.rank, turning(torch.complex128), shard),
+        "lazily conjugated": trained(api.rank, turning(lazy=True), shard),
+        "reduced in complex128": trained(api.rank, turning(), shard, mp_policy=policy),
+        "replicas of one rank": trained(api.rank, turning(), shard, mesh=replicas),
+        "replicate": trained(api.rank, turning(), api.replicate),
+    }
+
+
+@scenario(4)
+def complex_parameters_of_replicas(api: Api) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return trained(api.rank, turning(), api.fully_shard, mesh=mesh)
+
+
+@scenario(1)
+def complex_parameters_alone(api: Api) -> dict[str, Any]:
+    """One rank, beside a model that is not sharded."""
+    return {
+        name: [trained(0, turning(**kwargs), how) for how in (None, api.fully_shard)]
+        for name, kwargs in (("plain", {}), ("lazily conjugated", {"lazy": True}))
+    }
+
+
+@scenario()
+def complex_parameters_reduced_in_real_types(api: Api) -> dict[str, Any]:
+    """torch fails in the last backward, before it sends anything."""
+
+    def reduced_in(dtype: torch.dtype, compute: torch.dtype | None = None) -> list[torch.Tensor]:
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=dtype, cast_forward_inputs=False
+        )
+        return trained(api.rank, turning(), api.fully_shard, mp_policy=policy)
+
+    return {
+        str(dtype): reduced_in(dtype)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex128)
+    } | {"computed in bfloat16": reduced_in(torch.float32, torch.bfloat16)}
+
+
+@scenario()
+def complex_beside_real_parameters(api: Api) -> dict[str, Any]:
+    """torch raises: a unit is to have one dtype. Beside a model that sees all ranks' data."""
+    found: dict[str, Any] = {}
+    for lazy in (False, True):
+        found[f"lazy {lazy}"] = trained(api.rank, turning(lazy=lazy, real=3), api.fully_shard, 0)
+        model = turning(lazy=lazy, real=3)
+        for rank in range(api.world):
+            trained(rank, model, None, 0)
+        found[f"lazy {lazy}, expected"] = [param.grad / api.world for param in model.parameters()]
+    return found
+
+
+@scenario()
+def pairs_of_halves(api: Api) -> list[list[torch.Tensor]]:
+    """complex32, which torch's FSDP2 cannot divide on the CPU; beside complex64."""
+    return [
+        trained(api.rank, turning(dtype), api.fully_shard, 0)
+        for dtype in (torch.complex32, torch.complex64)
+    ]
+
+
+class Frozen(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(10).view(5, 2).to(dtype), requires_grad=False)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.detach().clone().view(torch.uint8)
+
+
+FROZEN = (
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.bool,
+    torch.int64,
+)
+
+
+@scenario()
+def frozen_parameters_of_one_dtype(api: Api) -> dict[str, bool]:
+    """What torch does not try alone: gloo closes its connections over a dtype it does not know."""
+    found = {}
+    for dtype in FROZEN if api.ours else (torch.bool, torch.int64):
+        expected = Frozen(dtype)()
+        model = api.fully_shard(Frozen(dtype))
+        found[str(dtype)] = torch.equal(model(), expected)
+    return found
