@@ -7,53 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const struct {
-    fct_dtype dtype;
-    int32_t size;
-    const char *name;
-} dtypes[] = {
-    {0, 1, "torch.uint8"},
-    {1, 1, "torch.int8"},
-    {2, 2, "torch.int16"},
-    {3, 4, "torch.int32"},
-    {4, 8, "torch.int64"},
-    {5, 2, "torch.float16"},
-    {6, 4, "torch.float32"},
-    {7, 8, "torch.float64"},
-    {8, 4, "torch.complex32"},
-    {9, 8, "torch.complex64"},
-    {10, 16, "torch.complex128"},
-    {11, 1, "torch.bool"},
-    {15, 2, "torch.bfloat16"},
-    {23, 1, "torch.float8_e5m2"},
-    {24, 1, "torch.float8_e4m3fn"},
-    {25, 1, "torch.float8_e5m2fnuz"},
-    {26, 1, "torch.float8_e4m3fnuz"},
-    {27, 2, "torch.uint16"},
-    {28, 4, "torch.uint32"},
-    {29, 8, "torch.uint64"},
-    {44, 1, "torch.float8_e8m0fnu"},
-    {45, 1, "torch.float4_e2m1fn_x2"},
-};
-
-int32_t fc_dtype_size(fct_dtype dtype) {
-    for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
-        if (dtypes[i].dtype == dtype) {
-            return dtypes[i].size;
-        }
-    }
-    return 0;
-}
-
-const char *fc_dtype_name(fct_dtype dtype) {
-    for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
-        if (dtypes[i].dtype == dtype) {
-            return dtypes[i].name;
-        }
-    }
-    return "an unknown dtype";
-}
-
 void fc_gather_plan_fini(fc_gather_plan *plan) {
     free(plan->segments);
     free(plan->offsets);
@@ -254,61 +207,6 @@ static void add_gradient(fc_reduce_plan *plan, const fc_layout *layout, const fc
     }
 }
 
-static bool is_float(fct_dtype dtype) {
-    return dtype == FCK_FLOAT16 || dtype == FCK_BFLOAT16 || dtype == FCK_FLOAT32 ||
-           dtype == FCK_FLOAT64;
-}
-
-/* Complex types and the types of their parts. bfloat16 has no complex numbers: wider ones do. */
-enum { COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10 };
-static const struct {
-    fct_dtype real;
-    fct_dtype complex;
-} complexes[] = {{FCK_FLOAT32, COMPLEX64},
-                 {FCK_FLOAT64, COMPLEX128},
-                 {FCK_FLOAT16, COMPLEX32},
-                 {FCK_BFLOAT16, COMPLEX64}};
-
-static bool is_complex(fct_dtype dtype) {
-    return dtype == COMPLEX32 || dtype == COMPLEX64 || dtype == COMPLEX128;
-}
-
-static fct_dtype real_of(fct_dtype dtype) {
-    for (size_t i = 0; i < sizeof complexes / sizeof complexes[0]; i++) {
-        if (complexes[i].complex == dtype) {
-            return complexes[i].real;
-        }
-    }
-    return dtype;
-}
-
-static fct_dtype complex_of(fct_dtype dtype) {
-    for (size_t i = 0; i < sizeof complexes / sizeof complexes[0]; i++) {
-        if (complexes[i].real == dtype) {
-            return complexes[i].complex;
-        }
-    }
-    return dtype;
-}
-
-/* The type that holds the values of both; FCT_NO_DTYPE where there is none. */
-static fct_dtype wider(fct_dtype a, fct_dtype b) {
-    if (a == b) {
-        return a;
-    }
-    if (is_complex(a) || is_complex(b)) {
-        fct_dtype parts = wider(real_of(a), real_of(b));
-        return parts == FCT_NO_DTYPE ? FCT_NO_DTYPE : complex_of(parts);
-    }
-    if (!is_float(a) || !is_float(b)) {
-        return FCT_NO_DTYPE;
-    }
-    if (fc_dtype_size(a) == fc_dtype_size(b)) {
-        return FCK_FLOAT32; /* float16 and bfloat16 */
-    }
-    return fc_dtype_size(a) > fc_dtype_size(b) ? a : b;
-}
-
 fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *foreign,
                                  fc_error *err) {
     int64_t offset = 0;
@@ -329,7 +227,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
             *foreign = status == FC_OK;
             return status;
         }
-        fct_dtype both = i == 0 ? facts.dtype : wider(grad_dtype, facts.dtype);
+        fct_dtype both = i == 0 ? facts.dtype : fc_dtype_wider(grad_dtype, facts.dtype);
         if (both == FCT_NO_DTYPE && reduce_dtype == FCT_NO_DTYPE) {
             return fc_error_set(
                 err, FC_EINVAL,
@@ -337,7 +235,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
                 fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
         }
         grad_dtype = both != FCT_NO_DTYPE ? both : grad_dtype;
-        complex = complex || is_complex(facts.dtype);
+        complex = complex || fc_dtype_is_complex(facts.dtype);
         add_gradient(plan, layout, &facts, offset);
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {
@@ -345,7 +243,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
         }
     }
     plan->dtype = reduce_dtype == FCT_NO_DTYPE ? grad_dtype
-                  : complex                    ? complex_of(reduce_dtype)
+                  : complex                    ? fc_dtype_complex(reduce_dtype)
                                                : reduce_dtype;
     plan->row_numel = offset;
     return FC_OK;

@@ -10,6 +10,7 @@
 
 #include "../kernels/kernels.h"
 #include "../torch/torch_abi.h"
+#include "dtype.h"
 #include "param.h"
 #include "status.h"
 
@@ -59,10 +60,5 @@ FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce
                                           bool *foreign, fc_error *err);
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan);
 void fc_reduce_plan_fini(fc_reduce_plan *plan);
-
-/* Bytes per element of torch's dtype `dtype`; 0 for one that is not known here. */
-int32_t fc_dtype_size(fct_dtype dtype);
-/* torch's name of a dtype, "torch.float32". */
-const char *fc_dtype_name(fct_dtype dtype);
 
 #endif

@@ -304,7 +304,7 @@ static fct_dtype complex_reduced_in(fct_dtype reduce_dtype) {
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, COMPLEX64));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, reduce_dtype, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, reduce_dtype, &r.foreign, &r.err), FC_OK);
     fct_dtype dtype = r.plan.dtype;
     end(&r);
     return dtype;
