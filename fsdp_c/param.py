@@ -62,6 +62,23 @@ def _check_size(tensor: torch.Tensor, expected: torch.Size) -> None:
         raise AssertionError(f"Expects size {expected} but got {tensor.shape}")
 
 
+def _wraps(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a wrapper of others, without memory of its own."""
+    return type(tensor) is not torch.Tensor and (
+        is_traceable_wrapper_subclass(tensor) or not _C.has_memory(tensor)
+    )
+
+
+def _noted_by_users(param: nn.Parameter) -> dict[str, Any]:
+    """The attributes of a parameter object; not the tensors that a subclass is made of."""
+    is_made_of_tensors = not isinstance(param, DTensor) and _wraps(param)
+    return {
+        name: value
+        for name, value in vars(param).items()
+        if not (is_made_of_tensors and isinstance(value, torch.Tensor))
+    }
+
+
 def _resized(size: torch.Size, dim: int, rows: int) -> torch.Size:
     return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
 
@@ -156,7 +173,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._group: weakref.ref[ParamGroup] | None = None
         self._orig_param_uid = orig_param_uid(param)
         self._orig_class = type(param)
-        self._orig_attributes = dict(vars(param))
+        self._orig_attributes = _noted_by_users(param)
         self.fsdp_placement = Shard(dim)
         self._shard(param)
         if forward is not None:
@@ -230,7 +247,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
 
     def _with_padding(self, padded: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """``local`` and the padding behind it, 1-D: a view, sharing the version counter."""
-        if is_traceable_wrapper_subclass(local):
+        if _wraps(local):
             return padded.view(-1)
         return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
 
@@ -423,7 +440,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _adopt_local(self, local: torch.Tensor) -> None:
-        if is_traceable_wrapper_subclass(local):
+        if _wraps(local):
             if local is self._adopted:
                 return
         elif self._is_current(local):
@@ -446,7 +463,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     def _is_current(self, local: torch.Tensor) -> bool:
         """Whether ``local`` still lies in the storage that is sent, padding behind it."""
         data = self._sharded_param_data
-        if data.is_meta or data.dtype != local.dtype or is_traceable_wrapper_subclass(data):
+        if data.is_meta or data.dtype != local.dtype or _wraps(data):
             return False
         return local.untyped_storage()._cdata == data.untyped_storage()._cdata
 

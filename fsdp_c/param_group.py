@@ -226,8 +226,10 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     def _update_hosted(self) -> None:
         """Decides who moves the data: the core, or torch's functions called from here."""
         offloaded = self.device.type != "cpu" and any(p.offload_to_cpu for p in self.fsdp_params)
+        # Extensions, and subclasses without memory of their own: only torch's code can read them.
         extended = any(
             hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+            or not _C.has_memory(param._sharded_param_data)
             for param in self.fsdp_params
         )
         fake = any(is_fake(param.sharded_param) for param in self.fsdp_params)

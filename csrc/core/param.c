@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "dtype.h"
+
 static void replace(fct_tensor **slot, fct_tensor *value) {
     fct_tensor *old = *slot;
     if (value != NULL) {
@@ -107,32 +109,46 @@ fct_dtype fc_param_compute_dtype(const fc_param *p) {
     return p->param_dtype != FCT_NO_DTYPE ? p->param_dtype : p->orig_dtype;
 }
 
+/* Why the shard cannot be what is sent; NULL where it can. */
+static const char *unfit(const fct_facts *facts, int64_t numel, fct_dtype dtype) {
+    int64_t bytes = 0;
+    if (!facts->strided) {
+        return "has no memory of its own that can be read";
+    }
+    if (facts->numel != numel) {
+        return "has another number of elements than it was given room for";
+    }
+    if (!facts->contiguous) {
+        return "is not contiguous";
+    }
+    if (facts->dtype != dtype) {
+        return "changed its dtype since it was initialised";
+    }
+    if (!fc_size_mul(facts->numel, facts->itemsize, &bytes) ||
+        !fc_size_add(bytes, facts->offset_bytes, &bytes) || bytes > facts->storage_bytes ||
+        (facts->numel > 0 && facts->data == NULL)) {
+        return "lies outside its storage";
+    }
+    return NULL;
+}
+
 fc_status fc_param_shard_facts(const fc_param *p, bool forward, fct_facts *facts, fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
     const fct_tensor *data = forward ? p->forward_data : p->sharded_data;
     int64_t numel = forward ? p->forward_layout.padded_numel : p->layout.padded_numel;
+    fct_dtype dtype = forward ? fc_param_compute_dtype(p) : p->orig_dtype;
     if (data == NULL) {
         return fc_error_set(err, FC_ESTATE, "parameter '%s' has no sharded data", name);
     }
     fct_tensor_facts(data, facts);
-    if (facts->numel != numel || !facts->strided || !facts->contiguous) {
-        return fc_error_set(
-            err, FC_EINVAL,
-            "sharded data of parameter '%s' has %lld elements (contiguous: %d); expected %lld",
-            name, (long long)facts->numel, (int)facts->contiguous, (long long)numel);
-    }
-    if (facts->dtype != (forward ? fc_param_compute_dtype(p) : p->orig_dtype)) {
-        return fc_error_set(
-            err, FC_EINVAL,
-            "sharded data of parameter '%s' changed its dtype since it was initialised", name);
-    }
-    int64_t bytes = 0;
-    if (!fc_size_mul(facts->numel, facts->itemsize, &bytes) ||
-        !fc_size_add(bytes, facts->offset_bytes, &bytes) || bytes > facts->storage_bytes ||
-        (facts->numel > 0 && facts->data == NULL)) {
+    const char *reason = unfit(facts, numel, dtype);
+    if (reason != NULL) {
         return fc_error_set(err, FC_EINVAL,
-                            "sharded data of parameter '%s' lies outside its storage (%lld bytes)",
-                            name, (long long)facts->storage_bytes);
+                            "the shard of parameter '%s' %s: %lld elements of %s in a storage of "
+                            "%lld bytes; expected %lld of %s",
+                            name, reason, (long long)facts->numel, fc_dtype_name(facts->dtype),
+                            (long long)facts->storage_bytes, (long long)numel,
+                            fc_dtype_name(dtype));
     }
     return FC_OK;
 }

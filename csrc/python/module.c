@@ -85,6 +85,8 @@ static PyMethodDef module_methods[] = {
     {"guard_bind", fcpy_guard_bind, METH_VARARGS,
      "guard_bind(group_methods, state_methods, entries, log_cache, log_enabled): what torch's "
      "classes and modules hold while nobody has patched them."},
+    {"has_memory", fcpy_has_memory, METH_O,
+     "has_memory(tensor): whether it is a dense tensor with a storage, not one that wraps others."},
     {"overrides", fcpy_guard_overrides, METH_O,
      "overrides(group_or_state): bits of what somebody has patched or overridden for it; 0: "
      "nothing."},

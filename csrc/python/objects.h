@@ -166,6 +166,8 @@ extern struct PyModuleDef fcpy_module_def;
 /* The module state of a type or of one of its bases; NULL with TypeError set. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 extern const fc_host fcpy_host; /* host.c: what the core may ask of Python */
+/* _C.has_memory(tensor) -> bool; param.c */
+PyObject *fcpy_has_memory(PyObject *module, PyObject *obj);
 
 /* ---- dynamo.c ---- */
 /* Stops dynamo on this thread until resume; what it returns is for resume only, NULL: not active. */

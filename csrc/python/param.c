@@ -496,9 +496,21 @@ static PyObject *drop_grad(PyObject *obj, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+PyObject *fcpy_has_memory(PyObject *module, PyObject *obj) {
+    (void)module;
+    fct_facts facts;
+    fct_tensor *tensor = NULL;
+    if (tensor_or_fail(obj, &tensor, "the argument") != 0) {
+        return NULL;
+    }
+    fct_tensor_facts(tensor, &facts);
+    return PyBool_FromLong(facts.strided);
+}
+
 static PyMethodDef param_methods[] = {
     {"_set_slots", set_slots, METH_VARARGS,
-     "_set_slots(pairs, direct): the (module, name) pairs that hold the parameter; direct[i] is "
+     "_set_slots(pairs, direct): the (module, name) pairs that hold the parameter; direct[i] "
+     "is "
      "True where the "
      "module's _parameters dict may be written directly."},
     {"_register_sharded", register_sharded, METH_NOARGS, "Puts sharded_param into every slot."},

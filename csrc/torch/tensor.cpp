@@ -56,7 +56,7 @@ void read_facts(const c10::TensorImpl *t, fct_facts *out) {
     out->offset_bytes = t->storage_offset() * out->itemsize;
     out->contiguous = t->is_contiguous() && !is_lazy(t);
     out->data = first_element(t, out->offset_bytes);
-    out->strided = out->data != nullptr || out->storage_bytes == 0 || !t->is_python_dispatch();
+    out->strided = out->data != nullptr || out->numel == 0 || !t->is_python_dispatch();
 }
 
 /* Elements from the alias's first one to one past its last; throws where that overflows. */

@@ -300,6 +300,47 @@ static void gradients_of_several_types_are_reduced_in_the_one_that_holds_all(voi
     assert_int_equal(reduced_in(COMPLEX32, COMPLEX128), COMPLEX128);
 }
 
+/* The message about a shard (taken) of a parameter of 4 floats on two ranks. */
+static void expect_unfit(fct_tensor *shard, const char *message) {
+    fc_error err = {""};
+    fct_facts facts;
+    fc_param p = vector("lm_head.weight", 4, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param_set_sharded_data(&p, shard);
+    fct_tensor_release(shard);
+    assert_int_equal(fc_param_shard_facts(&p, false, &facts, &err), FC_EINVAL);
+    assert_string_equal(err.message, message);
+    fc_param_fini(&p);
+}
+
+static void a_shard_that_does_not_fit_is_named_with_the_reason(void **state) {
+    (void)state;
+    const int64_t two[1] = {2};
+    const int64_t three[1] = {3};
+    const int64_t stride[1] = {2};
+    fct_tensor *apart = NULL;
+    fct_tensor *freed = NULL;
+    sim_begin((sim_config){.seed = 1});
+    expect_unfit(gradient_of(1, three, FCK_FLOAT32),
+                 "the shard of parameter 'lm_head.weight' has another number of elements than it "
+                 "was given room for: 3 elements of torch.float32 in a storage of 12 bytes; "
+                 "expected 2 of torch.float32");
+    expect_unfit(gradient_of(1, two, FCK_BFLOAT16),
+                 "the shard of parameter 'lm_head.weight' changed its dtype since it was "
+                 "initialised: 2 elements of torch.bfloat16 in a storage of 4 bytes; expected 2 of "
+                 "torch.float32");
+    fct_tensor *whole = gradient_of(1, three, FCK_FLOAT32);
+    assert_int_equal(fct_tensor_alias(whole, 1, two, stride, 0, &apart), 0);
+    fct_tensor_release(whole);
+    expect_unfit(apart, "the shard of parameter 'lm_head.weight' is not contiguous: 2 elements of "
+                        "torch.float32 in a storage of 12 bytes; expected 2 of torch.float32");
+    freed = gradient_of(1, two, FCK_FLOAT32);
+    fct_storage_free(freed);
+    expect_unfit(freed, "the shard of parameter 'lm_head.weight' lies outside its storage: 2 "
+                        "elements of torch.float32 in a storage of 0 bytes; expected 2 of "
+                        "torch.float32");
+    sim_end();
+}
+
 static fct_dtype complex_reduced_in(fct_dtype reduce_dtype) {
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
@@ -435,6 +476,7 @@ int main(void) {
         cmocka_unit_test(parameters_without_a_gradient_take_no_room),
         cmocka_unit_test(the_reduce_type_goes_before_the_gradients_own),
         cmocka_unit_test(gradients_of_several_types_are_reduced_in_the_one_that_holds_all),
+        cmocka_unit_test(a_shard_that_does_not_fit_is_named_with_the_reason),
         cmocka_unit_test(a_real_reduce_type_is_that_of_the_parts_of_complex_gradients),
         cmocka_unit_test(types_that_no_type_holds_need_a_reduce_type),
         cmocka_unit_test(a_gradient_cut_on_another_dim_has_a_descriptor_for_each_block),

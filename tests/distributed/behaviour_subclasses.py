@@ -11,6 +11,7 @@ from behaviour import Api, grads, scenario, weights
 from releases import groups_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.two_tensor import TwoTensor
+from wrapping import Traceable, Wrapping
 
 WIDTH = 6
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -90,6 +91,56 @@ def gradients_that_are_pairs(api: Api) -> dict[str, Any]:
             api.fully_shard(module, **kwargs)
         found[name] = train_pairs(model, api.rank, backwards)
     return found
+
+
+# ---- wrappers without extensions -----------------------------------------------------------------
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.held.detach().clone() if isinstance(local, Wrapping) else local.detach().clone()
+
+
+def train_wrapped(api: Api, kind: type, biases: bool, **kwargs: Any) -> list[Any]:
+    """Layers whose weights, and maybe biases, are of a kind of wrappers; rows uneven on 2 ranks."""
+    torch.manual_seed(6)
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    for layer in model:
+        layer.weight = nn.Parameter(kind(layer.weight.detach().clone()))
+        if biases:
+            layer.bias = nn.Parameter(kind(layer.bias.detach().clone()))
+    for module in (*model, model):
+        api.fully_shard(module, **kwargs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    torch.manual_seed(api.rank)
+    seen: list[Any] = []
+    for _ in range(2):
+        loss = model(torch.randn(3, 5)).square().sum()
+        loss.backward()
+        seen += [loss.detach(), *(held(param.grad) for param in model.parameters())]
+        seen.append([type(param.to_local()).__name__ for param in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(held(param) for param in model.parameters())]
+
+
+@scenario()
+def wrappers_without_extensions(api: Api) -> dict[str, Any]:
+    return {
+        f"{kind.__name__} {name}": train_wrapped(api, kind, name != "beside tensors", **kwargs)
+        for kind in (Wrapping, Traceable)
+        for name, kwargs in (
+            ("alone", {}),
+            ("beside tensors", {}),
+            ("kept after forward", {"reshard_after_forward": False}),
+            ("mixed precision", {"mp_policy": MIXED}),
+        )
+    }
+
+
+@scenario(1)
+def wrappers_without_extensions_alone(api: Api) -> list[Any]:
+    return train_wrapped(api, Wrapping, True)
 
 
 # ---- extensions of single tensors ----------------------------------------------------------------

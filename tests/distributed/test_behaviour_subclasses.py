@@ -13,6 +13,13 @@ def test_gradients_may_be_subclasses_without_memory_of_their_own() -> None:
             assert first_gradient[0].abs().sum() > 0, name
 
 
+def test_wrappers_need_no_extensions() -> None:
+    for found in assert_same("wrappers_without_extensions"):
+        for case, results in found.items():
+            assert case.split()[0] in results[7], "the shards are no wrappers"
+    assert_same("wrappers_without_extensions_alone", world=1)
+
+
 def test_an_extension_may_be_patched_onto_a_plain_tensor() -> None:
     pairs = zip(
         returned("extensions_patched_onto_tensors", "fsdp_c"),

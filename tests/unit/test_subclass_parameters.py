@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as public
 import torch.nn as nn
+from distributed.wrapping import Wrapping
 from parity.extensions import One
 
 import fsdp_c
@@ -36,3 +39,17 @@ def test_a_subclass_need_not_know_slices(fake_group: int, shard: Callable[..., A
     assert type(local) is OnlyChunks
     assert torch.equal(local.held, values[:2])
     assert module(torch.ones(3, 4)).shape == (3, 16)
+
+
+def test_the_whole_tensor_inside_of_a_wrapper_is_not_kept(fake_group: int) -> None:
+    whole = torch.ones(16, 4)
+    module = nn.Linear(4, 16, bias=False)
+    module.weight = nn.Parameter(Wrapping(whole))
+    module.weight.note = "kept"
+    alive = weakref.ref(whole)
+    fsdp_c.fully_shard(module)
+    module(torch.ones(3, 4)).sum().backward()
+    assert module.weight.note == "kept"
+    del whole
+    gc.collect()
+    assert alive() is None
