@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
@@ -29,13 +27,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_mod
 from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy
 from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .additions import METHODS
 from .compat import ShardPlacementFnResult, complete_class, placement_of
 from .param import Param
 from .param_group import ParamGroup
 from .state import State
+from .undo import Snapshot, Undo
 
 
 class Api(NamedTuple):
@@ -72,32 +70,32 @@ def apply(
     policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
     ignored_params: set[nn.Parameter] | None,
     auto_reshard_after_forward: bool,
-) -> None:
-    """Shards and attaches, or raises and leaves everything as it was."""
+    undo: Undo,
+) -> State:
+    """Shards and attaches; whatever is raised, ``undo`` leaves everything as it was."""
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _refuse_applied(api, modules)
     managed = _get_managed_modules(modules, ignored_params, api.is_composable, api.state_of)
     params, buffers = _get_managed_states(managed, ignored_params)
     _validate_params(params, modules)
     split = units.split(params)
-    with contextlib.ExitStack() as undo:
-        for tensor in (*params, *buffers):
-            if not is_traceable_wrapper_subclass(tensor):
-                undo.callback(setattr, tensor, "data", tensor.data)
-        _move_states_to_device(params, buffers, device)
-        state = api.state_class()
-        _attach(api, state, modules, device, policies[0], auto_reshard_after_forward, undo)
-        infos = dict(zip(params, _get_param_module_infos(params, modules)))
-        state._fsdp_param_groups = [
-            _make_group(state, modules, infos, part, device, policies, undo) for part in split
-        ]
-        for index, group in enumerate(state._fsdp_param_groups):
-            group._set_unit(state, index, len(split))
-        _swap_classes(api, modules, undo)
-        for managed_module in managed if api.marks_modules else ():
-            managed_module._is_fsdp_managed_module = True  # type: ignore[assignment]
-            managed_module._fsdp_use_orig_params = True  # type: ignore[assignment]
-        undo.pop_all()
+    infos = dict(zip(params, _get_param_module_infos(params, modules)))
+    holders = [m for info in infos.values() for m in (info.module, *info.shared_modules)]
+    undo.to(Snapshot([*modules, *managed, *holders], [*params, *buffers]))
+    _move_states_to_device(params, buffers, device)
+    state = api.state_class()
+    _attach(api, state, modules)
+    state.init(modules, device, policies[0], auto_reshard_after_forward)
+    state._fsdp_param_groups = [
+        _make_group(state, modules, infos, part, device, policies) for part in split
+    ]
+    for index, group in enumerate(state._fsdp_param_groups):
+        group._set_unit(state, index, len(split))
+    _swap_classes(api, modules)
+    for managed_module in managed if api.marks_modules else ():
+        managed_module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        managed_module._fsdp_use_orig_params = True  # type: ignore[assignment]
+    return state
 
 
 class _Part(NamedTuple):
@@ -159,7 +157,6 @@ def _make_group(
     part: _Part,
     device: torch.device,
     policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
-    undo: contextlib.ExitStack,
 ) -> ParamGroup:
     fsdp_params = [
         Param(
@@ -182,8 +179,7 @@ def _make_group(
         *policies,
         state._comm_ctx,
     )
-    for fsdp_param, param in zip(fsdp_params, part.params):
-        undo.callback(fsdp_param.restore, param)
+    for fsdp_param in fsdp_params:
         fsdp_param.register()
     return group
 
@@ -211,39 +207,15 @@ def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...])
             )
 
 
-def _attach(
-    api: Api,
-    state: State,
-    modules: tuple[nn.Module, ...],
-    device: torch.device,
-    mp_policy: MixedPrecisionPolicy,
-    auto_reshard_after_forward: bool,
-    undo: contextlib.ExitStack,
-) -> None:
-    """Registers the state on its modules (contract registry, state mapping, hooks)."""
+def _attach(api: Api, state: State, modules: tuple[nn.Module, ...]) -> None:
+    """Notes the state where torch's ``fully_shard.state`` and ``contract`` look for it."""
     item = RegistryItem()
     for module in modules:
-        states = module.__dict__.setdefault(STATE_KEY, OrderedDict())
-        registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
-        undo.callback(states.pop, api.contract_key, None)
-        undo.callback(registry.pop, api.name, None)
-        undo.callback(_module_state_mapping.pop, module, None)
-        states[api.contract_key] = state
-        registry[api.name] = item
-    undo.callback(_remove_hooks, state)
-    state.init(modules, device, mp_policy, auto_reshard_after_forward)
+        module.__dict__.setdefault(STATE_KEY, OrderedDict())[api.contract_key] = state
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[api.name] = item
 
 
-def _remove_hooks(state: State) -> None:
-    for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):
-        handle = state.__dict__.get(name)
-        if handle is not None:
-            handle.remove()
-
-
-def _swap_classes(api: Api, modules: tuple[nn.Module, ...], undo: contextlib.ExitStack) -> None:
-    for module in modules:
-        undo.callback(setattr, module, "__class__", module.__class__)
+def _swap_classes(api: Api, modules: tuple[nn.Module, ...]) -> None:
     _apply_to_module(
         modules,
         api.classes,

@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from .attach import Api, Units, apply
 from .compat import ShardPlacementFnResult, is_spmd_mesh, mesh_info_of, validate_mesh
 from .state import State
+from .undo import Undo
 
 _DEFAULT_MP_POLICY = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD_POLICY = OffloadPolicy()
@@ -94,16 +95,13 @@ def fully_shard(
     post_forward = _post_forward_mesh_info(reshard_after_forward, mesh_info)
     units = Units(mesh_info, post_forward, reshard_after_forward, shard_placement_fn)
     policies = (mp_policy, offload_policy)
-    apply(
-        _API,
-        module,
-        units,
-        _get_device_from_mesh(mesh),
-        policies,
-        ignored_params,
-        reshard_after_forward is None,
-    )
-    return module
+    auto, device, undo = reshard_after_forward is None, _get_device_from_mesh(mesh), Undo()
+    try:
+        apply(_API, module, units, device, policies, ignored_params, auto, undo)
+        return module  # in here: a signal may come after the call
+    except BaseException:
+        undo.run()
+        raise
 
 
 def _post_forward_mesh_info(

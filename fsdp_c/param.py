@@ -267,17 +267,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             lambda *args, **kwargs: self.reset_sharded_param()
         )
 
-    def restore(self, original: nn.Parameter) -> None:
-        """Undoes :meth:`register`, for a ``fully_shard`` call that fails."""
-        if self._post_load_hook_handle is not None:
-            self._post_load_hook_handle.remove()
-            self._post_load_hook_handle = None
-        info = self._module_info
-        names = [(info.module, info.param_name)]
-        names += zip(info.shared_modules, info.shared_param_names)
-        for module, name in names:
-            module._parameters[name] = original
-
     @property
     def sharded_state(self) -> ShardedState:  # type: ignore[override]
         """The group's sharded state: parameters are never swapped one by one."""

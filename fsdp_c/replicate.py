@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
 from .attach import Api, Units, apply
 from .compat import mesh_info_of, validate_mesh
 from .state import IterationContext, State
+from .undo import Undo
 
 _DEFAULT_MP_POLICY = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD_POLICY = OffloadPolicy()
@@ -115,14 +116,17 @@ def replicate(
     ignored = set(ignored_params or ())
     for ignored_module in ignored_modules or ():
         ignored.update(ignored_module.parameters())
-    policies = (mp_policy, offload_policy)
-    apply(
-        _API, module, Units(mesh_info, None, None, None), device, policies, ignored or None, False
-    )
-    first = module if isinstance(module, nn.Module) else module[0]
-    for group in stock.replicate.state(first)._fsdp_param_groups:  # type: ignore[attr-defined]
-        group._bucket_bytes = 0 if math.isinf(bucket_cap_mb) else math.ceil(bucket_cap_mb * 2**20)
-    return module
+    policies, undo = (mp_policy, offload_policy), Undo()
+    units = Units(mesh_info, None, None, None)
+    bucket_bytes = 0 if math.isinf(bucket_cap_mb) else math.ceil(bucket_cap_mb * 2**20)
+    try:
+        state = apply(_API, module, units, device, policies, ignored or None, False, undo)
+        for group in state._fsdp_param_groups:
+            group._bucket_bytes = bucket_bytes
+        return module  # in here: a signal may come after the last call
+    except BaseException:
+        undo.run()
+        raise
 
 
 def _replicate_mesh_info(mesh: DeviceMesh, dp_mesh_dims: Any) -> DataParallelMeshInfo:

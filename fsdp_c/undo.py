@@ -1,4 +1,9 @@
-"""All or nothing for calls that change many modules one after the other."""
+"""All or nothing for calls that change many modules one after the other.
+
+A Ctrl-C can come at any line, or right after any call. So a snapshot is taken before anything is
+changed, ``restore`` knows nothing of how far the change got, and the outermost function returns
+from within its ``try``: an exception that it lets out means that nothing has happened.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed._composable_state import _module_state_mapping
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class Snapshot:
@@ -18,14 +24,15 @@ class Snapshot:
     the parameter's own memory alone. So the snapshot keeps all full parameters alive.
 
     Args:
-        root: Everything below it is kept.
+        modules: Themselves, without what is below them.
+        tensors: Parameters and buffers that may be moved to another device.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = [(module, _Attributes(module)) for module in root.modules()]
-        self._data: dict[torch.Tensor, torch.Tensor] = {}
-        for tensor in (*root.parameters(), *root.buffers()):
-            self._data[tensor] = tensor.data
+    def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> None:
+        self._modules = [(module, _Attributes(module)) for module in dict.fromkeys(modules)]
+        self._data: dict[torch.Tensor, torch.Tensor] = {
+            tensor: tensor.data for tensor in tensors if not is_traceable_wrapper_subclass(tensor)
+        }
 
     def release(self, params: Iterable[nn.Parameter]) -> None:
         """Frees copies of ``params`` on other devices: they are sharded, nobody uses them now."""
@@ -40,6 +47,22 @@ class Snapshot:
                 steps.callback(setattr, tensor, "data", data)
             for module, attributes in self._modules:
                 steps.callback(attributes.restore, module)
+
+
+class Undo:
+    """The snapshot of a call that may be given up; restores it at most once."""
+
+    def __init__(self) -> None:
+        self._snapshot: Snapshot | None = None
+
+    def to(self, snapshot: Snapshot) -> None:
+        """From now on there is something to undo."""
+        self._snapshot = snapshot
+
+    def run(self) -> None:
+        """Puts everything back as it was when the snapshot was taken; nothing before that."""
+        if self._snapshot is not None:
+            self._snapshot.restore()
 
 
 class _Attributes:

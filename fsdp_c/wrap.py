@@ -112,7 +112,8 @@ def auto_shard(
             if frozen == "error":
                 raise ValueError(message)
             warnings.warn(message, stacklevel=2)
-    snapshot = Snapshot(model) if keep_originals else None
+    tensors = (*model.parameters(), *model.buffers())
+    snapshot = Snapshot(model.modules(), tensors) if keep_originals else None
     owned = _owned_params(model, units) if keep_originals else {}
     try:
         for unit in units:
@@ -120,11 +121,11 @@ def auto_shard(
             shard_fn(modules, **unit.kwargs)
             if snapshot is not None:
                 snapshot.release(owned[unit])
+        return model  # in here: a signal may come after the last call
     except BaseException:
         if snapshot is not None:
             snapshot.restore()
         raise
-    return model
 
 
 def plan(
