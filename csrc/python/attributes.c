@@ -7,19 +7,31 @@ PyObject *fcpy_or_none(PyObject *obj) {
     return result;
 }
 
-int fcpy_check_list(PyObject *list, PyTypeObject *type, const char *what) {
+PyObject *fcpy_tuple_of(PyObject *list, PyTypeObject *type, const char *what) {
     if (list == NULL || !PyList_Check(list)) {
         PyErr_Format(PyExc_TypeError, "%s must be a list", what);
-        return -1;
+        return NULL;
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         if (!PyObject_TypeCheck(PyList_GET_ITEM(list, i), type)) {
             PyErr_Format(PyExc_TypeError, "%s must hold %s objects, got %s", what, type->tp_name,
                          Py_TYPE(PyList_GET_ITEM(list, i))->tp_name);
-            return -1;
+            return NULL;
         }
     }
-    return 0;
+    return PyList_AsTuple(list);
+}
+
+void *fcpy_core_array(PyObject *tuple, size_t offset) {
+    size_t count = (size_t)PyTuple_GET_SIZE(tuple);
+    void **array = (void **)malloc((count > 0 ? count : 1) * sizeof *array);
+    if (array == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (size_t i = 0; i < count; i++) {
+        array[i] = (char *)PyTuple_GET_ITEM(tuple, (Py_ssize_t)i) + offset;
+    }
+    return (void *)array;
 }
 
 /* Enum members are bound as tuples in the order of the C enums, which count from 1. */

@@ -104,6 +104,7 @@ static int comm_set_order(PyObject *obj, PyObject *value, void *closure) {
     fc_order *order = &((fcpy_comm *)obj)->core.order;
     while (order->count > 0) {
         fc_group *group = order->items[--order->count];
+        order->items[order->count] = NULL; /* the core may be in the middle of it */
         if (group != NULL) {
             group->positions.count = 0;
         }
@@ -202,7 +203,7 @@ static PyObject *iteration_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     }
     self->mod = mod;
     fc_iteration_init(&self->core);
-    self->all_states = PyList_New(0);
+    self->all_states = PyTuple_New(0);
     if (self->all_states == NULL) {
         Py_DECREF(self);
         return NULL;
@@ -221,8 +222,9 @@ static int iteration_traverse(PyObject *obj, visitproc visit, void *arg) {
 
 static int iteration_clear(PyObject *obj) {
     fcpy_iteration *self = (fcpy_iteration *)obj;
+    PyObject *empty = PyTuple_New(0); /* the interpreter has it */
     fc_iteration_fini(&self->core);
-    Py_CLEAR(self->all_states);
+    Py_XSETREF(self->all_states, empty);
     Py_CLEAR(self->post_optim_event);
     Py_CLEAR(self->dict);
     return 0;
@@ -232,36 +234,32 @@ static void iteration_dealloc(PyObject *obj) {
     PyTypeObject *type = Py_TYPE(obj);
     PyObject_GC_UnTrack(obj);
     (void)iteration_clear(obj);
+    Py_CLEAR(((fcpy_iteration *)obj)->all_states);
     type->tp_free(obj);
     Py_DECREF(type);
 }
 
 static PyObject *get_all_states(PyObject *obj, void *closure) {
     (void)closure;
-    PyObject *states = ((fcpy_iteration *)obj)->all_states;
-    return states != NULL ? PySequence_List(states) : PyList_New(0);
+    return PySequence_List(((fcpy_iteration *)obj)->all_states);
 }
 
 static int set_all_states(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_iteration *self = (fcpy_iteration *)obj;
-    if (fcpy_check_list(value, self->mod->state_type, "all_states") != 0) {
+    PyObject *fresh = fcpy_tuple_of(value, self->mod->state_type, "all_states");
+    void *states = fresh != NULL ? fcpy_core_array(fresh, offsetof(fcpy_state, core)) : NULL;
+    if (states == NULL) {
+        Py_XDECREF(fresh);
         return -1;
     }
-    PyObject *copy = PyList_GetSlice(value, 0, PyList_GET_SIZE(value));
-    size_t count = (size_t)PyList_GET_SIZE(value);
-    fc_state **states = (fc_state **)malloc((count > 0 ? count : 1) * sizeof *states);
-    if (copy == NULL || states == NULL) {
-        Py_XDECREF(copy);
-        free((void *)states);
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t i = 0; i < count; i++) {
-        states[i] = &((fcpy_state *)PyList_GET_ITEM(copy, (Py_ssize_t)i))->core;
-    }
-    fc_iteration_set_states(&self->core, states, count);
-    Py_XSETREF(self->all_states, copy);
+    PyObject *old = self->all_states;
+    void *old_states = (void *)self->core.states;
+    self->core.states = NULL;
+    fc_iteration_set_states(&self->core, (fc_state **)states, (size_t)PyTuple_GET_SIZE(fresh));
+    self->all_states = fresh;
+    fcpy_retire_block(self->mod, old_states);
+    fcpy_retire(self->mod, old);
     return 0;
 }
 
@@ -282,7 +280,12 @@ static int set_forward_root(PyObject *obj, PyObject *value, void *closure) {
         PyErr_SetString(PyExc_TypeError, "iter_forward_root must be a state or None");
         return -1;
     }
-    self->core.forward_root = &((fcpy_state *)value)->core;
+    if (((fcpy_state *)value)->core.iteration != &self->core) {
+        PyErr_SetString(PyExc_ValueError,
+                        "iter_forward_root must be a state whose _state_ctx this is");
+        return -1;
+    }
+    self->core.forward_root = &((fcpy_state *)value)->core; /* which it forgets when it dies */
     return 0;
 }
 

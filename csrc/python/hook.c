@@ -73,11 +73,14 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
         PyErr_Format(PyExc_TypeError, "a forward hook takes 3 arguments, got %zd", count);
         return NULL;
     }
-    PyObject *paused = fcpy_dynamo_pause(self->state->mod);
+    fcpy_module *mod = self->state->mod;
+    PyObject *paused = fcpy_dynamo_pause(mod);
+    fcpy_calls_enter(mod);
     PyObject *result = self->kind == HOOK_PRE_FORWARD
                            ? run_pre_forward(self, args[0], args[1], args[2])
                            : run_post_forward(self, args[0], args[1], args[2]);
-    fcpy_dynamo_resume(self->state->mod, paused);
+    fcpy_calls_leave(mod);
+    fcpy_dynamo_resume(mod, paused);
     return result;
 }
 

@@ -48,15 +48,16 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
 
 static int host_make_forward(void *owner, fct_tensor *data) {
     fcpy_param *self = (fcpy_param *)owner;
-    if (data == NULL) {
-        Py_CLEAR(self->forward_param);
-        return 0;
+    PyObject *made = NULL;
+    if (data != NULL) {
+        made = call_with_tensor((PyObject *)self, self->mod->names._make_forward, data);
+        if (made == NULL) {
+            return -1;
+        }
     }
-    PyObject *made = call_with_tensor((PyObject *)self, self->mod->names._make_forward, data);
-    if (made == NULL) {
-        return -1;
-    }
-    Py_XSETREF(self->forward_param, made);
+    PyObject *old = self->forward_param;
+    self->forward_param = made;
+    fcpy_retire(self->mod, old);
     return 0;
 }
 
@@ -116,6 +117,10 @@ done:
 
 static int set_new_grad(fcpy_param *self, fct_tensor *local) {
     PyObject *tensor = NULL;
+    if (self->spec == NULL) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: no _sharding_spec for the gradient");
+        return -1;
+    }
     if (fct_py_from_tensor(local, &tensor) != 0) {
         return -1;
     }
@@ -133,6 +138,9 @@ static int set_new_grad(fcpy_param *self, fct_tensor *local) {
 
 /* The dict of post-accumulate-grad hooks, NULL (no error) where there are none. New reference. */
 static PyObject *hooks_of(const fcpy_param *self) {
+    if (self->sharded_param == NULL) {
+        return NULL;
+    }
     PyObject *hooks =
         PyObject_GetAttr(self->sharded_param, self->mod->names._post_accumulate_grad_hooks);
     if (hooks == NULL) {

@@ -73,6 +73,8 @@ typedef struct fcpy_module {
     } bound;
     PyObject *no_grad_kwnames; /* ("requires_grad",) */
     fcpy_guard guard;
+    size_t calls;      /* into the extension that have not returned, on all threads */
+    PyObject *retired; /* list, or NULL: see retired.c */
 } fcpy_module;
 
 /* One place where a parameter is registered. */
@@ -95,6 +97,7 @@ typedef struct fcpy_param {
     PyObject *fqn;  /* str or NULL */
     fcpy_slot *slots;
     Py_ssize_t slot_count;
+    bool grouped; /* it is in a ParamGroup */
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_param;
@@ -111,12 +114,13 @@ typedef struct fcpy_iteration {
     PyObject_HEAD
     fc_iteration core;
     fcpy_module *mod;
-    PyObject *all_states;       /* list of State */
+    PyObject *all_states;       /* tuple of State */
     PyObject *post_optim_event; /* what the next iteration's gathers wait for, or NULL */
     PyObject *dict;
 } fcpy_iteration;
 
-enum { FCPY_LINKS = 4 }; /* of a group: shard, scatter, replicate, forward */
+/* The process groups of a parameter group. */
+enum { FCPY_LINK_SHARD, FCPY_LINK_SCATTER, FCPY_LINK_REPLICATE, FCPY_LINK_FORWARD, FCPY_LINKS };
 
 typedef struct fcpy_group {
     PyObject_HEAD
@@ -141,9 +145,10 @@ typedef struct fcpy_state {
     PyObject_HEAD
     fc_state core;
     fcpy_module *mod;
-    PyObject *groups;            /* list of ParamGroup */
-    PyObject *forward_prefetch;  /* list of State */
-    PyObject *backward_prefetch; /* list of State */
+    PyObject *groups;            /* tuples, never NULL: the collector empties lists while who owns
+                                    them lives on; of ParamGroup */
+    PyObject *forward_prefetch;  /* of State */
+    PyObject *backward_prefetch; /* of State */
     PyObject *iteration;         /* IterationContext */
     PyObject *comm;              /* CommContext */
     PyObject *
@@ -173,6 +178,17 @@ PyObject *fcpy_has_memory(PyObject *module, PyObject *obj);
 /* Stops dynamo on this thread until resume; what it returns is for resume only, NULL: not active. */
 PyObject *fcpy_dynamo_pause(fcpy_module *mod);
 void fcpy_dynamo_resume(fcpy_module *mod, PyObject *callback);
+
+/* ---- retired.c ---- */
+/* Around every call that may run foreign code while the core holds borrowed pointers. */
+void fcpy_calls_enter(fcpy_module *mod);
+void fcpy_calls_leave(fcpy_module *mod);
+/* Lets go of what an attribute held (taken, NULL is fine) when no call is under way any more. */
+void fcpy_retire(fcpy_module *mod, PyObject *obj);
+/* The same for a reference to the tensor that is about to be replaced, and for a block. */
+void fcpy_retire_tensor(fcpy_module *mod, fct_tensor *tensor);
+void fcpy_retire_block(fcpy_module *mod, void *block);
+
 /* ---- guard.c ---- */
 /* A debug line "FSDP::label (modules of the group; None: of none)" where they are wanted. */
 void fcpy_log(fcpy_module *mod, PyObject *group, const char *label);
@@ -186,8 +202,11 @@ extern PyType_Spec fcpy_state_spec;
 extern PyType_Spec fcpy_hook_spec;
 
 /* ---- attributes.c: getters and setters that several types share ---- */
-/* A list of objects of one type: checks the items; returns 0 or -1 with TypeError. */
-int fcpy_check_list(PyObject *list, PyTypeObject *type, const char *what);
+/* A list of objects of one type as a new tuple; NULL with TypeError. */
+PyObject *fcpy_tuple_of(PyObject *list, PyTypeObject *type, const char *what);
+/* malloc'ed: where the structs of a tuple's items are, `offset` bytes into each object; NULL with
+ * MemoryError. */
+void *fcpy_core_array(PyObject *tuple, size_t offset);
 PyObject *fcpy_training_state(const fcpy_module *mod, fc_training_state state);
 /* -1 with TypeError where obj is no TrainingState. */
 int fcpy_parse_training_state(const fcpy_module *mod, PyObject *obj, fc_training_state *out);
@@ -220,6 +239,15 @@ PyObject *fcpy_give_pair(int failed, PyObject *args, PyObject *kwargs);
 /* A group's part: unshards and puts the post-backward node above the arguments. */
 int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs);
 int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs);
+
+/* ---- param_group.c ---- */
+/* Whether the group was initialised; false with RuntimeError. */
+bool fcpy_group_ready(const fcpy_group *self);
+
+/* ---- group_attributes.c ---- */
+extern PyGetSetDef fcpy_group_getset[];
+/* Whether the context is for the group's kind of device; -1 with ValueError. */
+int fcpy_group_check_device(const fc_comm *comm, fct_device device);
 
 /* ---- state.c ---- */
 /* Whether the state has its contexts (never initialised ones and collected ones do not); false with

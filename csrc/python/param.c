@@ -7,15 +7,22 @@
 
 /* ---- life ---- */
 
-static void clear_slots(fcpy_param *self) {
-    for (Py_ssize_t i = 0; i < self->slot_count; i++) {
-        Py_CLEAR(self->slots[i].module);
-        Py_CLEAR(self->slots[i].parameters);
-        Py_CLEAR(self->slots[i].name);
+/* Gives the slots up, at once or after the calls that may be at them. */
+static void retire_slots(fcpy_module *mod, fcpy_slot *slots, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        fcpy_retire(mod, slots[i].module);
+        fcpy_retire(mod, slots[i].parameters);
+        fcpy_retire(mod, slots[i].name);
     }
-    PyMem_Free(self->slots);
-    self->slots = NULL;
-    self->slot_count = 0;
+    fcpy_retire_block(mod, slots);
+}
+
+static void replace_slots(fcpy_param *self, fcpy_slot *slots, Py_ssize_t count) {
+    fcpy_slot *old = self->slots;
+    Py_ssize_t old_count = self->slot_count;
+    self->slots = slots;
+    self->slot_count = count;
+    retire_slots(self->mod, old, old_count);
 }
 
 /* Param(sizes, dim, world, rank, forward=None) */
@@ -29,6 +36,7 @@ static PyObject *param_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fcpy_param *self = (fcpy_param *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->mod = mod;
+        self->core.orig_dtype = self->core.param_dtype = self->core.reduce_dtype = FCT_NO_DTYPE;
     }
     return (PyObject *)self;
 }
@@ -77,13 +85,24 @@ static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     if (ndim < 0) {
         return -1;
     }
-    fc_param_fini(&self->core);
+    fc_param made;
     fc_status status =
-        fc_param_init(&self->core, self, (int32_t)ndim, shape, (int32_t)dim, world, rank, &error);
+        fc_param_init(&made, self, (int32_t)ndim, shape, (int32_t)dim, world, rank, &error);
     if (status == FC_OK && forward != Py_None) {
-        status = fc_param_init_forward(&self->core, shape, forward_world, forward_rank, &error);
+        status = fc_param_init_forward(&made, shape, forward_world, forward_rank, &error);
     }
-    return status == FC_OK ? 0 : fcpy_raise(status, error.message);
+    if (status == FC_OK && self->core.owner != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "a parameter is initialised once");
+        status = FC_ERAISED;
+    }
+    if (status != FC_OK) {
+        fc_param_fini(&made);
+        return fcpy_raise(status, error.message);
+    }
+    made.name = self->core.name;
+    fc_param_fini(&self->core); /* what was set before */
+    self->core = made;
+    return 0;
 }
 
 static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
@@ -107,7 +126,7 @@ static int param_clear(PyObject *obj) {
     Py_CLEAR(self->spec);
     Py_CLEAR(self->outputs);
     Py_CLEAR(self->dict);
-    clear_slots(self);
+    replace_slots(self, NULL, 0);
     return 0;
 }
 
@@ -157,8 +176,10 @@ static int set_sharded_param(PyObject *obj, PyObject *value, void *closure) {
     if (tensor_or_fail(value, &handle, "sharded_param") != 0) {
         return -1;
     }
+    PyObject *old = self->sharded_param;
     Py_INCREF(value);
-    Py_XSETREF(self->sharded_param, value);
+    self->sharded_param = value;
+    fcpy_retire(self->mod, old);
     return 0;
 }
 
@@ -181,7 +202,9 @@ static int set_sharded_data(PyObject *obj, PyObject *value, void *closure) {
     if (tensor_or_fail(value, &handle, "_sharded_param_data") != 0) {
         return -1;
     }
-    fc_param_set_sharded_data(&((fcpy_param *)obj)->core, handle);
+    fcpy_param *self = (fcpy_param *)obj;
+    fcpy_retire_tensor(self->mod, self->core.sharded_data);
+    fc_param_set_sharded_data(&self->core, handle);
     return 0;
 }
 
@@ -200,17 +223,15 @@ static int set_unsharded_param(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_param *self = (fcpy_param *)obj;
     fct_tensor *handle = NULL;
-    if (value == NULL) {
-        fc_param_set_unsharded(&self->core, NULL);
-        Py_CLEAR(self->unsharded_param);
-        return 0;
-    }
-    if (tensor_or_fail(value, &handle, "_unsharded_param") != 0) {
+    if (value != NULL && tensor_or_fail(value, &handle, "_unsharded_param") != 0) {
         return -1;
     }
+    PyObject *old = self->unsharded_param;
+    fcpy_retire_tensor(self->mod, self->core.unsharded);
     fc_param_set_unsharded(&self->core, handle);
-    Py_INCREF(value);
-    Py_XSETREF(self->unsharded_param, value);
+    Py_XINCREF(value);
+    self->unsharded_param = value;
+    fcpy_retire(self->mod, old);
     return 0;
 }
 
@@ -256,8 +277,11 @@ static int set_all_gather_outputs(PyObject *obj, PyObject *value, void *closure)
             return -1;
         }
     }
+    PyObject *old = self->outputs;
+    fcpy_retire_tensor(self->mod, self->core.flat);
     fc_param_set_flat(&self->core, NULL);
-    Py_CLEAR(self->outputs);
+    self->outputs = NULL;
+    fcpy_retire(self->mod, old);
     self->core.hosted = false;
     fct_tensor *only =
         PyList_GET_SIZE(value) == 1 ? fct_py_tensor(PyList_GET_ITEM(value, 0)) : NULL;
@@ -313,10 +337,13 @@ static int set_accumulated(PyObject *obj, PyObject *value, void *closure) {
         tensor_or_fail(value, &handle, "a partial gradient") != 0) {
         return -1;
     }
+    fcpy_param *self = (fcpy_param *)obj;
     if (closure == NULL) {
-        fc_param_set_accumulated(&((fcpy_param *)obj)->core, handle);
+        fcpy_retire_tensor(self->mod, self->core.accumulated);
+        fc_param_set_accumulated(&self->core, handle);
     } else {
-        fc_param_set_partial(&((fcpy_param *)obj)->core, handle);
+        fcpy_retire_tensor(self->mod, self->core.partial);
+        fc_param_set_partial(&self->core, handle);
     }
     return 0;
 }
@@ -341,8 +368,11 @@ static PyObject *get_spec(PyObject *obj, void *closure) {
 
 static int set_spec(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
+    fcpy_param *self = (fcpy_param *)obj;
+    PyObject *old = self->spec;
     Py_XINCREF(value);
-    Py_XSETREF(((fcpy_param *)obj)->spec, value);
+    self->spec = value;
+    fcpy_retire(self->mod, old);
     return 0;
 }
 
@@ -364,8 +394,10 @@ static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
     } else {
         value = NULL;
     }
-    Py_XSETREF(self->fqn, value);
+    PyObject *old = self->fqn;
+    self->fqn = value;
     self->core.name = text;
+    fcpy_retire(self->mod, old);
     return 0;
 }
 
@@ -424,6 +456,10 @@ static PyGetSetDef param_getset[] = {
 static int fill_slot(fcpy_param *self, fcpy_slot *slot, PyObject *pair, bool direct) {
     PyObject *module = NULL;
     PyObject *name = NULL;
+    if (!PyTuple_Check(pair)) {
+        PyErr_SetString(PyExc_TypeError, "a slot is a (module, name) tuple");
+        return -1;
+    }
     if (!PyArg_ParseTuple(pair, "OU", &module, &name)) {
         return -1;
     }
@@ -444,37 +480,57 @@ static int fill_slot(fcpy_param *self, fcpy_slot *slot, PyObject *pair, bool dir
     return 0;
 }
 
-static PyObject *set_slots(PyObject *obj, PyObject *args) {
-    fcpy_param *self = (fcpy_param *)obj;
-    PyObject *pairs = NULL;
-    PyObject *direct = NULL;
-    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &pairs, &PyList_Type, &direct)) {
-        return NULL;
-    }
-    Py_ssize_t count = PyList_GET_SIZE(pairs);
-    if (PyList_GET_SIZE(direct) != count) {
-        PyErr_SetString(PyExc_ValueError, "one flag is needed for each slot");
-        return NULL;
-    }
-    clear_slots(self);
-    self->slots = (fcpy_slot *)PyMem_Calloc((size_t)(count > 0 ? count : 1), sizeof *self->slots);
-    if (self->slots == NULL) {
-        return PyErr_NoMemory();
+/* The slots of `pairs`, a tuple: foreign code may run meanwhile. NULL with an exception. */
+static fcpy_slot *make_slots(fcpy_param *self, PyObject *pairs, PyObject *direct) {
+    Py_ssize_t count = PyTuple_GET_SIZE(pairs);
+    fcpy_slot *slots = (fcpy_slot *)calloc((size_t)(count > 0 ? count : 1), sizeof *slots);
+    if (slots == NULL) {
+        return (fcpy_slot *)PyErr_NoMemory();
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        self->slot_count = i + 1;
-        if (fill_slot(self, &self->slots[i], PyList_GET_ITEM(pairs, i),
-                      PyList_GET_ITEM(direct, i) == Py_True) != 0) {
-            clear_slots(self);
+        if (fill_slot(self, &slots[i], PyTuple_GET_ITEM(pairs, i),
+                      PyTuple_GET_ITEM(direct, i) == Py_True) != 0) {
+            retire_slots(self->mod, slots, i + 1);
             return NULL;
         }
     }
-    Py_RETURN_NONE;
+    return slots;
+}
+
+static PyObject *set_slots(PyObject *obj, PyObject *args) {
+    fcpy_param *self = (fcpy_param *)obj;
+    PyObject *lists[2] = {NULL, NULL};
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &lists[0], &PyList_Type, &lists[1])) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    PyObject *pairs = PyList_AsTuple(lists[0]);
+    PyObject *direct = PyList_AsTuple(lists[1]);
+    if (pairs == NULL || direct == NULL) {
+        goto done;
+    }
+    if (PyTuple_GET_SIZE(direct) != PyTuple_GET_SIZE(pairs)) {
+        PyErr_SetString(PyExc_ValueError, "one flag is needed for each slot");
+        goto done;
+    }
+    fcpy_slot *slots = make_slots(self, pairs, direct);
+    if (slots != NULL) {
+        replace_slots(self, slots, PyTuple_GET_SIZE(pairs));
+        result = fcpy_or_none(NULL);
+    }
+done:
+    Py_XDECREF(pairs);
+    Py_XDECREF(direct);
+    return result;
 }
 
 static PyObject *register_sharded(PyObject *obj, PyObject *unused) {
     (void)unused;
-    if (fcpy_host.swap(obj, FC_SHARDED) != 0) {
+    fcpy_module *mod = ((fcpy_param *)obj)->mod;
+    fcpy_calls_enter(mod);
+    const int failed = fcpy_host.swap(obj, FC_SHARDED);
+    fcpy_calls_leave(mod);
+    if (failed) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -483,10 +539,15 @@ static PyObject *register_sharded(PyObject *obj, PyObject *unused) {
 static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_param *self = (fcpy_param *)obj;
+    PyObject *param = self->unsharded_param;
+    PyObject *outputs = self->outputs;
+    fcpy_retire_tensor(self->mod, self->core.unsharded);
+    fcpy_retire_tensor(self->mod, self->core.flat);
     fc_param_drop_grad(&self->core);
     fc_param_forget_unsharded(&self->core);
-    Py_CLEAR(self->unsharded_param);
-    Py_CLEAR(self->outputs);
+    self->unsharded_param = self->outputs = NULL;
+    fcpy_retire(self->mod, param);
+    fcpy_retire(self->mod, outputs);
     Py_RETURN_NONE;
 }
 

@@ -3,7 +3,6 @@
  * fsdp_c/param_group.py. */
 #include "objects.h"
 
-#include <math.h>
 #include <string.h>
 
 static fcpy_group *as_group(PyObject *obj) {
@@ -15,9 +14,24 @@ static int raise_group(fcpy_group *self, fc_status status) {
         status, self->core.members.comm != NULL ? self->core.members.comm->error.message : NULL);
 }
 
-static PyObject *none_or_raise(fcpy_group *self, fc_status status) {
-    if (status != FC_OK) {
-        (void)raise_group(self, status);
+bool fcpy_group_ready(const fcpy_group *self) {
+    if (self->core.members.host == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the parameter group is not initialised");
+    }
+    return self->core.members.host != NULL;
+}
+
+/* One transition of an initialised group; None. */
+static PyObject *run_transition(PyObject *obj, fc_status (*transition)(fc_group *g)) {
+    fcpy_group *self = as_group(obj);
+    if (!fcpy_group_ready(self)) {
+        return NULL;
+    }
+    fcpy_calls_enter(self->mod);
+    fc_status status = transition(&self->core);
+    const int failed = status != FC_OK ? raise_group(self, status) : 0;
+    fcpy_calls_leave(self->mod);
+    if (failed) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -35,23 +49,36 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fcpy_group *self = (fcpy_group *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->mod = mod;
+        self->core.sharded_state = FC_SHARDED;
+        self->core.training_state = FC_IDLE;
+        self->core.reducer.reduce_dtype = FCT_NO_DTYPE;
         self->orig_dtype = FCT_NO_DTYPE;
     }
     return (PyObject *)self;
 }
 
-/* The Params' core structs, in the tuple's order; NULL with MemoryError. */
-static fc_param **core_params(PyObject *tuple) {
-    size_t count = (size_t)PyTuple_GET_SIZE(tuple);
-    fc_param **params = (fc_param **)malloc((count > 0 ? count : 1) * sizeof *params);
-    if (params == NULL) {
-        PyErr_NoMemory();
-        return NULL;
+/* Marks the tuple's Params as this group's, or as nobody's. */
+static void set_grouped(PyObject *params, bool grouped) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
+        ((fcpy_param *)PyTuple_GET_ITEM(params, i))->grouped = grouped;
     }
-    for (size_t i = 0; i < count; i++) {
-        params[i] = &((fcpy_param *)PyTuple_GET_ITEM(tuple, (Py_ssize_t)i))->core;
+}
+
+/* Each Param has been initialised, and is in no group: its core struct notes its place there. */
+static int take_params(PyObject *params) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
+        fcpy_param *param = (fcpy_param *)PyTuple_GET_ITEM(params, i);
+        if (param->core.owner == NULL || param->grouped) {
+            PyErr_Format(PyExc_ValueError, "parameter %zd of the group %s", i,
+                         param->grouped ? "is in a group already" : "is not initialised");
+            while (i-- > 0) {
+                ((fcpy_param *)PyTuple_GET_ITEM(params, i))->grouped = false;
+            }
+            return -1;
+        }
+        param->grouped = true;
     }
-    return params;
+    return 0;
 }
 
 static fc_link *link_at(fc_members *m, int index) {
@@ -59,18 +86,37 @@ static fc_link *link_at(fc_members *m, int index) {
     return links[index];
 }
 
+/* Buffers are laid out for the link's world by the group, and for their own by the parameters. */
+static int check_link(PyObject *params, int index, PyObject *name, long long world,
+                      long long rank) {
+    bool fits = world >= 1 && rank >= 0 && rank < world;
+    fits = fits && (name != Py_None || world == 1 || index != FCPY_LINK_SHARD);
+    const bool sharded = index == FCPY_LINK_SHARD || name != Py_None;
+    for (Py_ssize_t i = 0; index != FCPY_LINK_REPLICATE && sharded && i < PyTuple_GET_SIZE(params);
+         i++) {
+        const fc_param *p = &((fcpy_param *)PyTuple_GET_ITEM(params, i))->core;
+        const fc_layout *layout = index == FCPY_LINK_FORWARD ? &p->forward_layout : &p->layout;
+        fits = fits && layout->world == world && layout->rank == rank;
+    }
+    if (!fits) {
+        PyErr_Format(PyExc_ValueError,
+                     "the parameters are not sharded for rank %lld of %lld in process group %R",
+                     rank, world, name);
+    }
+    return fits ? 0 : -1;
+}
+
 /* Points a link to the process group of that name; None: to none. */
 static int set_link(fcpy_group *self, int index, PyObject *name, long long world, long long rank) {
-    const char *text = NULL;
-    if (name != Py_None) {
-        text = PyUnicode_AsUTF8(name);
-        if (text == NULL) {
-            return -1;
-        }
+    const char *text = name != Py_None ? PyUnicode_AsUTF8(name) : NULL;
+    if (name != Py_None && text == NULL) {
+        return -1;
     }
     fc_link_set(link_at(&self->core.members, index), text, world, rank);
+    PyObject *old = self->link_names[index];
     Py_INCREF(name);
-    Py_XSETREF(self->link_names[index], name);
+    self->link_names[index] = name;
+    fcpy_retire(self->mod, old);
     return 0;
 }
 
@@ -86,32 +132,36 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     long long rank = 0;
     Py_ssize_t module_count = 1;
     fct_device parsed;
-    if (self->core.members.comm != NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
-        return -1;
-    }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOLLn", keywords, &list,
                                      self->mod->comm_type, &comm, &device, &pg_name, &world, &rank,
                                      &module_count) ||
-        fcpy_check_list(list, self->mod->param_type, "params") != 0 ||
-        fct_py_device(device, &parsed) != 0) {
+        fct_py_device(device, &parsed) != 0 ||
+        fcpy_group_check_device(&((fcpy_comm *)comm)->core, parsed) != 0) {
         return -1;
     }
-    PyObject *copy = PyList_AsTuple(list);
-    fc_param **params = copy != NULL ? core_params(copy) : NULL;
-    if (params == NULL) {
-        Py_XDECREF(copy);
-        free((void *)params);
+    PyObject *tuple = fcpy_tuple_of(list, self->mod->param_type, "params");
+    void *params = tuple != NULL ? fcpy_core_array(tuple, offsetof(fcpy_param, core)) : NULL;
+    if (params == NULL || (pg_name != Py_None && PyUnicode_AsUTF8(pg_name) == NULL) ||
+        check_link(tuple, FCPY_LINK_SHARD, pg_name, world, rank) != 0 || take_params(tuple) != 0) {
+        Py_XDECREF(tuple);
+        free(params);
         return -1;
     }
-    fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, params,
-                  (size_t)PyTuple_GET_SIZE(copy), parsed, world, rank);
+    if (self->core.members.host != NULL) {
+        set_grouped(tuple, false);
+        Py_DECREF(tuple);
+        free(params);
+        PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
+        return -1;
+    }
+    fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, (fc_param **)params,
+                  (size_t)PyTuple_GET_SIZE(tuple), parsed, world, rank);
     self->core.via = &fcpy_transitions;
     self->core.place.modules = (size_t)module_count;
-    self->params = copy;
+    self->params = tuple;
     Py_INCREF(comm);
     self->comm = comm;
-    return set_link(self, 0, pg_name, world, rank);
+    return set_link(self, FCPY_LINK_SHARD, pg_name, world, rank);
 }
 
 static int group_traverse(PyObject *obj, visitproc visit, void *arg) {
@@ -136,14 +186,15 @@ static void group_dealloc(PyObject *obj) {
     fcpy_group *self = as_group(obj);
     PyTypeObject *type = Py_TYPE(obj);
     PyObject_GC_UnTrack(obj);
+    /* First of all nothing may lead to it any more; and none of its methods may run now. */
+    self->core.gather.flight.hosted = false;
+    fc_group_fini(&self->core);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(obj);
     }
     (void)group_clear(obj);
-    /* Its Python side went with the dict; no method may run now. */
-    self->core.gather.flight.hosted = false;
-    if (self->core.via != NULL) {
-        fc_group_fini(&self->core);
+    if (self->params != NULL) {
+        set_grouped(self->params, false);
     }
     Py_CLEAR(self->params);
     Py_CLEAR(self->comm);
@@ -157,21 +208,28 @@ static void group_dealloc(PyObject *obj) {
 
 /* ---- methods ---- */
 
+static fc_status unshard(fc_group *g) {
+    return fc_group_unshard(g, g->training_state, false);
+}
+
+static fc_status unshard_async(fc_group *g) {
+    return fc_group_unshard(g, g->training_state, true);
+}
+
 static PyObject *group_unshard(PyObject *obj, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"async_op", NULL};
     int async_op = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p", keywords, &async_op)) {
         return NULL;
     }
-    fc_group *g = &as_group(obj)->core;
-    return none_or_raise(as_group(obj), fc_group_unshard(g, g->training_state, async_op != 0));
+    return run_transition(obj, async_op ? unshard_async : unshard);
 }
 
 /* A method without arguments: one transition of the core. */
 #define GROUP_TRANSITION(name, transition)                                                         \
     static PyObject *name(PyObject *obj, PyObject *unused) {                                       \
         (void)unused;                                                                              \
-        return none_or_raise(as_group(obj), transition(&as_group(obj)->core));                     \
+        return run_transition(obj, transition);                                                    \
     }
 GROUP_TRANSITION(group_wait, fc_group_wait_unshard)
 GROUP_TRANSITION(group_reshard, fc_group_reshard)
@@ -187,19 +245,22 @@ static PyObject *group_pre_forward(PyObject *obj, PyObject *args) {
     PyObject *module = NULL;
     PyObject *inputs = NULL;
     PyObject *kwargs = NULL;
-    if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs)) {
+    if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &kwargs) ||
+        !fcpy_group_ready(as_group(obj))) {
         return NULL;
     }
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
+    fcpy_calls_enter(as_group(obj)->mod);
     const int failed = fcpy_group_pre_forward(as_group(obj), &inputs, &kwargs);
+    fcpy_calls_leave(as_group(obj)->mod);
     return fcpy_give_pair(failed, inputs, kwargs);
 }
 
 static PyObject *group_insert_node(PyObject *obj, PyObject *args) {
     PyObject *inputs = NULL;
     PyObject *kwargs = NULL;
-    if (!PyArg_ParseTuple(args, "OO", &inputs, &kwargs)) {
+    if (!PyArg_ParseTuple(args, "OO", &inputs, &kwargs) || !fcpy_group_ready(as_group(obj))) {
         return NULL;
     }
     Py_INCREF(inputs);
@@ -215,13 +276,21 @@ static PyObject *group_post_forward(PyObject *obj, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOO", &module, &input, &output)) {
         return NULL;
     }
-    fc_status status = fc_group_post_forward(&as_group(obj)->core);
-    if (status != FC_OK) {
-        (void)raise_group(as_group(obj), status);
+    PyObject *none = run_transition(obj, fc_group_post_forward);
+    if (none == NULL) {
         return NULL;
     }
+    Py_DECREF(none);
     Py_INCREF(output);
     return output;
+}
+
+static fc_status pre_backward(fc_group *g) {
+    return fc_group_pre_backward(g, true);
+}
+
+static fc_status pre_backward_alone(fc_group *g) {
+    return fc_group_pre_backward(g, false);
 }
 
 static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
@@ -232,13 +301,12 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
             return NULL;
         }
     }
-    return none_or_raise(as_group(obj),
-                         fc_group_pre_backward(&as_group(obj)->core, default_prefetch != 0));
+    return run_transition(obj, default_prefetch ? pre_backward : pre_backward_alone);
 }
 
 static PyObject *group_post_backward(PyObject *obj, PyObject *args) {
     (void)args;
-    return none_or_raise(as_group(obj), fc_group_post_backward(&as_group(obj)->core));
+    return run_transition(obj, fc_group_post_backward);
 }
 
 static PyObject *group_invalidate(PyObject *obj, PyObject *unused) {
@@ -254,12 +322,14 @@ static PyObject *group_set_link(PyObject *obj, PyObject *args) {
     PyObject *name = NULL;
     long long world = 0;
     long long rank = 0;
-    if (!PyArg_ParseTuple(args, "sOLL", &kind, &name, &world, &rank)) {
+    if (!PyArg_ParseTuple(args, "sOLL", &kind, &name, &world, &rank) ||
+        !fcpy_group_ready(as_group(obj))) {
         return NULL;
     }
     for (int i = 0; i < FCPY_LINKS; i++) {
         if (strcmp(kind, kinds[i]) == 0) {
-            if (set_link(as_group(obj), i, name, world, rank) != 0) {
+            if (check_link(as_group(obj)->params, i, name, world, rank) != 0 ||
+                set_link(as_group(obj), i, name, world, rank) != 0) {
                 return NULL;
             }
             Py_RETURN_NONE;
@@ -274,16 +344,19 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
     PyObject *unit = NULL;
     Py_ssize_t index = 0;
     Py_ssize_t siblings = 1;
-    if (!PyArg_ParseTuple(args, "O!nn", as_group(obj)->mod->state_type, &unit, &index, &siblings)) {
+    if (!PyArg_ParseTuple(args, "O!nn", as_group(obj)->mod->state_type, &unit, &index, &siblings) ||
+        !fcpy_group_ready(as_group(obj))) {
         return NULL;
     }
     if (index < 0 || index >= siblings) {
         PyErr_SetString(PyExc_ValueError, "the index must be below the number of groups");
         return NULL;
     }
+    PyObject *old = as_group(obj)->unit;
     Py_INCREF(unit);
-    Py_XSETREF(as_group(obj)->unit, unit);
+    as_group(obj)->unit = unit;
     g->place.unit = unit;
+    fcpy_retire(as_group(obj)->mod, old);
     g->place.index = (size_t)index;
     g->place.siblings = (size_t)siblings;
     Py_RETURN_NONE;
@@ -332,250 +405,6 @@ static PyMethodDef group_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* ---- attributes ---- */
-
-static PyObject *get_flag(PyObject *obj, void *closure) {
-    return PyBool_FromLong(*(bool *)((char *)obj + (size_t)(uintptr_t)closure));
-}
-
-static int set_flag(PyObject *obj, PyObject *value, void *closure) {
-    return fcpy_set_bool(value, (bool *)((char *)obj + (size_t)(uintptr_t)closure));
-}
-
-static PyObject *get_dtype(PyObject *obj, void *closure) {
-    return fcpy_get_dtype(*(fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
-}
-
-static int set_dtype(PyObject *obj, PyObject *value, void *closure) {
-    return fcpy_set_dtype(value, (fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
-}
-
-static PyObject *get_params(PyObject *obj, void *closure) {
-    (void)closure;
-    PyObject *params = as_group(obj)->params;
-    return params != NULL ? PySequence_List(params) : PyList_New(0);
-}
-
-static PyObject *get_comm(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(as_group(obj)->comm);
-}
-
-static int set_comm(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
-    fcpy_group *self = as_group(obj);
-    if (value == NULL || !PyObject_TypeCheck(value, self->mod->comm_type)) {
-        PyErr_SetString(PyExc_TypeError, "comm_ctx must be a fsdp_c CommContext");
-        return -1;
-    }
-    fc_status status = fc_group_set_comm(&self->core, &((fcpy_comm *)value)->core);
-    if (status != FC_OK) {
-        return raise_group(self, status);
-    }
-    Py_INCREF(value);
-    Py_XSETREF(self->comm, value);
-    return 0;
-}
-
-static PyObject *get_training(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_training_state(as_group(obj)->mod, as_group(obj)->core.training_state);
-}
-
-static int set_training(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
-    return fcpy_parse_training_state(as_group(obj)->mod, value,
-                                     &as_group(obj)->core.training_state);
-}
-
-static PyObject *get_sharded(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_sharded_state(as_group(obj)->mod, as_group(obj)->core.sharded_state);
-}
-
-static PyObject *is_state(PyObject *obj, void *closure) {
-    return PyBool_FromLong((uintptr_t)as_group(obj)->core.sharded_state == (uintptr_t)closure);
-}
-
-static PyObject *get_divide_factor(PyObject *obj, void *closure) {
-    (void)closure;
-    const fc_group *g = &as_group(obj)->core;
-    if (!g->reducer.has_divide_factor) {
-        Py_RETURN_NONE;
-    }
-    return PyFloat_FromDouble(g->reducer.divide_factor);
-}
-
-static int set_divide_factor(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
-    fc_group *g = &as_group(obj)->core;
-    if (value == NULL || value == Py_None) {
-        g->reducer.has_divide_factor = false;
-        return 0;
-    }
-    double factor = PyFloat_AsDouble(value);
-    if (factor == -1.0 && PyErr_Occurred()) {
-        return -1;
-    }
-    if (!(factor > 0.0) || isinf(factor)) {
-        PyErr_Format(PyExc_ValueError,
-                     "the gradient divide factor must be positive and finite, got %R", value);
-        return -1;
-    }
-    g->reducer.divide_factor = factor;
-    g->reducer.has_divide_factor = true;
-    return 0;
-}
-
-static PyObject *get_fqn(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_or_none(as_group(obj)->fqn);
-}
-
-static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
-    fcpy_group *self = as_group(obj);
-    const char *text = NULL;
-    if (value != NULL && value != Py_None) {
-        text = PyUnicode_AsUTF8(value);
-        if (text == NULL) {
-            return -1;
-        }
-        Py_INCREF(value);
-    } else {
-        value = NULL;
-    }
-    Py_XSETREF(self->fqn, value);
-    self->core.members.name = text;
-    return 0;
-}
-
-static PyObject *get_pending(PyObject *obj, void *closure) {
-    (void)closure;
-    if (as_group(obj)->core.gather.flight.active) {
-        Py_RETURN_TRUE;
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *get_positions(PyObject *obj, void *closure) {
-    (void)closure;
-    const fc_positions *positions = &as_group(obj)->core.positions;
-    PyObject *list = PyList_New((Py_ssize_t)positions->count);
-    for (size_t i = 0; list != NULL && i < positions->count; i++) {
-        PyObject *number = PyLong_FromSize_t(positions->items[i]);
-        if (number == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, number);
-    }
-    return list;
-}
-
-static PyObject *get_size(PyObject *obj, void *closure) {
-    return PyLong_FromSize_t(*(size_t *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
-}
-
-static PyObject *get_partial(PyObject *obj, void *closure) {
-    (void)closure;
-    const fc_group *g = &as_group(obj)->core;
-    for (size_t i = 0; i < g->members.count; i++) {
-        if (g->members.params[i]->partial != NULL) {
-            Py_RETURN_TRUE;
-        }
-    }
-    Py_RETURN_NONE;
-}
-
-/* Only dropped. */
-static int set_partial(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
-    const fc_group *g = &as_group(obj)->core;
-    if (value != Py_None) {
-        PyErr_SetString(PyExc_TypeError, "_partial_reduce_output can only be set to None");
-        return -1;
-    }
-    for (size_t i = 0; i < g->members.count; i++) {
-        fc_param_set_partial(g->members.params[i], NULL);
-    }
-    return 0;
-}
-
-static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
-    bool keep = false;
-    (void)closure;
-    if (fcpy_set_bool(value, &keep) != 0) {
-        return -1;
-    }
-    fc_group_set_keep_storage(&as_group(obj)->core, keep);
-    return 0;
-}
-
-#define GROUP_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_group, core.field))
-#define GROUP_FLAG(name, field, doc) {name, get_flag, set_flag, doc, GROUP_OFFSET(field)}
-
-static PyGetSetDef group_getset[] = {
-    {"fsdp_params", get_params, NULL, "List of the group's Params (a copy).", NULL},
-    {"comm_ctx", get_comm, set_comm, "The CommContext shared under one root.", NULL},
-    {"_training_state", get_training, set_training, "TrainingState of the group.", NULL},
-    {"_sharded_state", get_sharded, NULL, "ShardedState of the group.", NULL},
-    {"is_sharded", is_state, NULL, "Whether the sharded parameters are registered.",
-     (void *)FC_SHARDED},
-    {"is_sharded_post_forward", is_state, NULL, "Whether resharded to a smaller mesh.",
-     (void *)FC_SHARDED_POST_FORWARD},
-    {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.",
-     (void *)FC_UNSHARDED},
-    {"gradient_divide_factor", get_divide_factor, set_divide_factor,
-     "Divisor of the sum of gradients; None: mean.", NULL},
-    {"_module_fqn", get_fqn, set_fqn,
-     "Names of the group's modules from the root, after lazy init.", NULL},
-    {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.",
-     NULL},
-    {"_post_forward_indices", get_positions, NULL, "Positions in the post-forward order (a copy).",
-     NULL},
-    {"_orig_dtype", get_dtype, set_dtype, "dtype of the trainable parameters, or None.",
-     (void *)offsetof(fcpy_group, orig_dtype)},
-    {"_reduce_dtype", get_dtype, set_dtype, "dtype gradients are reduced in, or None.",
-     GROUP_OFFSET(reducer.reduce_dtype)},
-    GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),
-    GROUP_FLAG("all_reduce_grads", reducer.all_reduce_grads,
-               "HSDP only: whether backward all-reduces."),
-    GROUP_FLAG("_reshard_after_forward", settings.reshard_after_forward,
-               "Whether forward ends sharded."),
-    GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,
-               "Whether backward ends sharded."),
-    GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
-               "Whether hooks unshard on the current stream."),
-    GROUP_FLAG("unshard_in_backward", settings.unshard_in_backward,
-               "Whether backward needs the parameters."),
-    GROUP_FLAG("force_sum_reduction_for_comms", reducer.force_sum,
-               "Reduce with SUM only and divide separately."),
-    GROUP_FLAG("reduce_scatter_unused_params", reducer.reduce_unused,
-               "Reduce zeros for parameters without gradient."),
-    {"_keep_unsharded_storage", get_flag, set_keep_storage,
-     "Whether resharding leaves the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
-    {"_deferred", get_flag, NULL, "Whether a backward has left gradients for a later reduction.",
-     GROUP_OFFSET(deferred)},
-    {"_hosted_gather", get_flag, set_flag, "Whether _host_gather() gathers.",
-     (void *)offsetof(fcpy_group, hosted_gather)},
-    {"_hosted_reduce", get_flag, set_flag, "Whether _host_reduce() reduces.",
-     (void *)offsetof(fcpy_group, hosted_reduce)},
-    GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether _run_reduce_hook() is called."),
-    {"_bucket_bytes", fcpy_group_get_bucket_bytes, fcpy_group_set_bucket_bytes,
-     "Bytes of gradients at which a bucket is full; 0: all are reduced at once.", NULL},
-    {"_buckets", fcpy_group_get_buckets, NULL,
-     "List of (first, end) of fsdp_params, in the order in which they are reduced.", NULL},
-    {"_param_group_index", get_size, NULL, "Which of its unit's groups this is.",
-     GROUP_OFFSET(place.index)},
-    {"_num_param_groups", get_size, NULL, "How many groups its unit has.",
-     GROUP_OFFSET(place.siblings)},
-    {"_partial_reduce_output", get_partial, set_partial,
-     "True while gradients were reduce-scattered but not all-reduced, else None; None drops them.",
-     NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
 static PyMemberDef group_members[] = {
     {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_group, dict), READONLY, NULL},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_group, weakrefs), READONLY, NULL},
@@ -588,7 +417,7 @@ static PyType_Slot group_slots[] = {
     {Py_tp_dealloc, (void *)group_dealloc},
     {Py_tp_traverse, (void *)group_traverse},
     {Py_tp_clear, (void *)group_clear},
-    {Py_tp_getset, group_getset},
+    {Py_tp_getset, fcpy_group_getset},
     {Py_tp_methods, group_methods},
     {Py_tp_members, group_members},
     {Py_tp_doc, "ParamGroup(params, comm_ctx, device, pg_name, world, rank, module_count): "

@@ -22,8 +22,8 @@ int fcpy_state_raise(const fcpy_state *self, fc_status status) {
 
 int fcpy_state_forget_runs(const fcpy_state *self) {
     PyObject *states = ((fcpy_iteration *)self->iteration)->all_states;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(states); i++) {
-        if (PySet_Clear(as_state(PyList_GET_ITEM(states, i))->modules_to_run) != 0) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(states); i++) {
+        if (PySet_Clear(as_state(PyTuple_GET_ITEM(states, i))->modules_to_run) != 0) {
             return -1;
         }
     }
@@ -50,9 +50,9 @@ static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->output_dtype = FCT_NO_DTYPE;
     Py_INCREF(Py_None);
     self->is_root = Py_None;
-    self->groups = PyList_New(0);
-    self->forward_prefetch = PyList_New(0);
-    self->backward_prefetch = PyList_New(0);
+    self->groups = PyTuple_New(0);
+    self->forward_prefetch = PyTuple_New(0);
+    self->backward_prefetch = PyTuple_New(0);
     self->modules_to_run = PySet_New(NULL);
     if (self->groups == NULL || self->forward_prefetch == NULL || self->backward_prefetch == NULL ||
         self->modules_to_run == NULL) {
@@ -75,16 +75,19 @@ static int state_traverse(PyObject *obj, visitproc visit, void *arg) {
     return 0;
 }
 
-/* Lists, contexts: the core's arrays go with them. */
+/* The core's arrays go with the tuples. What is left is a state without contexts, as a new one. */
 static int state_clear(PyObject *obj) {
     fcpy_state *self = as_state(obj);
+    const fct_device cpu = {FCT_DEVICE_CPU, -1};
     fc_state_fini(&self->core);
-    Py_CLEAR(self->groups);
-    Py_CLEAR(self->forward_prefetch);
-    Py_CLEAR(self->backward_prefetch);
+    fc_state_init(&self->core, self, NULL, NULL, cpu);
+    PyObject **const tuples[] = {&self->groups, &self->forward_prefetch, &self->backward_prefetch};
+    for (size_t i = 0; i < sizeof tuples / sizeof tuples[0]; i++) {
+        PyObject *empty = PyTuple_New(0); /* the interpreter has it */
+        Py_XSETREF(*tuples[i], empty);
+    }
     Py_CLEAR(self->iteration);
     Py_CLEAR(self->comm);
-    Py_CLEAR(self->modules_to_run);
     Py_CLEAR(self->dict);
     return 0;
 }
@@ -93,10 +96,15 @@ static void state_dealloc(PyObject *obj) {
     fcpy_state *self = as_state(obj);
     PyTypeObject *type = Py_TYPE(obj);
     PyObject_GC_UnTrack(obj);
+    fc_state_fini(&self->core); /* from here on no iteration leads to it */
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(obj);
     }
     (void)state_clear(obj);
+    Py_CLEAR(self->groups);
+    Py_CLEAR(self->forward_prefetch);
+    Py_CLEAR(self->backward_prefetch);
+    Py_CLEAR(self->modules_to_run);
     Py_CLEAR(self->is_root);
     type->tp_free(obj);
     Py_DECREF(type);
@@ -104,77 +112,57 @@ static void state_dealloc(PyObject *obj) {
 
 /* ---- State: attributes ---- */
 
-static PyObject *copy_of(PyObject *list) {
-    return PyList_GetSlice(list, 0, PyList_GET_SIZE(list));
-}
-
-/* Core pointers of a list's items, `offset` bytes into each object; NULL with MemoryError. */
-static void **core_array(PyObject *list, size_t offset) {
-    size_t count = (size_t)PyList_GET_SIZE(list);
-    void **array = (void **)malloc((count > 0 ? count : 1) * sizeof *array);
-    if (array == NULL) {
-        PyErr_NoMemory();
-        return NULL;
+/* A tuple (taken) of what the core has in an array, in the place of another one. */
+static int replace_tuple(const fcpy_state *self, PyObject **tuple, void **array, size_t *count,
+                         PyObject *fresh, size_t offset) {
+    void *made = fresh != NULL ? fcpy_core_array(fresh, offset) : NULL;
+    if (made == NULL) {
+        Py_XDECREF(fresh);
+        return -1;
     }
-    for (size_t i = 0; i < count; i++) {
-        array[i] = (char *)PyList_GET_ITEM(list, (Py_ssize_t)i) + offset;
-    }
-    return array;
+    PyObject *old = *tuple;
+    void *old_array = *array;
+    *tuple = fresh;
+    *array = made;
+    *count = (size_t)PyTuple_GET_SIZE(fresh);
+    fcpy_retire_block(self->mod, old_array);
+    fcpy_retire(self->mod, old);
+    return 0;
 }
 
 static PyObject *get_groups(PyObject *obj, void *closure) {
     (void)closure;
-    return copy_of(as_state(obj)->groups);
+    return PySequence_List(as_state(obj)->groups);
 }
 
 static int set_groups(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_state *self = as_state(obj);
-    if (fcpy_check_list(value, self->mod->group_type, "_fsdp_param_groups") != 0) {
-        return -1;
+    PyObject *fresh = fcpy_tuple_of(value, self->mod->group_type, "_fsdp_param_groups");
+    for (Py_ssize_t i = 0; fresh != NULL && i < PyTuple_GET_SIZE(fresh); i++) {
+        if (!fcpy_group_ready((fcpy_group *)PyTuple_GET_ITEM(fresh, i))) {
+            Py_CLEAR(fresh);
+        }
     }
-    PyObject *copy = copy_of(value);
-    void **array = copy != NULL ? core_array(copy, offsetof(fcpy_group, core)) : NULL;
-    if (array == NULL) {
-        Py_XDECREF(copy);
-        return -1;
-    }
-    free((void *)self->core.groups);
-    self->core.groups = (fc_group **)array;
-    self->core.group_count = (size_t)PyList_GET_SIZE(copy);
-    Py_SETREF(self->groups, copy);
-    return 0;
+    return replace_tuple(self, &self->groups, (void **)&self->core.groups, &self->core.group_count,
+                         fresh, offsetof(fcpy_group, core));
 }
 
 static PyObject *get_prefetch(PyObject *obj, void *closure) {
-    return copy_of(closure == NULL ? as_state(obj)->forward_prefetch
-                                   : as_state(obj)->backward_prefetch);
+    return PySequence_List(closure == NULL ? as_state(obj)->forward_prefetch
+                                           : as_state(obj)->backward_prefetch);
 }
 
 static int set_prefetch(PyObject *obj, PyObject *value, void *closure) {
     fcpy_state *self = as_state(obj);
-    if (fcpy_check_list(value, self->mod->state_type, "the states to prefetch") != 0) {
-        return -1;
-    }
-    PyObject *copy = copy_of(value);
-    void **array = copy != NULL ? core_array(copy, offsetof(fcpy_state, core)) : NULL;
-    if (array == NULL) {
-        Py_XDECREF(copy);
-        return -1;
-    }
-    size_t count = (size_t)PyList_GET_SIZE(copy);
+    fc_state *core = &self->core;
+    PyObject *fresh = fcpy_tuple_of(value, self->mod->state_type, "the states to prefetch");
     if (closure == NULL) {
-        free((void *)self->core.forward_prefetch);
-        self->core.forward_prefetch = (fc_state **)array;
-        self->core.forward_prefetch_count = count;
-        Py_SETREF(self->forward_prefetch, copy);
-    } else {
-        free((void *)self->core.backward_prefetch);
-        self->core.backward_prefetch = (fc_state **)array;
-        self->core.backward_prefetch_count = count;
-        Py_SETREF(self->backward_prefetch, copy);
+        return replace_tuple(self, &self->forward_prefetch, (void **)&core->forward_prefetch,
+                             &core->forward_prefetch_count, fresh, offsetof(fcpy_state, core));
     }
-    return 0;
+    return replace_tuple(self, &self->backward_prefetch, (void **)&core->backward_prefetch,
+                         &core->backward_prefetch_count, fresh, offsetof(fcpy_state, core));
 }
 
 static PyObject *get_iteration(PyObject *obj, void *closure) {
@@ -189,9 +177,15 @@ static int set_iteration(PyObject *obj, PyObject *value, void *closure) {
         PyErr_SetString(PyExc_TypeError, "_state_ctx must be an IterationContext");
         return -1;
     }
+    fc_iteration *before = self->core.iteration;
+    if (before != NULL && before->forward_root == &self->core) {
+        before->forward_root = NULL; /* an iteration borrows only from states that have it */
+    }
+    PyObject *old = self->iteration;
     self->core.iteration = &((fcpy_iteration *)value)->core;
     Py_INCREF(value);
-    Py_XSETREF(self->iteration, value);
+    self->iteration = value;
+    fcpy_retire(self->mod, old);
     return 0;
 }
 
@@ -209,8 +203,10 @@ static int set_comm(PyObject *obj, PyObject *value, void *closure) {
     }
     self->core.comm = &((fcpy_comm *)value)->core;
     self->core.device = self->core.comm->device;
+    PyObject *old = self->comm;
     Py_INCREF(value);
-    Py_XSETREF(self->comm, value);
+    self->comm = value;
+    fcpy_retire(self->mod, old);
     return 0;
 }
 
@@ -298,7 +294,9 @@ static PyObject *state_pre_forward(PyObject *obj, PyObject *args) {
     }
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
+    fcpy_calls_enter(as_state(obj)->mod);
     const int failed = fcpy_state_pre_forward(as_state(obj), module, &inputs, &kwargs);
+    fcpy_calls_leave(as_state(obj)->mod);
     return fcpy_give_pair(failed, inputs, kwargs);
 }
 
@@ -312,7 +310,9 @@ static PyObject *state_root_pre_forward(PyObject *obj, PyObject *args) {
     }
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
+    fcpy_calls_enter(as_state(obj)->mod);
     const int failed = fcpy_state_begin_forward(as_state(obj), &inputs, &kwargs);
+    fcpy_calls_leave(as_state(obj)->mod);
     return fcpy_give_pair(failed, inputs, kwargs);
 }
 
@@ -323,66 +323,70 @@ static PyObject *state_post_forward(PyObject *obj, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOO", &module, &inputs, &output)) {
         return NULL;
     }
-    return fcpy_state_post_forward(as_state(obj), module, inputs, output);
+    fcpy_calls_enter(as_state(obj)->mod);
+    PyObject *result = fcpy_state_post_forward(as_state(obj), module, inputs, output);
+    fcpy_calls_leave(as_state(obj)->mod);
+    return result;
+}
+
+/* Runs what works on a state with contexts; `result` (borrowed) where that succeeds. */
+static PyObject *run_ready(fcpy_state *self, int (*run)(fcpy_state *self), PyObject *result) {
+    if (!fcpy_state_ready(self)) {
+        return NULL;
+    }
+    fcpy_calls_enter(self->mod);
+    const int failed = run(self);
+    fcpy_calls_leave(self->mod);
+    if (failed) {
+        return NULL;
+    }
+    Py_INCREF(result);
+    return result;
+}
+
+static int status_of(const fcpy_state *self, fc_status status) {
+    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
 
 static PyObject *state_pre_backward(PyObject *obj, PyObject *grad) {
-    if (!fcpy_state_ready(as_state(obj)) || fcpy_state_pre_backward(as_state(obj)) != 0) {
-        return NULL;
-    }
-    Py_INCREF(grad);
-    return grad;
+    return run_ready(as_state(obj), fcpy_state_pre_backward, grad);
 }
 
 static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
     (void)unused;
-    if (!fcpy_state_ready(as_state(obj)) || fcpy_state_end_backward(as_state(obj)) != 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return run_ready(as_state(obj), fcpy_state_end_backward, Py_None);
 }
 
-static PyObject *none_or_raise(const fcpy_state *self, fc_status status) {
-    if (status != FC_OK) {
-        (void)fcpy_state_raise(self, status);
-        return NULL;
-    }
-    Py_RETURN_NONE;
+static int run_finalize(fcpy_state *self) {
+    return status_of(self, fc_iteration_finalize(self->core.iteration));
 }
 
 static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
     (void)unused;
-    fcpy_state *self = as_state(obj);
-    if (!fcpy_state_ready(self)) {
-        return NULL;
-    }
-    return none_or_raise(self, fc_iteration_finalize(self->core.iteration));
+    return run_ready(as_state(obj), run_finalize, Py_None);
+}
+
+static int run_complete(fcpy_state *self) {
+    return status_of(self, fc_iteration_complete(self->core.iteration, self->core.comm));
 }
 
 static PyObject *state_complete(PyObject *obj, PyObject *unused) {
     (void)unused;
-    fcpy_state *self = as_state(obj);
-    if (!fcpy_state_ready(self)) {
-        return NULL;
+    return run_ready(as_state(obj), run_complete, Py_None);
+}
+
+static int run_reset(fcpy_state *self) {
+    if (self->is_root == Py_False) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "reset_iter_state must be called on the root FSDP module");
+        return -1;
     }
-    return none_or_raise(self, fc_iteration_complete(self->core.iteration, self->core.comm));
+    return fcpy_state_forget_runs(self) == 0 ? status_of(self, fc_state_reset(&self->core)) : -1;
 }
 
 static PyObject *state_reset(PyObject *obj, PyObject *unused) {
     (void)unused;
-    fcpy_state *self = as_state(obj);
-    if (!fcpy_state_ready(self)) {
-        return NULL;
-    }
-    if (self->is_root == Py_False) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "reset_iter_state must be called on the root FSDP module");
-        return NULL;
-    }
-    if (fcpy_state_forget_runs(self) != 0) {
-        return NULL;
-    }
-    return none_or_raise(self, fc_state_reset(&self->core));
+    return run_ready(as_state(obj), run_reset, Py_None);
 }
 
 static PyMethodDef state_methods[] = {

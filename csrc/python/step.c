@@ -24,7 +24,9 @@ static fcpy_group *group_at(const fcpy_state *self, size_t index) {
 /* A backward within a compiled function: what it calls is not to be compiled, as in forward. */
 static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) {
     PyObject *paused = fcpy_dynamo_pause(mod);
+    fcpy_calls_enter(mod);
     int result = run(owner);
+    fcpy_calls_leave(mod);
     fcpy_dynamo_resume(mod, paused);
     return result;
 }
@@ -410,8 +412,8 @@ static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
         return output;
     }
     PyObject *states = ((fcpy_iteration *)root->iteration)->all_states;
-    for (Py_ssize_t i = PyList_GET_SIZE(states); output != NULL && i-- > 0;) {
-        fcpy_state *state = (fcpy_state *)PyList_GET_ITEM(states, i);
+    for (Py_ssize_t i = PyTuple_GET_SIZE(states); output != NULL && i-- > 0;) {
+        fcpy_state *state = (fcpy_state *)PyTuple_GET_ITEM(states, i);
         if (state != root && PySet_GET_SIZE(state->modules_to_run) > 0) {
             output = complete_partial(state, output);
         }

@@ -241,14 +241,23 @@ done:
     return result;
 }
 
+/* New tuple of the tensors in a structure of any kind that require grad. */
+static PyObject *collect_tensors(fcpy_module *mod, PyObject *obj) {
+    PyObject *tensors = PyObject_CallOneArg(mod->bound.collect_grad_tensors, obj);
+    if (tensors != NULL && !PyTuple_Check(tensors)) {
+        PyErr_SetString(PyExc_TypeError, "collect_grad_tensors must return a tuple");
+        Py_CLEAR(tensors);
+    }
+    return tensors;
+}
+
 static int insert_general(fcpy_module *mod, const fct_hook *hook, PyObject **args,
                           PyObject **kwargs) {
     int result = -1;
     PyObject *list = NULL;
     PyObject *iterator = NULL;
     PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
-    PyObject *tensors =
-        pair != NULL ? PyObject_CallOneArg(mod->bound.collect_grad_tensors, pair) : NULL;
+    PyObject *tensors = pair != NULL ? collect_tensors(mod, pair) : NULL;
     if (tensors == NULL) {
         goto done;
     }
@@ -312,7 +321,7 @@ int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, P
     if (kind != 0) {
         return kind == 2 && wants_node(output) ? hook_one(mod, state, hook, output) : 0;
     }
-    PyObject *tensors = PyObject_CallOneArg(mod->bound.collect_grad_tensors, output);
+    PyObject *tensors = collect_tensors(mod, output);
     if (tensors == NULL) {
         return -1;
     }

@@ -1,0 +1,267 @@
+/* A ParamGroup's attributes as Python sees them. Owns nothing. */
+#include "objects.h"
+
+#include <math.h>
+
+static fcpy_group *as_group(PyObject *obj) {
+    return (fcpy_group *)obj;
+}
+
+int fcpy_group_check_device(const fc_comm *comm, fct_device device) {
+    if (comm->device.type != device.type) {
+        PyErr_SetString(PyExc_ValueError,
+                        "the communication context is for another kind of device than the group");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *get_flag(PyObject *obj, void *closure) {
+    return PyBool_FromLong(*(bool *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static int set_flag(PyObject *obj, PyObject *value, void *closure) {
+    return fcpy_set_bool(value, (bool *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static PyObject *get_dtype(PyObject *obj, void *closure) {
+    return fcpy_get_dtype(*(fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static int set_dtype(PyObject *obj, PyObject *value, void *closure) {
+    return fcpy_set_dtype(value, (fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static PyObject *get_params(PyObject *obj, void *closure) {
+    (void)closure;
+    PyObject *params = as_group(obj)->params;
+    return params != NULL ? PySequence_List(params) : PyList_New(0);
+}
+
+static PyObject *get_comm(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_or_none(as_group(obj)->comm);
+}
+
+static int set_comm(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_group *self = as_group(obj);
+    if (value == NULL || !PyObject_TypeCheck(value, self->mod->comm_type)) {
+        PyErr_SetString(PyExc_TypeError, "comm_ctx must be a fsdp_c CommContext");
+        return -1;
+    }
+    if (!fcpy_group_ready(self) ||
+        fcpy_group_check_device(&((fcpy_comm *)value)->core, self->core.members.device) != 0) {
+        return -1;
+    }
+    fc_status status = fc_group_set_comm(&self->core, &((fcpy_comm *)value)->core);
+    if (status != FC_OK) {
+        return fcpy_raise(status, self->core.members.comm->error.message);
+    }
+    PyObject *old = self->comm;
+    Py_INCREF(value);
+    self->comm = value;
+    fcpy_retire(self->mod, old);
+    return 0;
+}
+
+static PyObject *get_training(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_training_state(as_group(obj)->mod, as_group(obj)->core.training_state);
+}
+
+static int set_training(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    return fcpy_parse_training_state(as_group(obj)->mod, value,
+                                     &as_group(obj)->core.training_state);
+}
+
+static PyObject *get_sharded(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_sharded_state(as_group(obj)->mod, as_group(obj)->core.sharded_state);
+}
+
+static PyObject *is_state(PyObject *obj, void *closure) {
+    return PyBool_FromLong((uintptr_t)as_group(obj)->core.sharded_state == (uintptr_t)closure);
+}
+
+static PyObject *get_divide_factor(PyObject *obj, void *closure) {
+    (void)closure;
+    const fc_group *g = &as_group(obj)->core;
+    if (!g->reducer.has_divide_factor) {
+        Py_RETURN_NONE;
+    }
+    return PyFloat_FromDouble(g->reducer.divide_factor);
+}
+
+static int set_divide_factor(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fc_group *g = &as_group(obj)->core;
+    if (value == NULL || value == Py_None) {
+        g->reducer.has_divide_factor = false;
+        return 0;
+    }
+    double factor = PyFloat_AsDouble(value);
+    if (factor == -1.0 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (!(factor > 0.0) || isinf(factor)) {
+        PyErr_Format(PyExc_ValueError,
+                     "the gradient divide factor must be positive and finite, got %R", value);
+        return -1;
+    }
+    g->reducer.divide_factor = factor;
+    g->reducer.has_divide_factor = true;
+    return 0;
+}
+
+static PyObject *get_fqn(PyObject *obj, void *closure) {
+    (void)closure;
+    return fcpy_or_none(as_group(obj)->fqn);
+}
+
+static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fcpy_group *self = as_group(obj);
+    const char *text = NULL;
+    if (value != NULL && value != Py_None) {
+        text = PyUnicode_AsUTF8(value);
+        if (text == NULL) {
+            return -1;
+        }
+        Py_INCREF(value);
+    } else {
+        value = NULL;
+    }
+    PyObject *old = self->fqn;
+    self->fqn = value;
+    self->core.members.name = text;
+    fcpy_retire(self->mod, old);
+    return 0;
+}
+
+static PyObject *get_pending(PyObject *obj, void *closure) {
+    (void)closure;
+    if (as_group(obj)->core.gather.flight.active) {
+        Py_RETURN_TRUE;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *get_positions(PyObject *obj, void *closure) {
+    (void)closure;
+    const fc_positions *positions = &as_group(obj)->core.positions;
+    PyObject *list = PyList_New((Py_ssize_t)positions->count);
+    for (size_t i = 0; list != NULL && i < positions->count; i++) {
+        PyObject *number = PyLong_FromSize_t(positions->items[i]);
+        if (number == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, number);
+    }
+    return list;
+}
+
+static PyObject *get_size(PyObject *obj, void *closure) {
+    return PyLong_FromSize_t(*(size_t *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
+}
+
+static PyObject *get_partial(PyObject *obj, void *closure) {
+    (void)closure;
+    const fc_group *g = &as_group(obj)->core;
+    for (size_t i = 0; i < g->members.count; i++) {
+        if (g->members.params[i]->partial != NULL) {
+            Py_RETURN_TRUE;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* Only dropped. */
+static int set_partial(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    const fc_group *g = &as_group(obj)->core;
+    if (value != Py_None) {
+        PyErr_SetString(PyExc_TypeError, "_partial_reduce_output can only be set to None");
+        return -1;
+    }
+    for (size_t i = 0; i < g->members.count; i++) {
+        fc_param_set_partial(g->members.params[i], NULL);
+    }
+    return 0;
+}
+
+static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
+    bool keep = false;
+    (void)closure;
+    if (!fcpy_group_ready(as_group(obj)) || fcpy_set_bool(value, &keep) != 0) {
+        return -1;
+    }
+    fc_group_set_keep_storage(&as_group(obj)->core, keep);
+    return 0;
+}
+
+#define GROUP_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_group, core.field))
+#define GROUP_FLAG(name, field, doc) {name, get_flag, set_flag, doc, GROUP_OFFSET(field)}
+
+PyGetSetDef fcpy_group_getset[] = {
+    {"fsdp_params", get_params, NULL, "List of the group's Params (a copy).", NULL},
+    {"comm_ctx", get_comm, set_comm, "The CommContext shared under one root.", NULL},
+    {"_training_state", get_training, set_training, "TrainingState of the group.", NULL},
+    {"_sharded_state", get_sharded, NULL, "ShardedState of the group.", NULL},
+    {"is_sharded", is_state, NULL, "Whether the sharded parameters are registered.",
+     (void *)FC_SHARDED},
+    {"is_sharded_post_forward", is_state, NULL, "Whether resharded to a smaller mesh.",
+     (void *)FC_SHARDED_POST_FORWARD},
+    {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.",
+     (void *)FC_UNSHARDED},
+    {"gradient_divide_factor", get_divide_factor, set_divide_factor,
+     "Divisor of the sum of gradients; None: mean.", NULL},
+    {"_module_fqn", get_fqn, set_fqn,
+     "Names of the group's modules from the root, after lazy init.", NULL},
+    {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.",
+     NULL},
+    {"_post_forward_indices", get_positions, NULL, "Positions in the post-forward order (a copy).",
+     NULL},
+    {"_orig_dtype", get_dtype, set_dtype, "dtype of the trainable parameters, or None.",
+     (void *)offsetof(fcpy_group, orig_dtype)},
+    {"_reduce_dtype", get_dtype, set_dtype, "dtype gradients are reduced in, or None.",
+     GROUP_OFFSET(reducer.reduce_dtype)},
+    GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),
+    GROUP_FLAG("all_reduce_grads", reducer.all_reduce_grads,
+               "HSDP only: whether backward all-reduces."),
+    GROUP_FLAG("_reshard_after_forward", settings.reshard_after_forward,
+               "Whether forward ends sharded."),
+    GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,
+               "Whether backward ends sharded."),
+    GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
+               "Whether hooks unshard on the current stream."),
+    GROUP_FLAG("unshard_in_backward", settings.unshard_in_backward,
+               "Whether backward needs the parameters."),
+    GROUP_FLAG("force_sum_reduction_for_comms", reducer.force_sum,
+               "Reduce with SUM only and divide separately."),
+    GROUP_FLAG("reduce_scatter_unused_params", reducer.reduce_unused,
+               "Reduce zeros for parameters without gradient."),
+    {"_keep_unsharded_storage", get_flag, set_keep_storage,
+     "Whether resharding leaves the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
+    {"_deferred", get_flag, NULL, "Whether a backward has left gradients for a later reduction.",
+     GROUP_OFFSET(deferred)},
+    {"_hosted_gather", get_flag, set_flag, "Whether _host_gather() gathers.",
+     (void *)offsetof(fcpy_group, hosted_gather)},
+    {"_hosted_reduce", get_flag, set_flag, "Whether _host_reduce() reduces.",
+     (void *)offsetof(fcpy_group, hosted_reduce)},
+    GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether _run_reduce_hook() is called."),
+    {"_bucket_bytes", fcpy_group_get_bucket_bytes, fcpy_group_set_bucket_bytes,
+     "Bytes of gradients at which a bucket is full; 0: all are reduced at once.", NULL},
+    {"_buckets", fcpy_group_get_buckets, NULL,
+     "List of (first, end) of fsdp_params, in the order in which they are reduced.", NULL},
+    {"_param_group_index", get_size, NULL, "Which of its unit's groups this is.",
+     GROUP_OFFSET(place.index)},
+    {"_num_param_groups", get_size, NULL, "How many groups its unit has.",
+     GROUP_OFFSET(place.siblings)},
+    {"_partial_reduce_output", get_partial, set_partial,
+     "True while gradients were reduce-scattered but not all-reduced, else None; None drops them.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};

@@ -1,0 +1,67 @@
+/* What attributes held before they were set anew. The core borrows pointers to groups, states,
+ * parameters and tensors, and calls foreign code (modules' own __setattr__, users' hooks) in between,
+ * which may replace them. While any call is under way they are kept in mod->retired. */
+#include "objects.h"
+
+void fcpy_calls_enter(fcpy_module *mod) {
+    mod->calls++;
+}
+
+void fcpy_calls_leave(fcpy_module *mod) {
+    if (--mod->calls > 0 || mod->retired == NULL) {
+        return;
+    }
+    PyObject *retired = mod->retired;
+    mod->retired = NULL;
+    void *error = fct_error_set_aside();
+    Py_DECREF(retired);
+    fct_error_put_back(error);
+}
+
+void fcpy_retire(fcpy_module *mod, PyObject *obj) {
+    if (obj == NULL) {
+        return;
+    }
+    if (mod->calls > 0) {
+        void *error = fct_error_set_aside();
+        if (mod->retired == NULL) {
+            mod->retired = PyList_New(0);
+        }
+        if (mod->retired == NULL || PyList_Append(mod->retired, obj) != 0) {
+            Py_INCREF(obj); /* no memory to remember it in: it stays for good */
+        }
+        fct_error_put_back(error);
+    }
+    Py_DECREF(obj);
+}
+
+/* Where there is no memory for the capsule the pointer's target stays for good. */
+static void retire_pointer(fcpy_module *mod, void *pointer, const char *name,
+                           PyCapsule_Destructor destructor) {
+    void *error = fct_error_set_aside();
+    fcpy_retire(mod, PyCapsule_New(pointer, name, destructor));
+    fct_error_put_back(error);
+}
+
+static void release_tensor(PyObject *capsule) {
+    fct_tensor_release((fct_tensor *)PyCapsule_GetPointer(capsule, "tensor"));
+}
+
+void fcpy_retire_tensor(fcpy_module *mod, fct_tensor *tensor) {
+    if (tensor != NULL && mod->calls > 0) {
+        fct_tensor_retain(tensor);
+        retire_pointer(mod, tensor, "tensor", release_tensor);
+    }
+}
+
+static void free_block(PyObject *capsule) {
+    free(PyCapsule_GetPointer(capsule, "block"));
+}
+
+void fcpy_retire_block(fcpy_module *mod, void *block) {
+    if (block == NULL || mod->calls == 0) {
+        free(block);
+    } else {
+        retire_pointer(mod, block, "block", free_block);
+    }
+}

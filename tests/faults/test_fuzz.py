@@ -1,0 +1,25 @@
+"""No sequence of calls with wrong arguments takes the process down."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = int(os.environ.get("FSDP_C_FUZZ", "40"))
+"""Programs to run; always the same ones. Another seed: ``fuzz.py`` by hand."""
+
+
+def test_the_process_survives_random_programs() -> None:
+    env = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": str(HERE.parent.parent)}
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "fuzz.py"), str(EXAMPLES)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60 + EXAMPLES,
+    )
+    assert ran.returncode == 0, ran.stdout[-8000:]
