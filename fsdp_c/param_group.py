@@ -30,6 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from . import _C, zero_grad
 from .compat import GroupOfOlderTorch
 from .guard import shows
+from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
 from .param import Param
 
 
@@ -83,8 +84,6 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         comm_ctx: Communication context of the state until lazy init shares the root's.
     """
 
-    mesh_info: Any  # one of torch's classes of mesh infos
-
     # Of torch's groups; here the core has the events and buffers, and waits for them.
     _post_reduce_event = None
     _all_reduce_state = None
@@ -103,11 +102,12 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     ) -> None:
         name, world, rank = None, 1, 0
         if isinstance(mesh_info, FSDPMeshInfo):
-            name = mesh_info.shard_process_group.group_name
+            name = name_of(mesh_info.shard_process_group)
             world, rank = mesh_info.shard_mesh_size, mesh_info.shard_mesh_rank
         _C.ParamGroup.__init__(self, params, comm_ctx, device, name, world, rank, len(modules))
         self.modules = modules
-        self.mesh_info = mesh_info
+        self._mesh_info: Any = mesh_info  # one of torch's classes of mesh infos
+        self._smaller_mesh_info: Any = None
         self.device = device
         self.device_handle = _get_device_handle(device.type)
         self.mp_policy = mp_policy
@@ -127,19 +127,68 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._host_events: list[Any] = []
         self._offloaded: Any = None
         zero_grad.watch(self)
-        if isinstance(mesh_info, DDPMeshInfo):
-            self._set_link(
-                "replicate",
-                mesh_info.replicate_process_group.group_name,
-                mesh_info.replicate_mesh_size,
-                mesh_info.replicate_mesh_rank,
-            )
+        watch(mesh_info, self)
         self.post_forward_mesh_info = post_forward_mesh_info
-        self._update_hosted()
         for param in params:
             param._group = weakref.ref(self)
 
     # ---- meshes and process groups ----
+
+    @property
+    def mesh_info(self) -> Any:
+        """The mesh: its shard dimension, its replicate dimension, or both."""
+        return self._mesh_info
+
+    @mesh_info.setter
+    def mesh_info(self, value: DataParallelMeshInfo) -> None:
+        before = self._mesh_info
+        self._mesh_info = value
+        try:
+            self._follow_mesh_infos()
+        except BaseException:
+            self._mesh_info = before
+            raise
+        unwatch(before, self)
+        watch(value, self)
+
+    def _follow_mesh_infos(self) -> None:
+        """Takes the process groups from the mesh infos as they are now.
+
+        Raises:
+            ValueError: one has other ranks than the parameters are sharded for.
+        """
+        info, smaller = self._mesh_info, self._smaller_mesh_info
+        found: list[tuple[str, Any, int, int]] = []
+        if isinstance(info, FSDPMeshInfo):
+            size, rank = info.shard_mesh_size, info.shard_mesh_rank
+            found.append(("shard", info.shard_process_group, size, rank))
+            found.append(("scatter", info.reduce_scatter_process_group, size, rank))
+        if smaller is not None:
+            size, rank = smaller.shard_mesh_size, smaller.shard_mesh_rank
+            found.append(("forward", smaller.shard_process_group, size, rank))
+        if isinstance(info, DDPMeshInfo):
+            size, rank = info.replicate_mesh_size, info.replicate_mesh_rank
+            found.append(("replicate", info.replicate_process_group, size, rank))
+        links = {kind: self._link_to(kind, *rest) for kind, *rest in found}
+        for kind in ("shard", "scatter", "forward", "replicate"):
+            if kind in links or kind != "shard":
+                self._set_link(kind, *links.get(kind, (None, 1, 0, None)))
+        self._update_hosted()
+
+    def _link_to(
+        self, kind: str, group: Any, size: int, rank: int
+    ) -> tuple[str | None, int, int, dist.ProcessGroup | None]:
+        """What the core is told of a process group (``None``: there is none)."""
+        if group is None:
+            return None, 1, 0, None
+        actual = extent(group, size, rank)
+        if kind != "replicate" and actual != (size, rank):
+            raise ValueError(
+                f"the {kind} process group of parameter group '{self._module_fqn or ''}' has rank "
+                f"{actual[1]} of {actual[0]}, but its parameters are sharded for "
+                f"rank {rank} of {size}: call fully_shard with a mesh of that process group"
+            )
+        return name_of(group), *actual, unregistered(group)
 
     @property
     def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
@@ -150,14 +199,16 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, value: FSDPMeshInfo | None) -> None:
-        self._smaller_mesh_info = None if value == self.mesh_info else value
+        if value is not None:
+            watch(value, self)  # before it is compared: which looks at the class
+        before = self._smaller_mesh_info
+        self._smaller_mesh_info = None if value == self._mesh_info else value
+        try:
+            self._follow_mesh_infos()
+        except BaseException:
+            self._smaller_mesh_info = before
+            raise
         self._reshard_after_forward = value is not None
-        if self._smaller_mesh_info is None:
-            self._set_link("forward", None, 1, 0)
-        else:
-            info = self._smaller_mesh_info
-            name = info.shard_process_group.group_name
-            self._set_link("forward", name, info.shard_mesh_size, info.shard_mesh_rank)
 
     @property
     def _use_post_forward_mesh(self) -> bool:
@@ -167,9 +218,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
     ) -> None:
         super()._set_separate_reduce_scatter_group(enable, new_groups)
-        info = self.mesh_info
-        name = info.reduce_scatter_process_group.group_name if enable else None
-        self._set_link("scatter", name, info.shard_mesh_size, info.shard_mesh_rank)
+        self._follow_mesh_infos()
 
     # ---- what users plug in ----
 
@@ -233,12 +282,18 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             for param in self.fsdp_params
         )
         fake = any(is_fake(param.sharded_param) for param in self.fsdp_params)
-        hosted = offloaded or fake
+        info = self._mesh_info
+        groups = [getattr(i, "shard_process_group", None) for i in (info, self._smaller_mesh_info)]
+        replicas = getattr(info, "replicate_process_group", None)
+        groups += [getattr(info, "reduce_scatter_process_group", None), replicas]
+        foreign = any(g is not None and not isinstance(g, dist.ProcessGroup) for g in groups)
+        elastic = replicas is not None and has_own_size(replicas)
+        hosted = offloaded or fake or foreign
         self._hosted_gather = (
             hosted or extended or type(self._all_gather_comm) is not stock.DefaultAllGather
         )
         self._hosted_reduce = (
-            hosted or type(self._reduce_scatter_comm) is not stock.DefaultReduceScatter
+            hosted or elastic or type(self._reduce_scatter_comm) is not stock.DefaultReduceScatter
         )
 
     # ---- data movement by torch's functions (called by the core, see csrc/core/host.h) ----

@@ -106,13 +106,20 @@ static int check_link(PyObject *params, int index, PyObject *name, long long wor
     return fits ? 0 : -1;
 }
 
-/* Points a link to the process group of that name; None: to none. */
-static int set_link(fcpy_group *self, int index, PyObject *name, long long world, long long rank) {
+/* Points a link to the process group of that name (None: to none), or to one that is given. */
+static int set_link(fcpy_group *self, int index, PyObject *name, long long world, long long rank,
+                    PyObject *group) {
     const char *text = name != Py_None ? PyUnicode_AsUTF8(name) : NULL;
     if (name != Py_None && text == NULL) {
         return -1;
     }
-    fc_link_set(link_at(&self->core.members, index), text, world, rank);
+    fct_pg *pg = NULL;
+    if (group != Py_None && fct_py_pg(group, &pg) != 0) {
+        return -1;
+    }
+    fc_link *link = link_at(&self->core.members, index);
+    fc_link_set(link, text, world, rank);
+    link->pg = pg; /* else resolved by its name at first use */
     PyObject *old = self->link_names[index];
     Py_INCREF(name);
     self->link_names[index] = name;
@@ -161,7 +168,7 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     self->params = tuple;
     Py_INCREF(comm);
     self->comm = comm;
-    return set_link(self, FCPY_LINK_SHARD, pg_name, world, rank);
+    return set_link(self, FCPY_LINK_SHARD, pg_name, world, rank, Py_None);
 }
 
 static int group_traverse(PyObject *obj, visitproc visit, void *arg) {
@@ -315,21 +322,22 @@ static PyObject *group_invalidate(PyObject *obj, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* _set_link(kind, name, world, rank) */
+/* _set_link(kind, name, world, rank, group=None) */
 static PyObject *group_set_link(PyObject *obj, PyObject *args) {
     static const char *const kinds[FCPY_LINKS] = {"shard", "scatter", "replicate", "forward"};
     const char *kind = NULL;
     PyObject *name = NULL;
     long long world = 0;
     long long rank = 0;
-    if (!PyArg_ParseTuple(args, "sOLL", &kind, &name, &world, &rank) ||
+    PyObject *group = Py_None;
+    if (!PyArg_ParseTuple(args, "sOLL|O", &kind, &name, &world, &rank, &group) ||
         !fcpy_group_ready(as_group(obj))) {
         return NULL;
     }
     for (int i = 0; i < FCPY_LINKS; i++) {
         if (strcmp(kind, kinds[i]) == 0) {
             if (check_link(as_group(obj)->params, i, name, world, rank) != 0 ||
-                set_link(as_group(obj), i, name, world, rank) != 0) {
+                set_link(as_group(obj), i, name, world, rank, group) != 0) {
                 return NULL;
             }
             Py_RETURN_NONE;
@@ -364,8 +372,9 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
 
 static PyMethodDef group_methods[] = {
     {"_set_link", group_set_link, METH_VARARGS,
-     "_set_link(kind, name, world, rank): the process group for 'shard', 'scatter', 'replicate' or "
-     "'forward' collectives; name None: none."},
+     "_set_link(kind, name, world, rank, group=None): the process group for 'shard', 'scatter', "
+     "'replicate' or 'forward' collectives, looked up by name where it is not given; name None: "
+     "none."},
     {"_set_unit", group_set_unit, METH_VARARGS,
      "_set_unit(unit, index, siblings): which of the groups of one fully_shard call this is."},
     {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,

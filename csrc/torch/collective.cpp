@@ -280,20 +280,34 @@ bool python_work_can_tell(pybind11::handle work) {
     return own.is(base) || !own.attr("is_completed").is(base.attr("is_completed"));
 }
 
+/* A new handle; `object` is what Python knows the group as. */
+fct_pg *open(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object object) {
+    auto pg = std::make_unique<fct_pg>();
+    pg->group = std::move(group);
+    const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
+    if (!own.is(pybind11::type::of<c10d::ProcessGroup>())) {
+        pg->python = std::move(object);
+    }
+    return pg.release();
+}
+
 } // namespace
 
 extern "C" {
 
 int fct_pg_resolve(const char *name, fct_pg **out) {
     return guarded("fct_pg_resolve", [&] {
-        auto pg = std::make_unique<fct_pg>();
-        pg->group = c10d::resolve_process_group(name);
-        pybind11::object object = pybind11::cast(pg->group);
-        const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
-        if (!own.is(pybind11::type::of<c10d::ProcessGroup>())) {
-            pg->python = std::move(object);
-        }
-        *out = pg.release();
+        auto group = c10d::resolve_process_group(name);
+        pybind11::object object = pybind11::cast(group);
+        *out = open(std::move(group), std::move(object));
+    });
+}
+
+int fct_py_pg(PyObject *obj, fct_pg **out) {
+    return guarded("fct_py_pg", [&] {
+        auto object = pybind11::reinterpret_borrow<pybind11::object>(obj);
+        auto group = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(object);
+        *out = open(std::move(group), std::move(object));
     });
 }
 

@@ -248,6 +248,8 @@ bool fct_dtype_is_floating(fct_dtype dtype);
  * anything else. */
 fct_dtype fct_py_dtype(struct _object *obj);
 FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
+/* New handle of a ProcessGroup object. */
+FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* torch.device objects. */
 FCT_CHECK int fct_py_device(struct _object *obj, fct_device *out);
 /* tensor.to(dtype) WITH autograd history (differentiable); new. For forward inputs and outputs. */

@@ -1,0 +1,93 @@
+"""torch's mesh infos, which tell parameter groups what is set on them.
+
+torch's FSDP2 asks a mesh info for its process groups at each collective, and libraries put others
+in their place (fault tolerance). The core holds its process groups, so it has to be told.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo
+
+if TYPE_CHECKING:
+    from .param_group import ParamGroup
+
+_USERS = "_fsdp_c_users"
+
+
+def _set_and_tell(self: Any, name: str, value: Any) -> None:
+    """All groups follow, or none does and the value stays as it was."""
+    absent = object()
+    before = self.__dict__.get(name, absent)
+    object.__setattr__(self, name, value)
+    users = list(self.__dict__.get(_USERS, ()))  # a new one of such a class has none
+    try:
+        for group in users:
+            group._follow_mesh_infos()
+    except BaseException:
+        if before is absent:
+            object.__delattr__(self, name)
+        else:
+            object.__setattr__(self, name, before)
+        for group in users:
+            group._follow_mesh_infos()
+        raise
+
+
+@functools.cache
+def _telling(cls: type) -> type:
+    """The class by another ``__setattr__``; its instances equal each other as the class's do."""
+    namespace = {
+        "__setattr__": _set_and_tell,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls.__name__, (cls,), namespace)
+
+
+def watch(info: DataParallelMeshInfo, group: ParamGroup) -> None:
+    """From now on ``group`` follows what is set on ``info``."""
+    info.__dict__.setdefault(_USERS, weakref.WeakSet())
+    cls: Any = type(info)
+    if cls.__setattr__ is not _set_and_tell:
+        info.__class__ = _telling(cls)
+    info.__dict__[_USERS].add(group)
+
+
+def unwatch(info: DataParallelMeshInfo, group: ParamGroup) -> None:
+    """Not any more."""
+    info.__dict__[_USERS].discard(group)
+
+
+def has_own_size(group: Any) -> bool:
+    """Whether a process group answers for its size itself: it may be another one in each step."""
+    return getattr(type(group), "size", None) is not dist.ProcessGroup.size
+
+
+def extent(group: Any, size: int, rank: int) -> tuple[int, int]:
+    """Size and rank of a process group; those of the mesh where asking might wait for a quorum."""
+    return (size, rank) if has_own_size(group) else (group.size(), group.rank())
+
+
+def name_of(group: Any) -> str:
+    """The name it is registered under, or one for messages."""
+    try:
+        return str(group.group_name)
+    except (AttributeError, RuntimeError):
+        return type(group).__name__
+
+
+def unregistered(group: Any) -> dist.ProcessGroup | None:
+    """The group where its name does not lead to it; ``None``: it does, or it is none of torch's."""
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    try:
+        return None if _resolve_process_group(name_of(group)) is group else group  # type: ignore[arg-type]
+    except RuntimeError:
+        return group
