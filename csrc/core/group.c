@@ -39,6 +39,9 @@ void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm,
 
 void fc_group_fini(fc_group *g) {
     fc_comm *comm = g->members.comm;
+    if (g->via == NULL) {
+        return;
+    }
     fc_gather_fini(&g->gather);
     fc_reducer_fini(&g->reducer);
     fc_bucket_fini(&g->buckets);

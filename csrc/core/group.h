@@ -105,7 +105,8 @@ typedef struct fc_group {
 /* Takes the array of `count` borrowed parameters (freed by fini). */
 void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm, fc_param **params,
                    size_t count, fct_device device, int64_t world, int64_t rank);
-/* Parks what is in flight, forgets the group in its comm context, releases all. */
+/* Parks what is in flight, forgets the group in its comm context, releases all. Safe on a zeroed
+ * struct. */
 void fc_group_fini(fc_group *g);
 /* Moves the group to another context (of the same device). FC_ESTATE while a reduction is in flight.
  */
