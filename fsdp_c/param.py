@@ -69,6 +69,16 @@ def _wraps(tensor: torch.Tensor) -> bool:
     )
 
 
+def still_on_meta(params: list[Param]) -> RuntimeError:
+    """The exception about parameters without values."""
+    names = [param._param_fqn or param._module_info.param_name for param in params]
+    return RuntimeError(
+        "FSDP parameters should be materialized from meta device before training, "
+        f"but the following were still on meta device: {names}\n"
+        "Call module.to_empty(device=...), then initialize the parameters."
+    )
+
+
 def _noted_by_users(param: nn.Parameter) -> dict[str, Any]:
     """The attributes of a parameter object; not the tensors that a subclass is made of."""
     is_made_of_tensors = not isinstance(param, DTensor) and _wraps(param)
@@ -211,6 +221,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._copy_attributes(self.sharded_param)
         self._adopted = self.sharded_param._local_tensor
         self._sharded_param_data = self._with_padding(padded, self._adopted)
+        self._note_shard()
 
     def _copy_attributes(self, to: nn.Parameter, modules: bool = True) -> None:
         """What the user has noted on the parameter object stays on its stand-ins.
@@ -402,7 +413,13 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
 
     def reset_sharded_param(self) -> None:
         """Adopts what is registered now: ``_apply``, ``load_state_dict(assign=True)`` and the like
-        replace the parameter or its local tensor, which may need its padding again."""
+        replace the parameter or its local tensor, which may need its padding again.
+
+        Raises:
+            AssertionError: what is registered is no DTensor, or its local tensor has another size
+                than this rank's shard.
+            RuntimeError: its local tensor has another dtype than itself.
+        """
         info = self._module_info
         new_param = getattr(info.module, info.param_name)
         if new_param is not self.sharded_param:
@@ -416,45 +433,88 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
                     f"Expected DTensor for parameter '{self._param_fqn or info.param_name}', "
                     f"got {type(new_param)}"
                 )
+            try:
+                self._refuse_unfit(new_param)
+            except BaseException:
+                self._register_sharded()  # what cannot be trained is not left there
+                raise
             self.sharded_param = new_param
-        local = new_param._local_tensor
-        if not local.is_meta:
-            self._adopt_local(local)
+        self._adopt_shard()
+
+    def _follow_shard(self) -> None:
+        """Adopts the local tensor that was put into the sharded parameter since (called by the
+        core before a gather, where it finds another one).
+
+        Raises:
+            AssertionError, RuntimeError: as :meth:`reset_sharded_param`.
+            RuntimeError: the local tensor is on the meta device.
+        """
+        if self.sharded_param._local_tensor.is_meta and not self._sharded_param_data.is_meta:
+            raise still_on_meta([self])
+        self._adopt_shard()
+
+    def _adopt_shard(self) -> None:
+        self._refuse_unfit(self.sharded_param)
+        if not self.sharded_param._local_tensor.is_meta:
+            self._adopt_local(self.sharded_param._local_tensor)
+            self._note_shard()
         self._sharding_spec = self.sharded_param._spec
         self.init_dtype_attrs(self.mp_policy)
         group = self._live_group()
         if group is not None:
             group._param_replaced()
 
+    def _refuse_unfit(self, param: DTensor) -> None:
+        """Raises where the local tensor of ``param`` cannot be this rank's shard."""
+        local, info = param._local_tensor, self._module_info
+        if local.is_meta:
+            return  # to be materialised before it is used
+        where = (
+            f"parameter '{self._param_fqn or info.param_name}' of {tuple(self._orig_size)}, rank "
+            f"{self._shard_rank}: it is to be sharded as {self._sharding_spec.placements}, as "
+            "distribute_tensor() does it"
+        )
+        sizes = (self.sharded_size, self.padded_sharded_param_size)
+        if local.size() not in sizes and (local.numel() > 0 or self.sharded_size.numel() > 0):
+            raise AssertionError(f"Expects size {self.sharded_size} but got {local.shape}\n{where}")
+        if param.shape != param._spec.shape:  # by .data
+            raise AssertionError(f"Expects size {param._spec.shape} but got {param.shape}\n{where}")
+        if local.dtype != param.dtype:
+            raise RuntimeError(
+                f"expected the local tensor to have dtype {param.dtype} but got {local.dtype}\n"
+                f"{where}; to change the dtype, convert the module (module.to(dtype))"
+            )
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def _adopt_local(self, local: torch.Tensor) -> None:
-        if _wraps(local):
-            if local is self._adopted:
-                return
-        elif self._is_current(local):
+        if local is self._adopted and _wraps(local):
+            return
+        if self._is_current(local):
             self._sharded_param_data = self._with_padding(self._sharded_param_data, local)
             return
         dim = self.fsdp_placement.dim
-        unpinned = self.pin_memory and not local.is_pinned()
-        if local.size() == self.padded_sharded_param_size and local.is_contiguous():
-            if not unpinned:
-                self._sharded_param_data = local.view(-1)
-                return
-        elif dim != 0:
-            raise AssertionError(f"Shard({dim}) requires even sharding: {local.size()=}")
-        padded = self._pad(local)
-        padded = padded.cpu().pin_memory() if unpinned else padded
+        padded, unpinned = local, self.pin_memory and not local.is_pinned()
+        fits = local.size() == self.padded_sharded_param_size and local.is_contiguous()
+        if not fits or unpinned or local.is_conj() or local.is_neg():
+            padded = self._pad(local)
+            padded = padded.cpu().pin_memory() if unpinned else padded
+        if padded is not local or local.size() != self.sharded_size:
+            self.sharded_param._local_tensor = padded.narrow(dim, 0, self.local_rows)
+        self._adopted = self.sharded_param._local_tensor
         self._sharded_param_data = padded.view(-1)
-        self._adopted = padded.narrow(dim, 0, local.size(dim))
-        self.sharded_param._local_tensor = self._adopted
 
     def _is_current(self, local: torch.Tensor) -> bool:
-        """Whether ``local`` still lies in the storage that is sent, padding behind it."""
+        """Whether ``local`` still lies where the core reads, padding behind it."""
         data = self._sharded_param_data
-        if data.is_meta or data.dtype != local.dtype or _wraps(data):
+        if data.is_meta or data.dtype != local.dtype or _wraps(data) or _wraps(local):
             return False
-        return local.untyped_storage()._cdata == data.untyped_storage()._cdata
+        lies_there = (
+            local.untyped_storage()._cdata == data.untyped_storage()._cdata
+            and local.storage_offset() == data.storage_offset()
+            and local.is_contiguous()
+        )
+        return lies_there and not (local.is_conj() or local.is_neg())
 
     def __repr__(self) -> str:
         return f"Param(fqn={self._param_fqn}, orig_size={self._orig_size})"

@@ -31,7 +31,7 @@ from . import _C, zero_grad
 from .compat import GroupOfOlderTorch
 from .guard import shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
-from .param import Param
+from .param import Param, still_on_meta
 
 
 def _as_normal_tensors(function: Callable[..., None]) -> Callable[..., None]:
@@ -539,21 +539,18 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     def _param_replaced(self) -> None:
         """A parameter's shard or dtype changed: plans and the group's dtypes follow."""
         self._invalidate()
+        self._update_hosted()
         if self._reset_sharded_params:
             self._note_orig_dtype()
 
     def _validate_no_meta_params(self) -> None:
-        names = [
-            param._param_fqn or param._module_info.param_name
+        on_meta = [
+            param
             for param in self.fsdp_params
-            if param.sharded_param.device.type == "meta"
+            if "meta" in (param.sharded_param.device.type, param._sharded_local_tensor.device.type)
         ]
-        if names:
-            raise RuntimeError(
-                "FSDP parameters should be materialized from meta device before training, "
-                f"but the following were still on meta device: {names}\n"
-                "Call module.to_empty(device=...), then initialize the parameters."
-            )
+        if on_meta:
+            raise still_on_meta(on_meta)
 
     def _register_state_dict_hooks(self) -> None:
         if self._module_to_pre_save_state_dict_hook_handle:

@@ -76,6 +76,16 @@ void fc_gather_free(fc_gather *a) {
     }
 }
 
+fc_status fc_gather_follow(fc_gather *a) {
+    const fc_members *m = a->members;
+    for (size_t i = 0; m->host->follow_shard != NULL && i < m->count; i++) {
+        if (m->host->follow_shard(m->params[i]->owner) != 0) {
+            return FC_ERAISED;
+        }
+    }
+    return FC_OK;
+}
+
 /* ---- start ---- */
 
 /* Link, plan and order for a gather that is about to start. */

@@ -44,6 +44,8 @@ void fc_gather_forget_event(fc_gather *a);
 /* A shard or dtype was replaced: plans are built anew at the next start. */
 void fc_gather_invalidate(fc_gather *a);
 
+/* Takes the shards that users have replaced; before each unshard. */
+FC_CHECK fc_status fc_gather_follow(fc_gather *a);
 /* Packs this rank's row and issues the collective; on failure nothing is in flight. `forward`: from
  * the smaller group's shards. */
 FC_CHECK fc_status fc_gather_start(fc_gather *a, bool forward, bool async_op, fc_lane lane);

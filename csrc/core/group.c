@@ -229,6 +229,7 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     if (g->gather.flight.active && !between_steps) {
         return FC_OK;
     }
+    FC_TRY(fc_gather_follow(&g->gather));
     uint64_t version = shard_fingerprint(&g->members);
     bool current = version == g->gathered_version;
     if (g->gather.flight.active) {

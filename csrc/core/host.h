@@ -40,6 +40,9 @@ typedef struct fc_host {
      * sees; the counter of sharded_data sees the rest. NULL: there is only the latter. Never fails.
      */
     uint32_t (*shard_version)(void *param);
+    /* Before a gather: gives the fc_param the shard that the user has put in the place of the one it
+     * had, where there is another. Fails where that cannot be this parameter's. NULL: shards stay. */
+    int (*follow_shard)(void *param);
     /* Gives the sharded parameter its reduced gradient: sets .grad or adds to it, then runs
      * post-accumulate-grad hooks. Borrows `local` (this rank's shard of the gradient). */
     int (*take_grad)(void *param, fct_tensor *local);

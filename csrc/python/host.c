@@ -341,6 +341,7 @@ const fc_host fcpy_host = {
     .requires_grad = host_requires_grad,
     .require_grad = host_require_grad,
     .shard_version = host_shard_version,
+    .follow_shard = fcpy_shard_follow,
     .take_grad = host_take_grad,
     .wants_grad_now = host_wants_grad_now,
     .grad_arrived = fcpy_param_grad_arrived,

@@ -45,6 +45,7 @@ static PyObject *module_bind(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     FCPY_BOUND(FCPY_TAKE)
 #undef FCPY_TAKE
+    mod->local_offset = fcpy_shard_local_offset(mod);
     Py_RETURN_NONE;
 }
 

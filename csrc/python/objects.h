@@ -27,6 +27,7 @@
     X(_make_unsharded)                                                                             \
     X(_make_forward)                                                                               \
     X(_get_grad_inner_tensor)                                                                      \
+    X(_follow_shard)                                                                               \
     X(_free_hosted)                                                                                \
     X(_run_reduce_hook)                                                                            \
     X(_host_gather)                                                                                \
@@ -72,6 +73,7 @@ typedef struct fcpy_module {
 #undef FCPY_FIELD
     } bound;
     PyObject *no_grad_kwnames; /* ("requires_grad",) */
+    Py_ssize_t local_offset;   /* of _local_tensor in a DTensor object; -1: it is not that simple */
     fcpy_guard guard;
     size_t calls;      /* into the extension that have not returned, on all threads */
     PyObject *retired; /* list, or NULL: see retired.c */
@@ -93,8 +95,13 @@ typedef struct fcpy_param {
     PyObject *unsharded_param; /* the one used for computation; NULL before the first unshard */
     PyObject
         *outputs; /* list of the gather's outputs where the host made others than the core would */
-    PyObject *spec; /* DTensorSpec of shard and gradient */
-    PyObject *fqn;  /* str or NULL */
+    PyObject *spec;          /* DTensorSpec of shard and gradient */
+    struct {                 /* what the core's shard was taken from; see shard.c */
+        PyObject *local;     /* sharded_param._local_tensor, counted; NULL: look again */
+        const void *storage; /* behind it; only to be compared */
+        const void *wrapper; /* behind sharded_param; likewise */
+    } seen;
+    PyObject *fqn; /* str or NULL */
     fcpy_slot *slots;
     Py_ssize_t slot_count;
     bool grouped; /* it is in a ParamGroup */
@@ -171,7 +178,15 @@ extern struct PyModuleDef fcpy_module_def;
 /* The module state of a type or of one of its bases; NULL with TypeError set. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 extern const fc_host fcpy_host; /* host.c: what the core may ask of Python */
-/* _C.has_memory(tensor) -> bool; param.c */
+
+/* ---- shard.c ---- */
+/* What belongs into fcpy_module.local_offset. */
+Py_ssize_t fcpy_shard_local_offset(const fcpy_module *mod);
+/* fc_host.follow_shard */
+int fcpy_shard_follow(void *param);
+/* Param._note_shard() */
+PyObject *fcpy_shard_note(PyObject *param, PyObject *unused);
+/* _C.has_memory(tensor) -> bool */
 PyObject *fcpy_has_memory(PyObject *module, PyObject *obj);
 
 /* ---- dynamo.c ---- */

@@ -113,6 +113,7 @@ static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
     Py_VISIT(self->unsharded_param);
     Py_VISIT(self->outputs);
     Py_VISIT(self->spec);
+    Py_VISIT(self->seen.local);
     Py_VISIT(self->dict);
     for (Py_ssize_t i = 0; i < self->slot_count; i++) {
         Py_VISIT(self->slots[i].module);
@@ -142,6 +143,7 @@ static void param_dealloc(PyObject *obj) {
     Py_CLEAR(self->sharded_param);
     Py_CLEAR(self->forward_param);
     Py_CLEAR(self->unsharded_param);
+    Py_CLEAR(self->seen.local);
     Py_CLEAR(self->fqn);
     type->tp_free(obj);
     Py_DECREF(type);
@@ -179,6 +181,9 @@ static int set_sharded_param(PyObject *obj, PyObject *value, void *closure) {
     PyObject *old = self->sharded_param;
     Py_INCREF(value);
     self->sharded_param = value;
+    fcpy_retire(self->mod, old);
+    old = self->seen.local;
+    self->seen.local = NULL;
     fcpy_retire(self->mod, old);
     return 0;
 }
@@ -557,17 +562,6 @@ static PyObject *drop_grad(PyObject *obj, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-PyObject *fcpy_has_memory(PyObject *module, PyObject *obj) {
-    (void)module;
-    fct_facts facts;
-    fct_tensor *tensor = NULL;
-    if (tensor_or_fail(obj, &tensor, "the argument") != 0) {
-        return NULL;
-    }
-    fct_tensor_facts(tensor, &facts);
-    return PyBool_FromLong(facts.strided);
-}
-
 static PyMethodDef param_methods[] = {
     {"_set_slots", set_slots, METH_VARARGS,
      "_set_slots(pairs, direct): the (module, name) pairs that hold the parameter; direct[i] "
@@ -578,6 +572,8 @@ static PyMethodDef param_methods[] = {
     {"_drop_grad", drop_grad, METH_NOARGS, "Drops the gradients that wait for a later reduction."},
     {"_forget_unsharded", forget_unsharded, METH_NOARGS,
      "Drops the unsharded parameter; only while sharded."},
+    {"_note_shard", fcpy_shard_note, METH_NOARGS,
+     "_sharded_param_data is what sharded_param holds now: until that is replaced."},
     {NULL, NULL, 0, NULL},
 };
 

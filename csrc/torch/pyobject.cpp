@@ -119,6 +119,13 @@ fct_tensor *fct_py_tensor(PyObject *obj) {
     return tensor.defined() ? fct::handle(tensor.unsafeGetTensorImpl()) : nullptr;
 }
 
+const void *fct_py_storage(PyObject *tensor) {
+    return THPVariable_Unpack(tensor)
+        .unsafeGetTensorImpl()
+        ->unsafe_storage()
+        .unsafeGetStorageImpl();
+}
+
 int fct_py_from_tensor(fct_tensor *t, PyObject **out) {
     return guarded("fct_py_from_tensor", [&] {
         fct::Borrowed tensor(t);

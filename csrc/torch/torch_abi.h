@@ -234,6 +234,8 @@ bool fct_py_is_tensor(struct _object *obj); /* isinstance(obj, torch.Tensor), fa
 /* The tensor behind a torch.Tensor object; borrows (valid while obj lives). NULL if obj is no
  * tensor; sets nothing. */
 fct_tensor *fct_py_tensor(struct _object *obj);
+/* The identity of the storage behind an object that is known to be a tensor, only to be compared. */
+const void *fct_py_storage(struct _object *tensor);
 /* New Python object for t (the one that exists already where there is one). */
 FCT_CHECK int fct_py_from_tensor(fct_tensor *t, struct _object **out);
 /* param.grad as torch.Tensor has it, whatever the object's class says; new reference, None without. */

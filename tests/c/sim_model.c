@@ -89,6 +89,20 @@ static int host_require_grad(void *owner, bool value) {
     return fct_tensor_set_requires_grad(((const sim_param *)owner)->sharded, value);
 }
 
+static int host_follow_shard(void *owner) {
+    sim_param *p = (sim_param *)owner;
+    if (p->replacement == NULL) {
+        return 0;
+    }
+    if (sim_fault(SIM_FAULT_HOST, "follow_shard")) {
+        return -1;
+    }
+    fc_param_set_sharded_data(&p->core, p->replacement);
+    fct_tensor_release(p->replacement);
+    p->replacement = NULL;
+    return 0;
+}
+
 static int host_take_grad(void *owner, fct_tensor *local) {
     sim_param *p = (sim_param *)owner;
     if (sim_fault(SIM_FAULT_HOST, "take_grad")) {
@@ -140,6 +154,7 @@ const fc_host sim_host = {
     .swap = host_swap,
     .requires_grad = host_requires_grad,
     .require_grad = host_require_grad,
+    .follow_shard = host_follow_shard,
     .take_grad = host_take_grad,
     .wants_grad_now = host_wants_grad_now,
 };

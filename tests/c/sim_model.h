@@ -80,8 +80,9 @@ typedef struct sim_param {
     size_t contributions; /* how many there were */
     fct_tensor
         *sharded; /* the sharded parameter over this rank's elements; its .grad is the result */
-    fct_tensor *unsharded;          /* the host's reference */
-    fct_tensor *forward;            /* likewise: the parameter as the smaller group's shard */
+    fct_tensor *unsharded;   /* the host's reference */
+    fct_tensor *forward;     /* likewise: the parameter as the smaller group's shard */
+    fct_tensor *replacement; /* what a user has put in the place of the shard; owned, or NULL */
     fc_sharded_state registered[2]; /* second slot only where tied */
     size_t seed;
 } sim_param;

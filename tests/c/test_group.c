@@ -92,6 +92,34 @@ static void unshard_starts_a_gather_and_wait_registers_what_it_brought(void **st
     }
 }
 
+/* A user puts another tensor in the shard's place, with values that are greater by 1. */
+static void replace_shard(const fixture *f) {
+    const int64_t size[1] = {2};
+    double values[2];
+    sim_param *p = &f->group->params[0];
+    for (int i = 0; i < 4; i++) {
+        p->full[i] += 1.0;
+    }
+    sim_shard_values(p, p->full, 0, 2, f->model->scenario.rank, values);
+    p->replacement = sim_tensor_new(FCK_FLOAT32, 1, size, values);
+}
+
+static void a_replaced_shard_is_gathered_at_the_next_unshard(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    replace_shard(&f);
+    unshard(&f);
+    expect_values(&f, 0.0);
+    replace_shard(&f); /* while unsharded, as after an evaluation */
+    f.core->training_state = FC_FORWARD;
+    unshard(&f);
+    expect_values(&f, 0.0);
+    assert_int_equal(gathers(), 2);
+    f.core->training_state = FC_IDLE;
+    assert_int_equal(fc_group_reshard(f.core), FC_OK);
+    end(&f);
+}
+
 static void transitions_to_where_one_is_do_nothing(void **state) {
     (void)state;
     fixture f = begin(plain);
@@ -541,6 +569,7 @@ static void backward_prefetches_the_group_whose_forward_came_before(void **state
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(unshard_starts_a_gather_and_wait_registers_what_it_brought),
+        cmocka_unit_test(a_replaced_shard_is_gathered_at_the_next_unshard),
         cmocka_unit_test(transitions_to_where_one_is_do_nothing),
         cmocka_unit_test(one_rank_unshards_without_a_collective),
         cmocka_unit_test(one_rank_keeps_its_leaves_where_not_all_of_them_can_be_the_shards),

@@ -346,7 +346,7 @@ def test_gradients_of_mixed_dtypes_are_refused(fake_group: int) -> None:
     group.wait_for_unshard()
     first, second = group.fsdp_params
     first._unsharded_param.grad = torch.zeros(4, 4)
-    second.unsharded_accumulated_grad = torch.zeros(4, 4, dtype=torch.complex64)
+    second.unsharded_accumulated_grad = torch.zeros(4, 4, dtype=torch.int64)
     with pytest.raises(AssertionError, match="expects uniform gradient dtype"):
         group.post_backward()
     module.reset_iter_state()
