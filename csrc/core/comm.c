@@ -31,13 +31,14 @@ done:
 void fc_comm_fini(fc_comm *c) {
     assert(c->oldest == NULL); /* whoever owns the context has discarded its reductions */
     fct_tensor_release(c->kept.buffer);
-    fct_event_free(c->kept.copied);
-    fct_event_free(c->last_reduced);
-    fct_event_free(c->last_all_reduced);
+    fc_comm_put_event(c, c->kept.copied);
+    fc_comm_put_event(c, c->last_reduced);
+    fc_comm_put_event(c, c->last_all_reduced);
     for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
         fct_tensor_release(c->kept_rows[i].buffer);
-        fct_event_free(c->kept_rows[i].copied);
+        fc_comm_put_event(c, c->kept_rows[i].copied);
     }
+    assert(c->events_out == 0); /* every group has given its events back */
     while (c->parked != NULL) {
         fc_parked *next = c->parked->next;
         fct_work_release(c->parked->work);
@@ -57,15 +58,18 @@ void fc_comm_fini(fc_comm *c) {
 fc_status fc_comm_get_event(fc_comm *c, fct_event **out) {
     if (c->free_event_count > 0) {
         *out = c->free_events[--c->free_event_count];
-        return FC_OK;
+    } else if (fct_event_new(c->device, out) != 0) {
+        return FC_ERAISED;
     }
-    return fct_event_new(c->device, out) == 0 ? FC_OK : FC_ERAISED;
+    c->events_out++;
+    return FC_OK;
 }
 
 void fc_comm_put_event(fc_comm *c, fct_event *e) {
     if (e == NULL) {
         return;
     }
+    c->events_out--;
     if (c->free_event_count == c->free_event_capacity) {
         size_t capacity = c->free_event_capacity == 0 ? 16 : 2 * c->free_event_capacity;
         fct_event **grown = (fct_event **)realloc(c->free_events, capacity * sizeof *grown);
@@ -165,6 +169,21 @@ fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done) {
     c->kept_rows[1] = (fc_kept_gather){.buffer = row, .copied = done};
     fct_tensor_release(oldest.buffer);
     fc_comm_put_event(c, oldest.copied);
+    return FC_OK;
+}
+
+fc_status fc_comm_check(fc_comm *c) {
+    if ((c->kept.buffer == NULL) != (c->kept.copied == NULL)) {
+        return fc_error_set(&c->error, FC_ESTATE, "a kept gather buffer and its event part");
+    }
+    if (c->events_out > 0 && !c->has_streams) {
+        return fc_error_set(&c->error, FC_ESTATE, "%zu events are out without streams",
+                            c->events_out);
+    }
+    if ((c->oldest == NULL) != (c->newest == NULL) || (c->oldest == NULL) != (c->reductions == 0)) {
+        return fc_error_set(&c->error, FC_ESTATE, "%zu reductions were counted in a list that %s",
+                            c->reductions, c->oldest == NULL ? "is empty" : "is not");
+    }
     return FC_OK;
 }
 

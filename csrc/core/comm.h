@@ -51,6 +51,7 @@ typedef struct fc_comm {
     fc_parked *parked;
     fct_event **free_events;
     size_t free_event_count;
+    size_t events_out; /* got and not put back yet */
     size_t free_event_capacity;
     fc_error error;
 } fc_comm;
@@ -85,6 +86,9 @@ FC_CHECK fc_status fc_comm_release_kept(fc_comm *c);
 /* Keeps an all-reduced row whose cast was queued on the all-reduce stream (takes both, but not the
  * row where it fails), and lets the one before the last go: two stay, so that a reduce-scatter needs not wait for an all-reduce. */
 FC_CHECK fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done);
+
+/* What must hold between transitions: FC_ESTATE with a message where it does not. */
+FC_CHECK fc_status fc_comm_check(fc_comm *c);
 
 /* Keeps work and buffers (all taken, NULL is fine) until the backend is done with them. Never
  * fails: where there is no memory for the record, the backend's own references are relied on. */

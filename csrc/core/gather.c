@@ -423,6 +423,8 @@ fc_status fc_gather_check(const fc_gather *a, bool unsharded) {
     if (!f->active && (f->buffer != NULL || f->work != NULL || f->done != NULL)) {
         return fc_error_set(error, FC_ESTATE, "an inactive gather holds a buffer, work or event");
     }
+    FC_TRY(fc_gather_plan_check(&a->plan, a->members->params, a->members->count, error));
+    FC_TRY(fc_gather_plan_check(&a->forward_plan, a->members->params, a->members->count, error));
     for (size_t i = 0; i < a->members->count; i++) {
         FC_TRY(check_memory(a, i, unsharded));
     }

@@ -3,6 +3,7 @@
 #include "group.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "reduction.h"
@@ -65,6 +66,7 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
     }
     if (before != NULL) {
         fc_order_forget(&before->order, g);
+        fc_gather_abandon(&g->gather);
         fc_reducer_forget_event(&g->reducer);
         fc_gather_forget_event(&g->gather);
     }
@@ -76,6 +78,58 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
 void fc_group_invalidate(fc_group *g) {
     fc_gather_invalidate(&g->gather);
     fc_bucket_invalidate(&g->buckets);
+}
+
+/* ---- what must hold ---- */
+
+/* Each parameter shows the group's face, unless the group knows that some may not. */
+static fc_status check_faces(fc_group *g) {
+    for (size_t i = 0; i < g->members.count; i++) {
+        const fc_param *p = g->members.params[i];
+        if (!g->torn && p->face != g->sharded_state) {
+            return fc_error_set(&g->members.comm->error, FC_ESTATE,
+                                "parameter %zu shows face %d in a group of face %d", i,
+                                (int)p->face, (int)g->sharded_state);
+        }
+    }
+    return FC_OK;
+}
+
+/* What also holds in the middle of a backward's end, between the collection of gradients and their
+ * reduction. */
+static fc_status check_face_and_memory(fc_group *g) {
+    fc_status status = FC_OK;
+    FC_TRY(check_faces(g));
+    FC_TRY(fc_gather_check(&g->gather, g->sharded_state == FC_UNSHARDED));
+    FC_TRY(fc_bucket_check(&g->buckets));
+    FC_TRY(fc_reduction_check(g->members.comm));
+    FC_TRY(fc_comm_check(g->members.comm));
+done:
+    return status;
+}
+
+fc_status fc_group_check(fc_group *g) {
+    fc_status status = FC_OK;
+    FC_TRY(check_face_and_memory(g));
+    FC_TRY(fc_reduce_check(&g->reducer));
+done:
+    return status;
+}
+
+/* In debug builds every transition ends here, whatever it came to. */
+static fc_status checked(fc_group *g, fc_status (*check)(fc_group *g), fc_status status) {
+#ifndef NDEBUG
+    if (check(g) != FC_OK) {
+        (void)fprintf(stderr, "fsdp_c: invariant broken in group '%s': %s\n",
+                      g->members.name != NULL ? g->members.name : "?",
+                      g->members.comm->error.message);
+        abort();
+    }
+#else
+    (void)g;
+    (void)check;
+#endif
+    return status;
 }
 
 /* ---- sharded state ---- */
@@ -98,20 +152,26 @@ static uint64_t shard_fingerprint(const fc_members *m) {
     return print;
 }
 
+static int swap_one(fc_group *g, size_t i, fc_sharded_state face) {
+    fc_param *p = g->members.params[i];
+    int failed = g->members.host->swap(p->owner, face);
+    p->face = failed ? (fc_sharded_state)0 : face;
+    return failed;
+}
+
 /* Registers one face on all modules. On failure the group's own again, also where the failed swap
  * got half way; a rollback that fails leaves the group torn. */
 static fc_status swap_all(fc_group *g, fc_sharded_state face) {
     fc_sharded_state own = g->sharded_state;
     for (size_t i = 0; i < g->members.count; i++) {
-        if (g->members.host->swap(g->members.params[i]->owner, face) == 0) {
+        if (swap_one(g, i, face) == 0) {
             continue;
         }
         void *error = fct_error_set_aside();
         size_t changed = g->torn ? g->members.count : i + 1;
         bool restored = own != face;
         while (own != face && changed-- > 0) {
-            restored =
-                g->members.host->swap(g->members.params[changed]->owner, own) == 0 && restored;
+            restored = swap_one(g, changed, own) == 0 && restored;
         }
         g->torn = !restored;
         fct_error_put_back(error);
@@ -149,7 +209,7 @@ fc_status fc_group_to_sharded(fc_group *g) {
     drop_forward(g);
     g->sharded_state = FC_SHARDED;
 done:
-    return status;
+    return checked(g, check_face_and_memory, status);
 }
 
 void fc_group_set_keep_storage(fc_group *g, bool keep) {
@@ -171,7 +231,7 @@ fc_status fc_group_to_unsharded(fc_group *g) {
     g->sharded_state = FC_UNSHARDED;
     g->gathered_version = shard_fingerprint(&g->members);
 done:
-    return status;
+    return checked(g, check_face_and_memory, status);
 }
 
 fc_status fc_group_to_sharded_post_forward(fc_group *g) {
@@ -194,7 +254,7 @@ done:
         fc_gather_drop_forward(&g->gather);
     }
     fct_functorch_resume(pause);
-    return status;
+    return checked(g, check_face_and_memory, status);
 }
 
 fc_status fc_group_reshard(fc_group *g) {
@@ -255,7 +315,7 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
                            lane_of(pass)));
     g->gathered_version = version;
 done:
-    return status;
+    return checked(g, check_face_and_memory, status);
 }
 
 fc_status fc_group_wait_unshard(fc_group *g) {
@@ -286,7 +346,7 @@ fc_status fc_group_wait_unshard(fc_group *g) {
     fc_gather_retire(&g->gather, copied);
 done:
     fct_profile_exit(range);
-    return status;
+    return checked(g, check_face_and_memory, status);
 }
 
 /* ---- one training step ---- */
@@ -319,7 +379,7 @@ fc_status fc_group_post_forward(fc_group *g) {
     g->training_state = FC_IDLE;
 done:
     fct_profile_exit(range);
-    return status;
+    return checked(g, fc_group_check, status);
 }
 
 fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
@@ -396,7 +456,7 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     }
 done:
     fct_profile_exit(range);
-    return status;
+    return checked(g, fc_group_check, status);
 }
 
 /* Lets reductions of other groups finish until there is room for one more. */
@@ -483,7 +543,8 @@ fc_status fc_group_post_backward(fc_group *g) {
     g->training_state = FC_POST_BACKWARD;
     g->deferred = !reduces || (fc_members_replicated(&g->members) && !g->reducer.all_reduce_grads);
     fc_bucket_end(&g->buckets);
-    return reduces ? reduce_rest(g, partial) : keep_gradients(g);
+    fc_status status = reduces ? reduce_rest(g, partial) : keep_gradients(g);
+    return checked(g, fc_group_check, status);
 }
 
 fc_status fc_group_leave_backward(fc_group *g) {
@@ -501,7 +562,7 @@ fc_status fc_group_finalize_backward(fc_group *g) {
     }
     g->positions.count = 0;
 done:
-    return status;
+    return checked(g, fc_group_check, status);
 }
 
 fc_status fc_group_reset(fc_group *g) {
@@ -515,15 +576,5 @@ fc_status fc_group_reset(fc_group *g) {
     g->training_state = FC_IDLE;
     g->course = FC_COURSE_PLAIN;
     g->deferred = false;
-    return g->via->to_sharded(g);
-}
-
-fc_status fc_group_check(fc_group *g) {
-    fc_status status = FC_OK;
-    FC_TRY(fc_gather_check(&g->gather, g->sharded_state == FC_UNSHARDED));
-    FC_TRY(fc_bucket_check(&g->buckets));
-    FC_TRY(fc_reduce_check(&g->reducer));
-    FC_TRY(fc_reduction_check(g->members.comm));
-done:
-    return status;
+    return checked(g, fc_group_check, g->via->to_sharded(g));
 }

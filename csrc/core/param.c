@@ -22,6 +22,7 @@ fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *s
                         int64_t world, int64_t rank, fc_error *err) {
     memset(p, 0, sizeof *p);
     p->owner = owner;
+    p->face = FC_SHARDED;
     p->orig_dtype = FCT_NO_DTYPE;
     p->param_dtype = FCT_NO_DTYPE;
     p->reduce_dtype = FCT_NO_DTYPE;

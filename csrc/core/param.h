@@ -30,7 +30,8 @@ typedef struct fc_param {
     bool aliased;  /* flat is the shard's own memory: one rank, no cast, nothing to copy or free */
     bool hosted;   /* the host holds memory of the unsharded parameter beyond flat (extensions) */
     bool required; /* unsharded required grad when it was registered */
-    bool wrapped;  /* the unsharded parameter is a wrapper (DTensor): its gradients are unwrapped by
+    fc_sharded_state face; /* that the modules hold; 0: nobody knows, a swap has failed */
+    bool wrapped; /* the unsharded parameter is a wrapper (DTensor): its gradients are unwrapped by
                      the host */
     /* Counted references. */
     fct_tensor *sharded_data; /* flat, padded_numel elements: what is sent */

@@ -106,6 +106,20 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     return FC_OK;
 }
 
+fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *params, size_t count,
+                               fc_error *err) {
+    bool current = !plan->valid || plan->count == count;
+    for (size_t i = 0; plan->valid && current && i < count; i++) {
+        const fc_param *p = params[i];
+        const fck_segment *segment = &plan->segments[i];
+        fct_dtype compute = fc_param_compute_dtype(p);
+        current = segment->count == layout_of(p, plan->forward)->padded_numel &&
+                  segment->dst_dtype == compute &&
+                  segment->src_dtype == (plan->forward ? compute : p->orig_dtype);
+    }
+    return current ? FC_OK : fc_error_set(err, FC_ESTATE, "a gather plan is stale");
+}
+
 fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
     if (capacity <= plan->capacity) {
         return FC_OK;

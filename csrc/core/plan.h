@@ -48,6 +48,9 @@ typedef struct fc_reduce_plan {
  * layouts. FC_ENOMEM, FC_EINVAL, FC_EVALUE. */
 FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
                                         int64_t world, bool forward, fc_error *err);
+/* Whether a valid plan is what would be built now: FC_ESTATE with a message where it is not. */
+FC_CHECK fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *params,
+                                        size_t count, fc_error *err);
 void fc_gather_plan_fini(fc_gather_plan *plan);
 
 /* Room for `capacity` gradients. */
