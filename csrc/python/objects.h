@@ -179,6 +179,11 @@ extern struct PyModuleDef fcpy_module_def;
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 extern const fc_host fcpy_host; /* host.c: what the core may ask of Python */
 
+/* ---- slots.c ---- */
+void fcpy_slots_clear(fcpy_param *self);
+/* Param._set_slots(pairs, direct) */
+PyObject *fcpy_slots_set(PyObject *param, PyObject *args);
+
 /* ---- shard.c ---- */
 /* What belongs into fcpy_module.local_offset. */
 Py_ssize_t fcpy_shard_local_offset(const fcpy_module *mod);

@@ -7,24 +7,6 @@
 
 /* ---- life ---- */
 
-/* Gives the slots up, at once or after the calls that may be at them. */
-static void retire_slots(fcpy_module *mod, fcpy_slot *slots, Py_ssize_t count) {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        fcpy_retire(mod, slots[i].module);
-        fcpy_retire(mod, slots[i].parameters);
-        fcpy_retire(mod, slots[i].name);
-    }
-    fcpy_retire_block(mod, slots);
-}
-
-static void replace_slots(fcpy_param *self, fcpy_slot *slots, Py_ssize_t count) {
-    fcpy_slot *old = self->slots;
-    Py_ssize_t old_count = self->slot_count;
-    self->slots = slots;
-    self->slot_count = count;
-    retire_slots(self->mod, old, old_count);
-}
-
 /* Param(sizes, dim, world, rank, forward=None) */
 static PyObject *param_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     fcpy_module *mod = fcpy_module_of(type);
@@ -127,7 +109,7 @@ static int param_clear(PyObject *obj) {
     Py_CLEAR(self->spec);
     Py_CLEAR(self->outputs);
     Py_CLEAR(self->dict);
-    replace_slots(self, NULL, 0);
+    fcpy_slots_clear(self);
     return 0;
 }
 
@@ -456,79 +438,6 @@ static PyGetSetDef param_getset[] = {
 
 /* ---- methods ---- */
 
-/* One (module, name) pair into a slot; the dict is used directly unless the module has its own
- * __setattr__. */
-static int fill_slot(fcpy_param *self, fcpy_slot *slot, PyObject *pair, bool direct) {
-    PyObject *module = NULL;
-    PyObject *name = NULL;
-    if (!PyTuple_Check(pair)) {
-        PyErr_SetString(PyExc_TypeError, "a slot is a (module, name) tuple");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(pair, "OU", &module, &name)) {
-        return -1;
-    }
-    if (direct) {
-        slot->parameters = PyObject_GetAttr(module, self->mod->names._parameters);
-        if (slot->parameters == NULL) {
-            return -1;
-        }
-        if (!PyDict_Check(slot->parameters)) {
-            Py_CLEAR(slot->parameters);
-        }
-    }
-    Py_INCREF(module);
-    slot->module = module;
-    Py_INCREF(name);
-    slot->name = name;
-    PyUnicode_InternInPlace(&slot->name);
-    return 0;
-}
-
-/* The slots of `pairs`, a tuple: foreign code may run meanwhile. NULL with an exception. */
-static fcpy_slot *make_slots(fcpy_param *self, PyObject *pairs, PyObject *direct) {
-    Py_ssize_t count = PyTuple_GET_SIZE(pairs);
-    fcpy_slot *slots = (fcpy_slot *)calloc((size_t)(count > 0 ? count : 1), sizeof *slots);
-    if (slots == NULL) {
-        return (fcpy_slot *)PyErr_NoMemory();
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (fill_slot(self, &slots[i], PyTuple_GET_ITEM(pairs, i),
-                      PyTuple_GET_ITEM(direct, i) == Py_True) != 0) {
-            retire_slots(self->mod, slots, i + 1);
-            return NULL;
-        }
-    }
-    return slots;
-}
-
-static PyObject *set_slots(PyObject *obj, PyObject *args) {
-    fcpy_param *self = (fcpy_param *)obj;
-    PyObject *lists[2] = {NULL, NULL};
-    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &lists[0], &PyList_Type, &lists[1])) {
-        return NULL;
-    }
-    PyObject *result = NULL;
-    PyObject *pairs = PyList_AsTuple(lists[0]);
-    PyObject *direct = PyList_AsTuple(lists[1]);
-    if (pairs == NULL || direct == NULL) {
-        goto done;
-    }
-    if (PyTuple_GET_SIZE(direct) != PyTuple_GET_SIZE(pairs)) {
-        PyErr_SetString(PyExc_ValueError, "one flag is needed for each slot");
-        goto done;
-    }
-    fcpy_slot *slots = make_slots(self, pairs, direct);
-    if (slots != NULL) {
-        replace_slots(self, slots, PyTuple_GET_SIZE(pairs));
-        result = fcpy_or_none(NULL);
-    }
-done:
-    Py_XDECREF(pairs);
-    Py_XDECREF(direct);
-    return result;
-}
-
 static PyObject *register_sharded(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_module *mod = ((fcpy_param *)obj)->mod;
@@ -563,7 +472,7 @@ static PyObject *drop_grad(PyObject *obj, PyObject *unused) {
 }
 
 static PyMethodDef param_methods[] = {
-    {"_set_slots", set_slots, METH_VARARGS,
+    {"_set_slots", fcpy_slots_set, METH_VARARGS,
      "_set_slots(pairs, direct): the (module, name) pairs that hold the parameter; direct[i] "
      "is "
      "True where the "
