@@ -21,6 +21,9 @@ static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *ar
     PyObject *new_args = args;
     PyObject *new_kwargs = kwargs;
     PyObject *result = NULL;
+    if (fcpy_thread_enter_forward(self->state) != 0) {
+        return NULL;
+    }
     if (self->grouped && PySet_GET_SIZE(self->state->modules_to_run) == 0) {
         PyObject *updated =
             PyObject_CallMethod(self->state->modules_to_run, "update", "O", self->modules);
@@ -31,7 +34,11 @@ static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *ar
     }
     Py_INCREF(new_args);
     Py_INCREF(new_kwargs);
-    if (fcpy_state_pre_forward(self->state, module, &new_args, &new_kwargs) == 0) {
+    const bool nested = self->state->entering;
+    self->state->entering = true;
+    const int failed = fcpy_state_pre_forward(self->state, module, &new_args, &new_kwargs);
+    self->state->entering = nested;
+    if (!failed) {
         if (new_args == args && new_kwargs == kwargs) {
             result = Py_None;
             Py_INCREF(result);
@@ -49,6 +56,10 @@ static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *i
                                   PyObject *output) {
     PyObject *result = NULL;
     bool complete = true;
+    /* Called whatever was raised, also where this thread was refused. */
+    if (self->grouped && fcpy_thread_enter_forward(self->state) != 0) {
+        return NULL;
+    }
     if (self->grouped) {
         int found = PySet_Discard(self->state->modules_to_run, module);
         if (found < 0) {

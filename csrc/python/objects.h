@@ -121,8 +121,10 @@ typedef struct fcpy_iteration {
     PyObject_HEAD
     fc_iteration core;
     fcpy_module *mod;
-    PyObject *all_states;       /* tuple of State */
-    PyObject *post_optim_event; /* what the next iteration's gathers wait for, or NULL */
+    PyObject *all_states;         /* tuple of State */
+    PyObject *post_optim_event;   /* what the next iteration's gathers wait for, or NULL */
+    unsigned long forward_thread; /* that began the latest forward, and backward; see thread.c */
+    unsigned long backward_thread;
     PyObject *dict;
 } fcpy_iteration;
 
@@ -163,7 +165,9 @@ typedef struct fcpy_state {
     PyObject *is_root;  /* None, True or False */
     fct_dtype input_dtype; /* cast of forward inputs; FCT_NO_DTYPE: none */
     fct_dtype output_dtype;
-    bool moves_inputs; /* as the iteration's root it puts its arguments on the device */
+    bool moves_inputs;    /* as the iteration's root it puts its arguments on the device */
+    bool entering;        /* a pre-forward runs: lazy init, gathers */
+    unsigned long thread; /* that entered its latest forward */
     fcpy_seen seen;
     PyObject *dict;
     PyObject *weakrefs;
@@ -276,6 +280,12 @@ bool fcpy_state_ready(const fcpy_state *self);
 int fcpy_state_raise(const fcpy_state *self, fc_status status); /* -1 */
 /* The next forward of each state that has several modules starts with none of them run. */
 int fcpy_state_forget_runs(const fcpy_state *self);
+
+/* ---- thread.c ---- */
+/* To be called before anything of a forward or backward is done; -1 with RuntimeError where another
+ * thread is in it. For backward the state is ready. */
+int fcpy_thread_enter_forward(fcpy_state *self);
+int fcpy_thread_enter_backward(fcpy_state *self);
 
 /* ---- step.c ---- */
 /* Lazy init where it has not been done, then the once-per-iteration part, which may replace args

@@ -217,6 +217,7 @@ static PyObject *get_training(PyObject *obj, void *closure) {
 
 static int set_training(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
+    as_state(obj)->thread = PyThread_get_thread_ident();
     return fcpy_parse_training_state(as_state(obj)->mod, value,
                                      &as_state(obj)->core.training_state);
 }
@@ -295,7 +296,8 @@ static PyObject *state_pre_forward(PyObject *obj, PyObject *args) {
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
     fcpy_calls_enter(as_state(obj)->mod);
-    const int failed = fcpy_state_pre_forward(as_state(obj), module, &inputs, &kwargs);
+    const int failed = fcpy_thread_enter_forward(as_state(obj)) != 0 ||
+                       fcpy_state_pre_forward(as_state(obj), module, &inputs, &kwargs) != 0;
     fcpy_calls_leave(as_state(obj)->mod);
     return fcpy_give_pair(failed, inputs, kwargs);
 }

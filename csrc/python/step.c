@@ -58,6 +58,9 @@ static int call_end_backward(void *owner) {
 
 int fcpy_state_pre_backward(fcpy_state *self) {
     const fct_hook at_end = {self, call_end_backward, fcpy_retain, fcpy_release};
+    if (fcpy_thread_enter_backward(self) != 0) {
+        return -1;
+    }
     if (fcpy_state_overrides(self, FCPY_STATE_QUEUE_END)) {
         self->core.training_state = FC_PRE_BACKWARD;
         if (done(PyObject_CallMethod((PyObject *)self,
@@ -131,6 +134,9 @@ static int run_pre_double_backward(void *owner) {
     const fct_hook at_end = {self, call_end_backward, fcpy_retain, fcpy_release};
     if (self == NULL || !fcpy_state_ready(self)) {
         return self == NULL ? 0 : -1; /* the model is gone */
+    }
+    if (fcpy_thread_enter_backward(self) != 0) {
+        return -1;
     }
     fc_status status = fc_state_pre_double_backward(&self->core, &at_end);
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
