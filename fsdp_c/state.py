@@ -12,7 +12,7 @@ import torch
 import torch.distributed.fsdp._fully_shard._fsdp_state as stock
 import torch.nn as nn
 from torch.autograd.graph import _MultiHandle
-from torch.distributed._composable_state import _insert_module_state
+from torch.distributed._composable_state import _get_module_state, _insert_module_state
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
@@ -204,6 +204,19 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             groups += state._fsdp_param_groups
         for group in groups:
             group.comm_ctx = self._comm_ctx
+    def _reset_roots_below(self) -> None:
+        """Resets units that have run by themselves, before this root: they are roots of their own,
+        as is what ``fully_shard`` took below ``replicate``."""
+        for root in self._modules:
+            for module in root.modules():
+                state = _get_module_state(module)
+                if (
+                    isinstance(state, State)
+                    and state._is_root
+                    and state._state_ctx is not self._state_ctx
+                ):
+                    state._reset_iter_state()
+
         self._comm_ctx.reduce_scatter_max_input_buffers = max(
             (group.reduce_scatter_max_input_buffers for group in groups), default=1
         )

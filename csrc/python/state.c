@@ -383,7 +383,12 @@ static int run_reset(fcpy_state *self) {
                         "reset_iter_state must be called on the root FSDP module");
         return -1;
     }
-    return fcpy_state_forget_runs(self) == 0 ? status_of(self, fc_state_reset(&self->core)) : -1;
+    if (fcpy_state_forget_runs(self) != 0 || status_of(self, fc_state_reset(&self->core)) != 0) {
+        return -1;
+    }
+    PyObject *none = PyObject_CallMethod((PyObject *)self, "_reset_roots_below", NULL);
+    Py_XDECREF(none);
+    return none != NULL ? 0 : -1;
 }
 
 static PyObject *state_reset(PyObject *obj, PyObject *unused) {

@@ -72,3 +72,30 @@ def test_lists_that_are_handed_out_are_copies(single_group: int) -> None:
         getattr(owner, name).clear()
         assert getattr(owner, name) == before
     loss_of(model).backward()
+
+
+def fail(*unused: Any) -> None:
+    raise Skipped
+
+
+@pytest.mark.parametrize("outer", ["unused", "used"])
+def test_a_reset_reaches_units_that_are_roots_of_their_own(single_group: int, outer: str) -> None:
+    """They have run by themselves; the module around them, if at all, without them."""
+    model = two_layers()
+    inner: Any = fully_shard(model[0])
+    if outer == "unused":
+        root: Any = fully_shard(model)
+    else:
+        inner._get_fsdp_state()._lazy_init()
+        root = fully_shard(nn.ModuleDict({"head": nn.Linear(4, 4)}).head)
+        root(torch.ones(2, 4))
+        root.inner = inner
+    handle = inner.register_forward_pre_hook(fail)
+    with pytest.raises(Skipped):
+        inner(torch.ones(2, 4))
+    handle.remove()
+    [group] = inner._get_fsdp_state()._fsdp_param_groups
+    assert group.is_unsharded
+    root.reset_iter_state()
+    assert group.is_sharded
+    assert inner._get_fsdp_state()._state_ctx.iter_forward_root is None
