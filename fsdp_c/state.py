@@ -89,8 +89,6 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._mp_policy = mp_policy
         self._auto_reshard_after_forward = auto_reshard_after_forward
         self._comm_ctx = CommContext(device)
-        self._input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
-        self._output_dtype = mp_policy.output_dtype
         self._moves_inputs = _moves_inputs_to(device)
         for module in modules:
             _insert_module_state(module, self)
@@ -117,6 +115,17 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
 
     def _register_overridden_hooks(self) -> None:
         """torch's way to register, for patched ``_pre_forward`` and ``_post_forward``."""
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        """Of forward's inputs and outputs; another one counts from the next forward on."""
+        return self._policy
+
+    @_mp_policy.setter
+    def _mp_policy(self, value: MixedPrecisionPolicy) -> None:
+        self._policy = value
+        self._input_dtype = value.param_dtype if value.cast_forward_inputs else None
+        self._output_dtype = value.output_dtype
+
         if len(self._modules) > 1:
             handle = register_group_hooks(stock, self)
             self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
