@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_state as stock
 import torch.nn as nn
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import _MultiHandle
 from torch.distributed._composable_state import _get_module_state, _insert_module_state
 from torch.distributed.device_mesh import _get_device_handle
@@ -113,8 +115,6 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             self._pre_forward_hook_handle = handle
             self._post_forward_hook_handle = handle
 
-    def _register_overridden_hooks(self) -> None:
-        """torch's way to register, for patched ``_pre_forward`` and ``_post_forward``."""
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
         """Of forward's inputs and outputs; another one counts from the next forward on."""
@@ -126,6 +126,8 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._input_dtype = value.param_dtype if value.cast_forward_inputs else None
         self._output_dtype = value.output_dtype
 
+    def _register_overridden_hooks(self) -> None:
+        """torch's way to register, for patched ``_pre_forward`` and ``_post_forward``."""
         if len(self._modules) > 1:
             handle = register_group_hooks(stock, self)
             self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
@@ -148,6 +150,39 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             moved_args, moved_kwargs = _to_kwargs(args, kwargs, self._device, False)
         return moved_args[0], moved_kwargs[0]
 
+    def _check_tracing(self) -> None:
+        """Called before an iteration that is traced: on fake, proxy or functional tensors, by jit.
+
+        What is gathered outlives the forward, so that fake tensors would stay for good.
+
+        Raises:
+            RuntimeError: the parameters are real, and would be used by a graph or be gathered for
+                the first time.
+        """
+        modules = self._modules[0].modules()
+        found = (self._get_state_for_module(module) for module in modules)
+        states = [state for state in found if isinstance(state, State)]
+        params = [p for state in states for g in state._fsdp_param_groups for p in g.fsdp_params]
+        if all(is_fake(param._sharded_param_data) for param in params):
+            return
+        key = _TorchDispatchModeKey
+        fake = _get_dispatch_mode(key.FAKE) is not None
+        graph = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        graph = graph or _get_dispatch_mode(key.FUNCTIONAL) is not None
+        if graph or (fake and _get_dispatch_mode(key.PROXY) is not None):
+            raise RuntimeError(
+                f"{type(self._modules[0]).__name__} cannot be exported or traced after "
+                "fully_shard: a graph would miss the collectives that hooks issue\n"
+                "Export the model before it is sharded, or a copy that full parameters were loaded "
+                "into; compile it with torch.compile, which breaks graphs at the hooks."
+            )
+        if fake and not all(hasattr(param, "_unsharded_param") for param in params):
+            raise RuntimeError(
+                f"the first forward of {type(self._modules[0]).__name__} cannot run on fake "
+                "tensors: its parameters are real, and what they are gathered into is kept\n"
+                "Make and shard the model under the FakeTensorMode, or run a real forward first."
+            )
+
     def _states_below(self) -> list[State]:
         """All states in the root's tree, in ``named_modules()`` order; refuses other roots."""
         root = self._modules[0]
@@ -168,6 +203,19 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 )
             states.append(state)
         return states
+
+    def _reset_roots_below(self) -> None:
+        """Resets units that have run by themselves, before this root: they are roots of their own,
+        as is what ``fully_shard`` took below ``replicate``."""
+        for root in self._modules:
+            for module in root.modules():
+                state = _get_module_state(module)
+                if (
+                    isinstance(state, State)
+                    and state._is_root
+                    and state._state_ctx is not self._state_ctx
+                ):
+                    state._reset_iter_state()
 
     def _lazy_init(self) -> None:
         """Makes this state the root: names, shared contexts, validation. All or nothing."""
@@ -213,19 +261,6 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             groups += state._fsdp_param_groups
         for group in groups:
             group.comm_ctx = self._comm_ctx
-    def _reset_roots_below(self) -> None:
-        """Resets units that have run by themselves, before this root: they are roots of their own,
-        as is what ``fully_shard`` took below ``replicate``."""
-        for root in self._modules:
-            for module in root.modules():
-                state = _get_module_state(module)
-                if (
-                    isinstance(state, State)
-                    and state._is_root
-                    and state._state_ctx is not self._state_ctx
-                ):
-                    state._reset_iter_state()
-
         self._comm_ctx.reduce_scatter_max_input_buffers = max(
             (group.reduce_scatter_max_input_buffers for group in groups), default=1
         )

@@ -1,10 +1,12 @@
-/* One thread at a time in a model: a second one would use what the first has gathered, and free it.
+/* Who may enter a state's forward or backward. Owns nothing.
  *
+ * No tracer that runs the model on tensors without memory: what is gathered then would be kept. And one
+ * thread at a time: a second one would use what the first has gathered, and free it.
  * Compares thread numbers before anything of a state is changed, so that the thread which is refused
  * leaves the other unharmed. Threads may follow one another, and a forward may hand units to threads
  * of its own: only the same state, or a backward under the same root, is refused. Autograd's threads
  * (accelerators have their own) recompute forwards and run hooks in the name of whoever called
- * backward. Owns nothing. */
+ * backward. */
 #include "objects.h"
 
 /* "module 'name' (Class)" of the state; new reference, or NULL with an exception. */
@@ -41,7 +43,14 @@ static int refuse(fcpy_state *self, const char *pass) {
     return -1;
 }
 
-int fcpy_thread_enter_forward(fcpy_state *self) {
+/* fsdp_c/state.py decides. */
+static int check_tracing(fcpy_state *self) {
+    PyObject *none = PyObject_CallMethod((PyObject *)self, "_check_tracing", NULL);
+    Py_XDECREF(none);
+    return none != NULL ? 0 : -1;
+}
+
+int fcpy_admit_forward(fcpy_state *self) {
     const unsigned long me = PyThread_get_thread_ident();
     fcpy_iteration *it = (fcpy_iteration *)self->iteration;
     const bool inside = self->entering || self->core.training_state == FC_FORWARD;
@@ -52,14 +61,18 @@ int fcpy_thread_enter_forward(fcpy_state *self) {
         it->forward_thread != me && !fct_in_backward()) {
         return refuse(self, "backward");
     }
+    const bool first = it != NULL && it->core.forward_root == NULL;
+    if (first && fct_tracing() && check_tracing(self) != 0) {
+        return -1;
+    }
     self->thread = me;
-    if (it != NULL && it->core.forward_root == NULL) {
+    if (first) {
         it->forward_thread = me;
     }
     return 0;
 }
 
-int fcpy_thread_enter_backward(fcpy_state *self) {
+int fcpy_admit_backward(fcpy_state *self) {
     const unsigned long me = PyThread_get_thread_ident();
     fcpy_iteration *it = (fcpy_iteration *)self->iteration;
     const bool own_threads = self->core.comm->has_streams; /* of autograd, for the device */

@@ -21,7 +21,7 @@ static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *ar
     PyObject *new_args = args;
     PyObject *new_kwargs = kwargs;
     PyObject *result = NULL;
-    if (fcpy_thread_enter_forward(self->state) != 0) {
+    if (fcpy_admit_forward(self->state) != 0) {
         return NULL;
     }
     if (self->grouped && PySet_GET_SIZE(self->state->modules_to_run) == 0) {
@@ -57,7 +57,7 @@ static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *i
     PyObject *result = NULL;
     bool complete = true;
     /* Called whatever was raised, also where this thread was refused. */
-    if (self->grouped && fcpy_thread_enter_forward(self->state) != 0) {
+    if (self->grouped && fcpy_admit_forward(self->state) != 0) {
         return NULL;
     }
     if (self->grouped) {

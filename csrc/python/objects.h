@@ -123,7 +123,7 @@ typedef struct fcpy_iteration {
     fcpy_module *mod;
     PyObject *all_states;         /* tuple of State */
     PyObject *post_optim_event;   /* what the next iteration's gathers wait for, or NULL */
-    unsigned long forward_thread; /* that began the latest forward, and backward; see thread.c */
+    unsigned long forward_thread; /* that began the latest forward, and backward; see admit.c */
     unsigned long backward_thread;
     PyObject *dict;
 } fcpy_iteration;
@@ -281,11 +281,11 @@ int fcpy_state_raise(const fcpy_state *self, fc_status status); /* -1 */
 /* The next forward of each state that has several modules starts with none of them run. */
 int fcpy_state_forget_runs(const fcpy_state *self);
 
-/* ---- thread.c ---- */
+/* ---- admit.c ---- */
 /* To be called before anything of a forward or backward is done; -1 with RuntimeError where another
- * thread is in it. For backward the state is ready. */
-int fcpy_thread_enter_forward(fcpy_state *self);
-int fcpy_thread_enter_backward(fcpy_state *self);
+ * thread is in it, or a tracer runs it. For backward the state is ready. */
+int fcpy_admit_forward(fcpy_state *self);
+int fcpy_admit_backward(fcpy_state *self);
 
 /* ---- step.c ---- */
 /* Lazy init where it has not been done, then the once-per-iteration part, which may replace args

@@ -296,7 +296,7 @@ static PyObject *state_pre_forward(PyObject *obj, PyObject *args) {
     Py_INCREF(inputs);
     Py_INCREF(kwargs);
     fcpy_calls_enter(as_state(obj)->mod);
-    const int failed = fcpy_thread_enter_forward(as_state(obj)) != 0 ||
+    const int failed = fcpy_admit_forward(as_state(obj)) != 0 ||
                        fcpy_state_pre_forward(as_state(obj), module, &inputs, &kwargs) != 0;
     fcpy_calls_leave(as_state(obj)->mod);
     return fcpy_give_pair(failed, inputs, kwargs);

@@ -58,7 +58,7 @@ static int call_end_backward(void *owner) {
 
 int fcpy_state_pre_backward(fcpy_state *self) {
     const fct_hook at_end = {self, call_end_backward, fcpy_retain, fcpy_release};
-    if (fcpy_thread_enter_backward(self) != 0) {
+    if (fcpy_admit_backward(self) != 0) {
         return -1;
     }
     if (fcpy_state_overrides(self, FCPY_STATE_QUEUE_END)) {
@@ -135,7 +135,7 @@ static int run_pre_double_backward(void *owner) {
     if (self == NULL || !fcpy_state_ready(self)) {
         return self == NULL ? 0 : -1; /* the model is gone */
     }
-    if (fcpy_thread_enter_backward(self) != 0) {
+    if (fcpy_admit_backward(self) != 0) {
         return -1;
     }
     fc_status status = fc_state_pre_double_backward(&self->core, &at_end);

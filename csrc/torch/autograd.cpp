@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <typeinfo>
 
@@ -264,6 +265,15 @@ extern "C" {
 
 bool fct_grad_enabled(void) {
     return at::GradMode::is_enabled();
+}
+
+bool fct_tracing(void) {
+    using c10::impl::TorchDispatchModeKey;
+    using c10::impl::TorchDispatchModeTLS;
+    return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
+           TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value() ||
+           TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value() ||
+           torch::jit::tracer::isTracing();
 }
 
 bool fct_in_backward(void) {

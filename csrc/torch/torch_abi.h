@@ -250,6 +250,9 @@ bool fct_dtype_is_floating(fct_dtype dtype);
  * anything else. */
 fct_dtype fct_py_dtype(struct _object *obj);
 FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
+/* Whether torch traces what runs on this thread: with fake, proxy or functional tensors, or by jit.
+ */
+bool fct_tracing(void);
 /* New handle of a ProcessGroup object. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* torch.device objects. */
