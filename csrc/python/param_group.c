@@ -65,7 +65,7 @@ static void set_grouped(PyObject *params, bool grouped) {
 }
 
 /* Each Param has been initialised, and is in no group: its core struct notes its place there. */
-static int take_params(PyObject *params) {
+static int mark_params(PyObject *params) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
         fcpy_param *param = (fcpy_param *)PyTuple_GET_ITEM(params, i);
         if (param->core.owner == NULL || param->grouped) {
@@ -104,6 +104,18 @@ static int check_link(PyObject *params, int index, PyObject *name, long long wor
                      rank, world, name);
     }
     return fits ? 0 : -1;
+}
+
+/* Marks the Params as the group's, which they fit; -1 with an exception and none marked. */
+static int take_params(PyObject *params, PyObject *pg_name, long long world, long long rank) {
+    if (mark_params(params) != 0) {
+        return -1;
+    }
+    if (check_link(params, FCPY_LINK_SHARD, pg_name, world, rank) != 0) {
+        set_grouped(params, false);
+        return -1;
+    }
+    return 0;
 }
 
 /* Points a link to the process group of that name (None: to none), or to one that is given. */
@@ -148,17 +160,14 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     }
     PyObject *tuple = fcpy_tuple_of(list, self->mod->param_type, "params");
     void *params = tuple != NULL ? fcpy_core_array(tuple, offsetof(fcpy_param, core)) : NULL;
-    if (params == NULL || (pg_name != Py_None && PyUnicode_AsUTF8(pg_name) == NULL) ||
-        check_link(tuple, FCPY_LINK_SHARD, pg_name, world, rank) != 0 || take_params(tuple) != 0) {
+    const bool once = self->core.members.host == NULL; /* asked here: parsing the arguments may run code */
+    if (params != NULL && !once) {
+        PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
+    }
+    if (params == NULL || !once || (pg_name != Py_None && PyUnicode_AsUTF8(pg_name) == NULL) ||
+        take_params(tuple, pg_name, world, rank) != 0) {
         Py_XDECREF(tuple);
         free(params);
-        return -1;
-    }
-    if (self->core.members.host != NULL) {
-        set_grouped(tuple, false);
-        Py_DECREF(tuple);
-        free(params);
-        PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
         return -1;
     }
     fc_group_init(&self->core, self, &fcpy_host, &((fcpy_comm *)comm)->core, (fc_param **)params,
