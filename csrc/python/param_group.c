@@ -160,7 +160,8 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     }
     PyObject *tuple = fcpy_tuple_of(list, self->mod->param_type, "params");
     void *params = tuple != NULL ? fcpy_core_array(tuple, offsetof(fcpy_param, core)) : NULL;
-    const bool once = self->core.members.host == NULL; /* asked here: parsing the arguments may run code */
+    const bool once =
+        self->core.members.host == NULL; /* asked here: parsing the arguments may run code */
     if (params != NULL && !once) {
         PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
     }
