@@ -7,15 +7,6 @@ static fcpy_group *as_group(PyObject *obj) {
     return (fcpy_group *)obj;
 }
 
-int fcpy_group_check_device(const fc_comm *comm, fct_device device) {
-    if (comm->device.type != device.type) {
-        PyErr_SetString(PyExc_ValueError,
-                        "the communication context is for another kind of device than the group");
-        return -1;
-    }
-    return 0;
-}
-
 static PyObject *get_flag(PyObject *obj, void *closure) {
     return PyBool_FromLong(*(bool *)((char *)obj + (size_t)(uintptr_t)closure));
 }

@@ -264,22 +264,19 @@ PyObject *fcpy_give_pair(int failed, PyObject *args, PyObject *kwargs);
 int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs);
 int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs);
 
-/* ---- param_group.c ---- */
+/* ---- ready.c ---- */
 /* Whether the group was initialised; false with RuntimeError. */
 bool fcpy_group_ready(const fcpy_group *self);
-
-/* ---- group_attributes.c ---- */
-extern PyGetSetDef fcpy_group_getset[];
+int fcpy_group_raise(const fcpy_group *self, fc_status status); /* -1 */
 /* Whether the context is for the group's kind of device; -1 with ValueError. */
 int fcpy_group_check_device(const fc_comm *comm, fct_device device);
-
-/* ---- state.c ---- */
 /* Whether the state has its contexts (never initialised ones and collected ones do not); false with
  * RuntimeError. */
 bool fcpy_state_ready(const fcpy_state *self);
 int fcpy_state_raise(const fcpy_state *self, fc_status status); /* -1 */
-/* The next forward of each state that has several modules starts with none of them run. */
-int fcpy_state_forget_runs(const fcpy_state *self);
+
+/* ---- group_attributes.c ---- */
+extern PyGetSetDef fcpy_group_getset[];
 
 /* ---- admit.c ---- */
 /* To be called before anything of a forward or backward is done; -1 with RuntimeError where another
@@ -291,6 +288,8 @@ int fcpy_admit_backward(fcpy_state *self);
 /* Lazy init where it has not been done, then the once-per-iteration part, which may replace args
  * and kwargs (owned). */
 int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwargs);
+/* The next forward of each state that has several modules starts with none of them run. */
+int fcpy_state_forget_runs(const fcpy_state *self);
 /* What the first gradient of an output, and the end of a backward, set off. */
 int fcpy_state_pre_backward(fcpy_state *self);
 int fcpy_state_end_backward(fcpy_state *self);

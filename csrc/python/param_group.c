@@ -9,18 +9,6 @@ static fcpy_group *as_group(PyObject *obj) {
     return (fcpy_group *)obj;
 }
 
-static int raise_group(fcpy_group *self, fc_status status) {
-    return fcpy_raise(
-        status, self->core.members.comm != NULL ? self->core.members.comm->error.message : NULL);
-}
-
-bool fcpy_group_ready(const fcpy_group *self) {
-    if (self->core.members.host == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the parameter group is not initialised");
-    }
-    return self->core.members.host != NULL;
-}
-
 /* One transition of an initialised group; None. */
 static PyObject *run_transition(PyObject *obj, fc_status (*transition)(fc_group *g)) {
     fcpy_group *self = as_group(obj);
@@ -29,7 +17,7 @@ static PyObject *run_transition(PyObject *obj, fc_status (*transition)(fc_group 
     }
     fcpy_calls_enter(self->mod);
     fc_status status = transition(&self->core);
-    const int failed = status != FC_OK ? raise_group(self, status) : 0;
+    const int failed = status != FC_OK ? fcpy_group_raise(self, status) : 0;
     fcpy_calls_leave(self->mod);
     if (failed) {
         return NULL;

@@ -8,28 +8,6 @@ static fcpy_state *as_state(PyObject *obj) {
     return (fcpy_state *)obj;
 }
 
-bool fcpy_state_ready(const fcpy_state *self) {
-    if (self->core.iteration != NULL && self->core.comm != NULL) {
-        return true;
-    }
-    PyErr_SetString(PyExc_RuntimeError, "the FSDP state is not initialised");
-    return false;
-}
-
-int fcpy_state_raise(const fcpy_state *self, fc_status status) {
-    return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
-}
-
-int fcpy_state_forget_runs(const fcpy_state *self) {
-    PyObject *states = ((fcpy_iteration *)self->iteration)->all_states;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(states); i++) {
-        if (PySet_Clear(as_state(PyTuple_GET_ITEM(states, i))->modules_to_run) != 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* ---- State: life ---- */
 
 static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {

@@ -10,11 +10,6 @@ static int done(PyObject *result) {
     return result != NULL ? 0 : -1;
 }
 
-static int raise_group(const fcpy_group *self, fc_status status) {
-    const fc_comm *comm = self->core.members.comm;
-    return fcpy_raise(status, comm != NULL ? comm->error.message : NULL);
-}
-
 static fcpy_group *group_at(const fcpy_state *self, size_t index) {
     return (fcpy_group *)self->core.groups[index]->members.owner;
 }
@@ -29,6 +24,16 @@ static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) 
     fcpy_calls_leave(mod);
     fcpy_dynamo_resume(mod, paused);
     return result;
+}
+
+int fcpy_state_forget_runs(const fcpy_state *self) {
+    PyObject *states = ((fcpy_iteration *)self->iteration)->all_states;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(states); i++) {
+        if (PySet_Clear(((fcpy_state *)PyTuple_GET_ITEM(states, i))->modules_to_run) != 0) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 int fcpy_state_end_backward(fcpy_state *self) {
@@ -167,14 +172,14 @@ static int run_post_backward(void *owner) {
         result = run_patched_node(group);
     } else {
         fc_status status = fc_group_leave_backward(&group->core);
-        result = status == FC_OK ? 0 : raise_group(group, status);
+        result = status == FC_OK ? 0 : fcpy_group_raise(group, status);
     }
     if (result == 0 && group->unit != NULL) {
         const fcpy_state *unit = (const fcpy_state *)group->unit;
         fc_status status = unit->core.iteration != NULL
                                ? fc_state_post_backward(&unit->core, &group->core)
                                : FC_OK;
-        result = status == FC_OK ? 0 : raise_group(group, status);
+        result = status == FC_OK ? 0 : fcpy_group_raise(group, status);
     }
     return result == 0 && fct_grad_enabled() ? hook_recorded(group) : result;
 }
@@ -186,7 +191,7 @@ static int call_post_backward(void *owner) {
 static int run_buckets(void *owner) {
     fcpy_group *group = (fcpy_group *)owner;
     fc_status status = fc_group_reduce_buckets(&group->core);
-    return status == FC_OK ? 0 : raise_group(group, status);
+    return status == FC_OK ? 0 : fcpy_group_raise(group, status);
 }
 
 int fcpy_param_grad_arrived(void *owner) {
@@ -304,7 +309,7 @@ int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs)
     bool entering = false;
     fc_status status = fc_group_pre_forward(&self->core, &entering);
     if (status != FC_OK) {
-        return raise_group(self, status);
+        return fcpy_group_raise(self, status);
     }
     return entering ? insert_node(self, args, kwargs) : 0;
 }
@@ -376,7 +381,7 @@ static PyObject *leave_groups(fcpy_state *self, PyObject *module, PyObject *inpu
         }
         fc_status status = fc_group_post_forward(&group->core);
         if (status != FC_OK) {
-            (void)raise_group(group, status);
+            (void)fcpy_group_raise(group, status);
             Py_CLEAR(output);
         }
     }

@@ -1,0 +1,36 @@
+/* Whether an object may be used, and what it raises: made and never initialised, or collected, an
+ * object has no core behind it. Owns nothing. */
+#include "objects.h"
+
+bool fcpy_group_ready(const fcpy_group *self) {
+    if (self->core.members.host == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the parameter group is not initialised");
+    }
+    return self->core.members.host != NULL;
+}
+
+int fcpy_group_raise(const fcpy_group *self, fc_status status) {
+    const fc_comm *comm = self->core.members.comm;
+    return fcpy_raise(status, comm != NULL ? comm->error.message : NULL);
+}
+
+int fcpy_group_check_device(const fc_comm *comm, fct_device device) {
+    if (comm->device.type != device.type) {
+        PyErr_SetString(PyExc_ValueError,
+                        "the communication context is for another kind of device than the group");
+        return -1;
+    }
+    return 0;
+}
+
+bool fcpy_state_ready(const fcpy_state *self) {
+    if (self->core.iteration != NULL && self->core.comm != NULL) {
+        return true;
+    }
+    PyErr_SetString(PyExc_RuntimeError, "the FSDP state is not initialised");
+    return false;
+}
+
+int fcpy_state_raise(const fcpy_state *self, fc_status status) {
+    return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
+}

@@ -1,0 +1,127 @@
+"""Who includes and who calls whom among the C files of one folder: rooms, arrows, circles.
+
+A room is a source with its header. ``python tests/house.py`` prints, for ``csrc/core`` and
+``csrc/python``, the floors, the arrows that run up, the circles, and what the group's struct is
+made of; ``tests/unit/test_house.py`` holds that nothing runs up.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+
+FLOORS = {
+    "core": (
+        {"status"},
+        {"layout", "order", "link", "divide", "dtype"},
+        {"param", "comm"},
+        {"host", "plan"},
+        {"members", "transfer"},
+        {"bucket", "gather", "gradient", "reduction"},
+        {"reduce"},
+        {"group"},
+        {"state"},
+    ),
+}
+"""From the ground up; a room sees only rooms of lower floors. csrc/README.md says what each is."""
+
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
+_DEFINITION = re.compile(r"^(?!static\b|typedef\b|#)[A-Za-z_][\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.M)
+_NAME = re.compile(r"\b[a-z]\w*\b")
+
+
+def code_of(path: Path) -> str:
+    """The text of a file without comments."""
+    return _COMMENT.sub(" ", path.read_text())
+
+
+def rooms_of(folder: str) -> dict[str, list[Path]]:
+    """Name of each room of ``csrc/folder`` -> its files."""
+    rooms: dict[str, list[Path]] = {}
+    for path in sorted((CSRC / folder).glob("*.[ch]")):
+        rooms.setdefault(path.stem, []).append(path)
+    return rooms
+
+
+def arrows_of(rooms: dict[str, list[Path]]) -> dict[str, dict[str, set[str]]]:
+    """Room -> rooms it includes or calls -> by what: headers and functions."""
+    texts = {room: [code_of(path) for path in paths] for room, paths in rooms.items()}
+    home = {name: room for room, ts in texts.items() for t in ts for name in _DEFINITION.findall(t)}
+    arrows: dict[str, dict[str, set[str]]] = {room: {} for room in rooms}
+    for room, parts in texts.items():
+        for text in parts:
+            for header in _INCLUDE.findall(text):
+                stem = Path(header).stem
+                if "/" not in header and stem in rooms and stem != room:
+                    arrows[room].setdefault(stem, set()).add(header)
+            for name in set(_NAME.findall(_STRING.sub('""', text))):
+                if home.get(name, room) != room:
+                    arrows[room].setdefault(home[name], set()).add(name)
+    return arrows
+
+
+def upward(
+    arrows: dict[str, dict[str, set[str]]], floors: tuple[set[str], ...]
+) -> dict[str, set[str]]:
+    """``"from -> to"`` of every arrow that does not lead to a lower floor -> by what."""
+    floor = {room: level for level, rooms in enumerate(floors) for room in rooms}
+    return {
+        f"{room} -> {other}": names
+        for room, others in arrows.items()
+        for other, names in others.items()
+        if floor[other] >= floor[room]
+    }
+
+
+def circles(arrows: dict[str, dict[str, set[str]]]) -> list[set[str]]:
+    """The sets of rooms that lead to one another."""
+    reach = {room: set(others) for room, others in arrows.items()}
+    for middle in reach:
+        for room in reach:
+            if middle in reach[room]:
+                reach[room] |= reach[middle]
+    found: list[set[str]] = []
+    for room in reach:
+        circle = {other for other in reach[room] if room in reach.get(other, ())}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
+
+
+def functions_taking(struct: str, folder: str = "core") -> dict[str, int]:
+    """Room -> how many functions of its header take a pointer to ``struct``."""
+    taking = re.compile(rf"\b\w+\([^;{{}}]*\b{struct} \*[^;{{}}]*\);")
+    counts = {path.stem: len(taking.findall(code_of(path))) for path in (CSRC / folder).glob("*.h")}
+    return {room: count for room, count in sorted(counts.items()) if count}
+
+
+def fields_of(struct: str, header: Path) -> list[str]:
+    """The declarations in ``typedef struct NAME { ... } NAME``."""
+    text = code_of(header)
+    body = re.search(rf"typedef struct {struct} {{(.*?)}} {struct};", text, re.S)
+    if body is None:
+        raise ValueError(f"no struct {struct} in {header.name}")
+    return [" ".join(line.split()) for line in body.group(1).split(";") if line.strip()]
+
+
+def main() -> None:
+    for folder in ("core", "python"):
+        rooms = rooms_of(folder)
+        arrows = arrows_of(rooms)
+        count = sum(map(len, arrows.values()))
+        print(f"csrc/{folder}: {len(rooms)} rooms, {count} arrows, circles: {circles(arrows)}")
+        if folder in FLOORS:
+            print(f"  arrows that run up: {upward(arrows, FLOORS[folder]) or 'none'}")
+    fields = fields_of("fc_group", CSRC / "core/group.h")
+    booleans = [field for field in fields if field.startswith("bool ")]
+    print(f"fc_group: {len(fields)} fields, {len(booleans)} booleans of its own")
+    print(f"functions that take fc_group *: {functions_taking('fc_group')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
