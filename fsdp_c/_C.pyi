@@ -28,6 +28,8 @@ STATE_METHODS: tuple[str, ...]
 CALL_GATHER: int
 CALL_REDUCE: int
 CALL_MEMORY: int
+CALL_SWAP: int
+CALL_GRADS: int
 CALL_NODE_CLASS: int
 CALL_NODE: int
 CUDA_KERNELS: int  # 1: built with nvcc, 0: CUDA devices cannot be trained on
@@ -60,6 +62,8 @@ class Param:
     _sharding_spec: DTensorSpec
     _param_fqn: str | None
     _hosted: bool
+    _calls: int
+    _swapping: bool
     def __init__(
         self,
         sizes: Sequence[int],
@@ -120,6 +124,7 @@ class ParamGroup:
     @property
     def _deferred(self) -> bool: ...
     _hosted_gather: bool
+    _param_calls: int
     _hosted_reduce: bool
     _has_reduce_hook: bool
     gradient_divide_factor: float | None

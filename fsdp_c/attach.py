@@ -30,7 +30,7 @@ from torch.distributed.utils import _get_root_modules
 
 from .additions import METHODS
 from .compat import ShardPlacementFnResult, complete_class, placement_of
-from .param import Param
+from .param import param_class
 from .param_group import ParamGroup
 from .state import State
 from .undo import Snapshot, Undo
@@ -150,6 +150,11 @@ class Units(NamedTuple):
         return _get_post_forward_mesh_info(True if wanted is None else wanted, info)
 
 
+def _always(placement: Shard | None) -> Callable[[nn.Parameter], Shard] | None:
+    """A ``shard_placement_fn`` that has decided already."""
+    return None if placement is None else lambda param: placement
+
+
 def _make_group(
     state: State,
     modules: tuple[nn.Module, ...],
@@ -159,13 +164,13 @@ def _make_group(
     policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
 ) -> ParamGroup:
     fsdp_params = [
-        Param(
+        param_class()(
             param,
             infos[param],
             part.mesh_info,
             part.post_forward,
             device,
-            placement,
+            _always(placement),
             *policies,
         )
         for param, placement in zip(part.params, part.placements)

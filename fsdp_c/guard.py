@@ -173,44 +173,86 @@ def getattr_static(cls: type, name: str) -> Any:
     return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
 
 
-# ---- patches without effect ----------------------------------------------------------------------
+# ---- methods of single parameters ----------------------------------------------------------------
 
-# What torch's FSDPParam does in these, the C core does for a whole group.
-_DONE_BY_THE_CORE = (
+# What of FSDPParam the core does for a whole group while nobody has replaced it, and is done by the
+# methods, one parameter after the other, where somebody has.
+_GATHERS = _C.CALL_GATHER | _C.CALL_MEMORY
+PARAM_METHODS = {
+    "all_gather_inputs": _GATHERS,
+    "init_all_gather_outputs": _GATHERS,
+    "alloc_all_gather_outputs": _GATHERS,
+    "init_unsharded_param": _GATHERS,
+    "free_unsharded_param": _GATHERS,
+    "_setattr_on_modules": _C.CALL_SWAP,
+    "to_sharded": _C.CALL_SWAP,
+    "to_sharded_post_forward": _C.CALL_SWAP,
+    "to_unsharded": _C.CALL_SWAP,
+    "to_sharded_dtensor": _C.CALL_REDUCE,
+    "accumulate_unsharded_grad_if_needed": _C.CALL_GRADS,
+    "to_accumulated_grad_if_needed": _C.CALL_GRADS,
+    "unsharded_accumulated_grad_data": _C.CALL_GRADS,
+    "unsharded_grad_data": _C.CALL_GRADS,
+    "_get_grad_inner_tensor": _C.CALL_GRADS,
+}
+# Whoever replaces one of these decides what a parameter is: torch's own constructor runs it.
+_CONSTRUCTION = (
+    "__init__",
     "_init_sharded_param",
     "_init_sharded_post_forward_param_metadata",
-    "_setattr_on_modules",
-    "accumulate_unsharded_grad_if_needed",
-    "all_gather_inputs",
-    "alloc_all_gather_outputs",
-    "free_unsharded_param",
-    "init_all_gather_outputs",
     "init_unsharded_param",
-    "to_accumulated_grad_if_needed",
-    "to_sharded",
-    "to_sharded_post_forward",
-    "to_sharded_post_forward_dtensor",
-    "to_unsharded",
-    "unsharded_accumulated_grad_data",
-    "unsharded_grad_data",
-    "unsharded_param",
 )
+# A property that the core has in its place.
+_WITHOUT_EFFECT = ("unsharded_param",)
+
+
+def _stock_of(name: str) -> Any:
+    """torch's own method or property of ``FSDPParam``; None: patched before fsdp_c was imported."""
+    found = vars(FSDPParam).get(name)
+    function = getattr(found, "fget", found)
+    return found if _is_torchs(function, FSDPParam.__module__, f"FSDPParam.{name}") else None
+
+
+_STOCK = {name: _stock_of(name) for name in (*PARAM_METHODS, *_CONSTRUCTION, *_WITHOUT_EFFECT)}
 _unheard: set[str] = set()
+
+
+def _is_patched(name: str) -> bool:
+    return name in vars(FSDPParam) and vars(FSDPParam)[name] is not _STOCK[name]
+
+
+def _is_above(cls: type, own_class: type, name: str) -> bool:
+    """Whether a class in front of ours, a subclass of ``FSDPParam``, has the method."""
+    mro = cls.__mro__
+    return any(name in vars(c) for c in mro[: mro.index(own_class)])
+
+
+def is_constructed_by_others(cls: type, own_class: type) -> bool:
+    """Whether somebody has replaced how torch makes a parameter, for our ``own_class``."""
+    return any(
+        _is_patched(name) or (name != "__init__" and _is_above(cls, own_class, name))
+        for name in _CONSTRUCTION
+    )
+
+
+def param_calls(param: Any, own_class: type) -> int:
+    """Bits of what this object, or a class in front of ours, overrides of ``FSDPParam``."""
+    found = 0
+    for name, bits in PARAM_METHODS.items():
+        if name in vars(param) or _is_above(type(param), own_class, name):
+            found |= bits
+    return found
 
 
 def warn_of_patches_without_effect() -> None:
     """Logs, once per name, what of torch's ``FSDPParam`` is patched and not called by our core."""
-    for name in _DONE_BY_THE_CORE:
-        found = vars(FSDPParam).get(name)
-        found = getattr(found, "fget", found)
-        if name in _unheard or _is_torchs(found, FSDPParam.__module__, f"FSDPParam.{name}"):
+    for name in _WITHOUT_EFFECT:
+        if name in _unheard or not _is_patched(name):
             continue
         _unheard.add(name)
         logger.warning(
-            "fsdp_c: FSDPParam.%s has been replaced. It is not called: fsdp_c does this for all "
-            "parameters of a group at once, in C. Patch the group's methods instead "
-            "(FSDPParamGroup.unshard, reshard, post_backward), or use the fsdp_pre_all_gather "
-            "and fsdp_post_all_gather extensions",
+            "fsdp_c: FSDPParam.%s has been replaced. It is not called: fsdp_c has a property of "
+            "its own there. Replace init_unsharded_param, which sets _unsharded_param",
             name,
         )
 
@@ -296,6 +338,9 @@ def _entries() -> tuple[tuple[Any, ...], ...]:
     ):
         static = getattr_static(node, name)
         rows.append((node, name, static, static.__func__, bits))
+    for name, bits in PARAM_METHODS.items():
+        if name in vars(FSDPParam):
+            rows.append((FSDPParam, name, _STOCK[name], None, bits))
     # torch's memory trackers replace it: what changes sizes must then go through it.
     resize = getattr_static(torch.UntypedStorage, "resize_")
     bits = _C.CALL_GATHER | _C.CALL_REDUCE | _C.CALL_MEMORY

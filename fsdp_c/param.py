@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock_group
 import torch.nn as nn
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -28,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
 from .compat import ParamOfOlderTorch, orig_param_uid
-from .guard import shows
+from .guard import is_constructed_by_others, param_calls, shows
 from .mixed_precision import compute_dtype
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         post_forward_mesh_info: Where it stays between forward and backward: ``mesh_info``, a mesh
             with a smaller shard dimension, or ``None`` (unsharded).
         device: Where unsharded parameters live, and shards that are not offloaded.
-        placement: The dimension that is cut.
+        shard_placement_fn: Gives the dimension that is cut; ``None``: the first.
         mp_policy: Dtypes for computation and reduction.
         offload_policy: Whether shards live on the CPU.
 
@@ -144,10 +146,11 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         mesh_info: DataParallelMeshInfo,
         post_forward_mesh_info: FSDPMeshInfo | None,
         device: torch.device,
-        placement: Shard | None,
+        shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
     ) -> None:
+        placement = shard_placement_fn(param) if shard_placement_fn is not None else None
         local = param._local_tensor if isinstance(param, DTensor) else param
         dim = _shard_dim(placement, param, local)
         if isinstance(mesh_info, FSDPMeshInfo):
@@ -165,12 +168,29 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
                 "Resharding to smaller mesh is not supported for DTensor parameters yet"
             )
         _C.Param.__init__(self, tuple(local.size()), dim, world, rank, forward)
+        self._policy_dtype = compute_dtype(mp_policy, param)
+        self._group: weakref.ref[ParamGroup] | None = None
+        self._orig_class: type = type(param)
+        self._orig_attributes = _noted_by_users(param)
+        if is_constructed_by_others(type(self), Param):
+            FSDPParam.__init__(
+                self,
+                param,
+                module_info,
+                mesh_info,
+                post_forward_mesh_info,
+                device,
+                shard_placement_fn,
+                mp_policy,
+                offload_policy,
+            )
+            self._take_construction()
+            return
         self._module_info = module_info
         self.mesh_info = mesh_info
         self.post_forward_mesh_info = post_forward_mesh_info
         self.device = device
         self.mp_policy = mp_policy
-        self._policy_dtype = compute_dtype(mp_policy, param)
         self.offload_to_cpu = isinstance(offload_policy, CPUOffloadPolicy)
         self.pin_memory = (
             isinstance(offload_policy, CPUOffloadPolicy)
@@ -180,10 +200,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self.grad_offload_event: torch.Event | None = None
         self.is_dtensor = isinstance(param, DTensor)
         self._shard_mesh = self._init_shard_mesh()
-        self._group: weakref.ref[ParamGroup] | None = None
         self._orig_param_uid = orig_param_uid(param)
-        self._orig_class = type(param)
-        self._orig_attributes = _noted_by_users(param)
         self.fsdp_placement = Shard(dim)
         self._shard(param)
         if forward is not None:
@@ -200,6 +217,15 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._init_extensions()
         self.init_dtype_attrs(mp_policy)
         self._post_load_hook_handle: Any = None
+
+    def _take_construction(self) -> None:
+        """After torch's constructor, with the parts of it that somebody has replaced: the parameter
+        objects are what those make them, without the attributes of the original."""
+        self._orig_class = nn.Parameter
+        self._orig_attributes = {}
+        self._adopted = self.sharded_param._local_tensor
+        self.init_dtype_attrs(self.mp_policy)
+        self._note_shard()
 
     @torch.no_grad()
     def _shard(self, param: nn.Parameter) -> None:
@@ -273,30 +299,50 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         ]
         self._set_slots(slots, direct)
         self._register_sharded()
+        if self._find_calls() & _C.CALL_SWAP:
+            self._setattr_on_modules(self.sharded_param)
         _watch_optimizers()
-        self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(
-            lambda *args, **kwargs: self.reset_sharded_param()
-        )
+        if self._post_load_hook_handle is None:
+            self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(
+                lambda *args, **kwargs: self.reset_sharded_param()
+            )
+
+    def _find_calls(self) -> int:
+        """Notes for the core which methods this object overrides; gives their bits."""
+        self._calls = param_calls(self, Param)
+        return self._calls
 
     @property
-    def sharded_state(self) -> ShardedState:  # type: ignore[override]
+    def sharded_state(self) -> ShardedState:
         """The group's sharded state: parameters are never swapped one by one."""
         group = self._live_group()
         return group._sharded_state if group is not None else ShardedState.SHARDED
 
+    @sharded_state.setter
+    def sharded_state(self, value: ShardedState) -> None:
+        """torch's functions note it with each parameter: here it is the group's."""
+
     def _live_group(self) -> ParamGroup | None:
         return self._group() if self._group is not None else None
+
+    # The core calls the next three only where one of them is overridden, within its own transition:
+    # then they register this parameter alone. Freeing is the core's, after all are registered.
 
     def to_sharded(self) -> None:
         """``_to_sharded()`` of the group: its parameters change together."""
         group = self._live_group()
-        if group is not None:
+        if self._swapping:
+            self._setattr_on_modules(self.sharded_param)
+        elif group is not None:
             group._to_sharded()
 
     def to_sharded_post_forward(self) -> None:
         """``_to_sharded_post_forward()`` of the group."""
         group = self._live_group()
-        if group is not None:
+        if self._swapping:
+            assert self._sharded_post_forward_param is not None
+            self._setattr_on_modules(self._sharded_post_forward_param)
+        elif group is not None:
             group._to_sharded_post_forward()
 
     def to_unsharded(self) -> None:
@@ -306,8 +352,24 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             RuntimeError: a parameter of the group was not gathered.
         """
         group = self._live_group()
-        if group is not None:
+        if self._swapping:
+            self._setattr_on_modules(self._unsharded_param)
+        elif group is not None:
             group._to_unsharded()
+
+    def _collect_grad(self) -> torch.Tensor | None:
+        """Takes the gradient that is to be reduced out of the parameter (called by the core where
+        somebody has overridden how)."""
+        if self.unsharded_accumulated_grad is not None:
+            grad = self.unsharded_accumulated_grad_data
+            self.unsharded_accumulated_grad = None
+            return grad
+        unsharded = getattr(self, "_unsharded_param", None)
+        if unsharded is None or unsharded.grad is None:
+            return None
+        grad = self.unsharded_grad_data
+        unsharded.grad = None
+        return grad
 
     @property
     def _sharded_local_tensor(self) -> torch.Tensor:
@@ -369,8 +431,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
 
     def _free_hosted(self) -> None:
         """Frees what all-gather extensions made (called by the core at each reshard)."""
-        for tensor in (*self.all_gather_outputs, *self._unsharded_inner_tensors):
-            free_storage(tensor)
+        self.free_unsharded_param()
 
     # An error is an exception; torch's functions would also print it, with a stack, on every rank.
 
@@ -518,3 +579,15 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
 
     def __repr__(self) -> str:
         return f"Param(fqn={self._param_fqn}, orig_size={self._orig_size})"
+
+
+def param_class() -> type[Param]:
+    """``Param``; below the subclass of ``FSDPParam`` that somebody has put in torch's place."""
+    found = getattr(stock_group, "FSDPParam", FSDPParam)
+    is_subclass = isinstance(found, type) and issubclass(found, FSDPParam)
+    return _below(found) if is_subclass and found is not FSDPParam else Param
+
+
+@functools.cache
+def _below(subclass: type[FSDPParam]) -> type[Param]:
+    return type(subclass.__name__, (subclass, Param), {"__module__": subclass.__module__})

@@ -289,11 +289,20 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         foreign = any(g is not None and not isinstance(g, dist.ProcessGroup) for g in groups)
         elastic = replicas is not None and has_own_size(replicas)
         hosted = offloaded or fake or foreign
+        self._param_calls = 0
+        for param in self.fsdp_params:
+            self._param_calls |= param._find_calls()
         self._hosted_gather = (
-            hosted or extended or type(self._all_gather_comm) is not stock.DefaultAllGather
+            hosted
+            or extended
+            or self._param_calls & _C.CALL_GATHER != 0
+            or type(self._all_gather_comm) is not stock.DefaultAllGather
         )
         self._hosted_reduce = (
-            hosted or elastic or type(self._reduce_scatter_comm) is not stock.DefaultReduceScatter
+            hosted
+            or elastic
+            or self._param_calls & _C.CALL_REDUCE != 0
+            or type(self._reduce_scatter_comm) is not stock.DefaultReduceScatter
         )
 
     # ---- data movement by torch's functions (called by the core, see csrc/core/host.h) ----

@@ -4,8 +4,13 @@
 fc_status fc_gradient_fold(const fc_members *m, fc_span span) {
     fc_status status = FC_OK;
     void *range = fc_members_enter_range(m, "post_backward_accumulate");
+    bool hosted = fc_members_host_moves(m, FC_MOVE_GRADS);
     for (size_t i = span.first; i < span.end; i++) {
-        FC_TRY(fc_param_fold_grad(m->params[i]));
+        if (hosted) {
+            FC_TRY_RAISED(m->host->fold_grad(m->params[i]->owner));
+        } else {
+            FC_TRY(fc_param_fold_grad(m->params[i]));
+        }
     }
 done:
     fct_profile_exit(range);
@@ -14,8 +19,13 @@ done:
 
 fc_status fc_gradient_stash(const fc_members *m) {
     fc_status status = FC_OK;
+    bool hosted = fc_members_host_moves(m, FC_MOVE_GRADS);
     for (size_t i = 0; i < m->count; i++) {
-        FC_TRY(fc_param_stash_grad(m->params[i]));
+        if (hosted) {
+            FC_TRY_RAISED(m->host->stash_grad(m->params[i]->owner));
+        } else {
+            FC_TRY(fc_param_stash_grad(m->params[i]));
+        }
     }
 done:
     return status;
@@ -37,21 +47,36 @@ done:
     return status;
 }
 
+/* The plain local tensor of a gradient (taken). */
+static fc_status unwrap(const fc_members *m, const fc_param *p, fct_tensor **grad) {
+    fct_tensor *local = NULL;
+    if (*grad == NULL || !p->wrapped || p->unsharded == NULL) {
+        return FC_OK;
+    }
+    if (m->host->unwrap_grad(p->owner, *grad, &local) != 0) {
+        return FC_ERAISED;
+    }
+    fct_tensor_release(*grad);
+    *grad = local;
+    return FC_OK;
+}
+
 /* One parameter's gradient for the reduction: plain, or NULL where it has none. */
-static fc_status collect_grad(const fc_members *m, fc_param *p, bool unused, fct_tensor **out) {
+static fc_status collect_grad(const fc_members *m, fc_param *p, bool hosted, bool unused,
+                              fct_tensor **out) {
     fc_status status = FC_OK;
     fct_tensor *grad = NULL;
-    fc_param_take_grad(p, &grad);
+    if (hosted) {
+        FC_TRY_RAISED(m->host->collect_grad(p->owner, &grad));
+    } else {
+        fc_param_take_grad(p, &grad);
+        FC_TRY(unwrap(m, p, &grad));
+    }
     if (grad == NULL && unused &&
         (p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded)
                               : m->host->requires_grad(p->owner))) {
         FC_TRY(zero_grad(m, p, &grad));
-    }
-    if (grad != NULL && p->wrapped && p->unsharded != NULL) {
-        fct_tensor *local = NULL;
-        FC_TRY_RAISED(m->host->unwrap_grad(p->owner, grad, &local));
-        fct_tensor_release(grad);
-        grad = local;
+        FC_TRY(unwrap(m, p, &grad));
     }
     *out = grad;
     grad = NULL;
@@ -65,9 +90,10 @@ fc_status fc_gradient_collect(const fc_members *m, fc_span span, bool unused,
     fc_status status = FC_OK;
     FC_TRY(fc_reduce_plan_reserve(plan, m->count));
     fc_reduce_plan_drop_grads(plan);
+    bool hosted = fc_members_host_moves(m, FC_MOVE_GRADS);
     for (size_t i = span.first; i < span.end; i++) {
         fct_tensor *grad = NULL;
-        FC_TRY(collect_grad(m, m->params[i], unused, &grad));
+        FC_TRY(collect_grad(m, m->params[i], hosted, unused, &grad));
         if (grad != NULL) {
             plan->params[plan->count] = m->params[i];
             plan->grads[plan->count] = grad;

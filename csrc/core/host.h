@@ -15,7 +15,8 @@ typedef enum fc_move {
     FC_MOVE_REDUCE, /* reduce() in place of pack, reduce-scatter, all-reduce, views */
     FC_MOVE_EARLY, /* like that one, or the host wants to be asked when a backward ends: no bucket is
                        reduced before that */
-    FC_MOVE_FREE   /* free_unsharded() for every parameter */
+    FC_MOVE_FREE,  /* free_unsharded() for every parameter */
+    FC_MOVE_GRADS /* fold_grad(), stash_grad() and collect_grad() in place of the parameter's own */
 } fc_move;
 
 typedef struct fc_host {
@@ -54,6 +55,11 @@ typedef struct fc_host {
     int (*grad_arrived)(void *param);
     /* The plain local tensor behind a gradient of a wrapped parameter. *local new. */
     int (*unwrap_grad)(void *param, fct_tensor *grad, fct_tensor **local);
+    /* What the functions of the same name in param.h and gradient.c do, by the host's own code. Only
+     * where it moves FC_MOVE_GRADS. *local new, or NULL: no gradient. */
+    int (*fold_grad)(void *param);
+    int (*stash_grad)(void *param);
+    int (*collect_grad)(void *param, fct_tensor **local);
     /* A user's all-reduce: changes the reduced row in place, before it is divided and handed out.
      * Only for groups with has_hook. */
     int (*reduce_hook)(void *group, fct_tensor *row);

@@ -208,6 +208,11 @@ void fcpy_log(fcpy_module *mod, PyObject *group, const char *label) {
 
 /* ---- what the core asks ---- */
 
+/* Whether these methods of the group's parameters are patched, or overridden on their own. */
+static bool param_calls(fcpy_group *self, uint32_t bits) {
+    return (self->param_calls & bits) != 0 || fcpy_guard_patched(&self->mod->guard, bits);
+}
+
 bool fcpy_host_moves(void *group, fc_move move) {
     fcpy_group *self = (fcpy_group *)group;
     switch (move) {
@@ -219,7 +224,9 @@ bool fcpy_host_moves(void *group, fc_move move) {
         return fcpy_host_moves(group, FC_MOVE_REDUCE) ||
                fcpy_group_overrides(self, FCPY_CALL_POST_BACKWARD);
     case FC_MOVE_FREE:
-        return fcpy_guard_patched(&self->mod->guard, FCPY_CALL_MEMORY);
+        return param_calls(self, FCPY_CALL_MEMORY);
+    case FC_MOVE_GRADS:
+        return param_calls(self, FCPY_CALL_GRADS);
     }
     return false;
 }
@@ -394,6 +401,8 @@ int fcpy_guard_add_names(PyObject *module) {
                 PyModule_AddIntConstant(module, "CALL_GATHER", FCPY_CALL_GATHER) == 0 &&
                 PyModule_AddIntConstant(module, "CALL_REDUCE", FCPY_CALL_REDUCE) == 0 &&
                 PyModule_AddIntConstant(module, "CALL_MEMORY", FCPY_CALL_MEMORY) == 0 &&
+                PyModule_AddIntConstant(module, "CALL_SWAP", FCPY_CALL_SWAP) == 0 &&
+                PyModule_AddIntConstant(module, "CALL_GRADS", FCPY_CALL_GRADS) == 0 &&
                 PyModule_AddIntConstant(module, "CALL_NODE_CLASS", FCPY_CALL_NODE_CLASS) == 0 &&
                 PyModule_AddIntConstant(module, "CALL_NODE", FCPY_CALL_NODE) == 0
             ? 0

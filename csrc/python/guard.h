@@ -28,7 +28,9 @@ enum {
     FCPY_CALL_POST_FORWARD = 1 << 12,
     FCPY_CALL_INSERT_NODE = 1 << 13,
     FCPY_CALL_NODE_CLASS = 1 << 14, /* torch's node, in place of ours */
-    FCPY_CALL_NODE = 1 << 15        /* what the node runs in backward */
+    FCPY_CALL_NODE = 1 << 15,       /* what the node runs in backward */
+    FCPY_CALL_SWAP = 1 << 16,       /* of a parameter: registering a face */
+    FCPY_CALL_GRADS = 1 << 17       /* of a parameter: what becomes of the unsharded gradient */
 };
 #define FCPY_GROUP_METHODS(X)                                                                      \
     X(unshard, FCPY_CALL_UNSHARD)                                                                  \

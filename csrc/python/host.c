@@ -68,22 +68,26 @@ static PyObject *face_of(const fcpy_param *self, fc_sharded_state face) {
     return face == FC_SHARDED ? self->sharded_param : self->forward_param;
 }
 
+/* Somebody's own registration of a face; within it the methods work on this parameter alone. */
+static int run_swap(fcpy_param *self, fc_sharded_state face) {
+    PyObject *name = face == FC_SHARDED     ? self->mod->names.to_sharded
+                     : face == FC_UNSHARDED ? self->mod->names.to_unsharded
+                                            : self->mod->names.to_sharded_post_forward;
+    self->swapping = true;
+    PyObject *result = PyObject_CallMethodNoArgs((PyObject *)self, name);
+    self->swapping = false;
+    return done(result);
+}
+
+static bool overrides(const fcpy_param *self, uint32_t bit) {
+    return (self->calls & bit) != 0 || fcpy_guard_patched(&self->mod->guard, bit);
+}
+
 static int host_swap(void *owner, fc_sharded_state face) {
     fcpy_param *self = (fcpy_param *)owner;
-    PyObject *param = face_of(self, face);
-    if (param == NULL) {
-        PyErr_SetString(PyExc_SystemError, "fsdp_c: no parameter to register");
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < self->slot_count; i++) {
-        const fcpy_slot *slot = &self->slots[i];
-        int failed = slot->parameters != NULL ? PyDict_SetItem(slot->parameters, slot->name, param)
-                                              : PyObject_SetAttr(slot->module, slot->name, param);
-        if (failed) {
-            return -1;
-        }
-    }
-    return 0;
+    return !self->swapping && overrides(self, FCPY_CALL_SWAP)
+               ? run_swap(self, face)
+               : fcpy_slots_register(self, face_of(self, face));
 }
 
 /* grad._local_tensor += local */
@@ -236,6 +240,39 @@ static int host_unwrap_grad(void *owner, fct_tensor *grad, fct_tensor **local) {
     return 0;
 }
 
+static int host_fold_grad(void *owner) {
+    fcpy_param *self = (fcpy_param *)owner;
+    return done(PyObject_CallMethodNoArgs((PyObject *)self,
+                                          self->mod->names.accumulate_unsharded_grad_if_needed));
+}
+
+static int host_stash_grad(void *owner) {
+    fcpy_param *self = (fcpy_param *)owner;
+    return done(PyObject_CallMethodNoArgs((PyObject *)self,
+                                          self->mod->names.to_accumulated_grad_if_needed));
+}
+
+static int host_collect_grad(void *owner, fct_tensor **local) {
+    fcpy_param *self = (fcpy_param *)owner;
+    PyObject *grad = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._collect_grad);
+    fct_tensor *handle = grad != NULL ? fct_py_tensor(grad) : NULL;
+    if (handle == NULL && grad != Py_None) {
+        if (grad != NULL) {
+            PyErr_Format(PyExc_TypeError, "the gradient of parameter '%s' is no tensor but %R",
+                         self->core.name != NULL ? self->core.name : "?",
+                         (PyObject *)Py_TYPE(grad));
+        }
+        Py_XDECREF(grad);
+        return -1;
+    }
+    if (handle != NULL) {
+        fct_tensor_retain(handle);
+    }
+    *local = handle;
+    Py_DECREF(grad);
+    return 0;
+}
+
 static void host_free_unsharded(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
     call_quietly((PyObject *)self, self->mod->names._free_hosted);
@@ -346,6 +383,9 @@ const fc_host fcpy_host = {
     .wants_grad_now = host_wants_grad_now,
     .grad_arrived = fcpy_param_grad_arrived,
     .unwrap_grad = host_unwrap_grad,
+    .fold_grad = host_fold_grad,
+    .stash_grad = host_stash_grad,
+    .collect_grad = host_collect_grad,
     .reduce_hook = host_reduce_hook,
     .moves = fcpy_host_moves,
     .gather = host_gather,

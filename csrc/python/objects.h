@@ -27,6 +27,12 @@
     X(_make_unsharded)                                                                             \
     X(_make_forward)                                                                               \
     X(_get_grad_inner_tensor)                                                                      \
+    X(to_sharded)                                                                                  \
+    X(to_sharded_post_forward)                                                                     \
+    X(to_unsharded)                                                                                \
+    X(accumulate_unsharded_grad_if_needed)                                                         \
+    X(to_accumulated_grad_if_needed)                                                               \
+    X(_collect_grad)                                                                               \
     X(_follow_shard)                                                                               \
     X(_free_hosted)                                                                                \
     X(_run_reduce_hook)                                                                            \
@@ -101,7 +107,9 @@ typedef struct fcpy_param {
         const void *storage; /* behind it; only to be compared */
         const void *wrapper; /* behind sharded_param; likewise */
     } seen;
-    PyObject *fqn; /* str or NULL */
+    PyObject *fqn;      /* str or NULL */
+    unsigned int calls; /* FCPY_CALL_*: methods of torch's class that this Param overrides */
+    bool swapping;      /* within what overrides the registration of a face */
     fcpy_slot *slots;
     Py_ssize_t slot_count;
     bool grouped; /* it is in a ParamGroup */
@@ -140,9 +148,10 @@ typedef struct fcpy_group {
     PyObject *comm;                   /* CommContext */
     PyObject *link_names[FCPY_LINKS]; /* str or NULL: the core borrows their text */
     PyObject *fqn;
-    PyObject *unit;       /* State of the fully_shard call, or NULL */
-    fct_dtype orig_dtype; /* of the trainable parameters; FCT_NO_DTYPE: none, or several */
-    bool hosted_gather;   /* Python gathers, or reduces (fc_host.moves) */
+    PyObject *unit;           /* State of the fully_shard call, or NULL */
+    fct_dtype orig_dtype;     /* of the trainable parameters; FCT_NO_DTYPE: none, or several */
+    unsigned int param_calls; /* FCPY_CALL_*: methods that single Params override */
+    bool hosted_gather;       /* Python gathers, or reduces (fc_host.moves) */
     bool hosted_reduce;
     bool has_reduced; /* Python has, and may hold something */
     fcpy_seen seen;
@@ -185,6 +194,8 @@ extern const fc_host fcpy_host; /* host.c: what the core may ask of Python */
 
 /* ---- slots.c ---- */
 void fcpy_slots_clear(fcpy_param *self);
+/* Puts `param` (NULL: SystemError) into every slot. */
+int fcpy_slots_register(const fcpy_param *self, PyObject *param);
 /* Param._set_slots(pairs, direct) */
 PyObject *fcpy_slots_set(PyObject *param, PyObject *args);
 

@@ -440,9 +440,10 @@ static PyGetSetDef param_getset[] = {
 
 static PyObject *register_sharded(PyObject *obj, PyObject *unused) {
     (void)unused;
-    fcpy_module *mod = ((fcpy_param *)obj)->mod;
+    fcpy_param *self = (fcpy_param *)obj;
+    fcpy_module *mod = self->mod;
     fcpy_calls_enter(mod);
-    const int failed = fcpy_host.swap(obj, FC_SHARDED);
+    const int failed = fcpy_slots_register(self, self->sharded_param);
     fcpy_calls_leave(mod);
     if (failed) {
         return NULL;
@@ -489,6 +490,10 @@ static PyMethodDef param_methods[] = {
 static PyMemberDef param_members[] = {
     {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_param, dict), READONLY, NULL},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_param, weakrefs), READONLY, NULL},
+    {"_calls", T_UINT, offsetof(fcpy_param, calls), 0,
+     "Bits CALL_*: methods of FSDPParam that this parameter overrides."},
+    {"_swapping", T_BOOL, offsetof(fcpy_param, swapping), READONLY,
+     "Whether to_sharded() and the like are called for this parameter alone."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -415,6 +415,8 @@ static PyMethodDef group_methods[] = {
 static PyMemberDef group_members[] = {
     {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_group, dict), READONLY, NULL},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_group, weakrefs), READONLY, NULL},
+    {"_param_calls", T_UINT, offsetof(fcpy_group, param_calls), 0,
+     "Bits CALL_*: methods of FSDPParam that single parameters override."},
     {NULL, 0, 0, 0, NULL},
 };
 

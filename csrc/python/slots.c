@@ -96,3 +96,19 @@ done:
     Py_XDECREF(direct);
     return result;
 }
+
+int fcpy_slots_register(const fcpy_param *self, PyObject *param) {
+    if (param == NULL) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: no parameter to register");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < self->slot_count; i++) {
+        const fcpy_slot *slot = &self->slots[i];
+        int failed = slot->parameters != NULL ? PyDict_SetItem(slot->parameters, slot->name, param)
+                                              : PyObject_SetAttr(slot->module, slot->name, param);
+        if (failed) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -380,25 +380,6 @@ def test_the_start_of_the_communication_context_can_be_patched() -> None:
     assert ours == stock
 
 
-@pytest.mark.parametrize("name", ["to_sharded", "init_unsharded_param", "unsharded_grad_data"])
-def test_a_patch_of_a_parameter_that_takes_no_effect_is_told_once(
-    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "_unheard", set())
-    found = vars(FSDPParam)[name]
-
-    def patch(param: Any) -> Any:
-        return (found.fget if isinstance(found, property) else found)(param)
-
-    with replaced(FSDPParam, name, property(patch) if isinstance(found, property) else patch):
-        step(model_of(fsdp_c.fully_shard))
-        step(model_of(fsdp_c.fully_shard))
-    step(model_of(fsdp_c.fully_shard))
-    told = [r.getMessage() for r in caplog.records if "It is not called" in r.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith(f"fsdp_c: FSDPParam.{name} has been replaced.")
-
-
 def test_debug_lines_are_torchs(caplog: pytest.LogCaptureFixture) -> None:
     def scenario(shard: Callable[..., Any]) -> list[str]:
         model = model_of(shard)
