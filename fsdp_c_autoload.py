@@ -1,12 +1,12 @@
-"""What must run without importing ``fsdp_c`` or torch: the switch ``FSDP_C=1``, and redirection.
+"""The switch ``FSDP_C=1``, which must run without importing ``fsdp_c`` or torch.
 
 torch calls :func:`autoload` at the end of ``import torch`` (entry point group ``torch.backends``).
 With ``FSDP_C`` unset, empty or ``0`` that is all that happens. Otherwise an import hook waits for
 the torch modules of :data:`TARGETS` and redirects their functions to fsdp_c, which is imported by
 the first call: a process that never shards anything pays for no import, and none comes too early.
 
-A function is redirected by giving it another code object, in place: whoever holds the function,
-since whenever, calls fsdp_c, and its identity, attributes and ``__wrapped__`` stay as they are.
+That first call goes by name (``importlib.import_module("fsdp_c")``), the one step up from here: a
+plug-in must not import what it leads to.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_c_redirect import Redirection
 
 ENVIRONMENT_SWITCH = "FSDP_C"
 
@@ -35,61 +38,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
-targets: list[Callable[..., Any]] = []
-"""What redirected functions run, found by their number: code objects are not to hold functions
-(dynamo, for one, does not expect it)."""
-
-
-class Redirection:
-    """One function that runs ``target`` in its place, until :meth:`undo`."""
-
-    def __init__(self, function: FunctionType, target: Callable[..., Any]) -> None:
-        self.function = function
-        self.code = function.__code__
-        self.original = FunctionType(
-            self.code,
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        self.original.__kwdefaults__ = function.__kwdefaults__
-        self.original.__dict__.update(function.__dict__)
-        targets.append(target)
-        function.__code__ = _calling(len(targets) - 1, self.code)
-
-    def undo(self) -> None:
-        """Gives the function its own code back."""
-        self.function.__code__ = self.code
-
-
-def _calling(number: int, replaced: CodeType) -> CodeType:
-    """Code that hands every argument to a target, for a function with ``replaced``'s closure."""
-    names = replaced.co_freevars  # as many cells are wanted; nothing reads them
-    lines = ["def outer():"]
-    lines += [f"    {name} = None" for name in names]
-    lines += ["    def inner(*args, **kwargs):"]
-    lines += [f"        from {__name__} import targets"]
-    lines += [f"        return targets[{number}](*args, **kwargs)"]
-    lines += [f"        {name}" for name in names]
-    outer = compile("\n".join(lines), "<redirected by fsdp_c>", "exec").co_consts[0]
-    inner = next(const for const in outer.co_consts if isinstance(const, CodeType))
-    return inner.replace(co_name=replaced.co_name)
-
-
 # ---- what is redirected now ----------------------------------------------------------------------
 
 _active: dict[str, Redirection] = {}  # "module.name" of each redirected function
 _wanted = False
 _announced = False
-
-
-def original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's own ``function``, also where calls of it are redirected."""
-    for redirection in _active.values():
-        if redirection.function is function:
-            return redirection.original
-    return function
 
 
 def redirect_all() -> None:
@@ -127,6 +80,8 @@ def announce() -> None:
 
 
 def _redirect_module(module: ModuleType) -> None:
+    from fsdp_c_redirect import Redirection  # not before: most processes redirect nothing
+
     for name in TARGETS[module.__name__]:
         key = f"{module.__name__}.{name}"
         function = getattr(module, name, None)

@@ -28,7 +28,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock_group
 import torch.distributed.fsdp._fully_shard._fsdp_state as stock_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from fsdp_c_autoload import Redirection
+from fsdp_c_redirect import Redirection
 
 from . import _C
 

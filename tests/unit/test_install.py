@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import fsdp_c
 import fsdp_c_autoload
+import fsdp_c_redirect
 
 pytestmark = pytest.mark.xdist_group("install")  # they share launches
 State = importlib.import_module("fsdp_c.state").State
@@ -103,10 +104,18 @@ def test_install_and_uninstall_twice(fake_group: int) -> None:
         assert (fully_shard.__code__, fsdp_c.fully_shard.__code__) == codes
 
 
+def test_install_and_uninstall_leave_nothing_behind() -> None:
+    before = len(fsdp_c_redirect.active)
+    for _ in range(3):
+        fsdp_c.install()
+        fsdp_c.uninstall()
+    assert len(fsdp_c_redirect.active) == before
+
+
 def test_torchs_own_function_stays_within_reach(fake_group: int, installed: None) -> None:
-    module = fsdp_c_autoload.original(fully_shard)(nn.Linear(3, 4))
+    module = fsdp_c_redirect.original(fully_shard)(nn.Linear(3, 4))
     assert type(fully_shard.state(module)) is FSDPState
-    assert fsdp_c_autoload.original(print) is print
+    assert fsdp_c_redirect.original(print) is print
 
 
 def test_modules_keep_the_implementation_they_were_sharded_with(fake_group: int) -> None:
@@ -167,7 +176,7 @@ def test_a_redirection_is_seen_by_all_holders_and_can_be_undone() -> None:
         seen.append((args, kwargs))
         return "target"
 
-    redirection = fsdp_c_autoload.Redirection(count, target)
+    redirection = fsdp_c_redirect.Redirection(count, target)
     assert held(3, twice=True) == "target" and seen == [((3,), {"twice": True})]
     assert redirection.original(3, twice=True) == 16  # and it shares the cell with ...
     redirection.undo()
@@ -177,7 +186,7 @@ def test_a_redirection_is_seen_by_all_holders_and_can_be_undone() -> None:
 
 def test_two_redirections_of_functions_with_the_same_code() -> None:
     first, second = make_counter(1), make_counter(2)
-    redirections = [fsdp_c_autoload.Redirection(f, lambda f=f: f) for f in (first, second)]
+    redirections = [fsdp_c_redirect.Redirection(f, lambda f=f: f) for f in (first, second)]
     assert first() is first and second() is second
     for redirection in redirections:
         redirection.undo()
@@ -242,7 +251,8 @@ def test_without_the_switch_nothing_is_imported(probe: Any, value: str | None) -
 
 def test_with_the_switch_the_first_call_imports_ours(probe: Any) -> None:
     facts = probe("1")
-    assert facts["after torch"] == facts["after fsdp"] == ["fsdp_c_autoload"]
+    assert facts["after torch"] == ["fsdp_c_autoload"]
+    assert facts["after fsdp"] == ["fsdp_c_autoload", "fsdp_c_redirect"]
     assert facts["finders"] == 1
     assert not facts["torch.distributed.fsdp came early"]
     assert facts["state"] == "fsdp_c.state" and facts["FSDPModule"]
@@ -250,9 +260,10 @@ def test_with_the_switch_the_first_call_imports_ours(probe: Any) -> None:
     assert facts["late"] == "<redirected by fsdp_c>"
 
 
-def test_the_module_of_the_entry_point_needs_only_the_standard_library() -> None:
-    code = "import sys, fsdp_c_autoload; print('torch' in sys.modules, 'fsdp_c' in sys.modules)"
-    folder = Path(fsdp_c_autoload.__file__).parent
+@pytest.mark.parametrize("module", [fsdp_c_autoload, fsdp_c_redirect], ids=lambda m: m.__name__)
+def test_what_the_entry_point_imports_needs_only_the_standard_library(module: ModuleType) -> None:
+    code = f"import sys, {module.__name__}; print('torch' in sys.modules, 'fsdp_c' in sys.modules)"
+    folder = Path(str(module.__file__)).parent
     done = run("-S", "-c", code, env={"PYTHONPATH": str(folder)}, cwd=folder)
     assert done.stdout.split() == ["False", "False"], done.stderr
 
