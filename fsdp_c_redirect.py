@@ -1,16 +1,30 @@
-"""Redirection: a function that runs another one in its place, whoever holds it and since whenever.
+"""Redirection: torch's functions run fsdp_c's, whoever holds them and since whenever.
 
 A function is redirected by giving it another code object, in place: its identity, attributes and
-``__wrapped__`` stay as they are. Imports nothing of ``fsdp_c`` or torch, because
-``fsdp_c_autoload`` needs it where neither may be imported.
+``__wrapped__`` stay as they are. Functions of modules that are not imported yet are redirected as
+soon as they are, by an import hook.
+
+Imports nothing of ``fsdp_c`` or torch: ``fsdp_c_autoload`` runs before the one is wanted and before
+the other is complete.
 """
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import itertools
-from collections.abc import Callable
-from types import CodeType, FunctionType
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "torch.distributed.fsdp._fully_shard._fully_shard": ("fully_shard",),
+    "torch.distributed._composable.replicate_with_fsdp": ("replicate",),
+}
+"""Module of torch -> its functions that fsdp_c has, too."""
+
+# ---- one function --------------------------------------------------------------------------------
 
 active: dict[int, Redirection] = {}
 """The redirections there are. Redirected functions find theirs by its number: code objects are not
@@ -65,3 +79,102 @@ def _calling(number: int, replaced: CodeType) -> CodeType:
     outer = compile("\n".join(lines), "<redirected by fsdp_c>", "exec").co_consts[0]
     inner = next(const for const in outer.co_consts if isinstance(const, CodeType))
     return inner.replace(co_name=replaced.co_name)
+
+
+# ---- torch's functions ---------------------------------------------------------------------------
+
+_redirected: dict[str, Redirection] = {}  # "module.name" of each
+_find: Callable[[str], Callable[..., Any]] | None = None  # None: nothing is to be redirected
+
+
+def redirect_all(find: Callable[[str], Callable[..., Any]]) -> None:
+    """Redirects all :data:`FUNCTIONS`, of modules not imported yet as soon as they are.
+
+    Does nothing where they are already.
+
+    Args:
+        find: Gives fsdp_c's function of a name; asked when torch's is called.
+    """
+    global _find
+    if _find is not None:
+        return
+    _find = find
+    sys.meta_path.insert(0, _finder)
+    for name in FUNCTIONS:
+        module = sys.modules.get(name)
+        if module is not None:
+            _redirect_in(module, find)
+
+
+def restore_all() -> None:
+    """Undoes :func:`redirect_all`."""
+    global _find
+    if _find is not None:
+        sys.meta_path.remove(_finder)
+    for redirection in _redirected.values():
+        redirection.undo()
+    _redirected.clear()
+    _find = None
+
+
+def redirected() -> list[str]:
+    """The functions that are redirected now, as ``module.name``."""
+    return list(_redirected)
+
+
+def _redirect_in(module: ModuleType, find: Callable[[str], Callable[..., Any]]) -> None:
+    for name in FUNCTIONS[module.__name__]:
+        key = f"{module.__name__}.{name}"
+        function = getattr(module, name, None)
+        if isinstance(function, FunctionType) and key not in _redirected:
+            _redirected[key] = Redirection(function, _calling_found(name, find))
+
+
+def _calling_found(name: str, find: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+    def call_ours(*args: Any, **kwargs: Any) -> Any:
+        return find(name)(*args, **kwargs)
+
+    return call_ours
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Sees the target modules go by and redirects them once they have been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in FUNCTIONS:
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """A module's own loader, and then the redirection."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:  # get_source, is_package and the like
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader  # what everybody else should see
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        if _find is not None:
+            _redirect_in(module, _find)
+
+
+_finder = _Finder()

@@ -25,7 +25,7 @@ from torch.utils._foreach_utils import (
     _has_foreach_support,
 )
 
-from . import _C
+import fsdp_c._C as _C
 
 _Groups = tuple[dist.ProcessGroup, ...]
 _Likeness = tuple[tuple[tuple[int, ...], str], ...]

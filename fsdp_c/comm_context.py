@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
-from . import _C
+import fsdp_c._C as _C
+
 from .guard import shows
 
 

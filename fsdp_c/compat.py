@@ -98,6 +98,10 @@ replace_grad_tensors: Callable[[Any, Iterator[torch.Tensor]], Any] = getattr(
 """The same structure with each of these tensors replaced by the next of an iterator."""
 
 
+dtensor_new: Callable[..., DTensor] = getattr(torch.Tensor, "_dtensor__new__", None) or DTensor
+"""Makes a DTensor of a local tensor, a spec and ``requires_grad=``."""
+
+
 # ---- meshes --------------------------------------------------------------------------------------
 
 ShardPlacementFnResult = Any

@@ -28,9 +28,8 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock_group
 import torch.distributed.fsdp._fully_shard._fsdp_state as stock_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+import fsdp_c._C as _C
 from fsdp_c_redirect import Redirection
-
-from . import _C
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 

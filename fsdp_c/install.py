@@ -2,25 +2,39 @@
 
 A job imports ``torch.distributed.fsdp`` and need not know of fsdp_c. There are three ways to
 switch it over: ``FSDP_C=1`` in its environment (where fsdp_c is installed with pip), ``python -m
-fsdp_c script.py``, or a call of :func:`install`. All three do the same; see ``fsdp_c_autoload``.
+fsdp_c script.py``, or a call of :func:`install`. All three do the same; see ``fsdp_c_redirect``.
 """
 
 from __future__ import annotations
 
-import fsdp_c_autoload
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import fsdp_c_redirect
+
+from .fully_shard import fully_shard
+from .replicate import replicate
+from .version import __version__
+
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
+_OURS: dict[str, Callable[..., Any]] = {"fully_shard": fully_shard, "replicate": replicate}
+_has_announced = False
 
 
 def install() -> None:
     """Makes ``torch.distributed.fsdp.fully_shard`` run fsdp_c's, for whoever holds it.
 
     The function objects stay the same, so code that imported them earlier is switched over too;
-    ``register_fsdp_forward_method``, ``share_comm_ctx`` and ``replicate`` follow where fsdp_c has
-    its own. Modules that were sharded before keep their implementation. A second call does nothing.
+    ``replicate`` follows. (``register_fsdp_forward_method`` and ``share_comm_ctx`` are torch's own,
+    and do for our modules what they do for torch's.) Modules that were sharded before keep their
+    implementation. A second call does nothing.
 
     One INFO line on the logger ``torch.distributed.fsdp.fully_shard`` names what was replaced.
     """
-    fsdp_c_autoload.redirect_all()
-    fsdp_c_autoload.announce()
+    fsdp_c_redirect.redirect_all(announced)
+    _announce()
 
 
 def uninstall() -> None:
@@ -28,4 +42,20 @@ def uninstall() -> None:
 
     Modules that fsdp_c has sharded stay as they are and go on working.
     """
-    fsdp_c_autoload.restore_all()
+    global _has_announced
+    fsdp_c_redirect.restore_all()
+    _has_announced = False
+
+
+def announced(name: str) -> Callable[..., Any]:
+    """Our function in the place of torch's of that name; says, once, that it is."""
+    _announce()
+    return _OURS[name]
+
+
+def _announce() -> None:
+    global _has_announced
+    if not _has_announced:
+        _has_announced = True
+        names = fsdp_c_redirect.redirected()
+        logger.info("fsdp_c %s replaces %s", __version__, ", ".join(names) or "nothing yet")

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo
 
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
-
 _USERS = "_fsdp_c_users"
+
+
+class Follower(Protocol):
+    """What a mesh info asks of the groups that use it."""
+
+    def _follow_mesh_infos(self) -> None: ...
 
 
 def _set_and_tell(self: Any, name: str, value: Any) -> None:
@@ -51,7 +54,7 @@ def _telling(cls: type) -> type:
     return type(cls.__name__, (cls,), namespace)
 
 
-def watch(info: DataParallelMeshInfo, group: ParamGroup) -> None:
+def watch(info: DataParallelMeshInfo, group: Follower) -> None:
     """From now on ``group`` follows what is set on ``info``."""
     info.__dict__.setdefault(_USERS, weakref.WeakSet())
     cls: Any = type(info)
@@ -60,7 +63,7 @@ def watch(info: DataParallelMeshInfo, group: ParamGroup) -> None:
     info.__dict__[_USERS].add(group)
 
 
-def unwatch(info: DataParallelMeshInfo, group: ParamGroup) -> None:
+def unwatch(info: DataParallelMeshInfo, group: Follower) -> None:
     """Not any more."""
     info.__dict__[_USERS].discard(group)
 

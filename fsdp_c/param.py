@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock_group
@@ -28,17 +28,25 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _C
+import fsdp_c._C as _C
+
 from .compat import ParamOfOlderTorch, orig_param_uid
 from .guard import is_constructed_by_others, param_calls, shows
 from .mixed_precision import compute_dtype
 
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
-
-
 _RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 """A method of tensor subclasses, beside ``fsdp_post_all_gather``."""
+
+
+class _Group(Protocol):
+    """What a parameter asks of the group that it is in."""
+
+    _sharded_state: Any
+
+    def _to_sharded(self) -> None: ...
+    def _to_sharded_post_forward(self) -> None: ...
+    def _to_unsharded(self) -> None: ...
+    def _param_replaced(self) -> None: ...
 
 
 def _shard_dim(placement: Shard | None, param: torch.Tensor, local: torch.Tensor) -> int:
@@ -322,7 +330,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     def sharded_state(self, value: ShardedState) -> None:
         """torch's functions note it with each parameter: here it is the group's."""
 
-    def _live_group(self) -> ParamGroup | None:
+    def _live_group(self) -> _Group | None:
         return self._group() if self._group is not None else None
 
     # The core calls the next three only where one of them is overridden, within its own transition:

@@ -27,7 +27,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     TrainingState,
 )
 
-from . import _C, zero_grad
+import fsdp_c._C as _C
+
+from . import zero_grad
 from .compat import GroupOfOlderTorch
 from .guard import shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch

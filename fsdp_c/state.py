@@ -20,7 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.utils import _to_kwargs
 
-from . import _C
+import fsdp_c._C as _C
+
 from .comm_context import CommContext
 from .compat import StateOfOlderTorch, register_group_hooks
 from .guard import is_overridden, shows, warn_of_patches_without_effect

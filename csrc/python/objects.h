@@ -47,7 +47,7 @@
     X(_gather_after)                                                                               \
     X(_modules)
 
-/* Python functions and classes that the extension is told about once, by fsdp_c/__init__ (see
+/* Python functions and classes that the extension is told about once, by fsdp_c/bind.py (see
  * module.c). */
 #define FCPY_BOUND(X)                                                                              \
     X(dtensor_class)                                                                               \

@@ -1,0 +1,67 @@
+"""What ties the extension to torch: the functions and classes that it calls on its cold paths.
+
+Importing this does it, once; ``fsdp_c/__init__.py`` does so before it hands anything on.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
+
+import fsdp_c._C as _C
+
+from . import guard
+from .compat import collect_grad_tensors, dtensor_new, replace_grad_tensors
+from .param_group import ParamGroup
+from .state import State
+
+
+def _cast_tree(dtype: torch.dtype, tree: Any) -> Any:
+    """``tree`` with every floating-point tensor cast to ``dtype``; containers are rebuilt."""
+    return _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), tree)
+
+
+def _warn_view_output(state: Any) -> None:
+    """Warns that a wrapped module returned a view (an in-place op on it would lose the hook)."""
+    names = ", ".join(type(module).__name__ for module in state._modules) or "?"
+    warnings.warn(
+        f"FSDP2-wrapped module ({names}) returned a view tensor. An in-place op on this view "
+        "drops the pre-backward hook, so that the parameters are not gathered for backward. "
+        "Use out-of-place operations or return output.clone().",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+_C.bind(
+    dtensor_class=DTensor,
+    dtensor_new=dtensor_new,
+    collect_grad_tensors=collect_grad_tensors,
+    replace_grad_tensors=replace_grad_tensors,
+    cast_tree=_cast_tree,
+    warn_view_output=_warn_view_output,
+    set_eval_frame=torch._C._dynamo.eval_frame.set_eval_frame,
+    log_debug=guard.log_debug,
+    insert_node=guard.insert_node,
+    node_backward=guard.node_backward,
+    # In the order of the C enums fc_training_state and fc_sharded_state.
+    training_states=(
+        TrainingState.FORWARD,
+        TrainingState.PRE_BACKWARD,
+        TrainingState.POST_BACKWARD,
+        TrainingState.IDLE,
+    ),
+    sharded_states=(
+        ShardedState.SHARDED,
+        ShardedState.SHARDED_POST_FORWARD,
+        ShardedState.UNSHARDED,
+    ),
+)
+guard.bind(ParamGroup, State)
