@@ -1,0 +1,81 @@
+"""The rooms of the Python package: fsdp_c/README.md lists them all, and imports point down."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "fsdp_c"
+BESIDE = {path.stem for path in ROOT.glob("fsdp_c_*.py")}
+"""Modules beside the package, which run without it."""
+
+
+def rooms() -> list[str]:
+    """The files of the map, from the top down."""
+    return re.findall(r"^\| `(\w+\.py)` \|", (PACKAGE / "README.md").read_text(), re.M)
+
+
+def files() -> list[Path]:
+    return [*PACKAGE.glob("*.py"), *(ROOT / f"{name}.py" for name in BESIDE)]
+
+
+def modules_named(node: ast.AST, package: str) -> Iterator[str]:
+    """Dotted names of what an import statement may load."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = ".".join(([package] if node.level else []) + ([node.module] if node.module else []))
+        yield from ([base] if base != package else (f"{base}.{a.name}" for a in node.names))
+
+
+def imports(text: str) -> set[str]:
+    """The files of ours that a file imports, anywhere in it: in functions and for types too."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        for name in modules_named(node, PACKAGE.name):
+            top, _, inner = name.partition(".")
+            if top in BESIDE:
+                found.add(f"{top}.py")
+            elif top == PACKAGE.name and not inner.startswith("_C"):
+                inside = inner.partition(".")[0]
+                known = inside and (PACKAGE / f"{inside}.py").exists()
+                found.add(f"{inside}.py" if known else "__init__.py")
+    return found
+
+
+def test_the_map_names_every_file_once() -> None:
+    assert sorted(rooms()) == sorted(path.name for path in files())
+
+
+def test_a_file_imports_only_what_stands_below_it() -> None:
+    floor = {name: place for place, name in enumerate(rooms())}
+    upward = [
+        f"{path.name} -> {name}"
+        for path in files()
+        for name in sorted(imports(path.read_text()))
+        if floor[name] <= floor[path.name]
+    ]
+    assert upward == []
+
+
+def test_imports_of_every_kind_are_seen() -> None:
+    text = """
+from . import _C, guard
+from .param import Param
+import fsdp_c._C as _C, fsdp_c_redirect
+def f():
+    from fsdp_c.install import install
+    from fsdp_c import fully_shard, __version__
+"""
+    files_named = {"guard.py", "param.py", "fsdp_c_redirect.py", "install.py", "fully_shard.py"}
+    assert imports(text) == {*files_named, "__init__.py"}
+
+
+def test_the_package_and_its_metadata_have_one_version() -> None:
+    import fsdp_c
+
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'^version = "(.*)"$', project, re.M) == [fsdp_c.__version__]
