@@ -177,7 +177,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             )
         _C.Param.__init__(self, tuple(local.size()), dim, world, rank, forward)
         self._policy_dtype = compute_dtype(mp_policy, param)
-        self._group: weakref.ref[ParamGroup] | None = None
+        self._group: weakref.ref[_Group] | None = None
         self._orig_class: type = type(param)
         self._orig_attributes = _noted_by_users(param)
         if is_constructed_by_others(type(self), Param):

@@ -1,6 +1,6 @@
 /* Buckets: the parameters of a group that only all-reduces (replicate), cut into spans of about
- * `limit` bytes of gradients, last parameters first, because backward reaches those first. Which span
- * is reduced next is decided here; the group reduces it.
+ * `limit` bytes of gradients, last parameters first, because backward reaches those first. Which
+ * span is reduced next is decided here; the group reduces it.
  *
  *            cut                      begin, where it may be
  *   STALE ----------> READY <------------------------------> EAGER

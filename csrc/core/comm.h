@@ -84,7 +84,8 @@ void fc_comm_keep_gather(fc_comm *c, fct_tensor *buffer, fct_event *copied);
 FC_CHECK fc_status fc_comm_release_kept(fc_comm *c);
 
 /* Keeps an all-reduced row whose cast was queued on the all-reduce stream (takes both, but not the
- * row where it fails), and lets the one before the last go: two stay, so that a reduce-scatter needs not wait for an all-reduce. */
+ * row where it fails), and lets the one before the last go: two stay, so that a reduce-scatter
+ * needs not wait for an all-reduce. */
 FC_CHECK fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done);
 
 /* What must hold between transitions: FC_ESTATE with a message where it does not. */

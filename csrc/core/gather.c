@@ -1,5 +1,5 @@
-/* The gather; see gather.h. Stream rules: copy-in and gather run on the context's gather streams or,
- * in the direct lane, on the current stream; copy-out always on the current stream. */
+/* The gather; see gather.h. Stream rules: copy-in and gather run on the context's gather streams
+ * or, in the direct lane, on the current stream; copy-out always on the current stream. */
 #include "gather.h"
 
 #include <string.h>

@@ -1,5 +1,5 @@
-/* The gather of a group's shards: pack, all-gather, copy out. Owns its plans, what is in flight, and
- * the memory of the unsharded parameters between copy-out and free. What the modules see is the
+/* The gather of a group's shards: pack, all-gather, copy out. Owns its plans, what is in flight,
+ * and the memory of the unsharded parameters between copy-out and free. What the modules see is the
  * group's business, and so is when any of this happens. */
 #ifndef FSDP_C_CORE_GATHER_H
 #define FSDP_C_CORE_GATHER_H
@@ -60,8 +60,8 @@ FC_CHECK fc_status fc_gather_adopt(fc_gather *a);
 /* The last that can fail: orders whoever reuses the buffer after the copy-out. *copied is set where
  * the lane leaves that to the next group's wait. */
 FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_lane lane, fct_event **copied);
-/* After a failure of the last two, or of what came behind them: frees the unsharded memory. The rows
- * stay where they can be copied out again. Takes `copied`. */
+/* After a failure of the last two, or of what came behind them: frees the unsharded memory. The
+ * rows stay where they can be copied out again. Takes `copied`. */
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied);
 /* The gather is over: its buffer is kept (until `copied`, which is taken) or freed. */
 void fc_gather_retire(fc_gather *a, fct_event *copied);

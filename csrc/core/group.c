@@ -1,5 +1,5 @@
-/* The parameter group's state machine (drawn in group.h). Owns the rooms below it; how bytes move is
- * gather.c's and reduce.c's business, which bucket is next bucket.c's. */
+/* The parameter group's state machine (drawn in group.h). Owns the rooms below it; how bytes move
+ * is gather.c's and reduce.c's business, which bucket is next bucket.c's. */
 #include "group.h"
 
 #include <stdio.h>
@@ -507,8 +507,8 @@ done:
     return status;
 }
 
-/* All gradients that are there. Whoever reduces in our place, or sees the rows, sees them as if there
- * were no buckets. */
+/* All gradients that are there. Whoever reduces in our place, or sees the rows, sees them as if
+ * there were no buckets. */
 static fc_status reduce_rest(fc_group *g, bool partial) {
     fc_status status = FC_OK;
     const fc_buckets *b = &g->buckets;

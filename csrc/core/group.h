@@ -10,11 +10,11 @@
  *      +--------------- reshard -----------+     +--- ... --- SHARDED_POST_FORWARD
  *
  * "gather in flight" is not a state of its own: the modules still hold the sharded parameters,
- * `gather.flight.active` says that there is something to wait for. Every transition has two phases: first
- * all that can fail (allocate, gather, wait, copy out), then one loop of swaps. A swap that fails
- * (a module's own __setattr__) is rolled back. Where the rollback fails as well the group is `torn`:
- * some modules may hold another face. Whatever uses or changes the registration next registers the
- * group's own face again first, and fails where that fails.
+ * `gather.flight.active` says that there is something to wait for. Every transition has two phases:
+ * first all that can fail (allocate, gather, wait, copy out), then one loop of swaps. A swap that
+ * fails (a module's own __setattr__) is rolled back. Where the rollback fails as well the group is
+ * `torn`: some modules may hold another face. Whatever uses or changes the registration next
+ * registers the group's own face again first, and fails where that fails.
  *
  * Training state:
  *
@@ -108,8 +108,8 @@ void fc_group_init(fc_group *g, void *owner, const fc_host *host, fc_comm *comm,
 /* Parks what is in flight, forgets the group in its comm context, releases all. Safe on a zeroed
  * struct. */
 void fc_group_fini(fc_group *g);
-/* Moves the group to another context (of the same device). FC_ESTATE while a reduction is in flight.
- */
+/* Moves the group to another context (of the same device). FC_ESTATE while a reduction is in
+ * flight. */
 FC_CHECK fc_status fc_group_set_comm(fc_group *g, fc_comm *comm);
 /* To be called after any parameter's shard or dtype was replaced: plans are built and buckets cut
  * anew at the next unshard. */
@@ -128,8 +128,8 @@ FC_CHECK fc_status fc_group_reshard(fc_group *g);
 FC_CHECK fc_status fc_group_to_sharded(fc_group *g);
 /* From unsharded to the smaller group's shards. FC_ESTATE where there is no smaller group. */
 FC_CHECK fc_status fc_group_to_sharded_post_forward(fc_group *g);
-/* Registers the unsharded parameters, whose memory somebody else has filled. FC_ESTATE where one has
- * none. */
+/* Registers the unsharded parameters, whose memory somebody else has filled. FC_ESTATE where one
+ * has none. */
 FC_CHECK fc_status fc_group_to_unsharded(fc_group *g);
 /* Whether resharding leaves the unsharded parameters' memory where it is. */
 void fc_group_set_keep_storage(fc_group *g, bool keep);
@@ -158,8 +158,8 @@ FC_CHECK fc_status fc_group_finalize_backward(fc_group *g);
  * dropped. */
 FC_CHECK fc_status fc_group_reset(fc_group *g);
 
-/* What must hold between transitions, here and in the rooms below: FC_ESTATE with a message where it
- * does not. Debug builds assert it after every transition. */
+/* What must hold between transitions, here and in the rooms below: FC_ESTATE with a message where
+ * it does not. Debug builds assert it after every transition. */
 FC_CHECK fc_status fc_group_check(fc_group *g);
 
 #endif

@@ -13,10 +13,11 @@
 typedef enum fc_move {
     FC_MOVE_GATHER, /* gather() and copy_out() in place of pack, all-gather, copy-out */
     FC_MOVE_REDUCE, /* reduce() in place of pack, reduce-scatter, all-reduce, views */
-    FC_MOVE_EARLY, /* like that one, or the host wants to be asked when a backward ends: no bucket is
-                       reduced before that */
-    FC_MOVE_FREE,  /* free_unsharded() for every parameter */
-    FC_MOVE_GRADS /* fold_grad(), stash_grad() and collect_grad() in place of the parameter's own */
+    FC_MOVE_EARLY,  /* like that one, or the host wants to be asked when a backward ends: no bucket
+                       is reduced before that */
+    FC_MOVE_FREE,   /* free_unsharded() for every parameter */
+    FC_MOVE_GRADS   /* fold_grad(), stash_grad() and collect_grad() in place of the parameter's
+                       own */
 } fc_move;
 
 typedef struct fc_host {
@@ -41,8 +42,9 @@ typedef struct fc_host {
      * sees; the counter of sharded_data sees the rest. NULL: there is only the latter. Never fails.
      */
     uint32_t (*shard_version)(void *param);
-    /* Before a gather: gives the fc_param the shard that the user has put in the place of the one it
-     * had, where there is another. Fails where that cannot be this parameter's. NULL: shards stay. */
+    /* Before a gather: gives the fc_param the shard that the user has put in the place of the one
+     * it had, where there is another. Fails where that cannot be this parameter's. NULL: shards
+     * stay. */
     int (*follow_shard)(void *param);
     /* Gives the sharded parameter its reduced gradient: sets .grad or adds to it, then runs
      * post-accumulate-grad hooks. Borrows `local` (this rank's shard of the gradient). */
@@ -74,8 +76,8 @@ typedef struct fc_host {
     int (*copy_out)(void *group);
     /* Forgets a gather without waiting. Never fails. */
     void (*drop_gather)(void *group);
-    /* Forgets the partial results of reduce(), if there are any. NULL: there never are. Never fails.
-     */
+    /* Forgets the partial results of reduce(), if there are any. NULL: there never are. Never
+     * fails. */
     void (*drop_reduce)(void *group);
     /* Frees what the host holds for an unsharded parameter. Never fails. */
     void (*free_unsharded)(void *param);

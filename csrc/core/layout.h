@@ -1,5 +1,5 @@
-/* Pure arithmetic: how one parameter is cut along one dim, with torch.chunk's semantics and padding.
- */
+/* Pure arithmetic: how one parameter is cut along one dim, with torch.chunk's semantics and
+ * padding. */
 #ifndef FSDP_C_CORE_LAYOUT_H
 #define FSDP_C_CORE_LAYOUT_H
 

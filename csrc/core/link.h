@@ -1,6 +1,6 @@
 /* A process group that a parameter group talks to, and the collectives over it: issued and waited
- * for in the parameter group's name (`whose`), so that a failure of the backend (a peer that died, a
- * time-out) says which group, operation and rank it met. Knows nothing of parameters. */
+ * for in the parameter group's name (`whose`), so that a failure of the backend (a peer that died,
+ * a time-out) says which group, operation and rank it met. Knows nothing of parameters. */
 #ifndef FSDP_C_CORE_LINK_H
 #define FSDP_C_CORE_LINK_H
 

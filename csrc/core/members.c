@@ -1,4 +1,5 @@
-/* A group's members; see members.h. Owns the array of parameters and what the links have resolved. */
+/* A group's members; see members.h. Owns the array of parameters and what the links have
+ * resolved. */
 #include "members.h"
 
 #include <stdio.h>

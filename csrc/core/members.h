@@ -1,6 +1,6 @@
 /* Who is in a parameter group and whom it talks to. Fixed within a step: what changes from one
- * transition to the next is in the rooms above (gather, reducer, buckets, group), which borrow this.
- */
+ * transition to the next is in the rooms above (gather, reducer, buckets, group), which borrow
+ * this. */
 #ifndef FSDP_C_CORE_MEMBERS_H
 #define FSDP_C_CORE_MEMBERS_H
 

@@ -152,8 +152,8 @@ void fc_reduce_plan_fini(fc_reduce_plan *plan) {
     memset(plan, 0, sizeof *plan);
 }
 
-/* Checks one gradient and describes it. Not contiguous: it is replaced by a contiguous copy. Without
- * memory of its own (a tensor subclass that wraps others): facts->strided is false. */
+/* Checks one gradient and describes it. Not contiguous: it is replaced by a contiguous copy.
+ * Without memory of its own (a tensor subclass that wraps others): facts->strided is false. */
 static fc_status describe_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts,
                                    fc_error *err) {
     fc_status status = FC_OK;

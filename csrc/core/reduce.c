@@ -126,7 +126,8 @@ done:
     return status;
 }
 
-/* Issues the all-reduce, after the reduce-scatter is done or ordered and partial rows are merged. */
+/* Issues the all-reduce, after the reduce-scatter is done or ordered and partial rows are
+ * merged. */
 static fc_status all_reduce(fc_reduction *r, const fc_divide *divide) {
     fc_members *m = r->members;
     fc_status status = FC_OK;

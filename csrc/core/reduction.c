@@ -1,4 +1,5 @@
-/* Reductions in flight; see reduction.h. Owns the list in the comm context and what hangs off it. */
+/* Reductions in flight; see reduction.h. Owns the list in the comm context and what hangs off
+ * it. */
 #include "reduction.h"
 
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 /* One reduction in flight: from its collectives to the gradients that are handed out. All of them
- * hang off their comm context, oldest first; each owns its buffers and its work until it is finished
- * and recycled, or abandoned. */
+ * hang off their comm context, oldest first; each owns its buffers and its work until it is
+ * finished and recycled, or abandoned. */
 #ifndef FSDP_C_CORE_REDUCTION_H
 #define FSDP_C_CORE_REDUCTION_H
 
@@ -34,11 +34,12 @@ FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
  * a backward without all-reduce, leaves the parts with them. */
 FC_CHECK fc_status fc_reduction_merge_partials(fc_reduction *r);
 /* Waits for the collective, scales, casts and hands out. The row stays in r->output where another
- * stream than its own uses it or a cast of it, or of a part, was queued: gradients that are added to
- * others let their views go at once. */
+ * stream than its own uses it or a cast of it, or of a part, was queued: gradients that are added
+ * to others let their views go at once. */
 FC_CHECK fc_status fc_reduction_finish(fc_reduction *r);
-/* Whether user code is to see the result before backward goes on. A hook may issue collectives, so it
- * must run at the same place on all ranks, not when a poll happens to find the reduction done. */
+/* Whether user code is to see the result before backward goes on. A hook may issue collectives, so
+ * it must run at the same place on all ranks, not when a poll happens to find the reduction
+ * done. */
 bool fc_reduction_wanted_now(const fc_reduction *r);
 /* Takes r: parks what the backend may still use, releases the rest, ordered behind the streams that
  * used it. */
@@ -56,8 +57,8 @@ bool fc_reduction_has(const fc_comm *c, const fc_members *m);
 /* Gives up on the reductions of these members (NULL: on all) without waiting; their gradients are
  * lost. */
 void fc_reduction_discard(fc_comm *c, const fc_members *m);
-/* What must hold between transitions of those in flight: FC_ESTATE with a message where it does not.
- */
+/* What must hold between transitions of those in flight: FC_ESTATE with a message where it does
+ * not. */
 FC_CHECK fc_status fc_reduction_check(fc_comm *c);
 
 #endif

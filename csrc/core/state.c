@@ -34,8 +34,8 @@ static uint64_t grad_fingerprint(const fc_group *g) {
     return print;
 }
 
-/* A recording backward that went through the group without leaving it by its post-backward node, and
- * gave none of its parameters a gradient, was for gradients with respect to tensors inside: the
+/* A recording backward that went through the group without leaving it by its post-backward node,
+ * and gave none of its parameters a gradient, was for gradients with respect to tensors inside: the
  * graph it made can be entered where no hook would see it. */
 static bool entered_unseen(const fc_group *g) {
     return g->training_state == FC_PRE_BACKWARD && grad_fingerprint(g) == g->grads_before;

@@ -66,9 +66,9 @@ FC_CHECK fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end);
 /* A backward has reached the graph that an earlier one made of itself where that left this state:
  * the parameters are needed before any gradient of the forward's outputs is computed. */
 FC_CHECK fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end);
-/* After the post-backward node of one of the state's groups. Where no end of this backward was asked
- * for (nothing that it reached hooks an output: a module of a list called by itself, an output that
- * is no tensor), what was reduced is finished here: nobody else would. */
+/* After the post-backward node of one of the state's groups. Where no end of this backward was
+ * asked for (nothing that it reached hooks an output: a module of a list called by itself, an
+ * output that is no tensor), what was reduced is finished here: nobody else would. */
 FC_CHECK fc_status fc_state_post_backward(const fc_state *s, fc_group *g);
 /* Back to where a new iteration can start, whatever failed; for the root. What other roots have in
  * the same context stays. Where the device's streams do not obey, nothing is changed. Any other

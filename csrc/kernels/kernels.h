@@ -7,8 +7,8 @@
  * `stream` is done (CUDA: descriptor arrays are copied before the launch returns, so the caller
  * may reuse them at once).
  *
- * Casts round to nearest even, as torch's own do. NaN stays NaN. CUDA's refuse addresses that are no
- * multiples of the element size; moves take any. */
+ * Casts round to nearest even, as torch's own do. NaN stays NaN. CUDA's refuse addresses that are
+ * no multiples of the element size; moves take any. */
 #ifndef FSDP_C_KERNELS_H
 #define FSDP_C_KERNELS_H
 

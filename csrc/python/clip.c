@@ -233,8 +233,8 @@ static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
     return 0;
 }
 
-/* The gradients of one call. Each step goes over all of them before the next one begins: most of its
- * time is the wait for memory, and so the waits for one gradient and the next overlap. */
+/* The gradients of one call. Each step goes over all of them before the next one begins: most of
+ * its time is the wait for memory, and so the waits for one gradient and the next overlap. */
 typedef struct gradients {
     PyObject **tensors; /* new references: the gradients, then their local tensors */
     fck_floats *arrays; /* their elements */

@@ -101,7 +101,8 @@ bool fcpy_group_overrides(struct fcpy_group *self, uint32_t bits);
 /* The same for a state. */
 bool fcpy_state_overrides(struct fcpy_state *self, uint32_t bits);
 
-/* The transitions of a group as they are made here: each asks whether somebody has overridden it. */
+/* The transitions of a group as they are made here: each asks whether somebody has overridden
+ * it. */
 extern const fc_transitions fcpy_transitions;
 /* For fc_host. */
 bool fcpy_host_moves(void *group, fc_move move);

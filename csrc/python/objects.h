@@ -210,7 +210,8 @@ PyObject *fcpy_shard_note(PyObject *param, PyObject *unused);
 PyObject *fcpy_has_memory(PyObject *module, PyObject *obj);
 
 /* ---- dynamo.c ---- */
-/* Stops dynamo on this thread until resume; what it returns is for resume only, NULL: not active. */
+/* Stops dynamo on this thread until resume; what it returns is for resume only, NULL: not
+ * active. */
 PyObject *fcpy_dynamo_pause(fcpy_module *mod);
 void fcpy_dynamo_resume(fcpy_module *mod, PyObject *callback);
 

@@ -1,6 +1,6 @@
 /* What attributes held before they were set anew. The core borrows pointers to groups, states,
- * parameters and tensors, and calls foreign code (modules' own __setattr__, users' hooks) in between,
- * which may replace them. While any call is under way they are kept in mod->retired. */
+ * parameters and tensors, and calls foreign code (modules' own __setattr__, users' hooks) in
+ * between, which may replace them. While any call is under way they are kept in mod->retired. */
 #include "objects.h"
 
 void fcpy_calls_enter(fcpy_module *mod) {

@@ -1,8 +1,8 @@
 /* Whether a parameter's shard is still the one that the core has.
  *
- * Users may put another local tensor into the sharded parameter (`_local_tensor`, its `.data`, a swap
- * of tensors). What was there when the core was given the shard is noted with the Param: before each
- * gather it is compared, pointers only. Owns nothing beyond that note. */
+ * Users may put another local tensor into the sharded parameter (`_local_tensor`, its `.data`, a
+ * swap of tensors). What was there when the core was given the shard is noted with the Param:
+ * before each gather it is compared, pointers only. Owns nothing beyond that note. */
 #include "objects.h"
 
 Py_ssize_t fcpy_shard_local_offset(const fcpy_module *mod) {

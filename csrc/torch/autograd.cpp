@@ -31,8 +31,8 @@ thread_local autograd::variable_list *node_grads = nullptr;
 thread_local std::vector<fct_tensor *> node_handles;
 
 /* Compiled autograd asks every node and hook what it is to compile. It calls nobody at the end of a
- * backward, so that torch's FSDP2 goes on with gradients that were never reduced; here it is refused
- * before anything has run. */
+ * backward, so that torch's FSDP2 goes on with gradients that were never reduced; here it is
+ * refused before anything has run. */
 [[noreturn]] void refuse_to_compile() {
     const pybind11::gil_scoped_acquire gil;
     PyErr_SetString(PyExc_NotImplementedError,

@@ -115,7 +115,8 @@ c10d::ReduceOp reduce_op(fct_reduce_op op, double factor) {
     return premul;
 }
 
-/* Whether the backend refuses to move elements of the type. What only passes it through does not ask. */
+/* Whether the backend refuses to move elements of the type. What only passes it through does not
+ * ask. */
 bool cannot_move(Kind kind, c10::ScalarType type) {
     switch (type) {
     case c10::ScalarType::Short:
@@ -154,10 +155,10 @@ bool can_poll(const fct_work &work) {
     return work.kind != Kind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
 }
 
-/* Since 2.13 every backward stashes a copy of Python's context variables in the state of its thread,
- * and gloo's works copy that state. gloo's threads would then want the GIL to drop their works, and
- * one that waits for it when the interpreter ends takes the process down by std::terminate. Within
- * its scope the context is not there. */
+/* Since 2.13 every backward stashes a copy of Python's context variables in the state of its
+ * thread, and gloo's works copy that state. gloo's threads would then want the GIL to drop their
+ * works, and one that waits for it when the interpreter ends takes the process down by
+ * std::terminate. Within its scope the context is not there. */
 class ContextAside {
   public:
     ContextAside(const ContextAside &) = delete;
@@ -205,7 +206,8 @@ fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python
             try {
                 result->waiter = pg->helper.add(result->work);
             } catch (const std::system_error &) {
-                /* No thread to be had: the wait will block without seeing signals, nothing worse. */
+                /* No thread to be had: the wait will block without seeing signals, nothing
+                 * worse. */
             }
         }
     }
@@ -250,8 +252,8 @@ void wait_for_helper(fct::Waiter &waiter) {
     waiter.rethrow();
 }
 
-/* User code that runs during a wait (a signal's handler) may let the work go, by a reset: here and in
- * fct_work_wait what is waited for is held, and `work` not looked at again. */
+/* User code that runs during a wait (a signal's handler) may let the work go, by a reset: here and
+ * in fct_work_wait what is waited for is held, and `work` not looked at again. */
 void wait_on_gloo(const fct_work &work) {
     const auto waiter = work.waiter;
     const auto held = work.work;
@@ -403,7 +405,8 @@ int fct_work_wait(fct_work *work) {
 
 bool fct_work_done(fct_work *work) {
     if (fct_fault_left() > 0) {
-        // While a test counts calls, their order must not depend on timing, or ranks would fail apart.
+        // While a test counts calls, their order must not depend on timing, or ranks would fail
+        // apart.
         return false;
     }
     try {

@@ -80,9 +80,8 @@ typedef struct fct_facts {
     int64_t storage_bytes; /* size of the storage now (0 while freed) */
     fct_dtype dtype;
     fct_device device;
-    bool
-        contiguous; /* and the memory has the values themselves, not their conjugates or negatives */
-    bool strided;   /* plain dense layout (not sparse, not a wrapper without memory) */
+    bool contiguous; /* and the memory has the values themselves, no conjugates or negatives */
+    bool strided;    /* plain dense layout (not sparse, not a wrapper without memory) */
 } fct_facts;
 
 void fct_tensor_retain(fct_tensor *t);
@@ -134,7 +133,8 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out);
  * ------------------------------------------------------------------------- Every collective goes
  * through the ProcessGroup's method and so through the dispatcher ops of namespace c10d, which
  * CommDebugMode, the flight recorder and tests count: one call here, one op there. Complex tensors
- * travel as the pairs that they are, gathered ones of types that a backend does not know as bytes. */
+ * travel as the pairs that they are, gathered ones of types that a backend does not know as
+ * bytes. */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
 /* New handle by the group's registered name (pg.group_name). */
@@ -234,11 +234,13 @@ bool fct_py_is_tensor(struct _object *obj); /* isinstance(obj, torch.Tensor), fa
 /* The tensor behind a torch.Tensor object; borrows (valid while obj lives). NULL if obj is no
  * tensor; sets nothing. */
 fct_tensor *fct_py_tensor(struct _object *obj);
-/* The identity of the storage behind an object that is known to be a tensor, only to be compared. */
+/* The identity of the storage behind an object that is known to be a tensor, only to be
+ * compared. */
 const void *fct_py_storage(struct _object *tensor);
 /* New Python object for t (the one that exists already where there is one). */
 FCT_CHECK int fct_py_from_tensor(fct_tensor *t, struct _object **out);
-/* param.grad as torch.Tensor has it, whatever the object's class says; new reference, None without. */
+/* param.grad as torch.Tensor has it, whatever the object's class says; new reference, None
+ * without. */
 FCT_CHECK int fct_py_grad(struct _object *param, struct _object **out);
 /* sharded_param.grad = grad without the checks of the Python setter; both are torch.Tensor objects.
  * grad NULL: None. */
