@@ -1,4 +1,4 @@
-"""Known bugs of stock FSDP2: each test shows stock failing, and ours right.
+"""Known bugs of stock FSDP2 (tests/STOCK_BUGS.md): each test shows stock failing, and ours right.
 
 Not a wish about stock: the day one of its assertions fails, torch has changed and the README must
 too. What is right is said in ``stock_bugs.py``; equal means equal in bits, unless a test says

@@ -1,6 +1,7 @@
-"""A user's all-reduce on a stream of its own is between what reduces before and after it (B9).
+"""A user's all-reduce on a stream of its own is between what reduces before and after it.
 
-The core's side, that the row lives as long, is in ``tests/c/test_reduce.c``.
+This is B9 of tests/STOCK_BUGS.md. The core's side, that the row lives as long, is in
+``tests/c/test_reduce.c``.
 """
 
 from __future__ import annotations
