@@ -53,12 +53,12 @@ typedef struct fc_host {
      * hooks). */
     bool (*wants_grad_now)(void *param);
     /* What autograd is to call when it has accumulated into the unsharded parameter: calls
-     * fc_bucket_arrived, and fc_bucket_reduce where that says so. */
+     * fc_bucket_arrived, and fc_group_reduce_buckets where that says so. */
     int (*grad_arrived)(void *param);
     /* The plain local tensor behind a gradient of a wrapped parameter. *local new. */
     int (*unwrap_grad)(void *param, fct_tensor *grad, fct_tensor **local);
-    /* What the functions of the same name in param.h and gradient.c do, by the host's own code. Only
-     * where it moves FC_MOVE_GRADS. *local new, or NULL: no gradient. */
+    /* What the functions of the same name in param.h and gradient.c do, by the host's own code.
+     * Only where it moves FC_MOVE_GRADS. *local new, or NULL: no gradient. */
     int (*fold_grad)(void *param);
     int (*stash_grad)(void *param);
     int (*collect_grad)(void *param, fct_tensor **local);
