@@ -1,13 +1,13 @@
 /* Who may enter a state's forward or backward. Owns nothing.
  *
- * No tracer that runs the model on tensors without memory: what is gathered then would be kept. And
- * one thread at a time: a second one would use what the first has gathered, and free it.
+ * No tracer that runs the model on tensors without memory: what is gathered then would be kept.
+ * And one thread at a time: a second one would use what the first has gathered, and free it.
  *
  * Compares thread numbers before anything of a state is changed, so that the thread which is
- * refused leaves the other unharmed. Threads may follow one another, and a forward may hand units to
- * threads of its own: only the same state, or a backward under the same root, is refused. Autograd's
- * threads (accelerators have their own) recompute forwards and run hooks in the name of whoever
- * called backward. */
+ * refused leaves the other unharmed. Threads may follow one another, and a forward may hand units
+ * to threads of its own: only the same state, or a backward under the same root, is refused.
+ * Autograd's threads (accelerators have their own) recompute forwards and run hooks in the name of
+ * whoever called backward. */
 #include "objects.h"
 
 /* "module 'name' (Class)" of the state; new reference, or NULL with an exception. */
