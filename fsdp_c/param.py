@@ -103,16 +103,6 @@ def _resized(size: torch.Size, dim: int, rows: int) -> torch.Size:
     return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
 
 
-def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    shards = [
-        param._local_tensor
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if isinstance(param, DTensor)
-    ]
-    torch.autograd.graph.increment_version(shards)
-
-
 @functools.cache
 def _watch_optimizers() -> None:
     """Makes every ``optimizer.step()`` count as a write to its shards.
@@ -120,7 +110,7 @@ def _watch_optimizers() -> None:
     DTensor's operations write them below the layer that counts, so that a gather made before the
     step (by an evaluation) would not be seen to be stale.
     """
-    register_optimizer_step_post_hook(_count_step)
+    register_optimizer_step_post_hook(_C.count_step)
 
 
 @shows(FSDPParam)

@@ -83,6 +83,9 @@ static PyMethodDef module_methods[] = {
      "done where the gradients are not all contiguous float32 on the CPU, or where "
      "groups_of(mesh, placements) gives None instead of (names of process groups, likeness). Kinds "
      "of gradients whose likeness is equal are reduced together."},
+    {"count_step", (PyCFunction)(void (*)(void))fcpy_count_step, METH_FASTCALL,
+     "count_step(optimizer, args, kwargs): a hook after optimizer.step(): counts as a write to all "
+     "DTensors that it has."},
     {"guard_bind", fcpy_guard_bind, METH_VARARGS,
      "guard_bind(group_methods, state_methods, entries, log_cache, log_enabled): what torch's "
      "classes and modules hold while nobody has patched them."},

@@ -20,6 +20,8 @@
     X(_spec)                                                                                       \
     X(mesh)                                                                                        \
     X(placements)                                                                                  \
+    X(param_groups)                                                                                \
+    X(params)                                                                                      \
     X(_parameters)                                                                                 \
     X(_post_accumulate_grad_hooks)                                                                 \
     X(grad)                                                                                        \
@@ -206,6 +208,8 @@ Py_ssize_t fcpy_shard_local_offset(const fcpy_module *mod);
 int fcpy_shard_follow(void *param);
 /* Param._note_shard() */
 PyObject *fcpy_shard_note(PyObject *param, PyObject *unused);
+/* _C.count_step(optimizer, args, kwargs) */
+PyObject *fcpy_count_step(PyObject *module, PyObject *const *args, Py_ssize_t count);
 /* _C.has_memory(tensor) -> bool */
 PyObject *fcpy_has_memory(PyObject *module, PyObject *obj);
 

@@ -53,7 +53,16 @@ TYPES = (
     state.IterationContext,
 )
 BASES = TYPES[:5]
-FUNCTIONS = (_C.clip, _C.clip_collect, _C.overrides, _C.bind, _C.guard_bind, _C.Hook, _C.fault_arm)
+FUNCTIONS = (
+    _C.clip,
+    _C.clip_collect,
+    _C.count_step,
+    _C.overrides,
+    _C.bind,
+    _C.guard_bind,
+    _C.Hook,
+    _C.fault_arm,
+)
 TP_CLEAR = 192
 """Where a type's tp_clear is, in bytes (64 bit; CPython 3.10 to 3.13)."""
 
