@@ -117,8 +117,8 @@ bool fcpy_guard_logs(fcpy_guard *guard);
 PyObject *fcpy_guard_bind(PyObject *module, PyObject *args);
 /* Adds GROUP_METHODS, STATE_METHODS and the bits CALL_* of entries to the module. */
 int fcpy_guard_add_names(PyObject *module);
-/* _C.overrides(group or state) -> int; _C.guard_probe(group, n) -> None: asks as often as n steps
- * of a group do. */
+/* _C._testing.overrides(group or state) -> int; _C._testing.guard_probe(group, n) -> int: asks as
+ * often as n steps of a group do. */
 PyObject *fcpy_guard_overrides(PyObject *module, PyObject *obj);
 PyObject *fcpy_guard_probe(PyObject *module, PyObject *args);
 int fcpy_guard_traverse(fcpy_guard *guard, visitproc visit, void *arg);

@@ -68,11 +68,6 @@ static PyObject *module_fault_left(PyObject *module, PyObject *unused) {
 static PyMethodDef module_methods[] = {
     {"bind", (PyCFunction)(void (*)(void))module_bind, METH_VARARGS | METH_KEYWORDS,
      "bind(**objects): hands over the Python functions and classes that cold paths call."},
-    {"fault_arm", module_fault_arm, METH_O,
-     "fault_arm(n): the n-th fallible call into torch from now on, on this thread, raises "
-     "RuntimeError; 0: off."},
-    {"fault_left", module_fault_left, METH_NOARGS,
-     "fault_left(): what is left of fault_arm's n; 0: off or fired."},
     {"clip_collect", fcpy_clip_collect, METH_O,
      "clip_collect(params): the gradients there are, as (local tensors, kinds, index of the kind "
      "of "
@@ -91,6 +86,16 @@ static PyMethodDef module_methods[] = {
      "classes and modules hold while nobody has patched them."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): whether it is a dense tensor with a storage, not one that wraps others."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* For tests and measurements: in a namespace of their own, _C._testing. */
+static PyMethodDef testing_methods[] = {
+    {"fault_arm", module_fault_arm, METH_O,
+     "fault_arm(n): the n-th fallible call into torch from now on, on this thread, raises "
+     "RuntimeError; 0: off."},
+    {"fault_left", module_fault_left, METH_NOARGS,
+     "fault_left(): what is left of fault_arm's n; 0: off or fired."},
     {"overrides", fcpy_guard_overrides, METH_O,
      "overrides(group_or_state): bits of what somebody has patched or overridden for it; 0: "
      "nothing."},
@@ -98,6 +103,22 @@ static PyMethodDef module_methods[] = {
      "guard_probe(group, steps): asks as often as so many steps do, for measuring."},
     {NULL, NULL, 0, NULL},
 };
+
+static int add_testing(PyObject *module) {
+    PyObject *testing = PyModule_New("fsdp_c._C._testing");
+    if (testing == NULL) {
+        return -1;
+    }
+    int failed = 0;
+    for (PyMethodDef *def = testing_methods; failed == 0 && def->ml_name != NULL; def++) {
+        PyObject *function = PyCFunction_New(def, module); /* they need the extension's state */
+        failed = function == NULL ? -1 : PyModule_AddObjectRef(testing, def->ml_name, function);
+        Py_XDECREF(function);
+    }
+    failed = failed != 0 ? failed : PyModule_AddObjectRef(module, "_testing", testing);
+    Py_DECREF(testing);
+    return failed;
+}
 
 static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot) {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
@@ -125,7 +146,7 @@ static int module_exec(PyObject *module) {
         add_type(module, &fcpy_group_spec, &mod->group_type) != 0 ||
         add_type(module, &fcpy_state_spec, &mod->state_type) != 0 ||
         add_type(module, &fcpy_hook_spec, &mod->hook_type) != 0 ||
-        fcpy_guard_add_names(module) != 0 ||
+        fcpy_guard_add_names(module) != 0 || add_testing(module) != 0 ||
         PyModule_AddIntConstant(module, "CUDA_KERNELS", fck_cuda_built()) != 0) {
         return -1;
     }

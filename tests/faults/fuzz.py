@@ -57,11 +57,11 @@ FUNCTIONS = (
     _C.clip,
     _C.clip_collect,
     _C.count_step,
-    _C.overrides,
+    _C._testing.overrides,
     _C.bind,
     _C.guard_bind,
     _C.Hook,
-    _C.fault_arm,
+    _C._testing.fault_arm,
 )
 TP_CLEAR = 192
 """Where a type's tp_clear is, in bytes (64 bit; CPython 3.10 to 3.13)."""

@@ -106,7 +106,7 @@ class Trainer:
         return losses
 
     def recover(self) -> None:
-        _C.fault_arm(0)
+        _C._testing.fault_arm(0)
         self.bomb.left = 0
         self.model.reset_iter_state()
         self.model.set_requires_gradient_sync(True)
@@ -128,7 +128,7 @@ class Trainer:
                 arm()
                 try:
                     losses = self.train_step(step)
-                    _C.fault_arm(0)
+                    _C._testing.fault_arm(0)
                     self.bomb.left = 0
                 except Exception as error:
                     failure = f"{type(error).__name__}: {error}"
@@ -158,7 +158,7 @@ def points(trainer: Trainer, kind: str) -> Iterator[tuple[int, Callable[[], None
     while True:
         n += 1
         if kind == "boundary":
-            yield n, lambda n=n: _C.fault_arm(n)
+            yield n, lambda n=n: _C._testing.fault_arm(n)
         else:
             yield n, lambda n=n: setattr(trainer.bomb, "left", n)
 

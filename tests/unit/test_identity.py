@@ -145,7 +145,11 @@ def tracked(shard: Shard, **kwargs: Any) -> tuple[list[Any], int, dict[Any, Any]
             optimizer.zero_grad()
             tracker.reset_mod_stats()
     for group in (module._get_fsdp_state()._fsdp_param_group for module in model):
-        assert group is None or not shard.__module__.startswith("fsdp_c") or not _C.overrides(group)
+        assert (
+            group is None
+            or not shard.__module__.startswith("fsdp_c")
+            or not _C._testing.overrides(group)
+        )
     model(x).sum().backward()
     cpu = torch.device("cpu")
     peak = tracker.get_tracker_snapshot("peak")[cpu]["Total"]

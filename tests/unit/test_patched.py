@@ -63,7 +63,7 @@ def overrides(model: Any) -> int:
     for module in model.modules():
         state = module._get_fsdp_state()
         for one in (state, *state._fsdp_param_groups):
-            found |= _C.overrides(one)
+            found |= _C._testing.overrides(one)
     return found
 
 
@@ -437,7 +437,7 @@ def test_the_guard_costs_less_than_three_tenths_of_a_microsecond_per_group_and_s
 
     def cost() -> float:
         begin = time.thread_time_ns()
-        assert _C.guard_probe(group, steps) == 0
+        assert _C._testing.guard_probe(group, steps) == 0
         return (time.thread_time_ns() - begin) / steps
 
     assert min(cost() for _ in range(50)) < 300
@@ -447,16 +447,16 @@ def test_every_question_notices_a_patch_and_its_end() -> None:
     model = model_of(fsdp_c.fully_shard)
     step(model)
     group = groups_of(model)[0]
-    assert _C.overrides(group) == 0
+    assert _C._testing.overrides(group) == 0
     seen = set()
     for name in _C.GROUP_METHODS:
         with replaced(FSDPParamGroup, name, lambda *a: None):
-            seen.add(_C.overrides(group))
-        assert _C.overrides(group) == 0
+            seen.add(_C._testing.overrides(group))
+        assert _C._testing.overrides(group) == 0
         setattr(group, name, lambda *a: None)
-        assert _C.overrides(group) in seen
+        assert _C._testing.overrides(group) in seen
         delattr(group, name)
-        assert _C.overrides(group) == 0
+        assert _C._testing.overrides(group) == 0
     assert len(seen) == len(_C.GROUP_METHODS)
 
 
@@ -465,10 +465,10 @@ def test_a_method_taken_out_and_put_back_on_the_object_is_no_override() -> None:
     group = groups_of(model)[0]
     saved = group.pre_backward
     group.pre_backward = noting([], "pre_backward", saved)
-    assert _C.overrides(group) != 0
+    assert _C._testing.overrides(group) != 0
     group.pre_backward = saved  # torch's memory tracker does this, and leaves it there
     assert "pre_backward" in vars(group)
-    assert _C.overrides(group) == 0
+    assert _C._testing.overrides(group) == 0
 
 
 # ---- what libraries do to groups and states ------------------------------------------------------
