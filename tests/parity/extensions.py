@@ -2,7 +2,8 @@
 
 ``One`` and ``Five`` hold a plain tensor and add a column of row sums to the all-gather as a second
 input, to show that several inputs travel; the gathered tensor is the first input times the scale
-that the metadata carries. They differ in the arguments of ``fsdp_pre_all_gather``.
+that the metadata carries. They differ in the arguments of ``fsdp_pre_all_gather``. ``Negated``
+sends its negative, alone.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class Extended(torch.Tensor):
             return out
         return pytree.tree_map_only(torch.Tensor, cls, out)
 
+
+class WithSums(Extended):
+    """Sends a column of row sums besides."""
+
     def _gathered(self) -> tuple[tuple[torch.Tensor, ...], Any]:
         sums = self.held.sum(dim=1, keepdim=True)
         return (self.held, sums), SCALE
@@ -76,18 +81,41 @@ class Extended(torch.Tensor):
         return gathered, (gathered,)
 
 
-class One(Extended):
+class One(WithSums):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         return self._gathered()
 
 
-class Five(Extended):
+class Five(WithSums):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         if len(outer_size) != 2 or outer_stride[1] != 1 or not isinstance(module, nn.Linear):
             raise ValueError(f"unexpected {outer_size} {outer_stride} {type(module)}")
         return self._gathered()
+
+
+class Negated(Extended):
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        return (-self.held,), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        (negative,) = all_gather_outputs
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(-negative)
+            return None
+        gathered = -negative
+        return gathered, (gathered,)
 
 
 def extend(model: nn.Module, kind: str) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
-from extended import Extended
+from extensions import Negated
 from releases import GATHER, SCATTER, DataParallelMeshDims, ShardPlacementResult, has
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -448,7 +448,7 @@ def own_group_for_reduce_scatters(tools: Tools) -> Record:
 def all_gather_extension(tools: Tools) -> Record:
     model = blocks(bias=False)
     for block in model:
-        block[0].weight = nn.Parameter(Extended(block[0].weight.detach()))
+        block[0].weight = nn.Parameter(Negated(block[0].weight.detach()))
     tools.shard(model)
     record: Record = []
     for step in range(3):
