@@ -97,6 +97,8 @@ sim_fault_kind sim_fault_fired(const char **name);
 /* Asked by every call that can fail: true if it has to. Notes the pending error. */
 bool sim_fault(sim_fault_kind kind, const char *name);
 bool sim_error_pending(void); /* an exception is set */
+/* What the core has put in front of an exception's message last; "": nothing. */
+const char *sim_error_explanation(void);
 
 /* ---- data ---- */
 

@@ -22,6 +22,7 @@ static struct {
     sim_fault_kind fired;
     const char *name;
     bool error;
+    char explanation[600];
 } faults;
 
 /* FSDP_C_SIM_TRACE=file: every call that may fail is written there, in order, a line each. What a change of the
@@ -107,6 +108,11 @@ void fct_error_put_back(void *error) {
 void fct_error_explain(const char *text) {
     assert_true(faults.error);
     assert_non_null(text);
+    (void)snprintf(faults.explanation, sizeof faults.explanation, "%s", text);
+}
+
+const char *sim_error_explanation(void) {
+    return faults.explanation;
 }
 
 /* ---- memory of the core ---- */

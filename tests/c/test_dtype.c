@@ -1,0 +1,54 @@
+/* Element types: sizes, and which type holds the values of which. */
+#include "core/dtype.h"
+
+#include "sim.h"
+
+enum { INT64 = 4, COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10, BITS1X8 = 18 };
+
+static void a_type_has_a_size_and_a_name(void **state) {
+    (void)state;
+    assert_int_equal(fc_dtype_size(FCK_UINT8), 1);
+    assert_int_equal(fc_dtype_size(FCK_BFLOAT16), 2);
+    assert_int_equal(fc_dtype_size(COMPLEX128), 16);
+    assert_string_equal(fc_dtype_name(FCK_BFLOAT16), "torch.bfloat16");
+    assert_int_equal(fc_dtype_size(BITS1X8), 0);
+    assert_int_equal(fc_dtype_size(FCT_NO_DTYPE), 0);
+    assert_string_equal(fc_dtype_name(FCT_NO_DTYPE), "an unknown dtype");
+}
+
+static void wider_is(fct_dtype a, fct_dtype b, fct_dtype wanted) {
+    assert_int_equal(fc_dtype_wider(a, b), wanted);
+    assert_int_equal(fc_dtype_wider(b, a), wanted);
+}
+
+static void the_wider_type_holds_the_values_of_both(void **state) {
+    (void)state;
+    wider_is(FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32);
+    wider_is(FCK_FLOAT32, FCK_FLOAT64, FCK_FLOAT64);
+    wider_is(FCK_BFLOAT16, FCK_FLOAT32, FCK_FLOAT32);
+    wider_is(FCK_BFLOAT16, FCK_FLOAT16, FCK_FLOAT32); /* neither holds the other's */
+    wider_is(INT64, INT64, INT64);
+    wider_is(INT64, FCK_FLOAT64, FCT_NO_DTYPE);
+}
+
+static void a_complex_type_is_as_wide_as_its_parts(void **state) {
+    (void)state;
+    assert_true(fc_dtype_is_complex(COMPLEX32) && fc_dtype_is_complex(COMPLEX128));
+    assert_false(fc_dtype_is_complex(FCK_FLOAT64));
+    assert_int_equal(fc_dtype_complex(FCK_FLOAT16), COMPLEX32);
+    assert_int_equal(fc_dtype_complex(FCK_BFLOAT16), COMPLEX64); /* there is no pair of those */
+    assert_int_equal(fc_dtype_complex(INT64), INT64);
+    wider_is(COMPLEX64, FCK_FLOAT32, COMPLEX64);
+    wider_is(COMPLEX64, FCK_FLOAT64, COMPLEX128);
+    wider_is(COMPLEX32, FCK_BFLOAT16, COMPLEX64);
+    wider_is(COMPLEX64, INT64, FCT_NO_DTYPE);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_type_has_a_size_and_a_name),
+        cmocka_unit_test(the_wider_type_holds_the_values_of_both),
+        cmocka_unit_test(a_complex_type_is_as_wide_as_its_parts),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

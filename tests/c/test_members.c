@@ -1,0 +1,120 @@
+/* A group's members: its links, what the host is asked in their name, and the names of ranges. */
+#include "core/members.h"
+
+#include <stdlib.h>
+
+#include "sim.h"
+
+static fc_move asked;
+static void *asked_of;
+
+static bool moves_gathers(void *group, fc_move move) {
+    asked = move;
+    asked_of = group;
+    return move == FC_MOVE_GATHER;
+}
+
+static void log_label(void *group, const char *label) {
+    asked_of = group;
+    sim_log("%s", label);
+}
+
+static fc_members begin(const fc_host *host, bool profile) {
+    fc_members m;
+    fc_param **params = (fc_param **)calloc(3, sizeof *params);
+    assert_non_null(params);
+    sim_begin((sim_config){.seed = 1, .profile = profile});
+    fc_members_init(&m, &asked, host, NULL, params, 3, sim_device(), 4, 2);
+    return m;
+}
+
+static void end(fc_members *m) {
+    fc_members_fini(m);
+    assert_null(m->params);
+    sim_end();
+}
+
+static void the_first_link_is_to_those_who_share_the_parameters(void **state) {
+    (void)state;
+    fc_members m = begin(&(const fc_host){.log = NULL}, false);
+    assert_int_equal(m.shard.world, 4);
+    assert_int_equal(m.shard.rank, 2);
+    assert_int_equal(fc_members_all(&m).first, 0);
+    assert_int_equal(fc_members_all(&m).end, 3);
+    end(&m);
+}
+
+static void reductions_go_over_a_link_of_their_own_where_there_is_one(void **state) {
+    (void)state;
+    fc_members m = begin(&(const fc_host){.log = NULL}, false);
+    assert_ptr_equal(fc_members_scatter_link(&m), &m.shard);
+    assert_false(fc_members_replicated(&m));
+    fc_link_set(&m.scatter, "scatter", 4, 2);
+    fc_link_set(&m.replicate, "replicas", 2, 0);
+    assert_ptr_equal(fc_members_scatter_link(&m), &m.scatter);
+    assert_true(fc_members_replicated(&m));
+    end(&m);
+}
+
+static void every_link_is_let_go_at_the_end(void **state) {
+    (void)state;
+    fc_members m = begin(&(const fc_host){.log = NULL}, false);
+    fc_link *const links[4] = {&m.shard, &m.scatter, &m.replicate, &m.forward};
+    sim_pg_register("world", 4, 2, NULL, NULL);
+    for (size_t i = 0; i < 4; i++) {
+        fc_link_set(links[i], "world", 4, 2);
+        assert_int_equal(fc_link_open(links[i]), FC_OK);
+    }
+    assert_int_equal(sim_count_alive().groups, 4);
+    end(&m); /* which fails where one is left */
+}
+
+static void the_host_is_asked_for_each_move(void **state) {
+    (void)state;
+    const fc_host host = {.moves = moves_gathers};
+    fc_members m = begin(&host, false);
+    assert_true(fc_members_host_moves(&m, FC_MOVE_GATHER));
+    assert_ptr_equal(asked_of, &asked);
+    assert_false(fc_members_host_moves(&m, FC_MOVE_FREE));
+    assert_int_equal(asked, FC_MOVE_FREE);
+    m.host = &(const fc_host){.moves = NULL};
+    assert_false(fc_members_host_moves(&m, FC_MOVE_GATHER));
+    end(&m);
+}
+
+static void ranges_have_the_names_of_the_modules(void **state) {
+    (void)state;
+    fc_members m = begin(&(const fc_host){.log = NULL}, true);
+    m.name = "blocks.3";
+    fct_profile_exit(fc_members_enter_range(&m, "all_gather"));
+    m.name = NULL; /* the root */
+    fct_profile_exit(fc_members_enter_range(&m, "all_gather"));
+    fct_profile_exit(fc_members_enter_range(&m, "post_backward_rs_wait"));
+    assert_string_equal(sim_log_text(), "<FSDP::all_gather (blocks.3)> <FSDP::all_gather> "
+                                        "<FSDP::post_backward_rs_wait ()>");
+    end(&m);
+}
+
+static void nothing_is_said_where_nobody_listens(void **state) {
+    (void)state;
+    fc_members m = begin(&(const fc_host){.log = log_label}, false);
+    assert_null(fc_members_enter_range(&m, "all_gather"));
+    fc_members_log(&m, "unshard");
+    assert_string_equal(sim_log_text(), "unshard");
+    m.host = &(const fc_host){.log = NULL};
+    fc_members_log(&m, "reshard");
+    assert_string_equal(sim_log_text(), "unshard");
+    end(&m);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_first_link_is_to_those_who_share_the_parameters),
+        cmocka_unit_test(reductions_go_over_a_link_of_their_own_where_there_is_one),
+        cmocka_unit_test(every_link_is_let_go_at_the_end),
+        cmocka_unit_test(the_host_is_asked_for_each_move),
+        cmocka_unit_test(ranges_have_the_names_of_the_modules),
+        cmocka_unit_test(nothing_is_said_where_nobody_listens),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

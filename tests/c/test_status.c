@@ -1,0 +1,82 @@
+/* Status codes: what a failed call leaves behind, and where FC_TRY goes from it. */
+#include "core/status.h"
+
+#include <string.h>
+
+#include "sim.h"
+
+static void the_message_is_written_and_the_code_returned(void **state) {
+    (void)state;
+    fc_error err = {"before"};
+    assert_int_equal(fc_error_set(&err, FC_EVALUE, "%s has %d rows", "weight", 3), FC_EVALUE);
+    assert_string_equal(err.message, "weight has 3 rows");
+    assert_int_equal(fc_error_set(NULL, FC_ESTATE, "nobody asked for %d", 1), FC_ESTATE);
+}
+
+static void a_long_message_is_cut_where_its_room_ends(void **state) {
+    (void)state;
+    char name[2 * sizeof(fc_error)];
+    fc_error errors[2] = {{""}, {"the next one"}};
+    memset(name, 'x', sizeof name - 1);
+    name[sizeof name - 1] = '\0';
+    assert_int_equal(fc_error_set(&errors[0], FC_EINVAL, "%s", name), FC_EINVAL);
+    assert_int_equal(strlen(errors[0].message), sizeof errors[0].message - 1);
+    assert_string_equal(errors[1].message, "the next one");
+}
+
+static fc_status counted(int *calls, fc_status status) {
+    ++*calls;
+    return status;
+}
+
+static fc_status three_calls(int *calls, fc_status second) {
+    fc_status status = FC_OK;
+    FC_TRY(counted(calls, FC_OK));
+    FC_TRY(counted(calls, second));
+    FC_TRY(counted(calls, FC_OK));
+done:
+    return status;
+}
+
+static fc_status boundary_call(int result) {
+    fc_status status = FC_OK;
+    FC_TRY_RAISED(result);
+done:
+    return status;
+}
+
+static void the_first_failure_is_the_result(void **state) {
+    (void)state;
+    int calls = 0;
+    assert_int_equal(three_calls(&calls, FC_OK), FC_OK);
+    assert_int_equal(calls, 3);
+    assert_int_equal(three_calls(&calls, FC_ENOMEM), FC_ENOMEM);
+    assert_int_equal(calls, 5);
+    assert_int_equal(boundary_call(0), FC_OK);
+    assert_int_equal(boundary_call(-1), FC_ERAISED);
+}
+
+/* Call-backs that give 0 or -1 hand statuses on: a failure has to look like one there. */
+static void only_success_is_zero_and_no_two_failures_are_one(void **state) {
+    (void)state;
+    static const int values[] = {
+#define VALUE(name, value, raises) name,
+        FC_STATUS_MAP(VALUE)
+#undef VALUE
+    };
+    const size_t count = sizeof values / sizeof values[0];
+    assert_int_equal(values[0], 0);
+    for (size_t i = 1; i < count; i++) {
+        assert_true(values[i] < values[i - 1]);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_message_is_written_and_the_code_returned),
+        cmocka_unit_test(a_long_message_is_cut_where_its_room_ends),
+        cmocka_unit_test(the_first_failure_is_the_result),
+        cmocka_unit_test(only_success_is_zero_and_no_two_failures_are_one),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
