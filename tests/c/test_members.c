@@ -49,8 +49,9 @@ static void reductions_go_over_a_link_of_their_own_where_there_is_one(void **sta
     fc_members m = begin(&(const fc_host){.log = NULL}, false);
     assert_ptr_equal(fc_members_scatter_link(&m), &m.shard);
     assert_false(fc_members_replicated(&m));
-    fc_link_set(&m.scatter, "scatter", 4, 2);
     fc_link_set(&m.replicate, "replicas", 2, 0);
+    assert_ptr_equal(fc_members_scatter_link(&m), &m.shard);
+    fc_link_set(&m.scatter, "scatter", 4, 2);
     assert_ptr_equal(fc_members_scatter_link(&m), &m.scatter);
     assert_true(fc_members_replicated(&m));
     end(&m);

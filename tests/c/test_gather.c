@@ -1,0 +1,166 @@
+/* The gather by itself: what is in flight, what the unsharded parameters hold, and giving up. Which
+ * face the modules see is the group's, and its test's. */
+#include "core/gather.h"
+
+#include <string.h>
+
+#include "sim_model.h"
+
+static sim_model *model;
+static sim_group *group;
+static fc_gather *gather;
+
+/* Rank `world - 1`; a matrix of 5 rows, cut unevenly, and a vector that is computed with in bf16. */
+static void begin(int64_t world, bool mixed) {
+    sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 2};
+    s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};
+    s.shapes[1] = (sim_shape){.ndim = 1, .sizes = {4}};
+    s.shapes[1].compute = mixed ? FCK_BFLOAT16 : 0;
+    sim_begin((sim_config){.seed = 7});
+    sim_collectives_stall(true);
+    model = sim_model_new(&s);
+    group = &model->layers[1].groups[0];
+    gather = &group->core.gather;
+}
+
+static void end(void) {
+    sim_model_free(model);
+    sim_end();
+}
+
+static void start(void) {
+    assert_int_equal(fc_gather_start(gather, false, false, FC_LANE_DIRECT), FC_OK);
+    assert_true(gather->flight.active);
+}
+
+/* The parts that fc_group_wait_unshard makes of it, but for the swap. */
+static void land(void) {
+    assert_int_equal(fc_gather_await(gather), FC_OK);
+    assert_int_equal(fc_gather_copy_out(gather), FC_OK);
+    fc_gather_retire(gather, NULL);
+}
+
+static void expect_whole_parameters(void) {
+    for (size_t i = 0; i < group->count; i++) {
+        sim_tensor_expect(group->params[i].core.unsharded, group->params[i].full, "a parameter");
+    }
+    assert_int_equal(fc_gather_check(gather, true), FC_OK);
+}
+
+static void the_parameters_are_whole_when_it_is_over(void **state) {
+    (void)state;
+    for (int mixed = 0; mixed < 2; mixed++) {
+        begin(2, mixed != 0);
+        start();
+        assert_non_null(gather->flight.work);
+        land();
+        expect_whole_parameters();
+        assert_false(gather->flight.active);
+        assert_null(gather->flight.buffer);
+        assert_string_equal(sim_log_text(), "gather:0");
+        end();
+    }
+}
+
+static void the_memory_of_a_gather_is_gone_when_it_is_freed(void **state) {
+    (void)state;
+    begin(2, false);
+    const size_t before = sim_live_bytes();
+    start();
+    land();
+    assert_true(sim_live_bytes() > before);
+    gather->keep_storage = true;
+    fc_gather_free(gather);
+    expect_whole_parameters();
+    gather->keep_storage = false;
+    fc_gather_free(gather);
+    assert_int_equal(sim_live_bytes(), before);
+    assert_int_equal(fc_gather_check(gather, false), FC_OK);
+    end();
+}
+
+static void one_rank_sends_nothing_and_shares_its_shards_where_nothing_is_cast(void **state) {
+    (void)state;
+    for (int mixed = 0; mixed < 2; mixed++) {
+        begin(1, mixed != 0);
+        start();
+        assert_null(gather->flight.buffer);
+        land();
+        expect_whole_parameters();
+        assert_string_equal(sim_log_text(), "");
+        assert_int_equal(group->params[0].core.aliased, mixed == 0); /* all of them, or none */
+        fc_gather_free(gather);
+        end();
+    }
+}
+
+static void given_up_its_buffer_stays_until_the_backend_is_done(void **state) {
+    (void)state;
+    begin(2, false);
+    const size_t before = sim_live_bytes();
+    start();
+    fc_gather_abandon(gather);
+    assert_false(gather->flight.active);
+    assert_int_equal(fc_gather_check(gather, false), FC_OK);
+    assert_non_null(model->comm.parked);
+    fc_comm_reap(&model->comm);
+    assert_true(sim_live_bytes() > before);
+    sim_drain();
+    fc_comm_reap(&model->comm);
+    assert_int_equal(sim_live_bytes(), before);
+    end();
+}
+
+static void a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again(void **state) {
+    (void)state;
+    size_t failures = 0;
+    for (int64_t nth = 1; failures + 1 == (size_t)nth; nth++) {
+        begin(2, true);
+        start();
+        assert_int_equal(fc_gather_await(gather), FC_OK);
+        sim_fault_arm(nth, SIM_ONCE);
+        const fc_status status = fc_gather_copy_out(gather);
+        failures += status != FC_OK;
+        sim_fault_arm(0, SIM_ONCE);
+        fct_error_put_back(NULL);
+        if (status != FC_OK) {
+            for (size_t i = 0; i < group->count; i++) {
+                const fct_tensor *flat = group->params[i].core.flat;
+                assert_true(flat == NULL || !sim_tensor_has_memory(flat));
+            }
+            assert_int_equal(fc_gather_copy_out(gather), FC_OK);
+        }
+        fc_gather_retire(gather, NULL);
+        expect_whole_parameters();
+        fc_gather_free(gather);
+        end();
+    }
+    assert_true(failures > 4);
+}
+
+static void what_must_not_be_is_found(void **state) {
+    (void)state;
+    begin(2, false);
+    start();
+    assert_int_equal(fc_gather_check(gather, true), FC_ESTATE);
+    assert_non_null(strstr(model->comm.error.message, "in flight while the group is unsharded"));
+    land();
+    assert_int_equal(fc_gather_check(gather, false), FC_ESTATE); /* sharded, and holds memory */
+    fc_gather_free(gather);
+    assert_int_equal(fc_gather_check(gather, true), FC_ESTATE);
+    assert_int_equal(fc_gather_adopt(gather), FC_ESTATE);
+    assert_non_null(strstr(model->comm.error.message, "parameter '0.0' was not gathered"));
+    end();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_parameters_are_whole_when_it_is_over),
+        cmocka_unit_test(the_memory_of_a_gather_is_gone_when_it_is_freed),
+        cmocka_unit_test(one_rank_sends_nothing_and_shares_its_shards_where_nothing_is_cast),
+        cmocka_unit_test(given_up_its_buffer_stays_until_the_backend_is_done),
+        cmocka_unit_test(a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again),
+        cmocka_unit_test(what_must_not_be_is_found),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,135 @@
+/* One parameter: what its shard has to be, the memory of its unsharded tensor, and the only places
+ * where a partial gradient may be. */
+#include "core/param.h"
+
+#include <string.h>
+
+#include "sim.h"
+
+static const int64_t five_by_two[2] = {5, 2};
+
+/* The shard of `rank` of two (3 rows of 5, padded) or of one. */
+static fc_param begin(int64_t world, int64_t rank) {
+    fc_param p;
+    fc_error err = {""};
+    double values[10];
+    sim_begin((sim_config){.seed = 1});
+    for (int i = 0; i < 10; i++) {
+        values[i] = i;
+    }
+    assert_int_equal(fc_param_init(&p, NULL, 2, five_by_two, 0, world, rank, &err), FC_OK);
+    p.name = "weight";
+    p.orig_dtype = FCK_FLOAT32;
+    fct_tensor *data = sim_tensor_new(FCK_FLOAT32, 1, &p.layout.padded_numel, values);
+    fc_param_set_sharded_data(&p, data);
+    fct_tensor_release(data);
+    return p;
+}
+
+static void end(fc_param *p) {
+    fc_param_fini(p);
+    sim_end();
+}
+
+static void a_shard_has_the_local_rows_and_room_for_all_ranks(void **state) {
+    (void)state;
+    fc_param p = begin(2, 1);
+    assert_int_equal(p.local_sizes[0], 2);
+    assert_int_equal(p.local_sizes[1], 2);
+    assert_int_equal(p.strides[0], 2);
+    assert_int_equal(p.flat_numel, 12);
+    assert_int_equal(fc_param_compute_dtype(&p), FCK_FLOAT32);
+    p.param_dtype = FCK_BFLOAT16;
+    assert_int_equal(fc_param_compute_dtype(&p), FCK_BFLOAT16);
+    end(&p);
+}
+
+static void a_shard_that_cannot_be_sent_is_refused_by_name(void **state) {
+    (void)state;
+    fc_param p = begin(2, 0);
+    fc_error err = {""};
+    fct_facts facts;
+    const int64_t four[1] = {4};
+    assert_int_equal(fc_param_shard_facts(&p, false, &facts, &err), FC_OK);
+    assert_int_equal(facts.numel, 6);
+    p.orig_dtype = FCK_FLOAT64;
+    assert_int_equal(fc_param_shard_facts(&p, false, &facts, &err), FC_EINVAL);
+    assert_non_null(strstr(err.message, "the shard of parameter 'weight' changed its dtype"));
+    p.orig_dtype = FCK_FLOAT32;
+    fct_tensor *small = sim_tensor_new(FCK_FLOAT32, 1, four, (const double[4]){0});
+    fc_param_set_sharded_data(&p, small);
+    fct_tensor_release(small);
+    assert_int_equal(fc_param_shard_facts(&p, false, &facts, &err), FC_EINVAL);
+    fc_param_set_sharded_data(&p, NULL);
+    assert_int_equal(fc_param_shard_facts(&p, false, &facts, &err), FC_ESTATE);
+    end(&p);
+}
+
+static void its_memory_comes_and_goes_and_the_tensor_stays(void **state) {
+    (void)state;
+    fc_param p = begin(2, 0);
+    fc_error err = {""};
+    fct_facts facts;
+    for (int i = 0; i < 2; i++) {
+        const fct_tensor *before = p.flat;
+        assert_int_equal(fc_param_alloc_flat(&p, sim_device(), &facts, &err), FC_OK);
+        assert_true(before == NULL || p.flat == before);
+        assert_int_equal(facts.storage_bytes, 12 * 4);
+        assert_true(sim_tensor_has_memory(p.flat));
+        fc_param_free_flat(&p);
+        assert_false(sim_tensor_has_memory(p.flat));
+    }
+    end(&p);
+}
+
+static void one_rank_may_use_the_shard_itself(void **state) {
+    (void)state;
+    fc_param p = begin(1, 0);
+    fc_error err = {""};
+    bool can = false;
+    assert_int_equal(fc_param_can_alias(&p, sim_device(), &can, &err), FC_OK);
+    assert_true(can);
+    assert_int_equal(fc_param_alias_flat(&p), FC_OK);
+    fc_param_free_flat(&p); /* it is not ours to free */
+    assert_true(sim_tensor_has_memory(p.sharded_data));
+    p.param_dtype = FCK_BFLOAT16;
+    assert_int_equal(fc_param_can_alias(&p, sim_device(), &can, &err), FC_OK);
+    assert_false(can);
+    end(&p);
+}
+
+static void no_partial_gradient_is_left_where_all_are_dropped(void **state) {
+    (void)state;
+    fc_param p = begin(2, 0);
+    fct_tensor *row = sim_tensor_new(FCK_FLOAT32, 2, five_by_two, (const double[10]){0});
+    fct_tensor *leaf = sim_tensor_new(FCK_FLOAT32, 2, five_by_two, (const double[10]){0});
+    fct_tensor *grad = NULL;
+    fct_tensor_retain(row);
+    sim_grad_accumulate(leaf, row);
+    fc_param_set_unsharded(&p, leaf);
+    fc_param_set_accumulated(&p, row);
+    fc_param_set_partial(&p, row);
+    fc_param_take_grad(&p, &grad);
+    assert_ptr_equal(grad, row); /* what earlier backwards left goes first */
+    assert_true(fct_grad_has(leaf));
+    fc_param_set_accumulated(&p, grad);
+    fct_tensor_release(grad);
+    fc_param_drop_grad(&p);
+    assert_null(p.accumulated);
+    assert_null(p.partial);
+    assert_false(fct_grad_has(leaf));
+    fct_tensor_release(row);
+    fct_tensor_release(leaf);
+    end(&p);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_shard_has_the_local_rows_and_room_for_all_ranks),
+        cmocka_unit_test(a_shard_that_cannot_be_sent_is_refused_by_name),
+        cmocka_unit_test(its_memory_comes_and_goes_and_the_tensor_stays),
+        cmocka_unit_test(one_rank_may_use_the_shard_itself),
+        cmocka_unit_test(no_partial_gradient_is_left_where_all_are_dropped),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,188 @@
+/* Reductions in flight, made by hand: their order in the context, what finishing one hands out, and
+ * rows that wait for an all-reduce. What a group makes of them is in test_reduce.c. */
+#include "core/reduction.h"
+
+#include "sim_model.h"
+
+static sim_model *model;
+
+static sim_group *group(size_t layer) {
+    return &model->layers[layer].groups[0];
+}
+
+/* Two layers of two vectors each, on rank 0 of two: a row has 2 + 1 elements. */
+static void begin(void) {
+    sim_scenario s = {.world = 2, .layers = 2, .shape_count = 2};
+    s.shapes[0] = (sim_shape){.ndim = 1, .sizes = {4}};
+    s.shapes[1] = (sim_shape){.ndim = 1, .sizes = {2}};
+    sim_begin((sim_config){.seed = 7});
+    sim_collectives_stall(true);
+    model = sim_model_new(&s);
+}
+
+static void end(void) {
+    sim_model_free(model);
+    sim_end();
+}
+
+static fct_tensor *vector_of(int64_t numel, double value) {
+    const double values[6] = {value, value, value, value, value, value};
+    return sim_tensor_new(FCK_FLOAT32, 1, &numel, values);
+}
+
+/* A reduce-scatter of both parameters' gradients; this rank's part of the sum is 3 * value. */
+static fc_reduction *take_off(size_t layer, double value) {
+    fc_members *m = &group(layer)->core.members;
+    fc_reduction *r = fc_reduction_new(m, 2);
+    assert_non_null(r);
+    r->params[0] = &group(layer)->params[0].core;
+    r->params[1] = &group(layer)->params[1].core;
+    r->count = r->total = 2;
+    r->divide_after = 1.0;
+    r->input = vector_of(6, value);
+    assert_int_equal(fc_reduction_row_numel(r), 3);
+    r->output = vector_of(3, 0.0);
+    assert_int_equal(fc_link_reduce_scatter(&m->shard, m->name, r->output, r->input, FCT_SUM, 1.0,
+                                            true, &r->work),
+                     FC_OK);
+    fc_reduction_append(r);
+    return r;
+}
+
+static void expect_grads(size_t layer, double value) {
+    const double values[2] = {value, value};
+    for (size_t i = 0; i < 2; i++) {
+        const fct_tensor *grad = sim_grad_peek(group(layer)->params[i].sharded);
+        assert_non_null(grad);
+        sim_tensor_expect(grad, values, "a reduced gradient");
+    }
+}
+
+static bool has_grads(size_t layer) {
+    return sim_grad_peek(group(layer)->params[0].sharded) != NULL;
+}
+
+static void the_oldest_are_finished_until_so_many_are_left(void **state) {
+    (void)state;
+    fc_comm *c;
+    begin();
+    c = &model->comm;
+    (void)take_off(2, 1.0);
+    (void)take_off(1, 2.0);
+    assert_int_equal(fc_reduction_check(c), FC_OK);
+    assert_int_equal(fc_reduction_recycle(c, 2), FC_OK);
+    assert_false(has_grads(2));
+    assert_int_equal(fc_reduction_recycle(c, 1), FC_OK);
+    expect_grads(2, 3.0);
+    assert_false(has_grads(1));
+    assert_false(fc_reduction_has(c, &group(2)->core.members));
+    assert_true(fc_reduction_has(c, &group(1)->core.members));
+    assert_int_equal(fc_reduction_recycle(c, 0), FC_OK);
+    expect_grads(1, 6.0);
+    assert_int_equal(fc_reduction_check(c), FC_OK);
+    end();
+}
+
+static void those_of_others_stay_in_their_order(void **state) {
+    (void)state;
+    fc_comm *c;
+    begin();
+    c = &model->comm;
+    const fc_reduction *first = take_off(2, 1.0);
+    (void)take_off(1, 2.0);
+    const fc_reduction *last = take_off(2, 4.0);
+    fc_reduction_discard(c, &group(1)->core.members);
+    assert_ptr_equal(c->oldest, first);
+    assert_ptr_equal(c->oldest->next, last);
+    assert_int_equal(fc_reduction_check(c), FC_OK);
+    assert_int_equal(fc_reduction_recycle(c, 0), FC_OK);
+    expect_grads(2, 15.0);
+    assert_false(has_grads(1));
+    end();
+}
+
+static void what_is_given_up_keeps_its_memory_until_the_backend_is_done(void **state) {
+    (void)state;
+    begin();
+    const size_t before = sim_live_bytes();
+    (void)take_off(1, 1.0);
+    (void)take_off(2, 1.0);
+    fc_reduction_discard(&model->comm, NULL);
+    assert_int_equal(model->comm.reductions, 0);
+    assert_non_null(model->comm.parked);
+    assert_true(sim_live_bytes() > before);
+    sim_drain();
+    fc_comm_reap(&model->comm);
+    assert_int_equal(sim_live_bytes(), before);
+    end();
+}
+
+static void it_is_divided_and_handed_out_once(void **state) {
+    (void)state;
+    begin();
+    take_off(1, 2.0)->divide_after = 4.0;
+    assert_int_equal(fc_reduction_finish(model->comm.oldest), FC_OK);
+    expect_grads(1, 1.5);
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    expect_grads(1, 1.5);
+    end();
+}
+
+static void one_that_cannot_be_finished_is_lost_alone(void **state) {
+    (void)state;
+    begin();
+    (void)take_off(2, 1.0);
+    (void)take_off(1, 1.0);
+    sim_fault_arm(1, SIM_ONCE);
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_ERAISED);
+    assert_int_equal(model->comm.reductions, 1);
+    fct_error_put_back(NULL);
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    expect_grads(1, 3.0);
+    assert_false(has_grads(2));
+    end();
+}
+
+/* HSDP: a backward that does not all-reduce leaves its row with the parameters; one that does, takes
+ * it from them. */
+static void rows_wait_with_the_parameters_for_the_all_reduce(void **state) {
+    (void)state;
+    const double waiting[2] = {9.0, 9.0};
+    begin();
+    for (int i = 0; i < 2; i++) {
+        take_off(1, i == 0 ? 1.0 : 2.0)->keep_partial = true;
+        assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    }
+    assert_false(has_grads(1));
+    sim_tensor_expect(group(1)->params[1].core.partial, waiting, "a row that waits"); /* 3 + 6 */
+    fc_reduction *r = take_off(1, 4.0);
+    assert_int_equal(fc_reduction_wait(r), FC_OK);
+    assert_int_equal(fc_reduction_merge_partials(r), FC_OK);
+    assert_null(group(1)->params[0].core.partial);
+    assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
+    expect_grads(1, 21.0);
+    end();
+}
+
+static void a_list_that_was_not_kept_is_found(void **state) {
+    (void)state;
+    begin();
+    (void)take_off(1, 1.0);
+    model->comm.reductions++;
+    assert_int_equal(fc_reduction_check(&model->comm), FC_ESTATE);
+    model->comm.reductions--;
+    end();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_oldest_are_finished_until_so_many_are_left),
+        cmocka_unit_test(those_of_others_stay_in_their_order),
+        cmocka_unit_test(what_is_given_up_keeps_its_memory_until_the_backend_is_done),
+        cmocka_unit_test(it_is_divided_and_handed_out_once),
+        cmocka_unit_test(one_that_cannot_be_finished_is_lost_alone),
+        cmocka_unit_test(rows_wait_with_the_parameters_for_the_all_reduce),
+        cmocka_unit_test(a_list_that_was_not_kept_is_found),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,158 @@
+/* Moving memory as plans say: the same bytes by kernels and by torch's copies, and no transfer that
+ * does not fit its buffer. */
+#include "core/transfer.h"
+
+#include <string.h>
+
+#include "sim.h"
+
+/* Rank 1 of two, with a matrix of 3 rows (one of ours is padding) and a vector. */
+typedef struct fixture {
+    fc_param matrix;
+    fc_param vector;
+    fc_param *params[2];
+    fc_gather_plan plan;
+    fc_error err;
+} fixture;
+
+static const double MATRIX[4] = {5, 6, 0, 0}; /* row 2 of [[1, 2], [3, 4], [5, 6]], and zeros */
+static const double VECTOR[2] = {9, 10};      /* of [7, 8, 9, 10] */
+
+static void param_init(fc_param *p, int32_t ndim, const int64_t *sizes, const double *shard,
+                       fct_dtype compute) {
+    fc_error err = {""};
+    assert_int_equal(fc_param_init(p, NULL, ndim, sizes, 0, 2, 1, &err), FC_OK);
+    p->name = "weight";
+    p->orig_dtype = FCK_FLOAT32;
+    p->param_dtype = compute;
+    fct_tensor *data = sim_tensor_new(FCK_FLOAT32, 1, &p->layout.padded_numel, shard);
+    fc_param_set_sharded_data(p, data);
+    fct_tensor_release(data);
+}
+
+static void begin(fixture *f, bool no_kernels, fct_dtype compute) {
+    const int64_t matrix[2] = {3, 2};
+    const int64_t vector[1] = {4};
+    memset(f, 0, sizeof *f);
+    sim_begin((sim_config){.seed = 3, .no_kernels = no_kernels});
+    param_init(&f->matrix, 2, matrix, MATRIX, compute);
+    param_init(&f->vector, 1, vector, VECTOR, compute);
+    f->params[0] = &f->matrix;
+    f->params[1] = &f->vector;
+    assert_int_equal(fc_gather_plan_build(&f->plan, f->params, 2, 2, false, &f->err), FC_OK);
+}
+
+static void end(fixture *f) {
+    fc_gather_plan_fini(&f->plan);
+    fc_param_fini(&f->matrix);
+    fc_param_fini(&f->vector);
+    sim_end();
+}
+
+static fct_tensor *buffer_of(fct_dtype dtype, int64_t numel) {
+    double values[12];
+    for (int i = 0; i < 12; i++) {
+        values[i] = 77.0;
+    }
+    return sim_tensor_new(dtype, 1, &numel, values);
+}
+
+static void a_row_is_packed_and_no_other_touched(void **state) {
+    (void)state;
+    for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
+        fixture f;
+        const double packed[12] = {77, 77, 77, 77, 77, 77, 5, 6, 0, 0, 9, 10};
+        begin(&f, no_kernels != 0, FCT_NO_DTYPE);
+        fct_tensor *buffer = buffer_of(FCK_FLOAT32, 12);
+        assert_int_equal(fc_transfer_pack(&f.plan, f.params, buffer, 1, &f.err), FC_OK);
+        sim_tensor_expect(buffer, packed, "the gather buffer");
+        fct_tensor_release(buffer);
+        end(&f);
+    }
+}
+
+static void it_is_cast_on_the_way(void **state) {
+    (void)state;
+    fixture f;
+    const double packed[12] = {5, 6, 0, 0, 9, 10, 77, 77, 77, 77, 77, 77};
+    begin(&f, false, FCK_BFLOAT16);
+    fct_tensor *buffer = buffer_of(FCK_BFLOAT16, 12);
+    assert_int_equal(fc_transfer_pack(&f.plan, f.params, buffer, 0, &f.err), FC_OK);
+    sim_tensor_expect(buffer, packed, "the gather buffer");
+    fct_tensor_release(buffer);
+    end(&f);
+}
+
+static void gathered_rows_become_whole_tensors(void **state) {
+    (void)state;
+    for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
+        fixture f;
+        fct_facts facts;
+        const int64_t twelve[1] = {12};
+        const double rows[12] = {1, 2, 3, 4, 7, 8, 5, 6, 0, 0, 9, 10};
+        begin(&f, no_kernels != 0, FCT_NO_DTYPE);
+        fct_tensor *buffer = sim_tensor_new(FCK_FLOAT32, 1, twelve, rows);
+        for (int i = 0; i < 2; i++) {
+            assert_int_equal(fc_param_alloc_flat(f.params[i], sim_device(), &facts, &f.err), FC_OK);
+        }
+        assert_int_equal(fc_transfer_unpack(&f.plan, f.params, buffer, &f.err), FC_OK);
+        sim_tensor_expect(f.matrix.flat, (const double[8]){1, 2, 3, 4, 5, 6, 0, 0}, "the matrix");
+        sim_tensor_expect(f.vector.flat, (const double[4]){7, 8, 9, 10}, "the vector");
+        fct_tensor_release(buffer);
+        end(&f);
+    }
+}
+
+static void gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros(void **state) {
+    (void)state;
+    for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
+        fixture f;
+        fc_reduce_plan plan = {.count = 0};
+        bool foreign = true;
+        const int64_t three_by_two[2] = {3, 2};
+        const double packed[8] = {1, 2, 3, 4, 5, 6, 0, 0};
+        begin(&f, no_kernels != 0, FCT_NO_DTYPE);
+        assert_int_equal(fc_reduce_plan_reserve(&plan, 1), FC_OK);
+        plan.params[0] = &f.matrix;
+        plan.grads[0] = sim_tensor_new(FCK_FLOAT32, 2, three_by_two, packed);
+        plan.count = 1;
+        assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &foreign, &f.err), FC_OK);
+        assert_false(foreign);
+        fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
+        assert_int_equal(fc_transfer_pack_gradients(&plan, 2, buffer, &f.err), FC_OK);
+        sim_tensor_expect(buffer, packed, "the reduce buffer");
+        fct_tensor_release(buffer);
+        fc_reduce_plan_fini(&plan);
+        end(&f);
+    }
+}
+
+static void a_buffer_that_is_too_small_is_not_written(void **state) {
+    (void)state;
+    fixture f;
+    begin(&f, false, FCT_NO_DTYPE);
+    fct_tensor *whole = buffer_of(FCK_FLOAT32, 12);
+    const int64_t eleven[1] = {11};
+    const int64_t stride[1] = {1};
+    fct_tensor *part = sim_tensor_view(whole, 1, eleven, stride); /* whose storage has room */
+    assert_int_equal(fc_transfer_pack(&f.plan, f.params, part, 1, &f.err), FC_EINVAL);
+    assert_non_null(strstr(f.err.message, "does not fit its buffer"));
+    assert_int_equal(fc_transfer_unpack(&f.plan, f.params, part, &f.err), FC_EINVAL);
+    assert_int_equal(fc_transfer_pack(&f.plan, f.params, part, 0, &f.err), FC_OK);
+    fct_storage_free(whole);
+    assert_int_equal(fc_transfer_pack(&f.plan, f.params, part, 0, &f.err), FC_EINVAL);
+    fct_tensor_release(part);
+    fct_tensor_release(whole);
+    end(&f);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_row_is_packed_and_no_other_touched),
+        cmocka_unit_test(it_is_cast_on_the_way),
+        cmocka_unit_test(gathered_rows_become_whole_tensors),
+        cmocka_unit_test(gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros),
+        cmocka_unit_test(a_buffer_that_is_too_small_is_not_written),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
