@@ -100,7 +100,7 @@ $(CLIENTS_STAMP): tests/clients/requirements.txt
 # The extension and the package under AddressSanitizer and UndefinedBehaviorSanitizer, beside the normal build
 # and not in its place. Python itself is not instrumented: libasan comes first by LD_PRELOAD (with libstdc++,
 # whose exceptions it must find at start), and leaks are not looked for, since CPython and torch keep much to
-# the end on purpose. -P and `pythonpath=tests` keep this directory's own fsdp_c out.
+# the end on purpose. -P and `pythonpath=tests/harness` keep this directory's own fsdp_c out.
 sanitize: env
 	@mkdir -p build
 	@FSDP_C_SANITIZE=1 $(PY) setup.py build --build-lib $(SANITIZE_LIB) > build/log.txt 2>&1 \
@@ -108,7 +108,7 @@ sanitize: env
 	PYTHONPATH=$(CURDIR)/$(SANITIZE_LIB) PYTHONSAFEPATH=1 PYTHONMALLOC=malloc FSDP_C_SANITIZE=1 \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	$(PY) -m pytest -p no:cacheprovider -o pythonpath=tests $(SANITIZE_TESTS)
+	$(PY) -m pytest -p no:cacheprovider -o pythonpath=tests/harness $(SANITIZE_TESTS)
 
 # With a CPU-only torch the CUDA kernels are not part of the build: there is no CUDA runtime to link with. They
 # must compile all the same wherever nvcc is, or they would rot between the visits to a machine with a GPU.

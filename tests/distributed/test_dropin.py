@@ -12,7 +12,7 @@ import pytest
 from site_dir import installed_environment
 
 pytestmark = pytest.mark.xdist_group("drop-in")  # they share launches
-JOB = Path(__file__).with_name("dropin_train.py")
+JOB = Path(__file__).with_name("workers") / "dropin_train.py"
 STOCK = "torch.distributed.fsdp._fully_shard._fsdp_state"
 OURS = "fsdp_c.state"
 

@@ -7,15 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests/faults/workers/fuzz.py"
 EXAMPLES = int(os.environ.get("FSDP_C_FUZZ", "40"))
 """Programs to run; always the same ones. Another seed: ``fuzz.py`` by hand."""
 
 
 def test_the_process_survives_random_programs() -> None:
-    env = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": str(HERE.parent.parent)}
+    env = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, str(HERE / "fuzz.py"), str(EXAMPLES)],
+        [sys.executable, str(SCRIPT), str(EXAMPLES)],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
+import interrupt
 import pytest
-
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
-
-import interrupt  # noqa: E402
-from launch import run_ranks  # noqa: E402
+from launch import run_ranks
 
 pytestmark = pytest.mark.xdist_group("interrupt")  # they share launches
-ENV = {"PYTHONPATH": f"{HERE}:{HERE.parent / 'distributed'}:{HERE.parent.parent}"}
 ATTEMPTS = 2
 """The machine may be busy for a moment; a wait that does not see signals is late every time."""
 
@@ -24,7 +17,7 @@ ATTEMPTS = 2
 @functools.cache
 def outcomes(name: str) -> list[dict[str, list[Any]]]:
     attempts = ATTEMPTS if name == "fsdp_c" else 1
-    return run_ranks(interrupt.interrupt_all, 2, (name, attempts), env=ENV, timeout=120)
+    return run_ranks(interrupt.interrupt_all, 2, (name, attempts), timeout=120)
 
 
 def delays(name: str, case: str) -> list[float]:

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
+import lifetime
 import pytest
-
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
-
-import lifetime  # noqa: E402
-from launch import RanksFailed, run_ranks  # noqa: E402
+from launch import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.xdist_group("lifetime")  # they share launches
-ENV = {"PYTHONPATH": f"{HERE}:{HERE.parent / 'distributed'}:{HERE.parent.parent}"}
 
 
 @functools.cache
 def deletions() -> list[dict[str, Any]]:
-    return run_ranks(lifetime.deletions, 2, env=ENV)
+    return run_ranks(lifetime.deletions, 2)
 
 
 def test_fifty_steps_leave_nothing_behind() -> None:
     # torch's flight recorder remembers the last 2000 collectives.
-    unrecorded = ENV | {"TORCH_FR_BUFFER_SIZE": "0"}
+    unrecorded = {"TORCH_FR_BUFFER_SIZE": "0"}
     for early, late in run_ranks(lifetime.steps, 2, env=unrecorded):
         buffer = 4 * lifetime.WIDTH**2
         assert late.pop("bytes") - early.pop("bytes") < 2 * buffer
@@ -48,7 +42,7 @@ def test_deleted_models_leave_no_threads() -> None:
 @functools.cache
 def witnesses(folder: Path) -> dict[str, list[str]]:
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(lifetime.lose_a_peer, 4, (str(folder),), env=ENV, timeout=90)
+        run_ranks(lifetime.lose_a_peer, 4, (str(folder),), timeout=90)
     assert raised.value.reports[3].status == "killed by SIGKILL"
     return {path.name: path.read_text().splitlines() for path in folder.iterdir()}
 

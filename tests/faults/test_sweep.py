@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
-
-import sweep  # noqa: E402
-from launch import run_ranks  # noqa: E402
-
-ENV = {"PYTHONPATH": f"{HERE}:{HERE.parent.parent}"}
+import sweep
+from launch import run_ranks
 
 
 @pytest.mark.parametrize("kind", ["boundary", "user"])
@@ -26,7 +17,7 @@ ENV = {"PYTHONPATH": f"{HERE}:{HERE.parent.parent}"}
 def test_training_after_a_failure_equals_training_without(
     kind: str, accumulate: bool, mixed: bool, reshard: sweep.Reshard
 ) -> None:
-    results = run_ranks(sweep.sweep, 2, (kind, mixed, accumulate, reshard), env=ENV, timeout=300)
+    results = run_ranks(sweep.sweep, 2, (kind, mixed, accumulate, reshard), timeout=300)
     expected_type = "RuntimeError" if kind == "boundary" else "UserError"
     for result in results:
         assert result["wrong"] == []

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from distributed.wrapping import Wrapping
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from wrapping import Wrapping
 
 import fsdp_c
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.fsdp as public
 import torch.nn as nn
-from distributed.wrapping import Wrapping
-from parity.extensions import One
+from extensions import One
+from wrapping import Wrapping
 
 import fsdp_c
 

@@ -1,10 +1,10 @@
 """Seeded scripts on a CUDA device, for torch's FSDP2 and for fsdp_c.
 
 ``run(rank, world_size, implementation, threads)`` trains every case and returns ``{case: record}``,
-as tests/parity/features.py does on the CPU. With ``threads`` above 1, so many ranks are threads of
-this process that share its device, over torch's threaded process group: one GPU is enough to run
-the kernels that pack and unpack. That group copies between the threads' tensors without regard to
-streams, so CUDA_LAUNCH_BLOCKING=1 must be set then. With 1, the backend is the launcher's.
+as features.py does on the CPU. With ``threads`` above 1, so many ranks are threads of this process
+that share its device, over torch's threaded process group: one GPU is enough to run the kernels
+that pack and unpack. That group copies between the threads' tensors without regard to streams, so
+CUDA_LAUNCH_BLOCKING=1 must be set then. With 1, the backend is the launcher's.
 """
 
 from __future__ import annotations

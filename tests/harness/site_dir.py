@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fsdp_c_autoload
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def entry_points() -> str:

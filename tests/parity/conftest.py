@@ -1,9 +1,0 @@
-"""Makes the helpers of tests/parity and the launcher of tests/distributed importable by name."""
-
-import sys
-from pathlib import Path
-
-HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent / "distributed", HERE.parents[1]):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
