@@ -40,28 +40,31 @@ def _warn_view_output(state: Any) -> None:
     )
 
 
-_C.bind(
-    dtensor_class=DTensor,
-    dtensor_new=dtensor_new,
-    collect_grad_tensors=collect_grad_tensors,
-    replace_grad_tensors=replace_grad_tensors,
-    cast_tree=_cast_tree,
-    warn_view_output=_warn_view_output,
-    set_eval_frame=torch._C._dynamo.eval_frame.set_eval_frame,
-    log_debug=guard.log_debug,
-    insert_node=guard.insert_node,
-    node_backward=guard.node_backward,
+BOUND: dict[str, Any] = {
+    "dtensor_class": DTensor,
+    "dtensor_new": dtensor_new,
+    "collect_grad_tensors": collect_grad_tensors,
+    "replace_grad_tensors": replace_grad_tensors,
+    "cast_tree": _cast_tree,
+    "warn_view_output": _warn_view_output,
+    "set_eval_frame": torch._C._dynamo.eval_frame.set_eval_frame,
+    "log_debug": guard.log_debug,
+    "insert_node": guard.insert_node,
+    "node_backward": guard.node_backward,
     # In the order of the C enums fc_training_state and fc_sharded_state.
-    training_states=(
+    "training_states": (
         TrainingState.FORWARD,
         TrainingState.PRE_BACKWARD,
         TrainingState.POST_BACKWARD,
         TrainingState.IDLE,
     ),
-    sharded_states=(
+    "sharded_states": (
         ShardedState.SHARDED,
         ShardedState.SHARDED_POST_FORWARD,
         ShardedState.UNSHARDED,
     ),
-)
+}
+"""What the extension is given."""
+
+_C.bind(**BOUND)
 guard.bind(ParamGroup, State)

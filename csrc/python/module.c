@@ -26,6 +26,18 @@ fcpy_module *fcpy_module_of(PyTypeObject *type) {
     return NULL;
 }
 
+/* What bind() is given; NULL with TypeError set where it is missing or cannot be used. */
+static PyObject *bound_object(PyObject *kwargs, const char *name) {
+    PyObject *value = PyDict_GetItemString(kwargs, name);
+    if (value == NULL) {
+        PyErr_Format(PyExc_TypeError, "bind: missing %s", name);
+    } else if (strcmp(name, "dtensor_class") == 0 && !PyType_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "bind: %s should be a type, not %R", name, value);
+        value = NULL;
+    }
+    return value;
+}
+
 /* bind(**objects): what the extension calls on its cold paths. */
 static PyObject *module_bind(PyObject *module, PyObject *args, PyObject *kwargs) {
     fcpy_module *mod = state_of(module);
@@ -33,16 +45,13 @@ static PyObject *module_bind(PyObject *module, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "bind takes keyword arguments only");
         return NULL;
     }
-#define FCPY_TAKE(name)                                                                            \
-    {                                                                                              \
-        PyObject *value = PyDict_GetItemString(kwargs, #name);                                     \
-        if (value == NULL) {                                                                       \
-            PyErr_SetString(PyExc_TypeError, "bind: missing " #name);                              \
-            return NULL;                                                                           \
-        }                                                                                          \
-        Py_INCREF(value);                                                                          \
-        Py_XSETREF(mod->bound.name, value);                                                        \
+#define FCPY_CHECK(name)                                                                           \
+    if (bound_object(kwargs, #name) == NULL) {                                                     \
+        return NULL;                                                                               \
     }
+    FCPY_BOUND(FCPY_CHECK)
+#undef FCPY_CHECK
+#define FCPY_TAKE(name) Py_XSETREF(mod->bound.name, Py_NewRef(PyDict_GetItemString(kwargs, #name)));
     FCPY_BOUND(FCPY_TAKE)
 #undef FCPY_TAKE
     mod->local_offset = fcpy_shard_local_offset(mod);

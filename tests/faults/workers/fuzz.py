@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
 from fsdp_c import _C, comm_context, param, param_group, state
+from fsdp_c.bind import BOUND
 
 SECONDS = 10
 """After which a program hangs."""
@@ -423,21 +424,6 @@ def explore(examples: int, seed: int | None, log: Any) -> None:
     (lives if seed is None else hypothesis.seed(seed)(lives))()
 
 
-def bound_now() -> dict[str, Any]:
-    """What ``fsdp_c`` binds, by asking for it again."""
-    found: dict[str, Any] = {}
-    original = _C.bind
-    try:
-        _C.bind = lambda **objects: found.update(objects)  # type: ignore[assignment]
-        source = fsdp_c.__spec__.loader.get_code("fsdp_c")  # type: ignore[union-attr]
-        with warnings.catch_warnings(action="ignore"):
-            exec(source, dict(vars(fsdp_c)))
-    finally:
-        _C.bind = original  # type: ignore[assignment]
-    return found
-
-
-BOUND = bound_now()
 MODELS: list[Any] = []
 
 
