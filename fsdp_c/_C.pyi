@@ -69,7 +69,6 @@ class Param:
     _sharding_spec: DTensorSpec
     _param_fqn: str | None
     _hosted: bool
-    _calls: int
     _swapping: bool
     def __init__(
         self,

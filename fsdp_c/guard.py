@@ -234,7 +234,7 @@ def is_constructed_by_others(cls: type, own_class: type) -> bool:
     )
 
 
-def param_calls(param: Any, own_class: type) -> int:
+def overridden_by(param: Any, own_class: type) -> int:
     """Bits of what this object, or a class in front of ours, overrides of ``FSDPParam``."""
     found = 0
     for name, bits in PARAM_METHODS.items():

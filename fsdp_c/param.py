@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import fsdp_c._C as _C
 
 from .compat import ParamOfOlderTorch, orig_param_uid
-from .guard import is_constructed_by_others, param_calls, shows
+from .guard import is_constructed_by_others, overridden_by, shows
 from .mixed_precision import compute_dtype
 
 _RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -297,18 +297,13 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         ]
         self._set_slots(slots, direct)
         self._register_sharded()
-        if self._find_calls() & _C.CALL_SWAP:
+        if overridden_by(self, Param) & _C.CALL_SWAP:
             self._setattr_on_modules(self.sharded_param)
         _watch_optimizers()
         if self._post_load_hook_handle is None:
             self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(
                 lambda *args, **kwargs: self.reset_sharded_param()
             )
-
-    def _find_calls(self) -> int:
-        """Notes for the core which methods this object overrides; gives their bits."""
-        self._calls = param_calls(self, Param)
-        return self._calls
 
     @property
     def sharded_state(self) -> ShardedState:

@@ -31,7 +31,7 @@ import fsdp_c._C as _C
 
 from . import zero_grad
 from .compat import GroupOfOlderTorch
-from .guard import shows
+from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
 from .param import Param, still_on_meta
 
@@ -293,7 +293,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         hosted = offloaded or fake or foreign
         self._param_calls = 0
         for param in self.fsdp_params:
-            self._param_calls |= param._find_calls()
+            self._param_calls |= overridden_by(param, Param)
         self._hosted_gather = (
             hosted
             or extended

@@ -152,9 +152,10 @@ static uint64_t shard_fingerprint(const fc_members *m) {
     return print;
 }
 
-static int swap_one(fc_group *g, size_t i, fc_sharded_state face) {
+static int swap_one(fc_group *g, size_t i, fc_sharded_state face,
+                    int (*swap)(void *param, fc_sharded_state face)) {
     fc_param *p = g->members.params[i];
-    int failed = g->members.host->swap(p->owner, face);
+    int failed = swap(p->owner, face);
     p->face = failed ? (fc_sharded_state)0 : face;
     return failed;
 }
@@ -163,15 +164,17 @@ static int swap_one(fc_group *g, size_t i, fc_sharded_state face) {
  * got half way; a rollback that fails leaves the group torn. */
 static fc_status swap_all(fc_group *g, fc_sharded_state face) {
     fc_sharded_state own = g->sharded_state;
+    const fc_host *host = g->members.host;
+    bool by_method = fc_members_host_moves(&g->members, FC_MOVE_SWAP);
     for (size_t i = 0; i < g->members.count; i++) {
-        if (swap_one(g, i, face) == 0) {
+        if (swap_one(g, i, face, by_method ? host->swap_by_method : host->swap) == 0) {
             continue;
         }
         void *error = fct_error_set_aside();
         size_t changed = g->torn ? g->members.count : i + 1;
         bool restored = own != face;
         while (own != face && changed-- > 0) {
-            restored = swap_one(g, changed, own) == 0 && restored;
+            restored = swap_one(g, changed, own, host->swap) == 0 && restored;
         }
         g->torn = !restored;
         fct_error_put_back(error);

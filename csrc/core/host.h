@@ -16,6 +16,7 @@ typedef enum fc_move {
     FC_MOVE_EARLY,  /* like that one, or the host wants to be asked when a backward ends: no bucket
                        is reduced before that */
     FC_MOVE_FREE,   /* free_unsharded() for every parameter */
+    FC_MOVE_SWAP,   /* swap_by_method() in place of swap() */
     FC_MOVE_GRADS   /* fold_grad(), stash_grad() and collect_grad() in place of the parameter's
                        own */
 } fc_move;
@@ -33,6 +34,8 @@ typedef struct fc_host {
     /* Registers one face of the parameter on every module that holds it. Fails only where a module
      * overrides __setattr__; a swap to what is registered already never fails. */
     int (*swap)(void *param, fc_sharded_state face);
+    /* The same by the method that somebody has overridden. Only where the host moves FC_MOVE_SWAP. */
+    int (*swap_by_method)(void *param, fc_sharded_state face);
     /* Whether the sharded parameter requires grad now. (Users may swap the tensor behind the
      * parameter object, so the core keeps no handle of it.) */
     bool (*requires_grad)(void *param);

@@ -225,6 +225,8 @@ bool fcpy_host_moves(void *group, fc_move move) {
                fcpy_group_overrides(self, FCPY_CALL_POST_BACKWARD);
     case FC_MOVE_FREE:
         return param_calls(self, FCPY_CALL_MEMORY);
+    case FC_MOVE_SWAP:
+        return param_calls(self, FCPY_CALL_SWAP);
     case FC_MOVE_GRADS:
         return param_calls(self, FCPY_CALL_GRADS);
     }

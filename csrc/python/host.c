@@ -68,8 +68,14 @@ static PyObject *face_of(const fcpy_param *self, fc_sharded_state face) {
     return face == FC_SHARDED ? self->sharded_param : self->forward_param;
 }
 
-/* Somebody's own registration of a face; within it the methods work on this parameter alone. */
-static int run_swap(fcpy_param *self, fc_sharded_state face) {
+static int host_swap(void *owner, fc_sharded_state face) {
+    const fcpy_param *self = (fcpy_param *)owner;
+    return fcpy_slots_register(self, face_of(self, face));
+}
+
+/* Within somebody's own method ours work on this parameter alone. */
+static int host_swap_by_method(void *owner, fc_sharded_state face) {
+    fcpy_param *self = (fcpy_param *)owner;
     PyObject *name = face == FC_SHARDED     ? self->mod->names.to_sharded
                      : face == FC_UNSHARDED ? self->mod->names.to_unsharded
                                             : self->mod->names.to_sharded_post_forward;
@@ -77,17 +83,6 @@ static int run_swap(fcpy_param *self, fc_sharded_state face) {
     PyObject *result = PyObject_CallMethodNoArgs((PyObject *)self, name);
     self->swapping = false;
     return done(result);
-}
-
-static bool overrides(const fcpy_param *self, uint32_t bit) {
-    return (self->calls & bit) != 0 || fcpy_guard_patched(&self->mod->guard, bit);
-}
-
-static int host_swap(void *owner, fc_sharded_state face) {
-    fcpy_param *self = (fcpy_param *)owner;
-    return !self->swapping && overrides(self, FCPY_CALL_SWAP)
-               ? run_swap(self, face)
-               : fcpy_slots_register(self, face_of(self, face));
 }
 
 /* grad._local_tensor += local */
@@ -375,6 +370,7 @@ const fc_host fcpy_host = {
     .make_unsharded = host_make_unsharded,
     .make_forward = host_make_forward,
     .swap = host_swap,
+    .swap_by_method = host_swap_by_method,
     .requires_grad = host_requires_grad,
     .require_grad = host_require_grad,
     .shard_version = host_shard_version,

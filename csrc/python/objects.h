@@ -109,9 +109,8 @@ typedef struct fcpy_param {
         const void *storage; /* behind it; only to be compared */
         const void *wrapper; /* behind sharded_param; likewise */
     } seen;
-    PyObject *fqn;      /* str or NULL */
-    unsigned int calls; /* FCPY_CALL_*: methods of torch's class that this Param overrides */
-    bool swapping;      /* within what overrides the registration of a face */
+    PyObject *fqn; /* str or NULL */
+    bool swapping; /* within what overrides the registration of a face */
     fcpy_slot *slots;
     Py_ssize_t slot_count;
     bool grouped; /* it is in a ParamGroup */

@@ -490,8 +490,6 @@ static PyMethodDef param_methods[] = {
 static PyMemberDef param_members[] = {
     {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_param, dict), READONLY, NULL},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_param, weakrefs), READONLY, NULL},
-    {"_calls", T_UINT, offsetof(fcpy_param, calls), 0,
-     "Bits CALL_*: methods of FSDPParam that this parameter overrides."},
     {"_swapping", T_BOOL, offsetof(fcpy_param, swapping), READONLY,
      "Whether to_sharded() and the like are called for this parameter alone."},
     {NULL, 0, 0, 0, NULL},

@@ -69,6 +69,8 @@ def train(model: Any, calls: Counter[str] | None = None) -> list[torch.Tensor]:
             model(batch()).sum().backward()
         with torch.no_grad():
             model(batch())
+    for unit in (*model, model):  # an evaluation may leave other parameters registered
+        unit.reshard()
     return [param.grad._local_tensor for param in model.parameters()]
 
 
@@ -125,6 +127,19 @@ def test_a_patched_gradient_is_the_one_that_is_reduced() -> None:
     assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.parametrize("name", ["to_sharded_post_forward", "to_sharded_post_forward_dtensor"])
+def test_a_method_of_resharding_to_a_smaller_mesh(name: str) -> None:
+    def scenario(shard: Callable[..., Any]) -> tuple[Counter[str], list[torch.Tensor]]:
+        calls: Counter[str] = Counter()
+        model = model_of(shard, reshard_after_forward=2)
+        with replaced(name, functools.partial(noting, calls, name)):
+            return calls, train(model, calls)
+
+    (theirs, expected), (ours, grads) = map(scenario, IMPLEMENTATIONS)
+    assert ours == theirs and ours[name] > 0
+    assert all(map(torch.equal, grads, expected))
+
+
 OBJECT_METHODS = [
     "init_all_gather_outputs",
     "alloc_all_gather_outputs",
@@ -151,6 +166,25 @@ def test_a_method_set_on_one_parameter(name: str) -> None:
 
     theirs, ours = map(scenario, IMPLEMENTATIONS)
     assert ours == theirs and ours[name] > 0
+
+
+def test_a_registration_that_fails_is_rolled_back() -> None:
+    def failing(found: Callable[..., Any]) -> Callable[..., Any]:
+        def to_unsharded(param: Any) -> None:
+            found(param)
+            if param._module_info.param_name == "bias":
+                raise ArithmeticError("from the patch")
+
+        return to_unsharded
+
+    model = model_of(fsdp_c.fully_shard)
+    expected = train(model)
+    sharded = list(model.parameters())
+    with replaced("to_unsharded", failing), pytest.raises(ArithmeticError, match="the patch"):
+        train(model)
+    model.reset_iter_state()
+    assert all(a is b for a, b in zip(model.parameters(), sharded, strict=True))
+    assert all(map(torch.equal, train(model), expected))
 
 
 def test_a_patched_constructor_runs() -> None:
