@@ -34,7 +34,7 @@ typedef struct fc_host {
     /* Registers one face of the parameter on every module that holds it. Fails only where a module
      * overrides __setattr__; a swap to what is registered already never fails. */
     int (*swap)(void *param, fc_sharded_state face);
-    /* The same by the method that somebody has overridden. Only where the host moves FC_MOVE_SWAP. */
+    /* The same by the method that somebody has overridden. Only where it moves FC_MOVE_SWAP. */
     int (*swap_by_method)(void *param, fc_sharded_state face);
     /* Whether the sharded parameter requires grad now. (Users may swap the tensor behind the
      * parameter object, so the core keeps no handle of it.) */

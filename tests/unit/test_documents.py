@@ -163,12 +163,8 @@ def false_names(text: str, document: Path) -> list[str]:
 # ---- the tests -----------------------------------------------------------------------------------
 
 
-BEING_REWRITTEN = pytest.mark.xfail(strict=False, reason="names of before the core was taken apart")
-
-
 def case(document: Path) -> Any:
-    marks = [BEING_REWRITTEN] if document == ROOT / "csrc/README.md" else []
-    return pytest.param(document, id=str(document.relative_to(ROOT)), marks=marks)
+    return pytest.param(document, id=str(document.relative_to(ROOT)))
 
 
 @pytest.mark.parametrize("document", [case(one) for one in documents()])
