@@ -2,6 +2,7 @@
 #
 #   make demo    train a small GPT on two processes, with curves         make lint      style and types
 #   make test    every test there is                                      make format    put the style right
+#   make test-fast   the subset one wants after a change, two minutes
 #   make bench   cost and memory beside torch's own FSDP2                 make sanitize  under ASan and UBSan
 #   make parity  the whole grid beside torch's own FSDP2
 #   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on ours
@@ -41,11 +42,11 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
-.PHONY: help env build demo test test-c test-clients parity lint lint-ruff lint-mypy lint-c format sanitize bench \
+.PHONY: help env build demo test test-fast test-c test-clients parity lint lint-ruff lint-mypy lint-c format sanitize bench \
 	cuda-check clean
 
 help:
-	@sed -n '3,7s/^# *//p' Makefile
+	@sed -n '3,8s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -77,6 +78,13 @@ demo: build
 
 test: build test-c
 	$(PY) -m pytest $(PYTEST_ARGS) tests
+
+# What one wants after a change: the core without the sweeps over faults, what runs in one process, and two
+# files on ranks. Two minutes on two idle cores.
+FAST_TESTS ?= tests/unit tests/distributed/test_behaviour_training.py tests/distributed/test_behaviour_backwards.py
+test-fast: build
+	@$(MAKE) -C tests/c fast
+	$(PY) -m pytest $(PYTEST_ARGS) $(FAST_TESTS)
 
 # The whole grid of parity, 600 settings in a quarter of an hour; `make test` runs 300 of them.
 parity: build

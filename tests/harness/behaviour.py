@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import importlib
 import os
 import pickle
@@ -212,8 +213,9 @@ def outcomes(
     """For each rank: name of the scenario -> what it returned, or Raised. Run by one test worker,
     read by all."""
     shared = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
-    name = f"fsdp_c_{'_'.join(modules)}_{shared}_{world}_{implementation}"
-    folder = Path(tempfile.gettempdir()) / name
+    # Short whatever the number of modules: a file system allows 255 bytes.
+    which = hashlib.sha256(" ".join(modules).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"fsdp_c_{which}_{shared}_{world}_{implementation}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

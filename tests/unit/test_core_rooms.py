@@ -22,6 +22,17 @@ def test_a_test_stands_beside_each_room_of_the_core() -> None:
     assert missing == {}
 
 
+def test_a_folder_of_tests_holds_tests() -> None:
+    """What their ranks run goes into its workers/, what several folders use into tests/harness."""
+    others = [
+        str(path.relative_to(ROOT))
+        for folder in ("distributed", "parity", "faults")
+        for path in sorted((ROOT / "tests" / folder).glob("*.py"))
+        if not path.name.startswith("test_") and path.name != "conftest.py"
+    ]
+    assert others == [], "git mv them"
+
+
 # ---- floors --------------------------------------------------------------------------------------
 
 
