@@ -1,8 +1,8 @@
 """Where torch releases differ: what newer ones have in FSDP2 and torch 2.11 does not.
 
-The one room that knows of releases. It looks at what the installed torch has and never at its
-version number, which only messages name. Everything here runs at import or in cold init; where
-torch has its own, that is what is used.
+Beside it ``additions.py`` and ``mixed_precision.py`` have what came with torch 2.15. This looks at
+what the installed torch has and never at its version number, which only messages name. Everything
+here runs at import or in cold init; where torch has its own, that is what is used.
 
 - Functions and types: torch's under one name, or a replacement.
 - :class:`ParamOfOlderTorch`, :class:`GroupOfOlderTorch`, :class:`StateOfOlderTorch`: the last bases
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp._common_utils as _utils
 import torch.distributed.fsdp._fully_shard._fsdp_common as _common
 import torch.distributed.fsdp._fully_shard._fsdp_init as _init
@@ -100,6 +101,15 @@ replace_grad_tensors: Callable[[Any, Iterator[torch.Tensor]], Any] = getattr(
 
 dtensor_new: Callable[..., DTensor] = getattr(torch.Tensor, "_dtensor__new__", None) or DTensor
 """Makes a DTensor of a local tensor, a spec and ``requires_grad=``."""
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+"""The functions of ``torch.distributed`` that FSDP2's own collectives call."""
 
 
 # ---- meshes --------------------------------------------------------------------------------------

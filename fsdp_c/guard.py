@@ -31,6 +31,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 import fsdp_c._C as _C
 from fsdp_c_redirect import Redirection
 
+from .compat import ALL_GATHER, REDUCE_SCATTER
+
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -315,12 +317,9 @@ def _log_enabled() -> bool:
 def _entries() -> tuple[tuple[Any, ...], ...]:
     """Everything besides methods of groups and states: (place, name, expected, also, bits)."""
     node = stock_group.RegisterPostBackwardFunction
-    gathers = ("all_gather_single", "all_gather_into_tensor")  # since 2.13, before
-    scatters = ("reduce_scatter_single", "reduce_scatter_tensor")
     rows = [
-        *_functions(dist, tuple(n for n in gathers if hasattr(dist, n))[:1], _C.CALL_GATHER),
-        *_functions(dist, tuple(n for n in scatters if hasattr(dist, n))[:1], _C.CALL_REDUCE),
-        *_functions(dist, ("all_reduce",), _C.CALL_REDUCE),
+        *_functions(dist, (ALL_GATHER,), _C.CALL_GATHER),
+        *_functions(dist, (REDUCE_SCATTER, "all_reduce"), _C.CALL_REDUCE),
         *_functions(
             stock_group, ("foreach_all_gather", "foreach_all_gather_copy_out"), _C.CALL_GATHER
         ),
@@ -333,7 +332,7 @@ def _entries() -> tuple[tuple[Any, ...], ...]:
     for name, bits in (
         ("backward", _C.CALL_NODE),
         ("forward", _C.CALL_NODE_CLASS),
-        ("setup_context", _C.CALL_NODE_CLASS),  # torch 2.11: autograd's own
+        ("setup_context", _C.CALL_NODE_CLASS),  # autograd's own, where the node has none
     ):
         static = getattr_static(node, name)
         rows.append((node, name, static, static.__func__, bits))

@@ -431,7 +431,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
                 self._noting_hook(hooked),
                 self.force_sum_reduction_for_comms,
             )
-        # (input, event, [since 2.13: stream,] event of all, all-reduced row, event, partial row)
+        # (input, event, maybe a stream, event of all, all-reduced row, its event, partial row)
         row, _, partial = kept[-3:]
         if partial is not None:
             self._keep_partials(params, partial)
