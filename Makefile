@@ -2,9 +2,9 @@
 #
 #   make demo    train a small GPT on two processes, with curves         make lint      style and types
 #   make test    every test there is                                      make format    put the style right
-#   make test-fast   the subset one wants after a change, two minutes
 #   make bench   cost and memory beside torch's own FSDP2                 make sanitize  under ASan and UBSan
 #   make parity  the whole grid beside torch's own FSDP2
+#   make test-fast      what one wants after a change: the core, one process, the behaviour scenarios, some parity
 #   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on ours
 #
 # VENV=dir uses (and completes) an environment that exists; the default is .venv, made on first use.
@@ -79,12 +79,11 @@ demo: build
 test: build test-c
 	$(PY) -m pytest $(PYTEST_ARGS) tests
 
-# What one wants after a change: the core without the sweeps over faults, what runs in one process, and two
-# files on ranks. Two minutes on two idle cores.
-FAST_TESTS ?= tests/unit tests/distributed/test_behaviour_training.py tests/distributed/test_behaviour_backwards.py
+# Without the sweeps over faults, the example, most launches of their own and most of the grid.
 test-fast: build
 	@$(MAKE) -C tests/c fast
-	$(PY) -m pytest $(PYTEST_ARGS) $(FAST_TESTS)
+	FSDP_C_PARITY_COUNT=20 FSDP_C_PARITY_LAUNCHES=gloo2 $(PY) -m pytest $(PYTEST_ARGS) tests/unit \
+		tests/distributed/test_behaviour_*.py tests/parity/test_parity.py -k 'not smaller_mesh'
 
 # The whole grid of parity, 600 settings in a quarter of an hour; `make test` runs 300 of them.
 parity: build

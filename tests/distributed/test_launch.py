@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import behaviour
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,3 +76,13 @@ def test_a_script_runs_as_under_torchrun(tmp_path: Path) -> None:
     )
     texts = run_ranks(script, 2, ["word"])
     assert [text.splitlines()[-1] for text in texts] == ["word 3", "word 3"]
+
+
+def test_the_folder_that_workers_share_has_a_name_that_file_systems_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", 32 * "0")
+    many = tuple(f"behaviour_{i}" for i in range(100))
+    folders = {behaviour.folder_of("torch", 2, modules) for modules in (many, many[1:])}
+    assert len(folders) == 2
+    assert all(len(folder.name) < 128 for folder in folders)

@@ -206,16 +206,21 @@ def collectives(run: Callable[[], Any]) -> Counter[str]:
 # ---- in the tests ----
 
 
+def folder_of(implementation: str, world: int, modules: tuple[str, ...]) -> Path:
+    """Where the test workers of this run share outcomes. Its name is short whatever the number of
+    modules: file systems allow 255 bytes."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
+    which = hashlib.sha256(" ".join(modules).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"fsdp_c_{which}_{run}_{world}_{implementation}"
+
+
 @functools.cache
 def outcomes(
     implementation: str, world: int, modules: tuple[str, ...] = MODULES
 ) -> list[dict[str, Any]]:
     """For each rank: name of the scenario -> what it returned, or Raised. Run by one test worker,
     read by all."""
-    shared = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
-    # Short whatever the number of modules: a file system allows 255 bytes.
-    which = hashlib.sha256(" ".join(modules).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"fsdp_c_{which}_{shared}_{world}_{implementation}"
+    folder = folder_of(implementation, world, modules)
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
