@@ -83,6 +83,11 @@ void fc_comm_put_event(fc_comm *c, fct_event *e) {
     c->free_events[c->free_event_count++] = e;
 }
 
+void fc_comm_hand_event(fc_comm *from, fc_comm *to) {
+    from->events_out--;
+    to->events_out++;
+}
+
 fc_status fc_comm_record(fc_comm *c, fct_stream s, fct_event **out) {
     fc_status status = FC_OK;
     fct_event *e = NULL;

@@ -66,6 +66,8 @@ void fc_comm_fini(fc_comm *c);
  * is fine. */
 FC_CHECK fc_status fc_comm_get_event(fc_comm *c, fct_event **out);
 void fc_comm_put_event(fc_comm *c, fct_event *e);
+/* An event that was got from one context will be put back into another of the same device. */
+void fc_comm_hand_event(fc_comm *from, fc_comm *to);
 /* An event from the pool recorded on s. */
 FC_CHECK fc_status fc_comm_record(fc_comm *c, fct_stream s, fct_event **out);
 /* Makes `waiter` wait for all work queued on `other` so far. */

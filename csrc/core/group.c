@@ -66,9 +66,11 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
     }
     if (before != NULL) {
         fc_order_forget(&before->order, g);
-        fc_gather_abandon(&g->gather);
         fc_reducer_forget_event(&g->reducer);
         fc_gather_forget_event(&g->gather);
+        if (g->gather.flight.done != NULL) { /* what is in flight goes along */
+            fc_comm_hand_event(before, comm);
+        }
     }
     g->positions.count = 0;
     g->members.comm = comm;
