@@ -68,7 +68,7 @@ def test_shards_made_in_inference_mode_have_no_counter(fake_group: int) -> None:
         (SimpleNamespace(param_groups=[{}]), KeyError),
         (SimpleNamespace(param_groups=[{"params": None}]), TypeError),
     ],
-    ids=repr,
+    ids=["nothing", "a number", "no params", "None"],
 )
 def test_what_is_no_optimizer_is_an_error(optimizer: object, error: type[Exception]) -> None:
     with pytest.raises(error):
