@@ -281,12 +281,10 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         return padded
 
     def _with_padding(self, padded: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """``local`` and the padding behind it, 1-D: a view, sharing the version counter; a plain
-        tensor where there is memory, whatever class that is shown in."""
+        """``local`` and the padding behind it, 1-D: a view, sharing the version counter."""
         if _wraps(local):
             return padded.view(-1)
-        with torch._C.DisableTorchFunctionSubclass():
-            return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
+        return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
 
     def register(self) -> None:
         """Puts the sharded parameter in place of the original on every module that holds it."""
@@ -558,7 +556,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         if padded is not local or local.size() != self.sharded_size:
             self.sharded_param._local_tensor = padded.narrow(dim, 0, self.local_rows)
         self._adopted = self.sharded_param._local_tensor
-        self._sharded_param_data = self._with_padding(padded, self._adopted)
+        self._sharded_param_data = padded.view(-1)
 
     def _is_current(self, local: torch.Tensor) -> bool:
         """Whether ``local`` still lies where the core reads, padding behind it."""

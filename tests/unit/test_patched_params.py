@@ -349,11 +349,6 @@ def test_a_library_keeps_its_packed_weights() -> None:
             "classes": [layer.classes for layer in layers],
             "shards": [type(layer.weight._local_tensor).__name__ for layer in layers],
             "keys": list(state),
-            "sent": [
-                type(param._sharded_param_data).__name__
-                for layer in layers
-                for param in releases.groups_of(layer._get_fsdp_state())[0].fsdp_params
-            ],
             "loaded": str(loaded),
             "grads": [p.grad._local_tensor for p in model.parameters() if p.requires_grad],
             "whole": [whole.detach().clone() for whole in map(unsharded, layers)],
