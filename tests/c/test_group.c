@@ -499,22 +499,6 @@ static void reset_gives_up_whatever_there_was(void **state) {
     end(&f);
 }
 
-static void the_walker_finds_what_does_not_fit(void **state) {
-    (void)state;
-    fixture f = begin(plain);
-    unshard(&f);
-    fct_storage_free(f.group->params[0].core.flat);
-    assert_int_equal(fc_group_check(f.core), FC_ESTATE);
-    assert_non_null(strstr(f.model->comm.error.message, "parameter 0 holds 0 bytes"));
-    f.core->gather.flight.active = true;
-    assert_int_equal(fc_group_check(f.core), FC_ESTATE);
-    assert_non_null(strstr(f.model->comm.error.message, "a gather is in flight"));
-    f.core->gather.flight.active = false;
-    assert_int_equal(fc_group_reset(f.core), FC_OK);
-    assert_int_equal(fc_group_check(f.core), FC_OK);
-    end(&f);
-}
-
 /* ---- training state ---- */
 
 static void only_the_first_module_enters_the_forward(void **state) {
@@ -590,7 +574,6 @@ int main(void) {
         cmocka_unit_test(a_wait_that_failed_can_be_repeated_without_another_gather),
         cmocka_unit_test(a_torn_group_registers_its_own_face_before_anything_else),
         cmocka_unit_test(reset_gives_up_whatever_there_was),
-        cmocka_unit_test(the_walker_finds_what_does_not_fit),
         cmocka_unit_test(only_the_first_module_enters_the_forward),
         cmocka_unit_test(a_forward_inside_backward_leaves_no_place_in_the_order),
         cmocka_unit_test(backward_prefetches_the_group_whose_forward_came_before),

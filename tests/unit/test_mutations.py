@@ -1,0 +1,112 @@
+"""Seeded bugs of the core, each caught by an assertion in a C test: the checks are believed because
+they bite.
+
+A mutation is one replacement in one file of ``csrc/core``. The file is compiled with it, linked
+with everything else as it is (what ``make test-c`` has built), and a C test is run: it has to end
+by the assertion that is named. A new check gets a bug that it catches, here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+C_TESTS = ROOT / "tests/c"
+BUILD = ROOT / "build/tests-c/address,undefined"
+FLAGS = ["-std=c11", "-g", "-O0", "-fsanitize=address,undefined", f"-I{ROOT / 'csrc'}"]
+WRAPS = [f"-Wl,--wrap={name}" for name in ("fck_cpu", "malloc", "calloc", "realloc")]
+LIBRARIES = ["-lcmocka", "-lpthread", "-lm"]
+# Compilers must not run under the sanitizer that `make sanitize` preloads into this process.
+TOOL_ENV = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+
+
+class Mutation(NamedTuple):
+    room: str
+    right: str
+    """Stands there once."""
+    wrong: str
+    test: str
+    """The C test that runs into it."""
+    caught: str
+    """What the assertion says."""
+
+
+MUTATIONS = {
+    "a skipped flip": Mutation(
+        "group",
+        "    g->sharded_state = FC_UNSHARDED;\n    fc_gather_retire",
+        "    fc_gather_retire",
+        "test_group",
+        "parameter 0 shows face 3 in a group of face 1",
+    ),
+    "a lost rollback": Mutation(
+        "group",
+        "restored = swap_one(g, changed, own, host->swap) == 0 && restored;",
+        "restored = true;",
+        "test_group",
+        "in a group of face",
+    ),
+    "a wrong count in flight": Mutation(
+        "reduction",
+        "    c->newest = r;\n    c->reductions++;",
+        "    c->newest = r;",
+        "test_reduce",
+        "reductions are in flight; 0 were counted",
+    ),
+    "a stale plan": Mutation(
+        "group",
+        "    fc_gather_invalidate(&g->gather);\n",
+        "",
+        "test_check",
+        "a gather plan is stale",
+    ),
+    "a leaked event": Mutation(
+        "comm",
+        "    FC_TRY_RAISED(fct_event_wait(e, waiter));\ndone:\n    fc_comm_put_event(c, e);",
+        "    FC_TRY_RAISED(fct_event_wait(e, waiter));\ndone:\n    (void)c;",
+        "test_group",
+        "events_out == 0",
+    ),
+}
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command], cwd=C_TESTS, env=TOOL_ENV, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def objects() -> Path:
+    """The folder of the C tests' object files, as they are without any mutation."""
+    tests = " ".join(sorted({mutation.test for mutation in MUTATIONS.values()}))
+    made = run("make", "-s", "-C", C_TESTS, "run", f"TESTS={tests}")
+    assert made.returncode == 0, made.stdout + made.stderr
+    return BUILD
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_seeded_bug_is_caught_by_an_assertion(name: str, objects: Path, tmp_path: Path) -> None:
+    mutation = MUTATIONS[name]
+    source = ROOT / "csrc/core" / f"{mutation.room}.c"
+    text = source.read_text()
+    assert text.count(mutation.right) == 1, "the mutation no longer fits the code"
+    mutated = tmp_path / source.name
+    mutated.write_text(text.replace(mutation.right, mutation.wrong))
+    core = [path for path in sorted((objects / "core").glob("*.o")) if path.stem != mutation.room]
+    core = [path for path in core if (ROOT / "csrc/core" / f"{path.stem}.c").exists()]
+    simulation = [objects / "tests" / f"{path.stem}.o" for path in sorted(C_TESTS.glob("sim*.c"))]
+    linked = run(
+        *("gcc", *FLAGS, f"-I{source.parent}", *WRAPS, mutated, *core, *simulation),
+        *(objects / "kernels/kernels_cpu.o", objects / "tests" / f"{mutation.test}.o"),
+        *(*LIBRARIES, "-o", tmp_path / "mutated"),
+    )
+    assert linked.returncode == 0, linked.stderr
+    done = run(tmp_path / "mutated")
+    assert done.returncode != 0
+    assert mutation.caught in done.stdout + done.stderr
