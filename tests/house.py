@@ -25,6 +25,17 @@ FLOORS = {
         {"group"},
         {"state"},
     ),
+    "python": (
+        {"seen"},
+        {"objects"},
+        {"errors", "retired", "dynamo", "admit", "shard", "guard", "clip"},
+        {"attributes", "ready", "transitions"},
+        {"slots", "tree", "comm_context", "iteration_context", "group_attributes"},
+        {"param", "step"},
+        {"host", "hook", "state"},
+        {"param_group"},
+        {"module"},
+    ),
 }
 """From the ground up; a room sees only rooms of lower floors. csrc/README.md says what each is."""
 
@@ -32,6 +43,8 @@ _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
 _DEFINITION = re.compile(r"^(?!static\b|typedef\b|#)[A-Za-z_][\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.M)
+_TABLE = re.compile(r"^(?!static\b)(?:const )?\w+ (\w+)(?:\[\])? = ", re.M)
+"""A table of functions, or another constant, that other rooms may see."""
 _NAME = re.compile(r"\b[a-z]\w*\b")
 
 
@@ -49,9 +62,14 @@ def rooms_of(folder: str) -> dict[str, list[Path]]:
 
 
 def arrows_of(rooms: dict[str, list[Path]]) -> dict[str, dict[str, set[str]]]:
-    """Room -> rooms it includes or calls -> by what: headers and functions."""
+    """Room -> rooms it includes or calls -> by what: headers, functions and tables."""
     texts = {room: [code_of(path) for path in paths] for room, paths in rooms.items()}
-    home = {name: room for room, ts in texts.items() for t in ts for name in _DEFINITION.findall(t)}
+    home = {
+        name: room
+        for room, parts in texts.items()
+        for text in parts
+        for name in _DEFINITION.findall(text) + _TABLE.findall(text)
+    }
     arrows: dict[str, dict[str, set[str]]] = {room: {} for room in rooms}
     for room, parts in texts.items():
         for text in parts:

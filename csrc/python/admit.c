@@ -8,7 +8,7 @@
  * to threads of its own: only the same state, or a backward under the same root, is refused.
  * Autograd's threads (accelerators have their own) recompute forwards and run hooks in the name of
  * whoever called backward. */
-#include "objects.h"
+#include "admit.h"
 
 /* "module 'name' (Class)" of the state; new reference, or NULL with an exception. */
 static PyObject *describe(fcpy_state *self) {

@@ -1,5 +1,7 @@
 /* Getters and setters that several types share. Owns nothing. */
-#include "objects.h"
+#include "attributes.h"
+
+#include "retired.h"
 
 PyObject *fcpy_or_none(PyObject *obj) {
     PyObject *result = obj != NULL ? obj : Py_None;
@@ -93,6 +95,37 @@ int fcpy_set_dtype(PyObject *value, fct_dtype *target) {
         return -1;
     }
     *target = dtype;
+    return 0;
+}
+
+static void *field_of(PyObject *obj, void *closure) {
+    return (char *)obj + (size_t)(uintptr_t)closure;
+}
+
+PyObject *fcpy_get_flag(PyObject *obj, void *closure) {
+    return PyBool_FromLong(*(bool *)field_of(obj, closure));
+}
+
+int fcpy_set_flag(PyObject *obj, PyObject *value, void *closure) {
+    return fcpy_set_bool(value, (bool *)field_of(obj, closure));
+}
+
+PyObject *fcpy_get_dtype_at(PyObject *obj, void *closure) {
+    return fcpy_get_dtype(*(fct_dtype *)field_of(obj, closure));
+}
+
+int fcpy_set_dtype_at(PyObject *obj, PyObject *value, void *closure) {
+    return fcpy_set_dtype(value, (fct_dtype *)field_of(obj, closure));
+}
+
+int fcpy_set_text(fcpy_module *mod, PyObject *value, PyObject **slot, const char **text) {
+    PyObject *name = value == Py_None ? NULL : value;
+    const char *utf8 = name != NULL ? PyUnicode_AsUTF8(name) : NULL;
+    if (name != NULL && utf8 == NULL) {
+        return -1;
+    }
+    *text = utf8;
+    fcpy_replace(mod, slot, name);
     return 0;
 }
 

@@ -3,12 +3,12 @@
  *
  * Nothing here keeps state. A raw pointer is taken from a tensor and used at once, with the GIL
  * held, after its extent was checked against its storage. */
-#include "objects.h"
-
-#include <math.h>
+#include "clip.h"
 
 #include "../kernels/kernels.h"
 #include "../kernels/norm.h"
+
+#include <math.h>
 
 /* How gradients are placed: the same mesh and the same kinds of placement are one kind. */
 typedef struct kind {

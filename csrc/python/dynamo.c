@@ -1,6 +1,6 @@
 /* Keeps dynamo away from what a hook calls: while torch.compile runs a frame on this thread, every
  * Python function called below it would be compiled, ours included. Owns nothing. */
-#include "objects.h"
+#include "dynamo.h"
 
 PyObject *fcpy_dynamo_pause(fcpy_module *mod) {
     PyInterpreterState *interpreter = PyInterpreterState_Get();

@@ -1,6 +1,6 @@
 /* From a core status to the Python exception that core/status.h names for it. What torch throws is
  * an exception already (torch/bridge.h) and comes as FC_ERAISED. */
-#include "objects.h"
+#include "errors.h"
 
 int fcpy_raise(fc_status status, const char *message) {
     PyObject *type = PyExc_RuntimeError;

@@ -1,26 +1,16 @@
 /* A ParamGroup's attributes as Python sees them. Owns nothing. */
-#include "objects.h"
+#include "group_attributes.h"
+
+#include "../core/bucket.h"
+#include "attributes.h"
+#include "errors.h"
+#include "ready.h"
+#include "retired.h"
 
 #include <math.h>
 
 static fcpy_group *as_group(PyObject *obj) {
     return (fcpy_group *)obj;
-}
-
-static PyObject *get_flag(PyObject *obj, void *closure) {
-    return PyBool_FromLong(*(bool *)((char *)obj + (size_t)(uintptr_t)closure));
-}
-
-static int set_flag(PyObject *obj, PyObject *value, void *closure) {
-    return fcpy_set_bool(value, (bool *)((char *)obj + (size_t)(uintptr_t)closure));
-}
-
-static PyObject *get_dtype(PyObject *obj, void *closure) {
-    return fcpy_get_dtype(*(fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
-}
-
-static int set_dtype(PyObject *obj, PyObject *value, void *closure) {
-    return fcpy_set_dtype(value, (fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure));
 }
 
 static PyObject *get_params(PyObject *obj, void *closure) {
@@ -49,10 +39,7 @@ static int set_comm(PyObject *obj, PyObject *value, void *closure) {
     if (status != FC_OK) {
         return fcpy_raise(status, self->core.members.comm->error.message);
     }
-    PyObject *old = self->comm;
-    Py_INCREF(value);
-    self->comm = value;
-    fcpy_retire(self->mod, old);
+    fcpy_replace(self->mod, &self->comm, value);
     return 0;
 }
 
@@ -114,21 +101,7 @@ static PyObject *get_fqn(PyObject *obj, void *closure) {
 static int set_fqn(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_group *self = as_group(obj);
-    const char *text = NULL;
-    if (value != NULL && value != Py_None) {
-        text = PyUnicode_AsUTF8(value);
-        if (text == NULL) {
-            return -1;
-        }
-        Py_INCREF(value);
-    } else {
-        value = NULL;
-    }
-    PyObject *old = self->fqn;
-    self->fqn = value;
-    self->core.members.name = text;
-    fcpy_retire(self->mod, old);
-    return 0;
+    return fcpy_set_text(self->mod, value, &self->fqn, &self->core.members.name);
 }
 
 static PyObject *get_pending(PyObject *obj, void *closure) {
@@ -194,7 +167,52 @@ static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
 }
 
 #define GROUP_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_group, core.field))
-#define GROUP_FLAG(name, field, doc) {name, get_flag, set_flag, doc, GROUP_OFFSET(field)}
+#define GROUP_FLAG(name, field, doc) {name, fcpy_get_flag, fcpy_set_flag, doc, GROUP_OFFSET(field)}
+
+/* ---- buckets ---- */
+
+static PyObject *group_get_bucket_bytes(PyObject *obj, void *closure) {
+    (void)closure;
+    return PyLong_FromLongLong(((fcpy_group *)obj)->core.buckets.limit);
+}
+
+static int group_set_bucket_bytes(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    long long limit = value != NULL ? PyLong_AsLongLong(value) : -1;
+    if (limit == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (limit < 0) {
+        PyErr_SetString(PyExc_ValueError, "_bucket_bytes must be an int of at least 0");
+        return -1;
+    }
+    fc_bucket_set_limit(&((fcpy_group *)obj)->core.buckets, limit);
+    return 0;
+}
+
+static PyObject *group_get_buckets(PyObject *obj, void *closure) {
+    (void)closure;
+    fcpy_group *self = (fcpy_group *)obj;
+    fc_buckets *b = &self->core.buckets;
+    fc_status status = fc_bucket_cut(b);
+    if (status != FC_OK) {
+        (void)fcpy_raise(status, NULL);
+        return NULL;
+    }
+    bool cut = b->mode != FC_BUCKETS_STALE;
+    size_t count = cut ? b->count : 1;
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        fc_span span = cut ? b->items[i].span : fc_members_all(&self->core.members);
+        PyObject *pair = Py_BuildValue("(nn)", (Py_ssize_t)span.first, (Py_ssize_t)span.end);
+        if (pair == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
+    }
+    return list;
+}
 
 PyGetSetDef fcpy_group_getset[] = {
     {"fsdp_params", get_params, NULL, "List of the group's Params (a copy).", NULL},
@@ -205,48 +223,49 @@ PyGetSetDef fcpy_group_getset[] = {
      (void *)FC_SHARDED},
     {"is_sharded_post_forward", is_state, NULL, "Whether resharded to a smaller mesh.",
      (void *)FC_SHARDED_POST_FORWARD},
-    {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.",
-     (void *)FC_UNSHARDED},
     {"gradient_divide_factor", get_divide_factor, set_divide_factor,
      "Divisor of the sum of gradients; None: mean.", NULL},
     {"_module_fqn", get_fqn, set_fqn,
      "Names of the group's modules from the root, after lazy init.", NULL},
-    {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.",
-     NULL},
-    {"_post_forward_indices", get_positions, NULL, "Positions in the post-forward order (a copy).",
-     NULL},
-    {"_orig_dtype", get_dtype, set_dtype, "dtype of the trainable parameters, or None.",
-     (void *)offsetof(fcpy_group, orig_dtype)},
-    {"_reduce_dtype", get_dtype, set_dtype, "dtype gradients are reduced in, or None.",
-     GROUP_OFFSET(reducer.reduce_dtype)},
+    {"_orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
+     "dtype of the trainable parameters, or None.", (void *)offsetof(fcpy_group, orig_dtype)},
+    {"_reduce_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
+     "dtype gradients are reduced in, or None.", GROUP_OFFSET(reducer.reduce_dtype)},
     GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),
     GROUP_FLAG("all_reduce_grads", reducer.all_reduce_grads,
                "HSDP only: whether backward all-reduces."),
     GROUP_FLAG("_reshard_after_forward", settings.reshard_after_forward,
                "Whether forward ends sharded."),
-    GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,
-               "Whether backward ends sharded."),
-    GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
-               "Whether hooks unshard on the current stream."),
     GROUP_FLAG("unshard_in_backward", settings.unshard_in_backward,
                "Whether backward needs the parameters."),
     GROUP_FLAG("force_sum_reduction_for_comms", reducer.force_sum,
                "Reduce with SUM only and divide separately."),
     GROUP_FLAG("reduce_scatter_unused_params", reducer.reduce_unused,
                "Reduce zeros for parameters without gradient."),
-    {"_keep_unsharded_storage", get_flag, set_keep_storage,
+    {"_keep_unsharded_storage", fcpy_get_flag, set_keep_storage,
      "Whether resharding leaves the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
-    {"_deferred", get_flag, NULL, "Whether a backward has left gradients for a later reduction.",
-     GROUP_OFFSET(deferred)},
-    {"_hosted_gather", get_flag, set_flag, "Whether _host_gather() gathers.",
+    {"_deferred", fcpy_get_flag, NULL,
+     "Whether a backward has left gradients for a later reduction.", GROUP_OFFSET(deferred)},
+    {"_hosted_gather", fcpy_get_flag, fcpy_set_flag, "Whether _host_gather() gathers.",
      (void *)offsetof(fcpy_group, hosted_gather)},
-    {"_hosted_reduce", get_flag, set_flag, "Whether _host_reduce() reduces.",
+    {"_hosted_reduce", fcpy_get_flag, fcpy_set_flag, "Whether _host_reduce() reduces.",
      (void *)offsetof(fcpy_group, hosted_reduce)},
     GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether _run_reduce_hook() is called."),
-    {"_bucket_bytes", fcpy_group_get_bucket_bytes, fcpy_group_set_bucket_bytes,
+    {"_bucket_bytes", group_get_bucket_bytes, group_set_bucket_bytes,
      "Bytes of gradients at which a bucket is full; 0: all are reduced at once.", NULL},
-    {"_buckets", fcpy_group_get_buckets, NULL,
+    {"_buckets", group_get_buckets, NULL,
      "List of (first, end) of fsdp_params, in the order in which they are reduced.", NULL},
+    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+    {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.",
+     (void *)FC_UNSHARDED},
+    {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.",
+     NULL},
+    {"_post_forward_indices", get_positions, NULL, "Positions in the post-forward order (a copy).",
+     NULL},
+    GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,
+               "Whether backward ends sharded."),
+    GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
+               "Whether hooks unshard on the current stream."),
     {"_param_group_index", get_size, NULL, "Which of its unit's groups this is.",
      GROUP_OFFSET(place.index)},
     {"_num_param_groups", get_size, NULL, "How many groups its unit has.",

@@ -2,14 +2,7 @@
 #ifndef FSDP_C_PYTHON_GUARD_H
 #define FSDP_C_PYTHON_GUARD_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdbool.h>
-
-#include "../core/group.h"
-
-struct fcpy_group;
-struct fcpy_state;
+#include "objects.h"
 
 /* What somebody may have replaced: methods of a group, and functions of torch's modules. */
 enum {
@@ -66,61 +59,27 @@ enum {
     X(_root_post_backward_final_callback, FCPY_STATE_END)                                          \
     X(_force_complete_incomplete_states, FCPY_STATE_COMPLETE)
 
-/* What was found at one object, and the version tags it was found under. */
-typedef struct fcpy_seen {
-    uint64_t type_tag;
-    uint64_t dict_tag;
-    uint32_t bits;
-} fcpy_seen;
-
-enum { FCPY_MAX_PLACES = 8 };
-
-/* Watched objects of one kind and the tags they were last read under. */
-typedef struct fcpy_places {
-    PyObject *objects[FCPY_MAX_PLACES]; /* borrowed from the entries */
-    uint64_t tags[FCPY_MAX_PLACES];
-    size_t count;
-} fcpy_places;
-
-/* In the module state. */
-typedef struct fcpy_guard {
-    PyObject *group_methods; /* tuples: what should be found under each name, see guard.c */
-    PyObject *state_methods;
-    PyObject *entries; /* tuple of (place, name, expected, also, bits), see guard.c */
-    fcpy_places dicts;
-    fcpy_places types;
-    uint32_t bits;       /* of all entries but the log's */
-    PyObject *log_cache; /* the logger's dict of levels that are on */
-    PyObject *log_enabled;
-    uint64_t log_tag;
-    bool log;
-} fcpy_guard;
-
 /* Whether one of these methods of the group is overridden, on its type or on itself. */
-bool fcpy_group_overrides(struct fcpy_group *self, uint32_t bits);
+bool fcpy_group_overrides(fcpy_group *self, uint32_t bits);
 /* The same for a state. */
-bool fcpy_state_overrides(struct fcpy_state *self, uint32_t bits);
-
-/* The transitions of a group as they are made here: each asks whether somebody has overridden
- * it. */
-extern const fc_transitions fcpy_transitions;
-/* For fc_host. */
-bool fcpy_host_moves(void *group, fc_move move);
-void fcpy_host_log(void *group, const char *label);
+bool fcpy_state_overrides(fcpy_state *self, uint32_t bits);
+/* What the group's method of one of these bits is called. */
+const char *fcpy_group_method(uint32_t bit);
 
 /* Whether one of these functions of torch's modules is patched. */
 bool fcpy_guard_patched(fcpy_guard *guard, uint32_t bits);
 /* Whether torch's logger wants debug lines. */
 bool fcpy_guard_logs(fcpy_guard *guard);
 
+/* A debug line "FSDP::label (modules of the group; None: of none)" where they are wanted. */
+void fcpy_log(fcpy_module *mod, PyObject *group, const char *label);
+
 /* _C.guard_bind(group_methods, state_methods, entries, log_cache, log_enabled) */
 PyObject *fcpy_guard_bind(PyObject *module, PyObject *args);
 /* Adds GROUP_METHODS, STATE_METHODS and the bits CALL_* of entries to the module. */
 int fcpy_guard_add_names(PyObject *module);
-/* _C._testing.overrides(group or state) -> int; _C._testing.guard_probe(group, n) -> int: asks as
- * often as n steps of a group do. */
+/* _C._testing.overrides(group or state) -> int */
 PyObject *fcpy_guard_overrides(PyObject *module, PyObject *obj);
-PyObject *fcpy_guard_probe(PyObject *module, PyObject *args);
 int fcpy_guard_traverse(fcpy_guard *guard, visitproc visit, void *arg);
 void fcpy_guard_clear(fcpy_guard *guard);
 

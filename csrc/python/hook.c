@@ -1,7 +1,12 @@
 /* The Hook type: the callable that is registered on a module as its forward (pre-)hook. Owns its
  * state, and for states of several modules the set of those modules. Under torch.compile dynamo
  * breaks the graph here and calls it. */
-#include "objects.h"
+#include "hook.h"
+
+#include "admit.h"
+#include "dynamo.h"
+#include "retired.h"
+#include "step.h"
 
 typedef enum fcpy_hook_kind { HOOK_PRE_FORWARD = 0, HOOK_POST_FORWARD = 1 } fcpy_hook_kind;
 

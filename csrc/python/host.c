@@ -1,6 +1,12 @@
 /* What the core may ask of Python (core/host.h): for a Param, and for a ParamGroup whose data the
  * Python layer moves itself. Owns nothing; every call-back runs with the GIL held. */
-#include "objects.h"
+#include "host.h"
+
+#include "retired.h"
+#include "shard.h"
+#include "slots.h"
+#include "step.h"
+#include "transitions.h"
 
 /* self.name(tensor); new reference. */
 static PyObject *call_with_tensor(PyObject *self, PyObject *name, fct_tensor *handle) {

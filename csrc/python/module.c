@@ -1,29 +1,22 @@
 /* The extension module: its state (types, interned names, bound Python functions) and nothing that
  * is global. */
 #include "../kernels/kernels.h"
+#include "clip.h"
+#include "comm_context.h"
+#include "guard.h"
+#include "hook.h"
+#include "iteration_context.h"
 #include "objects.h"
+#include "param.h"
+#include "param_group.h"
+#include "shard.h"
+#include "state.h"
+#include "transitions.h"
 
 #include <string.h>
 
 static fcpy_module *state_of(PyObject *module) {
     return (fcpy_module *)PyModule_GetState(module);
-}
-
-fcpy_module *fcpy_module_of(PyTypeObject *type) {
-    PyObject *mro = type->tp_mro;
-    for (Py_ssize_t i = 0; mro != NULL && i < PyTuple_GET_SIZE(mro); i++) {
-        PyTypeObject *base = (PyTypeObject *)PyTuple_GET_ITEM(mro, i);
-        if (!PyType_HasFeature(base, Py_TPFLAGS_HEAPTYPE)) {
-            continue;
-        }
-        PyObject *module = ((PyHeapTypeObject *)base)->ht_module;
-        if (module != NULL && PyModule_Check(module) &&
-            PyModule_GetDef(module) == &fcpy_module_def) {
-            return state_of(module);
-        }
-    }
-    PyErr_SetString(PyExc_TypeError, "not a type of fsdp_c._C");
-    return NULL;
 }
 
 /* What bind() is given; NULL with TypeError set where it is missing or cannot be used. */
@@ -206,9 +199,9 @@ static PyModuleDef_Slot module_slots[] = {
     {0, NULL},
 };
 
-struct PyModuleDef fcpy_module_def = {
+static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "fsdp_c._C",
+    .m_name = fcpy_module_name,
     .m_doc = "The C core of fsdp_c. Import fsdp_c, not this.",
     .m_size = sizeof(fcpy_module),
     .m_methods = module_methods,
@@ -221,5 +214,5 @@ struct PyModuleDef fcpy_module_def = {
 PyMODINIT_FUNC PyInit__C(void);
 
 PyMODINIT_FUNC PyInit__C(void) {
-    return PyModuleDef_Init(&fcpy_module_def);
+    return PyModuleDef_Init(&module_def);
 }

@@ -1,7 +1,16 @@
 /* The ParamGroup type: the core's parameter group as Python sees it. Owns the tuple of Params and
  * the CommContext. The cold side (lazy init, dtypes, state-dict hooks) is the Python subclass in
  * fsdp_c/param_group.py. */
-#include "objects.h"
+#include "param_group.h"
+
+#include "attributes.h"
+#include "group_attributes.h"
+#include "host.h"
+#include "ready.h"
+#include "retired.h"
+#include "step.h"
+#include "transitions.h"
+#include "tree.h"
 
 #include <string.h>
 
@@ -120,10 +129,7 @@ static int set_link(fcpy_group *self, int index, PyObject *name, long long world
     fc_link *link = link_at(&self->core.members, index);
     fc_link_set(link, text, world, rank);
     link->pg = pg; /* else resolved by its name at first use */
-    PyObject *old = self->link_names[index];
-    Py_INCREF(name);
-    self->link_names[index] = name;
-    fcpy_retire(self->mod, old);
+    fcpy_replace(self->mod, &self->link_names[index], name);
     return 0;
 }
 
@@ -378,8 +384,6 @@ static PyMethodDef group_methods[] = {
     {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,
      "unshard(async_op=False): starts the all-gather unless one is in flight or the group is "
      "unsharded already."},
-    {"wait_for_unshard", group_wait, METH_NOARGS,
-     "Waits for unshard() and registers the unsharded parameters."},
     {"reshard", group_reshard, METH_NOARGS,
      "Registers the sharded parameters and frees the unsharded ones."},
     {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() whatever the training state."},
@@ -387,20 +391,11 @@ static PyMethodDef group_methods[] = {
      "Registers the unsharded parameters, which the caller has gathered."},
     {"_to_sharded_post_forward", group_to_forward, METH_NOARGS,
      "Keeps and registers the shards of the smaller group."},
-    {"pre_forward", group_pre_forward, METH_VARARGS,
-     "pre_forward(module, args, kwargs) -> (args, kwargs): unshards and inserts the post-backward "
-     "node."},
     {"post_forward", group_post_forward, METH_VARARGS,
      "post_forward(module, input, output) -> output: reshards and notes the order."},
     {"_register_post_backward_hook", group_insert_node, METH_VARARGS,
      "_register_post_backward_hook(args, kwargs) -> (args, kwargs): with the post-backward node "
      "above the tensors that require grad."},
-    {"_backward_prefetch", group_backward_prefetch, METH_NOARGS,
-     "Unshards what backward is expected to reach next."},
-    {"pre_backward", group_pre_backward, METH_VARARGS,
-     "pre_backward(default_prefetch): unshards for backward."},
-    {"post_backward", group_post_backward, METH_VARARGS,
-     "Collects gradients, reshards and reduces; idempotent."},
     {"finalize_backward", group_finalize, METH_NOARGS,
      "Waits for reductions and drops an unused all-gather."},
     {"_reset_iter_state", group_reset, METH_NOARGS,
@@ -409,6 +404,18 @@ static PyMethodDef group_methods[] = {
      "The transfer plan is built anew at the next unshard."},
     {"_check", group_check, METH_NOARGS,
      "Raises RuntimeError where an invariant does not hold (tests)."},
+    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+    {"wait_for_unshard", group_wait, METH_NOARGS,
+     "Waits for unshard() and registers the unsharded parameters."},
+    {"pre_forward", group_pre_forward, METH_VARARGS,
+     "pre_forward(module, args, kwargs) -> (args, kwargs): unshards and inserts the post-backward "
+     "node."},
+    {"_backward_prefetch", group_backward_prefetch, METH_NOARGS,
+     "Unshards what backward is expected to reach next."},
+    {"pre_backward", group_pre_backward, METH_VARARGS,
+     "pre_backward(default_prefetch): unshards for backward."},
+    {"post_backward", group_post_backward, METH_VARARGS,
+     "Collects gradients, reshards and reduces; idempotent."},
     {NULL, NULL, 0, NULL},
 };
 

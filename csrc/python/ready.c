@@ -1,6 +1,8 @@
 /* Whether an object may be used, and what it raises: made and never initialised, or collected, an
  * object has no core behind it. Owns nothing. */
-#include "objects.h"
+#include "ready.h"
+
+#include "errors.h"
 
 bool fcpy_group_ready(const fcpy_group *self) {
     if (self->core.members.host == NULL) {

@@ -1,7 +1,7 @@
 /* What attributes held before they were set anew. The core borrows pointers to groups, states,
  * parameters and tensors, and calls foreign code (modules' own __setattr__, users' hooks) in
  * between, which may replace them. While any call is under way they are kept in mod->retired. */
-#include "objects.h"
+#include "retired.h"
 
 void fcpy_calls_enter(fcpy_module *mod) {
     mod->calls++;
@@ -33,6 +33,13 @@ void fcpy_retire(fcpy_module *mod, PyObject *obj) {
         fct_error_put_back(error);
     }
     Py_DECREF(obj);
+}
+
+void fcpy_replace(fcpy_module *mod, PyObject **slot, PyObject *value) {
+    PyObject *old = *slot;
+    Py_XINCREF(value);
+    *slot = value;
+    fcpy_retire(mod, old);
 }
 
 /* Where there is no memory for the capsule the pointer's target stays for good. */

@@ -4,7 +4,7 @@
  * swap of tensors). What was there when the core was given the shard is noted with the Param:
  * before each gather it is compared, pointers only. Values are compared by their version counter,
  * which optimizers leave as it is: here their steps are counted. Owns nothing beyond that note. */
-#include "objects.h"
+#include "shard.h"
 
 Py_ssize_t fcpy_shard_local_offset(const fcpy_module *mod) {
     PyObject *found =

@@ -1,6 +1,9 @@
 /* Where a parameter is registered: a Param's (module, name) pairs, which it owns. What is set anew
  * may be in use by a swap. */
-#include "objects.h"
+#include "slots.h"
+
+#include "attributes.h"
+#include "retired.h"
 
 /* Gives the slots up, at once or after the calls that may be at them. */
 static void retire_slots(fcpy_module *mod, fcpy_slot *slots, Py_ssize_t count) {

@@ -2,7 +2,14 @@
  *
  * A state owns lists of its groups and prefetch targets (the core's arrays are made from them) and
  * references to the contexts it shares with the other states under the root. */
-#include "objects.h"
+#include "state.h"
+
+#include "admit.h"
+#include "attributes.h"
+#include "ready.h"
+#include "retired.h"
+#include "step.h"
+#include "tree.h"
 
 static fcpy_state *as_state(PyObject *obj) {
     return (fcpy_state *)obj;
@@ -159,11 +166,8 @@ static int set_iteration(PyObject *obj, PyObject *value, void *closure) {
     if (before != NULL && before->forward_root == &self->core) {
         before->forward_root = NULL; /* an iteration borrows only from states that have it */
     }
-    PyObject *old = self->iteration;
     self->core.iteration = &((fcpy_iteration *)value)->core;
-    Py_INCREF(value);
-    self->iteration = value;
-    fcpy_retire(self->mod, old);
+    fcpy_replace(self->mod, &self->iteration, value);
     return 0;
 }
 
@@ -181,10 +185,7 @@ static int set_comm(PyObject *obj, PyObject *value, void *closure) {
     }
     self->core.comm = &((fcpy_comm *)value)->core;
     self->core.device = self->core.comm->device;
-    PyObject *old = self->comm;
-    Py_INCREF(value);
-    self->comm = value;
-    fcpy_retire(self->mod, old);
+    fcpy_replace(self->mod, &self->comm, value);
     return 0;
 }
 
@@ -244,10 +245,6 @@ static int set_moves_inputs(PyObject *obj, PyObject *value, void *closure) {
 static PyGetSetDef state_getset[] = {
     {"_fsdp_param_groups", get_groups, set_groups, "List of the state's ParamGroups (a copy).",
      NULL},
-    {"_states_to_forward_prefetch", get_prefetch, set_prefetch,
-     "States to unshard after this one's unshard.", NULL},
-    {"_states_to_backward_prefetch", get_prefetch, set_prefetch, "The same in backward.",
-     (void *)1},
     {"_state_ctx", get_iteration, set_iteration, "IterationContext shared under one root.", NULL},
     {"_comm_ctx", get_comm, set_comm, "CommContext shared under one root.", NULL},
     {"_training_state", get_training, set_training, "TrainingState of the state.", NULL},
@@ -259,6 +256,11 @@ static PyGetSetDef state_getset[] = {
     {"_output_dtype", get_cast, set_cast, "dtype forward outputs are cast to, or None.", (void *)1},
     {"_moves_inputs", get_moves_inputs, set_moves_inputs,
      "Whether the root's forward calls _inputs_to_device().", NULL},
+    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+    {"_states_to_forward_prefetch", get_prefetch, set_prefetch,
+     "States to unshard after this one's unshard.", NULL},
+    {"_states_to_backward_prefetch", get_prefetch, set_prefetch, "The same in backward.",
+     (void *)1},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -377,20 +379,21 @@ static PyObject *state_reset(PyObject *obj, PyObject *unused) {
 static PyMethodDef state_methods[] = {
     {"_pre_forward", state_pre_forward, METH_VARARGS,
      "_pre_forward(module, args, kwargs) -> (args, kwargs)"},
-    {"_root_pre_forward", state_root_pre_forward, METH_VARARGS,
-     "_root_pre_forward(module, args, kwargs) -> (args, kwargs): once per iteration."},
     {"_post_forward", state_post_forward, METH_VARARGS,
      "_post_forward(module, args, output) -> output"},
-    {"_pre_backward", state_pre_backward, METH_O,
-     "_pre_backward(grad) -> grad: unshards for backward."},
-    {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
-     "What runs at the end of a backward."},
     {"_start_finalization", state_finalize, METH_NOARGS,
      "Starts the reductions that backwards have left for later."},
     {"_complete_finalization", state_complete, METH_NOARGS,
      "Waits for all reductions and ends the iteration."},
     {"_reset_iter_state", state_reset, METH_NOARGS,
      "Recovers after an exception in forward or backward; root only."},
+    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+    {"_root_pre_forward", state_root_pre_forward, METH_VARARGS,
+     "_root_pre_forward(module, args, kwargs) -> (args, kwargs): once per iteration."},
+    {"_pre_backward", state_pre_backward, METH_O,
+     "_pre_backward(grad) -> grad: unshards for backward."},
+    {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
+     "What runs at the end of a backward."},
     {NULL, NULL, 0, NULL},
 };
 

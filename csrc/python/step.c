@@ -2,7 +2,15 @@
  * gradient of an output, in the post-backward node and at the end of backward. One C call for each,
  * no Python frame inside on the common path; where somebody has overridden or patched a method
  * (guard.c), that is called in the place where torch would call it. Owns nothing. */
-#include "objects.h"
+#include "step.h"
+
+#include "admit.h"
+#include "attributes.h"
+#include "dynamo.h"
+#include "guard.h"
+#include "ready.h"
+#include "retired.h"
+#include "tree.h"
 
 /* 0 where the call returned something (dropped), else -1. */
 static int done(PyObject *result) {

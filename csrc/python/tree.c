@@ -1,7 +1,9 @@
 /* Walking forward arguments and outputs. The common shapes (a tensor; a tuple or dict whose items
  * are tensors or plain scalars) are walked here; anything nested goes to the bound Python
  * functions, which know namedtuples, dataclasses and the rest. Owns nothing between calls. */
-#include "objects.h"
+#include "tree.h"
+
+#include "attributes.h"
 
 enum { MAX_FLAT = 64 };
 

@@ -1,0 +1,9 @@
+/* The CommContext type. */
+#ifndef FSDP_C_PYTHON_COMM_CONTEXT_H
+#define FSDP_C_PYTHON_COMM_CONTEXT_H
+
+#include "objects.h"
+
+extern PyType_Spec fcpy_comm_spec;
+
+#endif

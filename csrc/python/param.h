@@ -1,0 +1,9 @@
+/* The Param type. */
+#ifndef FSDP_C_PYTHON_PARAM_H
+#define FSDP_C_PYTHON_PARAM_H
+
+#include "objects.h"
+
+extern PyType_Spec fcpy_param_spec;
+
+#endif

@@ -1,0 +1,9 @@
+/* The ParamGroup type. */
+#ifndef FSDP_C_PYTHON_PARAM_GROUP_H
+#define FSDP_C_PYTHON_PARAM_GROUP_H
+
+#include "objects.h"
+
+extern PyType_Spec fcpy_group_spec;
+
+#endif

@@ -1,0 +1,18 @@
+/* Whether a Param's shard is still the one that the core has. */
+#ifndef FSDP_C_PYTHON_SHARD_H
+#define FSDP_C_PYTHON_SHARD_H
+
+#include "objects.h"
+
+/* What belongs into fcpy_module.local_offset. */
+Py_ssize_t fcpy_shard_local_offset(const fcpy_module *mod);
+/* fc_host.follow_shard */
+int fcpy_shard_follow(void *param);
+/* Param._note_shard() */
+PyObject *fcpy_shard_note(PyObject *param, PyObject *unused);
+/* _C.count_step(optimizer, args, kwargs) */
+PyObject *fcpy_count_step(PyObject *module, PyObject *const *args, Py_ssize_t count);
+/* _C.has_memory(tensor) -> bool */
+PyObject *fcpy_has_memory(PyObject *module, PyObject *obj);
+
+#endif
