@@ -100,6 +100,28 @@ done:
     return status;
 }
 
+fc_status fc_comm_record_into(fc_comm *c, fct_stream s, fct_event **slot) {
+    fct_event *event = NULL;
+    fc_status status = fc_comm_record(c, s, &event);
+    if (status == FC_OK) {
+        fc_comm_put_event(c, *slot);
+        *slot = event;
+    }
+    return status;
+}
+
+fc_status fc_comm_wait_and_put(fc_comm *c, fct_event **slot) {
+    if (*slot == NULL) {
+        return FC_OK;
+    }
+    if (fct_event_wait(*slot, fct_stream_current(c->device)) != 0) {
+        return FC_ERAISED;
+    }
+    fc_comm_put_event(c, *slot);
+    *slot = NULL;
+    return FC_OK;
+}
+
 fc_status fc_comm_order_streams(fc_comm *c, fct_stream waiter, fct_stream other) {
     fc_status status = FC_OK;
     fct_event *e = NULL;

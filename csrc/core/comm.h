@@ -70,6 +70,11 @@ void fc_comm_put_event(fc_comm *c, fct_event *e);
 void fc_comm_hand_event(fc_comm *from, fc_comm *to);
 /* An event from the pool recorded on s. */
 FC_CHECK fc_status fc_comm_record(fc_comm *c, fct_stream s, fct_event **out);
+/* The same into a slot, whose event so far (or NULL) is put back. */
+FC_CHECK fc_status fc_comm_record_into(fc_comm *c, fct_stream s, fct_event **slot);
+/* Makes the current stream wait for the slot's event, which is put back; nothing where it is
+ * NULL. */
+FC_CHECK fc_status fc_comm_wait_and_put(fc_comm *c, fct_event **slot);
 /* Makes `waiter` wait for all work queued on `other` so far. */
 FC_CHECK fc_status fc_comm_order_streams(fc_comm *c, fct_stream waiter, fct_stream other);
 /* The same for clean-up: as well as it can be done; a pending exception stays. */

@@ -370,10 +370,7 @@ fc_status fc_gather_keep_forward(fc_gather *a) {
         FC_TRY_RAISED(m->host->make_forward(p->owner, p->forward_data));
     }
     if (m->comm->has_streams) {
-        fct_event *copied = NULL;
-        FC_TRY(fc_comm_record(m->comm, fct_stream_current(m->device), &copied));
-        fc_comm_put_event(m->comm, a->resharded);
-        a->resharded = copied;
+        FC_TRY(fc_comm_record_into(m->comm, fct_stream_current(m->device), &a->resharded));
     }
 done:
     return status;

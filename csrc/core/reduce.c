@@ -140,16 +140,6 @@ done:
     return status;
 }
 
-static fc_status replace_event(fc_comm *c, fct_stream stream, fct_event **slot) {
-    fct_event *event = NULL;
-    fc_status status = fc_comm_record(c, stream, &event);
-    if (status == FC_OK) {
-        fc_comm_put_event(c, *slot);
-        *slot = event;
-    }
-    return status;
-}
-
 /* All of the reduction on the reduce stream and, from the all-reduce on, the all-reduce stream. */
 static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
     fc_members *m = d->members;
@@ -179,8 +169,8 @@ static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divi
     if (alone) {
         FC_TRY(fc_comm_record(c, stream, &r->scattered));
     }
-    FC_TRY(replace_event(c, stream, &d->reduced));
-    FC_TRY(replace_event(c, stream, replicas ? &c->last_all_reduced : &c->last_reduced));
+    FC_TRY(fc_comm_record_into(c, stream, &d->reduced));
+    FC_TRY(fc_comm_record_into(c, stream, replicas ? &c->last_all_reduced : &c->last_reduced));
     if (r->output != NULL && replicas && c->streams_ready) {
         FC_TRY(fc_comm_record(c, stream, &cast));
         FC_TRY(fc_comm_keep_row(c, r->output, cast));
@@ -271,10 +261,8 @@ static fc_status start_reduction(fc_reducer *d, fc_span span, bool order_compute
     fc_reduction *r = NULL;
     FC_TRY(settle_earlier(d));
     /* Later buckets of a backward need not wait for earlier ones. */
-    if (d->reduced != NULL && span.end == m->count) {
-        FC_TRY_RAISED(fct_event_wait(d->reduced, fct_stream_current(m->device)));
-        fc_comm_put_event(c, d->reduced);
-        d->reduced = NULL;
+    if (span.end == m->count) {
+        FC_TRY(fc_comm_wait_and_put(c, &d->reduced));
     }
     r = new_reduction(d, span);
     if (r == NULL) {
@@ -334,23 +322,11 @@ done:
     return status;
 }
 
-static fc_status wait_and_put(fc_comm *c, fct_event **event) {
-    if (*event == NULL) {
-        return FC_OK;
-    }
-    if (fct_event_wait(*event, fct_stream_current(c->device)) != 0) {
-        return FC_ERAISED;
-    }
-    fc_comm_put_event(c, *event);
-    *event = NULL;
-    return FC_OK;
-}
-
 fc_status fc_reduce_settle(fc_reducer *d) {
     fc_members *m = d->members;
     fc_status status = FC_OK;
-    FC_TRY(wait_and_put(m->comm, &m->comm->last_reduced));
-    FC_TRY(wait_and_put(m->comm, &m->comm->last_all_reduced));
+    FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_reduced));
+    FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_all_reduced));
     FC_TRY(host_finalize(m));
     fc_reducer_forget_event(d);
 done:

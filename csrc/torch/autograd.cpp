@@ -102,7 +102,7 @@ bool plain(const at::Tensor &t) {
     if (typeid(impl) != typeid(c10::TensorImpl) || impl.is_python_dispatch() ||
         impl.layout() != c10::Layout::Strided || impl.is_inference() ||
         impl.has_symbolic_sizes_strides() || !impl.has_storage() || !impl.support_as_strided() ||
-        c10::impl::TorchDispatchModeTLS::any_modes_set() || fct_functorch_active() ||
+        c10::impl::TorchDispatchModeTLS::any_modes_set() || fct::functorch_active() ||
         t._fw_grad(0).defined()) {
         return false;
     }

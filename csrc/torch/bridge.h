@@ -10,6 +10,7 @@
 #include <torch/csrc/python_headers.h>
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/version.h>
 
 #include <utility>
@@ -85,6 +86,13 @@ template <typename Body> int guarded(const char *function, Body &&body) noexcept
     } catch (...) {
         return set_error();
     }
+}
+
+/* Whether functorch transforms are active on this thread. Its own header needs a library that torch
+ * does not ship; this key is on while its stack is not empty. */
+inline bool functorch_active() {
+    return c10::impl::tls_is_dispatch_key_included(
+        c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
 /* False once the interpreter is going down: then nothing may touch Python objects any more. */

@@ -98,13 +98,6 @@ int fct_event_wait(fct_event *e, fct_stream s) {
     return guarded("fct_event_wait", [&] { e->event.block(unpack(s)); });
 }
 
-int fct_event_synchronize(fct_event *e) {
-    return guarded("fct_event_synchronize", [&] {
-        pybind11::gil_scoped_release released;
-        e->event.synchronize();
-    });
-}
-
 void fct_event_free(fct_event *e) {
     delete e;
 }

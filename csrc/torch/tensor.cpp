@@ -10,7 +10,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 using fct::Borrowed;
 using fct::give;
@@ -232,13 +231,6 @@ int fct_tensor_div(fct_tensor *t, double divisor) {
     });
 }
 
-int fct_tensor_mul(fct_tensor *t, double factor) {
-    return guarded("fct_tensor_mul", [&] {
-        const Quiet quiet;
-        parts_of_halves(*Borrowed(t)).mul_(factor);
-    });
-}
-
 int fct_tensor_set_requires_grad(fct_tensor *t, bool value) {
     return guarded("fct_tensor_set_requires_grad", [&] { Borrowed(t)->requires_grad_(value); });
 }
@@ -293,23 +285,16 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out) {
                                     : nullptr;
 }
 
-bool fct_functorch_active(void) {
-    /* functorch's own header needs a library that torch does not ship; this key is on while its
-     * stack is not empty. */
-    return c10::impl::tls_is_dispatch_key_included(
-        c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-}
-
 bool fct_functorch_hooked(void) {
 #if FCT_TORCH_AT_LEAST(2, 13)
-    return fct_functorch_active();
+    return fct::functorch_active();
 #else
     return false;
 #endif
 }
 
 void *fct_functorch_pause(void) {
-    return fct_functorch_active() ? new FuncTorchPause : nullptr;
+    return fct::functorch_active() ? new FuncTorchPause : nullptr;
 }
 
 void fct_functorch_resume(void *pause) {

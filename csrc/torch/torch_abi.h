@@ -50,9 +50,9 @@ typedef struct fct_stream {
     fct_device device;
 } fct_stream;
 
-/* ---- faults
- * ------------------------------------------------------------------------------------------------
- * For tests: the n-th fallible boundary call of this thread from now on fails with
+/* ---- faults ---------------------------------------------------------------------------------- */
+
+/* For tests: the n-th fallible boundary call of this thread from now on fails with
  * RuntimeError("injected fault ..."). 0 switches it off. fct_fault_left() is what is left of n (0:
  * off or already fired). The counter is thread-local. While it is armed fct_work_done() says false,
  * so that the order of calls does not depend on timing. */
@@ -68,9 +68,8 @@ void fct_error_put_back(void *error);
  * a signal's handler for example, stay as they are. */
 void fct_error_explain(const char *text);
 
-/* ---- tensors
- * -----------------------------------------------------------------------------------------------
- */
+/* ---- tensors --------------------------------------------------------------------------------- */
+
 /* Facts read from a tensor, valid until somebody changes it. */
 typedef struct fct_facts {
     void *data;            /* address of the first element; NULL if there is no memory behind it */
@@ -109,11 +108,10 @@ FCT_CHECK int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out);
 FCT_CHECK int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
 /* New tensor of zeros, like t in shape, dtype and device. */
 FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
-FCT_CHECK int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src); /* dst.copy_(src), casts */
-FCT_CHECK int fct_tensor_add(fct_tensor *dst,
-                             const fct_tensor *src);         /* dst += src; bumps dst's version */
-FCT_CHECK int fct_tensor_div(fct_tensor *t, double divisor); /* t.div_(divisor) */
-FCT_CHECK int fct_tensor_mul(fct_tensor *t, double factor);  /* t.mul_(factor) */
+/* dst.copy_(src), which casts; dst.add_(src), which counts in dst's version; t.div_(divisor). */
+FCT_CHECK int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src);
+FCT_CHECK int fct_tensor_add(fct_tensor *dst, const fct_tensor *src);
+FCT_CHECK int fct_tensor_div(fct_tensor *t, double divisor);
 /* requires_grad_() of a leaf. */
 FCT_CHECK int fct_tensor_set_requires_grad(fct_tensor *t, bool value);
 
@@ -129,12 +127,12 @@ bool fct_grad_has(const fct_tensor *t);
 const void *fct_grad_identity(const fct_tensor *t);
 void fct_grad_take(fct_tensor *t, fct_tensor **out);
 
-/* ---- process groups and collectives
- * ------------------------------------------------------------------------- Every collective goes
- * through the ProcessGroup's method and so through the dispatcher ops of namespace c10d, which
- * CommDebugMode, the flight recorder and tests count: one call here, one op there. Complex tensors
- * travel as the pairs that they are, gathered ones of types that a backend does not know as
- * bytes. */
+/* ---- process groups and collectives ---------------------------------------------------------- */
+
+/* Every collective goes through the ProcessGroup's method and so through the dispatcher ops of
+ * namespace c10d, which CommDebugMode, the flight recorder and tests count: one call here, one op
+ * there. Complex tensors travel as the pairs that they are, gathered ones of types that a backend
+ * does not know as bytes. */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
 /* New handle by the group's registered name (pg.group_name). */
@@ -160,31 +158,29 @@ FCT_CHECK int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, d
  * abandoned: -1, and the work is still running. An error of the collective itself is raised with
  * torch's own exception type. */
 FCT_CHECK int fct_work_wait(fct_work *work);
-bool fct_work_done(
-    fct_work *work); /* finished, successfully or not; true where the backend cannot tell */
+/* Finished, successfully or not; true where the backend cannot tell. */
+bool fct_work_done(fct_work *work);
 void fct_work_release(fct_work *work); /* NULL is fine */
 
-/* ---- streams and events
- * ------------------------------------------------------------------------------------- */
-bool fct_device_has_streams(
-    fct_device device); /* false: none of the functions below is to be called */
+/* ---- streams and events ---------------------------------------------------------------------- */
+
+/* false: none of the functions below is to be called. */
+bool fct_device_has_streams(fct_device device);
 fct_stream fct_stream_current(fct_device device);
-FCT_CHECK int fct_stream_new(fct_device device, bool high_priority,
-                             fct_stream *out); /* from torch's pool */
+/* From torch's pool. */
+FCT_CHECK int fct_stream_new(fct_device device, bool high_priority, fct_stream *out);
 /* Makes s the device's current stream and returns the one that was. */
 fct_stream fct_stream_set_current(fct_stream s);
 void *fct_stream_native(fct_stream s); /* cudaStream_t and the like; NULL on the CPU */
 
 FCT_CHECK int fct_event_new(fct_device device, fct_event **out);
 FCT_CHECK int fct_event_record(fct_event *e, fct_stream s);
-FCT_CHECK int fct_event_wait(fct_event *e,
-                             fct_stream s); /* s waits for e; a never-recorded event: no wait */
-FCT_CHECK int fct_event_synchronize(fct_event *e); /* the host waits; GIL released */
-void fct_event_free(fct_event *e);                 /* NULL is fine */
+/* s waits for e; for an event that was never recorded it does not. */
+FCT_CHECK int fct_event_wait(fct_event *e, fct_stream s);
+void fct_event_free(fct_event *e); /* NULL is fine */
 
-/* ---- autograd
- * -----------------------------------------------------------------------------------------------
- */
+/* ---- autograd -------------------------------------------------------------------------------- */
+
 /* A call-back with an owner. `call` returns 0, or -1 with a Python exception set; it runs with the
  * GIL held, on whichever thread runs backward. retain/release count the owner (GIL held); release
  * may run when a graph dies. */
@@ -219,17 +215,16 @@ void fct_watch_free(fct_watch *watch); /* NULL is fine */
 /* Calls hook at the end of the backward pass that is running now. */
 FCT_CHECK int fct_autograd_at_end(const fct_hook *hook);
 
-/* ---- profiler
- * -----------------------------------------------------------------------------------------------
- */
+/* ---- profiler -------------------------------------------------------------------------------- */
+
 /* A user-scope record_function range, only while somebody records: *token is NULL where nobody
  * does. Ranges nest. */
 bool fct_profile_active(void);
 void *fct_profile_enter(const char *name); /* NULL: no range */
 void fct_profile_exit(void *token);        /* NULL is fine */
 
-/* ---- Python objects
- * ------------------------------------------------------------------------------------------ */
+/* ---- Python objects -------------------------------------------------------------------------- */
+
 bool fct_py_is_tensor(struct _object *obj); /* isinstance(obj, torch.Tensor), fast */
 /* The tensor behind a torch.Tensor object; borrows (valid while obj lives). NULL if obj is no
  * tensor; sets nothing. */
@@ -261,9 +256,7 @@ FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 FCT_CHECK int fct_py_device(struct _object *obj, fct_device *out);
 /* tensor.to(dtype) WITH autograd history (differentiable); new. For forward inputs and outputs. */
 FCT_CHECK int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
-/* True while functorch transforms are active on this thread. */
-bool fct_functorch_active(void);
-/* True while they are, and torch's own FSDP2 has hooks that go through them (since 2.13). */
+/* True while functorch transforms are active on this thread, and torch's own FSDP2 has hooks that go through them (since 2.13). */
 bool fct_functorch_hooked(void);
 /* Takes this thread out of functorch's transforms, so that tensors are plain ones; NULL where none
  * is active. resume ends that; NULL is fine. Strictly nested. */

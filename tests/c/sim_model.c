@@ -143,7 +143,7 @@ static int host_reduce_hook(void *group, fct_tensor *row) {
     if (sim_fault(SIM_FAULT_HOST, "reduce_hook")) {
         return -1;
     }
-    return fct_tensor_mul(row, 2.0);
+    return fct_tensor_div(row, 0.5);
 }
 
 const fc_host sim_host = {

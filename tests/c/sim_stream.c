@@ -292,17 +292,6 @@ int fct_event_wait(fct_event *e, fct_stream s) {
     return 0;
 }
 
-int fct_event_synchronize(fct_event *e) {
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_event_synchronize")) {
-        return -1;
-    }
-    if (e->recorded) {
-        run_until(&e->point);
-        join(&host, &e->point.clock);
-    }
-    return 0;
-}
-
 void fct_event_free(fct_event *e) {
     if (e != NULL) {
         sim_living.events--;

@@ -350,14 +350,6 @@ int fct_tensor_div(fct_tensor *t, double divisor) {
     return 0;
 }
 
-int fct_tensor_mul(fct_tensor *t, double factor) {
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_mul")) {
-        return -1;
-    }
-    queue_elementwise(t, NULL, factor, "a multiplication");
-    return 0;
-}
-
 /* ---- storages ---- */
 
 int fct_storage_alloc(fct_tensor *t, int64_t nbytes) {

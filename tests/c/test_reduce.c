@@ -357,7 +357,7 @@ static int hook_on_its_stream(void *group, fct_tensor *row) {
     fct_stream before = fct_stream_current(sim_device());
     assert_int_equal(fc_comm_order_streams(comm, user.stream, before), FC_OK);
     (void)fct_stream_set_current(user.stream);
-    assert_int_equal(fct_tensor_mul(row, 2.0), 0);
+    assert_int_equal(fct_tensor_div(row, 0.5), 0);
     (void)fct_stream_set_current(before);
     if (user.joined) {
         assert_int_equal(fc_comm_order_streams(comm, before, user.stream), FC_OK);
