@@ -27,6 +27,12 @@ CLIENTS_ARGS ?=
 # What runs under the sanitizers: fast, in this process, and through every C function.
 SANITIZE_TESTS ?= tests/unit
 CUDA_CHECK_ARCH ?= sm_80
+ASSERT_TESTS ?= tests/unit/test_by_hand.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
+	tests/unit/test_unfinished.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
+	tests/distributed/test_behaviour_training.py tests/distributed/test_behaviour_backwards.py \
+	tests/distributed/test_behaviour_groups.py tests/distributed/test_behaviour_replicate.py
+# What pyproject.toml has as pythonpath, without the root.
+TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers
 
 PY := $(VENV)/bin/python
 ENV_STAMP := $(VENV)/.fsdp_c-env
@@ -35,6 +41,7 @@ INSTALL_STAMP := $(VENV)/.fsdp_c-installed$(subst /,-,$(CURDIR))
 CLIENTS_PY := $(CLIENTS_VENV)/bin/python
 CLIENTS_STAMP := $(CLIENTS_VENV)/.fsdp_c-clients
 SANITIZE_LIB := build/sanitize-lib
+ASSERT_LIB := build/assert-lib
 C_FILES = $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # This checkout's fsdp_c, whichever one the environment was installed for; child processes too.
@@ -42,7 +49,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
-.PHONY: help env build demo test test-fast test-c test-clients parity lint lint-ruff lint-mypy lint-c format sanitize bench \
+.PHONY: help env build demo test test-fast test-c test-assert test-clients parity lint lint-ruff lint-mypy lint-c format sanitize bench \
 	cuda-check clean
 
 help:
@@ -76,8 +83,17 @@ demo: build
 
 # ---- tests ------------------------------------------------------------------------------------------------
 
-test: build test-c
+test: build test-c test-assert
 	$(PY) -m pytest $(PYTEST_ARGS) tests
+
+# What goes through most transitions of the core, with the assertions of csrc/core on: see fc_group_check.
+test-assert: build
+	@FSDP_C_ASSERT=1 $(PY) setup.py build --build-lib $(ASSERT_LIB) > build/log-assert.txt 2>&1 \
+		|| { cat build/log-assert.txt; exit 1; }
+	cd $(ASSERT_LIB) && export PYTHONPATH=$(CURDIR)/$(ASSERT_LIB) && \
+	$(abspath $(PY)) -c "from fsdp_c import _C; assert _C._testing.assertions" && \
+	$(abspath $(PY)) -m pytest $(PYTEST_ARGS) -p no:cacheprovider --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
+		-o pythonpath="$(TESTS_PATH)" $(ASSERT_TESTS:%=$(CURDIR)/%)
 
 # Without the sweeps over faults, the example, most launches of their own and most of the grid.
 test-fast: build
@@ -107,7 +123,7 @@ $(CLIENTS_STAMP): tests/clients/requirements.txt
 # The extension and the package under AddressSanitizer and UndefinedBehaviorSanitizer, beside the normal build
 # and not in its place. Python itself is not instrumented: libasan comes first by LD_PRELOAD (with libstdc++,
 # whose exceptions it must find at start), and leaks are not looked for, since CPython and torch keep much to
-# the end on purpose. -P and `pythonpath=tests/harness` keep this directory's own fsdp_c out.
+# the end on purpose. -P and a `pythonpath` without the root keep this directory's own fsdp_c out.
 sanitize: env
 	@mkdir -p build
 	@FSDP_C_SANITIZE=1 $(PY) setup.py build --build-lib $(SANITIZE_LIB) > build/log.txt 2>&1 \
@@ -115,7 +131,7 @@ sanitize: env
 	PYTHONPATH=$(CURDIR)/$(SANITIZE_LIB) PYTHONSAFEPATH=1 PYTHONMALLOC=malloc FSDP_C_SANITIZE=1 \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	$(PY) -m pytest -p no:cacheprovider -o pythonpath=tests/harness $(SANITIZE_TESTS)
+	$(PY) -m pytest -p no:cacheprovider -o pythonpath="$(TESTS_PATH)" $(SANITIZE_TESTS)
 
 # With a CPU-only torch the CUDA kernels are not part of the build: there is no CUDA runtime to link with. They
 # must compile all the same wherever nvcc is, or they would rot between the visits to a machine with a GPU.

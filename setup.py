@@ -13,6 +13,8 @@ What is compiled by whom:
 
 Environment:
     FSDP_C_DEBUG=1     -O0 -g and assertions on
+    FSDP_C_ASSERT=1    assertions on in the C files, and csrc/torch as in a release: made in seconds
+                       after one (`make test-assert` runs tests on it)
     FSDP_C_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize` runs it)
     FSDP_C_NO_CUDA=1   leave the CUDA kernels out
     FSDP_C_CUDA_ARCH   nvcc's -arch (default: all-major)
@@ -68,6 +70,7 @@ def switch(name: str) -> bool:
 
 
 DEBUG = switch("FSDP_C_DEBUG")
+ASSERT = switch("FSDP_C_ASSERT")
 SANITIZE = switch("FSDP_C_SANITIZE")
 
 
@@ -113,18 +116,22 @@ def find_cudart() -> str:
     raise SystemExit(f"fsdp_c: no libcudart.so.{major} found; FSDP_C_NO_CUDA=1 builds without CUDA")
 
 
-def optimisation() -> list[str]:
-    """Compiler flags that follow from the switches, for C, C++ and the host side of nvcc alike."""
+def optimisation(cxx: bool = False) -> list[str]:
+    """Compiler flags that follow from the switches, for C, or C++."""
     flags = ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O2", "-DNDEBUG"]
+    if ASSERT and not cxx:
+        flags = ["-O1", "-g", "-UNDEBUG"]
     if SANITIZE:
         instrument = ["-fno-omit-frame-pointer", *SANITIZERS, *SANITIZER_FALSE_ALARMS]
         flags = ["-O1", "-g", "-UNDEBUG", *instrument]
     return flags
 
 
-def build_directory() -> Path:
+def build_directory(cxx: bool = False) -> Path:
     """Where the objects of this combination of Python, torch and switches live."""
     kind = "sanitize" if SANITIZE else "debug" if DEBUG else "release"
+    if ASSERT and not cxx:
+        kind = "assert"
     cuda = "cuda" if NVCC else "nocuda"
     return ROOT / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}-{kind}-{cuda}"
 
@@ -219,10 +226,10 @@ class BuildC(cpp_extension.BuildExtension):
     def finalize_options(self) -> None:
         super().finalize_options()
         # pip's editable build asks for a temporary directory; ours stays, and so is incremental.
-        self.build_temp = str(build_directory())
+        self.build_temp = str(build_directory(cxx=True))
 
     def run(self) -> None:
-        with only_builder(build_directory()):
+        with only_builder(build_directory(cxx=True)):
             super().run()
 
     def build_extension(self, ext: cpp_extension.CppExtension) -> None:
@@ -253,7 +260,7 @@ def extension() -> cpp_extension.CppExtension:
     compile_args = [
         "-fvisibility=hidden",
         "-fvisibility-inlines-hidden",
-        *optimisation(),
+        *optimisation(cxx=True),
         *CXX_WARNINGS,
     ]
     if not DEBUG and not SANITIZE:

@@ -44,6 +44,7 @@ def count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, /) -> N
 def has_memory(tensor: torch.Tensor, /) -> bool: ...
 
 class _testing:  # a module
+    assertions: bool
     @staticmethod
     def fault_arm(n: int, /) -> None: ...
     @staticmethod

@@ -117,6 +117,12 @@ static int add_testing(PyObject *module) {
         failed = function == NULL ? -1 : PyModule_AddObjectRef(testing, def->ml_name, function);
         Py_XDECREF(function);
     }
+#ifdef NDEBUG
+    PyObject *asserts = Py_False;
+#else
+    PyObject *asserts = Py_True;
+#endif
+    failed = failed != 0 ? failed : PyModule_AddObjectRef(testing, "assertions", asserts);
     failed = failed != 0 ? failed : PyModule_AddObjectRef(module, "_testing", testing);
     Py_DECREF(testing);
     return failed;
