@@ -4,8 +4,6 @@
 
 #include <string.h>
 
-#include "transfer.h"
-
 /* ---- life ---- */
 
 void fc_gather_init(fc_gather *a, fc_members *members) {
@@ -25,6 +23,7 @@ void fc_gather_fini(fc_gather *a) {
     fc_gather_forget_event(a);
     fc_gather_plan_fini(&a->plan);
     fc_gather_plan_fini(&a->forward_plan);
+    fc_transfer_fini(&a->transfer);
     memset(a, 0, sizeof *a);
 }
 
@@ -88,6 +87,15 @@ fc_status fc_gather_follow(fc_gather *a) {
 
 /* ---- start ---- */
 
+/* Builds the plan where it is not valid. */
+static fc_status renew_plan(fc_gather *a, bool forward, int64_t world) {
+    const fc_members *m = a->members;
+    fc_gather_plan *plan = forward ? &a->forward_plan : &a->plan;
+    return plan->valid
+               ? FC_OK
+               : fc_gather_plan_build(plan, m->params, m->count, world, forward, &m->comm->error);
+}
+
 /* Link, plan and order for a gather that is about to start. */
 static fc_status prepare_gather(fc_gather *a, bool forward, fc_flight *flight) {
     fc_members *m = a->members;
@@ -97,10 +105,7 @@ static fc_status prepare_gather(fc_gather *a, bool forward, fc_flight *flight) {
     if (flight->link->world > 1) {
         FC_TRY(fc_link_open(flight->link));
     }
-    if (!flight->plan->valid) {
-        FC_TRY(fc_gather_plan_build(flight->plan, m->params, m->count, flight->link->world, forward,
-                                    &m->comm->error));
-    }
+    FC_TRY(renew_plan(a, forward, flight->link->world));
     FC_TRY(fc_comm_gather_streams_wait(m->comm, a->resharded));
     fc_gather_forget_event(a);
     fc_comm_reap(m->comm);
@@ -115,13 +120,13 @@ static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gat
     fc_members *m = a->members;
     fc_status status = FC_OK;
     fct_tensor *input = NULL;
-    fc_gather_plan *plan = flight->plan;
+    const fc_gather_plan *plan = flight->plan;
     int64_t rank = flight->link->rank;
     const int64_t size[1] = {plan->row_numel};
     const int64_t stride[1] = {1};
     FC_TRY_RAISED(
         fct_tensor_empty(plan->world * plan->row_numel, plan->dtype, m->device, &flight->buffer));
-    FC_TRY(fc_transfer_pack(plan, m->params, flight->buffer, rank, &m->comm->error));
+    FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, flight->buffer, rank, &m->comm->error));
     FC_TRY_RAISED(
         fct_tensor_alias(flight->buffer, 1, size, stride, rank * plan->row_numel, &input));
     if (gather_stream != NULL) {
@@ -220,7 +225,7 @@ static fc_status move_data(fc_gather *a) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
     fct_facts facts;
-    fc_gather_plan *plan = a->flight.plan;
+    const fc_gather_plan *plan = a->flight.plan;
     if (a->flight.hosted) {
         FC_TRY_RAISED(m->host->copy_out(m->owner));
         return FC_OK;
@@ -235,14 +240,12 @@ static fc_status move_data(fc_gather *a) {
     for (size_t i = 0; i < m->count; i++) {
         FC_TRY(fc_param_alloc_flat(m->params[i], m->device, &facts, &m->comm->error));
     }
-    if (!plan->valid) {
-        FC_TRY(fc_gather_plan_build(plan, m->params, m->count, plan->world, plan->forward,
-                                    &m->comm->error));
-    }
+    FC_TRY(renew_plan(a, plan->forward, plan->world));
     if (plan->world == 1) {
-        FC_TRY(fc_transfer_fill(plan, m->params, m->device, &m->comm->error));
+        FC_TRY(fc_transfer_fill(&a->transfer, plan, m->params, m->device, &m->comm->error));
     } else if (a->flight.buffer != NULL) {
-        FC_TRY(fc_transfer_unpack(plan, m->params, a->flight.buffer, &m->comm->error));
+        FC_TRY(
+            fc_transfer_unpack(&a->transfer, plan, m->params, a->flight.buffer, &m->comm->error));
     }
 done:
     return status;

@@ -6,6 +6,7 @@
 
 #include "members.h"
 #include "plan.h"
+#include "transfer.h"
 
 /* Where a gather runs on a device with streams. */
 typedef enum fc_lane {
@@ -18,19 +19,20 @@ typedef enum fc_lane {
 /* An all-gather between start and retire. */
 typedef struct fc_flight {
     bool active;
-    bool hosted;          /* the host has it */
-    bool async_op;        /* the caller asked for a work to wait for, on its own stream */
-    fc_gather_plan *plan; /* in the gather */
-    fc_link *link;        /* in the members */
-    fct_tensor *buffer;   /* NULL in a group of one rank */
-    fct_work *work;       /* NULL where the backend was done at once or an event stands for it */
-    fct_event *done;      /* on devices with streams, unless async_op */
+    bool hosted;                /* the host has it */
+    bool async_op;              /* the caller asked for a work to wait for, on its own stream */
+    const fc_gather_plan *plan; /* in the gather */
+    fc_link *link;              /* in the members */
+    fct_tensor *buffer;         /* NULL in a group of one rank */
+    fct_work *work;  /* NULL where the backend was done at once or an event stands for it */
+    fct_event *done; /* on devices with streams, unless async_op */
 } fc_flight;
 
 typedef struct fc_gather {
     fc_members *members;         /* borrowed */
     fc_gather_plan plan;         /* of the shards */
     fc_gather_plan forward_plan; /* of the smaller group's shards, while forward left those */
+    fc_transfer transfer;        /* of both */
     fct_event *resharded;        /* forward_data was copied; only with streams */
     bool keep_storage;           /* unsharded memory is never freed: its addresses stay */
     fc_flight flight;

@@ -1,17 +1,13 @@
-/* Transfer plans. Own their descriptor arrays; borrow parameters. A gather plan is rebuilt after
- * somebody changed a parameter's dtype or data; a reduce plan is laid out in each backward, because
- * which gradients there are may change, but that is a few additions per parameter. Descriptor
- * addresses are never trusted between steps. */
+/* Transfer plans. Own their arrays; borrow parameters. A gather plan is rebuilt after somebody
+ * changed a parameter's dtype or data; a reduce plan is laid out in each backward, because which
+ * gradients there are may change, but that is a few additions per parameter. */
 #include "plan.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 void fc_gather_plan_fini(fc_gather_plan *plan) {
-    free(plan->segments);
-    free(plan->offsets);
-    free(plan->columns);
-    free(plan->column_ends);
+    free(plan->slots);
     memset(plan, 0, sizeof *plan);
 }
 
@@ -19,29 +15,23 @@ static const fc_layout *layout_of(const fc_param *p, bool forward) {
     return forward ? &p->forward_layout : &p->layout;
 }
 
-static fc_status reserve_gather(fc_gather_plan *plan, size_t count, size_t columns) {
-    if (plan->segments != NULL && plan->count == count && plan->column_capacity >= columns) {
+static fc_status reserve_slots(fc_gather_plan *plan, size_t count) {
+    if (plan->count == count) {
         return FC_OK;
     }
     fc_gather_plan_fini(plan);
     if (count == 0) {
         return FC_OK;
     }
-    plan->segments = (fck_segment *)calloc(count, sizeof *plan->segments);
-    plan->offsets = (int64_t *)calloc(count, sizeof *plan->offsets);
-    plan->column_ends = (size_t *)calloc(count, sizeof *plan->column_ends);
-    plan->columns = (fck_column *)calloc(columns > 0 ? columns : 1, sizeof *plan->columns);
-    if (plan->segments == NULL || plan->offsets == NULL || plan->columns == NULL ||
-        plan->column_ends == NULL) {
-        fc_gather_plan_fini(plan);
+    plan->slots = (fc_slot *)calloc(count, sizeof *plan->slots);
+    if (plan->slots == NULL) {
         return FC_ENOMEM;
     }
     plan->count = count;
-    plan->column_capacity = columns;
     return FC_OK;
 }
 
-/* The parameter's segment at `offset` of the row, and its columns; *end is where it ends. */
+/* The parameter's slot at `offset` of the row; *end is where it ends. */
 static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, int64_t offset,
                            int64_t *end, fc_error *err) {
     const fc_layout *layout = layout_of(p, plan->forward);
@@ -49,10 +39,9 @@ static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, in
     fct_dtype compute = fc_param_compute_dtype(p);
     fct_dtype source = plan->forward ? compute : p->orig_dtype;
     int32_t size = fc_dtype_size(compute);
-    int32_t source_size = fc_dtype_size(source);
     int64_t bytes = 0;
     int64_t total = 0;
-    if (size == 0 || source_size == 0) {
+    if (size == 0 || fc_dtype_size(source) == 0) {
         return fc_error_set(err, FC_EVALUE, "parameter '%s' has a dtype that cannot be gathered",
                             name);
     }
@@ -61,27 +50,19 @@ static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, in
         return fc_error_set(err, FC_EINVAL, "the gather buffer's size overflows at parameter '%s'",
                             name);
     }
-    plan->segments[i] = (fck_segment){.count = layout->padded_numel,
-                                      .itemsize = source_size,
-                                      .src_dtype = source,
-                                      .dst_dtype = compute};
-    plan->offsets[i] = offset;
+    plan->slots[i] = (fc_slot){.offset = offset,
+                               .numel = layout->padded_numel,
+                               .outer = layout->outer,
+                               .source = source,
+                               .compute = compute};
     plan->native = plan->native && fck_can_cast(source, compute) != 0;
-    for (int64_t block = 0; block < layout->outer; block++) {
-        plan->columns[plan->column_count++] = (fck_column){
-            .offset = offset + block * (bytes / layout->outer), .bytes = bytes / layout->outer};
-    }
-    plan->column_ends[i] = plan->column_count;
+    plan->blocks += (size_t)layout->outer;
     return FC_OK;
 }
 
 fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
                                int64_t world, bool forward, fc_error *err) {
-    size_t columns = 0;
-    for (size_t i = 0; i < count; i++) {
-        columns += (size_t)layout_of(params[i], forward)->outer;
-    }
-    fc_status status = reserve_gather(plan, count, columns);
+    fc_status status = reserve_slots(plan, count);
     if (status != FC_OK) {
         return status;
     }
@@ -91,7 +72,7 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     plan->native = true;
     plan->forward = forward;
     plan->world = world;
-    plan->column_count = 0;
+    plan->blocks = 0;
     for (size_t i = 0; i < count; i++) {
         status = add_param(plan, i, params[i], offset, &offset, err);
         if (status != FC_OK) {
@@ -111,11 +92,11 @@ fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *para
     bool current = !plan->valid || plan->count == count;
     for (size_t i = 0; plan->valid && current && i < count; i++) {
         const fc_param *p = params[i];
-        const fck_segment *segment = &plan->segments[i];
+        const fc_slot *slot = &plan->slots[i];
         fct_dtype compute = fc_param_compute_dtype(p);
-        current = segment->count == layout_of(p, plan->forward)->padded_numel &&
-                  segment->dst_dtype == compute &&
-                  segment->src_dtype == (plan->forward ? compute : p->orig_dtype);
+        current = slot->numel == layout_of(p, plan->forward)->padded_numel &&
+                  slot->compute == compute &&
+                  slot->source == (plan->forward ? compute : p->orig_dtype);
     }
     return current ? FC_OK : fc_error_set(err, FC_ESTATE, "a gather plan is stale");
 }
@@ -127,7 +108,8 @@ fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
     fc_reduce_plan grown = {.capacity = capacity};
     grown.params = (fc_param **)calloc(capacity, sizeof *grown.params);
     grown.grads = (fct_tensor **)calloc(capacity, sizeof *grown.grads);
-    if (grown.params == NULL || grown.grads == NULL) {
+    grown.offsets = (int64_t *)calloc(capacity, sizeof *grown.offsets);
+    if (grown.params == NULL || grown.grads == NULL || grown.offsets == NULL) {
         fc_reduce_plan_fini(&grown);
         return FC_ENOMEM;
     }
@@ -146,16 +128,15 @@ void fc_reduce_plan_drop_grads(fc_reduce_plan *plan) {
 
 void fc_reduce_plan_fini(fc_reduce_plan *plan) {
     fc_reduce_plan_drop_grads(plan);
-    free(plan->gradients);
     free((void *)plan->params);
     free((void *)plan->grads);
+    free(plan->offsets);
     memset(plan, 0, sizeof *plan);
 }
 
-/* Checks one gradient and describes it. Not contiguous: it is replaced by a contiguous copy.
+/* Checks one gradient and reads its facts. Not contiguous: it is replaced by a contiguous copy.
  * Without memory of its own (a tensor subclass that wraps others): facts->strided is false. */
-static fc_status describe_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts,
-                                   fc_error *err) {
+static fc_status check_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts, fc_error *err) {
     fc_status status = FC_OK;
     const fc_param *p = plan->params[i];
     const char *name = p->name != NULL ? p->name : "?";
@@ -186,57 +167,20 @@ done:
     return status;
 }
 
-/* Room for the descriptors of the gradients that were collected. */
-static fc_status reserve_gradients(fc_reduce_plan *plan) {
-    size_t needed = 0;
-    for (size_t i = 0; i < plan->count; i++) {
-        needed += (size_t)plan->params[i]->layout.outer;
-    }
-    if (needed <= plan->gradient_capacity) {
-        return FC_OK;
-    }
-    fck_gradient *grown = (fck_gradient *)calloc(needed, sizeof *grown);
-    if (grown == NULL) {
-        return FC_ENOMEM;
-    }
-    free(plan->gradients);
-    plan->gradients = grown;
-    plan->gradient_capacity = needed;
-    return FC_OK;
-}
-
-/* One descriptor for each outer block: its rows are dealt to the ranks' rows. */
-static void add_gradient(fc_reduce_plan *plan, const fc_layout *layout, const fct_facts *facts,
-                         int64_t offset) {
-    int64_t block = layout->rows * layout->row_numel;
-    int64_t chunk = layout->chunk_rows * layout->row_numel;
-    for (int64_t o = 0; o < layout->outer; o++) {
-        plan->gradients[plan->gradient_count++] =
-            (fck_gradient){.src = (const char *)facts->data + o * block * facts->itemsize,
-                           .numel = block,
-                           .chunk = chunk,
-                           .offset = offset + o * chunk,
-                           .itemsize = (int32_t)facts->itemsize,
-                           .src_dtype = facts->dtype};
-    }
-}
-
 fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *foreign,
                                  fc_error *err) {
     int64_t offset = 0;
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     bool complex = false;
-    plan->gradient_count = 0;
+    bool uniform = true;
+    bool floats = true;
+    plan->blocks = 0;
     *foreign = false;
-    fc_status status = reserve_gradients(plan);
-    if (status != FC_OK) {
-        return status;
-    }
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
         fct_facts facts;
         int64_t total = 0;
-        status = describe_gradient(plan, i, &facts, err);
+        fc_status status = check_gradient(plan, i, &facts, err);
         if (status != FC_OK || !facts.strided) {
             *foreign = status == FC_OK;
             return status;
@@ -248,9 +192,12 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
                 "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
                 fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
         }
+        uniform = uniform && (i == 0 || facts.dtype == grad_dtype);
+        floats = floats && fck_can_cast(facts.dtype, FCK_FLOAT32) != 0;
         grad_dtype = both != FCT_NO_DTYPE ? both : grad_dtype;
         complex = complex || fc_dtype_is_complex(facts.dtype);
-        add_gradient(plan, layout, &facts, offset);
+        plan->offsets[i] = offset;
+        plan->blocks += (size_t)layout->outer;
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {
             return fc_error_set(err, FC_EINVAL, "the reduce buffer's size overflows");
@@ -259,6 +206,8 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     plan->dtype = reduce_dtype == FCT_NO_DTYPE ? grad_dtype
                   : complex                    ? fc_dtype_complex(reduce_dtype)
                                                : reduce_dtype;
+    plan->native = (uniform && plan->dtype == grad_dtype) ||
+                   (floats && fck_can_cast(FCK_FLOAT32, plan->dtype) != 0);
     plan->row_numel = offset;
     return FC_OK;
 }

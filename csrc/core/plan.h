@@ -1,10 +1,11 @@
-/* Transfer plans: what does not change between steps, computed once.
+/* Transfer plans: what does not change between steps, computed once. They hold no address, and who
+ * uses one does not change it.
  *
  * A gather plan lays a group's shards out in one row (the parameters' padded shards one after the
  * other); rank r's row stands at r * row_bytes of the gather buffer. Where all compute types are
- * equal the buffer has that type, else it is bytes. A parameter has one column for each outer block
- * of its layout (one, where dim 0 is cut). A reduce plan does the same for the gradients that are
- * there in this backward, in the reduce type. */
+ * equal the buffer has that type, else it is bytes. A parameter's slot is `outer` blocks of equal
+ * size (one, where dim 0 is cut). A reduce plan does the same for the gradients that are there in
+ * this backward, in the reduce type. */
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
@@ -14,6 +15,15 @@
 #include "param.h"
 #include "status.h"
 
+/* Where one parameter's padded shard stands in a row. */
+typedef struct fc_slot {
+    int64_t offset;    /* in bytes */
+    int64_t numel;     /* elements, of all blocks */
+    int64_t outer;     /* blocks */
+    fct_dtype source;  /* the shard's type */
+    fct_dtype compute; /* the row's */
+} fc_slot;
+
 typedef struct fc_gather_plan {
     bool valid;
     bool forward; /* of the shards on the smaller group that forward left behind */
@@ -22,26 +32,21 @@ typedef struct fc_gather_plan {
     int64_t world;     /* ranks that take part: rows of the buffer */
     int64_t row_numel; /* elements of dtype in a row */
     int64_t row_bytes;
-    fck_segment *segments; /* [count] types, counts; addresses are filled in at each use */
-    int64_t *offsets;      /* [count] of the parameter in a row, in bytes */
-    size_t count;          /* parameters */
-    fck_column *columns;   /* [column_count] offsets and bytes; addresses likewise */
-    size_t *column_ends;   /* [count] one past the parameter's last column */
-    size_t column_count;
-    size_t column_capacity;
+    fc_slot *slots; /* [count] of the parameters */
+    size_t count;
+    size_t blocks; /* of all slots */
 } fc_gather_plan;
 
 typedef struct fc_reduce_plan {
+    bool native; /* the kernels can do every cast */
     fct_dtype dtype;
-    int64_t row_numel; /* elements of dtype in one rank's row */
-    fc_param **params; /* [capacity] those with a gradient, in group order; borrowed */
-    fct_tensor *
-        *grads; /* [capacity] their gradients; counted, owned here until copied or dropped */
+    int64_t row_numel;  /* elements of dtype in one rank's row */
+    fc_param **params;  /* [capacity] those with a gradient, in group order; borrowed */
+    fct_tensor **grads; /* [capacity] their gradients; counted, owned here until dropped */
+    int64_t *offsets;   /* [capacity] of each in a row, in elements, once they are laid out */
     size_t count;
     size_t capacity;
-    fck_gradient *gradients; /* [gradient_count] one for each outer block of each gradient */
-    size_t gradient_count;
-    size_t gradient_capacity;
+    size_t blocks; /* of all gradients, once they are laid out */
 } fc_reduce_plan;
 
 /* Builds the plan anew from the parameters' layouts and dtypes. `forward`: from their forward
@@ -55,10 +60,10 @@ void fc_gather_plan_fini(fc_gather_plan *plan);
 
 /* Room for `capacity` gradients. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
-/* Lays out the collected gradients: fills offsets, chunks and row_numel. *foreign: one is of a kind
- * that only the host can read; nothing is laid out then. Without a reduce dtype the widest of the
- * gradients' is taken. FC_EINVAL where there is none. A real reduce dtype is that of the parts of
- * complex gradients. */
+/* Lays out the collected gradients: checks them, fills offsets and row_numel. *foreign: one is of a
+ * kind that only the host can read; nothing is laid out then. Without a reduce dtype the widest of
+ * the gradients' is taken. FC_EINVAL where there is none. A real reduce dtype is that of the parts
+ * of complex gradients. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           bool *foreign, fc_error *err);
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan);

@@ -7,7 +7,6 @@
 
 #include "divide.h"
 #include "reduction.h"
-#include "transfer.h"
 
 /* ---- life ---- */
 
@@ -32,6 +31,7 @@ void fc_reducer_fini(fc_reducer *d) {
     }
     fc_reducer_forget_event(d);
     fc_reduce_plan_fini(&d->plan);
+    fc_transfer_fini(&d->transfer);
     memset(d, 0, sizeof *d);
 }
 
@@ -220,7 +220,8 @@ static fc_status pack(fc_reducer *d, fc_reduction *r) {
     }
     FC_TRY_RAISED(
         fct_tensor_empty(m->shard.world * plan->row_numel, plan->dtype, m->device, &r->input));
-    FC_TRY(fc_transfer_pack_gradients(plan, m->shard.world, r->input, &m->comm->error));
+    FC_TRY(
+        fc_transfer_pack_gradients(&d->transfer, plan, m->shard.world, r->input, &m->comm->error));
 done:
     fc_reduce_plan_drop_grads(plan);
     return status;

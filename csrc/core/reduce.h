@@ -17,11 +17,13 @@
 
 #include "members.h"
 #include "plan.h"
+#include "transfer.h"
 
 typedef struct fc_reducer {
     fc_members *members; /* borrowed */
     fc_reduce_plan plan; /* the gradients that were collected */
-    fct_event *reduced;  /* end of the latest reduction; only with streams */
+    fc_transfer transfer;
+    fct_event *reduced; /* end of the latest reduction; only with streams */
     /* What users set. */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradients' own */
     double divide_factor;   /* in place of the number of ranks, where has_divide_factor */

@@ -1,8 +1,29 @@
-/* Moving memory. Owns nothing beyond a call. The address checks here are the last ones before raw
- * copies: extents of both sides against their storages, in release builds too. */
+/* Moving memory. Owns the memory of descriptors, and nothing beyond a call. The address checks here
+ * are the last ones before raw copies: extents of both sides against their storages, in release
+ * builds too. */
 #include "transfer.h"
 
 #include <stdlib.h>
+
+void fc_transfer_fini(fc_transfer *t) {
+    free(t->descriptors);
+    *t = (fc_transfer){NULL, 0};
+}
+
+/* Room for `count` descriptors of `size` bytes, whose contents are lost. */
+static fc_status reserve(fc_transfer *t, size_t count, size_t size) {
+    const size_t bytes = count * size;
+    if (bytes <= t->capacity) {
+        return FC_OK;
+    }
+    void *grown = malloc(bytes);
+    if (grown == NULL) {
+        return FC_ENOMEM;
+    }
+    free(t->descriptors);
+    *t = (fc_transfer){grown, bytes};
+    return FC_OK;
+}
 
 /* The device's kernels, NULL where there are none. */
 static const fck_backend *backend_of(fct_device device) {
@@ -24,11 +45,9 @@ static fc_status launched(const char *failure, fc_error *err) {
                            : fc_error_set(err, FC_ESTATE, "a copy kernel failed: %s", failure);
 }
 
-/* Reads the facts of a buffer and checks that it holds `bytes` bytes of contiguous memory. */
-static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts *facts,
-                              fc_error *err) {
+/* Whether there are `bytes` bytes of contiguous memory. */
+static fc_status check_extent(const fct_facts *facts, int64_t bytes, fc_error *err) {
     int64_t end = 0;
-    fct_tensor_facts(buffer, facts);
     if (!facts->strided || !facts->contiguous || facts->numel * facts->itemsize < bytes ||
         !fc_size_add(facts->offset_bytes, bytes, &end) || end > facts->storage_bytes ||
         (bytes > 0 && facts->data == NULL)) {
@@ -36,6 +55,13 @@ static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts
                             (long long)bytes);
     }
     return FC_OK;
+}
+
+/* Reads the facts of a buffer and checks that it holds `bytes` bytes of contiguous memory. */
+static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts *facts,
+                              fc_error *err) {
+    fct_tensor_facts(buffer, facts);
+    return check_extent(facts, bytes, err);
 }
 
 /* dst[offset ...) = src for devices without kernels; src flat, offset in elements of dst's type. */
@@ -73,65 +99,61 @@ static bool fits_kernel(const fck_segment *s) {
 }
 
 /* Elements lie at multiples of their size, except in rows of several types. */
-static bool all_fit_kernels(const fc_gather_plan *plan) {
+static bool all_fit_kernels(const fc_gather_plan *plan, const fck_segment *segments) {
     bool fit = plan->native;
     for (size_t i = 0; fit && plan->dtype == FCK_UINT8 && i < plan->count; i++) {
-        fit = fits_kernel(&plan->segments[i]);
+        fit = fits_kernel(&segments[i]);
     }
     return fit;
 }
 
-/* Casts the shards that no kernel can cast, with torch; *casts gets [count] entries, NULL where
- * none was needed. */
+static void release_all(fct_tensor **tensors, size_t count) {
+    for (size_t i = 0; tensors != NULL && i < count; i++) {
+        fct_tensor_release(tensors[i]);
+    }
+    free((void *)tensors);
+}
+
+/* Casts the shards that no kernel can cast, with torch, and points the segments at the casts.
+ * *casts: new array of [count], NULL where none was needed. */
 static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params,
-                                 fct_tensor ***casts) {
+                                 fck_segment *segments, fct_tensor ***casts, fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor **made = (fct_tensor **)calloc(plan->count, sizeof *made);
     if (made == NULL) {
         return FC_ENOMEM;
     }
     for (size_t i = 0; i < plan->count; i++) {
-        if (!fits_kernel(&plan->segments[i])) {
-            FC_TRY_RAISED(
-                fct_tensor_cast(source_of(plan, params[i]), plan->segments[i].dst_dtype, &made[i]));
+        fck_segment *s = &segments[i];
+        fct_facts facts;
+        if (fits_kernel(s)) {
+            continue;
         }
+        FC_TRY_RAISED(fct_tensor_cast(source_of(plan, params[i]), s->dst_dtype, &made[i]));
+        FC_TRY(buffer_facts(made[i], s->count * fc_dtype_size(s->dst_dtype), &facts, err));
+        s->src = facts.data;
+        s->src_dtype = s->dst_dtype;
+        s->itemsize = (int32_t)facts.itemsize;
     }
     *casts = made;
     return FC_OK;
 done:
-    for (size_t i = 0; i < plan->count; i++) {
-        fct_tensor_release(made[i]);
-    }
-    free((void *)made);
+    release_all(made, plan->count);
     return status;
 }
 
-/* Runs the pack kernel over segments whose destinations are filled in. */
-static fc_status pack_segments(fc_gather_plan *plan, fc_param *const *params,
-                               const fck_backend *kernels, fct_device device, fc_error *err) {
+/* Runs the pack kernel over segments whose addresses are filled in. */
+static fc_status pack_segments(const fc_gather_plan *plan, fc_param *const *params,
+                               fck_segment *segments, const fck_backend *kernels, fct_device device,
+                               fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor **casts = NULL;
-    if (!all_fit_kernels(plan)) {
-        FC_TRY(cast_with_torch(plan, params, &casts));
-        plan->valid = false; /* below the segments get other source types than the plan's: build it
-                                anew next time */
-        for (size_t i = 0; i < plan->count; i++) {
-            if (casts[i] != NULL) {
-                fct_facts facts;
-                fck_segment *s = &plan->segments[i];
-                FC_TRY(buffer_facts(casts[i], s->count * fc_dtype_size(s->dst_dtype), &facts, err));
-                s->src = facts.data;
-                s->src_dtype = s->dst_dtype;
-                s->itemsize = (int32_t)facts.itemsize;
-            }
-        }
+    if (!all_fit_kernels(plan, segments)) {
+        FC_TRY(cast_with_torch(plan, params, segments, &casts, err));
     }
-    FC_TRY(launched(kernels->pack(plan->segments, plan->count, stream_of(device)), err));
+    FC_TRY(launched(kernels->pack(segments, plan->count, stream_of(device)), err));
 done:
-    for (size_t i = 0; casts != NULL && i < plan->count; i++) {
-        fct_tensor_release(casts[i]);
-    }
-    free((void *)casts);
+    release_all(casts, plan->count);
     return status;
 }
 
@@ -147,59 +169,72 @@ static fc_status source_facts(const fc_gather_plan *plan, const fc_param *p, boo
     return status;
 }
 
-fc_status fc_transfer_pack(fc_gather_plan *plan, fc_param *const *params, fct_tensor *buffer,
-                           int64_t row, fc_error *err) {
+static fck_segment segment_of(const fc_slot *slot, const fct_facts *source, void *target) {
+    return (fck_segment){.src = source->data,
+                         .dst = target,
+                         .count = slot->numel,
+                         .itemsize = (int32_t)source->itemsize,
+                         .src_dtype = slot->source,
+                         .dst_dtype = slot->compute};
+}
+
+fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
+                           fct_tensor *buffer, int64_t row, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts target;
     fct_facts source;
     int64_t start = row * plan->row_bytes;
     FC_TRY(buffer_facts(buffer, start + plan->row_bytes, &target, err));
     const fck_backend *kernels = backend_of(target.device);
+    FC_TRY(reserve(t, plan->count, sizeof(fck_segment)));
+    fck_segment *segments = (fck_segment *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
+        const fc_slot *slot = &plan->slots[i];
+        int64_t at = start + slot->offset;
         FC_TRY(source_facts(plan, params[i], kernels != NULL, target.device, &source, err));
-        plan->segments[i].src = source.data;
-        plan->segments[i].dst = (char *)target.data + start + plan->offsets[i];
+        segments[i] = segment_of(slot, &source, (char *)target.data + at);
         if (kernels == NULL) {
-            if (plan->dtype != plan->segments[i].dst_dtype) {
+            if (plan->dtype != slot->compute) {
                 return no_kernels(err);
             }
-            FC_TRY(torch_copy(buffer,
-                              (target.offset_bytes + start + plan->offsets[i]) / target.itemsize,
+            FC_TRY(torch_copy(buffer, (target.offset_bytes + at) / target.itemsize,
                               source_of(plan, params[i]), source.numel));
         }
     }
     if (kernels != NULL) {
-        FC_TRY(pack_segments(plan, params, kernels, target.device, err));
+        FC_TRY(pack_segments(plan, params, segments, kernels, target.device, err));
     }
 done:
     return status;
 }
 
-fc_status fc_transfer_fill(fc_gather_plan *plan, fc_param *const *params, fct_device device,
-                           fc_error *err) {
+fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
+                           fct_device device, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts target;
     fct_facts source;
     const fck_backend *kernels = backend_of(device);
+    FC_TRY(reserve(t, plan->count, sizeof(fck_segment)));
+    fck_segment *segments = (fck_segment *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
-        const fck_segment *segment = &plan->segments[i];
+        const fc_slot *slot = &plan->slots[i];
         FC_TRY(source_facts(plan, params[i], kernels != NULL, device, &source, err));
-        FC_TRY(buffer_facts(params[i]->flat, segment->count * fc_dtype_size(segment->dst_dtype),
-                            &target, err));
-        plan->segments[i].src = source.data;
-        plan->segments[i].dst = target.data;
+        FC_TRY(buffer_facts(params[i]->flat, slot->numel * fc_dtype_size(slot->compute), &target,
+                            err));
+        segments[i] = segment_of(slot, &source, target.data);
         if (kernels == NULL) {
             FC_TRY(torch_copy(params[i]->flat, 0, source_of(plan, params[i]), source.numel));
         }
     }
     if (kernels != NULL) {
-        FC_TRY(pack_segments(plan, params, kernels, device, err));
+        FC_TRY(pack_segments(plan, params, segments, kernels, device, err));
     }
 done:
     return status;
 }
 
-/* One column, row by row, with torch copies; `start` is the column's place in flat, in elements. */
+/* One block of a slot, row by row, with torch copies; `start` is the block's place in flat, in
+ * elements. */
 static fc_status unpack_with_torch(const fc_gather_plan *plan, const fck_column *column,
                                    const fc_param *p, int64_t start, const fct_tensor *buffer,
                                    const fct_facts *source, fc_error *err) {
@@ -224,31 +259,36 @@ done:
     return status;
 }
 
-fc_status fc_transfer_unpack(fc_gather_plan *plan, fc_param *const *params,
+fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
                              const fct_tensor *buffer, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts source;
     fct_facts target;
-    size_t next = 0;
+    size_t count = 0;
     FC_TRY(buffer_facts(buffer, plan->world * plan->row_bytes, &source, err));
     const fck_backend *kernels = backend_of(source.device);
+    FC_TRY(reserve(t, plan->blocks, sizeof(fck_column)));
+    fck_column *columns = (fck_column *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
-        const fck_segment *segment = &plan->segments[i];
-        int64_t itemsize = fc_dtype_size(segment->dst_dtype);
-        FC_TRY(
-            buffer_facts(params[i]->flat, plan->world * segment->count * itemsize, &target, err));
-        for (int64_t start = 0; next < plan->column_ends[i]; next++) {
-            plan->columns[next].dst = (char *)target.data + start;
+        const fc_slot *slot = &plan->slots[i];
+        int64_t itemsize = fc_dtype_size(slot->compute);
+        int64_t bytes = slot->outer > 0 ? slot->numel / slot->outer * itemsize : 0;
+        FC_TRY(buffer_facts(params[i]->flat, plan->world * slot->numel * itemsize, &target, err));
+        for (int64_t block = 0; block < slot->outer; block++) {
+            int64_t start = block * plan->world * bytes;
+            columns[count] = (fck_column){.dst = (char *)target.data + start,
+                                          .offset = slot->offset + block * bytes,
+                                          .bytes = bytes};
             if (kernels == NULL) {
-                FC_TRY(unpack_with_torch(plan, &plan->columns[next], params[i], start / itemsize,
-                                         buffer, &source, err));
+                FC_TRY(unpack_with_torch(plan, &columns[count], params[i], start / itemsize, buffer,
+                                         &source, err));
             }
-            start += plan->world * plan->columns[next].bytes;
+            count++;
         }
     }
     if (kernels != NULL) {
-        FC_TRY(launched(kernels->unpack(source.data, plan->row_bytes, plan->world, plan->columns,
-                                        plan->column_count, stream_of(source.device)),
+        FC_TRY(launched(kernels->unpack(source.data, plan->row_bytes, plan->world, columns, count,
+                                        stream_of(source.device)),
                         err));
     }
 done:
@@ -289,54 +329,81 @@ done:
     return status;
 }
 
-static fc_status pack_gradients_with_torch(fc_reduce_plan *plan, int64_t world, fct_tensor *buffer,
-                                           const fct_facts *target) {
+/* One outer block of gradient i, which has the address to be filled in. */
+static fck_gradient gradient_of(const fc_reduce_plan *plan, size_t i, int64_t block) {
+    const fc_layout *layout = &plan->params[i]->layout;
+    int64_t chunk = layout->chunk_rows * layout->row_numel;
+    return (fck_gradient){.numel = layout->rows * layout->row_numel,
+                          .chunk = chunk,
+                          .offset = plan->offsets[i] + block * chunk};
+}
+
+static fc_status pack_gradients_with_torch(const fc_reduce_plan *plan, int64_t world,
+                                           fct_tensor *buffer, const fct_facts *target) {
     fc_status status = FC_OK;
-    const fck_gradient *g = plan->gradients;
     FC_TRY(clear_with_torch(buffer));
     for (size_t i = 0; i < plan->count; i++) {
         fct_facts facts;
         fct_tensor_facts(plan->grads[i], &facts);
         int64_t start = facts.offset_bytes / facts.itemsize;
-        for (int64_t o = 0; o < plan->params[i]->layout.outer; o++, g++) {
-            FC_TRY(deal_with_torch(plan, g, plan->grads[i], start, world, buffer, target));
-            start += g->numel;
+        for (int64_t block = 0; block < plan->params[i]->layout.outer; block++) {
+            const fck_gradient g = gradient_of(plan, i, block);
+            FC_TRY(deal_with_torch(plan, &g, plan->grads[i], start, world, buffer, target));
+            start += g.numel;
         }
     }
 done:
     return status;
 }
 
-/* Replaces the gradients by casts where no kernel knows the pair of types. */
-static fc_status cast_gradients(fc_reduce_plan *plan, fc_error *err) {
+/* Casts the gradients that no kernel can cast. *casts: new array of [count], NULL where none was
+ * needed. */
+static fc_status cast_gradients(const fc_reduce_plan *plan, fct_tensor ***casts) {
     fc_status status = FC_OK;
-    fck_gradient *g = plan->gradients;
+    fct_tensor **made = (fct_tensor **)calloc(plan->count, sizeof *made);
+    if (made == NULL) {
+        return FC_ENOMEM;
+    }
     for (size_t i = 0; i < plan->count; i++) {
-        const fc_layout *layout = &plan->params[i]->layout;
-        fct_tensor *cast = NULL;
         fct_facts facts;
-        if (layout->outer == 0 || fck_can_cast(g->src_dtype, plan->dtype) != 0) {
-            g += layout->outer;
-            continue;
+        fct_tensor_facts(plan->grads[i], &facts);
+        if (plan->params[i]->layout.outer > 0 && fck_can_cast(facts.dtype, plan->dtype) == 0) {
+            FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &made[i]));
         }
-        FC_TRY_RAISED(fct_tensor_cast(plan->grads[i], plan->dtype, &cast));
-        fct_tensor_release(plan->grads[i]);
-        plan->grads[i] = cast;
-        FC_TRY(buffer_facts(cast, layout->numel * fc_dtype_size(plan->dtype), &facts, err));
-        for (int64_t o = 0; o < layout->outer; o++, g++) {
-            g->src = (const char *)facts.data + o * g->numel * facts.itemsize;
-            g->src_dtype = plan->dtype;
-            g->itemsize = (int32_t)facts.itemsize;
+    }
+    *casts = made;
+    return FC_OK;
+done:
+    release_all(made, plan->count);
+    return status;
+}
+
+/* Fills in the descriptors, one for each outer block of each gradient or, where there is one, of
+ * its cast. */
+static fc_status describe_gradients(const fc_reduce_plan *plan, fct_tensor *const *casts,
+                                    fck_gradient *gradients, fc_error *err) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < plan->count; i++) {
+        const fct_tensor *grad = casts != NULL && casts[i] != NULL ? casts[i] : plan->grads[i];
+        fct_facts facts;
+        fct_tensor_facts(grad, &facts);
+        FC_TRY(check_extent(&facts, plan->params[i]->layout.numel * facts.itemsize, err));
+        for (int64_t block = 0; block < plan->params[i]->layout.outer; block++, gradients++) {
+            *gradients = gradient_of(plan, i, block);
+            gradients->src = (const char *)facts.data + block * gradients->numel * facts.itemsize;
+            gradients->src_dtype = facts.dtype;
+            gradients->itemsize = (int32_t)facts.itemsize;
         }
     }
 done:
     return status;
 }
 
-fc_status fc_transfer_pack_gradients(fc_reduce_plan *plan, int64_t world, fct_tensor *buffer,
-                                     fc_error *err) {
+fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan, int64_t world,
+                                     fct_tensor *buffer, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts target;
+    fct_tensor **casts = NULL;
     FC_TRY(
         buffer_facts(buffer, world * plan->row_numel * fc_dtype_size(plan->dtype), &target, err));
     const fck_backend *kernels = backend_of(target.device);
@@ -344,11 +411,16 @@ fc_status fc_transfer_pack_gradients(fc_reduce_plan *plan, int64_t world, fct_te
         FC_TRY(pack_gradients_with_torch(plan, world, buffer, &target));
         return FC_OK;
     }
-    FC_TRY(cast_gradients(plan, err));
-    FC_TRY(
-        launched(kernels->pack_gradients(plan->gradients, plan->gradient_count, world, target.data,
-                                         plan->row_numel, plan->dtype, stream_of(target.device)),
-                 err));
+    FC_TRY(reserve(t, plan->blocks, sizeof(fck_gradient)));
+    if (!plan->native) {
+        FC_TRY(cast_gradients(plan, &casts));
+    }
+    FC_TRY(describe_gradients(plan, casts, (fck_gradient *)t->descriptors, err));
+    FC_TRY(launched(kernels->pack_gradients((const fck_gradient *)t->descriptors, plan->blocks,
+                                            world, target.data, plan->row_numel, plan->dtype,
+                                            stream_of(target.device)),
+                    err));
 done:
+    release_all(casts, plan->count);
     return status;
 }

@@ -1,23 +1,34 @@
 /* Moves memory as a plan says: with the device's foreach kernels where there are any, with torch
  * copies elsewhere. All work is queued on the device's current stream. Every raw pointer is checked
- * here, where it is taken. */
+ * here, where it is taken, and none is kept. */
 #ifndef FSDP_C_CORE_TRANSFER_H
 #define FSDP_C_CORE_TRANSFER_H
 
 #include "plan.h"
 
+/* Room for the descriptors of one launch. What is in it means nothing between two calls; only the
+ * memory is kept, so that a step allocates none. Zeroed at first. */
+typedef struct fc_transfer {
+    void *descriptors;
+    size_t capacity; /* in bytes */
+} fc_transfer;
+
+void fc_transfer_fini(fc_transfer *t);
+
 /* Casts and packs the shards into row `row` of buffer (rows of plan->row_numel elements of
  * plan->dtype). */
-FC_CHECK fc_status fc_transfer_pack(fc_gather_plan *plan, fc_param *const *params,
-                                    fct_tensor *buffer, int64_t row, fc_error *err);
+FC_CHECK fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan,
+                                    fc_param *const *params, fct_tensor *buffer, int64_t row,
+                                    fc_error *err);
 /* Casts every shard straight into its flat tensor: the unshard of a group of one rank. */
-FC_CHECK fc_status fc_transfer_fill(fc_gather_plan *plan, fc_param *const *params,
-                                    fct_device device, fc_error *err);
+FC_CHECK fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan,
+                                    fc_param *const *params, fct_device device, fc_error *err);
 /* Copies the gathered rows (plan->world of them) out into the flat tensors of the parameters. */
-FC_CHECK fc_status fc_transfer_unpack(fc_gather_plan *plan, fc_param *const *params,
-                                      const fct_tensor *buffer, fc_error *err);
+FC_CHECK fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan,
+                                      fc_param *const *params, const fct_tensor *buffer,
+                                      fc_error *err);
 /* Casts and packs the plan's gradients into buffer: `world` rows of plan->row_numel elements. */
-FC_CHECK fc_status fc_transfer_pack_gradients(fc_reduce_plan *plan, int64_t world,
-                                              fct_tensor *buffer, fc_error *err);
+FC_CHECK fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan,
+                                              int64_t world, fct_tensor *buffer, fc_error *err);
 
 #endif

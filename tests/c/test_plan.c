@@ -44,13 +44,11 @@ static void shards_stand_one_after_the_other_in_a_row(void **state) {
     assert_int_equal(plan.dtype, FCK_FLOAT32);
     assert_int_equal(plan.row_numel, 9 + 2); /* padded: 3 of 6 rows, 2 of 4 elements */
     assert_int_equal(plan.row_bytes, 44);
-    assert_int_equal(plan.offsets[0], 0);
-    assert_int_equal(plan.offsets[1], 36);
-    assert_int_equal(plan.segments[0].count, 9);
-    assert_int_equal(plan.segments[1].count, 2);
-    assert_int_equal(plan.column_count, 2);
-    assert_int_equal(plan.columns[1].offset, 36);
-    assert_int_equal(plan.columns[1].bytes, 8);
+    assert_int_equal(plan.slots[0].offset, 0);
+    assert_int_equal(plan.slots[1].offset, 36);
+    assert_int_equal(plan.slots[0].numel, 9);
+    assert_int_equal(plan.slots[1].numel, 2);
+    assert_int_equal(plan.blocks, 2);
     assert_true(plan.native);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
@@ -64,9 +62,8 @@ static void shards_are_cast_to_the_compute_type_on_the_way(void **state) {
     fc_gather_plan plan = gather_plan_of(params, 1);
     assert_int_equal(plan.dtype, FCK_BFLOAT16);
     assert_int_equal(plan.row_bytes, 4);
-    assert_int_equal(plan.segments[0].src_dtype, FCK_FLOAT32);
-    assert_int_equal(plan.segments[0].itemsize, 4);
-    assert_int_equal(plan.segments[0].dst_dtype, FCK_BFLOAT16);
+    assert_int_equal(plan.slots[0].source, FCK_FLOAT32);
+    assert_int_equal(plan.slots[0].compute, FCK_BFLOAT16);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
 }
@@ -80,26 +77,25 @@ static void several_compute_types_travel_as_bytes(void **state) {
     assert_int_equal(plan.dtype, FCK_UINT8);
     assert_int_equal(plan.row_numel, 2 + 8);
     assert_int_equal(plan.row_bytes, 2 + 8);
-    assert_int_equal(plan.offsets[1], 2);
+    assert_int_equal(plan.slots[1].offset, 2);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
     fc_param_fini(&b);
 }
 
-static void another_dim_has_a_column_for_each_outer_block(void **state) {
+static void another_dim_has_a_slot_of_several_blocks(void **state) {
     (void)state;
     const int64_t sizes[3] = {3, 4, 2};
     fc_param a = vector("a", 2, FCK_FLOAT32, FCT_NO_DTYPE);
     fc_param b = param_of("b", 3, sizes, 1, FCK_FLOAT32, FCT_NO_DTYPE);
     fc_param *params[2] = {&a, &b};
     fc_gather_plan plan = gather_plan_of(params, 2);
-    assert_int_equal(plan.column_count, 1 + 3);
-    assert_int_equal(plan.column_ends[0], 1);
-    assert_int_equal(plan.column_ends[1], 4);
-    for (size_t block = 0; block < 3; block++) {
-        assert_int_equal(plan.columns[1 + block].offset, 4 + 16 * block);
-        assert_int_equal(plan.columns[1 + block].bytes, 16); /* 2 of 4 rows of 2 floats */
-    }
+    assert_int_equal(plan.slots[0].outer, 1);
+    assert_int_equal(plan.slots[1].outer, 3);
+    assert_int_equal(plan.slots[1].offset, 4);
+    assert_int_equal(plan.slots[1].numel, 3 * 2 * 2); /* 2 of 4 rows of 2 floats each */
+    assert_int_equal(plan.blocks, 1 + 3);
+    assert_int_equal(plan.row_bytes, 4 + 48);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
     fc_param_fini(&b);
@@ -116,7 +112,7 @@ static void a_plan_is_built_anew_for_what_the_parameters_are_now(void **state) {
     b.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, &err), FC_OK);
     assert_int_equal(plan.row_bytes, 8);
-    assert_int_equal(plan.column_count, 2);
+    assert_int_equal(plan.blocks, 2);
     assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, false, &err), FC_OK);
     assert_int_equal(plan.row_bytes, 4);
     assert_int_equal(fc_gather_plan_build(&plan, params, 0, 2, false, &err), FC_OK);
@@ -141,7 +137,7 @@ static void a_smaller_group_gathers_what_forward_left_in_the_compute_type(void *
     a.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, true, &err), FC_OK);
     assert_int_equal(plan.row_numel, 3);
-    assert_int_equal(plan.segments[0].src_dtype, FCK_BFLOAT16);
+    assert_int_equal(plan.slots[0].source, FCK_BFLOAT16);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
 }
@@ -184,12 +180,12 @@ static void without_memory_there_is_no_plan_and_no_leak(void **state) {
     fc_param *params[1] = {&a};
     fc_error err = {""};
     sim_begin((sim_config){.seed = 1});
-    for (int64_t n = 1; n <= 5; n++) {
+    for (int64_t n = 1; n <= 2; n++) {
         fc_gather_plan plan = {.valid = false};
         sim_fault_arm(n, SIM_ONCE);
         fc_status status = fc_gather_plan_build(&plan, params, 1, 2, false, &err);
-        assert_int_equal(status, n <= 4 ? FC_ENOMEM : FC_OK);
-        assert_int_equal(plan.valid, n > 4);
+        assert_int_equal(status, n <= 1 ? FC_ENOMEM : FC_OK);
+        assert_int_equal(plan.valid, n > 1);
         fc_gather_plan_fini(&plan);
     }
     sim_end();
@@ -246,13 +242,10 @@ static void gradients_are_dealt_to_the_ranks_rows(void **state) {
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
     assert_int_equal(r.plan.dtype, FCK_FLOAT32);
     assert_int_equal(r.plan.row_numel, 9 + 2);
-    assert_int_equal(r.plan.gradient_count, 2);
-    assert_int_equal(r.plan.gradients[0].numel, 15);
-    assert_int_equal(r.plan.gradients[0].chunk, 9);
-    assert_int_equal(r.plan.gradients[0].offset, 0);
-    assert_int_equal(r.plan.gradients[1].numel, 3);
-    assert_int_equal(r.plan.gradients[1].chunk, 2);
-    assert_int_equal(r.plan.gradients[1].offset, 9);
+    assert_int_equal(r.plan.offsets[0], 0);
+    assert_int_equal(r.plan.offsets[1], 9);
+    assert_int_equal(r.plan.blocks, 2);
+    assert_true(r.plan.native);
     end(&r);
 }
 
@@ -272,18 +265,19 @@ static void the_reduce_type_goes_before_the_gradients_own(void **state) {
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_BFLOAT16));
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.foreign, &r.err), FC_OK);
     assert_int_equal(r.plan.dtype, FCK_FLOAT32);
-    assert_int_equal(r.plan.gradients[0].src_dtype, FCK_BFLOAT16);
-    assert_int_equal(r.plan.gradients[0].itemsize, 2);
+    assert_true(r.plan.native);
     end(&r);
 }
 
 /* What gradients of two types are reduced in where nothing else is asked for. */
 static fct_dtype reduced_in(fct_dtype first, fct_dtype second) {
     reduction r = begin();
+    bool floats = fck_can_cast(first, FCK_FLOAT32) != 0 && fck_can_cast(second, FCK_FLOAT32) != 0;
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, first));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, second));
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
     fct_dtype dtype = r.plan.dtype;
+    assert_int_equal(r.plan.native, floats);
     end(&r);
     return dtype;
 }
@@ -372,23 +366,17 @@ static void types_that_no_type_holds_need_a_reduce_type(void **state) {
     end(&r);
 }
 
-static void a_gradient_cut_on_another_dim_has_a_descriptor_for_each_block(void **state) {
+static void a_gradient_cut_on_another_dim_has_several_blocks(void **state) {
     (void)state;
     reduction r = begin();
     const int64_t sizes[2] = {3, 4};
-    fct_facts facts;
     fc_param p = param_of("p", 2, sizes, 1, FCK_FLOAT32, FCT_NO_DTYPE);
-    fct_tensor *grad = gradient_of(2, sizes, FCK_FLOAT32);
-    fct_tensor_facts(grad, &facts);
-    collect(&r.plan, &p, grad);
+    collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
+    collect(&r.plan, &p, gradient_of(2, sizes, FCK_FLOAT32));
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
-    assert_int_equal(r.plan.gradient_count, 3);
-    for (size_t block = 0; block < 3; block++) {
-        assert_ptr_equal(r.plan.gradients[block].src, (const char *)facts.data + 16 * block);
-        assert_int_equal(r.plan.gradients[block].numel, 4);
-        assert_int_equal(r.plan.gradients[block].chunk, 2);
-        assert_int_equal(r.plan.gradients[block].offset, 2 * block);
-    }
+    assert_int_equal(r.plan.blocks, 1 + 3);
+    assert_int_equal(r.plan.offsets[1], 2);
+    assert_int_equal(r.plan.row_numel, 2 + 6);
     fc_param_fini(&p);
     end(&r);
 }
@@ -399,15 +387,15 @@ static void a_gradient_that_is_not_contiguous_is_copied(void **state) {
     const int64_t turned_sizes[2] = {3, 5};
     const int64_t strides[2] = {1, 5};
     fct_facts facts;
+    fct_facts copied;
     fct_tensor *turned = gradient_of(2, turned_sizes, FCK_FLOAT32);
     collect(&r.plan, &r.matrix, sim_tensor_view(turned, 2, matrix_sizes, strides));
     fct_tensor_facts(turned, &facts);
     fct_tensor_release(turned);
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
-    assert_ptr_not_equal(r.plan.gradients[0].src, facts.data);
-    fct_tensor_facts(r.plan.grads[0], &facts);
-    assert_true(facts.contiguous);
-    assert_ptr_equal(r.plan.gradients[0].src, facts.data);
+    fct_tensor_facts(r.plan.grads[0], &copied);
+    assert_true(copied.contiguous);
+    assert_ptr_not_equal(copied.data, facts.data);
     end(&r);
 }
 
@@ -466,7 +454,7 @@ int main(void) {
         cmocka_unit_test(shards_stand_one_after_the_other_in_a_row),
         cmocka_unit_test(shards_are_cast_to_the_compute_type_on_the_way),
         cmocka_unit_test(several_compute_types_travel_as_bytes),
-        cmocka_unit_test(another_dim_has_a_column_for_each_outer_block),
+        cmocka_unit_test(another_dim_has_a_slot_of_several_blocks),
         cmocka_unit_test(a_plan_is_built_anew_for_what_the_parameters_are_now),
         cmocka_unit_test(a_smaller_group_gathers_what_forward_left_in_the_compute_type),
         cmocka_unit_test(a_cast_that_no_kernel_can_do_is_left_to_torch),
@@ -479,7 +467,7 @@ int main(void) {
         cmocka_unit_test(a_shard_that_does_not_fit_is_named_with_the_reason),
         cmocka_unit_test(a_real_reduce_type_is_that_of_the_parts_of_complex_gradients),
         cmocka_unit_test(types_that_no_type_holds_need_a_reduce_type),
-        cmocka_unit_test(a_gradient_cut_on_another_dim_has_a_descriptor_for_each_block),
+        cmocka_unit_test(a_gradient_cut_on_another_dim_has_several_blocks),
         cmocka_unit_test(a_gradient_that_is_not_contiguous_is_copied),
         cmocka_unit_test(a_gradient_of_another_size_is_named),
         cmocka_unit_test(a_gradient_whose_memory_was_freed_is_refused),

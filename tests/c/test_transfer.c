@@ -6,12 +6,15 @@
 
 #include "sim.h"
 
+enum { INT64 = 4 };
+
 /* Rank 1 of two, with a matrix of 3 rows (one of ours is padding) and a vector. */
 typedef struct fixture {
     fc_param matrix;
     fc_param vector;
     fc_param *params[2];
     fc_gather_plan plan;
+    fc_transfer transfer;
     fc_error err;
 } fixture;
 
@@ -44,6 +47,7 @@ static void begin(fixture *f, bool no_kernels, fct_dtype compute) {
 
 static void end(fixture *f) {
     fc_gather_plan_fini(&f->plan);
+    fc_transfer_fini(&f->transfer);
     fc_param_fini(&f->matrix);
     fc_param_fini(&f->vector);
     sim_end();
@@ -64,7 +68,8 @@ static void a_row_is_packed_and_no_other_touched(void **state) {
         const double packed[12] = {77, 77, 77, 77, 77, 77, 5, 6, 0, 0, 9, 10};
         begin(&f, no_kernels != 0, FCT_NO_DTYPE);
         fct_tensor *buffer = buffer_of(FCK_FLOAT32, 12);
-        assert_int_equal(fc_transfer_pack(&f.plan, f.params, buffer, 1, &f.err), FC_OK);
+        assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, buffer, 1, &f.err),
+                         FC_OK);
         sim_tensor_expect(buffer, packed, "the gather buffer");
         fct_tensor_release(buffer);
         end(&f);
@@ -77,7 +82,7 @@ static void it_is_cast_on_the_way(void **state) {
     const double packed[12] = {5, 6, 0, 0, 9, 10, 77, 77, 77, 77, 77, 77};
     begin(&f, false, FCK_BFLOAT16);
     fct_tensor *buffer = buffer_of(FCK_BFLOAT16, 12);
-    assert_int_equal(fc_transfer_pack(&f.plan, f.params, buffer, 0, &f.err), FC_OK);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, buffer, 0, &f.err), FC_OK);
     sim_tensor_expect(buffer, packed, "the gather buffer");
     fct_tensor_release(buffer);
     end(&f);
@@ -95,7 +100,7 @@ static void gathered_rows_become_whole_tensors(void **state) {
         for (int i = 0; i < 2; i++) {
             assert_int_equal(fc_param_alloc_flat(f.params[i], sim_device(), &facts, &f.err), FC_OK);
         }
-        assert_int_equal(fc_transfer_unpack(&f.plan, f.params, buffer, &f.err), FC_OK);
+        assert_int_equal(fc_transfer_unpack(&f.transfer, &f.plan, f.params, buffer, &f.err), FC_OK);
         sim_tensor_expect(f.matrix.flat, (const double[8]){1, 2, 3, 4, 5, 6, 0, 0}, "the matrix");
         sim_tensor_expect(f.vector.flat, (const double[4]){7, 8, 9, 10}, "the vector");
         fct_tensor_release(buffer);
@@ -119,12 +124,73 @@ static void gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros(void **s
         assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &foreign, &f.err), FC_OK);
         assert_false(foreign);
         fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
-        assert_int_equal(fc_transfer_pack_gradients(&plan, 2, buffer, &f.err), FC_OK);
+        assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 2, buffer, &f.err), FC_OK);
         sim_tensor_expect(buffer, packed, "the reduce buffer");
         fct_tensor_release(buffer);
         fc_reduce_plan_fini(&plan);
         end(&f);
     }
+}
+
+/* Of a matrix that is cut into columns. */
+static void gradients_cut_on_another_dim_are_dealt_block_by_block(void **state) {
+    (void)state;
+    for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
+        fixture f;
+        fc_param columns;
+        fc_reduce_plan plan = {.count = 0};
+        bool foreign = true;
+        const int64_t two_by_four[2] = {2, 4};
+        const double whole[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+        const double packed[8] = {1, 2, 5, 6, 3, 4, 7, 8};
+        begin(&f, no_kernels != 0, FCT_NO_DTYPE);
+        assert_int_equal(fc_param_init(&columns, NULL, 2, two_by_four, 1, 2, 1, &f.err), FC_OK);
+        assert_int_equal(fc_reduce_plan_reserve(&plan, 1), FC_OK);
+        plan.params[0] = &columns;
+        plan.grads[0] = sim_tensor_new(FCK_FLOAT32, 2, two_by_four, whole);
+        plan.count = 1;
+        assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &foreign, &f.err), FC_OK);
+        fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
+        assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 2, buffer, &f.err), FC_OK);
+        sim_tensor_expect(buffer, packed, "the reduce buffer");
+        fct_tensor_release(buffer);
+        fc_reduce_plan_fini(&plan);
+        fc_param_fini(&columns);
+        end(&f);
+    }
+}
+
+/* The casts are the transfer's: the plan and the gradient in it stay as they are. */
+static void what_no_kernel_can_cast_torch_does(void **state) {
+    (void)state;
+    fixture f;
+    fc_reduce_plan plan = {.count = 0};
+    bool foreign = true;
+    const int64_t three_by_two[2] = {3, 2};
+    const double packed[8] = {1, 2, 3, 4, 5, 6, 0, 0};
+    const double row[12] = {5, 6, 0, 0, 9, 10, 77, 77, 77, 77, 77, 77};
+    begin(&f, false, INT64);
+    assert_false(f.plan.native);
+    fct_tensor *rows = buffer_of(INT64, 12);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, rows, 0, &f.err), FC_OK);
+    sim_tensor_expect(rows, row, "the gather buffer");
+    assert_true(f.plan.valid);
+    assert_int_equal(f.plan.slots[0].source, FCK_FLOAT32);
+    assert_int_equal(fc_reduce_plan_reserve(&plan, 1), FC_OK);
+    plan.params[0] = &f.matrix;
+    plan.grads[0] = sim_tensor_new(INT64, 2, three_by_two, packed);
+    plan.count = 1;
+    assert_int_equal(fc_reduce_plan_lay_out(&plan, FCK_FLOAT32, &foreign, &f.err), FC_OK);
+    assert_false(plan.native);
+    fct_tensor *grad = plan.grads[0];
+    fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
+    assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 2, buffer, &f.err), FC_OK);
+    sim_tensor_expect(buffer, packed, "the reduce buffer");
+    assert_ptr_equal(plan.grads[0], grad);
+    fct_tensor_release(rows);
+    fct_tensor_release(buffer);
+    fc_reduce_plan_fini(&plan);
+    end(&f);
 }
 
 static void a_buffer_that_is_too_small_is_not_written(void **state) {
@@ -135,12 +201,12 @@ static void a_buffer_that_is_too_small_is_not_written(void **state) {
     const int64_t eleven[1] = {11};
     const int64_t stride[1] = {1};
     fct_tensor *part = sim_tensor_view(whole, 1, eleven, stride); /* whose storage has room */
-    assert_int_equal(fc_transfer_pack(&f.plan, f.params, part, 1, &f.err), FC_EINVAL);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, part, 1, &f.err), FC_EINVAL);
     assert_non_null(strstr(f.err.message, "does not fit its buffer"));
-    assert_int_equal(fc_transfer_unpack(&f.plan, f.params, part, &f.err), FC_EINVAL);
-    assert_int_equal(fc_transfer_pack(&f.plan, f.params, part, 0, &f.err), FC_OK);
+    assert_int_equal(fc_transfer_unpack(&f.transfer, &f.plan, f.params, part, &f.err), FC_EINVAL);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, part, 0, &f.err), FC_OK);
     fct_storage_free(whole);
-    assert_int_equal(fc_transfer_pack(&f.plan, f.params, part, 0, &f.err), FC_EINVAL);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, part, 0, &f.err), FC_EINVAL);
     fct_tensor_release(part);
     fct_tensor_release(whole);
     end(&f);
@@ -152,6 +218,8 @@ int main(void) {
         cmocka_unit_test(it_is_cast_on_the_way),
         cmocka_unit_test(gathered_rows_become_whole_tensors),
         cmocka_unit_test(gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros),
+        cmocka_unit_test(gradients_cut_on_another_dim_are_dealt_block_by_block),
+        cmocka_unit_test(what_no_kernel_can_cast_torch_does),
         cmocka_unit_test(a_buffer_that_is_too_small_is_not_written),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
