@@ -135,7 +135,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
 
     mesh_info: Any  # one of torch's classes of mesh infos
     _unsharded_dtensor_spec: DTensorSpec | None
-    _casts_gradient = False  # while torch's reduction hands out parts of a row of another dtype
 
     def __init__(
         self,
@@ -431,9 +430,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """``tensor`` (``sharded_size``), this rank's shard or its gradient, as a DTensor."""
         _check_size(tensor, self.sharded_size)
-        if self._casts_gradient:
-            tensor = tensor if self.orig_dtype.is_complex else torch.real(tensor)
-            tensor = tensor.to(self.orig_dtype).contiguous()
         return super().to_sharded_dtensor(tensor)
 
     def to_sharded_post_forward_dtensor(self, tensor: torch.Tensor) -> DTensor:

@@ -7,10 +7,9 @@ around them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -26,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     TrainingState,
 )
+from torch.distributed.tensor import DTensor
 
 import fsdp_c._C as _C
 
@@ -50,22 +50,27 @@ def _as_normal_tensors(function: Callable[..., None]) -> Callable[..., None]:
     return outside
 
 
-@contextlib.contextmanager
-def _dtype_of_gradients(params: list[Param]) -> Iterator[torch.dtype | None]:
-    """The dtype that torch's reduction casts the whole row to; ``None`` where the parameters have
-    several, and each casts its own part when it is handed it."""
-    several = len({param.orig_dtype for param in params}) > 1
-    pinned = [param.pin_memory for param in params]
-    for param in params:
-        param._casts_gradient = several
-        # What is copied to the CPU is to be there when it is cast.
-        param.pin_memory = param.pin_memory and not several
-    try:
-        yield None if several else params[0].orig_dtype
-    finally:
-        for param, was_pinned in zip(params, pinned):
-            param._casts_gradient = False
-            param.pin_memory = was_pinned
+class _CastingParam:
+    """A parameter as torch's reduction is handed it where the row has no dtype of its own.
+
+    Its part of the row is cast to its dtype when it becomes a gradient; all else is the parameter.
+    """
+
+    pin_memory = False  # what is copied to the CPU is to be there when it is cast
+
+    def __init__(self, param: Param) -> None:
+        vars(self)["_param"] = param
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._param, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._param, name, value)
+
+    def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
+        dtype = self._param.orig_dtype
+        real = tensor if dtype.is_complex else torch.real(tensor)
+        return self._param.to_sharded_dtensor(real.to(dtype).contiguous())
 
 
 @shows(stock.FSDPParamGroup)
@@ -413,24 +418,25 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             stream = self._all_reduce_hook_stream
         reduce_dtype = self._prepare_host_reduce(params, grads)
         hooked: list[torch.Tensor] = []
-        with _dtype_of_gradients(params) as dtype:
-            kept = stock.foreach_reduce(
-                params,  # type: ignore[arg-type]
-                grads,
-                self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None,  # type: ignore[arg-type]
-                comm.reduce_scatter_stream,
-                self._reduce_scatter_comm,
-                dtype,
-                reduce_dtype,
-                self.device,
-                self.gradient_divide_factor,
-                replicas,
-                stream,
-                self.all_reduce_grads,
-                self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
-                self._noting_hook(hooked),
-                self.force_sum_reduction_for_comms,
-            )
+        several = len({param.orig_dtype for param in params}) > 1
+        seen: list[Any] = [_CastingParam(p) for p in params] if several else [*params]
+        kept = stock.foreach_reduce(
+            seen,
+            grads,
+            self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None,  # type: ignore[arg-type]
+            comm.reduce_scatter_stream,
+            self._reduce_scatter_comm,
+            None if several else params[0].orig_dtype,
+            reduce_dtype,
+            self.device,
+            self.gradient_divide_factor,
+            replicas,
+            stream,
+            self.all_reduce_grads,
+            self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
+            self._noting_hook(hooked),
+            self.force_sum_reduction_for_comms,
+        )
         # (input, event, maybe a stream, event of all, all-reduced row, its event, partial row)
         row, _, partial = kept[-3:]
         if partial is not None:
