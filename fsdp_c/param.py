@@ -407,7 +407,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._copy_attributes(parameter, modules=False)
         return parameter
 
-    def _make_forward(self, data: torch.Tensor) -> nn.Parameter:
+    def _make_post_forward(self, data: torch.Tensor) -> nn.Parameter:
         """The parameter seen between forward and backward on the smaller mesh, over ``data``."""
         with torch.inference_mode(False), torch.no_grad():
             rows = torch.as_strided(

@@ -172,12 +172,12 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             found.append(("scatter", info.reduce_scatter_process_group, size, rank))
         if smaller is not None:
             size, rank = smaller.shard_mesh_size, smaller.shard_mesh_rank
-            found.append(("forward", smaller.shard_process_group, size, rank))
+            found.append(("post_forward", smaller.shard_process_group, size, rank))
         if isinstance(info, DDPMeshInfo):
             size, rank = info.replicate_mesh_size, info.replicate_mesh_rank
             found.append(("replicate", info.replicate_process_group, size, rank))
         links = {kind: self._link_to(kind, *rest) for kind, *rest in found}
-        for kind in ("shard", "scatter", "forward", "replicate"):
+        for kind in ("shard", "scatter", "post_forward", "replicate"):
             if kind in links or kind != "shard":
                 self._set_link(kind, *links.get(kind, (None, 1, 0, None)))
         self._update_hosted()

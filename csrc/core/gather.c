@@ -22,14 +22,14 @@ void fc_gather_fini(fc_gather *a) {
     fc_gather_abandon(a);
     fc_gather_forget_event(a);
     fc_gather_plan_fini(&a->plan);
-    fc_gather_plan_fini(&a->forward_plan);
+    fc_gather_plan_fini(&a->post_forward_plan);
     fc_transfer_fini(&a->transfer);
     memset(a, 0, sizeof *a);
 }
 
 void fc_gather_invalidate(fc_gather *a) {
     a->plan.valid = false;
-    a->forward_plan.valid = false;
+    a->post_forward_plan.valid = false;
 }
 
 /* ---- giving up ---- */
@@ -88,24 +88,24 @@ fc_status fc_gather_follow(fc_gather *a) {
 /* ---- start ---- */
 
 /* Builds the plan where it is not valid. */
-static fc_status renew_plan(fc_gather *a, bool forward, int64_t world) {
+static fc_status renew_plan(fc_gather *a, bool post_forward, int64_t world) {
     const fc_members *m = a->members;
-    fc_gather_plan *plan = forward ? &a->forward_plan : &a->plan;
-    return plan->valid
-               ? FC_OK
-               : fc_gather_plan_build(plan, m->params, m->count, world, forward, &m->comm->error);
+    fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
+    return plan->valid ? FC_OK
+                       : fc_gather_plan_build(plan, m->params, m->count, world, post_forward,
+                                              &m->comm->error);
 }
 
 /* Link, plan and order for a gather that is about to start. */
-static fc_status prepare_gather(fc_gather *a, bool forward, fc_flight *flight) {
+static fc_status prepare_gather(fc_gather *a, bool post_forward, fc_flight *flight) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
-    flight->link = forward ? &a->members->forward : &a->members->shard;
-    flight->plan = forward ? &a->forward_plan : &a->plan;
+    flight->link = post_forward ? &a->members->post_forward : &a->members->shard;
+    flight->plan = post_forward ? &a->post_forward_plan : &a->plan;
     if (flight->link->world > 1) {
         FC_TRY(fc_link_open(flight->link));
     }
-    FC_TRY(renew_plan(a, forward, flight->link->world));
+    FC_TRY(renew_plan(a, post_forward, flight->link->world));
     FC_TRY(fc_comm_gather_streams_wait(m->comm, a->resharded));
     fc_gather_forget_event(a);
     fc_comm_reap(m->comm);
@@ -146,7 +146,7 @@ done:
     return status;
 }
 
-static fc_status start_gather(fc_gather *a, bool forward, bool async_op, fc_lane lane) {
+static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc_lane lane) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
     fc_flight flight = {.active = true, .async_op = async_op};
@@ -158,7 +158,7 @@ static fc_status start_gather(fc_gather *a, bool forward, bool async_op, fc_lane
         a->flight = flight;
         goto done;
     }
-    FC_TRY(prepare_gather(a, forward, &flight));
+    FC_TRY(prepare_gather(a, post_forward, &flight));
     if (flight.link->world == 1 || flight.plan->row_bytes == 0) {
         a->flight = flight; /* nothing to send: wait copies straight from the shards */
         return FC_OK;
@@ -181,9 +181,9 @@ done:
 }
 
 /* Under functorch's transforms nothing here is to be wrapped. */
-fc_status fc_gather_start(fc_gather *a, bool forward, bool async_op, fc_lane lane) {
+fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_lane lane) {
     void *pause = fct_functorch_pause();
-    fc_status status = start_gather(a, forward, async_op, lane);
+    fc_status status = start_gather(a, post_forward, async_op, lane);
     fct_functorch_resume(pause);
     return status;
 }
@@ -230,7 +230,7 @@ static fc_status move_data(fc_gather *a) {
         FC_TRY_RAISED(m->host->copy_out(m->owner));
         return FC_OK;
     }
-    if (plan->world == 1 && !plan->forward) {
+    if (plan->world == 1 && !plan->post_forward) {
         bool aliased = false;
         FC_TRY(alias_all(a, &aliased));
         if (aliased) {
@@ -240,7 +240,7 @@ static fc_status move_data(fc_gather *a) {
     for (size_t i = 0; i < m->count; i++) {
         FC_TRY(fc_param_alloc_flat(m->params[i], m->device, &facts, &m->comm->error));
     }
-    FC_TRY(renew_plan(a, plan->forward, plan->world));
+    FC_TRY(renew_plan(a, plan->post_forward, plan->world));
     if (plan->world == 1) {
         FC_TRY(fc_transfer_fill(&a->transfer, plan, m->params, m->device, &m->comm->error));
     } else if (a->flight.buffer != NULL) {
@@ -364,13 +364,13 @@ done:
 
 /* ---- the smaller group's shards ---- */
 
-fc_status fc_gather_keep_forward(fc_gather *a) {
+fc_status fc_gather_keep_post_forward(fc_gather *a) {
     fc_status status = FC_OK;
     fc_members *m = a->members;
     for (size_t i = 0; i < m->count; i++) {
         fc_param *p = m->params[i];
-        FC_TRY(fc_param_keep_forward(p, m->device));
-        FC_TRY_RAISED(m->host->make_forward(p->owner, p->forward_data));
+        FC_TRY(fc_param_keep_post_forward(p, m->device));
+        FC_TRY_RAISED(m->host->make_post_forward(p->owner, p->post_forward_data));
     }
     if (m->comm->has_streams) {
         FC_TRY(fc_comm_record_into(m->comm, fct_stream_current(m->device), &a->resharded));
@@ -379,11 +379,11 @@ done:
     return status;
 }
 
-void fc_gather_drop_forward(fc_gather *a) {
+void fc_gather_drop_post_forward(fc_gather *a) {
     const fc_members *m = a->members;
     for (size_t i = 0; i < m->count; i++) {
-        (void)m->host->make_forward(m->params[i]->owner, NULL);
-        fc_param_drop_forward(m->params[i]);
+        (void)m->host->make_post_forward(m->params[i]->owner, NULL);
+        fc_param_drop_post_forward(m->params[i]);
     }
 }
 
@@ -424,7 +424,8 @@ fc_status fc_gather_check(const fc_gather *a, bool unsharded) {
         return fc_error_set(error, FC_ESTATE, "an inactive gather holds a buffer, work or event");
     }
     FC_TRY(fc_gather_plan_check(&a->plan, a->members->params, a->members->count, error));
-    FC_TRY(fc_gather_plan_check(&a->forward_plan, a->members->params, a->members->count, error));
+    FC_TRY(
+        fc_gather_plan_check(&a->post_forward_plan, a->members->params, a->members->count, error));
     for (size_t i = 0; i < a->members->count; i++) {
         FC_TRY(check_memory(a, i, unsharded));
     }

@@ -29,12 +29,12 @@ typedef struct fc_flight {
 } fc_flight;
 
 typedef struct fc_gather {
-    fc_members *members;         /* borrowed */
-    fc_gather_plan plan;         /* of the shards */
-    fc_gather_plan forward_plan; /* of the smaller group's shards, while forward left those */
-    fc_transfer transfer;        /* of both */
-    fct_event *resharded;        /* forward_data was copied; only with streams */
-    bool keep_storage;           /* unsharded memory is never freed: its addresses stay */
+    fc_members *members;              /* borrowed */
+    fc_gather_plan plan;              /* of the shards */
+    fc_gather_plan post_forward_plan; /* of the smaller group's shards, while forward left those */
+    fc_transfer transfer;             /* of both */
+    fct_event *resharded;             /* post_forward_data was copied; only with streams */
+    bool keep_storage;                /* unsharded memory is never freed: its addresses stay */
     fc_flight flight;
 } fc_gather;
 
@@ -48,9 +48,10 @@ void fc_gather_invalidate(fc_gather *a);
 
 /* Takes the shards that users have replaced; before each unshard. */
 FC_CHECK fc_status fc_gather_follow(fc_gather *a);
-/* Packs this rank's row and issues the collective; on failure nothing is in flight. `forward`: from
+/* Packs this rank's row and issues the collective; on failure nothing is in flight.
+ * `post_forward`: from
  * the smaller group's shards. */
-FC_CHECK fc_status fc_gather_start(fc_gather *a, bool forward, bool async_op, fc_lane lane);
+FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_lane lane);
 /* Makes the current stream (or the host) see the gathered rows. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
@@ -79,8 +80,8 @@ FC_CHECK fc_status fc_gather_note_requirements(fc_gather *a);
 
 /* Copies this rank's rows of the smaller group, and has the host make parameters of them. After a
  * failure some may have been made: drop them. */
-FC_CHECK fc_status fc_gather_keep_forward(fc_gather *a);
-void fc_gather_drop_forward(fc_gather *a);
+FC_CHECK fc_status fc_gather_keep_post_forward(fc_gather *a);
+void fc_gather_drop_post_forward(fc_gather *a);
 
 /* What must hold between transitions; FC_ESTATE with a message where it does not. `unsharded`: the
  * group's face now. */

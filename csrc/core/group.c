@@ -199,7 +199,7 @@ static fc_status note_requirements(fc_group *g) {
 /* The smaller group's shards are needed no more, where there are any. */
 static void drop_forward(fc_group *g) {
     if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
-        fc_gather_drop_forward(&g->gather);
+        fc_gather_drop_post_forward(&g->gather);
     }
 }
 
@@ -244,19 +244,19 @@ fc_status fc_group_to_sharded_post_forward(fc_group *g) {
     if (g->sharded_state != FC_UNSHARDED) {
         return FC_OK;
     }
-    if (g->members.forward.name == NULL) {
+    if (g->members.post_forward.name == NULL) {
         return fc_error_set(&g->members.comm->error, FC_ESTATE,
                             "there is no smaller group to reshard to after forward");
     }
     void *pause = fct_functorch_pause();
     FC_TRY(note_requirements(g));
-    FC_TRY(fc_gather_keep_forward(&g->gather));
+    FC_TRY(fc_gather_keep_post_forward(&g->gather));
     FC_TRY(swap_all(g, FC_SHARDED_POST_FORWARD));
     fc_gather_free(&g->gather);
     g->sharded_state = FC_SHARDED_POST_FORWARD;
 done:
     if (status != FC_OK) {
-        fc_gather_drop_forward(&g->gather);
+        fc_gather_drop_post_forward(&g->gather);
     }
     fct_functorch_resume(pause);
     return checked(g, check_face_and_memory, status);
@@ -267,7 +267,7 @@ fc_status fc_group_reshard(fc_group *g) {
         if (!g->settings.reshard_after_forward) {
             return FC_OK;
         }
-        if (g->members.forward.name != NULL) {
+        if (g->members.post_forward.name != NULL) {
             return fc_group_to_sharded_post_forward(g);
         }
     }

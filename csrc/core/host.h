@@ -30,7 +30,7 @@ typedef struct fc_host {
     /* Makes the parameter that modules see while resharded to the smaller group, over `data` (1-D,
      * this rank's padded rows of the forward layout). The host keeps it until it makes the next or
      * `data` is NULL: then it lets it go, and does not fail. */
-    int (*make_forward)(void *param, fct_tensor *data);
+    int (*make_post_forward)(void *param, fct_tensor *data);
     /* Registers one face of the parameter on every module that holds it. Fails only where a module
      * overrides __setattr__; a swap to what is registered already never fails. */
     int (*swap)(void *param, fc_sharded_state face);

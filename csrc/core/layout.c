@@ -40,11 +40,11 @@ fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, 
                          int64_t world, int64_t rank, fc_error *err) {
     fc_layout made = {.world = world, .rank = rank};
     if (ndim < 1 || dim < 0 || dim >= ndim) {
-        return fc_error_set(err, FC_EINVAL, "cannot shard dim %d of a tensor of %d dimensions",
+        return fc_error_set(err, FC_EASSERT, "cannot shard dim %d of a tensor of %d dimensions",
                             (int)dim, (int)ndim);
     }
     if (world < 1 || rank < 0 || rank >= world) {
-        return fc_error_set(err, FC_EINVAL, "rank %lld is not in [0, %lld)", (long long)rank,
+        return fc_error_set(err, FC_EASSERT, "rank %lld is not in [0, %lld)", (long long)rank,
                             (long long)world);
     }
     made.rows = sizes[dim];
@@ -60,12 +60,12 @@ fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, 
            fc_size_mul(made.padded_numel, made.outer, &made.padded_numel) &&
            fc_size_mul(made.padded_numel, world, &padded_total);
     if (!fits) {
-        return fc_error_set(err, FC_EINVAL,
+        return fc_error_set(err, FC_EASSERT,
                             "sizes of a tensor with %d dimensions are negative or overflow",
                             (int)ndim);
     }
     if (dim != 0 && made.rows % world != 0) {
-        return fc_error_set(err, FC_EINVAL,
+        return fc_error_set(err, FC_EASSERT,
                             "dim %d of size %lld cannot be cut into %lld equal parts", (int)dim,
                             (long long)made.rows, (long long)world);
     }

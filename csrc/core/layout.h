@@ -29,8 +29,8 @@ typedef struct fc_layout {
 bool fc_size_mul(int64_t a, int64_t b, int64_t *out);
 bool fc_size_add(int64_t a, int64_t b, int64_t *out);
 
-/* FC_EINVAL where ndim < 1, dim is not in [0, ndim), a size is negative, rank is not in [0, world),
- * a dim other than 0 is not divisible by world, or a product overflows. */
+/* FC_EASSERT where ndim < 1, dim is not in [0, ndim), a size is negative, rank is not in
+ * [0, world), a dim other than 0 is not divisible by world, or a product overflows. */
 FC_CHECK fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes,
                                   int32_t dim, int64_t world, int64_t rank, fc_error *err);
 

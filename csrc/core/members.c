@@ -23,7 +23,7 @@ void fc_members_fini(fc_members *m) {
     fc_link_fini(&m->shard);
     fc_link_fini(&m->scatter);
     fc_link_fini(&m->replicate);
-    fc_link_fini(&m->forward);
+    fc_link_fini(&m->post_forward);
     free((void *)m->params);
     memset(m, 0, sizeof *m);
 }

@@ -23,10 +23,10 @@ typedef struct fc_members {
     fc_param **params;   /* [count] owned array of borrowed parameters */
     size_t count;
     fct_device device;
-    fc_link shard;     /* gathers and reduce-scatters; world 1: neither */
-    fc_link scatter;   /* reduce-scatters where they have a group of their own */
-    fc_link replicate; /* all-reduces after the reduce-scatter (HSDP, replicate) */
-    fc_link forward;   /* gathers in backward, where forward reshards to a smaller group */
+    fc_link shard;        /* gathers and reduce-scatters; world 1: neither */
+    fc_link scatter;      /* reduce-scatters where they have a group of their own */
+    fc_link replicate;    /* all-reduces after the reduce-scatter (HSDP, replicate) */
+    fc_link post_forward; /* gathers in backward, where forward reshards to a smaller group */
 } fc_members;
 
 /* Takes the array of `count` borrowed parameters (freed by fini). */

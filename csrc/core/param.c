@@ -46,22 +46,22 @@ fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *s
     return FC_OK;
 }
 
-fc_status fc_param_init_forward(fc_param *p, const int64_t *sizes, int64_t world, int64_t rank,
-                                fc_error *err) {
+fc_status fc_param_init_post_forward(fc_param *p, const int64_t *sizes, int64_t world, int64_t rank,
+                                     fc_error *err) {
     fc_layout layout;
     fc_status status = fc_layout_init(&layout, p->ndim, sizes, 0, world, rank, err);
     if (status != FC_OK) {
         return status;
     }
     int64_t needed = layout.padded_numel * world;
-    p->forward_layout = layout;
+    p->post_forward_layout = layout;
     p->flat_numel = needed > p->flat_numel ? needed : p->flat_numel;
     return FC_OK;
 }
 
 void fc_param_fini(fc_param *p) {
     replace(&p->sharded_data, NULL);
-    replace(&p->forward_data, NULL);
+    replace(&p->post_forward_data, NULL);
     replace(&p->accumulated, NULL);
     replace(&p->partial, NULL);
     fc_param_forget_unsharded(p);
@@ -133,18 +133,19 @@ static const char *unfit(const fct_facts *facts, int64_t numel, fct_dtype dtype)
     return NULL;
 }
 
-fc_status fc_param_shard_facts(const fc_param *p, bool forward, fct_facts *facts, fc_error *err) {
+fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *facts,
+                               fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
-    const fct_tensor *data = forward ? p->forward_data : p->sharded_data;
-    int64_t numel = forward ? p->forward_layout.padded_numel : p->layout.padded_numel;
-    fct_dtype dtype = forward ? fc_param_compute_dtype(p) : p->orig_dtype;
+    const fct_tensor *data = post_forward ? p->post_forward_data : p->sharded_data;
+    int64_t numel = post_forward ? p->post_forward_layout.padded_numel : p->layout.padded_numel;
+    fct_dtype dtype = post_forward ? fc_param_compute_dtype(p) : p->orig_dtype;
     if (data == NULL) {
         return fc_error_set(err, FC_ESTATE, "parameter '%s' has no sharded data", name);
     }
     fct_tensor_facts(data, facts);
     const char *reason = unfit(facts, numel, dtype);
     if (reason != NULL) {
-        return fc_error_set(err, FC_EINVAL,
+        return fc_error_set(err, FC_EASSERT,
                             "the shard of parameter '%s' %s: %lld elements of %s in a storage of "
                             "%lld bytes; expected %lld of %s",
                             name, reason, (long long)facts->numel, fc_dtype_name(facts->dtype),
@@ -154,25 +155,25 @@ fc_status fc_param_shard_facts(const fc_param *p, bool forward, fct_facts *facts
     return FC_OK;
 }
 
-fc_status fc_param_keep_forward(fc_param *p, fct_device device) {
+fc_status fc_param_keep_post_forward(fc_param *p, fct_device device) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
     fct_tensor *copy = NULL;
-    const int64_t size[1] = {p->forward_layout.padded_numel};
+    const int64_t size[1] = {p->post_forward_layout.padded_numel};
     const int64_t stride[1] = {1};
     FC_TRY_RAISED(fct_tensor_empty(size[0], fc_param_compute_dtype(p), device, &copy));
     FC_TRY_RAISED(
-        fct_tensor_alias(p->flat, 1, size, stride, p->forward_layout.rank * size[0], &part));
+        fct_tensor_alias(p->flat, 1, size, stride, p->post_forward_layout.rank * size[0], &part));
     FC_TRY_RAISED(fct_tensor_copy(copy, part));
-    replace(&p->forward_data, copy);
+    replace(&p->post_forward_data, copy);
 done:
     fct_tensor_release(part);
     fct_tensor_release(copy);
     return status;
 }
 
-void fc_param_drop_forward(fc_param *p) {
-    replace(&p->forward_data, NULL);
+void fc_param_drop_post_forward(fc_param *p) {
+    replace(&p->post_forward_data, NULL);
 }
 
 fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can, fc_error *err) {
@@ -222,7 +223,7 @@ fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, 
     }
     fct_tensor_facts(p->flat, facts);
     if (facts->numel != numel || !fc_size_mul(numel, facts->itemsize, &bytes)) {
-        return fc_error_set(err, FC_EINVAL, "unsharded tensor of parameter '%s' was changed",
+        return fc_error_set(err, FC_EASSERT, "unsharded tensor of parameter '%s' was changed",
                             p->name != NULL ? p->name : "?");
     }
     if (facts->storage_bytes != bytes) {

@@ -16,10 +16,10 @@ typedef enum fc_sharded_state {
 struct fc_buckets;
 
 typedef struct fc_param {
-    void *owner;              /* the host's object; borrowed, outlives this struct's use */
-    const char *name;         /* for messages; borrowed from the owner, may be NULL */
-    fc_layout layout;         /* of the shard */
-    fc_layout forward_layout; /* of the smaller group's shard; world 0: no such resharding */
+    void *owner;                   /* the host's object; borrowed, outlives this struct's use */
+    const char *name;              /* for messages; borrowed from the owner, may be NULL */
+    fc_layout layout;              /* of the shard */
+    fc_layout post_forward_layout; /* of the smaller group's shard; world 0: no such resharding */
     int32_t ndim;
     int64_t *local_sizes; /* [ndim] this rank's shard; owned, one block with strides */
     int64_t *strides;     /* [ndim] of the shard, contiguous */
@@ -35,8 +35,8 @@ typedef struct fc_param {
                      the host */
     /* Counted references. */
     fct_tensor *sharded_data; /* flat, padded_numel elements: what is sent */
-    fct_tensor *forward_data; /* the same of forward_layout in the compute type, while resharded to
-                                 the smaller group; else NULL */
+    /* The same of post_forward_layout in the compute type, while resharded to a smaller group. */
+    fct_tensor *post_forward_data;
     fct_tensor *flat; /* flat_numel elements in the compute type; storage freed while sharded */
     fct_tensor
         *unsharded; /* the parameter over flat, ND; the leaf that autograd accumulates into */
@@ -50,13 +50,14 @@ typedef struct fc_param {
     bool awaited;               /* no gradient yet in this backward */
 } fc_param;
 
-/* Zeroes the struct and computes the layout: `dim` cut over `world` ranks. FC_EINVAL, FC_ENOMEM. */
+/* Zeroes the struct and computes the layout: `dim` cut over `world` ranks. FC_EASSERT,
+ * FC_ENOMEM. */
 FC_CHECK fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes,
                                  int32_t dim, int64_t world, int64_t rank, fc_error *err);
 /* Between forward and backward the parameter may be resharded to a smaller group: dim 0 of the
  * `ndim` sizes given to init, over `world` ranks. Before the first unshard. */
-FC_CHECK fc_status fc_param_init_forward(fc_param *p, const int64_t *sizes, int64_t world,
-                                         int64_t rank, fc_error *err);
+FC_CHECK fc_status fc_param_init_post_forward(fc_param *p, const int64_t *sizes, int64_t world,
+                                              int64_t rank, fc_error *err);
 void fc_param_fini(fc_param *p); /* releases everything; safe on a zeroed struct */
 
 /* Each takes a new reference to its argument and drops the old one. NULL is fine. */
@@ -71,12 +72,12 @@ void fc_param_forget_unsharded(fc_param *p);
 /* The type that is gathered and computed in. */
 fct_dtype fc_param_compute_dtype(const fc_param *p);
 /* Checks the shard and reads its facts: padded_numel contiguous elements of orig_dtype inside their
- * storage. `forward`: the smaller group's shard, in the compute type. */
-FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool forward, fct_facts *facts,
+ * storage. `post_forward`: the smaller group's shard, in the compute type. */
+FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *facts,
                                         fc_error *err);
-/* Copies this rank's part of flat into a new forward_data. */
-FC_CHECK fc_status fc_param_keep_forward(fc_param *p, fct_device device);
-void fc_param_drop_forward(fc_param *p);
+/* Copies this rank's part of flat into a new post_forward_data. */
+FC_CHECK fc_status fc_param_keep_post_forward(fc_param *p, fct_device device);
+void fc_param_drop_post_forward(fc_param *p);
 /* Whether flat may be the shard's own memory: that has all of the parameter in the compute type on
  * `device`. */
 FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can,

@@ -11,8 +11,8 @@ void fc_gather_plan_fini(fc_gather_plan *plan) {
     memset(plan, 0, sizeof *plan);
 }
 
-static const fc_layout *layout_of(const fc_param *p, bool forward) {
-    return forward ? &p->forward_layout : &p->layout;
+static const fc_layout *layout_of(const fc_param *p, bool post_forward) {
+    return post_forward ? &p->post_forward_layout : &p->layout;
 }
 
 static fc_status reserve_slots(fc_gather_plan *plan, size_t count) {
@@ -34,10 +34,10 @@ static fc_status reserve_slots(fc_gather_plan *plan, size_t count) {
 /* The parameter's slot at `offset` of the row; *end is where it ends. */
 static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, int64_t offset,
                            int64_t *end, fc_error *err) {
-    const fc_layout *layout = layout_of(p, plan->forward);
+    const fc_layout *layout = layout_of(p, plan->post_forward);
     const char *name = p->name != NULL ? p->name : "?";
     fct_dtype compute = fc_param_compute_dtype(p);
-    fct_dtype source = plan->forward ? compute : p->orig_dtype;
+    fct_dtype source = plan->post_forward ? compute : p->orig_dtype;
     int32_t size = fc_dtype_size(compute);
     int64_t bytes = 0;
     int64_t total = 0;
@@ -47,7 +47,7 @@ static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, in
     }
     if (!fc_size_mul(layout->padded_numel, size, &bytes) || !fc_size_add(offset, bytes, end) ||
         !fc_size_mul(*end, plan->world, &total)) {
-        return fc_error_set(err, FC_EINVAL, "the gather buffer's size overflows at parameter '%s'",
+        return fc_error_set(err, FC_EASSERT, "the gather buffer's size overflows at parameter '%s'",
                             name);
     }
     plan->slots[i] = (fc_slot){.offset = offset,
@@ -61,7 +61,7 @@ static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, in
 }
 
 fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
-                               int64_t world, bool forward, fc_error *err) {
+                               int64_t world, bool post_forward, fc_error *err) {
     fc_status status = reserve_slots(plan, count);
     if (status != FC_OK) {
         return status;
@@ -70,7 +70,7 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     bool uniform = true;
     plan->valid = false;
     plan->native = true;
-    plan->forward = forward;
+    plan->post_forward = post_forward;
     plan->world = world;
     plan->blocks = 0;
     for (size_t i = 0; i < count; i++) {
@@ -94,9 +94,9 @@ fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *para
         const fc_param *p = params[i];
         const fc_slot *slot = &plan->slots[i];
         fct_dtype compute = fc_param_compute_dtype(p);
-        current = slot->numel == layout_of(p, plan->forward)->padded_numel &&
+        current = slot->numel == layout_of(p, plan->post_forward)->padded_numel &&
                   slot->compute == compute &&
-                  slot->source == (plan->forward ? compute : p->orig_dtype);
+                  slot->source == (plan->post_forward ? compute : p->orig_dtype);
     }
     return current ? FC_OK : fc_error_set(err, FC_ESTATE, "a gather plan is stale");
 }
@@ -150,7 +150,7 @@ static fc_status check_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts
         fct_tensor_facts(copy, facts);
     }
     if (facts->numel != p->layout.numel) {
-        return fc_error_set(err, FC_EINVAL,
+        return fc_error_set(err, FC_EASSERT,
                             "the gradient of parameter '%s' has %lld elements; expected %lld", name,
                             (long long)facts->numel, (long long)p->layout.numel);
     }
@@ -160,7 +160,7 @@ static fc_status check_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts
     if (!fc_size_mul(facts->numel, facts->itemsize, &end) ||
         !fc_size_add(end, facts->offset_bytes, &end) || end > facts->storage_bytes ||
         (facts->numel > 0 && facts->data == NULL)) {
-        return fc_error_set(err, FC_EINVAL,
+        return fc_error_set(err, FC_EASSERT,
                             "the gradient of parameter '%s' lies outside its storage", name);
     }
 done:
@@ -188,7 +188,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
         fct_dtype both = i == 0 ? facts.dtype : fc_dtype_wider(grad_dtype, facts.dtype);
         if (both == FCT_NO_DTYPE && reduce_dtype == FCT_NO_DTYPE) {
             return fc_error_set(
-                err, FC_EINVAL,
+                err, FC_EASSERT,
                 "FSDP reduce-scatter expects uniform gradient dtype but got {%s, %s}",
                 fc_dtype_name(grad_dtype), fc_dtype_name(facts.dtype));
         }
@@ -200,7 +200,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
         plan->blocks += (size_t)layout->outer;
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {
-            return fc_error_set(err, FC_EINVAL, "the reduce buffer's size overflows");
+            return fc_error_set(err, FC_EASSERT, "the reduce buffer's size overflows");
         }
     }
     plan->dtype = reduce_dtype == FCT_NO_DTYPE ? grad_dtype

@@ -26,8 +26,8 @@ typedef struct fc_slot {
 
 typedef struct fc_gather_plan {
     bool valid;
-    bool forward; /* of the shards on the smaller group that forward left behind */
-    bool native;  /* the kernels can do every cast; else torch copies do the packing */
+    bool post_forward; /* of the shards on the smaller group that forward left behind */
+    bool native;       /* the kernels can do every cast; else torch copies do the packing */
     fct_dtype dtype;
     int64_t world;     /* ranks that take part: rows of the buffer */
     int64_t row_numel; /* elements of dtype in a row */
@@ -49,10 +49,10 @@ typedef struct fc_reduce_plan {
     size_t blocks; /* of all gradients, once they are laid out */
 } fc_reduce_plan;
 
-/* Builds the plan anew from the parameters' layouts and dtypes. `forward`: from their forward
- * layouts. FC_ENOMEM, FC_EINVAL, FC_EVALUE. */
+/* Builds the plan anew from the parameters' layouts and dtypes. `post_forward`: from their
+ * post-forward layouts. FC_ENOMEM, FC_EASSERT, FC_EVALUE. */
 FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
-                                        int64_t world, bool forward, fc_error *err);
+                                        int64_t world, bool post_forward, fc_error *err);
 /* Whether a valid plan is what would be built now: FC_ESTATE with a message where it is not. */
 FC_CHECK fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *params,
                                         size_t count, fc_error *err);
@@ -62,7 +62,7 @@ void fc_gather_plan_fini(fc_gather_plan *plan);
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
 /* Lays out the collected gradients: checks them, fills offsets and row_numel. *foreign: one is of a
  * kind that only the host can read; nothing is laid out then. Without a reduce dtype the widest of
- * the gradients' is taken. FC_EINVAL where there is none. A real reduce dtype is that of the parts
+ * the gradients' is taken. FC_EASSERT where there is none. A real reduce dtype is that of the parts
  * of complex gradients. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           bool *foreign, fc_error *err);

@@ -10,7 +10,7 @@
     X(FC_ERAISED, -1, "the exception that the boundary or host set")                               \
     X(FC_ENOMEM, -2, "MemoryError")                                                                \
     X(FC_ESTATE, -3, "RuntimeError")                                                               \
-    X(FC_EINVAL, -4, "AssertionError")                                                             \
+    X(FC_EASSERT, -4, "AssertionError")                                                            \
     X(FC_EVALUE, -5, "ValueError")
 
 typedef enum fc_status {

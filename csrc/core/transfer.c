@@ -51,7 +51,7 @@ static fc_status check_extent(const fct_facts *facts, int64_t bytes, fc_error *e
     if (!facts->strided || !facts->contiguous || facts->numel * facts->itemsize < bytes ||
         !fc_size_add(facts->offset_bytes, bytes, &end) || end > facts->storage_bytes ||
         (bytes > 0 && facts->data == NULL)) {
-        return fc_error_set(err, FC_EINVAL, "a transfer of %lld bytes does not fit its buffer",
+        return fc_error_set(err, FC_EASSERT, "a transfer of %lld bytes does not fit its buffer",
                             (long long)bytes);
     }
     return FC_OK;
@@ -86,7 +86,7 @@ static fc_status no_kernels(fc_error *err) {
 }
 
 static fct_tensor *source_of(const fc_gather_plan *plan, const fc_param *p) {
-    return plan->forward ? p->forward_data : p->sharded_data;
+    return plan->post_forward ? p->post_forward_data : p->sharded_data;
 }
 
 /* Whether a kernel takes the segment: it moves anything, but converts only types that it knows, and
@@ -160,9 +160,9 @@ done:
 /* The shard's facts; a kernel can read it only on its own device. */
 static fc_status source_facts(const fc_gather_plan *plan, const fc_param *p, bool for_kernel,
                               fct_device device, fct_facts *facts, fc_error *err) {
-    fc_status status = fc_param_shard_facts(p, plan->forward, facts, err);
+    fc_status status = fc_param_shard_facts(p, plan->post_forward, facts, err);
     if (status == FC_OK && for_kernel && facts->device.type != device.type) {
-        return fc_error_set(err, FC_EINVAL,
+        return fc_error_set(err, FC_EASSERT,
                             "sharded data of parameter '%s' is not on its group's device any more",
                             p->name != NULL ? p->name : "?");
     }

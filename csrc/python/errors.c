@@ -14,7 +14,7 @@ int fcpy_raise(fc_status status, const char *message) {
         PyErr_NoMemory();
         return -1;
     }
-    if (status == FC_EINVAL) {
+    if (status == FC_EASSERT) {
         type = PyExc_AssertionError;
     } else if (status == FC_EVALUE) {
         type = PyExc_ValueError;

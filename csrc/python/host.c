@@ -52,17 +52,17 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
     return 0;
 }
 
-static int host_make_forward(void *owner, fct_tensor *data) {
+static int host_make_post_forward(void *owner, fct_tensor *data) {
     fcpy_param *self = (fcpy_param *)owner;
     PyObject *made = NULL;
     if (data != NULL) {
-        made = call_with_tensor((PyObject *)self, self->mod->names._make_forward, data);
+        made = call_with_tensor((PyObject *)self, self->mod->names._make_post_forward, data);
         if (made == NULL) {
             return -1;
         }
     }
-    PyObject *old = self->forward_param;
-    self->forward_param = made;
+    PyObject *old = self->post_forward_param;
+    self->post_forward_param = made;
     fcpy_retire(self->mod, old);
     return 0;
 }
@@ -71,7 +71,7 @@ static PyObject *face_of(const fcpy_param *self, fc_sharded_state face) {
     if (face == FC_UNSHARDED) {
         return self->unsharded_param;
     }
-    return face == FC_SHARDED ? self->sharded_param : self->forward_param;
+    return face == FC_SHARDED ? self->sharded_param : self->post_forward_param;
 }
 
 static int host_swap(void *owner, fc_sharded_state face) {
@@ -374,7 +374,7 @@ static int host_finalize(void *owner) {
 
 const fc_host fcpy_host = {
     .make_unsharded = host_make_unsharded,
-    .make_forward = host_make_forward,
+    .make_post_forward = host_make_post_forward,
     .swap = host_swap,
     .swap_by_method = host_swap_by_method,
     .requires_grad = host_requires_grad,

@@ -28,7 +28,7 @@
     X(grad)                                                                                        \
     X(requires_grad)                                                                               \
     X(_make_unsharded)                                                                             \
-    X(_make_forward)                                                                               \
+    X(_make_post_forward)                                                                          \
     X(_get_grad_inner_tensor)                                                                      \
     X(to_sharded)                                                                                  \
     X(to_sharded_post_forward)                                                                     \
@@ -99,8 +99,9 @@ typedef struct fcpy_param {
     PyObject_HEAD
     fc_param core;
     fcpy_module *mod;
-    PyObject *sharded_param;   /* the DTensor parameter */
-    PyObject *forward_param;   /* the one registered while resharded to a smaller mesh, or NULL */
+    PyObject *sharded_param; /* the DTensor parameter */
+    PyObject
+        *post_forward_param;   /* the one registered while resharded to a smaller mesh, or NULL */
     PyObject *unsharded_param; /* the one used for computation; NULL before the first unshard */
     PyObject
         *outputs; /* list of the gather's outputs where the host made others than the core would */
@@ -139,7 +140,13 @@ typedef struct fcpy_iteration {
 } fcpy_iteration;
 
 /* The process groups of a parameter group. */
-enum { FCPY_LINK_SHARD, FCPY_LINK_SCATTER, FCPY_LINK_REPLICATE, FCPY_LINK_FORWARD, FCPY_LINKS };
+enum {
+    FCPY_LINK_SHARD,
+    FCPY_LINK_SCATTER,
+    FCPY_LINK_REPLICATE,
+    FCPY_LINK_POST_FORWARD,
+    FCPY_LINKS
+};
 
 typedef struct fcpy_group {
     PyObject_HEAD

@@ -60,13 +60,14 @@ static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     int dim = 0;
     long long world = 0;
     long long rank = 0;
-    long long forward_world = 0;
-    long long forward_rank = 0;
+    long long post_forward_world = 0;
+    long long post_forward_rank = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OiLL|O", keywords, &sizes, &dim, &world, &rank,
                                      &forward)) {
         return -1;
     }
-    if (forward != Py_None && !PyArg_ParseTuple(forward, "LL", &forward_world, &forward_rank)) {
+    if (forward != Py_None &&
+        !PyArg_ParseTuple(forward, "LL", &post_forward_world, &post_forward_rank)) {
         return -1;
     }
     int ndim = parse_sizes(sizes, shape);
@@ -77,7 +78,8 @@ static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     fc_status status =
         fc_param_init(&made, self, (int32_t)ndim, shape, (int32_t)dim, world, rank, &error);
     if (status == FC_OK && forward != Py_None) {
-        status = fc_param_init_forward(&made, shape, forward_world, forward_rank, &error);
+        status =
+            fc_param_init_post_forward(&made, shape, post_forward_world, post_forward_rank, &error);
     }
     if (status == FC_OK && self->core.owner != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "a parameter is initialised once");
@@ -97,7 +99,7 @@ static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
     fcpy_param *self = (fcpy_param *)obj;
     Py_VISIT(Py_TYPE(obj));
     Py_VISIT(self->sharded_param);
-    Py_VISIT(self->forward_param);
+    Py_VISIT(self->post_forward_param);
     Py_VISIT(self->unsharded_param);
     Py_VISIT(self->outputs);
     Py_VISIT(self->spec);
@@ -129,7 +131,7 @@ static void param_dealloc(PyObject *obj) {
     (void)param_clear(obj);
     fc_param_fini(&self->core);
     Py_CLEAR(self->sharded_param);
-    Py_CLEAR(self->forward_param);
+    Py_CLEAR(self->post_forward_param);
     Py_CLEAR(self->unsharded_param);
     Py_CLEAR(self->seen.local);
     Py_CLEAR(self->fqn);
@@ -283,15 +285,15 @@ static int set_all_gather_outputs(PyObject *obj, PyObject *value, void *closure)
     return 0;
 }
 
-static PyObject *get_forward_param(PyObject *obj, void *closure) {
+static PyObject *get_post_forward_param(PyObject *obj, void *closure) {
     (void)closure;
     const fcpy_param *self = (fcpy_param *)obj;
-    return fcpy_or_none(self->core.forward_data != NULL ? self->forward_param : NULL);
+    return fcpy_or_none(self->core.post_forward_data != NULL ? self->post_forward_param : NULL);
 }
 
-static PyObject *get_forward_data(PyObject *obj, void *closure) {
+static PyObject *get_post_forward_data(PyObject *obj, void *closure) {
     (void)closure;
-    return tensor_or_none(((fcpy_param *)obj)->core.forward_data);
+    return tensor_or_none(((fcpy_param *)obj)->core.post_forward_data);
 }
 
 static PyObject *get_hosted(PyObject *obj, void *closure) {
@@ -389,7 +391,7 @@ static PyGetSetDef param_getset[] = {
     {"unsharded_param", get_unsharded_param, NULL, "The same as _unsharded_param.", NULL},
     {"all_gather_outputs", get_all_gather_outputs, set_all_gather_outputs,
      "List of the 1-D tensors behind the unsharded parameter, [] before the first unshard.", NULL},
-    {"_sharded_post_forward_param", get_forward_param, NULL,
+    {"_sharded_post_forward_param", get_post_forward_param, NULL,
      "The parameter registered while resharded to a smaller mesh, or None.", NULL},
     {"_hosted", get_hosted, set_hosted,
      "Whether _free_hosted() is to be called when the parameter is resharded.", NULL},
@@ -416,8 +418,8 @@ static PyGetSetDef param_getset[] = {
     {"local_rows", get_count, NULL, "Rows of this rank's shard.", PARAM_OFFSET(layout.local_rows)},
     {"rows", get_count, NULL, "Rows of the whole parameter.", PARAM_OFFSET(layout.rows)},
     /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
-    {"_sharded_post_forward_param_data", get_forward_data, NULL, "1-D tensor behind it, or None.",
-     NULL},
+    {"_sharded_post_forward_param_data", get_post_forward_data, NULL,
+     "1-D tensor behind it, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

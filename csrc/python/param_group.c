@@ -79,7 +79,7 @@ static int mark_params(PyObject *params) {
 }
 
 static fc_link *link_at(fc_members *m, int index) {
-    fc_link *const links[FCPY_LINKS] = {&m->shard, &m->scatter, &m->replicate, &m->forward};
+    fc_link *const links[FCPY_LINKS] = {&m->shard, &m->scatter, &m->replicate, &m->post_forward};
     return links[index];
 }
 
@@ -92,7 +92,8 @@ static int check_link(PyObject *params, int index, PyObject *name, long long wor
     for (Py_ssize_t i = 0; index != FCPY_LINK_REPLICATE && sharded && i < PyTuple_GET_SIZE(params);
          i++) {
         const fc_param *p = &((fcpy_param *)PyTuple_GET_ITEM(params, i))->core;
-        const fc_layout *layout = index == FCPY_LINK_FORWARD ? &p->forward_layout : &p->layout;
+        const fc_layout *layout =
+            index == FCPY_LINK_POST_FORWARD ? &p->post_forward_layout : &p->layout;
         fits = fits && layout->world == world && layout->rank == rank;
     }
     if (!fits) {
@@ -328,7 +329,7 @@ static PyObject *group_invalidate(PyObject *obj, PyObject *unused) {
 
 /* _set_link(kind, name, world, rank, group=None) */
 static PyObject *group_set_link(PyObject *obj, PyObject *args) {
-    static const char *const kinds[FCPY_LINKS] = {"shard", "scatter", "replicate", "forward"};
+    static const char *const kinds[FCPY_LINKS] = {"shard", "scatter", "replicate", "post_forward"};
     const char *kind = NULL;
     PyObject *name = NULL;
     long long world = 0;
@@ -377,7 +378,8 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
 static PyMethodDef group_methods[] = {
     {"_set_link", group_set_link, METH_VARARGS,
      "_set_link(kind, name, world, rank, group=None): the process group for 'shard', 'scatter', "
-     "'replicate' or 'forward' collectives, looked up by name where it is not given; name None: "
+     "'replicate' or 'post_forward' collectives, looked up by name where it is not given; name "
+     "None: "
      "none."},
     {"_set_unit", group_set_unit, METH_VARARGS,
      "_set_unit(unit, index, siblings): which of the groups of one fully_shard call this is."},

@@ -256,7 +256,8 @@ FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 FCT_CHECK int fct_py_device(struct _object *obj, fct_device *out);
 /* tensor.to(dtype) WITH autograd history (differentiable); new. For forward inputs and outputs. */
 FCT_CHECK int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
-/* True while functorch transforms are active on this thread, and torch's own FSDP2 has hooks that go through them (since 2.13). */
+/* True while functorch transforms are active on this thread, and torch's own FSDP2 has hooks that
+ * go through them (since 2.13). */
 bool fct_functorch_hooked(void);
 /* Takes this thread out of functorch's transforms, so that tensors are plain ones; NULL where none
  * is active. resume ends that; NULL is fine. Strictly nested. */

@@ -77,7 +77,7 @@ void sim_write_row(void *context, int64_t rank, void *row, int64_t bytes) {
 
 void sim_write_forward_row(void *context, int64_t rank, void *row, int64_t bytes) {
     const sim_group *g = (const sim_group *)context;
-    write_shards(g, true, g->core.members.forward.world, rank, row, bytes);
+    write_shards(g, true, g->core.members.post_forward.world, rank, row, bytes);
 }
 
 double sim_gradient_weight(const sim_scenario *s) {

@@ -43,16 +43,16 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
     return 0;
 }
 
-static int host_make_forward(void *owner, fct_tensor *data) {
+static int host_make_post_forward(void *owner, fct_tensor *data) {
     sim_param *p = (sim_param *)owner;
-    if (data != NULL && sim_fault(SIM_FAULT_HOST, "make_forward")) {
+    if (data != NULL && sim_fault(SIM_FAULT_HOST, "make_post_forward")) {
         return -1;
     }
     if (data != NULL) {
         fct_tensor_retain(data);
     }
-    fct_tensor_release(p->forward);
-    p->forward = data;
+    fct_tensor_release(p->post_forward);
+    p->post_forward = data;
     return 0;
 }
 
@@ -62,7 +62,7 @@ static int host_swap(void *owner, fc_sharded_state face) {
                                        "swap to unsharded"};
     sim_param *p = (sim_param *)owner;
     if ((face == FC_UNSHARDED && p->unsharded == NULL) ||
-        (face == FC_SHARDED_POST_FORWARD && p->forward == NULL)) {
+        (face == FC_SHARDED_POST_FORWARD && p->post_forward == NULL)) {
         sim_fail("%s: nothing to register for a %s", p->name, what[face]);
         return 0;
     }
@@ -148,7 +148,7 @@ static int host_reduce_hook(void *group, fct_tensor *row) {
 
 const fc_host sim_host = {
     .make_unsharded = host_make_unsharded,
-    .make_forward = host_make_forward,
+    .make_post_forward = host_make_post_forward,
     .reduce_hook = host_reduce_hook,
     .grad_arrived = host_grad_arrived,
     .swap = host_swap,
@@ -181,9 +181,9 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     assert_int_equal(fc_param_init(&p->core, p, shape->ndim, shape->sizes, shape->dim, s->world,
                                    s->rank, &error),
                      FC_OK);
-    if (s->forward_world > 0) {
-        assert_int_equal(fc_param_init_forward(&p->core, shape->sizes, s->forward_world,
-                                               s->rank % s->forward_world, &error),
+    if (s->post_forward_world > 0) {
+        assert_int_equal(fc_param_init_post_forward(&p->core, shape->sizes, s->post_forward_world,
+                                                    s->rank % s->post_forward_world, &error),
                          FC_OK);
     }
     p->registered[0] = FC_SHARDED;
@@ -228,10 +228,10 @@ static void links_init(sim_group *g, const sim_scenario *s) {
         sim_pg_register(g->pg_names[2], s->replicas, s->replica, NULL, g);
         sim_pg_weigh(g->pg_names[2], world * (world + 1.0) / 2.0, world * world);
     }
-    if (s->forward_world > 0) {
-        fc_link_set(&g->core.members.forward, g->pg_names[3], s->forward_world,
-                    s->rank % s->forward_world);
-        sim_pg_register(g->pg_names[3], s->forward_world, s->rank % s->forward_world,
+    if (s->post_forward_world > 0) {
+        fc_link_set(&g->core.members.post_forward, g->pg_names[3], s->post_forward_world,
+                    s->rank % s->post_forward_world);
+        sim_pg_register(g->pg_names[3], s->post_forward_world, s->rank % s->post_forward_world,
                         sim_write_forward_row, g);
     }
 }
@@ -323,7 +323,7 @@ sim_model *sim_model_new(const sim_scenario *scenario) {
 static void param_fini(sim_param *p) {
     fc_param_fini(&p->core);
     fct_tensor_release(p->unsharded);
-    fct_tensor_release(p->forward);
+    fct_tensor_release(p->post_forward);
     fct_tensor_release(p->sharded);
     free(p->full);
     free(p->gradient);

@@ -37,7 +37,7 @@ typedef struct sim_scenario {
     int64_t rank;
     int64_t replicas; /* HSDP: shard groups that all-reduce among each other; 0: no such mesh */
     int64_t replica;  /* which of them this rank is in */
-    int64_t forward_world; /* resharding to a smaller group after forward; 0: none */
+    int64_t post_forward_world; /* resharding to a smaller group after forward; 0: none */
     size_t layers;
     size_t layer_groups; /* default 1 */
     size_t shape_count;
@@ -80,9 +80,9 @@ typedef struct sim_param {
     size_t contributions; /* how many there were */
     fct_tensor
         *sharded; /* the sharded parameter over this rank's elements; its .grad is the result */
-    fct_tensor *unsharded;   /* the host's reference */
-    fct_tensor *forward;     /* likewise: the parameter as the smaller group's shard */
-    fct_tensor *replacement; /* what a user has put in the place of the shard; owned, or NULL */
+    fct_tensor *unsharded;    /* the host's reference */
+    fct_tensor *post_forward; /* likewise: the parameter as the smaller group's shard */
+    fct_tensor *replacement;  /* what a user has put in the place of the shard; owned, or NULL */
     fc_sharded_state registered[2]; /* second slot only where tied */
     size_t seed;
 } sim_param;
@@ -90,7 +90,7 @@ typedef struct sim_param {
 typedef struct sim_group {
     fc_group core;
     char name[24];
-    char pg_names[4][32]; /* of the links shard, scatter, replicate, forward */
+    char pg_names[4][32]; /* of the links shard, scatter, replicate, post_forward */
     sim_param params[SIM_PARAMS_MAX];
     size_t count;
 } sim_group;

@@ -60,7 +60,7 @@ static void reductions_go_over_a_link_of_their_own_where_there_is_one(void **sta
 static void every_link_is_let_go_at_the_end(void **state) {
     (void)state;
     fc_members m = begin(&(const fc_host){.log = NULL}, false);
-    fc_link *const links[4] = {&m.shard, &m.scatter, &m.replicate, &m.forward};
+    fc_link *const links[4] = {&m.shard, &m.scatter, &m.replicate, &m.post_forward};
     sim_pg_register("world", 4, 2, NULL, NULL);
     for (size_t i = 0; i < 4; i++) {
         fc_link_set(links[i], "world", 4, 2);

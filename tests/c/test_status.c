@@ -19,7 +19,7 @@ static void a_long_message_is_cut_where_its_room_ends(void **state) {
     fc_error errors[2] = {{""}, {"the next one"}};
     memset(name, 'x', sizeof name - 1);
     name[sizeof name - 1] = '\0';
-    assert_int_equal(fc_error_set(&errors[0], FC_EINVAL, "%s", name), FC_EINVAL);
+    assert_int_equal(fc_error_set(&errors[0], FC_EASSERT, "%s", name), FC_EASSERT);
     assert_int_equal(strlen(errors[0].message), sizeof errors[0].message - 1);
     assert_string_equal(errors[1].message, "the next one");
 }
