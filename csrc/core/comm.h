@@ -38,15 +38,15 @@ typedef struct fc_comm {
     fct_stream reduce_stream;
     fct_stream all_reduce_stream;
     fc_kept_gather kept;
-    struct fc_reduction
-        *oldest; /* reductions in flight, oldest first; reduction.c owns the list's contents */
+    /* Reductions in flight, oldest first; reduction.c owns the list's contents. */
+    struct fc_reduction *oldest;
     struct fc_reduction *newest;
     size_t reductions;
     size_t max_reductions;   /* how many may stay in flight when the next one starts; at least 1 */
     fct_event *last_reduced; /* end of the latest reduction on reduce_stream */
     fct_event *last_all_reduced; /* the same on all_reduce_stream */
-    fc_kept_gather
-        kept_rows[2]; /* all-reduced rows, until reduce_stream has waited for their cast */
+    /* All-reduced rows, until reduce_stream has waited for their cast. */
+    fc_kept_gather kept_rows[2];
     fc_order order;
     fc_parked *parked;
     fct_event **free_events;

@@ -16,8 +16,8 @@ typedef struct fc_divide_rule {
     bool has_factor;  /* the user's divisor in place of the number of ranks */
     double factor;
     bool force_sum;
-    bool
-        has_premul; /* the backend can scale inside the collective; else inputs are scaled before */
+    /* The backend can scale inside the collective; else inputs are scaled before. */
+    bool has_premul;
 } fc_divide_rule;
 
 /* A divisor of 1: none. */

@@ -35,11 +35,12 @@ typedef struct fc_param {
                      the host */
     /* Counted references. */
     fct_tensor *sharded_data; /* flat, padded_numel elements: what is sent */
-    /* The same of post_forward_layout in the compute type, while resharded to a smaller group. */
+    /* The same of post_forward_layout in the compute type, while resharded to a smaller group; else
+     * NULL. */
     fct_tensor *post_forward_data;
     fct_tensor *flat; /* flat_numel elements in the compute type; storage freed while sharded */
-    fct_tensor
-        *unsharded; /* the parameter over flat, ND; the leaf that autograd accumulates into */
+    /* The parameter over flat, ND; the leaf that autograd accumulates into. */
+    fct_tensor *unsharded;
     fct_tensor *accumulated; /* partial gradient in reduce_dtype, of backwards without reduction */
     fct_tensor *partial;     /* padded_numel elements in the reduce type: reduce-scattered, but not
                                 all-reduced yet (HSDP) */

@@ -103,8 +103,8 @@ typedef struct fcpy_param {
     PyObject
         *post_forward_param;   /* the one registered while resharded to a smaller mesh, or NULL */
     PyObject *unsharded_param; /* the one used for computation; NULL before the first unshard */
-    PyObject
-        *outputs; /* list of the gather's outputs where the host made others than the core would */
+    /* List of the gather's outputs where the host made others than the core would. */
+    PyObject *outputs;
     PyObject *spec;          /* DTensorSpec of shard and gradient */
     struct {                 /* what the core's shard was taken from; see shard.c */
         PyObject *local;     /* sharded_param._local_tensor, counted; NULL: look again */
@@ -178,9 +178,9 @@ typedef struct fcpy_state {
     PyObject *backward_prefetch; /* of State */
     PyObject *iteration;         /* IterationContext */
     PyObject *comm;              /* CommContext */
-    PyObject *
-        modules_to_run; /* set: modules of a multi-module state that have not run in this forward */
-    PyObject *is_root;  /* None, True or False */
+    /* Set: modules of a multi-module state that have not run in this forward. */
+    PyObject *modules_to_run;
+    PyObject *is_root;     /* None, True or False */
     fct_dtype input_dtype; /* cast of forward inputs; FCT_NO_DTYPE: none */
     fct_dtype output_dtype;
     bool moves_inputs;    /* as the iteration's root it puts its arguments on the device */

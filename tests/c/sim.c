@@ -1,5 +1,6 @@
-/* The simulation as a whole: its configuration, its random numbers, its log, the failures noted, and the small parts
- * of the boundary that have no noun of their own (autograd's flags, the profiler). */
+/* The simulation as a whole: its configuration, its random numbers, its log, the failures noted,
+ * and the small parts of the boundary that have no noun of their own (autograd's flags, the
+ * profiler). */
 #include "sim_internal.h"
 
 #include <stdio.h>
@@ -22,7 +23,8 @@ static bool recording;
 static fct_watch *watches; /* newest first */
 static fct_hook at_end;
 
-/* ASan's defaults suit programs that allocate less; ASAN_OPTIONS in the environment goes before these. */
+/* ASan's defaults suit programs that allocate less; ASAN_OPTIONS in the environment goes before
+ * these. */
 const char *__asan_default_options(void);
 const char *__asan_default_options(void) {
     return "malloc_context_size=5:quarantine_size_mb=16:thread_local_quarantine_size_kb=64";

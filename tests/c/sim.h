@@ -1,18 +1,21 @@
-/* The simulated device and process groups: all of csrc/torch/torch_abi.h that the core calls, without torch and
- * without Python (autograd nodes and Python objects belong to csrc/python and are not here).
+/* The simulated device and process groups: all of csrc/torch/torch_abi.h that the core calls,
+ * without torch and without Python (autograd nodes and Python objects belong to csrc/python and are
+ * not here).
  *
- * Time. Everything that touches memory (kernels, copies, collectives, fresh allocations) is an operation on a stream.
- * On a device with streams operations are queued and executed later, in any order that streams and events allow,
- * drawn from the seed. On a device without streams the host executes its own at once and only collectives run late.
- * Vector clocks say which operation is ordered before which; a use of a buffer that is not ordered after what
- * produced it, or an allocation that may reuse memory still in use elsewhere, fails the test, however lucky the
+ * Time. Everything that touches memory (kernels, copies, collectives, fresh allocations) is an
+ * operation on a stream. On a device with streams operations are queued and executed later, in any
+ * order that streams and events allow, drawn from the seed. On a device without streams the host
+ * executes its own at once and only collectives run late. Vector clocks say which operation is
+ * ordered before which; a use of a buffer that is not ordered after what produced it, or an
+ * allocation that may reuse memory still in use elsewhere, fails the test, however lucky the
  * schedule was.
  *
- * Memory. Freed blocks go back to the pool of the stream that allocated them and are reused at once, filled with
- * bytes that are NaN in every floating type.
+ * Memory. Freed blocks go back to the pool of the stream that allocated them and are reused at
+ * once, filled with bytes that are NaN in every floating type.
  *
- * Peers. This process is one rank. What the others send is known: their shards by way of the process group's oracle,
- * their gradients because rank j's gradient is (j + 1) times the gradient of rank 0 (or as sim_pg_weigh() says).
+ * Peers. This process is one rank. What the others send is known: their shards by way of the
+ * process group's oracle, their gradients because rank j's gradient is (j + 1) times the gradient
+ * of rank 0 (or as sim_pg_weigh() says).
  *
  * Faults. Every call that may fail asks sim_fault() first; see sim_fault_arm().
  *
@@ -36,14 +39,15 @@
 typedef struct sim_config {
     uint64_t seed;
     bool streams; /* the device has streams */
-    bool
-        no_kernels; /* the device is neither CPU nor CUDA: the core has to copy through the boundary */
-    bool premul;    /* the backend can scale inside a collective */
+    /* The device is neither CPU nor CUDA: the core has to copy through the boundary. */
+    bool no_kernels;
+    bool premul;  /* the backend can scale inside a collective */
     bool profile; /* somebody records profiler ranges */
 } sim_config;
 
 void sim_begin(sim_config config);
-/* Runs what is still queued, then fails the test for every failure noted and for everything still alive. */
+/* Runs what is still queued, then fails the test for every failure noted and for everything
+ * still alive. */
 void sim_end(void);
 /* The same, and says what was simulated where it fails. */
 void sim_named_end(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -103,10 +107,12 @@ const char *sim_error_explanation(void);
 /* ---- data ---- */
 
 double sim_round(fct_dtype dtype, double value); /* to the nearest value of the type */
-/* New tensor of the given shape (contiguous, on the simulated device) holding values; cannot fail. */
+/* New tensor of the given shape (contiguous, on the simulated device) holding values; cannot
+ * fail. */
 fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes,
                            const double *values);
-/* Queued on the current stream: writes `values` into t (bumps its version), or checks that it holds them. */
+/* Queued on the current stream: writes `values` into t (bumps its version), or checks that it
+ * holds them. */
 void sim_tensor_write(fct_tensor *t, const double *values, const char *what);
 void sim_tensor_expect(const fct_tensor *t, const double *values, const char *what);
 /* Queued on the current stream: reads t and checks that there is no NaN in it. */
@@ -116,7 +122,8 @@ void sim_tensor_relocate(fct_tensor *t, fct_device device);
 /* New alias; cannot fail. */
 fct_tensor *sim_tensor_view(const fct_tensor *t, int32_t ndim, const int64_t *sizes,
                             const int64_t *strides);
-/* The values now, after everything queued before is done: the host waits. out has room for all elements. */
+/* The values now, after everything queued before is done: the host waits. out has room for all
+ * elements. */
 void sim_tensor_read(const fct_tensor *t, double *out);
 int64_t sim_tensor_numel(const fct_tensor *t);
 size_t sim_tensor_refs(const fct_tensor *t);
@@ -131,7 +138,8 @@ fct_tensor *sim_grad_peek(const fct_tensor *t); /* borrowed, NULL if none */
 typedef void (*sim_row_fn)(void *context, int64_t rank, void *row, int64_t bytes);
 /* A group that fct_pg_resolve() will find; name and context are borrowed until sim_end(). */
 void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn row, void *context);
-/* In its reductions rank k's values are base + k * step times a common unit; 1 and 1 if nobody says so. */
+/* In its reductions rank k's values are base + k * step times a common unit; 1 and 1 if nobody
+ * says so. */
 void sim_pg_weigh(const char *name, double base, double step);
 /* Collectives stay unfinished until someone waits for them or this is switched off. */
 void sim_collectives_stall(bool stall);

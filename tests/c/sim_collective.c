@@ -1,9 +1,10 @@
 /* Simulated process groups and works.
  *
- * A group knows what its peers send (see sim.h), so a collective computes what real ranks would have exchanged: an
- * all-gather also checks that this rank's row is what its peers would expect of it. On devices with streams a
- * collective runs on the group's own stream, or, if it is not asynchronous, for about half of the seeds on the
- * current one, as NCCL's do in newer releases. On the CPU it runs on the group's own thread, whenever it is drawn. */
+ * A group knows what its peers send (see sim.h), so a collective computes what real ranks would
+ * have exchanged: an all-gather also checks that this rank's row is what its peers would expect
+ * of it. On devices with streams a collective runs on the group's own stream, or, if it is not
+ * asynchronous, for about half of the seeds on the current one, as NCCL's do in newer releases.
+ * On the CPU it runs on the group's own thread, whenever it is drawn. */
 #include "sim_internal.h"
 
 #include <stdlib.h>
@@ -124,7 +125,8 @@ static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, 
     sim_stream_push(stream, &op, &work->end);
     sim_living.works++;
     if (here ? sim_random() % 2 == 0 : !sim_now.streams && sim_random() % 8 == 0) {
-        /* Without a work: on the current stream there is nothing to wait for, on the CPU it is done. */
+        /* Without a work: on the current stream there is nothing to wait for, on the CPU it is
+         * done. */
         sim_stream_wait(sim_stream_current(), &work->end);
         fct_work_release(work);
         return NULL;

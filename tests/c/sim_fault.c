@@ -1,8 +1,8 @@
 /* Injected faults, and the exception that is pending after one.
  *
- * One counter over everything that may fail: boundary calls, host call-backs, kernel launches and, by way of the
- * linker's --wrap, the core's own malloc, calloc and realloc. As in Python there is one pending exception; a call
- * that fails while one is pending keeps the first. */
+ * One counter over everything that may fail: boundary calls, host call-backs, kernel launches
+ * and, by way of the linker's --wrap, the core's own malloc, calloc and realloc. As in Python
+ * there is one pending exception; a call that fails while one is pending keeps the first. */
 #include "sim_internal.h"
 
 #include <stdio.h>
@@ -25,8 +25,8 @@ static struct {
     char explanation[600];
 } faults;
 
-/* FSDP_C_SIM_TRACE=file: every call that may fail is written there, in order, a line each. What a change of the
- * core's structure must leave as it is. */
+/* FSDP_C_SIM_TRACE=file: every call that may fail is written there, in order, a line each. What
+ * a change of the core's structure must leave as it is. */
 static void trace(const char *name) {
     static FILE *file;
     static bool asked;

@@ -37,7 +37,8 @@ typedef struct sim_use {
 } sim_use;
 
 sim_block *sim_block_alloc(size_t bytes);
-/* checked: the caller frees without knowing who else uses it, so on the CPU every use must be ordered before. */
+/* checked: the caller frees without knowing who else uses it, so on the CPU every use must be
+ * ordered before. */
 void sim_block_free(sim_block *block, bool checked);
 /* The live block around these bytes; notes a failure and returns NULL where there is none. */
 sim_block *sim_block_around(const void *address, int64_t bytes, const char *what);
@@ -48,8 +49,9 @@ void sim_memory_end(void);
 
 /* malloc for the simulation itself: never made to fail. */
 void *sim_alloc(size_t bytes); /* zeroed */
-/* The same for what only the simulation sees and drops soon (arguments of operations, lists of values): kept for the
- * next one, because a sanitizer's malloc is most of what an operation costs. Goes back with sim_scratch_free(). */
+/* The same for what only the simulation sees and drops soon (arguments of operations, lists of
+ * values): kept for the next one, because a sanitizer's malloc is most of what an operation
+ * costs. Goes back with sim_scratch_free(). */
 void *sim_scratch(size_t bytes); /* zeroed */
 void sim_scratch_free(void *block);
 

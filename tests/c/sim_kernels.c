@@ -1,7 +1,7 @@
-/* The kernels as the core sees them in these tests: the CPU's (by way of the linker's --wrap) and, in the place of
- * kernels_none.c, CUDA's. Both run the real CPU kernels as operations on a simulated stream, after looking up every
- * address: which block it is in, whether it stays inside, who else uses it. Descriptor arrays are copied, as the
- * interface promises. */
+/* The kernels as the core sees them in these tests: the CPU's (by way of the linker's --wrap)
+ * and, in the place of kernels_none.c, CUDA's. Both run the real CPU kernels as operations on a
+ * simulated stream, after looking up every address: which block it is in, whether it stays
+ * inside, who else uses it. Descriptor arrays are copied, as the interface promises. */
 #include "sim_internal.h"
 
 #include <string.h>

@@ -1,12 +1,13 @@
 /* The simulated allocator and the happens-before checker.
  *
- * Owns every block of a simulation. A block belongs for ever to the pool of the stream that was current when it was
- * made, as in torch's caching allocator: once freed, the next allocation on that stream may have it. On streams the
- * free itself therefore checks nothing; the allocation does: every free block of the pool must be out of use as seen
- * from that stream, whichever of them is taken. Without streams memory goes back at once, so a free must be ordered.
+ * Owns every block of a simulation. A block belongs for ever to the pool of the stream that was
+ * current when it was made, as in torch's caching allocator: once freed, the next allocation on
+ * that stream may have it. On streams the free itself therefore checks nothing; the allocation
+ * does: every free block of the pool must be out of use as seen from that stream, whichever of them
+ * is taken. Without streams memory goes back at once, so a free must be ordered.
  *
- * Each block remembers its last write and, for each stream, its last read. A read must come after the write, a write
- * after all of them; "after" is a matter of vector clocks, not of luck. */
+ * Each block remembers its last write and, for each stream, its last read. A read must come
+ * after the write, a write after all of them; "after" is a matter of vector clocks, not of luck. */
 #include "sim_internal.h"
 
 #include <stdlib.h>
@@ -247,7 +248,8 @@ void sim_block_free(sim_block *block, bool checked) {
             sim_fail("%zu bytes are freed while %s still %s them", block->size, race->what,
                      race == &block->written ? "writes" : "reads");
         } else {
-            /* A collective in flight keeps its storages, so whoever drops the last reference comes after it. */
+            /* A collective in flight keeps its storages, so whoever drops the last reference
+             * comes after it. */
             ASAN_POISON_MEMORY_REGION(block->base, block->capacity);
         }
         forget_accesses(block);

@@ -1,5 +1,6 @@
-/* The model's life: parameters, groups and states as csrc/python makes them, the host's call-backs, and the checks
- * that may be made at any time. Stepping is in sim_train.c, arithmetic in sim_account.c. */
+/* The model's life: parameters, groups and states as csrc/python makes them, the host's
+ * call-backs, and the checks that may be made at any time. Stepping is in sim_train.c,
+ * arithmetic in sim_account.c. */
 #include "sim_model.h"
 
 #include "core/bucket.h"
@@ -206,8 +207,8 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     sim_scratch_free(values);
 }
 
-/* Points the group at its process groups and makes those. Replica k's reduced rows are as many times those of rank 0
- * as its shard group's gradients are together. */
+/* Points the group at its process groups and makes those. Replica k's reduced rows are as many
+ * times those of rank 0 as its shard group's gradients are together. */
 static void links_init(sim_group *g, const sim_scenario *s) {
     static const char *const suffixes[] = {"", ".scatter", ".replicas", ".forward"};
     double first = sim_gradient_weight(s) - (double)s->rank;

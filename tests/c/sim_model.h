@@ -1,10 +1,10 @@
-/* A model under the core, as csrc/python would drive it: a root state and a row of layers below it, each with its
- * parameter groups, the host's call-backs, autograd's order of events, an optimizer, and an account of what every
- * parameter and gradient has to be.
+/* A model under the core, as csrc/python would drive it: a root state and a row of layers below it,
+ * each with its parameter groups, the host's call-backs, autograd's order of events, an optimizer,
+ * and an account of what every parameter and gradient has to be.
  *
- * All numbers are small multiples of powers of two, so that sums and means are exact in every type and the tests can
- * ask for equality. The gradients of the j-th of all ranks are (j + 1) times those of rank 0; with replicas the ranks
- * are numbered shard group by shard group. */
+ * All numbers are small multiples of powers of two, so that sums and means are exact in every
+ * type and the tests can ask for equality. The gradients of the j-th of all ranks are (j + 1)
+ * times those of rank 0; with replicas the ranks are numbered shard group by shard group. */
 #ifndef FSDP_C_TESTS_SIM_MODEL_H
 #define FSDP_C_TESTS_SIM_MODEL_H
 
@@ -60,11 +60,12 @@ typedef struct sim_scenario {
     bool own_scatter; /* reduce-scatters have a process group of their own */
     bool user_reduce; /* a user's all-reduce hook: doubles the row */
     bool recompute;   /* activation checkpointing around each layer */
-    bool
-        doubled; /* before each backward, one that records and gives no gradients: the next goes through what it recorded, too */
+    /* Before each backward, one that records and gives no gradients: the next goes through what
+     * it recorded, too. */
+    bool doubled;
     bool modules_share_group; /* module_count > 1 */
-    bool
-        unhooked; /* outputs hook nothing: backward has nodes, but neither a beginning nor an end */
+    /* Outputs hook nothing: backward has nodes, but neither a beginning nor an end. */
+    bool unhooked;
     int64_t bucket_bytes; /* gradients are reduced in buckets of this size; 0: all at once */
     bool last_first;      /* autograd reaches the last parameters of a group first */
     bool twice;           /* each parameter's gradient comes in two parts */
@@ -78,8 +79,8 @@ typedef struct sim_param {
     double *full;         /* the whole parameter's values */
     double *gradient;     /* what this step's backwards gave on rank 0, summed */
     size_t contributions; /* how many there were */
-    fct_tensor
-        *sharded; /* the sharded parameter over this rank's elements; its .grad is the result */
+    /* The sharded parameter over this rank's elements; its .grad is the result. */
+    fct_tensor *sharded;
     fct_tensor *unsharded;    /* the host's reference */
     fct_tensor *post_forward; /* likewise: the parameter as the smaller group's shard */
     fct_tensor *replacement;  /* what a user has put in the place of the shard; owned, or NULL */
@@ -124,12 +125,14 @@ typedef struct sim_model {
 sim_model *sim_model_new(const sim_scenario *scenario);
 void sim_model_free(sim_model *m);
 
-/* Everything up to the reduced gradients: forwards and backwards of one step. On failure it stops where it is. */
+/* Everything up to the reduced gradients: forwards and backwards of one step. On failure it
+ * stops where it is. */
 FC_CHECK fc_status sim_model_step(sim_model *m);
 /* The parts of a step. A forward with grad writes the tape, a backward runs and empties it. */
 FC_CHECK fc_status sim_model_forward(sim_model *m, bool grad);
 FC_CHECK fc_status sim_model_backward(sim_model *m);
-/* What the next backwards do with their gradients: keep them, reduce-scatter them, all-reduce them as well. */
+/* What the next backwards do with their gradients: keep them, reduce-scatter them, all-reduce
+ * them as well. */
 typedef enum sim_sync { SIM_NO_SYNC, SIM_SCATTER_ONLY, SIM_SYNC } sim_sync;
 void sim_model_set_sync(sim_model *m, sim_sync sync);
 /* Checks the sharded gradients, takes a step with them and forgets them. */
@@ -148,14 +151,16 @@ extern const fc_host sim_host;
 
 /* ---- sim_account.c: where elements are and what they have to be ---- */
 
-/* Elements of one rank's padded shard where `dim` is cut over `world` ranks, and how many of them are no padding. */
+/* Elements of one rank's padded shard where `dim` is cut over `world` ranks, and how many of
+ * them are no padding. */
 int64_t sim_padded_numel(const sim_param *p, int32_t dim, int64_t world);
 int64_t sim_local_numel(const sim_param *p, int32_t dim, int64_t world, int64_t rank);
 /* What `rank` stores of `whole`: its chunk, then zeros. */
 void sim_shard_values(const sim_param *p, const double *whole, int32_t dim, int64_t world,
                       int64_t rank, double *out);
 fct_dtype sim_compute_dtype(const sim_param *p);
-/* Rows that a rank sends in the all-gathers of a sim_group: of its shards, of its forward shards. */
+/* Rows that a rank sends in the all-gathers of a sim_group: of its shards, of its forward
+ * shards. */
 void sim_write_row(void *context, int64_t rank, void *row, int64_t bytes);
 void sim_write_forward_row(void *context, int64_t rank, void *row, int64_t bytes);
 /* This rank's gradients are so many times those of rank 0. */

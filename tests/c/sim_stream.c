@@ -1,11 +1,12 @@
 /* Simulated streams and events.
  *
- * Owns the queues. An operation may run once everything before it on its stream has run and, if it is a wait, once
- * the point it waits for has passed; which of those that may run does so next is drawn from the seed. Operations of
- * stream 0 of a device without streams are the host's own: they run at once.
+ * Owns the queues. An operation may run once everything before it on its stream has run and, if it
+ * is a wait, once the point it waits for has passed; which of those that may run does so next is
+ * drawn from the seed. Operations of stream 0 of a device without streams are the host's own: they
+ * run at once.
  *
- * Clocks. An operation comes after all earlier ones of its stream, after the points that its stream has waited for,
- * and after what the host had seen the end of when it queued it. */
+ * Clocks. An operation comes after all earlier ones of its stream, after the points that its
+ * stream has waited for, and after what the host had seen the end of when it queued it. */
 #include "sim_internal.h"
 
 #include <stdlib.h>
@@ -139,7 +140,8 @@ void sim_drain(void) {
     while (ran) {
         ran = false;
         for (int i = 0; i < sim_stream_count; i++) {
-            /* Rounds start anywhere and go on as far as they get, so that the end is in random order, too. */
+            /* Rounds start anywhere and go on as far as they get, so that the end is in random
+             * order, too. */
             stream *s = &streams[((uint64_t)i + sim_random()) % (uint64_t)sim_stream_count];
             ran = ran || s->first != NULL;
             while (may_run(s) && sim_random() % 4 != 0) {

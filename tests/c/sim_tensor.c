@@ -1,7 +1,9 @@
-/* Simulated tensors: counted handles on strided views of counted storages, with .grad and a version counter.
+/* Simulated tensors: counted handles on strided views of counted storages, with .grad and a version
+ * counter.
  *
- * Every operation that touches elements is queued on the current stream with the storages it uses; what it computes
- * goes through double and is rounded to the type once, as torch's own kernels do for the values used here. */
+ * Every operation that touches elements is queued on the current stream with the storages it
+ * uses; what it computes goes through double and is rounded to the type once, as torch's own
+ * kernels do for the values used here. */
 #include "sim_internal.h"
 
 #include <stdlib.h>

@@ -1,8 +1,9 @@
-/* One training step of the model: what csrc/python's hooks and autograd do to the core, in their order.
+/* One training step of the model: what csrc/python's hooks and autograd do to the core, in their
+ * order.
  *
- * A forward writes a tape: where a post-backward node was put, where a layer computed, where an output got its
- * pre-backward hook. A backward walks the tape from its end. A failure anywhere ends the step there and then, as an
- * exception would. */
+ * A forward writes a tape: where a post-backward node was put, where a layer computed, where an
+ * output got its pre-backward hook. A backward walks the tape from its end. A failure anywhere
+ * ends the step there and then, as an exception would. */
 #include "sim_model.h"
 
 #include <stdlib.h>

@@ -10,7 +10,8 @@ static sim_model *model;
 static sim_group *group;
 static fc_gather *gather;
 
-/* Rank `world - 1`; a matrix of 5 rows, cut unevenly, and a vector that is computed with in bf16. */
+/* Rank `world - 1`; a matrix of 5 rows, cut unevenly, and a vector that is computed with in
+ * bf16. */
 static void begin(int64_t world, bool mixed) {
     sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 2};
     s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};

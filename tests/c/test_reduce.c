@@ -1,5 +1,5 @@
-/* Gradient reduction: what is added up where, what a missing gradient means, and how many reductions
- * are in flight when. */
+/* Gradient reduction: what is added up where, what a missing gradient means, and how many
+ * reductions are in flight when. */
 #include "core/reduction.h"
 
 #include <string.h>

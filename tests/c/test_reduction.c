@@ -143,8 +143,8 @@ static void one_that_cannot_be_finished_is_lost_alone(void **state) {
     end();
 }
 
-/* HSDP: a backward that does not all-reduce leaves its row with the parameters; one that does, takes
- * it from them. */
+/* HSDP: a backward that does not all-reduce leaves its row with the parameters; one that does,
+ * takes it from them. */
 static void rows_wait_with_the_parameters_for_the_all_reduce(void **state) {
     (void)state;
     const double waiting[2] = {9.0, 9.0};

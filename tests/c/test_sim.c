@@ -1,5 +1,5 @@
-/* The simulation itself: it must catch what it is there to catch, or the other tests prove nothing. Each test makes
- * one mistake on purpose and the same thing done right. */
+/* The simulation itself: it must catch what it is there to catch, or the other tests prove
+ * nothing. Each test makes one mistake on purpose and the same thing done right. */
 #include "sim.h"
 
 #include <string.h>
@@ -87,7 +87,8 @@ static void a_write_must_be_ordered_after_the_read(void **state) {
     }
 }
 
-/* A block freed while another stream still reads it is fine until its own stream may hand it out again. */
+/* A block freed while another stream still reads it is fine until its own stream may hand it out
+ * again. */
 static void memory_must_be_out_of_use_when_its_stream_allocates_again(void **state) {
     (void)state;
     for (int right = 0; right < 2; right++) {
