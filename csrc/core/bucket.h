@@ -38,15 +38,15 @@ typedef struct fc_buckets {
     fc_members *members; /* borrowed */
     int64_t limit;       /* bytes of gradients at which a bucket is full; 0: there is only one */
     fc_bucket_mode mode;
-    size_t next;      /* the first that is not reduced; in this backward */
+    size_t next;      /* the first bucket that this backward has not reduced */
     size_t count;     /* 0 where there is no limit */
     fc_bucket *items; /* [count] in the order of their reductions; owned */
 } fc_buckets;
 
 void fc_bucket_init(fc_buckets *b, fc_members *members);
-/* The group goes away: nobody is told of gradients any more. */
+/* To be called when the group goes away: after it nobody is told of gradients. */
 void fc_bucket_fini(fc_buckets *b);
-/* Another limit, or other parameters: buckets are cut anew. */
+/* After either the buckets are cut anew: for another limit, or for other parameters. */
 void fc_bucket_set_limit(fc_buckets *b, int64_t limit);
 void fc_bucket_invalidate(fc_buckets *b);
 
@@ -57,13 +57,14 @@ bool fc_bucket_several(const fc_buckets *b);
 /* In forward, once the group is unsharded: cuts, and where there are several buckets has autograd
  * tell of each parameter's gradient. */
 FC_CHECK fc_status fc_bucket_watch(fc_buckets *b);
-/* A backward reaches the group; `eager`: nothing outside of the buckets forbids it. */
+/* A backward reaches the group. `eager` says that nothing outside of the buckets forbids an eager
+ * one. */
 void fc_bucket_begin(fc_buckets *b, bool eager);
 /* The parameter's gradient has come; true where fc_bucket_next has something. */
 bool fc_bucket_arrived(fc_param *p);
-/* The next bucket that is complete in an eager backward; false: none. */
+/* The next bucket that is complete in an eager backward; false where there is none. */
 bool fc_bucket_next(fc_buckets *b, fc_span *span);
-/* The group's backward ends: none is eager any more. */
+/* The group's backward ends, and with it being eager. */
 void fc_bucket_end(fc_buckets *b);
 /* How many reductions may be in flight with the next one. */
 size_t fc_bucket_in_flight(const fc_buckets *b);

@@ -49,8 +49,7 @@ void fc_gather_invalidate(fc_gather *a);
 /* Takes the shards that users have replaced; before each unshard. */
 FC_CHECK fc_status fc_gather_follow(fc_gather *a);
 /* Packs this rank's row and issues the collective; on failure nothing is in flight.
- * `post_forward`: from
- * the smaller group's shards. */
+ * `post_forward`: from the smaller group's shards. */
 FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_lane lane);
 /* Makes the current stream (or the host) see the gathered rows. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);

@@ -50,8 +50,8 @@ typedef enum fc_course {
 struct fc_group;
 
 /* The transitions that happen inside of others, as a group makes them. The host may put a table of
- * its own in the place of fc_group_transitions, which runs what somebody has overridden or patched
- * and the group's own transition (below) else. */
+ * its own in the place of fc_group_transitions, which runs what somebody has overridden or
+ * patched, and otherwise the group's own transition (below). */
 typedef struct fc_transitions {
     fc_status (*unshard)(struct fc_group *g, fc_training_state pass, bool async_op);
     fc_status (*wait_unshard)(struct fc_group *g);
@@ -66,10 +66,10 @@ extern const fc_transitions fc_group_transitions;
 
 /* Which of the groups of one fully_shard call this is. */
 typedef struct fc_place {
-    const void *unit; /* the same for all groups of the call; NULL: alone. Only compared. */
-    size_t index;     /* among them */
-    size_t siblings;  /* how many they are; at least 1 */
-    size_t modules;   /* that the call was given */
+    const void *unit; /* the same for all groups of the call, only compared; NULL: no others */
+    size_t index;     /* this group's among the call's groups */
+    size_t siblings;  /* how many groups the call made; at least 1 */
+    size_t modules;   /* how many modules the call was given */
 } fc_place;
 
 /* What users set, between steps; see also fc_reducer. */
@@ -119,8 +119,8 @@ void fc_group_invalidate(fc_group *g);
  * `pass`: what it is for, the group's own training state or, where it is prefetched, the pass that
  * will reach it. */
 FC_CHECK fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op);
-/* Waits for it, copies out and registers the unsharded parameters. Nothing without a gather in
- * flight. */
+/* Waits for it, copies out and registers the unsharded parameters. Without a gather in flight it
+ * does nothing. */
 FC_CHECK fc_status fc_group_wait_unshard(fc_group *g);
 /* Registers the sharded parameters and frees the unsharded ones; in FORWARD only where
  * reshard_after_forward. */
@@ -134,8 +134,8 @@ FC_CHECK fc_status fc_group_to_unsharded(fc_group *g);
 /* Whether resharding leaves the unsharded parameters' memory where it is. */
 void fc_group_set_keep_storage(fc_group *g, bool keep);
 
-/* *entering: this is the first module of the group in this forward (register the post-backward
- * node). */
+/* *entering says that this is the group's first module in this forward: the caller has to put the
+ * post-backward node above its inputs. */
 FC_CHECK fc_status fc_group_pre_forward(fc_group *g, bool *entering);
 FC_CHECK fc_status fc_group_post_forward(fc_group *g);
 FC_CHECK fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch);

@@ -1,4 +1,4 @@
-"""100 columns in all C files, comments too: clang-format breaks code and leaves comments as they are."""
+"""100 columns in C files, comments too: clang-format breaks code and leaves comments alone."""
 
 from __future__ import annotations
 

@@ -238,9 +238,9 @@ def values_of(world: World) -> list[Any]:
     """Constants, and functions that make what is to be new each time."""
     linear = nn.Linear(2, 2)
     return [
-        None, True, False, 0, 1, 2, -1, 2**31, 2**63, -(2**63), 1.5, float("nan"), "", "shard", "scatter",
-        "post_forward", "replicate", "weight", "0", b"x", (), (2, 2), (1, 0), [], [True], {},
-        torch.float32, torch.bfloat16, torch.int64, torch.device("cpu"), torch.device("meta"),
+        None, True, False, 0, 1, 2, -1, 2**31, 2**63, -(2**63), 1.5, float("nan"), "", "shard",
+        "scatter", "post_forward", "replicate", "weight", "0", b"x", (), (2, 2), (1, 0), [], [True],
+        {}, torch.float32, torch.bfloat16, torch.int64, torch.device("cpu"), torch.device("meta"),
         torch.device("cuda:0"), linear, linear.weight, [(linear, "weight")], dist.group.WORLD,
         lambda: torch.ones(4), lambda: torch.ones(2, 2), lambda: torch.ones(0),
         lambda: torch.ones(4, device="meta"), lambda: torch.ones(2, 2).to_sparse(),
