@@ -1,0 +1,144 @@
+/* Vector clocks of the streams, and which of them is current on this thread. */
+#include "clock.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace sim {
+
+void Clock::join(const Clock &other) {
+    if (ticks_.size() < other.ticks_.size()) {
+        ticks_.resize(other.ticks_.size());
+    }
+    for (size_t i = 0; i < other.ticks_.size(); i++) {
+        ticks_[i] = std::max(ticks_[i], other.ticks_[i]);
+    }
+}
+
+bool Clock::covers(int lane, Tick tick) const {
+    const auto index = static_cast<size_t>(lane);
+    return tick == 0 || (index < ticks_.size() && ticks_[index] >= tick);
+}
+
+bool Clock::covers(const Clock &other) const {
+    for (size_t i = 0; i < other.ticks_.size(); i++) {
+        if (!covers(static_cast<int>(i), other.ticks_[i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+Tick Clock::advance(int lane) {
+    const auto index = static_cast<size_t>(lane);
+    if (ticks_.size() <= index) {
+        ticks_.resize(index + 1);
+    }
+    return ++ticks_[index];
+}
+
+World &world() {
+    static World *const only = new World; /* outlives threads that are still running at exit */
+    return *only;
+}
+
+int World::lane(c10::Stream stream) {
+    auto &known = devices.at(static_cast<size_t>(stream.device_index())).lanes;
+    const auto found = known.find(stream.id());
+    if (found != known.end()) {
+        return found->second;
+    }
+    const int number = static_cast<int>(lanes.size());
+    lanes.push_back(Lane{stream, {}});
+    known.emplace(stream.id(), number);
+    return number;
+}
+
+Epoch World::begin(c10::Stream stream, const char *name) {
+    const int number = lane(stream);
+    Clock &clock = lanes[static_cast<size_t>(number)].clock;
+    clock.join(devices.at(static_cast<size_t>(stream.device_index())).host);
+    return Epoch{number, clock.advance(number), name, ++serial};
+}
+
+bool World::covers(int number, const Epoch &epoch) const {
+    return epoch.lane < 0 ||
+           lanes[static_cast<size_t>(number)].clock.covers(epoch.lane, epoch.tick);
+}
+
+std::string World::describe(const Epoch &epoch) const {
+    const c10::Stream stream = lanes[static_cast<size_t>(epoch.lane)].stream;
+    std::ostringstream text;
+    text << epoch.name << " (operation " << epoch.serial << ", device "
+         << static_cast<int>(stream.device_index()) << ", stream " << stream.id() << ")";
+    return text.str();
+}
+
+void World::host_waits(c10::DeviceIndex device, const Clock &clock) {
+    devices.at(static_cast<size_t>(device)).host.join(clock);
+}
+
+void World::host_waits_for_all(c10::DeviceIndex device) {
+    for (const Lane &one : lanes) {
+        if (one.stream.device_index() == device) {
+            host_waits(device, one.clock);
+        }
+    }
+}
+
+void World::forget() {
+    lanes.clear();
+    for (Device &device : devices) {
+        device.host = {};
+        device.lanes.clear();
+    }
+}
+
+namespace {
+
+thread_local c10::DeviceIndex this_device = 0;
+thread_local std::array<int64_t, kDevices> this_stream{};
+
+} // namespace
+
+c10::DeviceIndex current_device() {
+    return this_device;
+}
+
+void set_current_device(c10::DeviceIndex device) {
+    TORCH_CHECK(device >= 0 && device < kDevices, "no simulated device ", static_cast<int>(device));
+    this_device = device;
+}
+
+c10::Stream current_stream(c10::DeviceIndex device) {
+    const c10::DeviceIndex index = device < 0 ? this_device : device;
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index),
+                       this_stream.at(static_cast<size_t>(index)));
+}
+
+void set_current_stream(c10::Stream stream) {
+    this_stream.at(static_cast<size_t>(stream.device_index())) = stream.id();
+}
+
+c10::Stream new_stream(c10::DeviceIndex device) {
+    const std::lock_guard<std::recursive_mutex> lock(world().mutex);
+    const c10::DeviceIndex index = device < 0 ? this_device : device;
+    const int64_t id = world().devices.at(static_cast<size_t>(index)).next_stream++;
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index), id);
+}
+
+void *handle_of(c10::Stream stream) {
+    const auto number = static_cast<uintptr_t>(stream.id()) * kDevices +
+                        static_cast<uintptr_t>(stream.device_index());
+    return reinterpret_cast<void *>(number + 1); /* never NULL: that would be no stream */
+}
+
+c10::Stream stream_of(void *handle) {
+    const auto number = reinterpret_cast<uintptr_t>(handle) - 1;
+    const c10::Device device(kType, static_cast<c10::DeviceIndex>(number % kDevices));
+    return c10::Stream(c10::Stream::UNSAFE, device, static_cast<int64_t>(number / kDevices));
+}
+
+} // namespace sim

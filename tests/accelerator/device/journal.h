@@ -1,0 +1,39 @@
+/* What the simulated device saw: findings, counters, and each call that orders streams, which a
+ * test may have dropped. */
+#ifndef SIM_JOURNAL_H
+#define SIM_JOURNAL_H
+
+#include "clock.h"
+
+#include <map>
+#include <string>
+#include <vector>
+
+namespace sim {
+
+/* A call that orders streams: "record", "wait" or "free" (memory given back). */
+struct Call {
+    const char *kind;
+    int64_t stream;
+    std::vector<uintptr_t> frames; /* inside the watched library, innermost first */
+};
+
+struct Journal {
+    std::vector<std::string> findings;
+    std::map<std::string, uint64_t> counts; /* operations by name, and "record", "wait" */
+    std::vector<Call> calls;                /* only while a library is watched */
+    std::string watched;                    /* part of its file name; empty: none */
+    std::string fault;                      /* what goes wrong, empty: nothing */
+    int64_t fault_at = -1;                  /* at which call of the watched library */
+
+    void find(std::string text);
+    void count(const char *name);
+    /* Notes a call. True: the armed fault is to happen at this one. */
+    bool note(const char *kind, c10::Stream stream);
+};
+
+Journal &journal(); /* under world().mutex */
+
+} // namespace sim
+
+#endif

@@ -1,0 +1,34 @@
+/* One operation on the device: what it uses, and that it runs. */
+#ifndef SIM_LAUNCH_H
+#define SIM_LAUNCH_H
+
+#include "clock.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace sim {
+
+/* An operation that is being issued to a stream. The accesses are noted as they are named; the host
+ * executes it at once. */
+class Launch {
+  public:
+    Launch(const char *name, c10::Stream stream);
+    void reads(const at::Tensor &tensor);
+    void writes(const at::Tensor &tensor);
+    void uses(const void *from, size_t bytes, bool write);
+    void host_waits(); /* the host goes on when the stream is done with it */
+    Clock done() const;
+
+  private:
+    c10::Stream stream_;
+    Epoch epoch_;
+    void tensor(const at::Tensor &tensor, bool write);
+};
+
+bool on_device(const at::Tensor &tensor);
+/* The same memory as a tensor on the CPU. */
+at::Tensor as_host(const at::Tensor &tensor);
+
+} // namespace sim
+
+#endif

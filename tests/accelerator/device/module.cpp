@@ -1,0 +1,116 @@
+/* What Python sees of the simulated device. */
+#include "journal.h"
+#include "memory.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+namespace sim {
+
+void register_hooks();
+
+namespace {
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+py::list calls() {
+    const Lock lock(world().mutex);
+    py::list found;
+    for (const Call &call : journal().calls) {
+        found.append(py::make_tuple(call.kind, call.stream, call.frames));
+    }
+    return found;
+}
+
+py::list snapshot() {
+    const Lock lock(world().mutex);
+    py::list found;
+    for (const Block *const block : memory().used_blocks()) {
+        py::dict one;
+        one["address"] = block->start;
+        one["bytes"] = block->asked;
+        one["device"] = block->device;
+        one["stream"] = block->stream.id();
+        one["label"] = block->label;
+        one["serial"] = block->serial;
+        found.append(one);
+    }
+    return found;
+}
+
+void watch(const std::string &library, const std::string &fault, int64_t at) {
+    const Lock lock(world().mutex);
+    journal().watched = library;
+    journal().fault = fault;
+    journal().fault_at = at;
+    journal().calls.clear();
+}
+
+void forget() {
+    const Lock lock(world().mutex);
+    world().forget();
+    memory().forget();
+    journal().counts.clear();
+    journal().findings.clear();
+}
+
+void define_memory(py::module &m) {
+    m.def("memory_allocated", [](int device) {
+        const Lock lock(world().mutex);
+        return memory().usage(device).now;
+    });
+    m.def("max_memory_allocated", [](int device) {
+        const Lock lock(world().mutex);
+        return memory().usage(device).peak;
+    });
+    m.def("memory_reserved", [](int device) {
+        const Lock lock(world().mutex);
+        return memory().usage(device).reserved;
+    });
+    m.def("reset_peak", [](int device) {
+        const Lock lock(world().mutex);
+        memory().usage(device).peak = memory().usage(device).now;
+    });
+    m.def("label", [](uintptr_t address, const std::string &text) {
+        const Lock lock(world().mutex);
+        memory().label(reinterpret_cast<const void *>(address), text);
+    });
+    m.def("snapshot", &snapshot);
+}
+
+void define_journal(py::module &m) {
+    m.def("findings", [] {
+        const Lock lock(world().mutex);
+        return journal().findings;
+    });
+    m.def("clear_findings", [] {
+        const Lock lock(world().mutex);
+        journal().findings.clear();
+    });
+    m.def("counts", [] {
+        const Lock lock(world().mutex);
+        return journal().counts;
+    });
+    m.def("clear_counts", [] {
+        const Lock lock(world().mutex);
+        journal().counts.clear();
+    });
+    m.def("set_checks", [](bool on) { world().checks = on; });
+    m.def("watch", &watch);
+    m.def("calls", &calls);
+    m.def("forget", &forget);
+}
+
+} // namespace
+
+} // namespace sim
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    sim::register_hooks();
+    m.def("set_device", [](int index) { sim::set_current_device(c10::DeviceIndex(index)); });
+    m.def("current_device", [] { return static_cast<int>(sim::current_device()); });
+    m.attr("device_count") = sim::kDevices;
+    sim::define_memory(m);
+    sim::define_journal(m);
+}

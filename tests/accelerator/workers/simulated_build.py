@@ -1,0 +1,79 @@
+"""Builds the simulated device: tests/accelerator/device/*.cpp into build/accelerator."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = ROOT / "tests/accelerator/device"
+NAME = "simulated_device"
+FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+
+
+def library() -> Path:
+    """The built extension module; compiled where a source, a flag or torch has changed."""
+    folder = ROOT / "build/accelerator"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        objects = _objects(folder)
+        target = folder / f"{NAME}-{_digest(str(objects))}.so"
+        if not target.exists():
+            for old in folder.glob("*.so"):
+                old.unlink()
+            libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-ldl"]
+            paths = [f"-L{path}" for path in cpp_extension.library_paths()]
+            _run("-shared", *map(str, objects), *paths, *libraries, "-o", str(target))
+    return target
+
+
+def _objects(folder: Path) -> list[Path]:
+    """An object for each source, named by what it is made of."""
+    headers = "".join(path.read_text() for path in sorted(SOURCES.glob("*.h")))
+    common = _digest(torch.__version__ + sys.version + " ".join(_flags()) + headers)
+    wanted = {
+        path: folder / f"{path.stem}-{_digest(common + path.read_text())}.o"
+        for path in sorted(SOURCES.glob("*.cpp"))
+    }
+    for old in set(folder.glob("*.o")) - set(wanted.values()):
+        old.unlink()
+    missing = [(source, made) for source, made in wanted.items() if not made.exists()]
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or 2)) as pool:
+        list(pool.map(lambda pair: _compile(*pair), missing))
+    return list(wanted.values())
+
+
+def _flags() -> list[str]:
+    paths = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    includes = [word for path in paths for word in ("-isystem", path)]
+    return [*FLAGS, f"-DTORCH_EXTENSION_NAME={NAME}", *includes]
+
+
+def _compile(source: Path, made: Path) -> None:
+    partial = made.with_suffix(".partial")
+    _run(*_flags(), "-c", str(source), "-o", str(partial))
+    partial.rename(made)
+
+
+def _run(*arguments: str) -> None:
+    done = subprocess.run(["g++", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{done.args}\n{done.stdout}{done.stderr}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    print(library())
