@@ -33,7 +33,7 @@ static const fck_backend *backend_of(fct_device device) {
     if (device.type == FCT_DEVICE_CUDA && fck_cuda_built() != 0) {
         return fck_cuda();
     }
-    return NULL;
+    return fck_simulated();
 }
 
 static void *stream_of(fct_device device) {

@@ -85,6 +85,11 @@ const fck_backend *fck_cpu(void);
 const fck_backend *fck_cuda(void);
 int fck_cuda_built(void);
 
+/* For tests: the kernels of a simulated accelerator, which devices have that have none of their
+ * own. NULL (as at the start): no kernels. */
+const fck_backend *fck_simulated(void);
+void fck_simulate(const fck_backend *kernels);
+
 #ifdef __cplusplus
 }
 #endif

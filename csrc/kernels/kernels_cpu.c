@@ -1,6 +1,6 @@
 /* The CPU kernels. They run in the calling thread and are finished when they return: `stream` is
  * ignored, nothing is allocated, no thread is started (ranks share the machine's cores, and
- * torchrun gives each of them one), no state is kept. A launch that refuses its arguments has
+ * torchrun gives each of them one), no state is kept (but the kernels that tests bring along). A launch that refuses its arguments has
  * written nothing.
  *
  * Invariant: a segment or gradient with nothing to copy is never dereferenced, so its pointers
@@ -137,4 +137,14 @@ int fck_can_cast(fck_dtype src, fck_dtype dst) {
 const fck_backend *fck_cpu(void) {
     static const fck_backend cpu = {"cpu", cpu_pack, cpu_unpack, cpu_pack_gradients};
     return &cpu;
+}
+
+static const fck_backend *simulated;
+
+const fck_backend *fck_simulated(void) {
+    return simulated;
+}
+
+void fck_simulate(const fck_backend *kernels) {
+    simulated = kernels;
 }

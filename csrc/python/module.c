@@ -67,6 +67,24 @@ static PyObject *module_fault_left(PyObject *module, PyObject *unused) {
     return PyLong_FromLongLong(fct_fault_left());
 }
 
+static const char kernels_name[] = "fck_backend";
+
+static PyObject *module_kernels(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    return PyCapsule_New((void *)(uintptr_t)fck_cpu(), kernels_name, NULL);
+}
+
+static PyObject *module_simulate_kernels(PyObject *module, PyObject *arg) {
+    (void)module;
+    const void *kernels = arg == Py_None ? NULL : PyCapsule_GetPointer(arg, kernels_name);
+    if (kernels == NULL && PyErr_Occurred()) {
+        return NULL;
+    }
+    fck_simulate((const fck_backend *)kernels);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef module_methods[] = {
     {"bind", (PyCFunction)(void (*)(void))module_bind, METH_VARARGS | METH_KEYWORDS,
      "bind(**objects): hands over the Python functions and classes that cold paths call."},
@@ -98,6 +116,11 @@ static PyMethodDef testing_methods[] = {
      "RuntimeError; 0: off."},
     {"fault_left", module_fault_left, METH_NOARGS,
      "fault_left(): what is left of fault_arm's n; 0: off or fired."},
+    {"kernels", module_kernels, METH_NOARGS,
+     "kernels(): a capsule of the CPU's kernels (fck_backend in kernels.h)."},
+    {"simulate_kernels", module_simulate_kernels, METH_O,
+     "simulate_kernels(capsule or None): the kernels of devices that have none of their own. The "
+     "capsule's memory has to stay."},
     {"overrides", fcpy_guard_overrides, METH_O,
      "overrides(group_or_state): bits of what somebody has patched or overridden for it; 0: "
      "nothing."},

@@ -9,6 +9,8 @@ namespace py = pybind11;
 namespace sim {
 
 void register_hooks();
+void define_group(py::module &m);
+void define_kernels(py::module &m);
 
 namespace {
 
@@ -113,4 +115,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("device_count") = sim::kDevices;
     sim::define_memory(m);
     sim::define_journal(m);
+    sim::define_group(m);
+    sim::define_kernels(m);
 }

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from simulated_build import NAME, library
 
 
@@ -30,7 +31,34 @@ def start() -> Any:
     loader.exec_module(device)
     torch._register_device_module("sim", _device_module(device))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    dist.Backend.register_backend("sccl", _over_gloo, extended_api=True, devices=["sim"])
+    dist.Backend.register_backend("loop", _over_nothing, extended_api=True, devices=["sim"])
     return device
+
+
+GROUP_NAME = "xccl"
+"""What the C++ group says it is: a relative of NCCL, which knows its reductions."""
+
+
+def _over_gloo(options: Any, _: Any) -> Any:
+    """A group of real ranks."""
+    rank, size = options.group_rank, options.group_size
+    store = dist.PrefixStore("under sccl", options.store)
+    inner = dist.ProcessGroupGloo(store, rank, size, options.timeout)
+    return start().make_group(rank, size, GROUP_NAME, inner)
+
+
+def _over_nothing(options: Any, _: Any) -> Any:
+    """A group of which this process is one rank, and the others have the same data."""
+    return start().make_loop_group(options.group_rank, options.group_size, GROUP_NAME)
+
+
+def use_kernels(on: bool) -> None:
+    """Whether fsdp_c has kernels for the device, or makes do with torch's operators."""
+    from fsdp_c import _C
+
+    kernels = start().kernels_over(_C._testing.kernels()) if on else None
+    _C._testing.simulate_kernels(kernels)
 
 
 def _index(device: Any) -> int:

@@ -1,0 +1,90 @@
+/* fsdp_c's kernels on the device: those of the CPU over the same memory, and each address that they
+ * are given is an access of their stream. */
+#include "../../../csrc/kernels/kernels.h"
+#include "journal.h"
+#include "launch.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace sim {
+
+namespace {
+
+const fck_backend *cpu = nullptr;
+
+int64_t size_of(fck_dtype type, int32_t otherwise) {
+    switch (type) {
+    case FCK_UINT8:
+        return 1;
+    case FCK_FLOAT16:
+    case FCK_BFLOAT16:
+        return 2;
+    case FCK_FLOAT32:
+        return 4;
+    case FCK_FLOAT64:
+        return 8;
+    default:
+        return otherwise;
+    }
+}
+
+void jobs(const char *name, size_t count) {
+    const std::lock_guard<std::recursive_mutex> lock(world().mutex);
+    journal().counts[name] += count;
+}
+
+const char *pack(const fck_segment *segments, size_t count, void *stream) {
+    Launch launch("fsdp_c::pack", stream_of(stream));
+    jobs("jobs", count);
+    for (size_t i = 0; i < count; i++) {
+        const fck_segment &s = segments[i];
+        const int64_t target = s.src_dtype == s.dst_dtype ? s.itemsize : size_of(s.dst_dtype, 0);
+        launch.uses(s.src, static_cast<size_t>(s.count * s.itemsize), false);
+        launch.uses(s.dst, static_cast<size_t>(s.count * target), true);
+    }
+    return cpu->pack(segments, count, nullptr);
+}
+
+const char *unpack(const void *rows, int64_t row_bytes, int64_t world_size,
+                   const fck_column *columns, size_t count, void *stream) {
+    Launch launch("fsdp_c::unpack", stream_of(stream));
+    jobs("jobs", count);
+    for (size_t i = 0; i < count; i++) {
+        const fck_column &c = columns[i];
+        const auto bytes = static_cast<size_t>(c.bytes);
+        for (int64_t r = 0; r < world_size; r++) {
+            launch.uses(static_cast<const char *>(rows) + r * row_bytes + c.offset, bytes, false);
+        }
+        launch.uses(c.dst, bytes * static_cast<size_t>(world_size), true);
+    }
+    return cpu->unpack(rows, row_bytes, world_size, columns, count, nullptr);
+}
+
+const char *pack_gradients(const fck_gradient *gradients, size_t count, int64_t world_size,
+                           void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream) {
+    Launch launch("fsdp_c::pack_gradients", stream_of(stream));
+    jobs("jobs", count);
+    for (size_t i = 0; i < count; i++) {
+        const fck_gradient &g = gradients[i];
+        const int64_t size = g.src_dtype == dst_dtype ? g.itemsize : size_of(dst_dtype, 0);
+        launch.uses(g.src, static_cast<size_t>(g.numel * g.itemsize), false);
+        for (int64_t r = 0; r < world_size; r++) {
+            launch.uses(static_cast<char *>(dst) + (r * row_numel + g.offset) * size,
+                        static_cast<size_t>(g.chunk * size), true);
+        }
+    }
+    return cpu->pack_gradients(gradients, count, world_size, dst, row_numel, dst_dtype, nullptr);
+}
+
+const fck_backend table = {"simulated", pack, unpack, pack_gradients};
+
+} // namespace
+
+void define_kernels(pybind11::module &m) {
+    m.def("kernels_over", [](const pybind11::capsule &host) {
+        cpu = static_cast<const fck_backend *>(host.get_pointer());
+        return pybind11::capsule(&table, "fck_backend");
+    });
+}
+
+} // namespace sim
