@@ -17,7 +17,8 @@ MAKEFLAGS += --no-print-directory
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PYTHON ?= python3
-NVCC ?= $(shell command -v nvcc)
+# Those of cuda-check: the one on the path, and toolkits of other releases.
+NVCCS ?= $(shell command -v nvcc) $(wildcard /usr/local/cuda-12*/bin/nvcc /opt/cuda-12*/bin/nvcc)
 DEMO_OUT ?= demo_out
 DEMO_ARGS ?=
 # Tests that share an expensive fixture are one group, for one worker.
@@ -26,7 +27,6 @@ CLIENTS_VENV ?= .venv-clients
 CLIENTS_ARGS ?=
 # What runs under the sanitizers: fast, in this process, and through every C function.
 SANITIZE_TESTS ?= tests/unit
-CUDA_CHECK_ARCH ?= sm_80
 ASSERT_TESTS ?= tests/unit/test_by_hand.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
 	tests/unit/test_unfinished.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
 	tests/distributed/test_behaviour_training.py tests/distributed/test_behaviour_backwards.py \
@@ -134,13 +134,15 @@ sanitize: env
 	$(PY) -m pytest -p no:cacheprovider -o pythonpath="$(TESTS_PATH)" $(SANITIZE_TESTS)
 
 # With a CPU-only torch the CUDA kernels are not part of the build: there is no CUDA runtime to link with. They
-# must compile all the same wherever nvcc is, or they would rot between the visits to a machine with a GPU.
+# must compile all the same wherever nvcc is, or they would rot between the visits to a machine with a GPU. Every
+# nvcc that is found compiles them for the architectures that a build would choose.
 cuda-check:
-	@if [ -z "$(NVCC)" ]; then echo "cuda-check: skipped, nvcc is not found"; else \
-		mkdir -p build/cuda-check && \
-		$(NVCC) -std=c++17 -O2 -arch=$(CUDA_CHECK_ARCH) -Icsrc -Xcompiler -Wall,-Wextra \
+	@if [ -z "$(NVCCS)" ]; then echo "cuda-check: skipped, nvcc is not found"; fi
+	@mkdir -p build/cuda-check
+	@for nvcc in $(NVCCS); do \
+		$$nvcc -std=c++17 -O2 $$($(PYTHON) cuda_build.py $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
 			--Werror all-warnings -c csrc/kernels/kernels_cuda.cu -o build/cuda-check/kernels_cuda.o && \
-		echo "cuda-check: kernels_cuda.cu compiles"; fi
+		echo "cuda-check: kernels_cuda.cu compiles with $$nvcc" || exit 1; done
 
 # ---- style ------------------------------------------------------------------------------------------------
 

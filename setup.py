@@ -7,18 +7,22 @@ What is compiled by whom:
   them itself (only what changed, several at a time) and links the objects.
 - csrc/torch/*.cpp goes through BuildExtension and ninja, with the C++ standard that the installed
   torch wants.
-- csrc/kernels/kernels_cuda.cu is compiled by nvcc where nvcc is found and torch is a CUDA build.
-  With a CPU-only torch there is no CUDA runtime to link with (and nothing to run on), so
-  kernels_none.c takes its place; `make cuda-check` still compiles the .cu file wherever nvcc is.
+- csrc/kernels/kernels_cuda.cu is compiled by nvcc where nvcc is found and torch is a CUDA build
+  (cuda_build.py: which nvcc, which architectures). With a CPU-only torch there is no CUDA runtime
+  to link with (and nothing to run on), so kernels_none.c takes its place; `make cuda-check` still
+  compiles the .cu file wherever nvcc is. kernels_none.c is also what an nvcc that fails leads to:
+  that is shouted, and the installation goes on.
 
 Environment:
-    FSDP_C_DEBUG=1     -O0 -g and assertions on
-    FSDP_C_ASSERT=1    assertions on in the C files, and csrc/torch as in a release: made in seconds
-                       after one (`make test-assert` runs tests on it)
-    FSDP_C_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize` runs it)
-    FSDP_C_NO_CUDA=1   leave the CUDA kernels out
-    FSDP_C_CUDA_ARCH   nvcc's -arch (default: all-major)
-    MAX_JOBS=n         parallel compilers (default: the number of processors)
+    FSDP_C_DEBUG=1        -O0 -g and assertions on
+    FSDP_C_ASSERT=1       assertions on in the C files, and csrc/torch as in a release: made in
+                          seconds after one (`make test-assert` runs tests on it)
+    FSDP_C_SANITIZE=1     AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize` runs it)
+    FSDP_C_NO_CUDA=1      leave the CUDA kernels out
+    TORCH_CUDA_ARCH_LIST  architectures, as for torch's own extensions: "8.0;9.0" (default: those
+                          that torch was built for)
+    FSDP_C_CUDA_ARCH      nvcc's -arch, in their place
+    MAX_JOBS=n            parallel compilers (default: the number of processors)
 
 Each combination of Python, torch and switches has its own directory under build/, so switching
 between them recompiles nothing.
@@ -30,7 +34,6 @@ import fcntl
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -42,6 +45,11 @@ from pathlib import Path
 import torch
 from setuptools import setup
 from torch.utils import cpp_extension
+
+# A PEP 517 build does not look for modules beside this file.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import cuda_build
 
 # ninja is a script of the environment, which need not be activated.
 os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
@@ -74,46 +82,14 @@ ASSERT = switch("FSDP_C_ASSERT")
 SANITIZE = switch("FSDP_C_SANITIZE")
 
 
-def find_nvcc() -> str | None:
-    """The nvcc that can build kernels for the installed torch, or None where there is none.
-
-    The CUDA runtime is linked dynamically so that it is the copy torch has loaded; that needs the
-    same major version on both sides.
-    """
-    if switch("FSDP_C_NO_CUDA") or torch.version.cuda is None:
-        return None
-    home = cpp_extension.CUDA_HOME
-    nvcc = shutil.which("nvcc") or (shutil.which(f"{home}/bin/nvcc") if home else None)
-    if nvcc is None:
-        print("fsdp_c: torch has CUDA but nvcc is not found; building without CUDA kernels")
-        return None
-    text = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
-    found = re.search(r"release (\d+)\.", text)
-    if found is None or found[1] != torch.version.cuda.split(".")[0]:
-        print(f"fsdp_c: {nvcc} is not for CUDA {torch.version.cuda}; building without CUDA kernels")
-        return None
-    return nvcc
-
-
-NVCC = find_nvcc()
-
-
-def find_cudart() -> str:
-    """The CUDA runtime to link with: the copy that torch loads, else one of the same release.
-
-    torch's own has no name without a version, and nvcc may be a link or a script in a directory
-    that has no libraries; so files are looked for, not names given to the linker.
-    """
-    assert NVCC is not None and torch.version.cuda is not None
-    major = torch.version.cuda.split(".")[0]
-    packages = Path(torch.__file__).resolve().parents[1] / "nvidia"
-    toolkits = [str(Path(NVCC).resolve().parents[1]), cpp_extension.CUDA_HOME, "/usr/local/cuda"]
-    folders = [*packages.glob("cu*/lib"), packages / "cuda_runtime/lib"]
-    folders += [Path(home) / lib for home in toolkits if home for lib in ("lib64", "lib")]
-    for folder in folders:
-        for found in sorted(folder.glob(f"libcudart.so.{major}*")):
-            return str(found)
-    raise SystemExit(f"fsdp_c: no libcudart.so.{major} found; FSDP_C_NO_CUDA=1 builds without CUDA")
+NVCC = cuda_build.find_nvcc(torch.version.cuda, cpp_extension.CUDA_HOME)
+CUDART = None
+if NVCC and torch.version.cuda:
+    CUDART = cuda_build.find_cudart(
+        NVCC, torch.version.cuda, torch.__file__, cpp_extension.CUDA_HOME
+    )
+CUDA_SOURCE = "csrc/kernels/kernels_cuda.cu"
+NO_CUDA_SOURCE = "csrc/kernels/kernels_none.c"
 
 
 def optimisation(cxx: bool = False) -> list[str]:
@@ -132,7 +108,7 @@ def build_directory(cxx: bool = False) -> Path:
     kind = "sanitize" if SANITIZE else "debug" if DEBUG else "release"
     if ASSERT and not cxx:
         kind = "assert"
-    cuda = "cuda" if NVCC else "nocuda"
+    cuda = "cuda" if CUDART else "nocuda"
     return ROOT / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}-{kind}-{cuda}"
 
 
@@ -144,7 +120,7 @@ def headers() -> list[str]:
 def c_sources() -> list[str]:
     """The C (and, with CUDA, .cu) files that BuildC compiles itself, relative to the repository."""
     files = [*CSRC.glob("core/*.c"), *CSRC.glob("python/*.c"), *CSRC.glob("kernels/*_cpu.c")]
-    files.append(CSRC / ("kernels/kernels_cuda.cu" if NVCC else "kernels/kernels_none.c"))
+    files.append(ROOT / (CUDA_SOURCE if CUDART else NO_CUDA_SOURCE))
     return sorted(str(path.relative_to(ROOT)) for path in files)
 
 
@@ -157,10 +133,10 @@ def compile_command(source: str) -> list[str]:
     """The command that compiles one of c_sources(), up to and without the output options."""
     if source.endswith(".cu"):
         assert NVCC is not None
-        arch = os.environ.get("FSDP_C_CUDA_ARCH", "all-major")
+        arch = cuda_build.arch_options(NVCC, torch._C._cuda_getArchFlags() or "")
         level = ["-O0", "-g"] if DEBUG else ["-O3", "-DNDEBUG"]
         host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
-        return [NVCC, "-std=c++17", *level, f"-arch={arch}", f"-I{CSRC}", *host]
+        return [NVCC, "-std=c++17", *level, *arch, f"-I{CSRC}", *host]
     compiler = shlex.split(os.environ.get("CC") or "gcc")
     command = [*compiler, "-std=c11", "-fPIC", "-fvisibility=hidden", *optimisation(), *C_WARNINGS]
     # A system directory: the warnings are about our code, not about CPython's headers.
@@ -197,6 +173,23 @@ def compile_one(source: str, directory: Path) -> str | None:
         return None
     target.with_suffix(".cmd").write_text(line)
     return str(target)
+
+
+def compile_cuda(directory: Path) -> str | None:
+    """Compiles the CUDA kernels and returns their object file; None, and a shout, where that
+    failed."""
+    try:
+        made = compile_one(CUDA_SOURCE, directory)
+    except (OSError, RuntimeError) as error:
+        print(f"fsdp_c: {error}")
+        made = None
+    if made is None:
+        cuda_build.shout(
+            f"{NVCC} does not compile the CUDA kernels (its messages are above). fsdp_c is built "
+            "without them: on a GPU it uses torch's foreach operations, which is slower. Rebuild "
+            "with an nvcc that works, or name architectures in TORCH_CUDA_ARCH_LIST."
+        )
+    return made
 
 
 def check_resolved(library: str) -> None:
@@ -236,12 +229,18 @@ class BuildC(cpp_extension.BuildExtension):
         directory = build_directory()
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         with ThreadPoolExecutor(jobs) as pool:
-            ours = [s for s in ext.sources if not s.endswith(".cpp")]
+            cuda = pool.submit(compile_cuda, directory) if CUDA_SOURCE in ext.sources else None
+            ours = [s for s in ext.sources if s.endswith(".c")]
             objects = list(pool.map(lambda source: compile_one(source, directory), ours))
         ext.sources = [s for s in ext.sources if s.endswith(".cpp")]
         failed = [source for source, made in zip(ours, objects) if made is None]
         if failed:
             raise SystemExit(f"fsdp_c: does not compile: {', '.join(failed)}")
+        if cuda is not None:
+            kernels = cuda.result()
+            runtime = [CUDART] if kernels else []
+            ext.extra_link_args = [*ext.extra_link_args, *runtime]
+            objects.append(kernels or compile_one(NO_CUDA_SOURCE, directory))
         ext.extra_objects = objects
         # Only the entry point leaves the module. -fvisibility=hidden does not reach the weak
         # symbols of templates of the standard library and torch; the script does.
@@ -269,8 +268,6 @@ def extension() -> cpp_extension.CppExtension:
     for path in [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]:
         compile_args += ["-isystem", path]
     link_args = ["-Wl,--exclude-libs,ALL", *(SANITIZERS if SANITIZE else [])]
-    if NVCC:
-        link_args.append(find_cudart())
     return cpp_extension.CppExtension(
         "fsdp_c._C",
         [*c_sources(), *cxx_sources()],

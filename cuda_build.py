@@ -1,0 +1,141 @@
+"""Which CUDA compiler builds the kernels, and for which architectures.
+
+No compiler is an error: ``find_nvcc`` says why there is none, and ``setup.py`` then builds without
+CUDA kernels, as it does after a compiler that fails. What a job on a GPU uses in their place are
+torch's own foreach operations (``csrc/core/foreach.c``).
+
+``python cuda_build.py [NVCC]`` prints the options that NVCC would be given here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+FIRST = 70
+"""The first architecture whose kernels take a batch of descriptors by value and in place
+(``__grid_constant__``)."""
+
+FAMILIES = {
+    "Volta": "7.0+PTX",
+    "Turing": "7.5+PTX",
+    "Ampere": "8.0;8.6+PTX",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell": "10.0;12.0+PTX",
+}
+"""What ``TORCH_CUDA_ARCH_LIST`` may call architectures by; older families have no kernels."""
+
+
+def shout(text: str) -> None:
+    """A message that is seen among the output of compilers."""
+    bar = "!" * 100
+    print(f"{bar}\n!! fsdp_c: {text}\n{bar}", file=sys.stderr, flush=True)
+
+
+def codes_of(listing: str) -> list[int]:
+    """The architectures in the output of ``nvcc --list-gpu-code``: 90 for sm_90, none of sm_90a."""
+    return sorted({int(code) for code in re.findall(r"\bsm_(\d+)\b", listing)})
+
+
+def archs_of_list(text: str) -> list[int]:
+    """``TORCH_CUDA_ARCH_LIST`` as architectures: "7.0;8.6+PTX Hopper" is 70, 86, 90.
+
+    PTX is there for the newest in any case; the suffixes of 9.0a and 10.0f are of no use to us.
+    """
+    for family, archs in FAMILIES.items():
+        text = re.sub(rf"\b{family}\b", archs, text)
+    return sorted({int(a + b) for a, b in re.findall(r"\b(\d+)\.(\d)[af]?(?:\+PTX)?(?!\w)", text)})
+
+
+def archs_of_torch(flags: str) -> list[int]:
+    """What torch itself was built for: 90 for sm_90 or compute_90 in its architecture flags."""
+    return sorted({int(code) for code in re.findall(r"\b(?:sm|compute)_(\d+)[af]?\b", flags)})
+
+
+def choose(wanted: Iterable[int], known: Iterable[int]) -> list[int]:
+    """The architectures to build for: those wanted that this nvcc knows and the kernels run on.
+
+    Where it knows none of them, or none is asked for: one of each generation that it knows.
+    """
+    able = [arch for arch in sorted(set(known)) if arch >= FIRST]
+    chosen = [arch for arch in able if arch in set(wanted)]
+    return chosen or [
+        arch for arch in able if arch == min(a for a in able if a // 10 == arch // 10)
+    ]
+
+
+def options(archs: list[int]) -> list[str]:
+    """nvcc's options: code for each architecture, and PTX of the newest for those to come."""
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    newest = archs[-1]
+    return [*codes, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+
+def arch_options(nvcc: str, torch_flags: str) -> list[str]:
+    """The options for this ``nvcc``, by ``FSDP_C_CUDA_ARCH`` (nvcc's own ``-arch``), else by
+    ``TORCH_CUDA_ARCH_LIST``, else by what torch was built for. Raises ``RuntimeError`` where nvcc
+    knows no architecture that the kernels run on, and ``OSError`` where it does not run."""
+    if own := os.environ.get("FSDP_C_CUDA_ARCH"):
+        return [f"-arch={own}"]
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    wanted = archs_of_list(asked) if asked else archs_of_torch(torch_flags)
+    run = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True)
+    known = codes_of(run.stdout)
+    chosen = choose(wanted, known)
+    if not chosen:
+        raise RuntimeError(f"{nvcc} knows no architecture from sm_{FIRST} on: {known}")
+    left_out = [f"sm_{arch}" for arch in wanted if arch not in chosen]
+    if left_out:
+        print(
+            f"fsdp_c: no CUDA kernels for {', '.join(left_out)}: {nvcc} or the kernels do not "
+            "know them"
+        )
+    return options(chosen)
+
+
+def find_nvcc(torch_cuda: str | None, home: str | None) -> str | None:
+    """The nvcc that can build kernels for a torch of CUDA ``torch_cuda``; None: there is none.
+
+    The CUDA runtime is linked dynamically so that it is the copy torch has loaded; that needs the
+    same major version on both sides.
+    """
+    if torch_cuda is None or os.environ.get("FSDP_C_NO_CUDA", "") not in ("", "0"):
+        return None
+    nvcc = shutil.which("nvcc") or (shutil.which(f"{home}/bin/nvcc") if home else None)
+    if nvcc is None:
+        shout("torch has CUDA but nvcc is not found; building without CUDA kernels")
+        return None
+    run = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    found = re.search(r"release (\d+)\.", run.stdout)
+    if run.returncode != 0 or found is None or found[1] != torch_cuda.split(".")[0]:
+        shout(f"{nvcc} is not for CUDA {torch_cuda}; building without CUDA kernels")
+        return None
+    return nvcc
+
+
+def find_cudart(nvcc: str, torch_cuda: str, torch_file: str, home: str | None) -> str | None:
+    """The CUDA runtime to link with: the copy that torch loads, else one of the same release.
+
+    torch's own has no name without a version, and nvcc may be a link or a script in a directory
+    that has no libraries; so files are looked for, not names given to the linker.
+    """
+    major = torch_cuda.split(".")[0]
+    packages = Path(torch_file).resolve().parents[1] / "nvidia"
+    toolkits = [str(Path(nvcc).resolve().parents[1]), home, "/usr/local/cuda"]
+    folders = [*packages.glob("cu*/lib"), packages / "cuda_runtime/lib"]
+    folders += [Path(kit) / lib for kit in toolkits if kit for lib in ("lib64", "lib")]
+    for folder in folders:
+        for found in sorted(folder.glob(f"libcudart.so.{major}*")):
+            return str(found)
+    shout(f"no libcudart.so.{major} found; building without CUDA kernels")
+    return None
+
+
+if __name__ == "__main__":
+    print(*arch_options(sys.argv[1] if len(sys.argv) > 1 else "nvcc", ""))

@@ -1,0 +1,211 @@
+"""Which architectures the CUDA kernels are built for, and what a compiler that fails leads to.
+
+None of this needs nvcc: the compilers are scripts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import cuda_build  # noqa: E402
+
+CUDA_12_4 = """sm_50
+sm_52
+sm_53
+sm_60
+sm_61
+sm_62
+sm_70
+sm_72
+sm_75
+sm_80
+sm_86
+sm_87
+sm_89
+sm_90
+"""
+CUDA_13_0 = "sm_75\nsm_80\nsm_86\nsm_87\nsm_88\nsm_89\nsm_90\nsm_90a\nsm_100\nsm_110\nsm_120\n"
+# torch._C._cuda_getArchFlags() of 2.11.0+cu130 and of 2.6.0+cu124.
+TORCH_CU130 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
+TORCH_CU124 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
+
+
+@pytest.fixture
+def no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSDP_C_CUDA_ARCH", raising=False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+
+
+def nvcc_of(folder: Path, script: str) -> str:
+    """A compiler that is a shell script."""
+    folder.mkdir(exist_ok=True)
+    nvcc = folder / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\n{script}")
+    nvcc.chmod(0o755)
+    return str(nvcc)
+
+
+def listing(folder: Path, codes: str) -> str:
+    return nvcc_of(folder, "".join(f"echo {code}\n" for code in codes.split()))
+
+
+@pytest.mark.parametrize(
+    "text, archs",
+    [
+        ("8.0", [80]),
+        ("7.0;7.5;8.0+PTX", [70, 75, 80]),
+        ("8.0 8.6 9.0a", [80, 86, 90]),
+        ("Volta;Ampere", [70, 80, 86]),
+        ("Hopper 10.0f 12.0+PTX", [90, 100, 120]),
+        ("5.2;6.1", [52, 61]),
+        ("Maxwell", []),
+        ("native", []),
+    ],
+)
+def test_the_architectures_of_a_list(text: str, archs: list[int]) -> None:
+    assert cuda_build.archs_of_list(text) == archs
+
+
+def test_the_architectures_of_torch_and_of_nvcc() -> None:
+    assert cuda_build.archs_of_torch(TORCH_CU130) == [75, 80, 86, 90, 100, 120]
+    assert cuda_build.archs_of_torch("") == []
+    assert cuda_build.codes_of(CUDA_13_0) == [75, 80, 86, 87, 88, 89, 90, 100, 110, 120]
+
+
+def test_what_torch_was_built_for_is_built_where_the_kernels_run_and_nvcc_knows_it() -> None:
+    choose, known = cuda_build.choose, cuda_build.codes_of
+    cu124 = cuda_build.archs_of_torch(TORCH_CU124)
+    assert choose(cu124, known(CUDA_12_4)) == [70, 75, 80, 86, 90]  # not 50 and 60
+    assert choose(cuda_build.archs_of_torch(TORCH_CU130), known(CUDA_12_4)) == [75, 80, 86, 90]
+    assert choose(cu124, known(CUDA_13_0)) == [75, 80, 86, 90]  # 13 has forgotten 70
+
+
+def test_without_a_wish_that_can_be_met_one_of_each_generation_is_built() -> None:
+    assert cuda_build.choose([], cuda_build.codes_of(CUDA_12_4)) == [70, 80, 90]
+    assert cuda_build.choose([50], cuda_build.codes_of(CUDA_13_0)) == [75, 80, 90, 100, 110, 120]
+    assert cuda_build.choose([80], [50, 60]) == []
+
+
+def test_the_newest_has_ptx_for_what_comes_after_it() -> None:
+    assert cuda_build.options([70, 90]) == [
+        "-gencode=arch=compute_70,code=sm_70",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+
+
+def test_who_says_which_architectures(
+    tmp_path: Path,
+    no_wishes: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nvcc = listing(tmp_path, CUDA_12_4)
+    by_torch = cuda_build.arch_options(nvcc, TORCH_CU130)
+    assert by_torch == cuda_build.options([75, 80, 86, 90])
+    assert "no CUDA kernels for sm_100, sm_120" in capsys.readouterr().out
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
+    assert cuda_build.arch_options(nvcc, TORCH_CU130) == cuda_build.options([80, 90])
+    monkeypatch.setenv("FSDP_C_CUDA_ARCH", "native")
+    assert cuda_build.arch_options(nvcc, TORCH_CU130) == ["-arch=native"]
+
+
+def test_an_nvcc_without_architectures_is_told(tmp_path: Path, no_wishes: None) -> None:
+    with pytest.raises(RuntimeError, match="knows no architecture from sm_70 on"):
+        cuda_build.arch_options(listing(tmp_path, "sm_50 sm_60"), TORCH_CU124)
+
+
+def test_nvcc_is_taken_only_for_torchs_own_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FSDP_C_NO_CUDA", raising=False)
+    nvcc = nvcc_of(tmp_path, "echo 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin:/bin")
+    assert cuda_build.find_nvcc("12.8", None) == nvcc
+    assert cuda_build.find_nvcc(None, None) is None  # a torch without CUDA
+    assert capsys.readouterr().err == ""
+    assert cuda_build.find_nvcc("13.0", None) is None
+    assert "is not for CUDA 13.0" in capsys.readouterr().err
+    nvcc_of(tmp_path, "exit 1\n")
+    assert cuda_build.find_nvcc("12.8", None) is None
+    monkeypatch.setenv("FSDP_C_NO_CUDA", "1")
+    assert cuda_build.find_nvcc("12.8", None) is None
+
+
+SETUP = """
+import sys, torch
+torch.version.cuda = "12.4"
+torch._C._cuda_getArchFlags = lambda: "sm_50 sm_60 sm_70 sm_80"
+import setuptools
+setuptools.setup = lambda **options: None
+namespace = {"__name__": "setup", "__file__": sys.argv[1] + "/setup.py"}
+exec(compile(open(sys.argv[1] + "/setup.py").read(), "setup.py", "exec"), namespace)
+from pathlib import Path
+class Parent:
+    def build_extension(self, ext):
+        print("LINKED", *sorted(Path(path).name for path in ext.extra_objects), ext.extra_link_args)
+namespace["BuildC"].__bases__ = (Parent,)
+namespace["BuildC"].get_ext_fullpath = lambda self, name: ""
+namespace["check_resolved"] = lambda library: None
+namespace["build_directory"] = lambda: Path(sys.argv[2])
+ext = namespace["extension"]()
+ext.sources = [s for s in ext.sources if "kernels" in s]
+namespace["BuildC"].build_extension(object.__new__(namespace["BuildC"]), ext)
+"""
+
+
+def built_with(tmp_path: Path, compiles: str) -> str:
+    """What setup.py prints and links where nvcc's runs of the compiler do ``compiles``."""
+    toolkit = tmp_path / "toolkit"
+    (toolkit / "lib64").mkdir(parents=True)
+    (toolkit / "lib64/libcudart.so.12").touch()
+    (tmp_path / "build").mkdir()
+    codes = CUDA_12_4.replace("\n", " ")
+    nvcc_of(
+        toolkit / "bin",
+        f"case $1 in --version) echo 'release 12.4, V12.4.131';; --list-gpu-code) echo {codes};; "
+        f'*) echo "ran: $*" >> {tmp_path}/runs; {compiles};; esac\n',
+    )
+    unwanted = ("TORCH_CUDA_ARCH_LIST", "FSDP_C_CUDA_ARCH", "FSDP_C_NO_CUDA", "LD_PRELOAD")
+    env = {name: value for name, value in os.environ.items() if name not in unwanted}
+    path = os.pathsep.join([str(toolkit / "bin"), env["PATH"]])
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP, str(ROOT), str(tmp_path / "build")],
+        env={**env, "PATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_an_nvcc_that_fails_leads_to_a_build_without_kernels_and_a_shout(tmp_path: Path) -> None:
+    said = built_with(tmp_path, "echo 'error: unknown architecture' >&2; exit 1")
+    linked = next(line for line in said.splitlines() if line.startswith("LINKED"))
+    assert "kernels_none.o" in linked and "kernels_cuda.o" not in linked
+    assert "libcudart" not in linked
+    assert "error: unknown architecture" in said
+    assert "does not compile the CUDA kernels" in said
+    runs = (tmp_path / "runs").read_text()
+    assert "code=sm_70" in runs and "code=sm_80" in runs
+    assert "sm_50" not in runs and "sm_60" not in runs
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_an_nvcc_that_works_is_linked_with_its_runtime(tmp_path: Path) -> None:
+    said = built_with(tmp_path, 'touch "$(echo "$*" | sed "s/.* -o //")"')
+    linked = next(line for line in said.splitlines() if line.startswith("LINKED"))
+    assert "kernels_cuda.o" in linked and "kernels_none.o" not in linked
+    assert "libcudart.so.12" in linked
+    assert "!!" not in said
