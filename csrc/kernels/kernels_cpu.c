@@ -1,7 +1,7 @@
 /* The CPU kernels. They run in the calling thread and are finished when they return: `stream` is
  * ignored, nothing is allocated, no thread is started (ranks share the machine's cores, and
- * torchrun gives each of them one), no state is kept (but the kernels that tests bring along). A launch that refuses its arguments has
- * written nothing.
+ * torchrun gives each of them one), no state is kept (but the kernels that tests bring along). A
+ * launch that refuses its arguments has written nothing.
  *
  * Invariant: a segment or gradient with nothing to copy is never dereferenced, so its pointers
  * may be NULL. Moves go through memcpy and conversions through the loops of cast_cpu.h; both
