@@ -24,15 +24,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
-from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy
 from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 
 from .additions import METHODS
 from .compat import ShardPlacementFnResult, complete_class, placement_of
+from .notes import noted
 from .param import param_class
 from .param_group import ParamGroup
+from .serialization import complete, refuse_deepcopy
 from .state import State
+from .suspicions import watch
 from .undo import Snapshot, Undo
 
 
@@ -186,6 +188,7 @@ def _make_group(
     )
     for fsdp_param in fsdp_params:
         fsdp_param.register()
+    watch(part.params, fsdp_params)
     return group
 
 
@@ -205,10 +208,14 @@ def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...])
     names = {parameter: name for module in modules for name, parameter in module.named_parameters()}
     for param in params:
         if not param.is_contiguous():
-            raise NotImplementedError(
+            error = NotImplementedError(
                 "FSDP does not support non-contiguous parameters yet: "
-                f"param.shape={param.shape} param.stride()={param.stride()} "
-                f"(parameter '{names.get(param)}')"
+                f"param.shape={param.shape} param.stride()={param.stride()}"
+            )
+            raise noted(
+                error,
+                f"'{names.get(param)}': make it contiguous before, "
+                "param.data = param.data.contiguous().",
             )
 
 
@@ -226,7 +233,8 @@ def _swap_classes(api: Api, modules: tuple[nn.Module, ...]) -> None:
         api.classes,
         api.mixin(),
         api.class_prefix,
-        _unimplemented_deepcopy,
+        refuse_deepcopy,
     )
     for module in modules:
         complete_class(type(module), METHODS)
+        complete(type(module))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -11,9 +9,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-_SHOWN = 3  # names in one warning
+from . import suspicions
 
 
 @dataclass(frozen=True)
@@ -97,16 +95,16 @@ def explain(
     Raises:
         ValueError: nothing in ``model`` is sharded.
     """
-    found = list(_groups(model))
+    found = list(suspicions.groups_of(model))
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"nothing in {type(model).__name__} is sharded: call fully_shard first")
     explanation = Explanation([_unit(name, state, group, model) for name, state, group in found])
     groups = [(name, group) for name, _, group in found]
-    explanation.warnings += _foreign_optimizer(model, groups, optimizer)
-    explanation.warnings += _replaced_parameters(model, groups)
-    explanation.warnings += _unmanaged_parameters(model, groups)
-    explanation.warnings += _tied_weights(model, groups)
-    explanation.warnings += _blocks_in_root(model, groups)
+    explanation.warnings += suspicions.foreign_optimizer(model, groups, optimizer)
+    explanation.warnings += suspicions.replaced_parameters(model, groups)
+    explanation.warnings += suspicions.unmanaged_parameters(model, groups)
+    explanation.warnings += suspicions.tied_weights(model, groups)
+    explanation.warnings += suspicions.blocks_in_root(model, groups)
     print(explanation, file=file)
     return explanation
 
@@ -123,30 +121,12 @@ def _bytes(count: int) -> str:
     return f"{size:.1f} GiB"
 
 
-def _groups(model: nn.Module) -> Iterator[tuple[str, FSDPState, Any]]:
-    """(name, state, group) of every group below ``model``, in the order of the modules."""
-    names: dict[FSDPState, list[str]] = {}
-    for name, module in model.named_modules():
-        state = _get_module_fsdp_state(module)
-        if state is not None:
-            names.setdefault(state, []).append(name or "(root)")
-    for state, of_state in names.items():
-        groups = state._fsdp_param_groups
-        for index, group in enumerate(groups):
-            suffix = f" [{index}]" if len(groups) > 1 else ""
-            yield ", ".join(of_state) + suffix, state, group
-
-
 def _dtype(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _compute_dtype(param: Any) -> torch.dtype:
-    return param.param_dtype or param.orig_dtype
-
-
 def _reduce_dtype(param: Any) -> torch.dtype:
-    return param.reduce_dtype or _compute_dtype(param)
+    return param.reduce_dtype or suspicions.compute_dtype(param)
 
 
 def _unit(name: str, state: FSDPState, group: Any, model: nn.Module) -> UnitReport:
@@ -154,10 +134,10 @@ def _unit(name: str, state: FSDPState, group: Any, model: nn.Module) -> UnitRepo
     world = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
     replicas = info.replicate_mesh_size if isinstance(info, DDPMeshInfo) else 1
     trainable = [param for param in params if param.sharded_param.requires_grad]
-    kinds = {(p.orig_dtype, _compute_dtype(p), _reduce_dtype(p)) for p in params}
+    kinds = {(p.orig_dtype, suspicions.compute_dtype(p), _reduce_dtype(p)) for p in params}
     return UnitReport(
         name=name,
-        modules=", ".join(_original_class(module).__name__ for module in group.modules),
+        modules=", ".join(suspicions.original_class(module).__name__ for module in group.modules),
         parameters=len(params),
         elements=sum(param._orig_size.numel() for param in params),
         dtypes="; ".join(sorted("/".join(map(_dtype, kind)) for kind in kinds)),
@@ -190,170 +170,9 @@ def _gathers_again(state: FSDPState, group: Any, model: nn.Module) -> bool:
 
 
 def _transient(params: list[Any], trainable: list[Any], world: int) -> int:
-    unsharded = sum(_padded(p) * world * _compute_dtype(p).itemsize for p in params)
+    unsharded = sum(_padded(p) * world * suspicions.compute_dtype(p).itemsize for p in params)
     gathering = unsharded * (2 if world > 1 else 1)
-    grads = sum(p._orig_size.numel() * _compute_dtype(p).itemsize for p in trainable)
+    grads = sum(p._orig_size.numel() * suspicions.compute_dtype(p).itemsize for p in trainable)
     rows = sum(_padded(p) * _reduce_dtype(p).itemsize for p in trainable)
     reducing = grads + rows * world + (rows if world > 1 else 0)
     return max(gathering, reducing)
-
-
-# ---- the warnings --------------------------------------------------------------------------------
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def _names(model: nn.Module, groups: list[tuple[str, Any]]) -> dict[int, str]:
-    """Name from the root of every parameter of a unit, by ``id`` of the unit's record of it."""
-    prefixes = {id(module): name for name, module in model.named_modules()}
-    found = {}
-    for _, param in _managed(groups):
-        info = param._module_info
-        prefix = prefixes.get(id(info.module))
-        found[id(param)] = f"{prefix}.{info.param_name}" if prefix else info.param_name
-    return found
-
-
-def _managed(groups: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for name, group in groups:
-        for param in group.fsdp_params:
-            yield name, param
-
-
-def _faces(param: Any) -> list[Any]:
-    """Every object that the unit registers for a parameter."""
-    names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-    return [face for face in (getattr(param, name, None) for name in names) if face is not None]
-
-
-def _foreign_optimizer(
-    model: nn.Module, groups: list[tuple[str, Any]], optimizer: torch.optim.Optimizer | None
-) -> list[str]:
-    if optimizer is None:
-        return []
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    sharded = {id(param.sharded_param) for _, param in _managed(groups)}
-    temporary = {id(f) for _, param in _managed(groups) for f in _faces(param)} - sharded
-    own = sharded | ({id(parameter) for parameter in model.parameters()} - temporary)
-    found = []
-    foreign = len(held - own)
-    if foreign:
-        found.append(
-            f"the optimizer holds {foreign} of {len(held)} parameters that are not the model's: "
-            "it was built before sharding, which replaces parameters, and will not train them. "
-            "Build it after the last fully_shard"
-        )
-    names = _names(model, groups)
-    missing = [
-        names[id(param)]
-        for _, param in _managed(groups)
-        if param.sharded_param.requires_grad and id(param.sharded_param) not in held
-    ]
-    if missing and not foreign:
-        found.append(f"the optimizer does not hold {_some(missing)}, which require gradients")
-    return found
-
-
-def _slots(param: Any) -> Iterator[tuple[nn.Module, str]]:
-    info = param._module_info
-    yield info.module, info.param_name
-    yield from zip(info.shared_modules, info.shared_param_names)
-
-
-def _replaced_parameters(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
-    names = _names(model, groups)
-    replaced = [
-        names[id(param)]
-        for _, param in _managed(groups)
-        if any(
-            all(getattr(module, slot, None) is not face for face in _faces(param))
-            for module, slot in _slots(param)
-        )
-    ]
-    if not replaced:
-        return []
-    return [
-        f"{_some(replaced)} were replaced after sharding: the module holds another object than its "
-        "unit, so that training and gathering part ways. Change values in place, or load them with "
-        "load_state_dict"
-    ]
-
-
-def _unmanaged_parameters(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
-    slots = {(id(m), slot) for _, param in _managed(groups) for m, slot in _slots(param)}
-    names = [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad and (id(module), name) not in slots
-    ]
-    if not names:
-        return []
-    return [
-        f"{_some(names)} are in no unit (ignored, or added after fully_shard): their gradients are "
-        "not reduced over ranks"
-    ]
-
-
-def _tied_weights(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
-    names = _names(model, groups)
-    owners: dict[int, list[tuple[str, str]]] = {}
-    for name, param in _managed(groups):
-        owners.setdefault(param._orig_param_uid, []).append((name, names[id(param)]))
-    return [
-        f"{_some([param for _, param in tied])} were one parameter before sharding and are in "
-        f"different units ({', '.join(unit for unit, _ in tied)}): put their modules into one "
-        "unit, fully_shard([a, b]), or into the root"
-        for tied in owners.values()
-        if len(tied) > 1
-    ]
-
-
-def _original_class(module: nn.Module) -> type:
-    """The class that the module had before it was sharded."""
-    kind = type(module)
-    if isinstance(module, FSDPModule):
-        return kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
-    return kind
-
-
-def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers with layers of their own that stand in a list with others of their class."""
-    for prefix, container in model.named_modules():
-        if not issubclass(_original_class(container), (nn.ModuleList, nn.Sequential)):
-            continue
-        layers = [
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in container.named_children()
-            if any(True for _ in child.children())
-        ]
-        counts = Counter(_original_class(layer) for _, layer in layers)
-        yield from ((name, layer) for name, layer in layers if counts[_original_class(layer)] > 1)
-
-
-def _blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
-    state = _get_module_fsdp_state(model)
-    if state is None:
-        return []
-    of_root = {
-        id(module)
-        for _, group in groups
-        if group in state._fsdp_param_groups
-        for param in group.fsdp_params
-        for module, _ in _slots(param)
-    }
-    left = [
-        name
-        for name, layer in _repeated(model)
-        if any(id(module) in of_root for module in layer.modules())
-    ]
-    if not left:
-        return []
-    return [
-        f"{_some(left)} are repeated layers but no units: their parameters are gathered with the "
-        "root's and stay unsharded through forward and backward. Call fully_shard on each before "
-        "the root"
-    ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed.fsdp._fully_shard._fully_shard as stock
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
@@ -23,10 +23,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
+from . import notes
 from .attach import Api, Units, apply
 from .compat import ShardPlacementFnResult, is_spmd_mesh, mesh_info_of, validate_mesh
 from .state import State
+from .suspicions import look_at_arguments
 from .undo import Undo
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
 
 _DEFAULT_MP_POLICY = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD_POLICY = OffloadPolicy()
@@ -44,6 +49,35 @@ _API = Api(
 )
 
 
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[FSDPModule]: ...
+
+
+@notes.on_mistakes
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -98,6 +132,7 @@ def fully_shard(
     auto, device, undo = reshard_after_forward is None, _get_device_from_mesh(mesh), Undo()
     try:
         apply(_API, module, units, device, policies, ignored_params, auto, undo)
+        look_at_arguments(mp_policy, offload_policy, ignored_params)
         return module  # in here: a signal may come after the call
     except BaseException:
         undo.run()

@@ -33,6 +33,7 @@ import fsdp_c._C as _C
 from .compat import ParamOfOlderTorch, orig_param_uid
 from .guard import is_constructed_by_others, overridden_by, shows
 from .mixed_precision import compute_dtype
+from .notes import class_name, noted
 
 _RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 """A method of tensor subclasses, beside ``fsdp_post_all_gather``."""
@@ -466,8 +467,8 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         replace the parameter or its local tensor, which may need its padding again.
 
         Raises:
-            AssertionError: what is registered is no DTensor, or its local tensor has another size
-                than this rank's shard.
+            AttributeError: what is registered is no DTensor.
+            AssertionError: its local tensor has another size than this rank's shard.
             RuntimeError: its local tensor has another dtype than itself.
         """
         info = self._module_info
@@ -479,9 +480,15 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
                     f"instead of {self.sharded_param}"
                 )
             if not isinstance(new_param, DTensor):
-                raise AssertionError(
-                    f"Expected DTensor for parameter '{self._param_fqn or info.param_name}', "
-                    f"got {type(new_param)}"
+                error = AttributeError(
+                    f"'{type(new_param).__name__}' object has no attribute '_local_tensor'"
+                )
+                name = self._param_fqn or info.param_name
+                raise noted(
+                    error,
+                    f"'{name}' of {class_name(info.module)} was replaced by a parameter that is "
+                    "not sharded: change its values in place, under torch.no_grad(), or load whole "
+                    "weights with fsdp_c.load_full_state_dict(model, state).",
                 )
             try:
                 self._refuse_unfit(new_param)

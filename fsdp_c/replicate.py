@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed._composable.replicate_with_fsdp as stock
@@ -16,10 +16,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _init_default_mesh,
 )
 
+from . import notes
 from .attach import Api, Units, apply
 from .compat import mesh_info_of, validate_mesh
 from .state import IterationContext, State
 from .undo import Undo
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
 
 _DEFAULT_MP_POLICY = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD_POLICY = OffloadPolicy()
@@ -55,6 +59,39 @@ _API = Api(
 )
 
 
+@overload
+def replicate(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    device_mesh: DeviceMesh | None = ...,
+    device_id: int | torch.device | None = ...,
+    ignored_modules: set[nn.Module] | None = ...,
+    bucket_cap_mb: float = ...,
+) -> stock.ReplicateModule: ...
+
+
+@overload
+def replicate(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    device_mesh: DeviceMesh | None = ...,
+    device_id: int | torch.device | None = ...,
+    ignored_modules: set[nn.Module] | None = ...,
+    bucket_cap_mb: float = ...,
+) -> list[stock.ReplicateModule]: ...
+
+
+@notes.on_mistakes
 def replicate(
     module: nn.Module | list[nn.Module],
     *,

@@ -25,6 +25,8 @@ import fsdp_c._C as _C
 from .comm_context import CommContext
 from .compat import StateOfOlderTorch, register_group_hooks
 from .guard import is_overridden, shows, warn_of_patches_without_effect
+from .notes import add, class_name, noted, some
+from .suspicions import look_over
 
 
 def _moves_inputs_to(device: torch.device) -> bool:
@@ -123,6 +125,9 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
 
     @_mp_policy.setter
     def _mp_policy(self, value: MixedPrecisionPolicy) -> None:
+        for dtype in (value.param_dtype, value.reduce_dtype):
+            if isinstance(dtype, str):  # what torch says in the first step
+                raise RuntimeError(f"Invalid device string: '{dtype}'")
         self._policy = value
         self._input_dtype = value.param_dtype if value.cast_forward_inputs else None
         self._output_dtype = value.output_dtype
@@ -198,9 +203,14 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                     "root by fsdp_c: use one of the two for all modules of a model"
                 )
             if module is not root and state._is_root is not None:
-                raise RuntimeError(
+                error = RuntimeError(
                     f"{self._state_name} state has already been lazily initialized for {name}\n"
                     f"{self._state_name} requires running forward through the root module first"
+                )
+                raise noted(
+                    error,
+                    f"'{name}' was called, or unsharded, before {class_name(root)}: run the "
+                    "whole model first; after that, parts of it may be called alone.",
                 )
             states.append(state)
         return states
@@ -223,8 +233,14 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         if self._is_root is not None:
             return
         if len(self._modules) > 1:
-            raise RuntimeError(
+            error = RuntimeError(
                 f"{self._state_name} requires a single root module but got {self._modules}"
+            )
+            names = ", ".join(map(class_name, self._modules))
+            raise noted(
+                error,
+                f"The unit of {names} was called with no root around it: call fully_shard on the "
+                "whole model, too, last.",
             )
         warn_of_patches_without_effect()
         if self._device.type == "cpu":
@@ -235,7 +251,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         try:
             self._state_ctx.all_states = states
             self._init_fqns()
-            self._validate_no_duplicate_params()
+            self._refuse_duplicates(groups)
             with _plain_tensors():
                 for group in groups:
                     group.lazy_init()
@@ -253,6 +269,23 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._init_shared_state()
         for state in states:
             state._is_root = state is self
+        look_over(self._modules[0])
+
+    def _refuse_duplicates(self, groups: list[Any]) -> None:
+        try:
+            self._validate_no_duplicate_params()
+        except ValueError as error:
+            names: dict[Any, list[str]] = {}
+            for group in groups:
+                for param in group.fsdp_params:
+                    names.setdefault(param._orig_param_uid, []).append(param._param_fqn)
+            tied = next((some(found) for found in names.values() if len(found) > 1), "They")
+            add(
+                error,
+                f"{tied} are one parameter in two units: shard their modules in one call, or leave "
+                f"them all to the root; fsdp_c.auto_shard does so.",
+            )
+            raise
 
     def _init_shared_state(self) -> None:
         groups = []

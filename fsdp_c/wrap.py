@@ -12,19 +12,38 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, _common_utils
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import Unpack
 
+from .compat import ShardPlacementFnResult
 from .fully_shard import fully_shard
+from .notes import add
 from .undo import Snapshot
 from .wrap_policy import Kwargs, Policy, children_first, run_policy
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class ShardKwargs(TypedDict, total=False):
+    """What ``fully_shard`` takes by keyword, and ``replicate`` besides (with ``shard_fn``)."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    dp_mesh_dims: DataParallelMeshDims | None
+    bucket_cap_mb: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +71,7 @@ def auto_shard(
     frozen: Literal["warn", "error", "ignore"] = "warn",
     keep_originals: bool = True,
     shard_fn: Callable[..., Any] = fully_shard,
-    **fully_shard_kwargs: Any,
+    **fully_shard_kwargs: Unpack[ShardKwargs],
 ) -> Model:
     """Applies ``fully_shard`` bottom-up to the modules that ``policy`` selects, then to ``model``.
 
@@ -102,7 +121,7 @@ def auto_shard(
         set(ignored_modules),
         set(ignored_params),
         tuple(full_precision_classes),
-        fully_shard_kwargs,
+        dict(fully_shard_kwargs),
     )
     signature = inspect.signature(shard_fn)
     for unit in units:
@@ -118,13 +137,21 @@ def auto_shard(
     try:
         for unit in units:
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-            shard_fn(modules, **unit.kwargs)
+            _shard(shard_fn, modules, unit)
             if snapshot is not None:
                 snapshot.release(owned[unit])
         return model  # in here: a signal may come after the last call
     except BaseException:
         if snapshot is not None:
             snapshot.restore()
+        raise
+
+
+def _shard(shard_fn: Callable[..., Any], modules: Any, unit: Unit) -> None:
+    try:
+        shard_fn(modules, **unit.kwargs)
+    except Exception as error:
+        add(error, f"This was the unit {unit}.")
         raise
 
 
@@ -135,7 +162,7 @@ def plan(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     full_precision_classes: Iterable[type[nn.Module]] = (_BatchNorm,),
-    **fully_shard_kwargs: Any,
+    **fully_shard_kwargs: Unpack[ShardKwargs],
 ) -> list[Unit]:
     """What :func:`auto_shard` would do with these arguments: its units in order, the root last.
 
@@ -143,7 +170,7 @@ def plan(
     """
     classes = tuple(full_precision_classes)
     modules, params = set(ignored_modules), set(ignored_params)
-    return _plan(model, policy, modules, params, classes, fully_shard_kwargs)[0]
+    return _plan(model, policy, modules, params, classes, dict(fully_shard_kwargs))[0]
 
 
 def _plan(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn as nn
@@ -18,7 +18,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 Kwargs = dict[str, Any]
 Policy: TypeAlias = (
-    str | int | type[nn.Module] | Iterable[type[nn.Module]] | _Policy | Callable[..., bool]
+    Literal["blocks"]
+    | int
+    | type[nn.Module]
+    | Iterable[type[nn.Module]]
+    | _Policy
+    | Callable[..., bool]
 )
 Wanted = list[tuple[tuple[nn.Module, ...], Kwargs]]
 

@@ -64,11 +64,37 @@ class LanguageModel(nn.Module):
         return self(TOKENS).argmax(-1)
 
 
+class VisionModel(nn.Module):
+    """(batch, 3, 8, 8) -> (batch, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(images))
+
+
+class LoraLinear(nn.Linear):
+    """A layer with an adapter beside it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.lora_a = nn.Parameter(torch.randn(2, width))
+        self.lora_b = nn.Parameter(torch.zeros(width, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.lora_a.t() @ self.lora_b.t()
+
+
 TOKENS = torch.arange(12).view(2, 6)
 
 
 def loss_of(model: Any) -> torch.Tensor:
-    return model(TOKENS).float().square().mean()
+    inputs = torch.randn(2, 3, 8, 8) if isinstance(model, VisionModel) else TOKENS
+    return model(inputs).float().square().mean()
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
@@ -86,7 +112,8 @@ class Names(dict[str, Any]):
 
     def __init__(self, code: str) -> None:
         super().__init__(torch=torch, fsdp_c=fsdp_c, rank=dist.get_rank(), Block=Block)
-        self.shards_itself = "_shard(" in code
+        self.update(LanguageModel=LanguageModel, VisionModel=VisionModel, tokens=TOKENS)
+        self.shards_itself = "_shard(" in code or "replicate(" in code
 
     def __missing__(self, name: str) -> Any:
         maker: Callable[[], Any] | None = getattr(self, f"make_{name}", None)
@@ -98,6 +125,18 @@ class Names(dict[str, Any]):
     def make_model(self) -> nn.Module:
         model = LanguageModel()
         return model if self.shards_itself else fsdp_c.auto_shard(model, "blocks")
+
+    def make_lora_model(self) -> nn.Module:
+        model = LanguageModel()
+        for block in model.blocks:
+            block.linear = LoraLinear(8)  # type: ignore[assignment]
+        return model
+
+    def make_loader(self) -> list[torch.Tensor]:
+        return [TOKENS, TOKENS]
+
+    def make_image_loader(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(torch.randn(2, 3, 8, 8), torch.tensor([0, 3]))] * 2
 
     def make_policy(self) -> Any:
         return fsdp_c.MixedPrecisionPolicy(param_dtype=torch.bfloat16)

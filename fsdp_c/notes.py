@@ -1,0 +1,333 @@
+"""Notes on exceptions: which module or parameter they are about, and what to do instead.
+
+What is raised and its first line are torch's, so that whoever catches it finds what he knows. The
+arguments of a call are looked at only once it has failed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+_POLICY = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+_OF_FSDP1 = {
+    "auto_wrap_policy": "fsdp_c.auto_shard(model, policy) takes the same policies",
+    "backward_prefetch": "units are prefetched anyway; set_modules_to_backward_prefetch() chooses",
+    "cpu_offload": "pass offload_policy=CPUOffloadPolicy()",
+    "device_id": "parameters go to the mesh's device: call torch.cuda.set_device(local_rank) first",
+    "device_mesh": "it is called mesh here",
+    "forward_prefetch": "set_modules_to_forward_prefetch() does it",
+    "ignored_modules": "pass ignored_params=set(module.parameters()), or use fsdp_c.auto_shard, "
+    "which has ignored_modules",
+    "ignored_states": "pass ignored_params=set(...)",
+    "limit_all_gathers": "leave it out: gathers are limited anyway",
+    "mixed_precision": f"pass mp_policy={_POLICY}",
+    "param_init_fn": "shard the model on the meta device, then model.to_empty(device=...) and "
+    "initialize it",
+    "policy": "fsdp_c.auto_shard(model, policy) takes one",
+    "process_group": "pass mesh=DeviceMesh.from_group(group, device_type)",
+    "sharding_strategy": "FULL_SHARD is the default, SHARD_GRAD_OP reshard_after_forward=False, "
+    "HYBRID_SHARD a 2-D mesh, and NO_SHARD fsdp_c.replicate",
+    "sync_module_states": "load weights with fsdp_c.load_full_state_dict(model, state)",
+    "use_orig_params": "leave it out: parameters are always the original ones, as DTensors",
+}
+"""Arguments that people bring along from FSDP1 (and DDP), and what is in their place."""
+
+
+def add(error: BaseException, note: str) -> None:
+    """Adds a note to an exception; before Python 3.11, a second line to its message."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def noted(error: BaseException, note: str) -> BaseException:
+    """``error`` with a note, to be raised."""
+    add(error, note)
+    return error
+
+
+def some(names: Iterable[str], shown: int = 3) -> str:
+    """Names in quotes; of a long list the first and how many there are more."""
+    listed = list(names)
+    text = ", ".join(f"'{name}'" for name in listed[:shown])
+    return text + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
+
+
+def class_name(module: Any) -> str:
+    """The name of the class that a module had before it was sharded."""
+    kind = type(module)
+    if isinstance(module, FSDPModule):
+        kind = kind.__mro__[kind._orig_cls_mro_index]
+    return kind.__name__
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that has failed."""
+
+    name: str
+    module: Any
+    kwargs: dict[str, Any]
+    error: Exception
+
+    @property
+    def modules(self) -> list[Any]:
+        return [*self.module] if isinstance(self.module, (list, tuple)) else [self.module]
+
+    @property
+    def what(self) -> str:
+        """The modules by their classes."""
+        return ", ".join(dict.fromkeys(map(class_name, self.modules)))
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for module in self.modules:
+            yield from module.named_parameters()
+
+
+def on_mistakes(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorates ``fully_shard`` and ``replicate``: what they raise says what to do instead."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            module = args[0] if args else kwargs.get("module")
+            note = _advice(_Call(name, module, dict(kwargs), error))
+            if note is not None:
+                add(error, note)
+            raise
+
+    return run
+
+
+def _advice(call: _Call) -> str | None:
+    try:
+        return next((note for rule in _RULES if (note := rule(call)) is not None), None)
+    except Exception:  # objects of any kind: no advice is better than another exception
+        return None
+
+
+# ---- the arguments -------------------------------------------------------------------------------
+
+
+def _keywords(call: _Call) -> str | None:
+    if not isinstance(call.error, TypeError):
+        return None
+    text = str(call.error)
+    if "positional argument" in text:
+        return f"All but the module goes by keyword: {call.name}(model, mesh=mesh, mp_policy=...)."
+    if "unexpected keyword" not in text:
+        return None
+    found = [f"{key}: {_OF_FSDP1[key]}." for key in call.kwargs if key in _OF_FSDP1]
+    return "\n".join(found) or f"help({call.name}) lists the arguments."
+
+
+def _module(call: _Call) -> str | None:
+    if isinstance(call.module, (list, tuple)) and not call.module:
+        return f"The list of modules is empty: {call.name} needs at least one module."
+    for one in call.modules:
+        if isinstance(one, type) and issubclass(one, nn.Module):
+            return f"{one.__name__} is a class: pass a module made of it, {one.__name__}(...)."
+        if isinstance(one, torch.jit.ScriptModule):
+            return f"{type(one).__name__} is scripted: shard the module that it was made from."
+        if not isinstance(one, nn.Module):
+            return (
+                f"{call.name} takes a module or a list of modules, and got "
+                f"a {type(call.module).__name__} with a {type(one).__name__} in it."
+                if one is not call.module
+                else f"{call.name} takes a module or a list of modules, not a {type(one).__name__}."
+            )
+    return None
+
+
+def _container(call: _Call) -> str | None:
+    if "do not implement forward" not in str(call.error):
+        return None
+    return (
+        f"A {call.what} is never called itself. Shard its elements, for block in blocks: "
+        f"{call.name}(block), or all of them as one unit, {call.name}([*blocks])."
+    )
+
+
+def _process_group(call: _Call) -> str | None:
+    if not dist.is_available() or dist.is_initialized():
+        return None
+    return (
+        f"There is no process group for {call.what}: start the script with torchrun, and call "
+        f"torch.distributed.init_process_group() before {call.name}."
+    )
+
+
+def _mesh(call: _Call) -> str | None:
+    mesh = call.kwargs.get("mesh")
+    if mesh is None:
+        return None
+    if isinstance(mesh, dist.ProcessGroup):
+        return "mesh: of a process group one makes a mesh by DeviceMesh.from_group(group, 'cuda')."
+    if not isinstance(mesh, DeviceMesh):
+        return (
+            f"mesh: a DeviceMesh, not the {type(mesh).__name__} {mesh!r}. For example "
+            f"init_device_mesh('cuda', (torch.distributed.get_world_size(),)); None is all ranks."
+        )
+    if mesh.get_coordinate() is None:
+        return (
+            f"mesh: rank {dist.get_rank()} is not among its ranks {mesh.mesh.tolist()}, so it must "
+            f"not call {call.name}."
+        )
+    names = mesh.mesh_dim_names
+    if mesh.ndim > 2:
+        return (
+            f"mesh: pass the part of it to shard over, for example mesh['{names[-1]}']"
+            if names
+            else "mesh: pass a 1-D or 2-D part of it"
+        ) + f"; the rest of its {mesh.ndim} dimensions is for other kinds of parallelism."
+    if mesh.ndim == 2 and not names:
+        return (
+            "mesh: name its dimensions, init_device_mesh(device, shape, "
+            "mesh_dim_names=('replicate', 'shard'))."
+        )
+    return None
+
+
+def _policies(call: _Call) -> str | None:
+    policy = call.kwargs.get("mp_policy", MixedPrecisionPolicy())
+    if not isinstance(policy, MixedPrecisionPolicy):
+        return f"mp_policy: pass {_POLICY}, not {policy!r}; leave it out for full precision."
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            return f"mp_policy.{name}: a torch.dtype, not {dtype!r}: torch.bfloat16, for example."
+    return None
+
+
+def _offload(call: _Call) -> str | None:
+    policy = call.kwargs.get("offload_policy", OffloadPolicy())
+    if not isinstance(policy, OffloadPolicy):
+        return f"offload_policy: pass CPUOffloadPolicy(), not {policy!r}."
+    return None
+
+
+def _ignored(call: _Call) -> str | None:
+    ignored = call.kwargs.get("ignored_params")
+    if ignored is None or isinstance(ignored, (set, frozenset)):
+        return None
+    of = "head" if not isinstance(ignored, nn.Module) else type(ignored).__name__.lower()
+    return (
+        f"ignored_params: a set of parameters, not a {type(ignored).__name__}: "
+        f"set(model.{of}.parameters()), for example."
+    )
+
+
+def _reshard(call: _Call) -> str | None:
+    if "reshard_after_forward" not in str(call.error):
+        return None
+    world = dist.get_world_size()
+    mesh = call.kwargs.get("mesh")
+    size = mesh.size() if isinstance(mesh, DeviceMesh) else world
+    sizes = [str(n) for n in range(2, size) if size % n == 0]
+    return (
+        "reshard_after_forward: True frees the parameters after forward, False keeps them; a "
+        f"number keeps a shard for a group of that many ranks: {', '.join(sizes) or 'none'} here."
+    )
+
+
+def _placement(call: _Call) -> str | None:
+    function = call.kwargs.get("shard_placement_fn")
+    if function is None:
+        return None
+    if not callable(function):
+        return (
+            f"shard_placement_fn: a function of a parameter, not {function!r}: "
+            f"lambda param: {function!r}, for example."
+        )
+    world = dist.get_world_size()
+    for name, param in call.parameters():
+        found = function(param)
+        dim = getattr(found, "dim", None)
+        if found is not None and dim is None and not hasattr(found, "placement"):
+            return f"shard_placement_fn gave {found!r} for '{name}': return Shard(dim) or None."
+        if dim is None:
+            continue
+        if not -param.ndim <= dim < param.ndim:
+            return f"'{name}' has {param.ndim} dimensions: return Shard(0) or None for it."
+        if dim % param.ndim and param.size(dim) % world:
+            return (
+                f"'{name}' of {tuple(param.shape)} cannot be cut evenly in dimension {dim}: return "
+                "None for it, which cuts dimension 0, evenly or not."
+            )
+    return None
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def _applied(call: _Call) -> str | None:
+    text = str(call.error)
+    if "can only be applied to a module once" in text:
+        return (
+            f"{call.what} is sharded already: look for a second call, or for auto_shard (or a "
+            f"trainer that shards) besides {call.name}."
+        )
+    if "already managed by `fully_shard`" in text or "more than once" in text:
+        return (
+            f"{call.what} is taken already: a module has either fully_shard or replicate; for "
+            "replicas of shards give fully_shard a 2-D mesh."
+        )
+    return None
+
+
+def _sharded_before(call: _Call) -> str | None:
+    if call.kwargs.get("dp_mesh_dims") is not None:
+        return None
+    names = [name for name, param in call.parameters() if isinstance(param, DTensor)]
+    managed = [m for m in call.modules if hasattr(m, "_is_fsdp_managed_module")]
+    if not names or not managed:
+        return None
+    return (
+        f"{some(names)} of {call.what} were sharded by the {call.name} call of a module around it: "
+        "shard inner modules first, the whole model last."
+    )
+
+
+def _scalar(call: _Call) -> str | None:
+    names = [name for name, param in call.parameters() if param.ndim == 0]
+    if not names or "scalar" not in str(call.error):
+        return None
+    return (
+        f"{some(names)} of {call.what}: make it nn.Parameter(torch.ones(1)), which computes the "
+        "same, or name it in ignored_params."
+    )
+
+
+_RULES: tuple[Callable[[_Call], str | None], ...] = (
+    _keywords,
+    _module,
+    _process_group,
+    _container,
+    _mesh,
+    _policies,
+    _ignored,
+    _reshard,
+    _applied,
+    _sharded_before,
+    _scalar,
+    _placement,
+    _offload,
+)
+"""The first that has something to say says it."""

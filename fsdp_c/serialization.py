@@ -1,0 +1,119 @@
+"""What a sharded module says where it is copied, pickled or loaded as a whole.
+
+``attach.py`` puts these methods on the class ``FSDP<Name>`` that a module gets, where torch's mixin
+and the module's own class have none; they add a note to torch's exceptions and do nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .notes import add, class_name, noted, some
+
+
+def _next(module: nn.Module, name: str, own: Any) -> Any:
+    """The method behind ``own`` in the module's classes."""
+    mro = type(module).__mro__
+    place = next(i for i, cls in enumerate(mro) if vars(cls).get(name) is own)
+    return next(vars(cls)[name] for cls in mro[place + 1 :] if name in vars(cls))
+
+
+def refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
+    """``__deepcopy__`` of sharded modules: an AssertionError, as torch's."""
+    name = class_name(args[0]) if args and isinstance(args[0], nn.Module) else "the module"
+    error = AssertionError(
+        "FSDP does not support deepcopy. Please use state dict for serialization."
+    )
+    raise noted(
+        error,
+        f"Copy {name} before it is sharded, or make a second one and "
+        "second.load_state_dict(first.state_dict()); for averages there is fsdp_c.ShardedEMA.",
+    )
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    """``torch.save`` of a sharded module fails as it does in torch, and says what to save.
+
+    Other picklers may know how to pickle its class, and are left alone.
+    """
+    kind = type(self)
+    caller = sys._getframe(1).f_globals.get("__name__")
+    if caller == "torch.serialization" and not hasattr(sys.modules[kind.__module__], kind.__name__):
+        error = pickle.PicklingError(
+            f"Can't pickle {kind}: attribute lookup {kind.__name__} on {kind.__module__} failed"
+        )
+        raise noted(
+            error,
+            f"Save the state of {class_name(self)}, not the module: "
+            "torch.distributed.checkpoint.save({'model': model.state_dict()}, "
+            "checkpoint_id=folder) on all ranks.",
+        )
+    return _next(self, "__reduce_ex__", _reduce_ex)(self, protocol)
+
+
+@functools.wraps(nn.Module.load_state_dict)
+def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _next(self, "load_state_dict", _load_state_dict)(self, *args, **kwargs)
+    except RuntimeError as error:
+        state = args[0] if args else kwargs.get("state_dict")
+        note = _about_loading(self, state) if isinstance(state, Mapping) else None
+        if note is not None:
+            add(error, note)
+        raise
+
+
+def _about_loading(module: nn.Module, state: Mapping[str, Any]) -> str | None:
+    own = module.state_dict(keep_vars=True)
+    name = class_name(module)
+    if not own.keys() & state.keys():
+        stripped = {key.removeprefix("module.").removeprefix("_orig_mod.") for key in state}
+        if own.keys() & stripped:
+            return (
+                f"The keys are of {name} within a wrapper (DistributedDataParallel, torch.compile):"
+                " fsdp_c.load_full_state_dict(model, state, rename=lambda name: "
+                "fsdp_c.names.clean_tensor_name(name, ddp=True))."
+            )
+    full = [
+        key
+        for key, value in state.items()
+        if isinstance(own.get(key), DTensor)
+        and isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+    ]
+    if full:
+        return (
+            f"{some(full)} are full tensors, and those of {name} are sharded: use "
+            "fsdp_c.load_full_state_dict(model, state), where rank 0 alone needs the state."
+        )
+    other = [
+        f"{key}: {tuple(value.shape)} for {tuple(own[key].shape)}"
+        for key, value in state.items()
+        if isinstance(own.get(key), torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and value.shape != own[key].shape
+    ]
+    if other:
+        return f"Make {name} as it was made for this state; sizes are of whole parameters: " + (
+            "; ".join(other[:3])
+        )
+    return None
+
+
+METHODS = {"__reduce_ex__": _reduce_ex, "load_state_dict": _load_state_dict}
+"""For the classes of sharded modules."""
+
+
+def complete(cls: type) -> None:
+    """Gives a class ``FSDP<Name>`` the methods above."""
+    for name, method in METHODS.items():
+        if name not in vars(cls):
+            setattr(cls, name, method)

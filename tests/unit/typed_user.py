@@ -1,0 +1,122 @@
+"""A user's script that uses everything, for the type checkers; nobody runs it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.tensor import Shard
+
+import fsdp_c
+from fsdp_c import (
+    CPUOffloadPolicy,
+    Explanation,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardedEMA,
+    UnitReport,
+    UnshardHandle,
+    auto_shard,
+    clip_grad_norm_,
+    explain,
+    full_params,
+    fully_shard,
+    generate_with,
+    load_full_state_dict,
+    no_sync,
+    register_fsdp_forward_method,
+    replicate,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def generate(self, prompt: torch.Tensor) -> torch.Tensor:
+        tokens: torch.Tensor = self(prompt)
+        return tokens
+
+
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False)
+mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_by_hand() -> None:
+    model = Model()
+    for layer in model.layers:
+        unit: FSDPModule = fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        unit.set_requires_gradient_sync(False)
+    pair: list[FSDPModule] = fully_shard([model.layers[0], model.layers[1]])
+    pair[0].set_modules_to_forward_prefetch(pair[1:])
+    root: FSDPModule = fully_shard(
+        model,
+        reshard_after_forward=2,
+        shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None,
+        ignored_params=set(model.layers[0].parameters()),
+    )
+    handle: UnshardHandle | None = root.unshard(async_op=True)
+    if handle is not None:
+        handle.wait()
+    register_fsdp_forward_method(model, "generate")
+
+
+def shard_by_policy() -> Model:
+    auto_shard(Model())
+    auto_shard(Model(), "blocks", mp_policy=policy, mesh=mesh)
+    auto_shard(Model(), 512 * 2**20, frozen="error", ignored_modules=[nn.Linear(1, 1)])
+    auto_shard(Model(), nn.Linear, keep_originals=False, offload_policy=offload)
+    auto_shard(Model(), {nn.Linear, nn.Conv2d}, full_precision_classes=(nn.BatchNorm2d,))
+    auto_shard(Model(), ModuleWrapPolicy({nn.Linear}))
+    auto_shard(Model(), partial(size_based_auto_wrap_policy, min_num_params=100))
+    return auto_shard(Model(), shard_fn=replicate, bucket_cap_mb=10)
+
+
+def train() -> None:
+    model = shard_by_policy()
+    replica: ReplicateModule = replicate(Model(), bucket_cap_mb=float("inf"))
+    replica.set_is_last_backward(True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ema = ShardedEMA(model, 0.999)
+    with no_sync(model):
+        model(torch.ones(2, 8)).sum().backward()
+    norm: torch.Tensor = clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    ema.update(model)
+    with torch.no_grad(), full_params(model) as full:
+        full["layers.0.weight"].mul_(norm)
+    with generate_with(model) as generating, ema.applied(model):
+        tokens: torch.Tensor = generating.generate(torch.ones(1, 8))
+        assert tokens is not None
+    load_full_state_dict(model, "model.safetensors", rename=fsdp_c.names.clean_tensor_name)
+    explanation: Explanation = explain(model, optimizer)
+    units: list[UnitReport] = explanation.units
+    assert units
+    fsdp_c.install()
+    fsdp_c.uninstall()
+
+
+def wrong() -> None:
+    """Each line is an error, which a checker that sees ``Any`` everywhere would not find."""
+    auto_shard(Model(), "block")  # type: ignore[arg-type]
+    auto_shard(Model(), mp_polcy=policy)  # type: ignore[call-arg]
+    auto_shard(Model(), mesh=8)  # type: ignore[arg-type]
+    fully_shard(Model(), mp_policy=torch.bfloat16)  # type: ignore[call-overload]
+    fully_shard(Model(), ignored_params=[])  # type: ignore[call-overload]
+    replicate(Model(), bucket_cap_mb="25")  # type: ignore[call-overload]
+    clip_grad_norm_(Model(), None)  # type: ignore[arg-type]
