@@ -41,20 +41,27 @@ class CommContext(_C.CommContext, FSDPCommContext):
 
     def __init__(self, device: torch.device) -> None:
         self.device_handle = _get_device_handle(device.type)
-        self._device = device
+        self._inputs: list[tuple[torch.Tensor, Any]] = []
+
+    # ---- inputs of reduce-scatters that torch's functions make ----
+
+    def keep_input(self, buffer: torch.Tensor, reduced: Any) -> None:
+        """Keeps the input of a reduce-scatter that ends with the event ``reduced``."""
+        self._inputs.append((buffer, reduced))
+
+    def release_inputs(self, keep: int = 0) -> None:
+        """Lets the oldest of them go, once the current stream waits for their reduce-scatters."""
+        while len(self._inputs) > keep:
+            self.device_handle.current_stream().wait_event(self._inputs[0][1])
+            del self._inputs[0]
 
     def _stream(self, which: int) -> Any:
-        number = self._stream_id(which)
-        if number is None:
+        numbers = self._stream_numbers(which)
+        if numbers is None:
             return self.device_handle.current_stream()
-        device_type = torch._C._get_accelerator().type if self._device.type != "cpu" else "cpu"
         kind = getattr(self.device_handle, "Stream", torch.Stream)
-        reference = torch.Stream(device=torch.device(device_type, self._device.index))
-        return kind(
-            stream_id=number,
-            device_index=reference.device_index,
-            device_type=reference.device_type,
-        )
+        number, index, device_type = numbers
+        return kind(stream_id=number, device_index=index, device_type=device_type)
 
     @_Settable
     def all_gather_copy_in_stream(self) -> Any:
@@ -103,7 +110,7 @@ class CommContext(_C.CommContext, FSDPCommContext):
 
     def _gather_after(self, event: Any) -> None:
         """Gathers that are begun from now on wait for ``event`` (of the optimizer's step)."""
-        if self._stream_id(0) is not None:
+        if self._stream_numbers(0) is not None:
             for stream in self.gather_streams:
                 stream.wait_event(event)
 

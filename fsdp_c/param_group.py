@@ -333,7 +333,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         )
 
     @_as_normal_tensors
-    def _host_copy_out(self) -> None:
+    def _host_copy_out(self) -> torch.Tensor | None:
+        """The rows, which the core keeps until the gather streams may use their memory again."""
         if self._host_gathered == "local":
             for param in self.fsdp_params:
                 self._copy_local(param)
@@ -347,11 +348,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             )
         for param in self.fsdp_params:
             param.init_unsharded_param()
-        if self.device.type != "cpu":
-            event = self.device_handle.current_stream().record_event()
-            for stream in self.comm_ctx.gather_streams:
-                stream.wait_event(event)
-        self._host_gathered = None
+        gathered, self._host_gathered = self._host_gathered, None
+        return None if self.device.type == "cpu" or gathered == "local" else gathered[0]
 
     @property
     def _gather_mesh_info(self) -> Any:
@@ -417,6 +415,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         if replicas is None and self._all_reduce_hook_stream is not None:
             stream = self._all_reduce_hook_stream
         reduce_dtype = self._prepare_host_reduce(params, grads)
+        comm.release_inputs(keep=comm.reduce_scatter_max_input_buffers - 1)
         hooked: list[torch.Tensor] = []
         several = len({param.orig_dtype for param in params}) > 1
         seen: list[Any] = [_CastingParam(p) for p in params] if several else [*params]
@@ -446,8 +445,9 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             self._offloaded = offloaded[-1]
         if self.device.type == "cpu":
             return
-        # The input must outlive the reduce-scatter; the row its cast, on whichever stream.
-        self._host_events.append((kept[-4], kept[0], row, hooked))
+        comm.keep_input(kept[0], kept[1])
+        # The row must outlive its cast, on whichever stream.
+        self._host_events.append((kept[-4], row, hooked))
         if order_compute or len(self._host_events) > 1:
             self._host_finalize()
 
@@ -514,6 +514,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         for event, *_ in self._host_events:
             current.wait_event(event)
         self._host_events.clear()
+        self.comm_ctx.release_inputs()
         if self._offloaded is not None:
             # The copies were queued on one stream: the last one is behind all others.
             self._offloaded.synchronize()

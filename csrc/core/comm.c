@@ -70,6 +70,9 @@ void fc_comm_put_event(fc_comm *c, fct_event *e) {
         return;
     }
     c->events_out--;
+    if (fct_event_unshare(e)) {
+        return;
+    }
     if (c->free_event_count == c->free_event_capacity) {
         size_t capacity = c->free_event_capacity == 0 ? 16 : 2 * c->free_event_capacity;
         fct_event **grown = (fct_event **)realloc(c->free_events, capacity * sizeof *grown);
@@ -108,6 +111,14 @@ fc_status fc_comm_record_into(fc_comm *c, fct_stream s, fct_event **slot) {
         *slot = event;
     }
     return status;
+}
+
+void fc_comm_share_event(fc_comm *c, fct_event *e, fct_event **slot) {
+    fct_event *before = *slot;
+    fct_event_share(e);
+    c->events_out++;
+    *slot = e;
+    fc_comm_put_event(c, before);
 }
 
 fc_status fc_comm_wait_and_put(fc_comm *c, fct_event **slot) {
@@ -167,7 +178,14 @@ done:
     return status;
 }
 
+/* Another thread may have kept one since the last was released: that is released in its stead. */
 void fc_comm_keep_gather(fc_comm *c, fct_tensor *buffer, fct_event *copied) {
+    void *error = fct_error_set_aside();
+    if (fc_comm_release_kept(c) != FC_OK) {
+        fct_tensor_release(c->kept.buffer);
+        fc_comm_put_event(c, c->kept.copied);
+    }
+    fct_error_put_back(error);
     c->kept.buffer = buffer;
     c->kept.copied = copied;
 }
@@ -196,6 +214,19 @@ fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done) {
     c->kept_rows[1] = (fc_kept_gather){.buffer = row, .copied = done};
     fct_tensor_release(oldest.buffer);
     fc_comm_put_event(c, oldest.copied);
+    return FC_OK;
+}
+
+fc_status fc_comm_release_rows(fc_comm *c) {
+    for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
+        fc_kept_gather *kept = &c->kept_rows[i];
+        if (kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0) {
+            return FC_ERAISED;
+        }
+        fct_tensor_release(kept->buffer);
+        fc_comm_put_event(c, kept->copied);
+        *kept = (fc_kept_gather){NULL, NULL};
+    }
     return FC_OK;
 }
 

@@ -45,7 +45,7 @@ typedef struct fc_comm {
     size_t max_reductions;   /* how many may stay in flight when the next one starts; at least 1 */
     fct_event *last_reduced; /* end of the latest reduction on reduce_stream */
     fct_event *last_all_reduced; /* the same on all_reduce_stream */
-    /* All-reduced rows, until reduce_stream has waited for their cast. */
+    /* Rows that another stream works on, until reduce_stream has waited for their cast. */
     fc_kept_gather kept_rows[2];
     fc_order order;
     fc_parked *parked;
@@ -72,6 +72,9 @@ void fc_comm_hand_event(fc_comm *from, fc_comm *to);
 FC_CHECK fc_status fc_comm_record(fc_comm *c, fct_stream s, fct_event **out);
 /* The same into a slot, whose event so far (or NULL) is put back. */
 FC_CHECK fc_status fc_comm_record_into(fc_comm *c, fct_stream s, fct_event **slot);
+/* The event into another slot as well, whose event so far (or NULL) is put back: for whoever waits
+ * for the same point. */
+void fc_comm_share_event(fc_comm *c, fct_event *e, fct_event **slot);
 /* Makes the current stream wait for the slot's event, which is put back; nothing where it is
  * NULL. */
 FC_CHECK fc_status fc_comm_wait_and_put(fc_comm *c, fct_event **slot);
@@ -91,10 +94,12 @@ void fc_comm_keep_gather(fc_comm *c, fct_tensor *buffer, fct_event *copied);
 /* Releases the kept gather buffer after ordering the gather streams behind its copy-out. */
 FC_CHECK fc_status fc_comm_release_kept(fc_comm *c);
 
-/* Keeps an all-reduced row whose cast was queued on the all-reduce stream (takes both, but not the
- * row where it fails), and lets the one before the last go: two stay, so that a reduce-scatter
- * needs not wait for an all-reduce. */
+/* Keeps a row whose cast was queued on another stream than the row's (takes both, but not the row
+ * where it fails), and lets the one before the last go: two stay, so that a reduce-scatter needs
+ * not wait for an all-reduce. */
 FC_CHECK fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done);
+/* Lets both go, once the reduce stream waits for their casts. */
+FC_CHECK fc_status fc_comm_release_rows(fc_comm *c);
 
 /* What must hold between transitions: FC_ESTATE with a message where it does not. */
 FC_CHECK fc_status fc_comm_check(fc_comm *c);

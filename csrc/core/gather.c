@@ -227,7 +227,10 @@ static fc_status move_data(fc_gather *a) {
     fct_facts facts;
     const fc_gather_plan *plan = a->flight.plan;
     if (a->flight.hosted) {
-        FC_TRY_RAISED(m->host->copy_out(m->owner));
+        fct_tensor *rows = NULL;
+        FC_TRY_RAISED(m->host->copy_out(m->owner, &rows));
+        fct_tensor_release(a->flight.buffer);
+        a->flight.buffer = rows;
         return FC_OK;
     }
     if (plan->world == 1 && !plan->post_forward) {
@@ -341,7 +344,7 @@ void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
     fc_comm_put_event(a->members->comm, copied);
     fc_gather_free(a);
     if (a->flight.hosted) {
-        fc_gather_retire(a, NULL); /* the host hands its rows out once */
+        fc_gather_abandon(a); /* the host hands its rows out once */
     }
 }
 

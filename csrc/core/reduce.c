@@ -140,15 +140,37 @@ done:
     return status;
 }
 
-/* All of the reduction on the reduce stream and, from the all-reduce on, the all-reduce stream. */
+/* What comes after the reduce-scatter: on the all-reduce stream with replicas or a user's hook, as
+ * in torch, so that neither holds the next reduce-scatter up. */
+static fc_status continue_on_stream(fc_reduction *r, const fc_divide *divide, fct_stream *stream) {
+    fc_members *m = r->members;
+    fc_status status = FC_OK;
+    fc_comm *c = m->comm;
+    if (fc_members_replicated(m) && !r->keep_partial) {
+        FC_TRY(fc_reduction_merge_partials(r)); /* on this stream: partial rows are its memory */
+    }
+    if (r->elsewhere) {
+        FC_TRY(fc_comm_order_streams(c, c->all_reduce_stream, *stream));
+        *stream = c->all_reduce_stream;
+        (void)fct_stream_set_current(*stream);
+    }
+    if (fc_members_replicated(m) && !r->keep_partial) {
+        FC_TRY(all_reduce(r, divide));
+    }
+    FC_TRY(fc_reduction_finish(r));
+done:
+    return status;
+}
+
+/* All of the reduction on the reduce stream and, from the all-reduce on, the all-reduce stream. Its
+ * end is one event for all who wait for it. */
 static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
     fc_members *m = d->members;
     fc_status status = FC_OK;
     fc_comm *c = m->comm;
-    fct_event *cast = NULL;
     fct_stream compute = fct_stream_current(m->device);
     fct_stream stream = c->streams_ready ? c->reduce_stream : compute;
-    bool replicas = fc_members_replicated(m) && !r->keep_partial;
+    r->elsewhere = c->streams_ready && !r->keep_partial && (r->hooked || fc_members_replicated(m));
     FC_TRY(fc_comm_order_streams(c, stream, compute));
     (void)fct_stream_set_current(stream);
     FC_TRY(scatter(d, r, divide));
@@ -157,22 +179,15 @@ static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divi
     if (!alone) {
         FC_TRY(fc_comm_record(c, stream, &r->scattered));
     }
-    if (replicas) {
-        FC_TRY(fc_reduction_merge_partials(r)); /* on this stream: partial rows are its memory */
-        fct_stream after = c->streams_ready ? c->all_reduce_stream : compute;
-        FC_TRY(fc_comm_order_streams(c, after, stream));
-        stream = after;
-        (void)fct_stream_set_current(stream);
-        FC_TRY(all_reduce(r, divide));
-    }
-    FC_TRY(fc_reduction_finish(r));
-    if (alone) {
-        FC_TRY(fc_comm_record(c, stream, &r->scattered));
-    }
+    FC_TRY(continue_on_stream(r, divide, &stream));
     FC_TRY(fc_comm_record_into(c, stream, &d->reduced));
-    FC_TRY(fc_comm_record_into(c, stream, replicas ? &c->last_all_reduced : &c->last_reduced));
-    if (r->output != NULL && replicas && c->streams_ready) {
-        FC_TRY(fc_comm_record(c, stream, &cast));
+    if (alone) {
+        fc_comm_share_event(c, d->reduced, &r->scattered);
+    }
+    fc_comm_share_event(c, d->reduced, r->elsewhere ? &c->last_all_reduced : &c->last_reduced);
+    if (r->output != NULL && r->elsewhere) {
+        fct_event *cast = NULL;
+        fc_comm_share_event(c, d->reduced, &cast);
         FC_TRY(fc_comm_keep_row(c, r->output, cast));
         r->output = NULL;
     }

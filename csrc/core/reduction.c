@@ -30,7 +30,7 @@ void fc_reduction_append(fc_reduction *r) {
 void fc_reduction_abandon(fc_reduction *r) {
     fc_comm *c = r->members->comm;
     if (c->streams_ready) {
-        if (fc_members_replicated(r->members)) {
+        if (r->elsewhere) {
             fc_comm_settle_streams(c, c->reduce_stream, c->all_reduce_stream);
         }
         fc_comm_settle_streams(c, fct_stream_current(c->device), c->reduce_stream);
@@ -202,7 +202,7 @@ fc_status fc_reduction_finish(fc_reduction *r) {
         fct_tensor_retain(row);
     }
     if (!r->members->comm->has_streams ||
-        (row == r->output && wanted != FCT_NO_DTYPE && !fc_members_replicated(r->members))) {
+        (row == r->output && wanted != FCT_NO_DTYPE && !r->elsewhere)) {
         fct_tensor_release(r->output);
         r->output = NULL;
     }

@@ -85,7 +85,8 @@ static fc_status finish_comm(fc_comm *c, bool last) {
     if (last) {
         prune_order(&c->order);
     }
-    return last || !c->has_streams ? fc_reduction_recycle(c, 0) : FC_OK;
+    fc_status status = last || !c->has_streams ? fc_reduction_recycle(c, 0) : FC_OK;
+    return status == FC_OK && last ? fc_comm_release_rows(c) : status;
 }
 
 /* The two ends of a reset: before the groups let anything go, and after they did. */
@@ -94,7 +95,8 @@ static fc_status reset_comm(fc_comm *c, bool after) {
         return fc_comm_quiesce(c);
     }
     prune_order(&c->order);
-    return fc_comm_release_kept(c);
+    fc_status status = fc_comm_release_rows(c);
+    return status == FC_OK ? fc_comm_release_kept(c) : status;
 }
 
 /* For the root's context, and those of groups whose own was replaced after lazy init
@@ -194,17 +196,18 @@ void fc_state_fini(fc_state *s) {
 
 fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     fc_status status = FC_OK;
+    fct_event *now = NULL;
     if (s->iteration->forward_root != NULL) {
         return FC_OK;
     }
     if (s->comm->streams_ready && after_compute) {
-        fct_stream compute = fct_stream_current(s->device);
-        FC_TRY(fc_comm_order_streams(s->comm, s->comm->copy_in_stream, compute));
-        FC_TRY(fc_comm_order_streams(s->comm, s->comm->gather_stream, compute));
+        FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &now));
+        FC_TRY(fc_comm_gather_streams_wait(s->comm, now));
     }
     s->iteration->forward_root = s;
     s->iteration->order_mark = s->comm->order.count;
 done:
+    fc_comm_put_event(s->comm, now);
     return status;
 }
 

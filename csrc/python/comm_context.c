@@ -59,8 +59,8 @@ static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* _stream_id(which): of the copy-in, gather, reduce or all-reduce stream; None: not there. */
-static PyObject *comm_stream_id(PyObject *obj, PyObject *arg) {
+/* _stream_numbers(which): of the copy-in, gather, reduce or all-reduce stream; None: not there. */
+static PyObject *comm_stream_numbers(PyObject *obj, PyObject *arg) {
     const fc_comm *c = &((fcpy_comm *)obj)->core;
     long which = PyLong_AsLong(arg);
     if (which == -1 && PyErr_Occurred()) {
@@ -75,7 +75,8 @@ static PyObject *comm_stream_id(PyObject *obj, PyObject *arg) {
         PyErr_SetString(PyExc_IndexError, "there are four streams");
         return NULL;
     }
-    return PyLong_FromLongLong(streams[which].id);
+    const fct_stream *s = &streams[which];
+    return Py_BuildValue("(Lii)", (long long)s->id, s->device.index, s->device.type);
 }
 
 static PyObject *comm_order(PyObject *obj, void *closure) {
@@ -158,7 +159,8 @@ static PyGetSetDef comm_getset[] = {
 
 static PyMethodDef comm_methods[] = {
     {"lazy_init", comm_lazy_init, METH_VARARGS, "Takes the streams from torch's pool; idempotent."},
-    {"_stream_id", comm_stream_id, METH_O, "torch's number of one of the four streams, or None."},
+    {"_stream_numbers", comm_stream_numbers, METH_O,
+     "(stream_id, device_index, device_type) of one of the four streams, or None."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -293,11 +293,7 @@ static int host_gather(void *owner, bool async_op, bool overlaps) {
                                            overlaps ? Py_True : Py_False, NULL));
 }
 
-static int host_copy_out(void *owner) {
-    fcpy_group *self = (fcpy_group *)owner;
-    if (done(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._host_copy_out)) != 0) {
-        return -1;
-    }
+static int check_unsharded(const fcpy_group *self) {
     for (size_t i = 0; i < self->core.members.count; i++) {
         if (self->core.members.params[i]->unsharded == NULL) {
             PyErr_SetString(PyExc_RuntimeError,
@@ -305,6 +301,21 @@ static int host_copy_out(void *owner) {
             return -1;
         }
     }
+    return 0;
+}
+
+static int host_copy_out(void *owner, fct_tensor **rows) {
+    fcpy_group *self = (fcpy_group *)owner;
+    PyObject *made = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._host_copy_out);
+    if (made == NULL || check_unsharded(self) != 0) {
+        Py_XDECREF(made);
+        return -1;
+    }
+    *rows = fct_py_tensor(made);
+    if (*rows != NULL) {
+        fct_tensor_retain(*rows);
+    }
+    Py_DECREF(made);
     return 0;
 }
 

@@ -3,7 +3,7 @@
  * out-of-tree devices.
  *
  * A stream travels by value (id + device); torch owns the streams, they are never freed. An event
- * belongs to the one who made it; it may be recorded again and again. */
+ * belongs to who made it and to whom it is shared with; it may be recorded again and again. */
 #include "bridge.h"
 
 #include <c10/core/Event.h>
@@ -16,6 +16,7 @@ using fct::guarded;
 struct fct_event {
     explicit fct_event(c10::DeviceType type) : event(type, c10::EventFlag::PYTORCH_DEFAULT) {}
     c10::Event event;
+    size_t owners = 1;
 };
 
 namespace {
@@ -96,6 +97,18 @@ int fct_event_record(fct_event *e, fct_stream s) {
 
 int fct_event_wait(fct_event *e, fct_stream s) {
     return guarded("fct_event_wait", [&] { e->event.block(unpack(s)); });
+}
+
+void fct_event_share(fct_event *e) {
+    e->owners++;
+}
+
+bool fct_event_unshare(fct_event *e) {
+    if (e->owners == 1) {
+        return false;
+    }
+    e->owners--;
+    return true;
 }
 
 void fct_event_free(fct_event *e) {

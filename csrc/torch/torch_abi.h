@@ -31,7 +31,7 @@ extern "C" {
 typedef struct fct_tensor fct_tensor; /* c10::TensorImpl, counted */
 typedef struct fct_pg fct_pg;         /* c10d::ProcessGroup, counted */
 typedef struct fct_work fct_work;     /* c10d::Work, counted */
-typedef struct fct_event fct_event;   /* a device event; heap object with one owner */
+typedef struct fct_event fct_event;   /* a device event; counted */
 typedef struct fct_watch fct_watch;   /* a hook behind a leaf; heap object with one owner */
 struct _object;                       /* CPython's PyObject */
 
@@ -177,7 +177,11 @@ FCT_CHECK int fct_event_new(fct_device device, fct_event **out);
 FCT_CHECK int fct_event_record(fct_event *e, fct_stream s);
 /* s waits for e; for an event that was never recorded it does not. */
 FCT_CHECK int fct_event_wait(fct_event *e, fct_stream s);
-void fct_event_free(fct_event *e); /* NULL is fine */
+/* One more owner, who has to let it go. Lets one go: true where others are left, and otherwise the
+ * caller still owns it. */
+void fct_event_share(fct_event *e);
+bool fct_event_unshare(fct_event *e);
+void fct_event_free(fct_event *e); /* its only owner; NULL is fine */
 
 /* ---- autograd -------------------------------------------------------------------------------- */
 

@@ -33,6 +33,7 @@ typedef struct stream {
 
 struct fct_event {
     bool recorded;
+    size_t owners;
     sim_point point;
 };
 
@@ -270,6 +271,7 @@ int fct_event_new(fct_device device, fct_event **out) {
         return -1;
     }
     *out = (fct_event *)sim_alloc(sizeof **out);
+    (*out)->owners = 1;
     sim_living.events++;
     return 0;
 }
@@ -292,6 +294,18 @@ int fct_event_wait(fct_event *e, fct_stream s) {
         sim_stream_wait((int)s.id, &e->point);
     }
     return 0;
+}
+
+void fct_event_share(fct_event *e) {
+    e->owners++;
+}
+
+bool fct_event_unshare(fct_event *e) {
+    if (e->owners == 1) {
+        return false;
+    }
+    e->owners--;
+    return true;
 }
 
 void fct_event_free(fct_event *e) {

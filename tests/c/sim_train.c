@@ -171,7 +171,13 @@ done:
 
 static int call_at_end(void *owner) {
     sim_model *m = (sim_model *)owner;
-    return fc_iteration_end_backward(&m->iteration, &m->comm);
+    fc_status status = fc_iteration_end_backward(&m->iteration, &m->comm);
+    const fc_comm *c = &m->comm;
+    bool over = m->iteration.is_last_backward && !m->iteration.manual;
+    if (status == FC_OK && over && (c->kept_rows[0].copied != NULL || c->kept_rows[1].copied)) {
+        fail_msg("rows are kept after the backward that reduced them");
+    }
+    return status;
 }
 
 static void retain_model(void *owner) {

@@ -255,6 +255,68 @@ static void a_row_that_cannot_be_kept_stays_the_callers(void **state) {
     end(&c);
 }
 
+/* After a backward nothing of it stays: the next reduce-scatter may have the memory. */
+static void rows_are_released_behind_their_casts(void **state) {
+    (void)state;
+    fc_comm c = begin(true);
+    fct_event *done = NULL;
+    fct_tensor *row = row_on_all_reduce_stream(&c, &done);
+    assert_int_equal(fc_comm_keep_row(&c, row, done), FC_OK);
+    sim_fault_arm(1, SIM_ONCE);
+    assert_int_equal(fc_comm_release_rows(&c), FC_ERAISED);
+    assert_int_equal(sim_count_alive().tensors, 1); /* not ordered: it stays */
+    assert_int_equal(fc_comm_release_rows(&c), FC_OK);
+    assert_int_equal(sim_count_alive().tensors, 0);
+    assert_int_equal(c.events_out, 0);
+    fct_stream current = fct_stream_set_current(c.reduce_stream);
+    fct_tensor *next = vector_of(2.0); /* the checker looks whether this may reuse the block */
+    (void)fct_stream_set_current(current);
+    fct_tensor_release(next);
+    end(&c);
+}
+
+/* Two threads that share a context may each keep a buffer before either is released. */
+static void a_second_kept_buffer_takes_the_place_of_the_first(void **state) {
+    (void)state;
+    for (int fails = 0; fails < 2; fails++) {
+        fc_comm c = begin(true);
+        fct_stream current = fct_stream_current(sim_device());
+        for (int i = 0; i < 2; i++) {
+            fct_event *copied = NULL;
+            assert_int_equal(fc_comm_record(&c, current, &copied), FC_OK);
+            sim_fault_arm(fails && i == 1 ? 1 : 0, SIM_ONCE);
+            fc_comm_keep_gather(&c, vector_of(1.0), copied);
+            sim_fault_arm(0, SIM_ONCE);
+            assert_false(sim_error_pending());
+            assert_int_equal(sim_count_alive().tensors, 1);
+            assert_int_equal(c.events_out, 1);
+        }
+        assert_int_equal(fc_comm_release_kept(&c), FC_OK);
+        assert_int_equal(sim_count_alive().tensors, 0);
+        end(&c);
+    }
+}
+
+static void a_shared_event_goes_back_to_the_pool_with_its_last_owner(void **state) {
+    (void)state;
+    fc_comm c = begin(true);
+    fct_event *first = NULL;
+    fct_event *second = NULL;
+    assert_int_equal(fc_comm_record(&c, c.reduce_stream, &first), FC_OK);
+    assert_int_equal(fc_comm_record(&c, c.reduce_stream, &second), FC_OK);
+    fc_comm_share_event(&c, first, &second);
+    assert_ptr_equal(first, second);
+    assert_int_equal(c.free_event_count, 1); /* what was in the slot */
+    assert_int_equal(c.events_out, 2);
+    fc_comm_put_event(&c, first);
+    assert_int_equal(c.free_event_count, 1);
+    assert_int_equal(fc_comm_wait_and_put(&c, &second), FC_OK);
+    assert_null(second);
+    assert_int_equal(c.free_event_count, 2);
+    assert_int_equal(c.events_out, 0);
+    end(&c);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(parked_buffers_stay_until_the_backend_is_done),
@@ -269,6 +331,9 @@ int main(void) {
         cmocka_unit_test(a_kept_buffer_is_let_go_only_behind_its_copy_out),
         cmocka_unit_test(the_last_two_all_reduced_rows_are_kept),
         cmocka_unit_test(a_row_that_cannot_be_kept_stays_the_callers),
+        cmocka_unit_test(rows_are_released_behind_their_casts),
+        cmocka_unit_test(a_second_kept_buffer_takes_the_place_of_the_first),
+        cmocka_unit_test(a_shared_event_goes_back_to_the_pool_with_its_last_owner),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -355,6 +355,8 @@ static struct {
 static int hook_on_its_stream(void *group, fct_tensor *row) {
     fc_comm *comm = ((sim_group *)group)->core.members.comm;
     fct_stream before = fct_stream_current(sim_device());
+    /* Where torch runs hooks: the next reduce-scatter does not wait for them. */
+    assert_int_equal(before.id, comm->all_reduce_stream.id);
     assert_int_equal(fc_comm_order_streams(comm, user.stream, before), FC_OK);
     (void)fct_stream_set_current(user.stream);
     assert_int_equal(fct_tensor_div(row, 0.5), 0);
@@ -385,6 +387,8 @@ static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
             compute_gradients(&f, 2.0);
             post_backward(&f);
         }
+        assert_null(f.model->comm.last_reduced);
+        assert_non_null(f.model->comm.last_all_reduced);
         assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK);
         finish(&f);
         if (joined) {

@@ -72,6 +72,20 @@ MUTATIONS = {
         "test_group",
         "events_out == 0",
     ),
+    "rows that survive their backward": Mutation(
+        "state",
+        "return status == FC_OK && last ? fc_comm_release_rows(c) : status;",
+        "return status;",
+        "test_train",
+        "rows are kept after the backward that reduced them",
+    ),
+    "a row released before its cast": Mutation(
+        "comm",
+        "kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0",
+        "c->events_out == SIZE_MAX",
+        "test_comm",
+        "rows_are_released_behind_their_casts",
+    ),
 }
 
 
