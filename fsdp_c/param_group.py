@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,17 +35,18 @@ from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
 from .param import Param, still_on_meta
 
+Result = TypeVar("Result")
 
-def _as_normal_tensors(function: Callable[..., None]) -> Callable[..., None]:
+
+def _as_normal_tensors(function: Callable[..., Result]) -> Callable[..., Result]:
     """In inference mode the function runs outside it: training may use its tensors later."""
 
     @functools.wraps(function)
-    def outside(*args: Any) -> None:
+    def outside(*args: Any) -> Result:
         if not torch.is_inference_mode_enabled():
-            function(*args)
-            return
+            return function(*args)
         with torch.inference_mode(False), torch.no_grad():
-            function(*args)
+            return function(*args)
 
     return outside
 

@@ -75,8 +75,9 @@ typedef struct fc_host {
     bool (*moves)(void *group, fc_move move);
     /* Starts a gather; `overlaps`: on the context's gather streams, where there are any. */
     int (*gather)(void *group, bool async_op, bool overlaps);
-    /* Waits for it, allocates, copies out, and gives each fc_param its unsharded tensor. *rows: new,
-     * what was copied from, which the core keeps as long as its own; NULL where that may go. */
+    /* Waits for it, allocates, copies out, and gives each fc_param its unsharded tensor. *rows:
+     * new, what was copied from, which the core keeps as long as its own; NULL where that may
+     * go. */
     int (*copy_out)(void *group, fct_tensor **rows);
     /* Forgets a gather without waiting. Never fails. */
     void (*drop_gather)(void *group);
