@@ -1,9 +1,11 @@
 /* Findings, counters and faults. */
 #include "journal.h"
 
-#include <dlfcn.h>
 #include <execinfo.h>
+#include <link.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 namespace sim {
@@ -26,30 +28,54 @@ void Journal::count(const char *name) {
 
 namespace {
 
-/* Where in the watched library the call came from: offsets of its frames. */
-std::vector<uintptr_t> frames_in(const std::string &library) {
-    std::array<void *, 48> stack{};
-    const int depth = backtrace(stack.data(), static_cast<int>(stack.size()));
-    std::vector<uintptr_t> found;
-    for (int i = 0; i < depth; i++) {
-        Dl_info info{};
-        if (dladdr(stack.at(static_cast<size_t>(i)), &info) != 0 && info.dli_fname != nullptr &&
-            std::strstr(info.dli_fname, library.c_str()) != nullptr) {
-            found.push_back(reinterpret_cast<uintptr_t>(stack.at(static_cast<size_t>(i))) -
-                            reinterpret_cast<uintptr_t>(info.dli_fbase));
-        }
+struct Range {
+    uintptr_t base = 0, end = 0;
+    const char *wanted;
+};
+
+/* Where the library of that name lies in memory. */
+int note_range(dl_phdr_info *info, size_t, void *data) {
+    auto *const range = static_cast<Range *>(data);
+    if (std::strstr(info->dlpi_name, range->wanted) == nullptr) {
+        return 0;
     }
-    return found;
+    range->base = info->dlpi_addr;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const auto &part = info->dlpi_phdr[i];
+        range->end = std::max<uintptr_t>(range->end, range->base + part.p_vaddr + part.p_memsz);
+    }
+    return 1;
 }
 
 } // namespace
 
+void Journal::watch(const std::string &library, const std::string &what, int64_t at) {
+    calls.clear();
+    fault = what;
+    fault_at = at;
+    watched_from = watched_to = 0;
+    if (!library.empty()) {
+        Range range{0, 0, library.c_str()};
+        dl_iterate_phdr(&note_range, &range);
+        watched_from = range.base;
+        watched_to = range.end;
+    }
+}
+
 bool Journal::note(const char *kind, c10::Stream stream) {
     counts[kind]++;
-    if (watched.empty()) {
+    if (watched_to == 0) {
         return false;
     }
-    std::vector<uintptr_t> frames = frames_in(watched);
+    std::array<void *, 48> stack{};
+    const int depth = backtrace(stack.data(), static_cast<int>(stack.size()));
+    std::vector<uintptr_t> frames;
+    for (int i = 0; i < depth; i++) {
+        const auto address = reinterpret_cast<uintptr_t>(stack.at(static_cast<size_t>(i)));
+        if (address >= watched_from && address < watched_to) {
+            frames.push_back(address - watched_from);
+        }
+    }
     if (frames.empty()) {
         return false;
     }

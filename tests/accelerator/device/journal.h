@@ -22,10 +22,14 @@ struct Journal {
     std::vector<std::string> findings;
     std::map<std::string, uint64_t> counts; /* operations by name, and "record", "wait" */
     std::vector<Call> calls;                /* only while a library is watched */
-    std::string watched;                    /* part of its file name; empty: none */
+    uintptr_t watched_from = 0;             /* where the library lies; 0: none is watched */
+    uintptr_t watched_to = 0;
     std::string fault;                      /* what goes wrong, empty: nothing */
     int64_t fault_at = -1;                  /* at which call of the watched library */
 
+    /* Notes the calls that come from the library whose file name has this in it, from now on; one
+     * of them goes wrong. */
+    void watch(const std::string &library, const std::string &what, int64_t at);
     void find(std::string text);
     void count(const char *name);
     /* Notes a call. True: the armed fault is to happen at this one. */

@@ -79,6 +79,7 @@ void Launch::tensor(const at::Tensor &tensor, bool write) {
     const Lock lock(world().mutex);
     const auto size = static_cast<int64_t>(tensor.dtype().itemsize());
     const auto *const data = static_cast<const char *>(tensor.const_data_ptr());
+    memory().named(tensor.storage().unsafeGetStorageImpl(), data);
     const Runs runs(tensor);
     for (int64_t i = 0; i < runs.count; i++) {
         uses(data + runs.start(i) * size, static_cast<size_t>(runs.run * size), write);

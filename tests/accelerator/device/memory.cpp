@@ -245,10 +245,16 @@ void Memory::record_stream(const void *address, c10::Stream stream) {
     }
 }
 
-void Memory::label(const void *address, const std::string &text) {
-    Block *const block = find(reinterpret_cast<uintptr_t>(address));
+void Memory::name(const void *storage, const std::string &text) {
+    names_[storage] = text;
+}
+
+void Memory::named(const void *storage, const void *data) {
+    const auto found = names_.find(storage);
+    Block *const block =
+        found == names_.end() ? nullptr : find(reinterpret_cast<uintptr_t>(data));
     if (block != nullptr) {
-        block->label = text;
+        block->label = found->second;
     }
 }
 
@@ -264,6 +270,7 @@ std::vector<const Block *> Memory::used_blocks() const {
 
 void Memory::forget() {
     pools_.clear();
+    names_.clear();
     for (auto at = blocks_.begin(); at != blocks_.end();) {
         Block &block = *at->second;
         if (block.used) {

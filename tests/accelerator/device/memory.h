@@ -58,7 +58,9 @@ class Memory {
     void record_stream(const void *address, c10::Stream stream);
     /* An operation uses [from, to): a finding where that is not ordered after who was there. */
     void access(uintptr_t from, uintptr_t to, bool write, const Epoch &by);
-    void label(const void *address, const std::string &text);
+    /* The memory that the storage of this address has from now on is called so. */
+    void name(const void *storage, const std::string &text);
+    void named(const void *storage, const void *data); /* the storage is about to be used */
     const Block *block_at(const void *address) const;
     std::vector<const Block *> used_blocks() const;
     void forget(); /* who used what; free memory goes back to the system */
@@ -68,6 +70,7 @@ class Memory {
     std::map<uintptr_t, std::unique_ptr<Block>> blocks_;
     std::map<std::pair<int, int64_t>, Pool> pools_;
     std::array<Usage, kDevices + 1> usage_;
+    std::map<const void *, std::string> names_; /* by storage */
     uint64_t serial_ = 0;
 
     Block *find(uintptr_t address) const;

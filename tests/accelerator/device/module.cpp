@@ -43,10 +43,7 @@ py::list snapshot() {
 
 void watch(const std::string &library, const std::string &fault, int64_t at) {
     const Lock lock(world().mutex);
-    journal().watched = library;
-    journal().fault = fault;
-    journal().fault_at = at;
-    journal().calls.clear();
+    journal().watch(library, fault, at);
 }
 
 void forget() {
@@ -74,9 +71,9 @@ void define_memory(py::module &m) {
         const Lock lock(world().mutex);
         memory().usage(device).peak = memory().usage(device).now;
     });
-    m.def("label", [](uintptr_t address, const std::string &text) {
+    m.def("name_storage", [](uintptr_t storage, const std::string &text) {
         const Lock lock(world().mutex);
-        memory().label(reinterpret_cast<const void *>(address), text);
+        memory().name(reinterpret_cast<const void *>(storage), text);
     });
     m.def("snapshot", &snapshot);
 }

@@ -97,6 +97,13 @@ def _on_device(device: Any) -> Iterator[None]:
         start().set_device(before)
 
 
+def _stream(device: Any = None, priority: int = 0, **packed: int) -> torch.Stream:
+    """A new stream; or, as with ``torch.cuda.Stream``, the one that the numbers mean."""
+    if packed:
+        return torch.Stream(**packed)
+    return torch.Stream(torch.device("sim", _index(device)), priority=priority)
+
+
 def _device_module(device: Any) -> types.ModuleType:
     """What ``torch.sim`` is."""
     module: Any = types.ModuleType("torch.sim")
@@ -112,9 +119,7 @@ def _device_module(device: Any) -> types.ModuleType:
     module.current_device = device.current_device
     module.set_device = lambda where: device.set_device(_index(where))
     module.device = _on_device
-    module.Stream = lambda device=None, priority=0: torch.Stream(
-        torch.device("sim", _index(device)), priority=priority
-    )
+    module.Stream = _stream
     module.Event = lambda **_: torch.Event(device="sim")
     module.stream = _on_stream
     module.current_stream = lambda where=None: torch.accelerator.current_stream(_index(where))

@@ -1,0 +1,88 @@
+"""Seeded bugs: one call by which fsdp_c orders streams does not happen, or happens wrongly.
+
+The simulated device notes each event recorded and waited for, each wait for a collective and each
+block given back, with the functions of the extension that led to it, and can drop the n-th. So
+every ordering point of a step is a seeded bug, without a compiler: a wait is superfluous where
+nothing is found without it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import scenarios
+import simulated
+from features import Record
+
+import fsdp_c._C as _C
+
+WATCHED = "fsdp_c/_C."
+OURS = ("fc_", "fct_", "fcpy_")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where in fsdp_c a call comes from."""
+
+    kind: str
+    """record, wait, work wait, synchronize, free"""
+    chain: tuple[str, ...]
+    """The functions of the extension on the stack, innermost first."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {' < '.join(self.chain)}"
+
+
+@functools.cache
+def _symbols() -> tuple[list[int], list[str]]:
+    """Addresses of the extension's functions in order, and their names."""
+    lines = subprocess.run(
+        ["nm", "-n", "-C", str(_C.__file__)], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    words = [line.split(maxsplit=2) for line in lines]
+    found = [(int(w[0], 16), w[2]) for w in words if len(w) == 3 and w[1] in "tT"]
+    return [address for address, _ in found], [name.split(".")[0] for _, name in found]
+
+
+def _chain(frames: list[int]) -> tuple[str, ...]:
+    addresses, names = _symbols()
+    chain = [names[bisect.bisect_right(addresses, frame - 1) - 1] for frame in frames]
+    chain = [name for name in chain if "(" not in name and not name.startswith("fct_")]
+    return tuple(name for i, name in enumerate(chain) if i == 0 or chain[i - 1] != name)
+
+
+@dataclass
+class Run:
+    """What a run of a scenario gave."""
+
+    record: Record
+    findings: list[str]
+    points: list[Point]
+
+
+def run(name: str, implementation: str = "fsdp_c", fault: str = "", at: int = -1) -> Run:
+    """Runs a scenario; the ``at``-th call of the extension goes wrong as ``fault`` says."""
+    device = simulated.start()
+    device.forget()
+    tools: Any = scenarios.SimTools(0, scenarios.WORLD, implementation)
+    device.watch(WATCHED, fault, at)
+    try:
+        record = scenarios.SCENARIOS[name](tools)
+    except Exception as error:
+        record = [f"{type(error).__name__}: {error}"]
+    points = [Point(kind, _chain(frames)) for kind, _, frames in device.calls()]
+    device.watch("", "", -1)
+    return Run(record, device.findings(), points)
+
+
+def dropped(name: str, kinds: tuple[str, ...] = ("record", "wait", "work wait")) -> Iterator[Any]:
+    """Drops each call of the scenario in turn: (its number, its point, the run without it)."""
+    right = run(name)
+    for index, point in enumerate(right.points):
+        if point.kind in kinds:
+            yield index, point, run(name, fault="drop", at=index)

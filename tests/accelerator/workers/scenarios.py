@@ -1,0 +1,338 @@
+"""Short trainings on the simulated device: a rank of a group whose other ranks do the same.
+
+``SCENARIOS`` holds one for each part of FSDP2 that has an ordering of streams to itself. Each takes
+``SimTools`` of one implementation and returns a record of losses and digests, as features.py does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import features
+import simulated
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+import torch.nn as nn
+from extensions import Negated
+from features import MIXED, WIDTH, Gather, Record, Scatter, Tools, blocks, digest
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+WORLD = 4
+
+
+@functools.cache
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+    return init_device_mesh("sim", shape, mesh_dim_names=names)
+
+
+class SimTools(Tools):
+    """One implementation's functions, on the simulated device."""
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        return _mesh((2, self.world_size // 2), names)
+
+    def flat(self) -> DeviceMesh:
+        return _mesh((self.world_size,), None)
+
+    def shard(self, model: nn.Sequential, **kwargs: Any) -> Any:
+        kwargs.setdefault("mesh", self.flat())
+        super().shard(model, **kwargs)
+        name_memory(model)
+        return model
+
+    def input(self, step: int, width: int = WIDTH) -> torch.Tensor:
+        return super().input(step, width).to("sim")
+
+
+def name_memory(model: nn.Module) -> None:
+    """Tells the device whose memory the parameters are, so that it can say so."""
+    for name, parameter in model.named_parameters():
+        local = getattr(parameter, "_local_tensor", parameter)
+        if local.device.type == "sim":
+            simulated.start().name_storage(local.untyped_storage()._cdata, f"parameter {name}")
+
+
+def join_loop_group() -> None:
+    """Makes this process rank 0 of a group of ``WORLD``."""
+    simulated.start()
+    dist.init_process_group("loop", store=dist.HashStore(), rank=0, world_size=WORLD)
+
+
+SCENARIOS: dict[str, Callable[[SimTools], Record]] = {}
+
+
+def scenario(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Record]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@scenario
+def plain(tools: SimTools) -> Record:
+    return tools.train(tools.shard(blocks()))
+
+
+@scenario
+def mixed(tools: SimTools) -> Record:
+    return tools.train(tools.shard(blocks(), mp_policy=MIXED))
+
+
+@scenario
+def half(tools: SimTools) -> Record:
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+    return tools.train(tools.shard(blocks(), mp_policy=policy))
+
+
+@scenario
+def uneven_rows(tools: SimTools) -> Record:
+    return tools.train(tools.shard(blocks(width=9), mp_policy=MIXED), width=9)
+
+
+@scenario
+def second_dim(tools: SimTools) -> Record:
+    return tools.train(tools.shard(blocks(), shard_placement_fn=features._second))
+
+
+@scenario
+def kept_after_forward(tools: SimTools) -> Record:
+    return tools.train(tools.shard(blocks(), reshard_after_forward=False))
+
+
+@scenario
+def smaller_group_after_forward(tools: SimTools) -> Record:
+    return tools.train(tools.shard(blocks(), reshard_after_forward=2))
+
+
+@scenario
+def prefetched(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    for now, then in itertools.pairwise(model):
+        now.set_modules_to_forward_prefetch([then])
+        then.set_modules_to_backward_prefetch([now])
+    return tools.train(model)
+
+
+@scenario
+def unsharded_by_hand(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    record: Record = []
+    for _ in range(2):
+        handles = [unit.unshard(async_op=True) for unit in (*model, model)]
+        handles[0].wait()
+        record += tools.train(model)
+    return record
+
+
+@scenario
+def asynchronous_gathers(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    model._set_unshard_async_op(True)
+    return tools.train(model)
+
+
+@scenario
+def accumulated(tools: SimTools) -> Record:
+    return tools.train(tools.shard(blocks(), mp_policy=MIXED), micro=3, sync=features._all_sync)
+
+
+@scenario
+def kept_after_backward(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    return tools.train(
+        model, micro=2, sync=lambda m, last: m.set_reshard_after_backward(last) or None
+    )
+
+
+@scenario
+def hsdp(tools: SimTools) -> Record:
+    return tools.train(tools.shard(blocks(), mesh=tools.mesh("replicate", "shard")))
+
+
+@scenario
+def hsdp_mixed(tools: SimTools) -> Record:
+    mesh = tools.mesh("replicate", "shard")
+    return tools.train(tools.shard(blocks(), mesh=mesh, mp_policy=MIXED))
+
+
+@scenario
+def hsdp_partial(tools: SimTools) -> Record:
+    model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
+    return tools.train(model, micro=3, sync=features._all_reduce)
+
+
+@scenario
+def hsdp_with_a_reduce_hook(tools: SimTools) -> Record:
+    model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
+    for unit in (*model, model):
+        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+    return tools.train(model)
+
+
+@scenario
+def reduce_hook(tools: SimTools) -> Record:
+    model = tools.shard(blocks(), mp_policy=MIXED)
+    for unit in (*model, model):
+        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+    return tools.train(model)
+
+
+@scenario
+def reduce_hook_on_a_stream(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    stream = torch.Stream(device="sim")
+    for unit in (*model, model):
+        unit.set_all_reduce_hook(lambda row: row.mul_(0.5), stream=stream)
+    return tools.train(model)
+
+
+@scenario
+def replicated(tools: SimTools) -> Record:
+    model = tools.replicate(blocks(), mesh=tools.flat())
+    return tools.train(model, micro=2, sync=features._all_sync)
+
+
+@scenario
+def replicated_units(tools: SimTools) -> Record:
+    model = blocks()
+    for block in model:
+        tools.replicate(block, mesh=tools.flat(), mp_policy=MIXED)
+    return tools.train(tools.replicate(model, mesh=tools.flat(), mp_policy=MIXED))
+
+
+@scenario
+def offload(tools: SimTools) -> Record:
+    return tools.train(tools.shard(blocks(), offload_policy=CPUOffloadPolicy()))
+
+
+@scenario
+def offload_unpinned(tools: SimTools) -> Record:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    return tools.train(tools.shard(blocks(), offload_policy=policy, mp_policy=MIXED))
+
+
+@scenario
+def custom_collectives(tools: SimTools) -> Record:
+    model = tools.shard(blocks(), mp_policy=MIXED)
+    for unit in (*model, model):
+        unit.set_custom_all_gather(Gather())
+        unit.set_custom_reduce_scatter(Scatter())
+    return tools.train(model)
+
+
+@scenario
+def memory_from_the_group(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    for unit in (*model, model):
+        unit.set_allocate_memory_from_process_group_for_comm(True)
+    return tools.train(model)
+
+
+@scenario
+def own_group_for_reduce_scatters(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    model.set_separate_reduce_scatter_group(True)
+    model.set_reduce_scatter_max_input_buffers(3)
+    return tools.train(model)
+
+
+@scenario
+def all_gather_extension(tools: SimTools) -> Record:
+    model = blocks(bias=False)
+    for block in model:
+        block[0].weight = nn.Parameter(Negated(block[0].weight.detach().to("sim")))
+    tools.shard(model)
+    record: Record = []
+    for step in range(3):
+        loss = model(tools.input(step)).pow(2).sum()
+        loss.backward()
+        record += [loss.item(), digest(p.grad for p in model.parameters())]
+    return record
+
+
+@scenario
+def checkpointed(tools: SimTools) -> Record:
+    class Recomputed(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    model = nn.Sequential(*(Recomputed(block) for block in blocks()))
+    return tools.train(tools.shard(model))
+
+
+@scenario
+def shared_context(tools: SimTools) -> Record:
+    first, second = tools.shard(blocks()), tools.shard(blocks(seed=1))
+    for model in (first, second):
+        model._get_fsdp_state()._lazy_init()
+    fsdp.share_comm_ctx([first, *first, second, *second])
+    record: Record = []
+    for step in range(3):
+        loss = second(first(tools.input(step))).pow(2).sum()
+        loss.backward()
+        both = [*first.parameters(), *second.parameters()]
+        record += [loss.item(), digest(p.grad for p in both)]
+    return record
+
+
+@scenario
+def optimizer_event(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    optimizer = torch.optim.AdamW(model.parameters())
+    stream = torch.Stream(device="sim")
+    record: Record = []
+    for step in range(3):
+        loss = model(tools.input(step)).pow(2).sum()
+        loss.backward()
+        record.append(loss.item())
+        stream.wait_stream(torch.accelerator.current_stream())
+        with torch.sim.stream(stream):  # type: ignore[attr-defined]
+            optimizer.step()
+        optimizer.zero_grad()
+        model.set_post_optim_event(stream.record_event())
+    torch.accelerator.current_stream().wait_stream(stream)
+    return [*record, digest(model.parameters())]
+
+
+@scenario
+def evaluated(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    record = tools.train(model)
+    with torch.no_grad():
+        record.append(digest([model(tools.input(0))]))
+    return record + tools.train(model)
+
+
+@scenario
+def clipped(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    model(tools.input(0)).pow(2).sum().backward()
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return [norm.full_tensor().item(), digest(p.grad for p in model.parameters())]
+
+
+@scenario
+def reset_after_a_failure(tools: SimTools) -> Record:
+    model = tools.shard(blocks())
+    record = tools.train(model)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    hidden = model[0](tools.input(0))
+    hidden.register_hook(fail)
+    try:
+        model[2](model[1](hidden)).sum().backward()
+    except RuntimeError as error:
+        record.append(str(error))
+    model.reset_iter_state()
+    model.zero_grad()
+    return record + tools.train(model)
