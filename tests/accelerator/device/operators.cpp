@@ -47,6 +47,18 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                              type_or_default(type));
 }
 
+/* A new tensor with the result of an operation. */
+at::Tensor to_device(const at::Tensor &result, c10::Device device, Launch &launch) {
+    if (!result.defined()) {
+        return result;
+    }
+    at::Tensor made =
+        empty_strided(result.sizes(), result.strides(), result.scalar_type(), {}, device, {});
+    as_host(made).copy_(result);
+    launch.writes(made);
+    return made;
+}
+
 /* ---- the fallback ---- */
 
 /* A call of an operator whose device tensors are replaced by CPU tensors over the same memory. */
@@ -62,6 +74,7 @@ class Call {
     }
 
     void run() {
+        check_devices();
         const c10::Device device = device_;
         const c10::DeviceGuard guard(device);
         const bool looks = only_looks();
@@ -91,9 +104,20 @@ class Call {
     torch::jit::Stack &stack_;
     std::vector<Pair> pairs_;
     c10::Device device_{kType, current_device()};
+    bool stranger_ = false; /* an argument is on the CPU, and no scalar */
+
+    void check_devices() const {
+        const std::string &name = op_.schema().name();
+        const bool indexes = name.rfind("aten::index", 0) == 0 ||
+                             name.rfind("aten::_index_put", 0) == 0;
+        TORCH_CHECK(!stranger_ || pairs_.empty() || indexes,
+                    "Expected all tensors to be on the same device, but found at least two devices, ",
+                    device_, " and cpu, in ", name);
+    }
 
     at::Tensor host_of(const at::Tensor &tensor, bool write) {
         if (!on_device(tensor)) {
+            stranger_ = stranger_ || (tensor.defined() && tensor.dim() > 0);
             return tensor;
         }
         if (pairs_.empty()) {
@@ -177,13 +201,8 @@ class Call {
                 return view;
             }
         }
-        at::Tensor made = empty_strided(result.sizes(), result.strides(), result.scalar_type(), {},
-                                        device_, {});
-        as_host(made).copy_(result);
-        if (launch) {
-            launch->writes(made);
-        }
-        return made;
+        TORCH_CHECK(launch, op_.schema().name(), " is no view on this device");
+        return to_device(result, device_, *launch);
     }
 
     /* An output that the operator has resized. */
@@ -303,6 +322,44 @@ bool can_take_data(const at::Tensor &one, const at::Tensor &other) {
     return one.layout() == c10::kStrided && other.layout() == c10::kStrided;
 }
 
+/* Convolutions have entries of their own for devices like this one. */
+at::Tensor convolution(const at::Tensor &input, const at::Tensor &weight,
+                       const std::optional<at::Tensor> &bias, c10::SymIntArrayRef stride,
+                       c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
+                       c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+    Launch launch("aten::convolution", current_stream(input.device().index()));
+    launch.reads(input);
+    launch.reads(weight);
+    std::optional<at::Tensor> host_bias;
+    if (bias && bias->defined()) {
+        launch.reads(*bias);
+        host_bias = as_host(*bias);
+    }
+    const at::Tensor made =
+        at::convolution_symint(as_host(input), as_host(weight), host_bias, stride, padding,
+                               dilation, transposed, output_padding, groups);
+    return to_device(made, input.device(), launch);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor>
+convolution_backward(const at::Tensor &grad, const at::Tensor &input, const at::Tensor &weight,
+                     c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                     c10::SymIntArrayRef dilation, bool transposed,
+                     c10::SymIntArrayRef output_padding, c10::SymInt groups,
+                     std::array<bool, 3> mask) {
+    Launch launch("aten::convolution_backward", current_stream(input.device().index()));
+    launch.reads(grad);
+    launch.reads(input);
+    launch.reads(weight);
+    const std::vector<c10::SymInt> bias_size = {grad.sym_size(1)};
+    const auto [first, second, third] = at::convolution_backward_symint(
+        as_host(grad), as_host(input), as_host(weight), c10::SymIntArrayRef(bias_size), stride,
+        padding, dilation, transposed, output_padding, groups, mask);
+    const c10::Device device = input.device();
+    return {to_device(first, device, launch), to_device(second, device, launch),
+            to_device(third, device, launch)};
+}
+
 /* One kernel each, as on other devices; torch's own composites would be many. */
 bool is_one_kernel(const std::string &name) {
     static const std::set<std::string> names = {
@@ -337,6 +394,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("set_.source_Storage_storage_offset", &set_storage);
     m.impl("set_.source_Tensor", &set_tensor);
     m.impl("record_stream", &record_stream);
+    m.impl("convolution_overrideable", &convolution);
+    m.impl("convolution_backward_overrideable", &convolution_backward);
     m.impl("_has_compatible_shallow_copy_type", &can_take_data);
     for (const c10::OperatorName &name : c10::Dispatcher::singleton().getAllOpNames()) {
         if (is_one_kernel(name.name)) {

@@ -18,7 +18,7 @@ from models import FAMILIES, Case
 from models_wide import WIDE_FAMILIES
 from record import Recorder
 from releases import ShardPlacementResult
-from setting import DTYPES, Setting
+from setting import DEVICE, DTYPES, Setting
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -100,6 +100,8 @@ class Builder:
         if setting.extension:
             extend(model, setting.extension)
         self._parallelize(case)
+        if DEVICE != "cpu" and not meta:
+            model.to(DEVICE)  # ignored parameters stay where they are
         named = dict(model.named_parameters())
         self._ignored = {named[name] for name in case.ignored} if setting.ignored else None
         self._experts = {named[name] for name in case.experts}
@@ -112,7 +114,7 @@ class Builder:
         if setting.compiled == "root":
             model.compile(backend="eager")
         if meta:
-            model.to_empty(device="cpu")
+            model.to_empty(device=DEVICE)
             self._fill(model)
         self._prefetch(built.units)
         self._set_divide(model)
@@ -242,7 +244,7 @@ class Builder:
         if setting.placement:
             options["shard_placement_fn"] = self._placement
         if setting.offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=DEVICE != "cpu")
         if is_spmd(setting.mesh):
             options["dp_mesh_dims"] = self.meshes.dims(setting.mesh)
         return options

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from releases import DataParallelMeshDims
-from setting import Setting
+from setting import DEVICE, Setting
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
@@ -91,7 +91,7 @@ class Meshes:
             shape = SHAPES.get((kind, self.world_size), (self.world_size,))
             # A plain mesh stays unnamed, as the default one.
             names = None if kind == "flat" else KINDS[kind]
-            self._meshes[kind] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            self._meshes[kind] = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
         return self._meshes[kind]
 
     def data(self, kind: str) -> DeviceMesh:

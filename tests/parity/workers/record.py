@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from setting import DEVICE
 from torch.distributed.tensor import DTensor
+
+DISPATCH_KEYS = {"cpu": "CPU", "sim": "PrivateUse1"}
 
 COLLECTIVES = (
     "_allgather_base_",
@@ -58,7 +61,7 @@ class Bits:
             if hasattr(tensor, "held"):
                 kind = f"{kind} of {type(tensor).__name__}"
                 tensor = tensor.held
-            flat = tensor.contiguous().clone().view(-1).view(torch.uint8)
+            flat = tensor.cpu().contiguous().clone().view(-1).view(torch.uint8)
         return cls(str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes(), kind)
 
     def tensor(self) -> torch.Tensor:
@@ -125,11 +128,11 @@ def recorded_collectives() -> Iterator[Tap]:
 def _wrap(library: torch.library.Library, name: str, tap: Tap) -> None:
     operator = getattr(torch.ops.c10d, name).default
     group_at = [argument.name for argument in operator._schema.arguments].index("process_group")
-    cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, DISPATCH_KEYS[DEVICE]))
 
     def kernel(*args: Any) -> Any:
         tap.note(name, list(args[:group_at]), dist.ProcessGroup.unbox(args[group_at]))
-        return operator.redispatch(cpu, *args)
+        return operator.redispatch(keys, *args)
 
     library.impl(name, kernel, "BackendSelect")
 

@@ -25,7 +25,7 @@ from models import Inputs, tensors_in
 from record import Recorder, error_entry
 from releases import groups_of
 from schedules import RUN
-from setting import DTYPES, Setting
+from setting import DEVICE, DTYPES, Setting
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
@@ -140,7 +140,7 @@ class Script:
             optimizer.zero_grad(set_to_none=setting.zero == "none")
         self._note_parameters(label)
         if setting.optim_event:
-            event: Any = torch.cpu.Event()
+            event: Any = getattr(torch, DEVICE).Event()
             event.record()
             self.model.set_post_optim_event(event)
         if setting.evaluate:

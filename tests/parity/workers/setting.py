@@ -8,9 +8,13 @@ part of the fields is FSDP2's core (the basic grid, grid.py), the second the res
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 
 import torch
+
+DEVICE = os.environ.get("FSDP_C_PARITY_DEVICE", "cpu")
+"""Where the models are trained: "cpu", or "sim", the simulated accelerator."""
 
 DTYPES = {
     "fp32": torch.float32,

@@ -47,8 +47,13 @@ def run_grid(
     ours: bool,
     max_crashes: int = MAX_CRASHES,
     collective_seconds: float = COLLECTIVE_SECONDS,
+    target: Callable[..., float] | None = None,
+    backend: str = "gloo",
+    env: dict[str, str] | None = None,
 ) -> list[RankRecords]:
     """Run the settings under one implementation; per setting, the records of all ranks.
+
+    ``target`` and ``backend`` are for ranks on another device than the CPU.
 
     A setting during which a rank died has, on every rank, one entry ("crash", report); settings
     that were not reached after ``max_crashes`` crashes have one entry ("not run", reason).
@@ -63,12 +68,13 @@ def run_grid(
         crash: Entry | None = None
         try:
             run_ranks(
-                run_on_threads if launch.threads else run_on_processes,
+                target or (run_on_threads if launch.threads else run_on_processes),
                 1 if launch.threads else world_size,
                 (world_size, implementation, rest, str(part), ours),
                 timeout=2 * SETTING_SECONDS + 10.0 * len(rest),
                 collective_timeout=collective_seconds,
-                env=SAME_BITS_ANYWHERE if launch.threads else None,
+                env=(env or {}) | (SAME_BITS_ANYWHERE if launch.threads else {}),
+                backend=backend,
                 fresh=True,
             )
         except RanksFailed as failure:
