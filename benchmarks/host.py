@@ -5,7 +5,9 @@ equal groups of tiny parameters below a root without parameters, resharded after
 forward multiplies its input by each of its parameters, so that the model itself costs little. Three
 copies of the model, bare, under stock and under ours, take turns within every round; a step is one
 forward and one backward, timed as CPU time of the calling thread (which runs the backward too, as
-everything is on CPU). The garbage collector is off. Gradients are set to None between steps,
+everything is on CPU). With ``--device`` another than the CPU, autograd runs backward in threads of
+its own: then it is the CPU time of the whole process, and the device is idle when a step begins and
+done with it after the clock has been read. The garbage collector is off. Gradients are set to None between steps,
 outside the timed part, so every backward creates its gradients anew as in a usual loop.
 
 The figure of a model is its minimum over the rounds; the cost of an implementation is
@@ -19,7 +21,7 @@ Each kind of job is a table: both precisions on a flat mesh, the same on a 2 x 4
 forwards alone under no_grad.
 
     python benchmarks/host.py [--rounds N] [--groups N] [--params 1 2 5 9 14 20] [--jobs fp32 ...]
-                              [--json FILE]
+                              [--device cuda] [--json FILE]
 """
 
 from __future__ import annotations
@@ -77,33 +79,40 @@ class Group(nn.Module):
 
 
 class Timed:
-    """One model with its input and the times of its steps (nanoseconds of thread CPU time)."""
+    """One model with its input and the times of its steps (nanoseconds of CPU time)."""
 
     def __init__(self, model: nn.Module, x: torch.Tensor, no_grad: bool) -> None:
         self.model = model
         self.x = x
+        self.on_cpu = x.device.type == "cpu"
+        self.clock = time.thread_time_ns if self.on_cpu else time.process_time_ns
         self.step = self._forward if no_grad else self._train
         self.parameters = list(model.parameters())
         self.times: list[int] = []
 
     @torch.no_grad()
     def _forward(self) -> None:
-        begin = time.thread_time_ns()
+        begin = self._begin()
         self.model(self.x)
-        self.times.append(time.thread_time_ns() - begin)
+        self.times.append(self.clock() - begin)
+
+    def _begin(self) -> int:
+        if not self.on_cpu:
+            torch.accelerator.synchronize()
+        return self.clock()
 
     def _train(self) -> None:
-        begin = time.thread_time_ns()
+        begin = self._begin()
         self.model(self.x).sum().backward()
-        self.times.append(time.thread_time_ns() - begin)
+        self.times.append(self.clock() - begin)
         for parameter in self.parameters:
             parameter.grad = None
 
 
 def build(job: Job, groups: int, params: int, shard: FullyShard | None, mesh: DeviceMesh) -> Timed:
     """A model of ``groups`` groups of ``params`` vectors, wrapped by ``shard`` unless None."""
-    model = nn.Sequential(*(Group(params) for _ in range(groups)))
-    x = torch.ones(WIDTH)
+    model = nn.Sequential(*(Group(params) for _ in range(groups))).to(mesh.device_type)
+    x = torch.ones(WIDTH, device=mesh.device_type)
     policy = POLICIES[job.precision]
     if shard is None:
         model.to(policy.param_dtype)
@@ -161,7 +170,8 @@ def guard_cost(fully_shard: FullyShard, mesh: DeviceMesh) -> float:
     """Microseconds per group and step of asking whether somebody has patched anything."""
     import fsdp_c._C as _C
 
-    (group,) = fully_shard(Group(1), mesh=mesh)._get_fsdp_state()._fsdp_param_groups
+    unit = Group(1).to(mesh.device_type)
+    (group,) = fully_shard(unit, mesh=mesh)._get_fsdp_state()._fsdp_param_groups
     best = float("inf")
     for _ in range(5):
         begin = time.thread_time_ns()
@@ -176,12 +186,19 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--params", type=int, nargs="+", default=[1, 2, 5, 9, 14, 20])
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), metavar="JOB")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="device type; with another than cpu the CPU time of all threads",
+    )
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     counts = sorted(set(options.params))
-    flat = fake_mesh(WORLD_SIZE)
+    flat = fake_mesh(WORLD_SIZE, options.device)
     names = ("replicate", "shard")
-    hybrid = init_device_mesh("cpu", (REPLICAS, WORLD_SIZE // REPLICAS), mesh_dim_names=names)
+    hybrid = init_device_mesh(
+        options.device, (REPLICAS, WORLD_SIZE // REPLICAS), mesh_dim_names=names
+    )
     shards = implementations()
     results: dict[str, Any] = {"groups": options.groups, "rounds": options.rounds}
     for name in options.jobs:

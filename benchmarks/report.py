@@ -28,13 +28,13 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
 """The two precisions measured: everything fp32; bf16 parameters with fp32 reduction."""
 
 
-def fake_mesh(world_size: int) -> DeviceMesh:
-    """A 1-D CPU mesh whose collectives complete at once and move nothing (rank 0 of the world)."""
+def fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
+    """A 1-D mesh whose collectives complete at once and move nothing (rank 0 of the world)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    return init_device_mesh("cpu", (world_size,))
+    return init_device_mesh(device, (world_size,))
 
 
 def implementations() -> dict[str, FullyShard]:
