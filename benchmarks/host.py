@@ -7,8 +7,9 @@ copies of the model, bare, under stock and under ours, take turns within every r
 forward and one backward, timed as CPU time of the calling thread (which runs the backward too, as
 everything is on CPU). With ``--device`` another than the CPU, autograd runs backward in threads of
 its own: then it is the CPU time of the whole process, and the device is idle when a step begins and
-done with it after the clock has been read. The garbage collector is off. Gradients are set to None between steps,
-outside the timed part, so every backward creates its gradients anew as in a usual loop.
+done with it after the clock has been read. The garbage collector is off. Gradients are set to None
+between steps, outside the timed part, so every backward creates its gradients anew as in a usual
+loop.
 
 The figure of a model is its minimum over the rounds; the cost of an implementation is
 (its figure - the bare model's) / groups, and cost per parameter is the slope of a least-squares
