@@ -62,9 +62,9 @@ void Journal::watch(const std::string &library, const std::string &what, int64_t
     }
 }
 
-bool Journal::note(const char *kind, c10::Stream stream) {
+bool Journal::note(const char *kind, c10::Stream stream, bool orders) {
     counts[kind]++;
-    if (watched_to == 0) {
+    if (watched_to == 0 || orders != noted_orders()) {
         return false;
     }
     std::array<void *, 48> stack{};

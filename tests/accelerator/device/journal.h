@@ -11,7 +11,8 @@
 
 namespace sim {
 
-/* A call that orders streams: "record", "wait" or "free" (memory given back). */
+/* A call that orders streams: "record", "wait", "work wait" (for a collective), "synchronize";
+ * or one that could be wrong: "current" (asks for the current stream), "allocate". */
 struct Call {
     const char *kind;
     int64_t stream;
@@ -33,7 +34,13 @@ struct Journal {
     void find(std::string text);
     void count(const char *name);
     /* Notes a call. True: the armed fault is to happen at this one. */
-    bool note(const char *kind, c10::Stream stream);
+    bool note(const char *kind, c10::Stream stream, bool orders = true);
+
+  private:
+    /* Which kind of calls is noted and numbered: those that order, or the others. */
+    bool noted_orders() const {
+        return fault != "other stream" && fault != "early free";
+    }
 };
 
 Journal &journal(); /* under world().mutex */

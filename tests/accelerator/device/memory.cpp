@@ -122,6 +122,10 @@ void Memory::access(uintptr_t from, uintptr_t to, bool write, const Epoch &by) {
         journal().find("use after free: " + world().describe(by) + ": " + whose(*block, from, to));
         return;
     }
+    if (block->doomed && world().lane(block->stream) != by.lane) {
+        block->doomed = false;
+        pool_of(block->device, block->stream).unsettled.push_back(block);
+    }
     cut(block->cells, from);
     cut(block->cells, to);
     bool found = false;
@@ -206,7 +210,11 @@ void *Memory::allocate(int device, size_t bytes, c10::Stream stream) {
     block->label.clear();
     block->also_on.clear();
     block->cells.clear();
-    block->cells[block->start] = Cell{block->start + block->size, by, {}};
+    if (device != Block::kHost) {
+        block->cells[block->start] = Cell{block->start + block->size, by, {}};
+        const bool at_fault = journal().note("allocate", stream, false);
+        block->doomed = at_fault && journal().fault == "early free";
+    }
     Usage &usage = this->usage(device);
     usage.now += static_cast<int64_t>(block->size);
     usage.peak = std::max(usage.peak, usage.now);
@@ -289,10 +297,7 @@ namespace {
 
 void release_block(void *address) {
     const std::lock_guard<std::recursive_mutex> lock(world().mutex);
-    const Block *const block = memory().block_at(address);
-    if (block != nullptr) {
-        (void)journal().note("free", block->stream);
-    }
+    journal().count("free");
     memory().release(address);
 }
 

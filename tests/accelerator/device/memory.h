@@ -28,6 +28,7 @@ struct Block {
     int device = kHost;
     c10::Stream stream;
     bool used = false;
+    bool doomed = false; /* a fault: given back as soon as another stream has used it */
     uint64_t serial = 0; /* of the allocation */
     std::string label;
     std::map<uintptr_t, Cell> cells;

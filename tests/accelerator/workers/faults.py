@@ -30,7 +30,7 @@ class Point:
     """Where in fsdp_c a call comes from."""
 
     kind: str
-    """record, wait, work wait, synchronize, free"""
+    """record, wait, work wait, synchronize; or current, allocate"""
     chain: tuple[str, ...]
     """The functions of the extension on the stack, innermost first."""
 
@@ -80,9 +80,11 @@ def run(name: str, implementation: str = "fsdp_c", fault: str = "", at: int = -1
     return Run(record, device.findings(), points)
 
 
-def dropped(name: str, kinds: tuple[str, ...] = ("record", "wait", "work wait")) -> Iterator[Any]:
-    """Drops each call of the scenario in turn: (its number, its point, the run without it)."""
-    right = run(name)
-    for index, point in enumerate(right.points):
-        if point.kind in kinds:
-            yield index, point, run(name, fault="drop", at=index)
+def broken(name: str, fault: str = "drop") -> Iterator[tuple[int, Point, Run]]:
+    """Breaks each call of the scenario in turn: (its number, its point, the run without it).
+
+    ``drop`` and ``wrong stream`` break calls that order streams, ``other stream`` what the
+    extension is told to be the current stream, ``early free`` gives its memory back too early.
+    """
+    for index, point in enumerate(run(name, fault=fault).points):
+        yield index, point, run(name, fault=fault, at=index)

@@ -78,6 +78,18 @@ def plain(tools: SimTools) -> Record:
 
 
 @scenario
+def on_a_side_stream(tools: SimTools) -> Record:
+    """All of it on another stream than the default one; backward's thread has to follow."""
+    model = tools.shard(blocks())
+    stream = torch.Stream(device="sim")
+    stream.wait_stream(torch.accelerator.current_stream())
+    with torch.sim.stream(stream):  # type: ignore[attr-defined]
+        record = tools.train(model)
+    torch.accelerator.current_stream().wait_stream(stream)
+    return record
+
+
+@scenario
 def mixed(tools: SimTools) -> Record:
     return tools.train(tools.shard(blocks(), mp_policy=MIXED))
 
