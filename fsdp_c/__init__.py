@@ -14,7 +14,7 @@ from torch.distributed.fsdp import (
 )
 
 from . import bind as bind  # ties the extension to torch
-from . import names
+from . import names, optim
 from .additions import GradientReductionHandle
 from .clip import clip_grad_norm_
 from .ema import ShardedEMA
@@ -52,6 +52,7 @@ __all__ = [
     "load_full_state_dict",
     "names",
     "no_sync",
+    "optim",
     "register_fsdp_forward_method",
     "replicate",
     "uninstall",

@@ -13,6 +13,7 @@ from typing import Any
 
 import fsdp_c_redirect
 
+from . import optim
 from .fully_shard import fully_shard
 from .replicate import replicate
 from .version import __version__
@@ -31,9 +32,12 @@ def install() -> None:
     and do for our modules what they do for torch's.) Modules that were sharded before keep their
     implementation. A second call does nothing.
 
+    torch's element-wise optimizers step on shards from then on (:mod:`fsdp_c.optim`).
+
     One INFO line on the logger ``torch.distributed.fsdp.fully_shard`` names what was replaced.
     """
     fsdp_c_redirect.redirect_all(announced)
+    optim.accelerate_all()
     _announce()
 
 
@@ -44,11 +48,13 @@ def uninstall() -> None:
     """
     global _has_announced
     fsdp_c_redirect.restore_all()
+    optim.restore_all()
     _has_announced = False
 
 
 def announced(name: str) -> Callable[..., Any]:
     """Our function in the place of torch's of that name; says, once, that it is."""
+    optim.accelerate_all()
     _announce()
     return _OURS[name]
 

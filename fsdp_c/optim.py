@@ -1,0 +1,276 @@
+"""Optimizer steps on shards: the same numbers without DTensor's cost.
+
+An element-wise optimizer does to a sharded parameter what it does to the shard. torch's optimizers
+hand their parameters, gradients and states on in lists; here these lists hold the local tensors.
+States stay DTensors, with the same checkpoints, and bits are torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+Accelerated = TypeVar("Accelerated", bound=Optimizer)
+
+ENVIRONMENT_SWITCH = "FSDP_C_OPTIM"
+_ELEMENT_WISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+
+
+def accelerate(optimizer: Accelerated) -> Accelerated:
+    """Makes the steps of ``optimizer`` run on the local tensors of its sharded parameters.
+
+    For torch's element-wise optimizers, and for classes derived from one that leave ``step`` and
+    ``_init_group`` alone; in place, once is enough. Parameters, states and their checkpoints are
+    those of torch, bit for bit, in all of its implementations (``foreach``, ``fused``, neither);
+    what torch would choose by itself for DTensors, it chooses here. Plain parameters in the same
+    groups are as before. A group is left to torch in a step where something is not element-wise on
+    shards: gradients or states that are laid out otherwise than their parameter, ``Partial``
+    placements, ``differentiable=True``, a compiled step, a ``GradScaler``'s DTensor. With
+    ``FSDP_C=1`` and after :func:`fsdp_c.install` this happens by itself (``FSDP_C_OPTIM=0``
+    leaves it).
+
+    Args:
+        optimizer: over parameters that ``fully_shard`` has sharded, or other DTensors.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        TypeError: its step is not known to be element-wise (Adafactor, Muon, LBFGS, and classes
+            that torch does not have).
+    """
+    kind = _element_wise_class(optimizer)
+    if kind is None:
+        raise TypeError(
+            f"{type(optimizer).__name__} is not one of torch's element-wise optimizers: "
+            + ", ".join(known.__name__ for known in _ELEMENT_WISE)
+        )
+    if optimizer not in _accelerated:
+        _accelerated[optimizer] = _Acceleration(optimizer, kind)
+    return optimizer
+
+
+def restore(optimizer: Optimizer) -> None:
+    """Undoes :func:`accelerate`; its states stay what they are."""
+    acceleration = _accelerated.pop(optimizer, None)
+    if acceleration is not None:
+        acceleration.undo(optimizer)
+
+
+def _element_wise_class(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of torch's whose step the optimizer has."""
+    for kind in _ELEMENT_WISE:
+        if (
+            isinstance(optimizer, kind)
+            and _plain(type(optimizer).step) is _plain(kind.step)
+            and type(optimizer)._init_group is kind._init_group
+        ):
+            return kind
+    return None
+
+
+def _plain(function: Any) -> Any:
+    """A step without the profiler's wrapping, which each class gets at its first instance."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+# ---- one optimizer -------------------------------------------------------------------------------
+
+
+class _Acceleration:
+    """What is put on an optimizer, and what one step of it has to put back."""
+
+    def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
+        self._keeps_buffers = kind is torch.optim.SGD
+        self._init_group: Any = kind._init_group  # type: ignore[attr-defined]
+        self._taken: list[tuple[torch.Tensor, DTensor]] = []
+        self._undecided: list[dict[str, Any]] = []
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._settle),
+            optimizer.register_step_post_hook(self._settle),
+        ]
+        own = functools.partial(_init_group, weakref.ref(optimizer), weakref.ref(self))
+        vars(optimizer)["_init_group"] = own
+
+    def undo(self, optimizer: Optimizer) -> None:
+        self._settle(optimizer)
+        for hook in self._hooks:
+            hook.remove()
+        vars(optimizer).pop("_init_group", None)
+
+    def fill(self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...]) -> Any:
+        """torch's ``_init_group``, and then local tensors in place of DTensors."""
+        result = self._init_group(optimizer, group, *lists)
+        params = lists[0]
+        local = None if _is_torchs(optimizer, group) else _local_lists(lists)
+        if local is None:
+            return result
+        if self._keeps_buffers and group["momentum"] != 0:
+            pairs = zip(local[0], params)
+            self._taken += [(mine, p) for mine, p in pairs if mine is not p]
+        if group.get("foreach") is None and not group.get("fused"):
+            # torch looks at the classes of the parameters: DTensors go one by one.
+            group["foreach"] = False
+            self._undecided.append(group)
+        for to, values in zip(lists, local):
+            to[:] = values
+        return result
+
+    def _settle(self, optimizer: Optimizer, *_: Any) -> None:
+        """After a step, or before the next where one failed."""
+        for group in self._undecided:
+            group["foreach"] = None
+        self._undecided.clear()
+        for local, param in self._taken:  # SGD stores momentum under what it had in its list
+            buffer = optimizer.state.pop(local, {}).get("momentum_buffer")
+            state = optimizer.state[param]
+            kept = state.get("momentum_buffer")
+            if buffer is None or not isinstance(kept, DTensor) or kept._local_tensor is not buffer:
+                state["momentum_buffer"] = buffer if buffer is None else _like(param, buffer)
+        self._taken.clear()
+
+
+def _init_group(
+    of: weakref.ref[Optimizer],
+    acceleration: weakref.ref[_Acceleration],
+    group: dict[str, Any],
+    *lists: Any,
+    **named: Any,
+) -> Any:
+    optimizer, mine = of(), acceleration()
+    assert optimizer is not None and mine is not None
+    return mine.fill(optimizer, group, (*lists, *named.values()))
+
+
+def _is_torchs(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether this step is not one on shards alone."""
+    scaling = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    return (
+        bool(group.get("differentiable"))
+        or torch.compiler.is_compiling()
+        or any(isinstance(tensor, DTensor) for tensor in scaling)
+    )
+
+
+_accelerated: weakref.WeakKeyDictionary[Optimizer, _Acceleration] = weakref.WeakKeyDictionary()
+
+
+# ---- lists ---------------------------------------------------------------------------------------
+
+_same: dict[tuple[int, int], tuple[Any, Any]] = {}
+"""Pairs of specs that lay tensors out alike, by ``id``; holding them keeps the numbers theirs."""
+_SAME_MAX = 100_000
+
+
+def _local_lists(lists: tuple[list[Any], ...]) -> list[list[Any]] | None:
+    """The lists with local tensors for DTensors; None: there are none, or it would not be the same.
+
+    A list has an item for each parameter, or is empty.
+    """
+    params = lists[0]
+    if not any(isinstance(param, DTensor) for param in params):
+        return None
+    made = []
+    for values in lists:
+        if values and len(values) != len(params):
+            return None
+        local = [_local(value, param) for value, param in zip(values, params)]
+        if any(value is _OTHERWISE for value in local):
+            return None
+        made.append(local)
+    return made
+
+
+_OTHERWISE = object()
+
+
+def _local(value: Any, param: torch.Tensor) -> Any:
+    """The local tensor of what belongs to a parameter, or the value as it is."""
+    if not isinstance(value, DTensor):
+        shaped = isinstance(value, torch.Tensor) and value.ndim > 0
+        return _OTHERWISE if shaped and isinstance(param, DTensor) else value
+    if not isinstance(param, DTensor) or not _alike(value._spec, param._spec):
+        return _OTHERWISE
+    local = value._local_tensor
+    return local if type(local) is torch.Tensor else _OTHERWISE
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether equal elements have equal places in tensors of the two specs, without ``Partial``."""
+    key = (id(one), id(other))
+    if key in _same:
+        return True
+    if (
+        one.mesh != other.mesh
+        or one.placements != other.placements
+        or one.shape != other.shape
+        or any(isinstance(placement, Partial) for placement in one.placements)
+    ):
+        return False
+    if len(_same) >= _SAME_MAX:
+        _same.clear()
+    _same[key] = (one, other)
+    return True
+
+
+def _like(param: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor laid out as ``param``."""
+    return DTensor(local, param._spec, requires_grad=False)
+
+
+# ---- by itself -----------------------------------------------------------------------------------
+
+_automatic: Any = None
+_left: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that cannot be accelerated."""
+
+
+def accelerate_all() -> None:
+    """From now on an optimizer that holds DTensors is accelerated in its first step."""
+    global _automatic
+    if _automatic is None and os.environ.get(ENVIRONMENT_SWITCH, "1") not in ("", "0"):
+        _automatic = register_optimizer_step_pre_hook(_before_step)
+
+
+def restore_all() -> None:
+    """Undoes :func:`accelerate_all`, and every :func:`accelerate`."""
+    global _automatic
+    if _automatic is not None:
+        _automatic.remove()
+        _automatic = None
+    _left.clear()
+    for optimizer in list(_accelerated):
+        restore(optimizer)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _accelerated or optimizer in _left:
+        return
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if _element_wise_class(optimizer) is None or not any(isinstance(p, DTensor) for p in params):
+        _left.add(optimizer)
+    else:
+        accelerate(optimizer)
+
+
+_before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
