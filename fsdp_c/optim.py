@@ -16,6 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+import fsdp_c._C as _C
+
 Accelerated = TypeVar("Accelerated", bound=Optimizer)
 
 ENVIRONMENT_SWITCH = "FSDP_C_OPTIM"
@@ -177,60 +179,31 @@ _accelerated: weakref.WeakKeyDictionary[Optimizer, _Acceleration] = weakref.Weak
 
 # ---- lists ---------------------------------------------------------------------------------------
 
-_same: dict[tuple[int, int], tuple[Any, Any]] = {}
-"""Pairs of specs that lay tensors out alike, by ``id``; holding them keeps the numbers theirs."""
+_same: dict[int, tuple[Any, Any]] = {}
+"""``id`` of a spec -> itself, and the spec of a parameter that it lays tensors out like."""
 _SAME_MAX = 100_000
 
 
-def _local_lists(lists: tuple[list[Any], ...]) -> list[list[Any]] | None:
+def _local_lists(lists: tuple[list[Any], ...]) -> tuple[list[Any], ...] | None:
     """The lists with local tensors for DTensors; None: there are none, or it would not be the same.
 
     A list has an item for each parameter, or is empty.
     """
-    params = lists[0]
-    if not any(isinstance(param, DTensor) for param in params):
+    if not any(isinstance(param, DTensor) for param in lists[0]):
         return None
-    made = []
-    for values in lists:
-        if values and len(values) != len(params):
-            return None
-        local = [_local(value, param) for value, param in zip(values, params)]
-        if any(value is _OTHERWISE for value in local):
-            return None
-        made.append(local)
-    return made
-
-
-_OTHERWISE = object()
-
-
-def _local(value: Any, param: torch.Tensor) -> Any:
-    """The local tensor of what belongs to a parameter, or the value as it is."""
-    if not isinstance(value, DTensor):
-        shaped = isinstance(value, torch.Tensor) and value.ndim > 0
-        return _OTHERWISE if shaped and isinstance(param, DTensor) else value
-    if not isinstance(param, DTensor) or not _alike(value._spec, param._spec):
-        return _OTHERWISE
-    local = value._local_tensor
-    return local if type(local) is torch.Tensor else _OTHERWISE
+    if len(_same) > _SAME_MAX:
+        _same.clear()
+    return _C.local_lists(lists, _same, _alike)
 
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether equal elements have equal places in tensors of the two specs, without ``Partial``."""
-    key = (id(one), id(other))
-    if key in _same:
-        return True
-    if (
-        one.mesh != other.mesh
-        or one.placements != other.placements
-        or one.shape != other.shape
-        or any(isinstance(placement, Partial) for placement in one.placements)
-    ):
-        return False
-    if len(_same) >= _SAME_MAX:
-        _same.clear()
-    _same[key] = (one, other)
-    return True
+    return (
+        one.mesh == other.mesh
+        and one.placements == other.placements
+        and one.shape == other.shape
+        and not any(isinstance(placement, Partial) for placement in one.placements)
+    )
 
 
 def _like(param: DTensor, local: torch.Tensor) -> DTensor:

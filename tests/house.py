@@ -28,7 +28,7 @@ FLOORS = {
     "python": (
         {"seen"},
         {"objects"},
-        {"errors", "retired", "dynamo", "admit", "shard", "guard", "clip"},
+        {"errors", "retired", "dynamo", "admit", "shard", "guard", "clip", "local_lists"},
         {"attributes", "ready", "transitions"},
         {"slots", "tree", "comm_context", "iteration_context", "group_attributes"},
         {"param", "step"},

@@ -6,6 +6,7 @@
 #include "guard.h"
 #include "hook.h"
 #include "iteration_context.h"
+#include "local_lists.h"
 #include "objects.h"
 #include "param.h"
 #include "param_group.h"
@@ -104,6 +105,11 @@ static PyMethodDef module_methods[] = {
     {"guard_bind", fcpy_guard_bind, METH_VARARGS,
      "guard_bind(group_methods, state_methods, entries, log_cache, log_enabled): what torch's "
      "classes and modules hold while nobody has patched them."},
+    {"local_lists", (PyCFunction)(void (*)(void))fcpy_local_lists, METH_FASTCALL,
+     "local_lists(lists, seen, alike): new lists with local tensors in place of DTensors, each "
+     "item "
+     "laid out as that of the first list, the parameters, by alike(spec, spec) or by the dict that "
+     "keeps what it said; None where one is not."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): whether it is a dense tensor with a storage, not one that wraps others."},
     {NULL, NULL, 0, NULL},

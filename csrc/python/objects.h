@@ -19,6 +19,7 @@
 #define FCPY_NAMES(X)                                                                              \
     X(_local_tensor)                                                                               \
     X(_spec)                                                                                       \
+    X(ndim)                                                                                        \
     X(mesh)                                                                                        \
     X(placements)                                                                                  \
     X(param_groups)                                                                                \

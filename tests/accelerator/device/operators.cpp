@@ -111,7 +111,8 @@ class Call {
         const bool indexes = name.rfind("aten::index", 0) == 0 ||
                              name.rfind("aten::_index_put", 0) == 0;
         TORCH_CHECK(!stranger_ || pairs_.empty() || indexes,
-                    "Expected all tensors to be on the same device, but found at least two devices, ",
+                    "Expected all tensors to be on the same device, but found at least two "
+                     "devices, ",
                     device_, " and cpu, in ", name);
     }
 

@@ -1,0 +1,139 @@
+/* The lists that torch's optimizers make of a group (parameters, gradients, states), with local
+ * tensors in the place of DTensors. An item belongs to the parameter at its place. Owns nothing:
+ * which specs were found alike is kept in a dict of the caller's. */
+#include "local_lists.h"
+
+/* A call. */
+typedef struct conversion {
+    const fcpy_module *mod;
+    PyObject *params; /* borrowed list */
+    PyObject *seen;   /* borrowed dict: spec -> spec that it was found to lay tensors out like */
+    PyObject *alike;  /* borrowed: asks that of a new pair */
+} conversion;
+
+static bool is_dtensor(const fcpy_module *mod, PyObject *obj) {
+    return PyObject_TypeCheck(obj, (PyTypeObject *)mod->bound.dtensor_class);
+}
+
+/* 1: equal elements have equal places; 0: not so; -1 with an exception. Specs are told apart by
+ * their addresses, which the dict keeps theirs: hashing one is dear. */
+static int lie_alike(const conversion *c, PyObject *one, PyObject *other) {
+    PyObject *key = PyLong_FromVoidPtr(one);
+    PyObject *pair = key != NULL ? PyDict_GetItemWithError(c->seen, key) : NULL;
+    int answer = pair != NULL && PyTuple_GET_ITEM(pair, 1) == other ? 1 : -1;
+    if (answer < 0 && key != NULL && !PyErr_Occurred()) {
+        PyObject *said = PyObject_CallFunctionObjArgs(c->alike, one, other, NULL);
+        answer = said != NULL ? PyObject_IsTrue(said) : -1;
+        Py_XDECREF(said);
+        pair = answer == 1 ? PyTuple_Pack(2, one, other) : NULL;
+        if (answer == 1 && (pair == NULL || PyDict_SetItem(c->seen, key, pair) != 0)) {
+            answer = -1;
+        }
+        Py_XDECREF(pair);
+    }
+    Py_XDECREF(key);
+    return answer;
+}
+
+/* lie_alike for two DTensors. */
+static int specs_alike(const conversion *c, PyObject *value, PyObject *param) {
+    PyObject *one = PyObject_GetAttr(value, c->mod->names._spec);
+    PyObject *other = one != NULL ? PyObject_GetAttr(param, c->mod->names._spec) : NULL;
+    int answer = other != NULL ? lie_alike(c, one, other) : -1;
+    Py_XDECREF(one);
+    Py_XDECREF(other);
+    return answer;
+}
+
+/* Whether it is a tensor of at least one dimension; -1 with an exception. */
+static int is_shaped(const conversion *c, PyObject *value) {
+    if (!fct_py_is_tensor(value)) {
+        return 0;
+    }
+    PyObject *ndim = PyObject_GetAttr(value, c->mod->names.ndim);
+    int shaped = ndim != NULL ? PyObject_IsTrue(ndim) : -1;
+    Py_XDECREF(ndim);
+    return shaped;
+}
+
+/* *local: new, what stands for `value` in the list. 1; 0 where its layout is not the parameter's;
+ * -1 with an exception. */
+static int convert(const conversion *c, PyObject *value, PyObject *param, PyObject **local) {
+    const PyTypeObject *plain = ((PyTypeObject *)c->mod->bound.dtensor_class)->tp_base;
+    bool of_dtensor = is_dtensor(c->mod, param);
+    if (!is_dtensor(c->mod, value)) {
+        int shaped = of_dtensor ? is_shaped(c, value) : 0;
+        *local = shaped == 0 ? Py_NewRef(value) : NULL;
+        return shaped < 0 ? -1 : !shaped;
+    }
+    int alike = of_dtensor ? specs_alike(c, value, param) : 0;
+    if (alike == 1) {
+        *local = PyObject_GetAttr(value, c->mod->names._local_tensor);
+        alike = *local == NULL ? -1 : Py_TYPE(*local) == plain;
+    }
+    if (alike != 1) {
+        Py_CLEAR(*local);
+    }
+    return alike;
+}
+
+/* *made: new list for `values`. As convert. Items are taken one by one: what is asked may be
+ * Python's, and change the lists. */
+static int convert_list(const conversion *c, PyObject *values, PyObject **made) {
+    Py_ssize_t count = PyList_GET_SIZE(values);
+    int result = 1;
+    *made = PyList_New(0);
+    if (count != 0 && count != PyList_GET_SIZE(c->params)) {
+        return *made == NULL ? -1 : 0;
+    }
+    for (Py_ssize_t i = 0; *made != NULL && result == 1 && i < count; i++) {
+        PyObject *local = NULL;
+        if (i >= PyList_GET_SIZE(values) || i >= PyList_GET_SIZE(c->params)) {
+            return 0;
+        }
+        PyObject *value = Py_NewRef(PyList_GET_ITEM(values, i));
+        PyObject *param = Py_NewRef(PyList_GET_ITEM(c->params, i));
+        result = convert(c, value, param, &local);
+        if (result == 1 && PyList_Append(*made, local) != 0) {
+            result = -1;
+        }
+        Py_XDECREF(local);
+        Py_DECREF(value);
+        Py_DECREF(param);
+    }
+    return *made == NULL ? -1 : result;
+}
+
+PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 3 || !PyTuple_Check(args[0]) || PyTuple_GET_SIZE(args[0]) == 0 ||
+        !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "local_lists expects (tuple of lists, dict, function)");
+        return NULL;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(args[0]);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!PyList_Check(PyTuple_GET_ITEM(args[0], i))) {
+            PyErr_SetString(PyExc_TypeError, "local_lists expects lists");
+            return NULL;
+        }
+    }
+    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
+    if (mod->bound.dtensor_class == NULL) {
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: the extension is not bound");
+        return NULL;
+    }
+    const conversion c = {mod, PyTuple_GET_ITEM(args[0], 0), args[1], args[2]};
+    PyObject *result = PyTuple_New(count);
+    for (Py_ssize_t i = 0; result != NULL && i < count; i++) {
+        PyObject *made = NULL;
+        int status = convert_list(&c, PyTuple_GET_ITEM(args[0], i), &made);
+        if (status == 1) {
+            PyTuple_SET_ITEM(result, i, made);
+            continue;
+        }
+        Py_XDECREF(made);
+        Py_DECREF(result);
+        return status == 0 ? Py_NewRef(Py_None) : NULL;
+    }
+    return result;
+}

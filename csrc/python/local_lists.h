@@ -1,0 +1,10 @@
+/* What an optimizer hands on, as local tensors: a module function, see fsdp_c/_C.pyi. */
+#ifndef FSDP_C_PYTHON_LOCAL_LISTS_H
+#define FSDP_C_PYTHON_LOCAL_LISTS_H
+
+#include "objects.h"
+
+/* _C.local_lists(lists, seen, alike) */
+PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+
+#endif
