@@ -321,6 +321,7 @@ struct DeviceAllocator final : c10::Allocator {
 struct PinnedAllocator final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override {
         const std::lock_guard<std::recursive_mutex> lock(world().mutex);
+        watch_the_host();
         const c10::Stream stream = current_stream(current_device());
         void *const data = memory().allocate(Block::kHost, bytes, stream);
         return {data, data, &release_block, c10::Device(c10::DeviceType::CPU)};

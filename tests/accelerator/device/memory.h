@@ -85,6 +85,8 @@ class Memory {
 Memory &memory(); /* under world().mutex */
 c10::Allocator *device_allocator();
 c10::Allocator *pinned_allocator();
+/* From now on the host's own operators are checked where they use pinned memory; idempotent. */
+void watch_the_host();
 
 } // namespace sim
 

@@ -15,7 +15,8 @@ from record import Entry
 from setting import Setting
 
 BACKEND = "cpu:gloo,sim:sccl"
-DEVICE = simulated.start()  # before the process group is made
+if os.environ.get("FSDP_C_PARITY_DEVICE") == "sim":  # in a rank: before its process group is made
+    simulated.start()
 
 
 def run(
@@ -33,9 +34,10 @@ def run(
     run_one = worker._Rank._run_one
 
     def watched(self: Any, setting: Setting, meshes: Any) -> list[Entry]:
-        DEVICE.forget()
+        device = simulated.start()
+        device.forget()
         entries = run_one(self, setting, meshes)
-        return [("findings", DEVICE.findings()), *entries]
+        return [("findings", device.findings()), *entries]
 
     worker._Rank._run_one = watched  # type: ignore[method-assign]
     assert dist.is_initialized()

@@ -61,6 +61,8 @@ def name_memory(model: nn.Module) -> None:
 def join_loop_group() -> None:
     """Makes this process rank 0 of a group of ``WORLD``."""
     simulated.start()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group("loop", store=dist.HashStore(), rank=0, world_size=WORLD)
 
 
@@ -172,6 +174,14 @@ def hsdp_mixed(tools: SimTools) -> Record:
 
 
 @scenario
+def hsdp_of_six_units(tools: SimTools) -> Record:
+    """Reduced in one type and handed out in another: rows do not live on as gradients."""
+    model = nn.Sequential(*blocks(), *blocks(seed=1))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return tools.train(tools.shard(model, mesh=tools.mesh("replicate", "shard"), mp_policy=policy))
+
+
+@scenario
 def hsdp_partial(tools: SimTools) -> Record:
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
     return tools.train(model, micro=3, sync=features._all_reduce)
@@ -219,6 +229,18 @@ def replicated_units(tools: SimTools) -> Record:
 @scenario
 def offload(tools: SimTools) -> Record:
     return tools.train(tools.shard(blocks(), offload_policy=CPUOffloadPolicy()))
+
+
+@scenario
+def offload_read_at_once(tools: SimTools) -> Record:
+    """Gradients are used by the host after backward, without any other synchronisation."""
+    model = tools.shard(blocks(), offload_policy=CPUOffloadPolicy())
+    record: Record = []
+    for step in range(3):
+        model(tools.input(step)).pow(2).sum().backward()
+        record.append(digest(p.grad for p in model.parameters()))
+        model.zero_grad()
+    return record
 
 
 @scenario

@@ -17,7 +17,7 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "tests/accelerator/device"
 NAME = "simulated_device"
-FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
 def library() -> Path:

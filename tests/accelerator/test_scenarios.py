@@ -1,0 +1,36 @@
+"""On the simulated accelerator stock and ours train to the same bits, and neither races."""
+
+from __future__ import annotations
+
+import pytest
+import scenario_ranks
+import scenarios
+from launch import run_ranks
+from scenario_ranks import Seen
+
+pytestmark = pytest.mark.xdist_group("accelerator_scenarios")
+
+Runs = dict[str, dict[str, Seen]]
+OURS = ("fsdp_c", "fsdp_c without kernels")
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    """The runs of each scenario by implementation."""
+    (found,) = run_ranks(scenario_ranks.run, 1, timeout=280, fresh=True)
+    return found
+
+
+@pytest.mark.parametrize("name", scenarios.SCENARIOS)
+def test_stock_trains_without_a_race(runs: Runs, name: str) -> None:
+    seen = runs[name]["torch"]
+    assert "Error: " not in str(seen.record[0]), f"stock cannot do this: {seen.record}"
+    assert seen.findings == []
+
+
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("name", scenarios.SCENARIOS)
+def test_ours_trains_to_the_same_bits_without_a_race(runs: Runs, name: str, ours: str) -> None:
+    seen = runs[name][ours]
+    assert seen.record == runs[name]["torch"].record
+    assert seen.findings == []

@@ -1,0 +1,150 @@
+"""Bugs that the simulated device has to find: each breaks one ordering point of fsdp_c.
+
+A bug names a scenario, what goes wrong, the kind of call and functions of the extension that lead
+to it. Each call that fits is broken in a run of its own, until one is found.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import faults
+import scenarios
+import simulated
+
+
+class Bug(NamedTuple):
+    scenario: str
+    fault: str
+    kind: str
+    path: tuple[str, ...]
+    """Functions on the stack, innermost first, others between them; ^: it makes the call."""
+    shows: str = "race"
+    """In the finding."""
+
+
+BUGS = {
+    "a gather does not wait for the optimizer": Bug(
+        "plain", "drop", "wait", ("fc_comm_order_streams", "fc_state_begin_iteration")
+    ),
+    "the event of the optimizer is not recorded": Bug(
+        "plain", "drop", "record", ("fc_comm_order_streams", "fc_state_begin_iteration")
+    ),
+    "a gather does not wait for the optimizer's event": Bug(
+        "optimizer_event", "drop", "wait", ("^fcpy_state_begin_forward",)
+    ),
+    "an all-gather does not wait for the pack": Bug(
+        "plain", "drop", "wait", ("fc_comm_order_streams", "issue_gather"), "all_gather"
+    ),
+    "the copy-out does not wait for the all-gather": Bug(
+        "plain", "drop", "wait", ("fc_gather_await", "fc_group_pre_forward"), "unpack"
+    ),
+    "in backward, the copy-out does not wait for the all-gather": Bug(
+        "plain", "drop", "wait", ("fc_gather_await", "fc_group_pre_backward"), "unpack"
+    ),
+    "the copy-out does not wait for an asynchronous all-gather": Bug(
+        "asynchronous_gathers", "drop", "work wait", ("fc_link_wait", "fc_gather_await"), "unpack"
+    ),
+    "the end of an all-gather is recorded on another stream": Bug(
+        "plain", "wrong stream", "record", ("fc_comm_record", "issue_gather"), "unpack"
+    ),
+    "a kept gather buffer is released before its copy-out": Bug(
+        "plain", "drop", "wait", ("fc_comm_release_kept", "fc_group_wait_unshard")
+    ),
+    "the last gather buffer of a forward is released before its copy-out": Bug(
+        "plain", "drop", "wait", ("fc_comm_release_kept", "fc_state_end_forward")
+    ),
+    "in backward, a gather buffer is released before its copy-out": Bug(
+        "plain", "drop", "wait", ("fc_comm_gather_streams_wait", "fc_gather_end_copy_out")
+    ),
+    "the end of a copy-out is recorded on another stream": Bug(
+        "on_a_side_stream", "wrong stream", "record", ("fc_comm_record", "fc_gather_end_copy_out")
+    ),
+    "a gather buffer is freed as soon as the all-gather is issued": Bug(
+        "plain", "early free", "allocate", ("issue_gather", "fc_group_pre_forward"), "allocation"
+    ),
+    "a smaller group's shards are gathered before they are there": Bug(
+        "smaller_group_after_forward", "drop", "record", ("fc_gather_keep_forward",)
+    ),
+    "a reduction does not wait for the gradients": Bug(
+        "plain", "drop", "wait", ("fc_comm_order_streams", "fc_reduce_run"), "reduce_scatter"
+    ),
+    "the gradients are packed on another stream": Bug(
+        "plain", "other stream", "current", ("fc_transfer_pack_gradients",), "pack_gradients"
+    ),
+    "an all-reduce does not wait for the reduce-scatter": Bug(
+        "hsdp_mixed", "drop", "wait", ("fc_comm_order_streams", "fc_reduce_run"), "all_reduce"
+    ),
+    "an all-reduced row is reused before its cast": Bug(
+        "hsdp_of_six_units", "drop", "wait", ("fc_comm_keep_row",), "allocation"
+    ),
+    "a reduce-scatter's input is freed before it is done": Bug(
+        "plain", "drop", "wait", ("fc_reduction_recycle", "reduce"), "allocation"
+    ),
+    "a reduce-scatter's input is freed when it is issued": Bug(
+        "plain", "early free", "allocate", ("fc_reduce_run", "call_post_backward"), "allocation"
+    ),
+    "the optimizer does not wait for the last reduction": Bug(
+        "half", "drop", "wait", ("fc_reduce_settle", "fc_iteration_end_backward")
+    ),
+    "the end of a reduction is recorded on another stream": Bug(
+        "plain", "wrong stream", "record", ("fc_comm_record", "fc_reduce_run"), "allocation"
+    ),
+    "a post-backward hook runs on a thread with another stream": Bug(
+        "plain", "other stream", "current", ("fc_reduce_run", "call_post_backward")
+    ),
+    "a pre-backward hook runs on a thread with another stream": Bug(
+        "plain", "other stream", "current", ("fc_transfer_unpack", "fc_group_pre_backward")
+    ),
+    "the end of a backward runs on a thread with another stream": Bug(
+        "half", "other stream", "current", ("fc_reduce_settle", "fc_iteration_end_backward")
+    ),
+    "an offloaded group's gather does not wait for its copy-in": Bug(
+        "offload", "drop", "wait", ("fc_gather_start",), "all_gather"
+    ),
+    "an offloaded group's copy-out does not wait for its gather": Bug(
+        "offload", "drop", "wait", ("fc_gather_copy_out",), "split_with_sizes_copy"
+    ),
+    "an offloaded gradient is used before it is on the host": Bug(
+        "offload_read_at_once",
+        "drop",
+        "synchronize",
+        ("fc_iteration_end_backward",),
+        "of the host",
+    ),
+    "a custom reduce-scatter's input is freed before it is done": Bug(
+        "custom_collectives", "drop", "wait", ("fc_reduce_run",), "reduce_scatter"
+    ),
+    "a reduce hook does not wait for the reduce-scatter": Bug(
+        "reduce_hook", "drop", "wait", ("fc_reduction_finish", "fc_reduce_run"), "mul"
+    ),
+}
+
+
+def fits(point: faults.Point, bug: Bug) -> bool:
+    """Whether the functions are on the point's stack, in their order."""
+    rest = iter(("^" + point.chain[0], *point.chain[1:]))
+    return point.kind == bug.kind and all(any(name in one for one in rest) for name in bug.path)
+
+
+def findings(bug: Bug) -> list[str]:
+    """What the device says of the bug: of the first call that fits and is found."""
+    points = faults.run(bug.scenario, fault=bug.fault).points
+    chosen = [index for index, point in enumerate(points) if fits(point, bug)]
+    if not chosen:
+        return [f"no call of {bug.scenario} fits any more: {bug}"]
+    for index in chosen:
+        found = faults.run(bug.scenario, fault=bug.fault, at=index).findings
+        told = [text for text in found if bug.shows in text]
+        if told:
+            return told
+    return []
+
+
+def run(rank: int, world_size: int) -> dict[str, list[str]]:
+    """The findings of every bug."""
+    warnings.simplefilter("ignore")
+    scenarios.join_loop_group()
+    simulated.use_kernels(True)
+    return {name: findings(bug) for name, bug in BUGS.items()}
