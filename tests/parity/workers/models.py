@@ -127,7 +127,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         scores = q @ k.transpose(-1, -2) * x.shape[-1] ** -0.5
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         return self.out(scores.masked_fill(mask, float("-inf")).softmax(-1) @ v)
 
 
