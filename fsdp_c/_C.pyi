@@ -30,7 +30,7 @@ CALL_SWAP: int
 CALL_GRADS: int
 CALL_NODE_CLASS: int
 CALL_NODE: int
-CUDA_KERNELS: int  # 1: built with nvcc, 0: CUDA devices cannot be trained on
+CUDA_KERNELS: int  # 1: built with nvcc, 0: CUDA devices use torch's foreach operations
 
 def guard_bind(
     group_methods: tuple[Any, ...],
@@ -48,6 +48,7 @@ def local_lists(
     /,
 ) -> tuple[list[Any], ...] | None: ...
 def has_memory(tensor: torch.Tensor, /) -> bool: ...
+def kernels_of(device: torch.device, /) -> str: ...
 
 class _testing:  # a module
     assertions: bool
@@ -59,6 +60,8 @@ class _testing:  # a module
     def kernels() -> Any: ...
     @staticmethod
     def simulate_kernels(capsule: Any, /) -> None: ...
+    @staticmethod
+    def hide_kernels(on: bool, /) -> None: ...
     @staticmethod
     def overrides(group_or_state: ParamGroup | State, /) -> int: ...
     @staticmethod

@@ -25,6 +25,7 @@ import fsdp_c._C as _C
 from .comm_context import CommContext
 from .compat import StateOfOlderTorch, register_group_hooks
 from .guard import is_overridden, shows, warn_of_patches_without_effect
+from .kernels import say
 from .notes import add, class_name, noted, some
 from .suspicions import look_over
 
@@ -270,6 +271,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         for state in states:
             state._is_root = state is self
         look_over(self._modules[0])
+        say(self._device)
 
     def _refuse_duplicates(self, groups: list[Any]) -> None:
         try:

@@ -57,6 +57,8 @@ FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *p
 FC_CHECK fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *params,
                                         size_t count, fc_error *err);
 void fc_gather_plan_fini(fc_gather_plan *plan);
+/* What the plan packs of a parameter: its shard. Borrowed. */
+fct_tensor *fc_gather_plan_source(const fc_gather_plan *plan, const fc_param *p);
 
 /* Room for `capacity` gradients. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);

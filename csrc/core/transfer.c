@@ -4,10 +4,12 @@
 #include "transfer.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 void fc_transfer_fini(fc_transfer *t) {
     free(t->descriptors);
-    *t = (fc_transfer){NULL, 0};
+    fc_foreach_fini(&t->foreach);
+    memset(t, 0, sizeof *t);
 }
 
 /* Room for `count` descriptors of `size` bytes, whose contents are lost. */
@@ -21,19 +23,9 @@ static fc_status reserve(fc_transfer *t, size_t count, size_t size) {
         return FC_ENOMEM;
     }
     free(t->descriptors);
-    *t = (fc_transfer){grown, bytes};
+    t->descriptors = grown;
+    t->capacity = bytes;
     return FC_OK;
-}
-
-/* The device's kernels, NULL where there are none. */
-static const fck_backend *backend_of(fct_device device) {
-    if (device.type == FCT_DEVICE_CPU) {
-        return fck_cpu();
-    }
-    if (device.type == FCT_DEVICE_CUDA && fck_cuda_built() != 0) {
-        return fck_cuda();
-    }
-    return fck_simulated();
 }
 
 static void *stream_of(fct_device device) {
@@ -62,31 +54,6 @@ static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts
                               fc_error *err) {
     fct_tensor_facts(buffer, facts);
     return check_extent(facts, bytes, err);
-}
-
-/* dst[offset ...) = src for devices without kernels; src flat, offset in elements of dst's type. */
-static fc_status torch_copy(const fct_tensor *dst, int64_t offset, const fct_tensor *src,
-                            int64_t count) {
-    fc_status status = FC_OK;
-    fct_tensor *target = NULL;
-    const int64_t size[1] = {count};
-    const int64_t stride[1] = {1};
-    FC_TRY_RAISED(fct_tensor_alias(dst, 1, size, stride, offset, &target));
-    FC_TRY_RAISED(fct_tensor_copy(target, src));
-done:
-    fct_tensor_release(target);
-    return status;
-}
-
-static fc_status no_kernels(fc_error *err) {
-    return fc_error_set(
-        err, FC_EVALUE,
-        "parameters of different compute dtypes in one group are not supported on a device "
-        "without copy kernels");
-}
-
-static fct_tensor *source_of(const fc_gather_plan *plan, const fc_param *p) {
-    return plan->post_forward ? p->post_forward_data : p->sharded_data;
 }
 
 /* Whether a kernel takes the segment: it moves anything, but converts only types that it knows, and
@@ -129,7 +96,8 @@ static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *pa
         if (fits_kernel(s)) {
             continue;
         }
-        FC_TRY_RAISED(fct_tensor_cast(source_of(plan, params[i]), s->dst_dtype, &made[i]));
+        FC_TRY_RAISED(
+            fct_tensor_cast(fc_gather_plan_source(plan, params[i]), s->dst_dtype, &made[i]));
         FC_TRY(buffer_facts(made[i], s->count * fc_dtype_size(s->dst_dtype), &facts, err));
         s->src = facts.data;
         s->src_dtype = s->dst_dtype;
@@ -158,10 +126,10 @@ done:
 }
 
 /* The shard's facts; a kernel can read it only on its own device. */
-static fc_status source_facts(const fc_gather_plan *plan, const fc_param *p, bool for_kernel,
-                              fct_device device, fct_facts *facts, fc_error *err) {
+static fc_status source_facts(const fc_gather_plan *plan, const fc_param *p, fct_device device,
+                              fct_facts *facts, fc_error *err) {
     fc_status status = fc_param_shard_facts(p, plan->post_forward, facts, err);
-    if (status == FC_OK && for_kernel && facts->device.type != device.type) {
+    if (status == FC_OK && facts->device.type != device.type) {
         return fc_error_set(err, FC_EASSERT,
                             "sharded data of parameter '%s' is not on its group's device any more",
                             p->name != NULL ? p->name : "?");
@@ -185,25 +153,18 @@ fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param 
     fct_facts source;
     int64_t start = row * plan->row_bytes;
     FC_TRY(buffer_facts(buffer, start + plan->row_bytes, &target, err));
-    const fck_backend *kernels = backend_of(target.device);
+    const fck_backend *kernels = fck_backend_of(target.device.type);
+    if (kernels == NULL) {
+        return fc_foreach_pack(&t->foreach, plan, params, buffer, target.offset_bytes + start, err);
+    }
     FC_TRY(reserve(t, plan->count, sizeof(fck_segment)));
     fck_segment *segments = (fck_segment *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        int64_t at = start + slot->offset;
-        FC_TRY(source_facts(plan, params[i], kernels != NULL, target.device, &source, err));
-        segments[i] = segment_of(slot, &source, (char *)target.data + at);
-        if (kernels == NULL) {
-            if (plan->dtype != slot->compute) {
-                return no_kernels(err);
-            }
-            FC_TRY(torch_copy(buffer, (target.offset_bytes + at) / target.itemsize,
-                              source_of(plan, params[i]), source.numel));
-        }
+        FC_TRY(source_facts(plan, params[i], target.device, &source, err));
+        segments[i] = segment_of(slot, &source, (char *)target.data + start + slot->offset);
     }
-    if (kernels != NULL) {
-        FC_TRY(pack_segments(plan, params, segments, kernels, target.device, err));
-    }
+    FC_TRY(pack_segments(plan, params, segments, kernels, target.device, err));
 done:
     return status;
 }
@@ -213,49 +174,21 @@ fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan, fc_param 
     fc_status status = FC_OK;
     fct_facts target;
     fct_facts source;
-    const fck_backend *kernels = backend_of(device);
+    const fck_backend *kernels = fck_backend_of(device.type);
+    if (kernels == NULL) {
+        return fc_foreach_pack(&t->foreach, plan, params, NULL, 0, err);
+    }
     FC_TRY(reserve(t, plan->count, sizeof(fck_segment)));
     fck_segment *segments = (fck_segment *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        FC_TRY(source_facts(plan, params[i], kernels != NULL, device, &source, err));
+        FC_TRY(source_facts(plan, params[i], device, &source, err));
         FC_TRY(buffer_facts(params[i]->flat, slot->numel * fc_dtype_size(slot->compute), &target,
                             err));
         segments[i] = segment_of(slot, &source, target.data);
-        if (kernels == NULL) {
-            FC_TRY(torch_copy(params[i]->flat, 0, source_of(plan, params[i]), source.numel));
-        }
     }
-    if (kernels != NULL) {
-        FC_TRY(pack_segments(plan, params, segments, kernels, device, err));
-    }
+    FC_TRY(pack_segments(plan, params, segments, kernels, device, err));
 done:
-    return status;
-}
-
-/* One block of a slot, row by row, with torch copies; `start` is the block's place in flat, in
- * elements. */
-static fc_status unpack_with_torch(const fc_gather_plan *plan, const fck_column *column,
-                                   const fc_param *p, int64_t start, const fct_tensor *buffer,
-                                   const fct_facts *source, fc_error *err) {
-    fc_status status = FC_OK;
-    fct_tensor *part = NULL;
-    if (plan->dtype != fc_param_compute_dtype(p)) {
-        return no_kernels(err);
-    }
-    int64_t count = column->bytes / source->itemsize;
-    const int64_t size[1] = {count};
-    const int64_t stride[1] = {1};
-    for (int64_t r = 0; r < plan->world; r++) {
-        int64_t offset =
-            (source->offset_bytes + r * plan->row_bytes + column->offset) / source->itemsize;
-        FC_TRY_RAISED(fct_tensor_alias(buffer, 1, size, stride, offset, &part));
-        FC_TRY(torch_copy(p->flat, start + r * count, part, count));
-        fct_tensor_release(part);
-        part = NULL;
-    }
-done:
-    fct_tensor_release(part);
     return status;
 }
 
@@ -266,7 +199,11 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
     fct_facts target;
     size_t count = 0;
     FC_TRY(buffer_facts(buffer, plan->world * plan->row_bytes, &source, err));
-    const fck_backend *kernels = backend_of(source.device);
+    const fck_backend *kernels = fck_backend_of(source.device.type);
+    if (kernels == NULL) {
+        return fc_foreach_unpack(&t->foreach, plan, params, buffer, source.offset_bytes,
+                                 source.device);
+    }
     FC_TRY(reserve(t, plan->blocks, sizeof(fck_column)));
     fck_column *columns = (fck_column *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
@@ -275,57 +212,16 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
         int64_t bytes = slot->outer > 0 ? slot->numel / slot->outer * itemsize : 0;
         FC_TRY(buffer_facts(params[i]->flat, plan->world * slot->numel * itemsize, &target, err));
         for (int64_t block = 0; block < slot->outer; block++) {
-            int64_t start = block * plan->world * bytes;
-            columns[count] = (fck_column){.dst = (char *)target.data + start,
-                                          .offset = slot->offset + block * bytes,
-                                          .bytes = bytes};
-            if (kernels == NULL) {
-                FC_TRY(unpack_with_torch(plan, &columns[count], params[i], start / itemsize, buffer,
-                                         &source, err));
-            }
-            count++;
+            columns[count++] =
+                (fck_column){.dst = (char *)target.data + block * plan->world * bytes,
+                             .offset = slot->offset + block * bytes,
+                             .bytes = bytes};
         }
     }
-    if (kernels != NULL) {
-        FC_TRY(launched(kernels->unpack(source.data, plan->row_bytes, plan->world, columns, count,
-                                        stream_of(source.device)),
-                        err));
-    }
+    FC_TRY(launched(kernels->unpack(source.data, plan->row_bytes, plan->world, columns, count,
+                                    stream_of(source.device)),
+                    err));
 done:
-    return status;
-}
-
-/* The padding must be zeros as the kernels make it, so the whole buffer is cleared first. */
-static fc_status clear_with_torch(fct_tensor *buffer) {
-    fc_status status = FC_OK;
-    fct_tensor *zeros = NULL;
-    FC_TRY_RAISED(fct_tensor_zeros_like(buffer, &zeros));
-    FC_TRY_RAISED(fct_tensor_copy(buffer, zeros));
-done:
-    fct_tensor_release(zeros);
-    return status;
-}
-
-/* One outer block of a gradient, dealt to the ranks' rows with torch copies. `start`: of the block
- * in the gradient's storage, in elements. */
-static fc_status deal_with_torch(const fc_reduce_plan *plan, const fck_gradient *g,
-                                 const fct_tensor *grad, int64_t start, int64_t world,
-                                 fct_tensor *buffer, const fct_facts *target) {
-    fc_status status = FC_OK;
-    fct_tensor *part = NULL;
-    for (int64_t r = 0; r < world && r * g->chunk < g->numel; r++) {
-        int64_t left = g->numel - r * g->chunk;
-        const int64_t size[1] = {left < g->chunk ? left : g->chunk};
-        const int64_t stride[1] = {1};
-        FC_TRY_RAISED(fct_tensor_alias(grad, 1, size, stride, start + r * g->chunk, &part));
-        FC_TRY(torch_copy(buffer,
-                          target->offset_bytes / target->itemsize + r * plan->row_numel + g->offset,
-                          part, size[0]));
-        fct_tensor_release(part);
-        part = NULL;
-    }
-done:
-    fct_tensor_release(part);
     return status;
 }
 
@@ -336,24 +232,6 @@ static fck_gradient gradient_of(const fc_reduce_plan *plan, size_t i, int64_t bl
     return (fck_gradient){.numel = layout->rows * layout->row_numel,
                           .chunk = chunk,
                           .offset = plan->offsets[i] + block * chunk};
-}
-
-static fc_status pack_gradients_with_torch(const fc_reduce_plan *plan, int64_t world,
-                                           fct_tensor *buffer, const fct_facts *target) {
-    fc_status status = FC_OK;
-    FC_TRY(clear_with_torch(buffer));
-    for (size_t i = 0; i < plan->count; i++) {
-        fct_facts facts;
-        fct_tensor_facts(plan->grads[i], &facts);
-        int64_t start = facts.offset_bytes / facts.itemsize;
-        for (int64_t block = 0; block < plan->params[i]->layout.outer; block++) {
-            const fck_gradient g = gradient_of(plan, i, block);
-            FC_TRY(deal_with_torch(plan, &g, plan->grads[i], start, world, buffer, target));
-            start += g.numel;
-        }
-    }
-done:
-    return status;
 }
 
 /* Casts the gradients that no kernel can cast. *casts: new array of [count], NULL where none was
@@ -406,10 +284,10 @@ fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan,
     fct_tensor **casts = NULL;
     FC_TRY(
         buffer_facts(buffer, world * plan->row_numel * fc_dtype_size(plan->dtype), &target, err));
-    const fck_backend *kernels = backend_of(target.device);
+    const fck_backend *kernels = fck_backend_of(target.device.type);
     if (kernels == NULL) {
-        FC_TRY(pack_gradients_with_torch(plan, world, buffer, &target));
-        return FC_OK;
+        return fc_foreach_pack_gradients(&t->foreach, plan, world, buffer, target.offset_bytes,
+                                         target.device);
     }
     FC_TRY(reserve(t, plan->blocks, sizeof(fck_gradient)));
     if (!plan->native) {

@@ -1,9 +1,10 @@
-/* Moves memory as a plan says: with the device's foreach kernels where there are any, with torch
- * copies elsewhere. All work is queued on the device's current stream. Every raw pointer is checked
- * here, where it is taken, and none is kept. */
+/* Moves memory as a plan says: with the device's kernels where there are any, with torch's own
+ * multi-tensor operations elsewhere (foreach.h). All work is queued on the device's current stream.
+ * Every raw pointer is checked here, where it is taken, and none is kept. */
 #ifndef FSDP_C_CORE_TRANSFER_H
 #define FSDP_C_CORE_TRANSFER_H
 
+#include "foreach.h"
 #include "plan.h"
 
 /* Room for the descriptors of one launch. What is in it means nothing between two calls; only the
@@ -11,6 +12,7 @@
 typedef struct fc_transfer {
     void *descriptors;
     size_t capacity; /* in bytes */
+    fc_foreach foreach;
 } fc_transfer;
 
 void fc_transfer_fini(fc_transfer *t);

@@ -85,10 +85,15 @@ const fck_backend *fck_cpu(void);
 const fck_backend *fck_cuda(void);
 int fck_cuda_built(void);
 
-/* For tests: the kernels of a simulated accelerator, which devices have that have none of their
- * own. NULL (as at the start): no kernels. */
-const fck_backend *fck_simulated(void);
+/* The kernels for a device of torch's type `device_type`; NULL where nobody has any, and torch's
+ * own multi-tensor operations do the work. */
+enum { FCK_DEVICE_CPU = 0, FCK_DEVICE_CUDA = 1 };
+const fck_backend *fck_backend_of(int device_type);
+
+/* For tests. The kernels of a simulated accelerator, which devices have that have none of their
+ * own; NULL (as at the start): no kernels. And whether all kernels are hidden, the CPU's, too. */
 void fck_simulate(const fck_backend *kernels);
+void fck_hide(int on);
 
 #ifdef __cplusplus
 }

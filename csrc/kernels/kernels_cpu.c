@@ -138,13 +138,3 @@ const fck_backend *fck_cpu(void) {
     static const fck_backend cpu = {"cpu", cpu_pack, cpu_unpack, cpu_pack_gradients};
     return &cpu;
 }
-
-static const fck_backend *simulated;
-
-const fck_backend *fck_simulated(void) {
-    return simulated;
-}
-
-void fck_simulate(const fck_backend *kernels) {
-    simulated = kernels;
-}

@@ -86,6 +86,26 @@ static PyObject *module_simulate_kernels(PyObject *module, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
+static PyObject *module_hide_kernels(PyObject *module, PyObject *arg) {
+    (void)module;
+    int on = PyObject_IsTrue(arg);
+    if (on < 0) {
+        return NULL;
+    }
+    fck_hide(on);
+    Py_RETURN_NONE;
+}
+
+static PyObject *module_kernels_of(PyObject *module, PyObject *arg) {
+    (void)module;
+    fct_device device;
+    if (fct_py_device(arg, &device) != 0) {
+        return NULL;
+    }
+    const fck_backend *kernels = fck_backend_of(device.type);
+    return PyUnicode_FromString(kernels != NULL ? kernels->name : "torch");
+}
+
 static PyMethodDef module_methods[] = {
     {"bind", (PyCFunction)(void (*)(void))module_bind, METH_VARARGS | METH_KEYWORDS,
      "bind(**objects): hands over the Python functions and classes that cold paths call."},
@@ -110,6 +130,9 @@ static PyMethodDef module_methods[] = {
      "item "
      "laid out as that of the first list, the parameters, by alike(spec, spec) or by the dict that "
      "keeps what it said; None where one is not."},
+    {"kernels_of", module_kernels_of, METH_O,
+     "kernels_of(device): whose kernels pack and unpack on this torch.device: 'cpu', 'cuda', or "
+     "'torch' where its own multi-tensor operations do."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): whether it is a dense tensor with a storage, not one that wraps others."},
     {NULL, NULL, 0, NULL},
@@ -127,6 +150,9 @@ static PyMethodDef testing_methods[] = {
     {"simulate_kernels", module_simulate_kernels, METH_O,
      "simulate_kernels(capsule or None): the kernels of devices that have none of their own. The "
      "capsule's memory has to stay."},
+    {"hide_kernels", module_hide_kernels, METH_O,
+     "hide_kernels(on): whether torch's multi-tensor operations take the place of all kernels, in "
+     "all threads."},
     {"overrides", fcpy_guard_overrides, METH_O,
      "overrides(group_or_state): bits of what somebody has patched or overridden for it; 0: "
      "nothing."},

@@ -10,6 +10,7 @@
 #include <torch/csrc/python_headers.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/version.h>
 
@@ -57,6 +58,11 @@ class Borrowed {
 
   private:
     at::Tensor tensor_;
+};
+
+/* For calls into at::, below autograd: no history, no version bumped. */
+struct Quiet {
+    at::AutoDispatchBelowADInplaceOrView below;
 };
 
 inline c10::Device device(fct_device d) {

@@ -6,7 +6,6 @@
  * records history nor bumps version counters. */
 #include "bridge.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
@@ -15,13 +14,9 @@ using fct::Borrowed;
 using fct::give;
 using fct::guarded;
 using fct::impl;
+using fct::Quiet;
 
 namespace {
-
-/* For calls into at::. */
-struct Quiet {
-    at::AutoDispatchBelowADInplaceOrView below;
-};
 
 void *first_element(const c10::TensorImpl *t, int64_t offset_bytes) {
     c10::StorageImpl *storage = t->unsafe_storage().unsafeGetStorageImpl();
@@ -78,18 +73,34 @@ int64_t alias_extent(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
     return empty ? 0 : last + 1;
 }
 
-void check_alias(const c10::TensorImpl *base, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                 int64_t offset) {
+void check_alias(const c10::TensorImpl *base, int64_t itemsize, c10::IntArrayRef sizes,
+                 c10::IntArrayRef strides, int64_t offset) {
     TORCH_CHECK(base->layout() == c10::Layout::Strided && base->has_storage(),
                 "an alias needs a dense tensor with a storage");
     const int64_t extent = alias_extent(sizes, strides);
     const int64_t bytes = static_cast<int64_t>(base->unsafe_storage().nbytes());
     int64_t end = 0;
     const bool fits = offset >= 0 && !__builtin_add_overflow(offset, extent, &end) &&
-                      !__builtin_mul_overflow(end, static_cast<int64_t>(base->itemsize()), &end);
+                      !__builtin_mul_overflow(end, itemsize, &end);
     TORCH_CHECK(fits && end <= bytes, "an alias with sizes ", sizes, ", strides ", strides,
-                " and offset ", offset, " (", base->itemsize(),
+                " and offset ", offset, " (", itemsize,
                 " bytes per element) does not fit into a storage of ", bytes, " bytes");
+}
+
+/* The base's key set makes a normal (or, from an inference tensor, an inference) tensor; its Python
+ * keys are dropped by the constructor, and an alias of a conjugate view means the memory itself. */
+c10::TensorImpl *alias(c10::TensorImpl *base, caffe2::TypeMeta dtype, int32_t ndim,
+                       const int64_t *sizes, const int64_t *strides, int64_t offset) {
+    const c10::IntArrayRef shape(sizes, static_cast<size_t>(ndim));
+    const c10::IntArrayRef steps(strides, static_cast<size_t>(ndim));
+    check_alias(base, static_cast<int64_t>(dtype.itemsize()), shape, steps, offset);
+    const c10::DispatchKeySet keys =
+        base->key_set() -
+        c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+    auto made = c10::make_intrusive<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(base->unsafe_storage()), keys, dtype);
+    made->set_sizes_and_strides(shape, steps, offset);
+    return made.release();
 }
 
 } // namespace
@@ -163,20 +174,15 @@ int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tens
 int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
                      const int64_t *strides, int64_t offset, fct_tensor **out) {
     return guarded("fct_tensor_alias", [&] {
-        c10::TensorImpl *from = impl(base);
-        const c10::IntArrayRef shape(sizes, static_cast<size_t>(ndim));
-        const c10::IntArrayRef steps(strides, static_cast<size_t>(ndim));
-        check_alias(from, shape, steps, offset);
-        /* The base's key set makes a normal (or, from an inference tensor, an inference) tensor;
-         * its Python keys are dropped by the constructor, and an alias of a conjugate view means
-         * the memory itself. */
-        const c10::DispatchKeySet keys =
-            from->key_set() -
-            c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-        auto alias = c10::make_intrusive<c10::TensorImpl>(
-            c10::TensorImpl::VIEW, c10::Storage(from->unsafe_storage()), keys, from->dtype());
-        alias->set_sizes_and_strides(shape, steps, offset);
-        *out = fct::handle(alias.release());
+        *out = fct::handle(alias(impl(base), impl(base)->dtype(), ndim, sizes, strides, offset));
+    });
+}
+
+int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim, const int64_t *sizes,
+                        const int64_t *strides, int64_t offset, fct_tensor **out) {
+    return guarded("fct_tensor_alias_as", [&] {
+        const caffe2::TypeMeta type = c10::scalarTypeToTypeMeta(fct::scalar_type(dtype));
+        *out = fct::handle(alias(impl(base), type, ndim, sizes, strides, offset));
     });
 }
 

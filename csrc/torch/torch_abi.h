@@ -101,6 +101,10 @@ FCT_CHECK int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device
  * bytes. */
 FCT_CHECK int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
                                const int64_t *strides, int64_t offset, fct_tensor **out);
+/* The same with another dtype; `offset` in elements of that one. */
+FCT_CHECK int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim,
+                                  const int64_t *sizes, const int64_t *strides, int64_t offset,
+                                  fct_tensor **out);
 /* New contiguous copy of t (or a new reference to t where it is contiguous already). */
 FCT_CHECK int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out);
 /* New tensor of `dtype` with t's values (or a new reference to t where the dtype is right already);
@@ -114,6 +118,18 @@ FCT_CHECK int fct_tensor_add(fct_tensor *dst, const fct_tensor *src);
 FCT_CHECK int fct_tensor_div(fct_tensor *t, double divisor);
 /* requires_grad_() of a leaf. */
 FCT_CHECK int fct_tensor_set_requires_grad(fct_tensor *t, bool value);
+
+/* dst[i].copy_(src[i]) for all `count`: one launch for lists of one source and one destination
+ * dtype with equal shapes and strides, where the device has such a kernel. */
+FCT_CHECK int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t count);
+/* rows: 2-D. Its columns, split into parts of `sizes`, are copied to out[i], each [rows, sizes[i]]
+ * of the same dtype and contiguous. */
+FCT_CHECK int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *const *out,
+                             size_t count);
+/* Deals the rows of 2-D tensors of one dtype, none of them empty, to `chunks` rows of out: chunk c
+ * of each, one after the other, padded with zeros. out: [chunks, sum of padded sizes], casts. */
+FCT_CHECK int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks,
+                            fct_tensor *out);
 
 /* Gives the storage of t `nbytes` bytes of fresh uninitialised memory from the storage's own
  * allocator (the storage must hold none: storage bytes 0; same size already: nothing happens). */

@@ -78,6 +78,10 @@ void sim_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *sim_log_text(void);
 void sim_log_clear(void);
 
+/* The boundary's calls that may fail, aliases left out, in order; what is too long is cut off. */
+const char *sim_calls_text(void);
+void sim_calls_clear(void);
+
 /* ---- faults ---- */
 
 typedef enum sim_fault_kind {

@@ -40,6 +40,24 @@ static void trace(const char *name) {
     }
 }
 
+/* What the boundary was asked to do since sim_calls_clear(), but for aliases, which are free. */
+static char calls[1024];
+
+void sim_calls_clear(void) {
+    calls[0] = '\0';
+}
+
+const char *sim_calls_text(void) {
+    return calls;
+}
+
+static void note_call(const char *name) {
+    size_t length = strlen(calls);
+    if (strncmp(name, "fct_tensor_alias", strlen("fct_tensor_alias")) != 0) {
+        (void)snprintf(calls + length, sizeof calls - length, "%s%s", length > 0 ? " " : "", name);
+    }
+}
+
 void sim_faults_begin(void) {
     trace("---");
     memset(&faults, 0, sizeof faults);
@@ -65,6 +83,9 @@ bool sim_error_pending(void) {
 
 bool sim_fault(sim_fault_kind kind, const char *name) {
     trace(name);
+    if (kind == SIM_FAULT_BOUNDARY) {
+        note_call(name);
+    }
     if (faults.left == 0) {
         return false;
     }

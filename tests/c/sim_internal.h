@@ -103,6 +103,11 @@ void sim_put(fct_dtype dtype, void *address, double value);
 sim_view sim_view_of(const fct_tensor *t, const char *what);
 void *sim_view_at(const sim_view *view, int64_t index);
 sim_block *sim_tensor_block(const fct_tensor *t);
+/* New alias of the same storage from element `offset` of t on; cannot fail. */
+fct_tensor *sim_tensor_slice(const fct_tensor *t, int32_t ndim, const int64_t *sizes,
+                             const int64_t *strides, int64_t offset);
+/* Queued on the current stream: to = from, or zeros where there is none. */
+void sim_tensor_assign(fct_tensor *to, const fct_tensor *from, const char *what);
 
 /* ---- the rest ---- */
 

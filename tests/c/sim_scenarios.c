@@ -342,12 +342,6 @@ static const sim_scenario scenarios[] = {
      .layers = 2,
      .modules_share_group = true,
      PLAIN},
-};
-
-static const size_t scenario_count = sizeof scenarios / sizeof scenarios[0];
-
-/* Several types in one group need the kernels. */
-static const sim_scenario kernel_scenarios[] = {
     {.name = "several types in one group",
      .world = 2,
      .rank = 1,
@@ -384,7 +378,7 @@ static const sim_scenario kernel_scenarios[] = {
      .shapes = {VECTOR(.dtype = 4, .compute = FCK_FLOAT32, .frozen = true), MATRIX(.dtype = 0)}},
 };
 
-static const size_t kernel_scenario_count = sizeof kernel_scenarios / sizeof kernel_scenarios[0];
+static const size_t scenario_count = sizeof scenarios / sizeof scenarios[0];
 
 static const struct {
     const char *name;
@@ -397,23 +391,13 @@ static const struct {
     {"a device with streams and no kernels", true, true},
 };
 
-static void on_each_device(const sim_scenario *scenario, bool needs_kernels,
-                           void (*visit)(const sim_scenario *, const char *)) {
-    for (size_t i = 0; i < sizeof devices / sizeof devices[0]; i++) {
-        sim_scenario s = *scenario;
-        s.device.streams = devices[i].streams;
-        s.device.no_kernels = devices[i].no_kernels;
-        if (!needs_kernels || !devices[i].no_kernels) {
-            visit(&s, devices[i].name);
-        }
-    }
-}
-
 void sim_each_scenario(void (*visit)(const sim_scenario *scenario, const char *device)) {
     for (size_t i = 0; i < scenario_count; i++) {
-        on_each_device(&scenarios[i], false, visit);
-    }
-    for (size_t i = 0; i < kernel_scenario_count; i++) {
-        on_each_device(&kernel_scenarios[i], true, visit);
+        for (size_t k = 0; k < sizeof devices / sizeof devices[0]; k++) {
+            sim_scenario s = scenarios[i];
+            s.device.streams = devices[k].streams;
+            s.device.no_kernels = devices[k].no_kernels;
+            visit(&s, devices[k].name);
+        }
     }
 }

@@ -266,12 +266,9 @@ int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tens
     return 0;
 }
 
-int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
-                     const int64_t *strides, int64_t offset, fct_tensor **out) {
-    check_alive(base, "alias");
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_alias")) {
-        return -1;
-    }
+/* New alias; `offset` from the start of the storage, in elements of dtype. */
+static fct_tensor *alias(const fct_tensor *base, fct_dtype dtype, int32_t ndim,
+                         const int64_t *sizes, const int64_t *strides, int64_t offset) {
     int64_t last = 0;
     bool empty = false;
     for (int32_t d = 0; d < ndim; d++) {
@@ -279,13 +276,41 @@ int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
         last += (sizes[d] - 1) * strides[d];
     }
     int64_t end = offset + (empty ? 0 : last + 1);
-    if (end * sim_itemsize(base->dtype) > base->storage->bytes) {
+    if (end * sim_itemsize(dtype) > base->storage->bytes) {
         sim_fail("an alias ends at element %lld of a storage of %lld bytes", (long long)end,
                  (long long)base->storage->bytes);
     }
     base->storage->refs++;
-    *out = tensor_over(base->storage, base->dtype, ndim, sizes, strides, offset);
+    return tensor_over(base->storage, dtype, ndim, sizes, strides, offset);
+}
+
+int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,
+                     const int64_t *strides, int64_t offset, fct_tensor **out) {
+    check_alive(base, "alias");
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_alias")) {
+        return -1;
+    }
+    *out = alias(base, base->dtype, ndim, sizes, strides, offset);
     return 0;
+}
+
+int fct_tensor_alias_as(const fct_tensor *base, fct_dtype dtype, int32_t ndim, const int64_t *sizes,
+                        const int64_t *strides, int64_t offset, fct_tensor **out) {
+    check_alive(base, "alias_as");
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_tensor_alias_as")) {
+        return -1;
+    }
+    *out = alias(base, dtype, ndim, sizes, strides, offset);
+    return 0;
+}
+
+fct_tensor *sim_tensor_slice(const fct_tensor *t, int32_t ndim, const int64_t *sizes,
+                             const int64_t *strides, int64_t offset) {
+    return alias(t, t->dtype, ndim, sizes, strides, t->offset + offset);
+}
+
+void sim_tensor_assign(fct_tensor *to, const fct_tensor *from, const char *what) {
+    queue_elementwise(to, from, 0.0, what);
 }
 
 int fct_tensor_contiguous(fct_tensor *t, fct_tensor **out) {

@@ -65,6 +65,13 @@ MUTATIONS = {
         "test_check",
         "a gather plan is stale",
     ),
+    "a launch for each shard": Mutation(
+        "foreach",
+        "if (f->sizes[i] == f->sizes[first]) {",
+        "if (false) {",
+        "test_foreach",
+        '"fct_foreach_copy fct_foreach_copy" != "fct_foreach_copy"',
+    ),
     "a leaked event": Mutation(
         "comm",
         "    FC_TRY_RAISED(fct_event_wait(e, waiter));\ndone:\n    fc_comm_put_event(c, e);",
@@ -117,7 +124,8 @@ def test_a_seeded_bug_is_caught_by_an_assertion(name: str, objects: Path, tmp_pa
     simulation = [objects / "tests" / f"{path.stem}.o" for path in sorted(C_TESTS.glob("sim*.c"))]
     linked = run(
         *("gcc", *FLAGS, f"-I{source.parent}", *WRAPS, mutated, *core, *simulation),
-        *(objects / "kernels/kernels_cpu.o", objects / "tests" / f"{mutation.test}.o"),
+        *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends")),
+        objects / "tests" / f"{mutation.test}.o",
         *(*LIBRARIES, "-o", tmp_path / "mutated"),
     )
     assert linked.returncode == 0, linked.stderr

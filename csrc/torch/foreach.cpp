@@ -1,0 +1,71 @@
+/* torch's multi-tensor operations: what moves the data of devices that have no kernels of ours.
+ * Each is one launch where torch has a kernel for the whole list, as CUDA has, and one for each
+ * tensor elsewhere: the same operations that torch's own FSDP2 uses. */
+#include "bridge.h"
+
+#include <vector>
+
+using fct::Borrowed;
+using fct::guarded;
+using fct::Quiet;
+
+namespace {
+
+/* at::Tensor objects on top of borrowed handles. */
+class BorrowedList {
+  public:
+    BorrowedList(fct_tensor *const *tensors, size_t count) {
+        list_.reserve(count);
+        for (size_t i = 0; i < count; i++) {
+            list_.push_back(
+                at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(
+                    fct::impl(tensors[i]))));
+        }
+    }
+    BorrowedList(const BorrowedList &) = delete;
+    BorrowedList &operator=(const BorrowedList &) = delete;
+    ~BorrowedList() {
+        for (at::Tensor &tensor : list_) {
+            (void)tensor.unsafeReleaseTensorImpl();
+        }
+    }
+    at::TensorList operator*() const {
+        return list_;
+    }
+
+  private:
+    std::vector<at::Tensor> list_;
+};
+
+} // namespace
+
+extern "C" {
+
+int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, size_t count) {
+    return guarded("fct_foreach_copy", [&] {
+        const Quiet quiet;
+        const BorrowedList to(dst, count);
+        const BorrowedList from(src, count);
+        at::_foreach_copy_(*to, *from);
+    });
+}
+
+int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *const *out,
+                   size_t count) {
+    return guarded("fct_split_copy", [&] {
+        const Quiet quiet;
+        const BorrowedList parts(out, count);
+        at::split_with_sizes_copy_out(*parts, *Borrowed(rows), c10::IntArrayRef(sizes, count), 1);
+    });
+}
+
+int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_tensor *out) {
+    return guarded("fct_chunk_cat", [&] {
+        const Quiet quiet;
+        const BorrowedList list(tensors, count);
+        Borrowed rows(out);
+        at::_chunk_cat_out(*rows, *list, 0, chunks);
+    });
+}
+
+} // extern "C"

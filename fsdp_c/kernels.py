@@ -1,0 +1,36 @@
+"""What packs and unpacks on a device: said once, when the first model is initialised there."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+import fsdp_c._C as _C
+
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
+_said: set[str] = set()
+
+
+def describe(device: torch.device) -> str:
+    """What packs shards and gradients and unpacks parameters on ``device``, in a few words."""
+    name = _C.kernels_of(device)
+    if name != "torch":
+        return f"fsdp_c's {name} kernels"
+    return "torch's foreach operations"
+
+
+def say(device: torch.device) -> None:
+    """One line for each type of device and process; a warning where there could be kernels."""
+    if device.type in _said:
+        return
+    _said.add(device.type)
+    lacking = device.type == "cuda" and _C.kernels_of(device) == "torch" and not torch.version.hip
+    logger.log(
+        logging.WARNING if lacking else logging.INFO,
+        "fsdp_c: memory is packed and unpacked on %s by %s%s",
+        device.type,
+        describe(device),
+        ": it was built without nvcc, or for another CUDA release" if lacking else "",
+    )

@@ -1,0 +1,311 @@
+/* Transfers without kernels: torch's multi-tensor operations, how many of them, and what they
+ * leave. */
+#include "core/foreach.h"
+
+#include <string.h>
+
+#include "sim.h"
+
+enum { PARAMS_MAX = 4, NUMEL_MAX = 64 };
+
+/* Parameters of rank 1 of two, with values counted through in the order of the parameters. */
+typedef struct fixture {
+    fc_param params[PARAMS_MAX];
+    fc_param *list[PARAMS_MAX];
+    size_t count;
+    fc_gather_plan plan;
+    fc_reduce_plan reduce;
+    fc_foreach foreach;
+    fc_error err;
+} fixture;
+
+static void begin(fixture *f) {
+    memset(f, 0, sizeof *f);
+    sim_begin((sim_config){.seed = 5, .no_kernels = true});
+}
+
+/* A parameter of `rows` x `columns`, cut on `dim`; its shard is first, first + 1, ... */
+static void add(fixture *f, int64_t rows, int64_t columns, int32_t dim, fct_dtype dtype,
+                fct_dtype compute, double first) {
+    const int64_t sizes[2] = {rows, columns};
+    double values[NUMEL_MAX];
+    fc_param *p = &f->params[f->count];
+    assert_int_equal(fc_param_init(p, NULL, 2, sizes, dim, 2, 1, &f->err), FC_OK);
+    p->name = "weight";
+    p->orig_dtype = dtype;
+    p->param_dtype = compute;
+    for (int64_t i = 0; i < p->layout.padded_numel; i++) {
+        values[i] = first + (double)i;
+    }
+    fct_tensor *shard = sim_tensor_new(dtype, 1, &p->layout.padded_numel, values);
+    fc_param_set_sharded_data(p, shard);
+    fct_tensor_release(shard);
+    f->list[f->count++] = p;
+}
+
+static void build(fixture *f) {
+    assert_int_equal(fc_gather_plan_build(&f->plan, f->list, f->count, 2, false, &f->err), FC_OK);
+    sim_calls_clear();
+}
+
+static void end(fixture *f) {
+    fc_gather_plan_fini(&f->plan);
+    fc_reduce_plan_fini(&f->reduce);
+    fc_foreach_fini(&f->foreach);
+    for (size_t i = 0; i < f->count; i++) {
+        fc_param_fini(&f->params[i]);
+    }
+    sim_end();
+}
+
+static fct_tensor *filled(fct_dtype dtype, int64_t numel) {
+    double values[NUMEL_MAX];
+    for (int i = 0; i < NUMEL_MAX; i++) {
+        values[i] = 77;
+    }
+    return sim_tensor_new(dtype, 1, &numel, values);
+}
+
+static void expect_launches(const char *expected) {
+    assert_string_equal(sim_calls_text(), expected);
+    sim_calls_clear();
+}
+
+/* ---- pack ---- */
+
+static void shards_of_one_dtype_are_one_operation(void **state) {
+    (void)state;
+    fixture f;
+    const double row[8] = {77, 77, 77, 77, 1, 2, 10, 11};
+    begin(&f);
+    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
+    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 10);
+    build(&f);
+    fct_tensor *buffer = filled(FCK_FLOAT32, 8);
+    assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 16, &f.err), FC_OK);
+    expect_launches("fct_foreach_copy");
+    sim_tensor_expect(buffer, row, "the gather buffer");
+    fct_tensor_release(buffer);
+    end(&f);
+}
+
+static void casts_and_moves_are_two(void **state) {
+    (void)state;
+    fixture f;
+    const double row[6] = {1, 2, 10, 11, 20, 21};
+    begin(&f);
+    add(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
+    add(&f, 2, 2, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
+    add(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 20);
+    build(&f);
+    fct_tensor *buffer = filled(FCK_BFLOAT16, 6);
+    assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
+    expect_launches("fct_foreach_copy fct_foreach_copy");
+    sim_tensor_expect(buffer, row, "the gather buffer");
+    fct_tensor_release(buffer);
+    end(&f);
+}
+
+/* In a row of bytes all that is only moved goes together, and so does what no element can be
+ * written to: a float behind three bytes is cast first. */
+static void in_a_row_of_bytes_all_moves_are_one_operation(void **state) {
+    (void)state;
+    fixture f;
+    fct_tensor *floats = NULL;
+    fct_tensor *halves = NULL;
+    const int64_t one[1] = {1};
+    const int64_t two[1] = {2};
+    begin(&f);
+    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
+    add(&f, 2, 1, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
+    add(&f, 2, 1, 0, FCK_FLOAT64, FCK_FLOAT32, 20);
+    build(&f);
+    assert_int_equal(f.plan.dtype, FCK_UINT8);
+    assert_int_equal(f.plan.slots[2].offset, 10);
+    fct_tensor *buffer = filled(FCK_UINT8, 14);
+    assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
+    expect_launches("fct_tensor_cast fct_foreach_copy");
+    assert_int_equal(fct_tensor_alias_as(buffer, FCK_FLOAT32, 1, two, one, 0, &floats), 0);
+    assert_int_equal(fct_tensor_alias_as(buffer, FCK_BFLOAT16, 1, one, one, 4, &halves), 0);
+    sim_tensor_expect(floats, (const double[2]){1, 2}, "the floats");
+    sim_tensor_expect(halves, (const double[1]){10}, "the half");
+    fct_tensor_release(floats);
+    fct_tensor_release(halves);
+    fct_tensor_release(buffer);
+    end(&f);
+}
+
+static void one_rank_packs_straight_into_the_flat_tensors(void **state) {
+    (void)state;
+    fixture f;
+    fct_facts facts;
+    begin(&f);
+    add(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
+    build(&f);
+    assert_int_equal(fc_param_alloc_flat(f.list[0], sim_device(), &facts, &f.err), FC_OK);
+    assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, NULL, 0, &f.err), FC_OK);
+    fct_tensor *shard = NULL;
+    const int64_t two[1] = {2};
+    const int64_t one[1] = {1};
+    assert_int_equal(fct_tensor_alias(f.params[0].flat, 1, two, one, 0, &shard), 0);
+    sim_tensor_expect(shard, (const double[2]){1, 2}, "the shard in its flat tensor");
+    fct_tensor_release(shard);
+    end(&f);
+}
+
+/* ---- unpack ---- */
+
+static void unpack(fixture *f, const double *rows, int64_t numel) {
+    fct_facts facts;
+    build(f);
+    fct_tensor *buffer = sim_tensor_new(f->plan.dtype, 1, &numel, rows);
+    for (size_t i = 0; i < f->count; i++) {
+        assert_int_equal(fc_param_alloc_flat(f->list[i], sim_device(), &facts, &f->err), FC_OK);
+    }
+    sim_calls_clear();
+    assert_int_equal(fc_foreach_unpack(&f->foreach, &f->plan, f->list, buffer, 0, sim_device()),
+                     FC_OK);
+    fct_tensor_release(buffer);
+}
+
+static void rows_cut_on_dim_0_are_split_in_one_operation(void **state) {
+    (void)state;
+    fixture f;
+    const double rows[8] = {1, 2, 10, 11, 3, 4, 12, 13};
+    begin(&f);
+    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    unpack(&f, rows, 8);
+    expect_launches("fct_split_copy");
+    sim_tensor_expect(f.params[0].flat, (const double[4]){1, 2, 3, 4}, "the matrix");
+    sim_tensor_expect(f.params[1].flat, (const double[4]){10, 11, 12, 13}, "the vector");
+    end(&f);
+}
+
+/* [[1, 2, 3, 4], [5, 6, 7, 8]] in columns, and a vector: each is one copy. */
+static void columns_are_copied_straight_beside_one_other(void **state) {
+    (void)state;
+    fixture f;
+    const double rows[12] = {1, 2, 5, 6, 10, 11, 3, 4, 7, 8, 12, 13};
+    begin(&f);
+    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    unpack(&f, rows, 12);
+    expect_launches("fct_tensor_copy fct_tensor_copy");
+    sim_tensor_expect(f.params[0].flat, (const double[8]){1, 2, 3, 4, 5, 6, 7, 8}, "the matrix");
+    sim_tensor_expect(f.params[1].flat, (const double[4]){10, 11, 12, 13}, "the vector");
+    end(&f);
+}
+
+static void columns_are_put_aside_beside_several_others(void **state) {
+    (void)state;
+    fixture f;
+    const double rows[16] = {20, 21, 1, 2, 5, 6, 10, 11, 22, 23, 3, 4, 7, 8, 12, 13};
+    begin(&f);
+    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    unpack(&f, rows, 16);
+    expect_launches("fct_tensor_empty fct_split_copy fct_tensor_copy");
+    sim_tensor_expect(f.params[0].flat, (const double[4]){20, 21, 22, 23}, "one vector");
+    sim_tensor_expect(f.params[1].flat, (const double[8]){1, 2, 3, 4, 5, 6, 7, 8}, "the matrix");
+    sim_tensor_expect(f.params[2].flat, (const double[4]){10, 11, 12, 13}, "the other");
+    end(&f);
+}
+
+/* ---- gradients ---- */
+
+/* The gradients of all parameters of the fixture, counted through from 1, packed for two ranks. */
+static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce,
+                           const double *packed, int64_t numel) {
+    bool foreign = true;
+    double next = 1;
+    assert_int_equal(fc_reduce_plan_reserve(&f->reduce, f->count), FC_OK);
+    for (size_t i = 0; i < f->count; i++) {
+        double values[NUMEL_MAX];
+        int64_t count = f->params[i].layout.numel;
+        for (int64_t k = 0; k < count; k++) {
+            values[k] = next++;
+        }
+        f->reduce.params[i] = f->list[i];
+        f->reduce.grads[i] = sim_tensor_new(dtypes[i], 1, &count, values);
+        f->reduce.count++;
+    }
+    assert_int_equal(fc_reduce_plan_lay_out(&f->reduce, reduce, &foreign, &f->err), FC_OK);
+    assert_int_equal(f->reduce.row_numel * 2, numel);
+    fct_tensor *buffer = filled(f->reduce.dtype, numel);
+    sim_calls_clear();
+    assert_int_equal(fc_foreach_pack_gradients(&f->foreach, &f->reduce, 2, buffer, 0, sim_device()),
+                     FC_OK);
+    sim_tensor_expect(buffer, packed, "the reduce buffer");
+    fct_tensor_release(buffer);
+}
+
+static const fct_dtype floats[PARAMS_MAX] = {FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32};
+
+static void gradients_of_one_dtype_are_one_operation_with_its_cast(void **state) {
+    (void)state;
+    fixture f;
+    const double packed[12] = {1, 2, 3, 4, 7, 8, 5, 6, 0, 0, 9, 10};
+    begin(&f);
+    add(&f, 3, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    pack_gradients(&f, floats, FCK_BFLOAT16, packed, 12);
+    expect_launches("fct_chunk_cat");
+    end(&f);
+}
+
+static void columns_of_gradients_are_copied_straight_where_nothing_else_is(void **state) {
+    (void)state;
+    fixture f;
+    const double packed[16] = {1, 2, 5, 6, 9, 10, 13, 14, 3, 4, 7, 8, 11, 12, 15, 16};
+    begin(&f);
+    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 16);
+    expect_launches("fct_tensor_copy fct_tensor_copy");
+    end(&f);
+}
+
+static void columns_of_gradients_are_turned_beside_others(void **state) {
+    (void)state;
+    fixture f;
+    const double packed[12] = {1, 2, 5, 6, 9, 10, 3, 4, 7, 8, 11, 12};
+    begin(&f);
+    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 12);
+    expect_launches("fct_tensor_empty fct_tensor_copy fct_chunk_cat");
+    end(&f);
+}
+
+static void gradients_of_several_dtypes_are_cast_one_dtype_at_a_time(void **state) {
+    (void)state;
+    fixture f;
+    const fct_dtype dtypes[PARAMS_MAX] = {FCK_BFLOAT16, FCK_FLOAT32, FCK_BFLOAT16, FCK_FLOAT64};
+    const double packed[8] = {1, 3, 5, 7, 2, 4, 6, 8};
+    begin(&f);
+    for (int i = 0; i < 4; i++) {
+        add(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    }
+    pack_gradients(&f, dtypes, FCK_FLOAT32, packed, 8);
+    expect_launches("fct_tensor_empty fct_foreach_copy fct_foreach_copy fct_chunk_cat");
+    end(&f);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(shards_of_one_dtype_are_one_operation),
+        cmocka_unit_test(casts_and_moves_are_two),
+        cmocka_unit_test(in_a_row_of_bytes_all_moves_are_one_operation),
+        cmocka_unit_test(one_rank_packs_straight_into_the_flat_tensors),
+        cmocka_unit_test(rows_cut_on_dim_0_are_split_in_one_operation),
+        cmocka_unit_test(columns_are_copied_straight_beside_one_other),
+        cmocka_unit_test(columns_are_put_aside_beside_several_others),
+        cmocka_unit_test(gradients_of_one_dtype_are_one_operation_with_its_cast),
+        cmocka_unit_test(columns_of_gradients_are_copied_straight_where_nothing_else_is),
+        cmocka_unit_test(columns_of_gradients_are_turned_beside_others),
+        cmocka_unit_test(gradients_of_several_dtypes_are_cast_one_dtype_at_a_time),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

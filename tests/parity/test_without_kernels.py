@@ -1,0 +1,28 @@
+"""Parity where torch's multi-tensor operations take the place of our kernels, as on a device that
+has none: a part of the basic grid, on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from grid import at_world_size, generate
+from record import differences
+from setting import Launch, Setting
+from surface import LANDED, needed
+from worker import run_grid
+
+pytestmark = pytest.mark.timeout(1800)
+
+SETTINGS = [at_world_size(s, 2) for s in generate(1, 16) if needed(s) <= LANDED]
+# What the grid's draw may lack: another dim than 0.
+SETTINGS += [Setting(placement="last"), Setting(placement="mixed", param="bf16", reduce="fp32")]
+
+
+def test_same_bits(tmp_path: Path) -> None:
+    launch = Launch(2)
+    stock = run_grid("torch", SETTINGS, launch, tmp_path, ours=False)
+    ours = run_grid("without_kernels:fully_shard", SETTINGS, launch, tmp_path, ours=True)
+    for index, setting in enumerate(SETTINGS):
+        for rank in range(2):
+            assert differences(stock[index][rank], ours[index][rank]) == [], setting

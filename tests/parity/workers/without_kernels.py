@@ -1,0 +1,10 @@
+"""fsdp_c with torch's multi-tensor operations in the place of its kernels, as on a device that has
+none: ``FSDP_C_PARITY_OURS=without_kernels:fully_shard``."""
+
+from __future__ import annotations
+
+from fsdp_c import _C, fully_shard
+
+_C._testing.hide_kernels(True)
+
+__all__ = ["fully_shard"]
