@@ -270,11 +270,11 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     def _run_reduce_hook(self, row: torch.Tensor) -> None:
         """The user's all-reduce of a reduced row (1-D, this rank's shards), in place."""
         assert self._reduce_hook is not None
-        if self.device.type == "cpu":
-            self._reduce_hook(row)
+        stream = self._all_reduce_hook_stream
+        if self.device.type == "cpu" or stream is None:
+            self._reduce_hook(row)  # the core has made its all-reduce stream the current one
             return
         current = self.device_handle.current_stream()
-        stream = self._all_reduce_hook_stream or self.comm_ctx.all_reduce_stream
         stream.wait_stream(current)
         with self.device_handle.stream(stream):
             self._reduce_hook(row)

@@ -28,11 +28,26 @@ static fc_status reserve(fc_transfer *t, size_t count, size_t size) {
     return FC_OK;
 }
 
-static void *stream_of(fct_device device) {
-    return fct_device_has_streams(device) ? fct_stream_native(fct_stream_current(device)) : NULL;
+/* What the three kernels need to know of where they run. */
+typedef struct launch {
+    fct_device device;
+    fct_device before; /* that was current, on devices with streams */
+    void *stream;
+} launch;
+
+static fc_status begin_launch(fct_device device, launch *l) {
+    *l = (launch){.device = device, .before = device, .stream = NULL};
+    if (!fct_device_has_streams(device)) {
+        return FC_OK;
+    }
+    return fct_launch_enter(device, &l->before, &l->stream) == 0 ? FC_OK : FC_ERAISED;
 }
 
-static fc_status launched(const char *failure, fc_error *err) {
+/* `failure`: what the kernel said. */
+static fc_status end_launch(const launch *l, const char *failure, fc_error *err) {
+    if (fct_device_has_streams(l->device)) {
+        fct_launch_leave(l->before);
+    }
     return failure == NULL ? FC_OK
                            : fc_error_set(err, FC_ESTATE, "a copy kernel failed: %s", failure);
 }
@@ -116,10 +131,12 @@ static fc_status pack_segments(const fc_gather_plan *plan, fc_param *const *para
                                fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor **casts = NULL;
+    launch l;
     if (!all_fit_kernels(plan, segments)) {
         FC_TRY(cast_with_torch(plan, params, segments, &casts, err));
     }
-    FC_TRY(launched(kernels->pack(segments, plan->count, stream_of(device)), err));
+    FC_TRY(begin_launch(device, &l));
+    FC_TRY(end_launch(&l, kernels->pack(segments, plan->count, l.stream), err));
 done:
     release_all(casts, plan->count);
     return status;
@@ -198,6 +215,8 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
     fct_facts source;
     fct_facts target;
     size_t count = 0;
+    launch l;
+    const char *failure = NULL;
     FC_TRY(buffer_facts(buffer, plan->world * plan->row_bytes, &source, err));
     const fck_backend *kernels = fck_backend_of(source.device.type);
     if (kernels == NULL) {
@@ -218,9 +237,9 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
                              .bytes = bytes};
         }
     }
-    FC_TRY(launched(kernels->unpack(source.data, plan->row_bytes, plan->world, columns, count,
-                                    stream_of(source.device)),
-                    err));
+    FC_TRY(begin_launch(source.device, &l));
+    failure = kernels->unpack(source.data, plan->row_bytes, plan->world, columns, count, l.stream);
+    FC_TRY(end_launch(&l, failure, err));
 done:
     return status;
 }
@@ -282,6 +301,8 @@ fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan,
     fc_status status = FC_OK;
     fct_facts target;
     fct_tensor **casts = NULL;
+    launch l;
+    const char *failure = NULL;
     FC_TRY(
         buffer_facts(buffer, world * plan->row_numel * fc_dtype_size(plan->dtype), &target, err));
     const fck_backend *kernels = fck_backend_of(target.device.type);
@@ -294,10 +315,10 @@ fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan,
         FC_TRY(cast_gradients(plan, &casts));
     }
     FC_TRY(describe_gradients(plan, casts, (fck_gradient *)t->descriptors, err));
-    FC_TRY(launched(kernels->pack_gradients((const fck_gradient *)t->descriptors, plan->blocks,
-                                            world, target.data, plan->row_numel, plan->dtype,
-                                            stream_of(target.device)),
-                    err));
+    FC_TRY(begin_launch(target.device, &l));
+    failure = kernels->pack_gradients((const fck_gradient *)t->descriptors, plan->blocks, world,
+                                      target.data, plan->row_numel, plan->dtype, l.stream);
+    FC_TRY(end_launch(&l, failure, err));
 done:
     release_all(casts, plan->count);
     return status;

@@ -75,14 +75,21 @@ fct_stream fct_stream_set_current(fct_stream s) {
     }
 }
 
-void *fct_stream_native(fct_stream s) {
-    if (!fct_device_has_streams(s.device)) {
-        return nullptr;
-    }
+int fct_launch_enter(fct_device device, fct_device *before, void **native) {
+    return guarded("fct_launch_enter", [&] {
+        const auto guard = guard_of(device);
+        const c10::Device where = indexed(guard, device);
+        void *handle = guard.getStreamNativeHandle(guard.getStream(where));
+        *before = fct::device(guard.exchangeDevice(where));
+        *native = handle;
+    });
+}
+
+void fct_launch_leave(fct_device before) {
     try {
-        return guard_of(s.device).getStreamNativeHandle(unpack(s));
-    } catch (...) {
-        return nullptr;
+        guard_of(before).setDevice(fct::device(before));
+    } catch (...) { /* it was current */
+        PyErr_Clear();
     }
 }
 

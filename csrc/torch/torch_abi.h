@@ -187,7 +187,11 @@ fct_stream fct_stream_current(fct_device device);
 FCT_CHECK int fct_stream_new(fct_device device, bool high_priority, fct_stream *out);
 /* Makes s the device's current stream and returns the one that was. */
 fct_stream fct_stream_set_current(fct_stream s);
-void *fct_stream_native(fct_stream s); /* cudaStream_t and the like; NULL on the CPU */
+/* Around launches of kernels on the stream that is current on a device with streams. enter makes
+ * the device current (*before: the one that was) and gives the stream's native handle (cudaStream_t
+ * and the like); leave, only after an enter that did not fail, makes `before` current again. */
+FCT_CHECK int fct_launch_enter(fct_device device, fct_device *before, void **native);
+void fct_launch_leave(fct_device before);
 
 FCT_CHECK int fct_event_new(fct_device device, fct_event **out);
 FCT_CHECK int fct_event_record(fct_event *e, fct_stream s);

@@ -46,10 +46,13 @@ void sim_begin(sim_config config) {
 
 void sim_check_nothing_alive(void) {
     const sim_alive left = sim_living;
-    if (left.tensors + left.storages + left.works + left.events + left.groups + left.hooks > 0) {
+    if (left.tensors + left.storages + left.works + left.events + left.groups + left.hooks +
+            left.launches >
+        0) {
         sim_fail("leaked: %zu tensors, %zu storages, %zu works, %zu events, %zu process groups, "
-                 "%zu hooks",
-                 left.tensors, left.storages, left.works, left.events, left.groups, left.hooks);
+                 "%zu hooks, %zu launches",
+                 left.tensors, left.storages, left.works, left.events, left.groups, left.hooks,
+                 left.launches);
     }
 }
 

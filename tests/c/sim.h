@@ -59,7 +59,7 @@ size_t sim_take_failures(void);
 void sim_check_nothing_alive(void);
 /* Counts of what is alive. */
 typedef struct sim_alive {
-    size_t tensors, storages, works, events, groups, hooks;
+    size_t tensors, storages, works, events, groups, hooks, launches;
 } sim_alive;
 sim_alive sim_count_alive(void);
 size_t sim_live_bytes(void); /* of memory that is allocated now */

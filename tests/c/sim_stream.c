@@ -248,8 +248,20 @@ fct_stream fct_stream_set_current(fct_stream s) {
     return before;
 }
 
-void *fct_stream_native(fct_stream s) {
-    return (void *)(uintptr_t)(s.id + 1);
+int fct_launch_enter(fct_device device, fct_device *before, void **native) {
+    must_have_streams("fct_launch_enter");
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_launch_enter")) {
+        return -1;
+    }
+    *before = device;
+    *native = (void *)(uintptr_t)(current + 1);
+    sim_living.launches++;
+    return 0;
+}
+
+void fct_launch_leave(fct_device before) {
+    (void)before;
+    sim_living.launches--;
 }
 
 int sim_stream_of_native(void *native) {

@@ -86,6 +86,13 @@ MUTATIONS = {
         "test_train",
         "rows are kept after the backward that reduced them",
     ),
+    "a launch that leaves its device current": Mutation(
+        "transfer",
+        "        fct_launch_leave(l->before);",
+        "        (void)l->before;",
+        "test_transfer",
+        "launches",
+    ),
     "a row released before its cast": Mutation(
         "comm",
         "kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0",

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from fsdp_c import ParamGroup

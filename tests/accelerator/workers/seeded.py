@@ -117,7 +117,7 @@ BUGS = {
         "custom_collectives", "drop", "wait", ("fc_reduce_run",), "reduce_scatter"
     ),
     "a reduce hook does not wait for the reduce-scatter": Bug(
-        "reduce_hook", "drop", "wait", ("fc_reduction_finish", "fc_reduce_run"), "mul"
+        "reduce_hook", "drop", "wait", ("fc_comm_order_streams", "fc_reduce_run"), "mul"
     ),
 }
 
