@@ -90,7 +90,7 @@ MUTATIONS = {
         "transfer",
         "        fct_launch_leave(l->before);",
         "        (void)l->before;",
-        "test_transfer",
+        "test_train",
         "launches",
     ),
     "a row released before its cast": Mutation(
