@@ -93,7 +93,7 @@ static fc_status renew_plan(fc_gather *a, bool post_forward, int64_t world) {
     fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
     return plan->valid ? FC_OK
                        : fc_gather_plan_build(plan, m->params, m->count, world, post_forward,
-                                              &m->comm->error);
+                                              m->device, &m->comm->error);
 }
 
 /* Link, plan and order for a gather that is about to start. */

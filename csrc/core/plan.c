@@ -31,7 +31,18 @@ static fc_status reserve_slots(fc_gather_plan *plan, size_t count) {
     return FC_OK;
 }
 
-/* The parameter's slot at `offset` of the row; *end is where it ends. */
+enum { CUDA_ALIGN = 16 }; /* what a GPU's thread moves at once, at most */
+
+/* The next multiple of `align`; false where it overflows. */
+static bool round_up(int64_t offset, int64_t align, int64_t *out) {
+    if (!fc_size_add(offset, align - 1, &offset)) {
+        return false;
+    }
+    *out = offset - offset % align;
+    return true;
+}
+
+/* The parameter's slot in the row, which has come to `offset`; *end is where it ends. */
 static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, int64_t offset,
                            int64_t *end, fc_error *err) {
     const fc_layout *layout = layout_of(p, plan->post_forward);
@@ -45,8 +56,9 @@ static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, in
         return fc_error_set(err, FC_EVALUE, "parameter '%s' has a dtype that cannot be gathered",
                             name);
     }
-    if (!fc_size_mul(layout->padded_numel, size, &bytes) || !fc_size_add(offset, bytes, end) ||
-        !fc_size_mul(*end, plan->world, &total)) {
+    if (!round_up(offset, layout->padded_numel > 0 ? plan->align : 1, &offset) ||
+        !fc_size_mul(layout->padded_numel, size, &bytes) || !fc_size_add(offset, bytes, end) ||
+        !round_up(*end, plan->align, &total) || !fc_size_mul(total, plan->world, &total)) {
         return fc_error_set(err, FC_EASSERT, "the gather buffer's size overflows at parameter '%s'",
                             name);
     }
@@ -56,12 +68,11 @@ static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, in
                                .source = source,
                                .compute = compute};
     plan->native = plan->native && fck_can_cast(source, compute) != 0;
-    plan->blocks += (size_t)layout->outer;
     return FC_OK;
 }
 
 fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
-                               int64_t world, bool post_forward, fc_error *err) {
+                               int64_t world, bool post_forward, fct_device device, fc_error *err) {
     fc_status status = reserve_slots(plan, count);
     if (status != FC_OK) {
         return status;
@@ -72,7 +83,7 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     plan->native = true;
     plan->post_forward = post_forward;
     plan->world = world;
-    plan->blocks = 0;
+    plan->align = device.type == FCT_DEVICE_CUDA ? CUDA_ALIGN : 1;
     for (size_t i = 0; i < count; i++) {
         status = add_param(plan, i, params[i], offset, &offset, err);
         if (status != FC_OK) {
@@ -81,8 +92,8 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
         uniform = uniform && fc_param_compute_dtype(params[i]) == fc_param_compute_dtype(params[0]);
     }
     plan->dtype = uniform && count > 0 ? fc_param_compute_dtype(params[0]) : (fct_dtype)FCK_UINT8;
-    plan->row_bytes = offset;
-    plan->row_numel = offset / fc_dtype_size(plan->dtype);
+    plan->row_bytes = (offset + plan->align - 1) / plan->align * plan->align;
+    plan->row_numel = plan->row_bytes / fc_dtype_size(plan->dtype);
     plan->valid = true;
     return FC_OK;
 }
@@ -178,7 +189,6 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     bool complex = false;
     bool uniform = true;
     bool floats = true;
-    plan->blocks = 0;
     *foreign = false;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
@@ -201,7 +211,6 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
         grad_dtype = both != FCT_NO_DTYPE ? both : grad_dtype;
         complex = complex || fc_dtype_is_complex(facts.dtype);
         plan->offsets[i] = offset;
-        plan->blocks += (size_t)layout->outer;
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {
             return fc_error_set(err, FC_EASSERT, "the reduce buffer's size overflows");

@@ -4,8 +4,12 @@
  * A gather plan lays a group's shards out in one row (the parameters' padded shards one after the
  * other); rank r's row stands at r * row_bytes of the gather buffer. Where all compute types are
  * equal the buffer has that type, else it is bytes. A parameter's slot is `outer` blocks of equal
- * size (one, where dim 0 is cut). A reduce plan does the same for the gradients that are there in
- * this backward, in the reduce type. */
+ * size (one, where dim 0 is cut). On CUDA slots and rows start at multiples of 16 bytes, so that a
+ * parameter of one element does not slow down all that stand behind it; what is between two slots
+ * means nothing. Which kernels there are is not asked: all ranks lay out the same.
+ *
+ * A reduce plan does the same, without gaps, for the gradients that are there in this backward, in
+ * the reduce type. */
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
@@ -29,12 +33,12 @@ typedef struct fc_gather_plan {
     bool post_forward; /* of the shards on the smaller group that forward left behind */
     bool native;       /* the kernels can do every cast; else torch copies do the packing */
     fct_dtype dtype;
+    int64_t align;     /* of slots and rows, in bytes */
     int64_t world;     /* ranks that take part: rows of the buffer */
     int64_t row_numel; /* elements of dtype in a row */
     int64_t row_bytes;
     fc_slot *slots; /* [count] of the parameters */
     size_t count;
-    size_t blocks; /* of all slots */
 } fc_gather_plan;
 
 typedef struct fc_reduce_plan {
@@ -46,13 +50,13 @@ typedef struct fc_reduce_plan {
     int64_t *offsets;   /* [capacity] of each in a row, in elements, once they are laid out */
     size_t count;
     size_t capacity;
-    size_t blocks; /* of all gradients, once they are laid out */
 } fc_reduce_plan;
 
 /* Builds the plan anew from the parameters' layouts and dtypes. `post_forward`: from their
  * post-forward layouts. FC_ENOMEM, FC_EASSERT, FC_EVALUE. */
 FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
-                                        int64_t world, bool post_forward, fc_error *err);
+                                        int64_t world, bool post_forward, fct_device device,
+                                        fc_error *err);
 /* Whether a valid plan is what would be built now: FC_ESTATE with a message where it is not. */
 FC_CHECK fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *params,
                                         size_t count, fc_error *err);

@@ -214,7 +214,6 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
     fc_status status = FC_OK;
     fct_facts source;
     fct_facts target;
-    size_t count = 0;
     launch l;
     const char *failure = NULL;
     FC_TRY(buffer_facts(buffer, plan->world * plan->row_bytes, &source, err));
@@ -223,34 +222,22 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
         return fc_foreach_unpack(&t->foreach, plan, params, buffer, source.offset_bytes,
                                  source.device);
     }
-    FC_TRY(reserve(t, plan->blocks, sizeof(fck_column)));
+    FC_TRY(reserve(t, plan->count, sizeof(fck_column)));
     fck_column *columns = (fck_column *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         int64_t itemsize = fc_dtype_size(slot->compute);
         int64_t bytes = slot->outer > 0 ? slot->numel / slot->outer * itemsize : 0;
         FC_TRY(buffer_facts(params[i]->flat, plan->world * slot->numel * itemsize, &target, err));
-        for (int64_t block = 0; block < slot->outer; block++) {
-            columns[count++] =
-                (fck_column){.dst = (char *)target.data + block * plan->world * bytes,
-                             .offset = slot->offset + block * bytes,
-                             .bytes = bytes};
-        }
+        columns[i] = (fck_column){
+            .dst = target.data, .offset = slot->offset, .bytes = bytes, .blocks = slot->outer};
     }
     FC_TRY(begin_launch(source.device, &l));
-    failure = kernels->unpack(source.data, plan->row_bytes, plan->world, columns, count, l.stream);
+    failure =
+        kernels->unpack(source.data, plan->row_bytes, plan->world, columns, plan->count, l.stream);
     FC_TRY(end_launch(&l, failure, err));
 done:
     return status;
-}
-
-/* One outer block of gradient i, which has the address to be filled in. */
-static fck_gradient gradient_of(const fc_reduce_plan *plan, size_t i, int64_t block) {
-    const fc_layout *layout = &plan->params[i]->layout;
-    int64_t chunk = layout->chunk_rows * layout->row_numel;
-    return (fck_gradient){.numel = layout->rows * layout->row_numel,
-                          .chunk = chunk,
-                          .offset = plan->offsets[i] + block * chunk};
 }
 
 /* Casts the gradients that no kernel can cast. *casts: new array of [count], NULL where none was
@@ -275,22 +262,23 @@ done:
     return status;
 }
 
-/* Fills in the descriptors, one for each outer block of each gradient or, where there is one, of
- * its cast. */
+/* Fills in the descriptors, of the gradients or, where there are, of their casts. */
 static fc_status describe_gradients(const fc_reduce_plan *plan, fct_tensor *const *casts,
                                     fck_gradient *gradients, fc_error *err) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
         const fct_tensor *grad = casts != NULL && casts[i] != NULL ? casts[i] : plan->grads[i];
+        const fc_layout *layout = &plan->params[i]->layout;
         fct_facts facts;
         fct_tensor_facts(grad, &facts);
-        FC_TRY(check_extent(&facts, plan->params[i]->layout.numel * facts.itemsize, err));
-        for (int64_t block = 0; block < plan->params[i]->layout.outer; block++, gradients++) {
-            *gradients = gradient_of(plan, i, block);
-            gradients->src = (const char *)facts.data + block * gradients->numel * facts.itemsize;
-            gradients->src_dtype = facts.dtype;
-            gradients->itemsize = (int32_t)facts.itemsize;
-        }
+        FC_TRY(check_extent(&facts, layout->numel * facts.itemsize, err));
+        gradients[i] = (fck_gradient){.src = facts.data,
+                                      .numel = layout->rows * layout->row_numel,
+                                      .chunk = layout->chunk_rows * layout->row_numel,
+                                      .offset = plan->offsets[i],
+                                      .blocks = layout->outer,
+                                      .itemsize = (int32_t)facts.itemsize,
+                                      .src_dtype = facts.dtype};
     }
 done:
     return status;
@@ -310,13 +298,13 @@ fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan,
         return fc_foreach_pack_gradients(&t->foreach, plan, world, buffer, target.offset_bytes,
                                          target.device);
     }
-    FC_TRY(reserve(t, plan->blocks, sizeof(fck_gradient)));
+    FC_TRY(reserve(t, plan->count, sizeof(fck_gradient)));
     if (!plan->native) {
         FC_TRY(cast_gradients(plan, &casts));
     }
     FC_TRY(describe_gradients(plan, casts, (fck_gradient *)t->descriptors, err));
     FC_TRY(begin_launch(target.device, &l));
-    failure = kernels->pack_gradients((const fck_gradient *)t->descriptors, plan->blocks, world,
+    failure = kernels->pack_gradients((const fck_gradient *)t->descriptors, plan->count, world,
                                       target.data, plan->row_numel, plan->dtype, l.stream);
     FC_TRY(end_launch(&l, failure, err));
 done:

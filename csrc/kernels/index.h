@@ -2,11 +2,12 @@
  * tests covers both: which elements of a gradient land in which row, and how work is cut into
  * tiles.
  *
- * A job is `rows` rows of `items` items each. Long rows are cut into tiles of at most
- * `tile_items` items; short rows are put several to a tile, so that a large world of small
- * shards does not become a grid of nearly empty blocks. Every (row, item) belongs to exactly one
- * tile. All sizes are int64: callers have checked that every extent fits its storage, so no
- * product here overflows. */
+ * A job is `lines` lines of `items` items each: a line is what one row holds of one block. Long
+ * lines are cut into tiles of at most `tile_items` items; short ones are put together, as many as a
+ * tile holds, so that a large world of small shards does not become a grid of nearly empty blocks.
+ * Every (line, item) belongs to exactly one tile. Lines and tiles are counted in 32 bits, so that
+ * the grid divides by no wider number; all other sizes are int64: callers have checked that every
+ * extent fits its storage, so no product here overflows. */
 #ifndef FSDP_C_KERNELS_INDEX_H
 #define FSDP_C_KERNELS_INDEX_H
 
@@ -20,15 +21,18 @@
 #define FCK_FN static inline
 #endif
 
-enum {
-    FCK_TILE_BYTES = 16384, /* one block's work, counted on the wider of source and destination */
-    FCK_TILE_ROWS_MAX = 32, /* short rows put into one tile: four for each warp of a block */
-};
+enum { FCK_TILE_BYTES = 16384 }; /* one thread block's work, on the wider of both sides */
 
-/* Rows [first_row, last_row) and items [begin, end) of each of them. */
+/* How a job is cut: into tiles that share a line, or into lines that share a tile. One is 1. */
+typedef struct fck_cut {
+    uint32_t tiles_per_line;
+    uint32_t lines_per_tile;
+} fck_cut;
+
+/* Lines [first_line, last_line) and items [begin, end) of each of them. */
 typedef struct fck_tile {
-    int64_t first_row;
-    int64_t last_row;
+    uint32_t first_line;
+    uint32_t last_line;
     int64_t begin;
     int64_t end;
 } fck_tile;
@@ -77,39 +81,41 @@ FCK_FN int64_t fck_row_filled(int64_t numel, int64_t chunk, int64_t row) {
     return fck_min(fck_max(numel - row * chunk, 0), chunk);
 }
 
-/* How many short rows share a tile; 1 where a row fills a tile alone. */
-FCK_FN int64_t fck_rows_per_tile(int64_t items, int64_t tile_items) {
-    return items >= tile_items ? 1 : fck_min(tile_items / items, FCK_TILE_ROWS_MAX);
+/* Of a job with `items` items in a line, at least one. */
+FCK_FN fck_cut fck_cut_of(int64_t items, int64_t tile_items) {
+    fck_cut cut;
+    cut.tiles_per_line = items > tile_items ? (uint32_t)fck_ceil_div(items, tile_items) : 1;
+    cut.lines_per_tile = items < tile_items ? (uint32_t)(tile_items / items) : 1;
+    return cut;
 }
 
-/* How many tiles `rows` rows of `items` items make. */
-FCK_FN int64_t fck_tile_count(int64_t items, int64_t tile_items, int64_t rows) {
-    if (items <= 0 || rows <= 0) {
-        return 0;
-    }
-    if (items > tile_items) {
-        return rows * fck_ceil_div(items, tile_items);
-    }
-    return fck_ceil_div(rows, fck_rows_per_tile(items, tile_items));
+/* How many tiles that makes of `lines` lines. */
+FCK_FN int64_t fck_tile_count(fck_cut cut, int64_t lines) {
+    return fck_ceil_div(lines, cut.lines_per_tile) * cut.tiles_per_line;
 }
 
 /* Tile `index` of those counted by fck_tile_count. */
-FCK_FN fck_tile fck_tile_at(int64_t items, int64_t tile_items, int64_t rows, int64_t index) {
+FCK_FN fck_tile fck_tile_at(fck_cut cut, int64_t items, int64_t tile_items, uint32_t lines,
+                            uint32_t index) {
+    const uint32_t group = index / cut.tiles_per_line;
     fck_tile tile;
-    if (items > tile_items) {
-        const int64_t per_row = fck_ceil_div(items, tile_items);
-        tile.first_row = index / per_row;
-        tile.last_row = tile.first_row + 1;
-        tile.begin = index % per_row * tile_items;
-        tile.end = fck_min(tile.begin + tile_items, items);
-    } else {
-        const int64_t rows_per_tile = fck_rows_per_tile(items, tile_items);
-        tile.first_row = index * rows_per_tile;
-        tile.last_row = fck_min(tile.first_row + rows_per_tile, rows);
-        tile.begin = 0;
-        tile.end = items;
-    }
+    tile.first_line = group * cut.lines_per_tile;
+    tile.last_line =
+        lines - tile.first_line > cut.lines_per_tile ? tile.first_line + cut.lines_per_tile : lines;
+    tile.begin = (int64_t)(index - group * cut.tiles_per_line) * tile_items;
+    tile.end = fck_min(tile.begin + tile_items, items);
     return tile;
+}
+
+/* How many of a block's `threads` threads (a power of two) work on one line where a tile holds
+ * `lines`: all of them are busy where there are as many lines, and several do a line where there
+ * are fewer. */
+FCK_FN int fck_threads_per_line(int threads, uint32_t lines) {
+    int each = threads;
+    for (uint32_t held = 1; held < lines && each > 1; held *= 2) {
+        each /= 2;
+    }
+    return each;
 }
 
 /* The job that owns tile `index`: the last i with first[i] <= index. `first` rises strictly from

@@ -42,23 +42,26 @@ typedef struct fck_segment {
     fck_dtype dst_dtype;
 } fck_segment;
 
-/* One parameter to unpack: for every row r in [0, world), `bytes` bytes at rows + r*row_bytes +
- * offset go to dst + r*bytes. */
+/* One parameter to unpack, `blocks` blocks of it: for every row r in [0, world) and block b, the
+ * `bytes` bytes at rows + r*row_bytes + offset + b*bytes go to dst + (b*world + r)*bytes. It is one
+ * block where the parameter is cut on its first dim. */
 typedef struct fck_column {
     void *dst;
     int64_t offset;
     int64_t bytes;
+    int64_t blocks;
 } fck_column;
 
-/* One gradient to pack for a reduce-scatter. The gradient is `numel` contiguous elements of
- * `src_dtype`. Row r of the destination gets elements [r*chunk, min((r+1)*chunk, numel)) at
- * element offset `offset` of that row, cast to the destination type; the rest of the `chunk`
- * slots are filled with zeros. `itemsize` as above. */
+/* One gradient to pack for a reduce-scatter, `blocks` blocks of it, one after the other, of `numel`
+ * contiguous elements of `src_dtype` each. Row r of the destination gets elements [r*chunk,
+ * min((r+1)*chunk, numel)) of block b at element offset `offset` + b*chunk of that row, cast to the
+ * destination type; the rest of the `chunk` slots are filled with zeros. `itemsize` as above. */
 typedef struct fck_gradient {
     const void *src;
     int64_t numel;
     int64_t chunk;
     int64_t offset;
+    int64_t blocks;
     int32_t itemsize;
     fck_dtype src_dtype;
 } fck_gradient;

@@ -83,21 +83,24 @@ static const char *cpu_unpack(const void *rows, int64_t row_bytes, int64_t world
     for (int64_t r = 0; r < world; r++) {
         for (size_t i = 0; i < count; i++) {
             const fck_column *c = &columns[i];
-            if (c->bytes > 0) {
-                memcpy((unsigned char *)c->dst + r * c->bytes,
-                       (const unsigned char *)rows + r * row_bytes + c->offset, (size_t)c->bytes);
+            const unsigned char *from = (const unsigned char *)rows + r * row_bytes + c->offset;
+            unsigned char *to = (unsigned char *)c->dst;
+            for (int64_t b = 0; c->bytes > 0 && b < c->blocks; b++) {
+                memcpy(to + (b * world + r) * c->bytes, from + b * c->bytes, (size_t)c->bytes);
             }
         }
     }
     return NULL;
 }
 
-/* Writes one gradient's `chunk` slots of one row; `slots` is where they begin. */
+/* Writes the `chunk` slots of one row and block of a gradient; `slots` is where they begin. */
 static void pack_gradient_row(const fck_loops *loops, const fck_gradient *g, int64_t row,
-                              unsigned char *slots, fck_dtype dst_dtype, int64_t dst_size) {
+                              int64_t block, unsigned char *slots, fck_dtype dst_dtype,
+                              int64_t dst_size) {
     const int64_t filled = fck_row_filled(g->numel, g->chunk, row);
     if (filled > 0) {
-        const unsigned char *src = (const unsigned char *)g->src + row * g->chunk * g->itemsize;
+        const unsigned char *src =
+            (const unsigned char *)g->src + (block * g->numel + row * g->chunk) * g->itemsize;
         copy_elements(loops, src, g->src_dtype, slots, dst_dtype, g->itemsize, filled);
     }
     if (filled < g->chunk) {
@@ -124,7 +127,9 @@ static const char *cpu_pack_gradients(const fck_gradient *gradients, size_t coun
             }
             const int64_t dst_size = fck_target_size(g, dst_dtype);
             unsigned char *slots = (unsigned char *)dst + (r * row_numel + g->offset) * dst_size;
-            pack_gradient_row(loops, g, r, slots, dst_dtype, dst_size);
+            for (int64_t b = 0; b < g->blocks; b++, slots += g->chunk * dst_size) {
+                pack_gradient_row(loops, g, r, b, slots, dst_dtype, dst_size);
+            }
         }
     }
     return NULL;

@@ -19,14 +19,14 @@
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int WARP = 32;
 constexpr int UNROLL = 4; /* independent 16-byte loads in flight per thread */
-constexpr int BATCH = 67; /* jobs per launch: what fits in ARGUMENT_BYTES */
+constexpr int BATCH = 78; /* jobs per launch: what fits in ARGUMENT_BYTES */
 constexpr size_t ARGUMENT_BYTES = 4096;
 
 const char NO_CAST[] = "these element types can be moved but not converted";
 const char MISALIGNED[] = "a conversion needs addresses that are multiples of the element size";
 const char TOO_LARGE[] = "a single tensor has more tiles than a CUDA grid has blocks";
+const char TOO_MANY[] = "a single tensor has more lines than 32 bits count";
 
 /* ---- element types ---- */
 
@@ -115,13 +115,13 @@ __device__ inline void move_words(const unsigned char *src, unsigned char *dst, 
     const int head = least(static_cast<int>(-address(dst) & (size - 1)), bytes);
     const int words = (bytes - head) / size;
     const int tail = head + words * size;
-    if (t.lane < head) {
-        dst[t.lane] = src[t.lane];
+    for (int i = t.lane; i < head; i += t.lanes) {
+        dst[i] = src[i];
     }
     for_units(reinterpret_cast<const W *>(src + head), reinterpret_cast<W *>(dst + head), words, t,
               [](W word) { return word; });
-    if (t.lane < bytes - tail) {
-        dst[tail + t.lane] = src[tail + t.lane];
+    for (int i = tail + t.lane; i < bytes; i += t.lanes) {
+        dst[i] = src[i];
     }
 }
 
@@ -145,14 +145,14 @@ __device__ inline void zero_bytes(unsigned char *dst, int bytes, team t) {
     const int head = least(static_cast<int>(-address(dst) & 15), bytes);
     const int words = (bytes - head) / 16;
     const int tail = head + words * 16;
-    if (t.lane < head) {
-        dst[t.lane] = 0;
+    for (int i = t.lane; i < head; i += t.lanes) {
+        dst[i] = 0;
     }
     for (int i = t.lane; i < words; i += t.lanes) {
         reinterpret_cast<word *>(dst + head)[i] = word{{0, 0, 0, 0}};
     }
-    if (t.lane < bytes - tail) {
-        dst[tail + t.lane] = 0;
+    for (int i = tail + t.lane; i < bytes; i += t.lanes) {
+        dst[i] = 0;
     }
 }
 
@@ -225,58 +225,70 @@ __device__ inline void cast_run(const void *src, fck_dtype src_dtype, void *dst,
     }
 }
 
-/* ---- the kernel: rows of items, moved or converted, the end of a row padded with zeros ---- */
+/* ---- the kernel: lines of items, moved or converted, the end of a line padded with zeros ---- */
 
-/* Row r is items [r * chunk, min((r + 1) * chunk, numel)) at src + r * src_pitch, going to dst +
- * r * dst_pitch; what is missing to `chunk` items there becomes zeros. An item is one byte of a
- * move or one element of a conversion. Pitches are in bytes. */
-struct row_job {
+/* What row r and block b have of each other is a line: of block b, items [r * chunk, min((r + 1) *
+ * chunk, numel)), and of row r, `chunk` items from b * chunk on. Blocks stand one after the other,
+ * rows `pitch` bytes apart; which of the two is the source, the batch says. What is missing to
+ * `chunk` items becomes zeros. An item is one byte of a move or one element of a conversion. */
+struct line_job {
     const unsigned char *src;
     unsigned char *dst;
-    int64_t src_pitch;
-    int64_t dst_pitch;
     int64_t numel;
     int64_t chunk;
+    uint32_t lines; /* rows * blocks */
+    fck_cut cut;
     int8_t src_dtype;
     int8_t dst_dtype;
     int8_t src_size;
     int8_t dst_size;
 };
 
-FCK_FN int64_t tile_items(const row_job &job) {
+FCK_FN int64_t tile_items(const line_job &job) {
     return FCK_TILE_BYTES / (job.src_size > job.dst_size ? job.src_size : job.dst_size);
 }
 
 /* One launch's arguments. `first` is each job's first tile; jobs without tiles are left out. */
-struct row_batch {
-    row_job job[BATCH];
+struct line_batch {
+    line_job job[BATCH];
     uint32_t first[BATCH];
-    int64_t rows;
+    int64_t pitch; /* bytes from row to row */
+    uint32_t rows;
     int32_t count;
     uint32_t tiles;
+    bool from_rows;
 };
-static_assert(sizeof(row_batch) <= ARGUMENT_BYTES, "a batch must fit in the kernel arguments");
+static_assert(sizeof(line_batch) <= ARGUMENT_BYTES, "a batch must fit in the kernel arguments");
+static_assert(sizeof(line_batch) + sizeof(line_job) + sizeof(uint32_t) > ARGUMENT_BYTES,
+              "a batch may be longer");
 
-/* A tile of several short rows is shared out row by row to the warps of its block. CASTS is
- * false for batches of moves alone, which spares them the registers of the conversions. */
+/* A tile of several short lines is shared out line by line to teams of threads. CASTS is false for
+ * batches of moves alone, which spares them the registers of the conversions. */
 template <bool CASTS>
-__global__ void __launch_bounds__(THREADS) copy_rows(const __grid_constant__ row_batch batch) {
+__global__ void __launch_bounds__(THREADS) copy_lines(const __grid_constant__ line_batch batch) {
     const int thread = static_cast<int>(threadIdx.x);
     const int32_t which = fck_find_job(batch.first, batch.count, blockIdx.x);
-    const row_job &job = batch.job[which];
-    const fck_tile tile =
-        fck_tile_at(job.chunk, tile_items(job), batch.rows, blockIdx.x - batch.first[which]);
-    const bool shared_out = tile.last_row - tile.first_row > 1;
-    const team t = shared_out ? team{thread % WARP, WARP} : team{thread, THREADS};
-    const int stride = shared_out ? THREADS / WARP : 1;
+    const line_job &job = batch.job[which];
+    const fck_tile tile = fck_tile_at(job.cut, job.chunk, tile_items(job), job.lines,
+                                      blockIdx.x - batch.first[which]);
+    const int lanes = fck_threads_per_line(THREADS, job.cut.lines_per_tile);
+    const team t = {thread & (lanes - 1), lanes};
 
-    for (int64_t row = tile.first_row + (shared_out ? thread / WARP : 0); row < tile.last_row;
-         row += stride) {
+    for (uint32_t line = tile.first_line + static_cast<uint32_t>(thread / lanes);
+         line < tile.last_line; line += static_cast<uint32_t>(THREADS / lanes)) {
+        const uint32_t block = line / batch.rows;
+        const int64_t row = line - block * batch.rows;
+        const int64_t in_blocks = block * job.numel + row * job.chunk;
+        const int64_t in_row = block * job.chunk;
         const int64_t filled = fck_row_filled(job.numel, job.chunk, row);
         const int64_t stop = fck_max(tile.begin, fck_min(filled, tile.end));
-        unsigned char *dst = job.dst + row * job.dst_pitch;
+        unsigned char *dst =
+            job.dst + (batch.from_rows ? in_blocks * job.dst_size
+                                       : row * batch.pitch + in_row * job.dst_size);
         if (stop > tile.begin) {
-            const unsigned char *from = job.src + row * job.src_pitch + tile.begin * job.src_size;
+            const int64_t start = batch.from_rows ? row * batch.pitch + in_row * job.src_size
+                                                  : in_blocks * job.src_size;
+            const unsigned char *from = job.src + start + tile.begin * job.src_size;
             unsigned char *to = dst + tile.begin * job.dst_size;
             const int count = static_cast<int>(stop - tile.begin);
             if (!CASTS || job.src_dtype == job.dst_dtype) {
@@ -294,20 +306,29 @@ __global__ void __launch_bounds__(THREADS) copy_rows(const __grid_constant__ row
 
 /* ---- batching and launching ---- */
 
-/* Collects jobs and launches them whenever a batch is full. Every job of one launcher has `rows`
- * rows. */
+/* Collects jobs and launches them whenever a batch is full. All jobs of one launcher have the same
+ * rows, `pitch` bytes apart, on the same side. */
 class launcher {
   public:
-    launcher(int64_t rows, void *stream) : stream_(static_cast<cudaStream_t>(stream)) {
-        batch_.rows = rows;
+    launcher(int64_t rows, int64_t pitch, bool from_rows, void *stream)
+        : stream_(static_cast<cudaStream_t>(stream)) {
+        batch_.rows = static_cast<uint32_t>(rows);
+        batch_.pitch = pitch;
+        batch_.from_rows = from_rows;
         clear();
     }
 
-    const char *add(const row_job &job) {
-        const int64_t tiles = fck_tile_count(job.chunk, tile_items(job), batch_.rows);
-        if (tiles == 0) {
+    const char *add(line_job job, int64_t blocks) {
+        const int64_t lines = batch_.rows * blocks;
+        if (job.chunk <= 0 || lines <= 0) {
             return nullptr;
         }
+        if (lines > GRID_MAX) {
+            return TOO_MANY;
+        }
+        job.lines = static_cast<uint32_t>(lines);
+        job.cut = fck_cut_of(job.chunk, tile_items(job));
+        const int64_t tiles = fck_tile_count(job.cut, lines);
         if (tiles > GRID_MAX) {
             return TOO_LARGE;
         }
@@ -329,7 +350,7 @@ class launcher {
             return nullptr;
         }
         void *arguments[] = {&batch_};
-        const auto kernel = casts_ ? copy_rows<true> : copy_rows<false>;
+        const auto kernel = casts_ ? copy_lines<true> : copy_lines<false>;
         const cudaError_t launched =
             cudaLaunchKernel(kernel, dim3(batch_.tiles), dim3(THREADS), arguments, 0, stream_);
         const cudaError_t last =
@@ -348,7 +369,7 @@ class launcher {
         casts_ = false;
     }
 
-    row_batch batch_;
+    line_batch batch_;
     cudaStream_t stream_;
     bool casts_;
 };
@@ -369,32 +390,25 @@ const char *refusal(const void *src, fck_dtype src_dtype, const void *dst, fck_d
     return nullptr;
 }
 
-row_job move_job(const void *src, int64_t src_pitch, void *dst, int64_t dst_pitch, int64_t numel,
-                 int64_t chunk) {
-    return {static_cast<const unsigned char *>(src),
-            static_cast<unsigned char *>(dst),
-            src_pitch,
-            dst_pitch,
-            numel,
-            chunk,
-            FCK_UINT8,
-            FCK_UINT8,
-            1,
-            1};
+line_job move_job(const void *src, void *dst, int64_t numel, int64_t chunk) {
+    line_job job = {};
+    job.src = static_cast<const unsigned char *>(src);
+    job.dst = static_cast<unsigned char *>(dst);
+    job.numel = numel;
+    job.chunk = chunk;
+    job.src_dtype = job.dst_dtype = FCK_UINT8;
+    job.src_size = job.dst_size = 1;
+    return job;
 }
 
-row_job cast_job(const void *src, fck_dtype src_dtype, int64_t src_pitch, void *dst,
-                 fck_dtype dst_dtype, int64_t dst_pitch, int64_t numel, int64_t chunk) {
-    return {static_cast<const unsigned char *>(src),
-            static_cast<unsigned char *>(dst),
-            src_pitch,
-            dst_pitch,
-            numel,
-            chunk,
-            static_cast<int8_t>(src_dtype),
-            static_cast<int8_t>(dst_dtype),
-            static_cast<int8_t>(fck_float_size(src_dtype)),
-            static_cast<int8_t>(fck_float_size(dst_dtype))};
+line_job cast_job(const void *src, fck_dtype src_dtype, void *dst, fck_dtype dst_dtype,
+                  int64_t numel, int64_t chunk) {
+    line_job job = move_job(src, dst, numel, chunk);
+    job.src_dtype = static_cast<int8_t>(src_dtype);
+    job.dst_dtype = static_cast<int8_t>(dst_dtype);
+    job.src_size = static_cast<int8_t>(fck_float_size(src_dtype));
+    job.dst_size = static_cast<int8_t>(fck_float_size(dst_dtype));
+    return job;
 }
 
 const char *cuda_pack(const fck_segment *segments, size_t count, void *stream) {
@@ -404,14 +418,14 @@ const char *cuda_pack(const fck_segment *segments, size_t count, void *stream) {
             return why;
         }
     }
-    launcher queue(1, stream);
+    launcher queue(1, 0, true, stream);
     for (size_t i = 0; i < count; i++) {
         const fck_segment &s = segments[i];
         const int64_t bytes = s.count * s.itemsize;
-        const row_job job = s.src_dtype == s.dst_dtype ? move_job(s.src, 0, s.dst, 0, bytes, bytes)
-                                                       : cast_job(s.src, s.src_dtype, 0, s.dst,
-                                                                  s.dst_dtype, 0, s.count, s.count);
-        if (const char *failure = queue.add(job)) {
+        const line_job job = s.src_dtype == s.dst_dtype ? move_job(s.src, s.dst, bytes, bytes)
+                                                        : cast_job(s.src, s.src_dtype, s.dst,
+                                                                   s.dst_dtype, s.count, s.count);
+        if (const char *failure = queue.add(job, 1)) {
             return failure;
         }
     }
@@ -420,28 +434,25 @@ const char *cuda_pack(const fck_segment *segments, size_t count, void *stream) {
 
 const char *cuda_unpack(const void *rows, int64_t row_bytes, int64_t world,
                         const fck_column *columns, size_t count, void *stream) {
-    launcher queue(world, stream);
+    launcher queue(world, row_bytes, true, stream);
     for (size_t i = 0; i < count; i++) {
         const fck_column &c = columns[i];
         const unsigned char *src = static_cast<const unsigned char *>(rows) + c.offset;
-        if (const char *failure =
-                queue.add(move_job(src, row_bytes, c.dst, c.bytes, world * c.bytes, c.bytes))) {
+        const line_job job = move_job(src, c.dst, world * c.bytes, c.bytes);
+        if (const char *failure = queue.add(job, c.blocks)) {
             return failure;
         }
     }
     return queue.flush();
 }
 
-row_job gradient_job(const fck_gradient &g, unsigned char *dst, int64_t row_numel,
-                     fck_dtype dst_dtype) {
+line_job gradient_job(const fck_gradient &g, unsigned char *dst, fck_dtype dst_dtype) {
     const int64_t size = fck_target_size(&g, dst_dtype);
-    const int64_t src_pitch = g.chunk * g.itemsize;
     unsigned char *slots = dst + g.offset * size;
     if (g.src_dtype == dst_dtype) {
-        return move_job(g.src, src_pitch, slots, row_numel * size, g.numel * size, g.chunk * size);
+        return move_job(g.src, slots, g.numel * size, g.chunk * size);
     }
-    return cast_job(g.src, g.src_dtype, src_pitch, slots, dst_dtype, row_numel * size, g.numel,
-                    g.chunk);
+    return cast_job(g.src, g.src_dtype, slots, dst_dtype, g.numel, g.chunk);
 }
 
 const char *cuda_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
@@ -452,11 +463,13 @@ const char *cuda_pack_gradients(const fck_gradient *gradients, size_t count, int
             return why;
         }
     }
-    launcher queue(world, stream);
+    /* The row's element, which is the same for each gradient. */
+    const int64_t size = count > 0 ? fck_target_size(&gradients[0], dst_dtype) : 0;
+    launcher queue(world, row_numel * size, false, stream);
     for (size_t i = 0; i < count; i++) {
-        const row_job job =
-            gradient_job(gradients[i], static_cast<unsigned char *>(dst), row_numel, dst_dtype);
-        if (const char *failure = queue.add(job)) {
+        const fck_gradient &g = gradients[i];
+        const line_job job = gradient_job(g, static_cast<unsigned char *>(dst), dst_dtype);
+        if (const char *failure = queue.add(job, g.blocks)) {
             return failure;
         }
     }

@@ -75,6 +75,14 @@ static inline int64_t draw_size(source *random) {
     }
 }
 
+/* Blocks of a parameter: mostly one, of small ones now and then many. */
+static inline int64_t draw_blocks(source *random, int64_t size) {
+    if (draw(random) % 3 != 0) {
+        return 1;
+    }
+    return draw_between(random, 0, size > 200 ? 3 : 40);
+}
+
 /* ---- reference conversions ---- */
 
 static inline double value_of_small(uint16_t bits, int fraction_bits, int bias) {

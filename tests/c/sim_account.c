@@ -49,7 +49,14 @@ fct_dtype sim_compute_dtype(const sim_param *p) {
     return p->shape.compute != 0 ? p->shape.compute : p->shape.dtype;
 }
 
-/* One rank's shards of all parameters one after the other, in the types that are computed in. */
+/* Where the next slot of the row starts, which has come to `at`. */
+static char *aligned(char *row, char *at) {
+    size_t align = sim_device().type == FCT_DEVICE_CUDA ? 16 : 1;
+    return row + ((size_t)(at - row) + align - 1) / align * align;
+}
+
+/* One rank's shards of all parameters one after the other, in the types that are computed in; on
+ * CUDA each at a multiple of 16 bytes. */
 static void write_shards(const sim_group *g, bool forward, int64_t world, int64_t rank, void *row,
                          int64_t bytes) {
     char *at = (char *)row;
@@ -59,11 +66,13 @@ static void write_shards(const sim_group *g, bool forward, int64_t world, int64_
         int64_t padded = sim_padded_numel(p, dim, world);
         double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
         sim_shard_values(p, p->full, dim, world, rank, values);
+        at = padded > 0 ? aligned((char *)row, at) : at;
         for (int64_t k = 0; k < padded; k++, at += sim_itemsize(sim_compute_dtype(p))) {
             sim_put(sim_compute_dtype(p), at, values[k]);
         }
         sim_scratch_free(values);
     }
+    at = aligned((char *)row, at);
     if (at - (char *)row != bytes) {
         sim_fail("rank %lld sends %lld bytes to an all-gather of %s, its peers expect %lld",
                  (long long)rank, (long long)bytes, g->name, (long long)(at - (char *)row));

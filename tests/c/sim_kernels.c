@@ -120,10 +120,11 @@ static const char *sim_unpack(const void *rows, int64_t row_bytes, int64_t world
     }
     use(&u, rows, row_bytes * world, false, what);
     for (size_t i = 0; i < count; i++) {
-        if (columns[i].offset < 0 || columns[i].offset + columns[i].bytes > row_bytes) {
+        int64_t bytes = columns[i].bytes * columns[i].blocks;
+        if (columns[i].offset < 0 || columns[i].offset + bytes > row_bytes) {
             sim_fail("a column ends outside its row");
         }
-        use(&u, columns[i].dst, columns[i].bytes * world, true, what);
+        use(&u, columns[i].dst, bytes * world, true, what);
     }
     launch *l = launch_new(columns, count, sizeof *columns);
     l->rows = rows;
@@ -155,10 +156,11 @@ static const char *sim_pack_gradients(const fck_gradient *gradients, size_t coun
     use(&u, dst, world * row_numel * sim_itemsize(dst_dtype), true, what);
     for (size_t i = 0; i < count; i++) {
         const fck_gradient *g = &gradients[i];
-        if (g->offset < 0 || g->offset + g->chunk > row_numel || g->chunk * world < g->numel) {
+        if (g->offset < 0 || g->offset + g->blocks * g->chunk > row_numel ||
+            g->chunk * world < g->numel) {
             sim_fail("a gradient does not fit its row");
         }
-        use(&u, g->src, g->numel * sim_itemsize(g->src_dtype), false, what);
+        use(&u, g->src, g->blocks * g->numel * sim_itemsize(g->src_dtype), false, what);
     }
     launch *l = launch_new(gradients, count, sizeof *gradients);
     l->world = world;

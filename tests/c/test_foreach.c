@@ -44,7 +44,8 @@ static void add(fixture *f, int64_t rows, int64_t columns, int32_t dim, fct_dtyp
 }
 
 static void build(fixture *f) {
-    assert_int_equal(fc_gather_plan_build(&f->plan, f->list, f->count, 2, false, &f->err), FC_OK);
+    assert_int_equal(
+        fc_gather_plan_build(&f->plan, f->list, f->count, 2, false, sim_device(), &f->err), FC_OK);
     sim_calls_clear();
 }
 
@@ -213,6 +214,33 @@ static void columns_are_put_aside_beside_several_others(void **state) {
     end(&f);
 }
 
+/* As CUDA has them, where the kernels are not built: one operation all the same. */
+static void gaps_in_a_row_are_split_off(void **state) {
+    (void)state;
+    fixture f;
+    fct_facts facts;
+    const int64_t numel[1] = {16};
+    const fct_device cuda = {FCT_DEVICE_CUDA, 0};
+    const double rows[16] = {1, 2, 77, 77, 10, 77, 77, 77, 3, 4, 77, 77, 11, 77, 77, 77};
+    begin(&f);
+    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    assert_int_equal(fc_gather_plan_build(&f.plan, f.list, 2, 2, false, cuda, &f.err), FC_OK);
+    assert_int_equal(f.plan.row_numel, 8);
+    fct_tensor *buffer = sim_tensor_new(FCK_FLOAT32, 1, numel, rows);
+    for (size_t i = 0; i < f.count; i++) {
+        assert_int_equal(fc_param_alloc_flat(f.list[i], sim_device(), &facts, &f.err), FC_OK);
+    }
+    sim_calls_clear();
+    assert_int_equal(fc_foreach_unpack(&f.foreach, &f.plan, f.list, buffer, 0, sim_device()),
+                     FC_OK);
+    expect_launches("fct_tensor_empty fct_split_copy");
+    sim_tensor_expect(f.params[0].flat, (const double[4]){1, 2, 3, 4}, "the matrix");
+    sim_tensor_expect(f.params[1].flat, (const double[2]){10, 11}, "the vector");
+    fct_tensor_release(buffer);
+    end(&f);
+}
+
 /* ---- gradients ---- */
 
 /* The gradients of all parameters of the fixture, counted through from 1, packed for two ranks. */
@@ -302,6 +330,7 @@ int main(void) {
         cmocka_unit_test(rows_cut_on_dim_0_are_split_in_one_operation),
         cmocka_unit_test(columns_are_copied_straight_beside_one_other),
         cmocka_unit_test(columns_are_put_aside_beside_several_others),
+        cmocka_unit_test(gaps_in_a_row_are_split_off),
         cmocka_unit_test(gradients_of_one_dtype_are_one_operation_with_its_cast),
         cmocka_unit_test(columns_of_gradients_are_copied_straight_where_nothing_else_is),
         cmocka_unit_test(columns_of_gradients_are_turned_beside_others),

@@ -95,8 +95,8 @@ static void a_launch_that_cannot_convert_says_so_and_writes_nothing(void **state
                                         {src, dst + 2, 2, 4, FCK_FLOAT32, FCK_UINT8}};
         assert_string_equal(backend->pack(segments, 2, NULL),
                             "these element types can be moved but not converted");
-        const fck_gradient gradients[] = {{src, 2, 2, 0, 4, FCK_FLOAT32},
-                                          {src, 2, 2, 2, 4, FCK_BOOL}};
+        const fck_gradient gradients[] = {{src, 2, 2, 0, 1, 4, FCK_FLOAT32},
+                                          {src, 2, 2, 2, 1, 4, FCK_BOOL}};
         assert_string_equal(backend->pack_gradients(gradients, 2, 1, dst, 4, FCK_FLOAT32, NULL),
                             "these element types can be moved but not converted");
         for (int i = 0; i < 4; i++) {
@@ -156,18 +156,20 @@ static void unpacking_concatenates_each_column_over_the_rows(void **state) {
             row_bytes += draw(&random) % 2 ? 0 : draw_between(&random, 0, 20);
             columns[i].offset = row_bytes;
             columns[i].bytes = world > 9 ? draw_between(&random, 0, 40) : draw_size(&random);
-            row_bytes += columns[i].bytes;
+            columns[i].blocks = draw_blocks(&random, columns[i].bytes);
+            row_bytes += columns[i].bytes * columns[i].blocks;
             dst_offset[i] = arena_bytes + draw_between(&random, 0, 20);
-            arena_bytes = dst_offset[i] + world * columns[i].bytes;
+            arena_bytes = dst_offset[i] + world * columns[i].bytes * columns[i].blocks;
         }
         arena_bytes += GUARD;
         unsigned char *rows = new_elements(&random, FCK_UINT8, world * row_bytes);
         unsigned char *expected = new_bytes(arena_bytes, UNTOUCHED);
         for (size_t i = 0; i < count; i++) {
             unsigned char *to = expected + dst_offset[i];
-            for (int64_t r = 0; r < world; r++) {
+            for (int64_t part = 0; part < columns[i].blocks * world; part++) {
+                const int64_t from = columns[i].offset + part / world * columns[i].bytes;
                 for (int64_t k = 0; k < columns[i].bytes; k++) {
-                    *to++ = rows[r * row_bytes + columns[i].offset + k];
+                    *to++ = rows[part % world * row_bytes + from + k];
                 }
             }
         }
@@ -213,27 +215,30 @@ static void gradient_case_init(gradient_case *c, source *random) {
             g->chunk += draw_between(random, 0, 30);
         }
         g->offset = c->row_numel + draw_between(random, 0, 3);
-        c->row_numel = g->offset + g->chunk;
+        g->blocks = draw_blocks(random, g->numel);
+        c->row_numel = g->offset + g->blocks * g->chunk;
         const int64_t shift = draw_between(random, 0, 9);
-        c->source_memory[i] = new_elements(random, g->src_dtype, g->numel + shift);
+        c->source_memory[i] = new_elements(random, g->src_dtype, g->blocks * g->numel + shift);
         g->src = g->numel > 0 ? c->source_memory[i] + shift * g->itemsize : NULL;
     }
     c->row_numel += draw_between(random, 0, 3);
 }
 
-/* Slot by slot: element r * chunk + k of the gradient, or zero past its end. Gaps stay
- * untouched. */
+/* Slot by slot: element r * chunk + k of each block, or zero past its end. Gaps stay untouched. */
 static void gradient_case_expect(const gradient_case *c, unsigned char *dst) {
     const int64_t size = size_of(c->dst_dtype);
     for (size_t i = 0; i < c->count; i++) {
         const fck_gradient *g = &c->gradient[i];
-        for (int64_t r = 0; r < c->world; r++) {
+        for (int64_t part = 0; part < c->world * g->blocks; part++) {
+            const int64_t r = part / g->blocks;
+            const int64_t b = part % g->blocks;
             for (int64_t k = 0; k < g->chunk; k++) {
-                unsigned char *slot = dst + (r * c->row_numel + g->offset + k) * size;
+                const int64_t at = r * c->row_numel + g->offset + b * g->chunk + k;
+                unsigned char *slot = dst + at * size;
                 const int64_t element = r * g->chunk + k;
                 if (element < g->numel) {
                     const unsigned char *from =
-                        (const unsigned char *)g->src + element * g->itemsize;
+                        (const unsigned char *)g->src + (b * g->numel + element) * g->itemsize;
                     reference_copy(from, g->src_dtype, slot, c->dst_dtype, 1);
                 } else {
                     memset(slot, 0, (size_t)size);
@@ -278,9 +283,9 @@ static void uneven_small_and_empty_gradients_by_example(void **state) {
     FOR_EACH_BACKEND(backend) {
         float dst[5][3];
         memset(dst, UNTOUCHED, sizeof dst);
-        const fck_gradient gradients[] = {{uneven, 7, 2, 0, 4, FCK_FLOAT32},
-                                          {lonely, 1, 1, 2, 8, FCK_FLOAT64},
-                                          {NULL, 0, 0, 3, 4, FCK_FLOAT32}};
+        const fck_gradient gradients[] = {{uneven, 7, 2, 0, 1, 4, FCK_FLOAT32},
+                                          {lonely, 1, 1, 2, 1, 8, FCK_FLOAT64},
+                                          {NULL, 0, 0, 3, 1, 4, FCK_FLOAT32}};
         assert_null(backend->pack_gradients(gradients, 3, 5, dst, 3, FCK_FLOAT32, NULL));
         assert_memory_equal(dst, rows, sizeof dst);
         assert_null(backend->pack_gradients(gradients + 2, 1, 5, NULL, 0, FCK_FLOAT32, NULL));
@@ -293,7 +298,7 @@ static void a_missing_gradient_becomes_zeros(void **state) {
     FOR_EACH_BACKEND(backend) {
         uint16_t dst[6] = {1, 1, 1, 1, 1, 1};
         const uint16_t zeros[6] = {0};
-        const fck_gradient gradient = {NULL, 0, 3, 0, 4, FCK_FLOAT32};
+        const fck_gradient gradient = {NULL, 0, 3, 0, 1, 4, FCK_FLOAT32};
         assert_null(backend->pack_gradients(&gradient, 1, 2, dst, 3, FCK_BFLOAT16, NULL));
         assert_memory_equal(dst, zeros, sizeof dst);
     }
@@ -301,30 +306,50 @@ static void a_missing_gradient_becomes_zeros(void **state) {
 
 /* ---- index arithmetic of the CUDA grid ---- */
 
-static void tiles_cover_every_item_of_every_row_once(void **state) {
+static void tiles_cover_every_item_of_every_line_once(void **state) {
     (void)state;
     source random = {4};
     for (int round = 0; round < 400; round++) {
         const int64_t tile_items = draw_between(&random, 1, 64);
-        const int64_t items = draw_between(&random, 0, draw(&random) % 2 ? 5 : 300);
-        const int64_t rows = draw_between(&random, 0, 80);
-        unsigned char *seen = new_bytes(rows * items, 0);
-        const int64_t tiles = fck_tile_count(items, tile_items, rows);
-        for (int64_t index = 0; index < tiles; index++) {
-            const fck_tile tile = fck_tile_at(items, tile_items, rows, index);
-            assert_true(tile.last_row > tile.first_row && tile.last_row <= rows);
+        const int64_t items = draw_between(&random, 1, draw(&random) % 2 ? 5 : 300);
+        const uint32_t lines = (uint32_t)draw_between(&random, 1, 80);
+        unsigned char *seen = new_bytes(lines * items, 0);
+        const fck_cut cut = fck_cut_of(items, tile_items);
+        const int64_t tiles = fck_tile_count(cut, lines);
+        for (uint32_t index = 0; index < tiles; index++) {
+            const fck_tile tile = fck_tile_at(cut, items, tile_items, lines, index);
+            assert_true(tile.last_line > tile.first_line && tile.last_line <= lines);
             assert_true(tile.end > tile.begin && tile.end <= items);
-            assert_true((tile.last_row - tile.first_row) * (tile.end - tile.begin) <= tile_items);
-            for (int64_t r = tile.first_row; r < tile.last_row; r++) {
+            assert_true((tile.last_line - tile.first_line) * (tile.end - tile.begin) <= tile_items);
+            for (int64_t line = tile.first_line; line < tile.last_line; line++) {
                 for (int64_t k = tile.begin; k < tile.end; k++) {
-                    seen[r * items + k]++;
+                    seen[line * items + k]++;
                 }
             }
         }
-        for (int64_t i = 0; i < rows * items; i++) {
+        for (int64_t i = 0; i < lines * items; i++) {
             assert_int_equal(seen[i], 1);
         }
         free(seen);
+    }
+}
+
+/* A job of 64 ranks' 32 bytes is one tile, and so is one of a thousand blocks of 16. */
+static void short_lines_fill_their_tiles(void **state) {
+    (void)state;
+    assert_int_equal(fck_tile_count(fck_cut_of(32, FCK_TILE_BYTES), 64), 1);
+    assert_int_equal(fck_tile_count(fck_cut_of(16, FCK_TILE_BYTES), 1000), 1);
+    assert_int_equal(fck_tile_count(fck_cut_of(16, FCK_TILE_BYTES), 1025), 2);
+    assert_int_equal(fck_tile_count(fck_cut_of(FCK_TILE_BYTES + 1, FCK_TILE_BYTES), 3), 6);
+}
+
+static void all_threads_have_a_line_and_every_line_threads(void **state) {
+    (void)state;
+    for (uint32_t lines = 1; lines < 3000; lines++) {
+        const int each = fck_threads_per_line(256, lines);
+        assert_true(each >= 1 && 256 % each == 0);
+        assert_true(each == 1 || (uint32_t)(256 / each) >= lines);      /* all at once ... */
+        assert_true(each == 256 || (uint32_t)(256 / each) < 2 * lines); /* ... and few idle */
     }
 }
 
@@ -372,7 +397,9 @@ int main(void) {
         cmocka_unit_test(gradients_are_dealt_to_rows_and_padded_with_zeros),
         cmocka_unit_test(uneven_small_and_empty_gradients_by_example),
         cmocka_unit_test(a_missing_gradient_becomes_zeros),
-        cmocka_unit_test(tiles_cover_every_item_of_every_row_once),
+        cmocka_unit_test(tiles_cover_every_item_of_every_line_once),
+        cmocka_unit_test(short_lines_fill_their_tiles),
+        cmocka_unit_test(all_threads_have_a_line_and_every_line_threads),
         cmocka_unit_test(a_tile_finds_the_job_that_owns_it),
         cmocka_unit_test(without_nvcc_every_cuda_launch_names_the_remedy),
     };

@@ -6,6 +6,9 @@
 
 #include "sim.h"
 
+static const fct_device CPU = {FCT_DEVICE_CPU, -1};
+static const fct_device CUDA = {FCT_DEVICE_CUDA, 0};
+
 enum { INT64 = 4, COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10, BITS1X8 = 18 };
 
 /* A parameter of `ndim` sizes cut on `dim` over two ranks; this one is rank 1. */
@@ -27,7 +30,7 @@ static fc_param vector(const char *name, int64_t size, fct_dtype dtype, fct_dtyp
 static fc_gather_plan gather_plan_of(fc_param *const *params, size_t count) {
     fc_gather_plan plan = {.valid = false};
     fc_error err = {""};
-    assert_int_equal(fc_gather_plan_build(&plan, params, count, 2, false, &err), FC_OK);
+    assert_int_equal(fc_gather_plan_build(&plan, params, count, 2, false, CPU, &err), FC_OK);
     assert_true(plan.valid);
     return plan;
 }
@@ -48,7 +51,6 @@ static void shards_stand_one_after_the_other_in_a_row(void **state) {
     assert_int_equal(plan.slots[1].offset, 36);
     assert_int_equal(plan.slots[0].numel, 9);
     assert_int_equal(plan.slots[1].numel, 2);
-    assert_int_equal(plan.blocks, 2);
     assert_true(plan.native);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
@@ -83,6 +85,34 @@ static void several_compute_types_travel_as_bytes(void **state) {
     fc_param_fini(&b);
 }
 
+/* 3 bfloat16, nothing, one float64 and 5 bytes. */
+static void on_cuda_slots_and_rows_start_at_multiples_of_16_bytes(void **state) {
+    (void)state;
+    fc_param a = vector("a", 6, FCK_BFLOAT16, FCT_NO_DTYPE);
+    fc_param none = vector("none", 0, FCK_BFLOAT16, FCT_NO_DTYPE);
+    fc_param b = vector("b", 2, FCK_FLOAT64, FCT_NO_DTYPE);
+    fc_param c = vector("c", 10, FCK_UINT8, FCT_NO_DTYPE);
+    fc_param *params[4] = {&a, &none, &b, &c};
+    fc_gather_plan plan = {.valid = false};
+    fc_error err = {""};
+    assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CUDA, &err), FC_OK);
+    assert_int_equal(plan.slots[0].offset, 0);
+    assert_int_equal(plan.slots[1].offset, 6);
+    assert_int_equal(plan.slots[2].offset, 16);
+    assert_int_equal(plan.slots[3].offset, 32);
+    assert_int_equal(plan.row_bytes, 48);
+    assert_int_equal(plan.row_numel, 48);
+    assert_int_equal(fc_gather_plan_build(&plan, &params[0], 1, 2, false, CUDA, &err), FC_OK);
+    assert_int_equal(plan.row_numel, 8);
+    assert_int_equal(fc_gather_plan_build(&plan, &params[1], 1, 2, false, CUDA, &err), FC_OK);
+    assert_int_equal(plan.row_numel, 0);
+    fc_gather_plan_fini(&plan);
+    fc_param_fini(&a);
+    fc_param_fini(&none);
+    fc_param_fini(&b);
+    fc_param_fini(&c);
+}
+
 static void another_dim_has_a_slot_of_several_blocks(void **state) {
     (void)state;
     const int64_t sizes[3] = {3, 4, 2};
@@ -94,7 +124,6 @@ static void another_dim_has_a_slot_of_several_blocks(void **state) {
     assert_int_equal(plan.slots[1].outer, 3);
     assert_int_equal(plan.slots[1].offset, 4);
     assert_int_equal(plan.slots[1].numel, 3 * 2 * 2); /* 2 of 4 rows of 2 floats each */
-    assert_int_equal(plan.blocks, 1 + 3);
     assert_int_equal(plan.row_bytes, 4 + 48);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
@@ -110,12 +139,11 @@ static void a_plan_is_built_anew_for_what_the_parameters_are_now(void **state) {
     fc_gather_plan plan = gather_plan_of(params, 2);
     a.param_dtype = FCK_BFLOAT16;
     b.param_dtype = FCK_BFLOAT16;
-    assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, &err), FC_OK);
+    assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, CPU, &err), FC_OK);
     assert_int_equal(plan.row_bytes, 8);
-    assert_int_equal(plan.blocks, 2);
-    assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, false, &err), FC_OK);
+    assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, false, CPU, &err), FC_OK);
     assert_int_equal(plan.row_bytes, 4);
-    assert_int_equal(fc_gather_plan_build(&plan, params, 0, 2, false, &err), FC_OK);
+    assert_int_equal(fc_gather_plan_build(&plan, params, 0, 2, false, CPU, &err), FC_OK);
     assert_int_equal(plan.row_bytes, 0);
     assert_int_equal(plan.count, 0);
     fc_gather_plan_fini(&plan);
@@ -135,7 +163,7 @@ static void a_smaller_group_gathers_what_forward_left_in_the_compute_type(void *
     assert_int_equal(a.flat_numel, 8); /* room for 4 * 2 as well as for 2 * 3 */
     a.orig_dtype = FCK_FLOAT32;
     a.param_dtype = FCK_BFLOAT16;
-    assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, true, &err), FC_OK);
+    assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, true, CPU, &err), FC_OK);
     assert_int_equal(plan.row_numel, 3);
     assert_int_equal(plan.slots[0].source, FCK_BFLOAT16);
     fc_gather_plan_fini(&plan);
@@ -160,12 +188,12 @@ static void what_cannot_be_gathered_is_named(void **state) {
     fc_param *params[2] = {&a, &b};
     fc_gather_plan plan = {.valid = false};
     fc_error err = {""};
-    assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, &err), FC_EVALUE);
+    assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, CPU, &err), FC_EVALUE);
     assert_string_equal(err.message,
                         "parameter 'lm_head.weight' has a dtype that cannot be gathered");
     assert_false(plan.valid);
     params[1] = &huge;
-    assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, &err), FC_EASSERT);
+    assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, CPU, &err), FC_EASSERT);
     assert_string_equal(err.message, "the gather buffer's size overflows at parameter 'embedding'");
     assert_false(plan.valid);
     fc_gather_plan_fini(&plan);
@@ -183,7 +211,7 @@ static void without_memory_there_is_no_plan_and_no_leak(void **state) {
     for (int64_t n = 1; n <= 2; n++) {
         fc_gather_plan plan = {.valid = false};
         sim_fault_arm(n, SIM_ONCE);
-        fc_status status = fc_gather_plan_build(&plan, params, 1, 2, false, &err);
+        fc_status status = fc_gather_plan_build(&plan, params, 1, 2, false, CPU, &err);
         assert_int_equal(status, n <= 1 ? FC_ENOMEM : FC_OK);
         assert_int_equal(plan.valid, n > 1);
         fc_gather_plan_fini(&plan);
@@ -244,7 +272,6 @@ static void gradients_are_dealt_to_the_ranks_rows(void **state) {
     assert_int_equal(r.plan.row_numel, 9 + 2);
     assert_int_equal(r.plan.offsets[0], 0);
     assert_int_equal(r.plan.offsets[1], 9);
-    assert_int_equal(r.plan.blocks, 2);
     assert_true(r.plan.native);
     end(&r);
 }
@@ -374,7 +401,6 @@ static void a_gradient_cut_on_another_dim_has_several_blocks(void **state) {
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
     collect(&r.plan, &p, gradient_of(2, sizes, FCK_FLOAT32));
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
-    assert_int_equal(r.plan.blocks, 1 + 3);
     assert_int_equal(r.plan.offsets[1], 2);
     assert_int_equal(r.plan.row_numel, 2 + 6);
     fc_param_fini(&p);
@@ -454,6 +480,7 @@ int main(void) {
         cmocka_unit_test(shards_stand_one_after_the_other_in_a_row),
         cmocka_unit_test(shards_are_cast_to_the_compute_type_on_the_way),
         cmocka_unit_test(several_compute_types_travel_as_bytes),
+        cmocka_unit_test(on_cuda_slots_and_rows_start_at_multiples_of_16_bytes),
         cmocka_unit_test(another_dim_has_a_slot_of_several_blocks),
         cmocka_unit_test(a_plan_is_built_anew_for_what_the_parameters_are_now),
         cmocka_unit_test(a_smaller_group_gathers_what_forward_left_in_the_compute_type),

@@ -42,7 +42,8 @@ static void begin(fixture *f, bool no_kernels, fct_dtype compute) {
     param_init(&f->vector, 1, vector, VECTOR, compute);
     f->params[0] = &f->matrix;
     f->params[1] = &f->vector;
-    assert_int_equal(fc_gather_plan_build(&f->plan, f->params, 2, 2, false, &f->err), FC_OK);
+    assert_int_equal(fc_gather_plan_build(&f->plan, f->params, 2, 2, false, sim_device(), &f->err),
+                     FC_OK);
 }
 
 static void end(fixture *f) {

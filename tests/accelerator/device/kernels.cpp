@@ -51,7 +51,7 @@ const char *unpack(const void *rows, int64_t row_bytes, int64_t world_size,
     jobs("jobs", count);
     for (size_t i = 0; i < count; i++) {
         const fck_column &c = columns[i];
-        const auto bytes = static_cast<size_t>(c.bytes);
+        const auto bytes = static_cast<size_t>(c.bytes * c.blocks);
         for (int64_t r = 0; r < world_size; r++) {
             launch.uses(static_cast<const char *>(rows) + r * row_bytes + c.offset, bytes, false);
         }
@@ -67,10 +67,10 @@ const char *pack_gradients(const fck_gradient *gradients, size_t count, int64_t 
     for (size_t i = 0; i < count; i++) {
         const fck_gradient &g = gradients[i];
         const int64_t size = g.src_dtype == dst_dtype ? g.itemsize : size_of(dst_dtype, 0);
-        launch.uses(g.src, static_cast<size_t>(g.numel * g.itemsize), false);
+        launch.uses(g.src, static_cast<size_t>(g.blocks * g.numel * g.itemsize), false);
         for (int64_t r = 0; r < world_size; r++) {
             launch.uses(static_cast<char *>(dst) + (r * row_numel + g.offset) * size,
-                        static_cast<size_t>(g.chunk * size), true);
+                        static_cast<size_t>(g.blocks * g.chunk * size), true);
         }
     }
     return cpu->pack_gradients(gradients, count, world_size, dst, row_numel, dst_dtype, nullptr);
