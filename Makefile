@@ -17,6 +17,8 @@ MAKEFLAGS += --no-print-directory
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PYTHON ?= python3
+# NVRTC libraries for cuda-check: pip has them for every CUDA release (nvidia-cuda-nvrtc-cu12, ...).
+NVRTCS ?=
 # Those of cuda-check: the one on the path, and toolkits of other releases.
 NVCCS ?= $(shell command -v nvcc) $(wildcard /usr/local/cuda-12*/bin/nvcc /opt/cuda-12*/bin/nvcc)
 DEMO_OUT ?= demo_out
@@ -135,7 +137,7 @@ sanitize: env
 
 # With a CPU-only torch the CUDA kernels are not part of the build: there is no CUDA runtime to link with. They
 # must compile all the same wherever nvcc is, or they would rot between the visits to a machine with a GPU. Every
-# nvcc that is found compiles them for the architectures that a build would choose.
+# nvcc that is found compiles them for the architectures that a build would choose; NVRTC compiles the device side.
 cuda-check:
 	@if [ -z "$(NVCCS)" ]; then echo "cuda-check: skipped, nvcc is not found"; fi
 	@mkdir -p build/cuda-check
@@ -143,6 +145,7 @@ cuda-check:
 		$$nvcc -std=c++17 -O2 $$($(PYTHON) cuda_build.py $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
 			--Werror all-warnings -c csrc/kernels/kernels_cuda.cu -o build/cuda-check/kernels_cuda.o && \
 		echo "cuda-check: kernels_cuda.cu compiles with $$nvcc" || exit 1; done
+	@$(PYTHON) tests/harness/nvrtc.py $(NVRTCS)
 
 # ---- style ------------------------------------------------------------------------------------------------
 

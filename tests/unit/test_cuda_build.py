@@ -6,6 +6,7 @@ None of this needs nvcc: the compilers are scripts.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from nvrtc import ENTRIES, FIRST, OURS, STANDARD, Nvrtc, installed  # noqa: E402
 
 import cuda_build  # noqa: E402
 
@@ -209,3 +212,32 @@ def test_an_nvcc_that_works_is_linked_with_its_runtime(tmp_path: Path) -> None:
     assert "kernels_cuda.o" in linked and "kernels_none.o" not in linked
     assert "libcudart.so.12" in linked
     assert "!!" not in said
+
+
+# ---- a real compiler of another release ----------------------------------------------------------
+
+LIBRARIES = [Path(path) for path in os.environ.get("FSDP_C_NVRTC", "").split(":") if path]
+
+
+@pytest.mark.skipif(not (LIBRARIES or installed()), reason="no NVRTC: set FSDP_C_NVRTC=LIBRARY:...")
+def test_the_device_side_compiles_with_nvrtc_from_the_first_architecture_on() -> None:
+    """pip's packages of CUDA 12 have no nvcc, but its compiler of device code as a library."""
+    for library in LIBRARIES or installed():
+        nvrtc = Nvrtc(library)
+        archs = nvrtc.archs()
+        able = [arch for arch in archs if arch >= FIRST]
+        for arch in {able[0], able[-1]}:
+            code = nvrtc.compile(arch)
+            assert all(entry.encode() in code for entry in ENTRIES)
+        if archs[0] < FIRST:  # what -arch=all-major ran into
+            with pytest.raises(RuntimeError, match="__grid_constant__ annotation is only allowed"):
+                nvrtc.compile(archs[0])
+
+
+def test_nvrtc_is_given_all_headers_that_are_included() -> None:
+    included = set()
+    for name in [*OURS, "rtc.cuh"]:
+        text = (ROOT / "csrc/kernels" / name).read_text()
+        included |= set(re.findall(r'^ *#include [<"](.+)[>"]', text, re.M))
+    assert included <= {*OURS, *STANDARD}
+    assert FIRST == cuda_build.FIRST

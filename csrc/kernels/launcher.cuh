@@ -1,0 +1,191 @@
+/* The host side of the GPU kernels: descriptors become jobs, jobs batches. Whoever includes it has
+ * fck::launch_lines.
+ *
+ * Descriptors travel as kernel arguments: each launch takes a batch by value (at most 4 KB, what
+ * every driver accepts), so they are copied before the launch returns, no staging buffer exists
+ * and a launch may be captured in a graph. Longer lists become several launches in stream order. */
+#ifndef FSDP_C_KERNELS_LAUNCHER_CUH
+#define FSDP_C_KERNELS_LAUNCHER_CUH
+
+#include "batch.cuh"
+
+namespace fck {
+
+/* Queues one launch of batch.tiles blocks of THREADS threads; NULL, or what failed. */
+static const char *launch_lines(line_batch &batch, bool casts, void *stream);
+
+namespace {
+
+const char NO_CAST[] = "these element types can be moved but not converted";
+const char MISALIGNED[] = "a conversion needs addresses that are multiples of the element size";
+const char TOO_LARGE[] = "a single tensor has more tiles than a CUDA grid has blocks";
+const char TOO_MANY[] = "a single tensor has more lines than 32 bits count";
+
+/* Collects jobs and launches them whenever a batch is full. All jobs of one launcher have the same
+ * rows, `pitch` bytes apart, on the same side. */
+class launcher {
+  public:
+    launcher(int64_t rows, int64_t pitch, bool from_rows, void *stream) : stream_(stream) {
+        batch_.rows = static_cast<uint32_t>(rows);
+        batch_.pitch = pitch;
+        batch_.from_rows = from_rows;
+        clear();
+    }
+
+    const char *add(line_job job, int64_t blocks) {
+        const int64_t lines = batch_.rows * blocks;
+        if (job.chunk <= 0 || lines <= 0) {
+            return nullptr;
+        }
+        if (lines > GRID_MAX) {
+            return TOO_MANY;
+        }
+        job.lines = static_cast<uint32_t>(lines);
+        job.cut = fck_cut_of(job.chunk, tile_items(job));
+        const int64_t tiles = fck_tile_count(job.cut, lines);
+        if (tiles > GRID_MAX) {
+            return TOO_LARGE;
+        }
+        if (batch_.count == BATCH || tiles > GRID_MAX - batch_.tiles) {
+            if (const char *failure = flush()) {
+                return failure;
+            }
+        }
+        batch_.job[batch_.count] = job;
+        batch_.first[batch_.count] = batch_.tiles;
+        batch_.count += 1;
+        batch_.tiles += static_cast<uint32_t>(tiles);
+        casts_ |= job.src_dtype != job.dst_dtype;
+        return nullptr;
+    }
+
+    const char *flush() {
+        if (batch_.count == 0) {
+            return nullptr;
+        }
+        const char *failure = launch_lines(batch_, casts_, stream_);
+        clear();
+        return failure;
+    }
+
+  private:
+    static constexpr int64_t GRID_MAX = INT32_MAX;
+
+    void clear() {
+        batch_.count = 0;
+        batch_.tiles = 0;
+        casts_ = false;
+    }
+
+    line_batch batch_;
+    void *stream_;
+    bool casts_;
+};
+
+bool aligned(const void *pointer, int32_t size) {
+    return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(size) == 0;
+}
+
+/* NULL if `count` elements can go from src to dst, else why not. */
+const char *refusal(const void *src, fck_dtype src_dtype, const void *dst, fck_dtype dst_dtype) {
+    if (!fck_castable(src_dtype, dst_dtype)) {
+        return NO_CAST;
+    }
+    if (src_dtype != dst_dtype &&
+        !(aligned(src, fck_float_size(src_dtype)) && aligned(dst, fck_float_size(dst_dtype)))) {
+        return MISALIGNED;
+    }
+    return nullptr;
+}
+
+line_job move_job(const void *src, void *dst, int64_t numel, int64_t chunk) {
+    line_job job = {};
+    job.src = static_cast<const unsigned char *>(src);
+    job.dst = static_cast<unsigned char *>(dst);
+    job.numel = numel;
+    job.chunk = chunk;
+    job.src_dtype = job.dst_dtype = FCK_UINT8;
+    job.src_size = job.dst_size = 1;
+    return job;
+}
+
+line_job cast_job(const void *src, fck_dtype src_dtype, void *dst, fck_dtype dst_dtype,
+                  int64_t numel, int64_t chunk) {
+    line_job job = move_job(src, dst, numel, chunk);
+    job.src_dtype = static_cast<int8_t>(src_dtype);
+    job.dst_dtype = static_cast<int8_t>(dst_dtype);
+    job.src_size = static_cast<int8_t>(fck_float_size(src_dtype));
+    job.dst_size = static_cast<int8_t>(fck_float_size(dst_dtype));
+    return job;
+}
+
+const char *gpu_pack(const fck_segment *segments, size_t count, void *stream) {
+    for (size_t i = 0; i < count; i++) {
+        const fck_segment &s = segments[i];
+        if (const char *why = refusal(s.src, s.src_dtype, s.dst, s.dst_dtype)) {
+            return why;
+        }
+    }
+    launcher queue(1, 0, true, stream);
+    for (size_t i = 0; i < count; i++) {
+        const fck_segment &s = segments[i];
+        const int64_t bytes = s.count * s.itemsize;
+        const line_job job = s.src_dtype == s.dst_dtype ? move_job(s.src, s.dst, bytes, bytes)
+                                                        : cast_job(s.src, s.src_dtype, s.dst,
+                                                                   s.dst_dtype, s.count, s.count);
+        if (const char *failure = queue.add(job, 1)) {
+            return failure;
+        }
+    }
+    return queue.flush();
+}
+
+const char *gpu_unpack(const void *rows, int64_t row_bytes, int64_t world,
+                       const fck_column *columns, size_t count, void *stream) {
+    launcher queue(world, row_bytes, true, stream);
+    for (size_t i = 0; i < count; i++) {
+        const fck_column &c = columns[i];
+        const unsigned char *src = static_cast<const unsigned char *>(rows) + c.offset;
+        const line_job job = move_job(src, c.dst, world * c.bytes, c.bytes);
+        if (const char *failure = queue.add(job, c.blocks)) {
+            return failure;
+        }
+    }
+    return queue.flush();
+}
+
+line_job gradient_job(const fck_gradient &g, unsigned char *dst, fck_dtype dst_dtype) {
+    const int64_t size = fck_target_size(&g, dst_dtype);
+    unsigned char *slots = dst + g.offset * size;
+    if (g.src_dtype == dst_dtype) {
+        return move_job(g.src, slots, g.numel * size, g.chunk * size);
+    }
+    return cast_job(g.src, g.src_dtype, slots, dst_dtype, g.numel, g.chunk);
+}
+
+const char *gpu_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
+                               void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream) {
+    for (size_t i = 0; i < count; i++) {
+        const fck_gradient &g = gradients[i];
+        if (const char *why = refusal(g.src, g.src_dtype, dst, dst_dtype)) {
+            return why;
+        }
+    }
+    /* The row's element, which is the same for each gradient. */
+    const int64_t size = count > 0 ? fck_target_size(&gradients[0], dst_dtype) : 0;
+    launcher queue(world, row_numel * size, false, stream);
+    for (size_t i = 0; i < count; i++) {
+        const fck_gradient &g = gradients[i];
+        const line_job job = gradient_job(g, static_cast<unsigned char *>(dst), dst_dtype);
+        if (const char *failure = queue.add(job, g.blocks)) {
+            return failure;
+        }
+    }
+    return queue.flush();
+}
+
+} // namespace
+
+} // namespace fck
+
+#endif

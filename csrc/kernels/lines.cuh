@@ -1,0 +1,269 @@
+/* The device side of the GPU kernels. One block of threads works on one tile (index.h): it finds
+ * its job by binary search over the jobs' first tiles, then moves or converts in 16-byte accesses
+ * wherever both addresses allow it. Moves are counted in bytes, so any type and any address will
+ * do; conversions need element-aligned addresses, and others never get here.
+ *
+ * nvcc compiles it as a part of kernels_cuda.cu, NVRTC by itself (rtc.cuh). */
+#ifndef FSDP_C_KERNELS_LINES_CUH
+#define FSDP_C_KERNELS_LINES_CUH
+
+#include "batch.cuh"
+#include "cast.h"
+
+namespace fck {
+
+constexpr int UNROLL = 4; /* independent 16-byte loads in flight per thread */
+
+/* ---- element types ---- */
+
+struct half_bits {
+    uint16_t bits;
+};
+
+struct bfloat16_bits {
+    uint16_t bits;
+};
+
+/* To the type conversions start from (float, or double as it is), and from there to the target. The
+ * 16-bit types always meet float, as in torch. */
+__device__ inline float widen(half_bits value) {
+    return fck_float_of_half(value.bits);
+}
+__device__ inline float widen(bfloat16_bits value) {
+    return fck_float_of_bfloat16(value.bits);
+}
+__device__ inline float widen(float value) {
+    return value;
+}
+__device__ inline double widen(double value) {
+    return value;
+}
+
+template <class T> __device__ inline void narrow(T value, half_bits *out) {
+    out->bits = fck_half_of_float(static_cast<float>(value));
+}
+template <class T> __device__ inline void narrow(T value, bfloat16_bits *out) {
+    out->bits = fck_bfloat16_of_float(static_cast<float>(value));
+}
+template <class T> __device__ inline void narrow(T value, float *out) {
+    *out = static_cast<float>(value);
+}
+template <class T> __device__ inline void narrow(T value, double *out) {
+    *out = static_cast<double>(value);
+}
+
+/* ---- what a team of threads does to one run of items; thread `lane` of `lanes` calls each ----
+ *
+ * A run lies within one tile, so its counts fit an int. */
+
+struct team {
+    int lane;
+    int lanes;
+};
+
+template <class T, int N> struct alignas(sizeof(T) * N) pack_of {
+    T item[N];
+};
+
+__device__ inline int least(int a, int b) {
+    return a < b ? a : b;
+}
+
+__device__ inline uintptr_t address(const void *pointer) {
+    return reinterpret_cast<uintptr_t>(pointer);
+}
+
+/* Applies `convert` to each of `count` units, loading several before storing any. */
+template <class S, class D, class Convert>
+__device__ inline void for_units(const S *src, D *dst, int count, team t, Convert convert) {
+    int i = t.lane;
+    for (; i + (UNROLL - 1) * t.lanes < count; i += UNROLL * t.lanes) {
+        S unit[UNROLL];
+#pragma unroll
+        for (int k = 0; k < UNROLL; k++) {
+            unit[k] = src[i + k * t.lanes];
+        }
+#pragma unroll
+        for (int k = 0; k < UNROLL; k++) {
+            dst[i + k * t.lanes] = convert(unit[k]);
+        }
+    }
+    for (; i < count; i += t.lanes) {
+        dst[i] = convert(src[i]);
+    }
+}
+
+/* The body in words of W, which divides the distance between the two addresses; the ends in
+ * bytes. */
+template <class W>
+__device__ inline void move_words(const unsigned char *src, unsigned char *dst, int bytes, team t) {
+    constexpr int size = sizeof(W);
+    const int head = least(static_cast<int>(-address(dst) & (size - 1)), bytes);
+    const int words = (bytes - head) / size;
+    const int tail = head + words * size;
+    for (int i = t.lane; i < head; i += t.lanes) {
+        dst[i] = src[i];
+    }
+    for_units(reinterpret_cast<const W *>(src + head), reinterpret_cast<W *>(dst + head), words, t,
+              [](W word) { return word; });
+    for (int i = tail + t.lane; i < bytes; i += t.lanes) {
+        dst[i] = src[i];
+    }
+}
+
+__device__ inline void move_bytes(const unsigned char *src, unsigned char *dst, int bytes, team t) {
+    const uintptr_t distance = address(src) ^ address(dst);
+    if ((distance & 15) == 0) {
+        move_words<pack_of<uint32_t, 4>>(src, dst, bytes, t);
+    } else if ((distance & 7) == 0) {
+        move_words<pack_of<uint32_t, 2>>(src, dst, bytes, t);
+    } else if ((distance & 3) == 0) {
+        move_words<uint32_t>(src, dst, bytes, t);
+    } else if ((distance & 1) == 0) {
+        move_words<uint16_t>(src, dst, bytes, t);
+    } else {
+        move_words<unsigned char>(src, dst, bytes, t);
+    }
+}
+
+__device__ inline void zero_bytes(unsigned char *dst, int bytes, team t) {
+    using word = pack_of<uint32_t, 4>;
+    const int head = least(static_cast<int>(-address(dst) & 15), bytes);
+    const int words = (bytes - head) / 16;
+    const int tail = head + words * 16;
+    for (int i = t.lane; i < head; i += t.lanes) {
+        dst[i] = 0;
+    }
+    for (int i = t.lane; i < words; i += t.lanes) {
+        reinterpret_cast<word *>(dst + head)[i] = word{{0, 0, 0, 0}};
+    }
+    for (int i = tail + t.lane; i < bytes; i += t.lanes) {
+        dst[i] = 0;
+    }
+}
+
+template <class S, class D> __device__ inline D convert_item(S value) {
+    D result;
+    narrow(widen(value), &result);
+    return result;
+}
+
+/* Converts N items at a time, 16 bytes of the wider type, where a common head aligns both
+ * addresses. */
+template <class S, class D>
+__device__ inline void cast_items(const void *from, void *to, int count, team t) {
+    constexpr int N = 16 / (sizeof(S) > sizeof(D) ? sizeof(S) : sizeof(D));
+    using source = pack_of<S, N>;
+    using target = pack_of<D, N>;
+    const S *src = static_cast<const S *>(from);
+    D *dst = static_cast<D *>(to);
+    int head = least(static_cast<int>((-address(dst) & (sizeof(target) - 1)) / sizeof(D)), count);
+    int packs = (count - head) / N;
+    if ((address(src + head) & (sizeof(source) - 1)) != 0) {
+        head = count;
+        packs = 0;
+    }
+    const int tail = head + packs * N;
+    const auto one = [](S value) { return convert_item<S, D>(value); };
+    for_units(src, dst, head, t, one);
+    for_units(reinterpret_cast<const source *>(src + head), reinterpret_cast<target *>(dst + head),
+              packs, t, [](const source &in) {
+                  target out;
+#pragma unroll
+                  for (int k = 0; k < N; k++) {
+                      out.item[k] = convert_item<S, D>(in.item[k]);
+                  }
+                  return out;
+              });
+    for_units(src + tail, dst + tail, count - tail, t, one);
+}
+
+template <class S>
+__device__ inline void cast_from(const void *src, void *dst, fck_dtype dst_dtype, int count,
+                                 team t) {
+    switch (dst_dtype) {
+    case FCK_FLOAT16:
+        return cast_items<S, half_bits>(src, dst, count, t);
+    case FCK_BFLOAT16:
+        return cast_items<S, bfloat16_bits>(src, dst, count, t);
+    case FCK_FLOAT32:
+        return cast_items<S, float>(src, dst, count, t);
+    case FCK_FLOAT64:
+        return cast_items<S, double>(src, dst, count, t);
+    default:
+        return;
+    }
+}
+
+__device__ inline void cast_run(const void *src, fck_dtype src_dtype, void *dst,
+                                fck_dtype dst_dtype, int count, team t) {
+    switch (src_dtype) {
+    case FCK_FLOAT16:
+        return cast_from<half_bits>(src, dst, dst_dtype, count, t);
+    case FCK_BFLOAT16:
+        return cast_from<bfloat16_bits>(src, dst, dst_dtype, count, t);
+    case FCK_FLOAT32:
+        return cast_from<float>(src, dst, dst_dtype, count, t);
+    case FCK_FLOAT64:
+        return cast_from<double>(src, dst, dst_dtype, count, t);
+    default:
+        return;
+    }
+}
+
+/* ---- the kernels ---- */
+
+/* A tile of several short lines is shared out line by line to teams of threads. CASTS is false for
+ * batches of moves alone, which spares them the registers of the conversions. */
+template <bool CASTS> __device__ inline void copy_lines(const line_batch &batch) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int32_t which = fck_find_job(batch.first, batch.count, blockIdx.x);
+    const line_job &job = batch.job[which];
+    const fck_tile tile = fck_tile_at(job.cut, job.chunk, tile_items(job), job.lines,
+                                      blockIdx.x - batch.first[which]);
+    const int lanes = fck_threads_per_line(THREADS, job.cut.lines_per_tile);
+    const team t = {thread & (lanes - 1), lanes};
+
+    for (uint32_t line = tile.first_line + static_cast<uint32_t>(thread / lanes);
+         line < tile.last_line; line += static_cast<uint32_t>(THREADS / lanes)) {
+        const uint32_t block = line / batch.rows;
+        const int64_t row = line - block * batch.rows;
+        const int64_t in_blocks = block * job.numel + row * job.chunk;
+        const int64_t in_row = block * job.chunk;
+        const int64_t filled = fck_row_filled(job.numel, job.chunk, row);
+        const int64_t stop = fck_max(tile.begin, fck_min(filled, tile.end));
+        unsigned char *dst =
+            job.dst + (batch.from_rows ? in_blocks * job.dst_size
+                                       : row * batch.pitch + in_row * job.dst_size);
+        if (stop > tile.begin) {
+            const int64_t start = batch.from_rows ? row * batch.pitch + in_row * job.src_size
+                                                  : in_blocks * job.src_size;
+            const unsigned char *from = job.src + start + tile.begin * job.src_size;
+            unsigned char *to = dst + tile.begin * job.dst_size;
+            const int count = static_cast<int>(stop - tile.begin);
+            if (!CASTS || job.src_dtype == job.dst_dtype) {
+                move_bytes(from, to, count, t);
+            } else {
+                cast_run(from, job.src_dtype, to, job.dst_dtype, count, t);
+            }
+        }
+        if (stop < tile.end) {
+            zero_bytes(dst + stop * job.dst_size, static_cast<int>(tile.end - stop) * job.dst_size,
+                       t);
+        }
+    }
+}
+
+} // namespace fck
+
+extern "C" __global__ void __launch_bounds__(fck::THREADS)
+    fck_move_lines(const __grid_constant__ fck::line_batch batch) {
+    fck::copy_lines<false>(batch);
+}
+
+extern "C" __global__ void __launch_bounds__(fck::THREADS)
+    fck_cast_lines(const __grid_constant__ fck::line_batch batch) {
+    fck::copy_lines<true>(batch);
+}
+
+#endif

@@ -1,0 +1,104 @@
+"""Compiles the device side of the CUDA kernels with NVRTC, NVIDIA's compiler in a library: for each
+architecture from sm_70 on that it knows. pip has it for every CUDA release, nvcc only for some.
+
+``python tests/harness/nvrtc.py LIBRARY...`` is what `make cuda-check` runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from pathlib import Path
+
+KERNELS = Path(__file__).resolve().parents[2] / "csrc/kernels"
+FIRST = 70
+STANDARD = ("stdint.h", "stddef.h", "string.h", "cuda_fp16.h", "cuda_bf16.h")
+"""In the place of these NVRTC is given rtc.cuh."""
+OURS = ("kernels.h", "index.h", "cast.h", "batch.cuh", "lines.cuh")
+ENTRIES = ("fck_move_lines", "fck_cast_lines")
+
+
+class Nvrtc:
+    """One library: ``libnvrtc.so.12`` of some release."""
+
+    def __init__(self, library: str | Path) -> None:
+        # It looks for its other half on the loader's path, where a folder of pip's is not.
+        for half in Path(library).parent.glob("libnvrtc-builtins.so*"):
+            ctypes.CDLL(str(half))
+        self.lib = ctypes.CDLL(str(library))
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self.lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self.version = f"{major.value}.{minor.value}"
+
+    def _check(self, code: int) -> None:
+        if code != 0:
+            self.lib.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise RuntimeError(self.lib.nvrtcGetErrorString(code).decode())
+
+    def archs(self) -> list[int]:
+        """All that it knows."""
+        count = ctypes.c_int()
+        self._check(self.lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+        found = (ctypes.c_int * count.value)()
+        self._check(self.lib.nvrtcGetSupportedArchs(found))
+        return sorted(found)
+
+    def compile(self, arch: int, header: str = "lines.cuh") -> bytes:
+        """Machine code of ``header`` for sm_``arch``; ``RuntimeError`` with the compiler's log."""
+        names = [*STANDARD, *OURS]
+        texts = [(KERNELS / ("rtc.cuh" if n in STANDARD else n)).read_bytes() for n in names]
+        headers = (ctypes.c_char_p * len(names))(*texts)
+        includes = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
+        program = ctypes.c_void_p()
+        source = f'#include "{header}"\n'.encode()
+        self._check(
+            self.lib.nvrtcCreateProgram(
+                ctypes.byref(program), source, b"kernels.cu", len(names), headers, includes
+            )
+        )
+        try:
+            # The headers declare functions of the host, too; nobody calls them.
+            options = [b"--std=c++17", b"--device-as-default-execution-space"]
+            options += [f"--gpu-architecture=sm_{arch}".encode()]
+            chosen = (ctypes.c_char_p * len(options))(*options)
+            if self.lib.nvrtcCompileProgram(program, len(options), chosen) != 0:
+                raise RuntimeError(self._log(program))
+            return self._result(program, "CUBIN")
+        finally:
+            self.lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _result(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self.lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        text = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self.lib, f"nvrtcGet{what}")(program, text))
+        return text.raw
+
+    def _log(self, program: ctypes.c_void_p) -> str:
+        return self._result(program, "ProgramLog").rstrip(b"\0").decode()
+
+
+def installed() -> list[Path]:
+    """The libraries that pip has put beside torch."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    packages = Path(torch.__file__).resolve().parents[1] / "nvidia"
+    found = [*packages.glob("*/lib/libnvrtc.so.*"), *packages.glob("*/*/lib/libnvrtc.so.*")]
+    return sorted(path for path in found if re.search(r"\.so\.\d+$", path.name))
+
+
+def main() -> None:
+    for library in sys.argv[1:] or installed():
+        nvrtc = Nvrtc(library)
+        archs = [arch for arch in nvrtc.archs() if arch >= FIRST]
+        for arch in archs:
+            code = nvrtc.compile(arch)
+            assert all(entry.encode() in code for entry in ENTRIES)
+        print(f"cuda-check: lines.cuh compiles with NVRTC {nvrtc.version} for {archs}")
+
+
+if __name__ == "__main__":
+    main()
