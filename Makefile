@@ -172,6 +172,7 @@ format: env
 bench: build
 	$(PY) benchmarks/host.py
 	$(PY) benchmarks/memory.py
+	$(PY) benchmarks/plan.py
 	$(PY) benchmarks/clip.py
 	$(PY) benchmarks/load.py
 	$(PY) benchmarks/replicate.py

@@ -18,7 +18,7 @@ from . import names, optim
 from .additions import GradientReductionHandle
 from .clip import clip_grad_norm_
 from .ema import ShardedEMA
-from .explain import Explanation, UnitReport, explain
+from .explain import explain
 from .full_params import full_params
 from .fully_shard import fully_shard
 from .generate import generate_with
@@ -27,7 +27,9 @@ from .load import load_full_state_dict
 from .mixed_precision import MixedPrecisionPolicy
 from .no_sync import no_sync
 from .param_group import ParamGroup as ParamGroup
+from .plan import plan
 from .replicate import replicate
+from .report import Explanation, UnitReport
 from .state import State as State
 from .version import __version__ as __version__
 from .wrap import auto_shard
@@ -53,6 +55,7 @@ __all__ = [
     "names",
     "no_sync",
     "optim",
+    "plan",
     "register_fsdp_forward_method",
     "replicate",
     "uninstall",

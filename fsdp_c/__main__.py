@@ -26,6 +26,10 @@ USAGE = f"""\
 usage: {os.path.basename(sys.executable)} -m fsdp_c [-m module | script.py] [arguments ...]
 
 Runs the script (or module) with torch.distributed.fsdp.fully_shard replaced by fsdp_c's.
+
+    {os.path.basename(sys.executable)} -m fsdp_c plan package.module:Model 8 --batch 2x2048:int64
+
+prints what the model will need on each of 8 ranks (plan --help; a script of that name is ./plan).
 """
 
 
@@ -132,12 +136,23 @@ def _without_our_frames(show: Hook) -> Hook:
     return hook
 
 
+def _plan(arguments: list[str]) -> int:
+    from .plan_command import main as run
+
+    return run(arguments)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {"plan": _plan}
+
+
 def main() -> None:
     """Runs what the command line names; returns or raises as it does."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="", file=sys.stdout if arguments else sys.stderr)
         raise SystemExit(0 if arguments else 2)
+    if arguments[0] in _COMMANDS:
+        raise SystemExit(_COMMANDS[arguments[0]](arguments[1:]))
     as_module = arguments[0] == "-m"
     if as_module and len(arguments) == 1:
         _quit("Argument expected for the -m option\n" + USAGE, 2)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import collections
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, _common_utils
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Unpack
@@ -26,23 +28,30 @@ from .compat import ShardPlacementFnResult
 from .fully_shard import fully_shard
 from .notes import add
 from .undo import Snapshot
-from .wrap_policy import Kwargs, Policy, children_first, run_policy
+from .wrap_policy import Kwargs, Policy, bounded, children_first, run_policy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class ShardKwargs(TypedDict, total=False):
-    """What ``fully_shard`` takes by keyword, and ``replicate`` besides (with ``shard_fn``)."""
+class UnitKwargs(TypedDict, total=False):
+    """What ``fully_shard`` takes for a unit by keyword."""
 
-    mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
     shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     dp_mesh_dims: DataParallelMeshDims | None
+
+
+class ShardKwargs(UnitKwargs, total=False):
+    """The same and the mesh, and what ``replicate`` takes besides (with ``shard_fn``)."""
+
+    mesh: DeviceMesh | None
     bucket_cap_mb: float
 
 
@@ -50,12 +59,14 @@ class ShardKwargs(TypedDict, total=False):
 class Unit:
     """Modules that ``fully_shard`` is called on together, and its arguments.
 
-    ``names`` are the modules' names below the root; the root's is empty.
+    ``names`` are the modules' names below the root; the root's is empty. ``regathers``: whether
+    backward needs the parameters (of an embedding it does not).
     """
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
     kwargs: Kwargs
+    regathers: bool = True
 
     def __str__(self) -> str:
         return ", ".join(f"'{name}'" if name else "the root" for name in self.names)
@@ -69,6 +80,8 @@ def auto_shard(
     ignored_params: Iterable[nn.Parameter] = (),
     full_precision_classes: Iterable[type[nn.Module]] = (_BatchNorm,),
     frozen: Literal["warn", "error", "ignore"] = "warn",
+    separate_ends: bool = True,
+    max_transient: int | None = None,
     keep_originals: bool = True,
     shard_fn: Callable[..., Any] = fully_shard,
     **fully_shard_kwargs: Unpack[ShardKwargs],
@@ -79,7 +92,10 @@ def auto_shard(
         model: A model to no part of which FSDP was applied.
         policy: What becomes a unit of its own:
 
-            - ``"blocks"``: the repeated layers of the model, found by their structure;
+            - ``"blocks"``: the repeated layers of the model, found by their structure; embeddings
+              and heads (``nn.Embedding``, ``nn.Linear``) of at least a block's size, too, unless
+              they are tied or ``separate_ends=False``: of the one, backward does not gather the
+              weight again, the other stays gathered from forward to backward;
             - an ``int``: units that gather at most so many bytes (in the dtype of computation);
             - a class of modules, or several: their instances;
             - torch's ``ModuleWrapPolicy`` and ``CustomPolicy`` (whose function may return arguments
@@ -93,6 +109,10 @@ def auto_shard(
             units of their own that compute in full precision; they return the dtype that the rest
             computes in. A warning names the classes that were found.
         frozen: What to do about a unit with trainable and frozen parameters: warn, raise, nothing.
+        separate_ends: See ``"blocks"``. ``False`` where forward uses an embedding's or a head's
+            weight without calling the module.
+        max_transient: Bytes that one unit may need for a while at most, beyond its shard: while it
+            is gathered, or while its gradients are reduced. Larger units are divided.
         keep_originals: Keep the full parameters until the last unit is sharded, so that a failure
             can be undone. ``False`` frees those of each unit at once, as separate ``fully_shard``
             calls do; what can be checked beforehand is still all or nothing.
@@ -108,10 +128,12 @@ def auto_shard(
     Raises:
         ValueError: FSDP was applied to a part of the model already; the policy finds nothing or
             selects a container without forward; tied weights whose units have different arguments
-            (the message names both); ``frozen="error"`` and a unit has parameters of both kinds.
+            (the message names both); ``frozen="error"`` and a unit has parameters of both kinds;
+            a unit that ``max_transient`` is too small for and that cannot be divided.
         TypeError: ``policy`` is no policy.
 
-    Whatever is raised, by the policy or by ``fully_shard``: the model is as it was.
+    Whatever is raised, by the policy or by ``fully_shard``: the model is as it was. What was made
+    is one INFO line of torch's logger of FSDP2, on rank 0.
     """
     if frozen not in ("warn", "error", "ignore"):
         raise ValueError(f"frozen should be 'warn', 'error' or 'ignore', not {frozen!r}")
@@ -122,6 +144,8 @@ def auto_shard(
         set(ignored_params),
         tuple(full_precision_classes),
         dict(fully_shard_kwargs),
+        separate_ends,
+        max_transient,
     )
     signature = inspect.signature(shard_fn)
     for unit in units:
@@ -133,13 +157,15 @@ def auto_shard(
             warnings.warn(message, stacklevel=2)
     tensors = (*model.parameters(), *model.buffers())
     snapshot = Snapshot(model.modules(), tensors) if keep_originals else None
-    owned = _owned_params(model, units) if keep_originals else {}
+    owned = _owned_params(model, units)
+    text = f"{type(model).__name__}: {_summary(units, owned)}"
     try:
         for unit in units:
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
             _shard(shard_fn, modules, unit)
             if snapshot is not None:
                 snapshot.release(owned[unit])
+        logger.info("fsdp_c: auto_shard made of %s", text)
         return model  # in here: a signal may come after the last call
     except BaseException:
         if snapshot is not None:
@@ -150,6 +176,8 @@ def auto_shard(
 def _shard(shard_fn: Callable[..., Any], modules: Any, unit: Unit) -> None:
     try:
         shard_fn(modules, **unit.kwargs)
+        if not unit.regathers and isinstance(modules, FSDPModule):
+            modules.set_unshard_in_backward(False)
     except Exception as error:
         add(error, f"This was the unit {unit}.")
         raise
@@ -162,15 +190,21 @@ def plan(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     full_precision_classes: Iterable[type[nn.Module]] = (_BatchNorm,),
+    separate_ends: bool = True,
+    max_transient: int | None = None,
+    ranks: int | None = None,
     **fully_shard_kwargs: Unpack[ShardKwargs],
 ) -> list[Unit]:
     """What :func:`auto_shard` would do with these arguments: its units in order, the root last.
 
-    Changes nothing, and needs no process group.
+    Changes nothing, and needs no process group: ``ranks`` are those to shard over.
     """
-    classes = tuple(full_precision_classes)
+    classes, kwargs = tuple(full_precision_classes), dict(fully_shard_kwargs)
     modules, params = set(ignored_modules), set(ignored_params)
-    return _plan(model, policy, modules, params, classes, dict(fully_shard_kwargs))[0]
+    found = _plan(
+        model, policy, modules, params, classes, kwargs, separate_ends, max_transient, ranks
+    )
+    return found[0]
 
 
 def _plan(
@@ -180,6 +214,9 @@ def _plan(
     ignored_params: set[nn.Parameter],
     full_precision_classes: tuple[type[nn.Module], ...],
     kwargs: Kwargs,
+    separate_ends: bool = True,
+    max_transient: int | None = None,
+    ranks: int | None = None,
 ) -> tuple[list[Unit], set[nn.Parameter]]:
     """The units, and all parameters that are ignored."""
     check_nested_wrapping(model)
@@ -195,15 +232,128 @@ def _plan(
     wanted = run_policy(policy, model, ignored_modules, ignored_params, kwargs, always)
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     units = [Unit(modules, tuple(names[m] for m in modules), kw) for modules, kw in wanted]
+    if policy == "blocks":
+        units = [_end(unit) for unit in units if separate_ends or not _is_end(unit)]
     root = Unit((model,), ("",), dict(kwargs))
     for unit in units:
         if unit.modules == (model,):  # a CustomPolicy may have arguments for the root
             root = unit
     units = [unit for unit in units if unit is not root] + [root]
+    if max_transient is not None:
+        units = _within(units, max_transient, ranks, ignored_modules, ignored_params, names)
     if overridden:
         warn_on_overridden_mixed_precision(set(map(type, overridden)))
         units = _with_full_precision(model, units, overridden)
     return _ordered(model, _untie(model, units, ignored_params)), ignored_params
+
+
+# ---- embeddings and heads
+
+
+def _is_end(unit: Unit) -> bool:
+    """Of the policy "blocks": no list of layers has it."""
+    parent = unit.names[0].rpartition(".")[2]
+    return isinstance(unit.modules[0], (nn.Embedding, nn.Linear)) and not parent.isdigit()
+
+
+def _end(unit: Unit) -> Unit:
+    """The unit of an embedding or a head with what is best for it."""
+    if not _is_end(unit):
+        return unit
+    module, kwargs = unit.modules[0], unit.kwargs
+    if isinstance(module, nn.Embedding):
+        return replace(unit, regathers=module.max_norm is not None or module.sparse)
+    if kwargs.get("reshard_after_forward") is None:  # backward begins with it
+        kwargs = kwargs | {"reshard_after_forward": False}
+    return replace(unit, kwargs=kwargs)
+
+
+# ---- how large units may be
+
+
+def _within(
+    units: list[Unit],
+    max_transient: int,
+    ranks: int | None,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    names: dict[nn.Module, str],
+) -> list[Unit]:
+    """``units``, those divided that would need more than ``max_transient`` bytes for a while."""
+    found: list[Unit] = []
+    taken = {module for unit in units for module in unit.modules}
+    for unit in units:
+        inside = {m for one in unit.modules for m in one.modules()}
+        budget = _budget(unit, max_transient, ranks)
+        others = ((taken - set(unit.modules)) & inside) | ignored_modules
+        policy = unit.kwargs.get("mp_policy")
+        parts = bounded(unit.modules, budget, others, ignored_params, policy)
+        found += [Unit(part, tuple(names[m] for m in part), dict(unit.kwargs)) for part in parts]
+        found.append(unit)
+    taken = {module for unit in found for module in unit.modules}
+    for unit in found:
+        _refuse_larger(unit, _budget(unit, max_transient, ranks), taken, ignored_params)
+    return found
+
+
+def _budget(unit: Unit, max_transient: int, ranks: int | None) -> int:
+    """Bytes that the unit may gather."""
+    params = {p for module in unit.modules for p in module.parameters()}
+    policy = unit.kwargs.get("mp_policy")
+    return max(1, int(max_transient / _transient_of_a_byte(params, policy, ranks)))
+
+
+def _refuse_larger(
+    unit: Unit, budget: int, taken: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> None:
+    inside = {m for one in unit.modules for m in one.modules() if m is not one}
+    below = {p for module in inside & taken for p in module.parameters()} | ignored_params
+    own = [p for m in unit.modules for p in m.parameters() if p not in below]
+    size = sum(p.numel() * _computed(p, unit.kwargs.get("mp_policy")).itemsize for p in own)
+    if size > budget:
+        largest = max(own, key=lambda param: param.numel())
+        name = next(n for m in unit.modules for n, p in m.named_parameters() if p is largest)
+        raise ValueError(
+            f"max_transient is too small for the unit {unit}, which cannot be divided: it gathers "
+            f"{size} bytes, '{name}' {tuple(largest.shape)} the most of them, and {budget} would do"
+        )
+
+
+def _computed(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
+    dtype = getattr(mp_policy, "param_dtype", None)
+    return dtype if dtype is not None and param.is_floating_point() else param.dtype
+
+
+def _transient_of_a_byte(
+    params: Collection[nn.Parameter], mp_policy: Any, ranks: int | None
+) -> float:
+    """Bytes that a unit needs for a while, for each byte that it gathers: parameters and buffer, or
+    gradients, all rows to reduce and this rank's."""
+    if ranks is None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+    reduced = 0.0
+    for param in params:
+        computed = _computed(param, mp_policy)
+        row = (getattr(mp_policy, "reduce_dtype", None) or computed).itemsize
+        if param.requires_grad:
+            reduced = max(reduced, 1 + row * (1 + 1 / ranks) / computed.itemsize)
+    return max(2.0, reduced)
+
+
+def _summary(units: list[Unit], owned: dict[Unit, list[nn.Parameter]]) -> str:
+    """The units by kind: how many, and the elements of the largest."""
+    kinds: dict[str, list[int]] = {}
+    for unit in units:
+        size = sum(param.numel() for param in owned[unit])
+        kind = ", ".join(dict.fromkeys(type(module).__name__ for module in unit.modules))
+        kinds.setdefault("the root" if unit is units[-1] else kind, []).append(size)
+    parts = [
+        f"{len(found)} x {kind} ({max(found):,} elements{' at most' * (len(found) > 1)})"
+        if kind != "the root"
+        else f"the root ({found[0]:,} elements)"
+        for kind, found in kinds.items()
+    ]
+    return ", ".join(parts)
 
 
 def _instances(

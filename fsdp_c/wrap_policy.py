@@ -61,7 +61,9 @@ def run_policy(
             size_of = _SizeOf(ignored_params, kwargs.get("mp_policy"))
             units = budget_units(root, policy, left, size_of)
         elif policy == "blocks":
-            units = [(block,) for block in repeated_blocks(root, left)]
+            blocks = repeated_blocks(root, left)
+            ends = large_ends(root, blocks, left, _SizeOf(ignored_params, kwargs.get("mp_policy")))
+            return _by_last_module(root, [(m,) for m in (*blocks, *ends, *separate)], kwargs)
         else:
             raise ValueError(f'auto_shard knows one policy by name, "blocks", and not {policy!r}')
         return _by_last_module(root, [*units, *((m,) for m in separate)], kwargs)
@@ -208,6 +210,52 @@ def repeated_blocks(root: nn.Module, ignored_modules: set[nn.Module]) -> list[nn
         "Sequential with two elements of one class. Pass the classes of the layers, or a number "
         "of bytes"
     )
+
+
+def large_ends(
+    root: nn.Module,
+    blocks: list[nn.Module],
+    ignored_modules: set[nn.Module],
+    size_of: Callable[[Iterable[nn.Parameter]], int],
+) -> list[nn.Module]:
+    """Embeddings and heads beside the blocks that are as large as the largest block.
+
+    Untied ones: a weight that two modules have stays with what is around both.
+    """
+    inside = {inner for block in blocks for inner in block.modules()} | ignored_modules
+    holders = Counter(id(p) for m in root.modules() for p in m._parameters.values())
+    largest = max(size_of(block.parameters()) for block in blocks)
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child in inside or _is_sealed(child):
+                continue
+            own = list(child.parameters(recurse=False))
+            if isinstance(child, (nn.Embedding, nn.Linear)) and not any(child.children()):
+                if size_of(own) >= largest and all(holders[id(p)] == 1 for p in own):
+                    yield child
+            else:
+                yield from visit(child)
+
+    return list(dict.fromkeys(visit(root)))
+
+
+def bounded(
+    modules: tuple[nn.Module, ...],
+    budget: int,
+    others: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    mp_policy: Any,
+) -> list[tuple[nn.Module, ...]]:
+    """Units of at most ``budget`` bytes out of one unit, besides those of ``others`` inside of it.
+
+    Empty where it is small enough already.
+    """
+    taken = {p for module in others for p in module.parameters()}
+    size_of = _SizeOf(ignored_params | taken, mp_policy)
+    if size_of({p for module in modules for p in module.parameters()}) <= budget:
+        return []
+    return [unit for module in modules for unit in budget_units(module, budget, others, size_of)]
 
 
 def _repeated(

@@ -21,5 +21,9 @@ def test_full_weights_are_loaded_from_a_rank_or_a_file(world: int, tmp_path: Pat
     run_ranks(conveniences.load, world, (str(tmp_path),))
 
 
+def test_embeddings_and_heads_of_their_own_train_to_the_same_bits() -> None:
+    run_ranks(conveniences.separate_ends, 2)
+
+
 def test_full_parameters_averages_generation_and_old_checkpoints() -> None:
     run_ranks(conveniences.everyday, 2)

@@ -151,8 +151,9 @@ def test_it_prints_what_it_returns(capsys: pytest.CaptureFixture[str]) -> None:
     assert " ".join(lines[0].split()) == (
         "unit modules params elements dtypes mesh shard AG RS AR transient"
     )
-    assert lines[2].split()[:4] == ["blocks.0", "Block", "4", "280"]
-    assert len(lines) == 1 + 4 + 1
+    assert lines[1].split()[:4] == ["(root)", "Model", "3", "136"]
+    assert lines[2].split()[:6] == ["blocks.0-2", "3", "x", "Block", "4", "280"]
+    assert lines[3].startswith("(each dtypes: stored/computed/reduced in; mesh: ")
     buffer = io.StringIO()
     fsdp_c.explain(model, file=buffer)
     assert buffer.getvalue() == printed and capsys.readouterr().out == ""

@@ -78,7 +78,7 @@ def shard_by_hand() -> None:
 
 def shard_by_policy() -> Model:
     auto_shard(Model())
-    auto_shard(Model(), "blocks", mp_policy=policy, mesh=mesh)
+    auto_shard(Model(), "blocks", mp_policy=policy, mesh=mesh, max_transient=2**30)
     auto_shard(Model(), 512 * 2**20, frozen="error", ignored_modules=[nn.Linear(1, 1)])
     auto_shard(Model(), nn.Linear, keep_originals=False, offload_policy=offload)
     auto_shard(Model(), {nn.Linear, nn.Conv2d}, full_precision_classes=(nn.BatchNorm2d,))
@@ -104,7 +104,10 @@ def train() -> None:
         tokens: torch.Tensor = generating.generate(torch.ones(1, 8))
         assert tokens is not None
     load_full_state_dict(model, "model.safetensors", rename=fsdp_c.names.clean_tensor_name)
-    explanation: Explanation = explain(model, optimizer)
+    explanation: Explanation = explain(model, optimizer, batch=torch.ones(2, 8), memory="80GiB")
+    explanation.plot("memory.png")
+    fits: bool | None = fsdp_c.plan(Model(), mesh=(2, 4), optimizer="sgd", mp_policy=policy).fits
+    assert fits is not None
     units: list[UnitReport] = explanation.units
     assert units
     fsdp_c.install()

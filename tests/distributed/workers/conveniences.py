@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +30,35 @@ from fsdp_c import (
     no_sync,
 )
 from fsdp_c import load as load_module
+
+
+def separate_ends(rank: int, world: int) -> None:
+    """Embedding and head as units of their own train to the bits of those in the root."""
+
+    class Untied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(999, 5)
+            self.head = nn.Linear(5, 999, bias=False)
+
+        def generate(self, *args: Any) -> torch.Tensor:
+            raise NotImplementedError
+
+    results = []
+    for separate in (True, False):
+        torch.manual_seed(3)
+        model = auto_shard(Untied(), separate_ends=separate)
+        assert isinstance(model.embed, FSDPModule) == separate == isinstance(model.head, FSDPModule)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(3):
+            tokens = torch.arange(7) + step * 11 + rank
+            model(tokens).square().sum().backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append({name: p.full_tensor() for name, p in model.named_parameters()})
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
 
 
 class Net(nn.Module):

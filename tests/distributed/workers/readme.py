@@ -181,7 +181,7 @@ def run_blocks(rank: int, world: int, texts: dict[str, str], folder: str) -> lis
             names = Names(code)
             try:
                 exec(compile("\n" * (line - 1) + code, file, "exec"), names)
-                if "model" in names:
+                if "model" in names and not next(names["model"].parameters()).is_meta:
                     names["model"].train()
                     train(names["model"], adamw(names["model"]))
             except Exception:

@@ -1,0 +1,111 @@
+"""What an optimizer keeps and what its step needs for a while: found by a step of small tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .trace import Storages, Trace
+
+Wanted: TypeAlias = "str | Optimizer | Callable[..., Optimizer] | None"
+
+
+class OptimizerBytes(NamedTuple):
+    """For each byte of trained parameters: bytes of states, and bytes of a step for a while.
+
+    ``whole``: whether the latter are of all parameters at a time, or of the largest.
+    """
+
+    name: str
+    states: float
+    step: float
+    whole: bool
+
+
+def optimizer_bytes(wanted: Wanted, dtype: torch.dtype, on_cpu: bool) -> OptimizerBytes:
+    """What an optimizer takes, by its class and settings.
+
+    Args:
+        wanted: An optimizer; a class of optimizers or a function that makes one of parameters;
+            the name of a class of ``torch.optim`` in any case; ``None``: AdamW.
+        dtype: Of the parameters.
+        on_cpu: Where its step runs: elsewhere torch's default is ``foreach``.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    make = _maker(wanted, on_cpu)
+    once, optimizer, parameters = _measure(make, 1, dtype)
+    twice = _measure(make, 2, dtype)[0]
+    size = parameters[0].numel() * dtype.itemsize
+    states = sum(
+        value.numel() * value.itemsize
+        for value in optimizer.state[parameters[0]].values()
+        if isinstance(value, torch.Tensor) and value.numel() > 1
+    )
+    return OptimizerBytes(type(optimizer).__name__, states / size, once / size, twice > once * 1.5)
+
+
+def live_states(optimizer: Optimizer) -> int:
+    """Bytes of the states that an optimizer has already."""
+    total = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                local = value._local_tensor if isinstance(value, DTensor) else value
+                total += local.numel() * local.itemsize
+    return total
+
+
+def _maker(wanted: Wanted, on_cpu: bool) -> Callable[[list[torch.Tensor]], Optimizer]:
+    settings: dict[str, Any] = {}
+    if wanted is None:
+        wanted = torch.optim.AdamW
+    if isinstance(wanted, str):
+        named = {name.lower(): cls for name, cls in vars(torch.optim).items()}
+        if wanted.lower() not in named:
+            raise ValueError(f"torch.optim has no optimizer '{wanted}'")
+        wanted = named[wanted.lower()]
+    if isinstance(wanted, Optimizer):
+        known = inspect.signature(type(wanted).__init__).parameters
+        settings = {key: value for key, value in wanted.defaults.items() if key in known}
+        wanted = type(wanted)
+    assert callable(wanted)
+    if not on_cpu and isinstance(wanted, type):
+        known = inspect.signature(wanted).parameters
+        if "foreach" in known and not settings.get("fused") and settings.get("foreach") is None:
+            settings["foreach"] = True
+    called = wanted
+    return lambda parameters: called(parameters, **settings)
+
+
+def _measure(
+    make: Callable[[list[torch.Tensor]], Optimizer], count: int, dtype: torch.dtype
+) -> tuple[int, Optimizer, list[torch.Tensor]]:
+    """The most bytes that a step (not the first) has beyond what is there before and after it."""
+    parameters = [torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype)) for _ in range(count)]
+    optimizer = make([*parameters])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    trace = Trace()
+    storages = Storages(trace)
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    kept += [*parameters, *(parameter.grad for parameter in parameters)]
+    storages.forget([value for value in kept if isinstance(value, torch.Tensor)])
+    with storages:
+        optimizer.step()
+    alive, total, peak = {}, 0, 0
+    for what, which, value in trace.events:
+        if what == "alloc":
+            alive[which] = value
+            total += value
+        else:
+            total -= alive.pop(which)
+        peak = max(peak, total)
+    return peak, optimizer, [*parameters]

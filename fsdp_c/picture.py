@@ -1,0 +1,97 @@
+"""The memory of a step as a picture: what it is made of, over time, with the units as bands."""
+
+from __future__ import annotations
+
+import os
+from itertools import groupby
+from typing import Any
+
+from .forecast import BEFORE, KINDS, Sample, Timeline
+
+_COLOURS = ("#4c6a92", "#9aa8bd", "#3f9c8f", "#d98e32", "#b8c46a")
+_BANDS = ("#ffffff", "#f0f0f0")
+_MOST = 4000  # moments in the picture
+
+
+def draw(title: str, timeline: Timeline, memory: int | None, path: str | os.PathLike[str]) -> None:
+    """Draws the timeline into a file, whose ending says which format.
+
+    Args:
+        memory: Bytes of the rank: a line, where it is not far above.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
+    samples = _fewer([sample for sample in timeline.samples if sample.phase != BEFORE])
+    scale, unit = (2**30, "GiB") if timeline.peak.total >= 2**30 else (2**20, "MiB")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    axes: Any = figure.add_subplot()
+    rows = [[sample.bytes[i] / scale for sample in samples] for i in range(len(KINDS))]
+    axes.stackplot(range(len(samples)), rows, labels=KINDS, colors=_COLOURS, step="post", zorder=2)
+    _bands(axes, samples)
+    _mark_peak(axes, samples, timeline, scale, unit)
+    if memory is not None and memory <= 2 * timeline.peak.total:
+        axes.axhline(memory / scale, color="#b03030", linestyle="--", zorder=3)
+        axes.text(0, memory / scale, " memory of the rank", color="#b03030", va="bottom")
+    axes.set_xlim(0, max(len(samples) - 1, 1))
+    axes.set_ylim(0, 1.15 * timeline.peak.total / scale)
+    axes.set_ylabel(f"{unit} on this rank")
+    axes.set_title(f"{title}: memory of one step")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", framealpha=0.9)
+    figure.savefig(path, dpi=120)
+
+
+def _fewer(samples: list[Sample]) -> list[Sample]:
+    """Of each few moments the one of most memory."""
+    every = -(-len(samples) // _MOST)
+    parts = (samples[i : i + every] for i in range(0, len(samples), every))
+    return [max(part, key=lambda sample: sample.total) for part in parts]
+
+
+def _bands(axes: Any, samples: list[Sample]) -> None:
+    """A band for each unit's forward and backward; the phases of the step below."""
+    marks: list[tuple[float, str]] = []
+    start, shade = 0, False
+    for unit, run in groupby(samples, key=lambda sample: sample.unit):
+        end = start + len(list(run))
+        axes.axvspan(start, end, color=_BANDS[shade], zorder=1)
+        if unit and (not marks or (start + end) / 2 - marks[-1][0] > len(samples) / 24):
+            marks.append(((start + end) / 2, unit))
+        start, shade = end, not shade
+    axes.set_xticks([place for place, _ in marks])
+    axes.set_xticklabels([unit for _, unit in marks], rotation=40, ha="right", fontsize=8)
+    start = 0
+    for phase, run in groupby(samples, key=_phase):
+        end = start + len(list(run))
+        if phase:
+            axes.text(
+                (start + end) / 2, 1.0, phase, ha="center", va="top", fontsize=9, color="#606060",
+                transform=axes.get_xaxis_transform(), zorder=4,
+            )  # fmt: skip
+            axes.axvline(start, color="#a0a0a0", linewidth=0.8, zorder=3)
+        start = end
+
+
+def _phase(sample: Sample) -> str:
+    word = sample.phase.partition(" ")[0]
+    return {"forward": "forward", "backward": "backward", "reduction": "backward"}.get(word, "")
+
+
+def _mark_peak(axes: Any, samples: list[Sample], timeline: Timeline, scale: int, unit: str) -> None:
+    place = max(range(len(samples)), key=lambda i: samples[i].total)
+    peak = timeline.peak.total / scale
+    beside = place > len(samples) / 2
+    axes.annotate(
+        f"{peak:.1f} {unit}, in {timeline.peak}",
+        (place, peak),
+        xytext=(-14 if beside else 14, 16),
+        textcoords="offset points",
+        ha="right" if beside else "left",
+        arrowprops={"arrowstyle": "->"},
+        zorder=5,
+    )

@@ -1,0 +1,110 @@
+"""``plan``: what a model that is not sharded yet, or not even in memory, will need when it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TextIO
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
+
+from . import sizes, wrap
+from .explain import optimizer_cost, traced
+from .forecast import Sharding
+from .optimizer_memory import Wanted, optimizer_bytes
+from .report import Explanation, make_explanation
+from .wrap import Policy, UnitKwargs
+
+
+def plan(
+    model: nn.Module,
+    policy: Policy = "blocks",
+    *,
+    world_size: int | None = None,
+    mesh: DeviceMesh | tuple[int, ...] | None = None,
+    optimizer: Wanted = None,
+    batch: Any = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    memory: int | str | None = None,
+    max_transient: int | None = None,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+    device: str | torch.device = "cuda",
+    file: TextIO | None = None,
+    **fully_shard_kwargs: Unpack[UnitKwargs],
+) -> Explanation:
+    """Prints what ``auto_shard`` would make of a model, and the memory of a step, before there is
+    a process group, a device or memory for the model.
+
+    Args:
+        model: A model to no part of which FSDP was applied; on the meta device, best.
+        policy: As for ``auto_shard``.
+        world_size: Ranks to shard over; ``None``: as many as the mesh has, or the process group.
+        mesh: Its shape: ``(8,)``, or ``(2, 4)`` for 2 replicas of 4 shards; or a mesh.
+        optimizer: A class, a name of ``torch.optim`` in any case, or a function that makes one of
+            parameters, ``functools.partial(torch.optim.SGD, momentum=0.9)``; ``None``: AdamW.
+        batch, loss, memory, file: As for :func:`fsdp_c.explain`.
+        max_transient, ignored_modules, ignored_params: As for ``auto_shard``.
+        device: What trains it: gathers and reductions overlap with computation but on ``"cpu"``.
+        **fully_shard_kwargs: As for ``auto_shard``.
+
+    Returns:
+        What was printed, as data; ``.plot("memory.png")`` draws it.
+
+    Raises:
+        ValueError: neither ``world_size`` nor a mesh; a mesh of more than two dimensions; what
+            ``auto_shard`` raises before it shards; forward asks for values.
+    """
+    shape = _shape(world_size, mesh)
+    kwargs: dict[str, Any] = dict(fully_shard_kwargs)
+    units = wrap.plan(
+        model,
+        policy,
+        ignored_modules=ignored_modules,
+        ignored_params=ignored_params,
+        max_transient=max_transient,
+        ranks=shape[1],
+        **kwargs,
+    )
+    layout = sizes.layout_for(model, units, shape)
+    on_cpu = torch.device(device).type == "cpu"
+    states, step = optimizer_cost(optimizer, layout, on_cpu)
+    sharding = Sharding(
+        units=tuple(layout.units),
+        buffers=sizes.other_bytes(model, layout.dtypes),
+        states=states,
+        step=step,
+        overlap=not on_cpu,
+        streams=not on_cpu,
+    )
+    explanation = make_explanation(
+        title=f"{type(model).__name__} on {shape[1] if shape[0] == 1 else shape} ranks",
+        warnings=[],
+        layout=layout,
+        sharding=sharding,
+        trace=traced(model, layout, batch, loss),
+        optimizer=optimizer_bytes(optimizer, torch.float32, on_cpu).name,
+        memory=memory,
+    )
+    print(explanation, file=file)
+    return explanation
+
+
+def _shape(world_size: int | None, mesh: DeviceMesh | tuple[int, ...] | None) -> tuple[int, int]:
+    """Replicas, and ranks to shard over."""
+    if mesh is None and world_size is None:
+        if not torch.distributed.is_initialized():
+            raise ValueError("plan needs world_size= or mesh=, where there is no process group")
+        world_size = torch.distributed.get_world_size()
+    shape: tuple[int | None, ...] = (world_size,)
+    if mesh is not None:
+        shape = tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
+    sizes_of = [int(size or 0) for size in shape]
+    if not 1 <= len(sizes_of) <= 2 or min(sizes_of) < 1:
+        raise ValueError(f"plan expects a mesh of one or two dimensions, not {shape}")
+    replicas, ranks = [1, *sizes_of][-2:]
+    if world_size is not None and replicas * ranks != world_size:
+        raise ValueError(f"a mesh of {shape} has {replicas * ranks} ranks, not {world_size}")
+    return replicas, ranks

@@ -1,0 +1,104 @@
+"""``python -m fsdp_c plan``: the memory of a model, asked from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from .mixed_precision import MixedPrecisionPolicy
+from .plan import plan
+from .report import bytes_of, dtype_named
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the plan; 0 where it fits (or no ``--memory`` was given), 1 where it does not.
+
+    Raises:
+        SystemExit: 2, with a message, for arguments that cannot be understood.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    sys.path.insert(0, os.getcwd())  # as python -m does for modules
+    try:
+        found = plan(
+            _model(options.model),
+            options.policy if not options.policy[:1].isdigit() else bytes_of(options.policy),
+            mesh=tuple(int(size) for size in options.ranks.split("x")),
+            batch=tuple(_tensor(text) for text in options.batch) or None,
+            memory=options.memory,
+            optimizer=options.optimizer,
+            device=options.device,
+            max_transient=None
+            if options.max_transient is None
+            else bytes_of(options.max_transient),
+            **_settings(options),
+        )
+        if options.plot is not None:
+            found.plot(options.plot)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    return int(found.fits is False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp_c plan",
+        description="What a model will need on each rank, before there are any.",
+    )
+    add = parser.add_argument
+    add("model", help="package.module:name, a function or class that makes the model (on meta)")
+    add("ranks", help="8: ranks to shard over; 2x4: replicas by ranks to shard over")
+    add("--batch", nargs="+", default=[], metavar="SHAPE[:DTYPE]", help="2x2048:int64, 8x3x224x224")
+    add("--memory", help="of a rank, for a verdict: 80GiB")
+    add("--policy", default="blocks", help='"blocks" (the default), or units of so much: 512MiB')
+    add("--max-transient", help="what a unit may need for a while: 2GiB")
+    add("--param-dtype", type=dtype_named, help="compute in it: bfloat16")
+    add("--reduce-dtype", type=dtype_named, help="reduce gradients in it: float32")
+    add("--optimizer", default="AdamW", help="of torch.optim")
+    add("--no-reshard", action="store_true", help="reshard_after_forward=False")
+    add("--offload", action="store_true", help="shards and states in CPU memory")
+    add("--device", default="cuda")
+    add("--plot", help="a picture of the memory of a step: memory.png")
+    return parser
+
+
+def _model(name: str) -> nn.Module:
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ValueError(f"the model is package.module:name, not {name!r}")
+    make = getattr(importlib.import_module(module), attribute, None)
+    if not callable(make):
+        raise ValueError(f"{module} has no function or class '{attribute}'")
+    with torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name} makes a {type(model).__name__}, not a module")
+    return model
+
+
+def _tensor(text: str) -> torch.Tensor:
+    shape, _, dtype = text.partition(":")
+    try:
+        sizes = [int(size) for size in shape.split("x")]
+    except ValueError:
+        raise ValueError(f"a batch is SHAPE[:DTYPE], as in 2x2048:int64, not {text!r}") from None
+    return torch.empty(sizes, dtype=dtype_named(dtype or "float32"), device="meta")
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if options.param_dtype is not None or options.reduce_dtype is not None:
+        found["mp_policy"] = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
+    if options.no_reshard:
+        found["reshard_after_forward"] = False
+    if options.offload:
+        found["offload_policy"] = CPUOffloadPolicy()
+    return found
