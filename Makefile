@@ -5,6 +5,7 @@
 #   make bench   cost and memory beside torch's own FSDP2                 make sanitize  under ASan and UBSan
 #   make parity  the whole grid beside torch's own FSDP2
 #   make test-fast      what one wants after a change: the core, one process, the behaviour scenarios, some parity
+#   make gpu     ten minutes on a GPU: is it right, and fast, there?
 #   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on ours
 #
 # VENV=dir uses (and completes) an environment that exists; the default is .venv, made on first use.
@@ -27,6 +28,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
 CLIENTS_ARGS ?=
+GPU_ARGS ?=
 # What runs under the sanitizers: fast, in this process, and through every C function.
 SANITIZE_TESTS ?= tests/unit
 ASSERT_TESTS ?= tests/unit/test_by_hand.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
@@ -52,7 +54,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
 .PHONY: help env build demo test test-fast test-c test-assert test-clients parity lint lint-ruff lint-mypy lint-c format sanitize bench \
-	cuda-check clean
+	cuda-check gpu clean
 
 help:
 	@sed -n '3,8s/^# *//p' Makefile
@@ -146,6 +148,10 @@ cuda-check:
 			--Werror all-warnings -c csrc/kernels/kernels_cuda.cu -o build/cuda-check/kernels_cuda.o && \
 		echo "cuda-check: kernels_cuda.cu compiles with $$nvcc" || exit 1; done
 	@$(PYTHON) tests/harness/nvrtc.py $(NVRTCS)
+
+# One visit to a GPU (GPU_ARGS="--device sim" for the simulated one): a line for each step in build/gpu/out/summary.txt.
+gpu:
+	PYTHON=$$(command -v $(PY) || command -v $(PYTHON)) tests/gpu/visit.sh $(GPU_ARGS)
 
 # ---- style ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""On a CUDA device: what is trained has torch's bits. With two devices, NCCL moves the data."""
+"""On a CUDA device: what is trained has torch's bits, with launches that do not block.
+
+Four processes share the device, and gloo makes the collectives on CUDA tensors; NCCL runs on one
+rank, and with two devices on two. Races show in tests/gpu, by way of a group that never waits.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +10,31 @@ import features
 import gpu_jobs
 import pytest
 import torch
-from launch import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.xdist_group("gpu")]
 
 Runs = dict[str, list[dict[str, gpu_jobs.Record]]]
-IMPLEMENTATIONS = ("torch", "fsdp_c")
 
 
-def ranks(world_size: int, implementation: str, threads: int) -> list[dict[str, gpu_jobs.Record]]:
-    backend = "nccl" if threads == 1 else "gloo"
-    env = {"CUDA_LAUNCH_BLOCKING": "0" if threads == 1 else "1"}
-    found = run_ranks(
-        gpu_jobs.run,
-        world_size,
-        (implementation, threads),
-        backend=backend,
-        env=env,
-        timeout=400,
-        collective_timeout=120,
-    )
-    return [records for process in found for records in process]
+def runs(launch: str) -> Runs:
+    return {name: gpu_jobs.launch(launch, name) for name in ("torch", "fsdp_c")}
 
 
 @pytest.fixture(scope="module")
-def threads() -> Runs:
-    return {name: ranks(1, name, 4) for name in IMPLEMENTATIONS}
+def gloo() -> Runs:
+    return runs("gloo4")
 
 
 @pytest.fixture(scope="module")
 def solo() -> Runs:
-    return {name: ranks(1, name, 1) for name in IMPLEMENTATIONS}
+    return runs("nccl1")
 
 
 @pytest.fixture(scope="module")
 def nccl() -> Runs:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    return {name: ranks(2, name, 1) for name in IMPLEMENTATIONS}
+    return runs("nccl2")
 
 
 def assert_same(runs: Runs, name: str) -> None:
@@ -51,8 +42,8 @@ def assert_same(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*gpu_jobs.CASES, *gpu_jobs.MANY_RANKS])
-def test_four_threads_on_one_device(threads: Runs, name: str) -> None:
-    assert_same(threads, name)
+def test_four_processes_on_one_device(gloo: Runs, name: str) -> None:
+    assert_same(gloo, name)
 
 
 @pytest.mark.parametrize("name", gpu_jobs.CASES)

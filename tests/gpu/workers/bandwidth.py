@@ -1,0 +1,210 @@
+"""Bytes per second of each kernel, read and written, beside a copy of the device's memory and
+beside torch's own operation for the same work.
+
+The parameters are those of a layer of an 8 B Llama. On CUDA the kernels of the library (the same
+source as the extension's), by events, the median of several; a kernel below 0.8 of the copy is a
+failure. Elsewhere the fake ones on a small layer, which only shows that this still runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import kernel_library as library
+import torch
+from kernel_library import Column, Gradient, Segment
+from outcome import ON_CUDA, conclude
+
+GOAL = 0.8
+BF16, FP32 = 15, 6
+LAYER = (
+    *((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)),
+    *((14336, 4096), (14336, 4096), (4096, 14336), (4096, 1), (4096, 1)),
+)
+DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
+REPEATS = 5
+"""Launches between two events, so that the host is ahead of the device."""
+
+
+@dataclass
+class Work:
+    """Something to time; ``held``: it has to reach the goal."""
+
+    name: str
+    bytes: int
+    run: Callable[[], Any]
+    other: Callable[[], Any] | None = None
+    held: bool = True
+
+
+def shapes() -> list[tuple[int, int]]:
+    return list(LAYER) if ON_CUDA else [(max(rows // 64, 8), max(c // 64, 1)) for rows, c in LAYER]
+
+
+def random_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, dtype=torch.bfloat16, device=DEVICE).to(dtype)
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Of one call: the median of several rounds."""
+    for _ in range(3):
+        run()
+    return statistics.median(_round(run) for _ in range(11 if ON_CUDA else 1)) / REPEATS
+
+
+def _round(run: Callable[[], Any]) -> float:
+    if not ON_CUDA:
+        begin = time.perf_counter()
+        for _ in range(REPEATS):
+            run()
+        return (time.perf_counter() - begin) * 1000
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)
+    first.record()
+    for _ in range(REPEATS):
+        run()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last))
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream if ON_CUDA else 0
+
+
+def pack(world: int, source: torch.dtype) -> Work:
+    shards = [random_tensor(rows * columns // world, source) for rows, columns in shapes()]
+    total = sum(shard.numel() for shard in shards)
+    row = torch.empty(total, dtype=torch.bfloat16, device=DEVICE)
+    parts = list(row.split([shard.numel() for shard in shards]))
+    code, size = (FP32, 4) if source == torch.float32 else (BF16, 2)
+    segments = library.array(
+        Segment,
+        [
+            Segment(shard.data_ptr(), part.data_ptr(), shard.numel(), size, code, BF16)
+            for shard, part in zip(shards, parts)
+        ],
+    )
+    return Work(
+        f"pack {str(source)[6:]} to bfloat16, {world} ranks",
+        total * (size + 2),
+        lambda: library.cuda().pack(segments, stream()),
+        lambda: torch._foreach_copy_(parts, shards),
+    )
+
+
+def unpack(world: int, shift: int = 0) -> Work:
+    """``shift``: bytes by which the row is away from an address of 16."""
+    sizes = [rows * columns // world for rows, columns in shapes()]
+    total = sum(sizes)
+    memory = random_tensor(total * world + 8, torch.bfloat16)
+    rows = memory[shift // 2 : shift // 2 + total * world].view(world, total)
+    whole = [torch.empty(world, size, dtype=torch.bfloat16, device=DEVICE) for size in sizes]
+    places, at = [], 0
+    for size, one in zip(sizes, whole):
+        places.append(Column(one.data_ptr(), at * 2, size * 2))
+        at += size
+    columns = library.array(Column, places)
+    return Work(
+        f"unpack bfloat16, {world} ranks" + (f", {shift} bytes off" if shift else ""),
+        total * world * 4,
+        lambda: library.cuda().unpack(rows.data_ptr(), total * 2, world, columns, stream()),
+        lambda: torch.split_with_sizes_copy(rows, sizes, dim=1, out=whole),
+        held=not shift,
+    )
+
+
+def pack_gradients(world: int, target: torch.dtype) -> Work:
+    grads = [random_tensor(rows * c, torch.bfloat16).view(rows, c) for rows, c in shapes()]
+    total = sum(grad.numel() for grad in grads) // world
+    buffer = torch.empty(world, total, dtype=target, device=DEVICE)
+    code, size = (FP32, 4) if target == torch.float32 else (BF16, 2)
+    places, at = [], 0
+    for grad in grads:
+        chunk = grad.numel() // world
+        places.append(Gradient(grad.data_ptr(), grad.numel(), chunk, at, 2, BF16))
+        at += chunk
+    table = library.array(Gradient, places)
+    return Work(
+        f"pack gradients bfloat16 to {str(target)[6:]}, {world} ranks",
+        total * world * (2 + size),
+        lambda: library.cuda().pack_gradients(
+            table, world, buffer.data_ptr(), total, code, stream()
+        ),
+        lambda: torch._chunk_cat(grads, 0, world, out=buffer),
+    )
+
+
+def unpack_second_dim(world: int) -> Work:
+    """A matrix cut by columns, as launches of one column for each of its rows."""
+    rows, columns = shapes()[0]
+    part = columns // world
+    gathered = random_tensor(rows * columns, torch.bfloat16).view(world, rows, part)
+    whole = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
+    table = library.array(
+        Column,
+        [
+            Column(whole.data_ptr() + row * columns * 2, row * part * 2, part * 2)
+            for row in range(rows)
+        ],
+    )
+    size = rows * part * 2
+    return Work(
+        f"unpack Shard(1) by rows, {world} ranks",
+        rows * columns * 4,
+        lambda: library.cuda().unpack(gathered.data_ptr(), size, world, table, stream()),
+        lambda: torch.cat(list(gathered), dim=1, out=whole),
+        held=False,
+    )
+
+
+WORKS: tuple[Callable[[], Work], ...] = (
+    *(functools.partial(pack, world, torch.float32) for world in (8, 64)),
+    functools.partial(pack, 8, torch.bfloat16),
+    *(functools.partial(unpack, world) for world in (8, 64)),
+    functools.partial(unpack, 8, shift=2),
+    *(functools.partial(pack_gradients, world, torch.float32) for world in (8, 64)),
+    functools.partial(pack_gradients, 8, torch.bfloat16),
+    functools.partial(unpack_second_dim, 8),
+)
+
+
+def copy_of_the_device() -> float:
+    """Terabytes per second, read and written."""
+    numel = (1 << 30) if ON_CUDA else 1 << 16
+    source = random_tensor(numel // 2, torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * numel / milliseconds(lambda: target.copy_(source)) / 1e9
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    memcpy = copy_of_the_device()
+    figures: dict[str, dict[str, float | None]] = {}
+    below = []
+    for make in WORKS:
+        work = make()
+        ours = work.bytes / milliseconds(work.run) / 1e9
+        other = work.bytes / milliseconds(work.other) / 1e9 if work.other else None
+        figures[work.name] = {
+            "tb_per_s": ours,
+            "of_memcpy": ours / memcpy,
+            "torch_of_memcpy": other / memcpy if other else None,
+        }
+        if work.held and ours < GOAL * memcpy:
+            below.append(f"{work.name} {ours / memcpy:.2f}")
+        print(f"{work.name:<50}{ours:8.3f} TB/s  {ours / memcpy:5.2f} of memcpy", flush=True)
+    least = min(one["of_memcpy"] or 0 for one in figures.values())
+    line = f"memcpy {memcpy:.2f} TB/s; {len(figures)} kernels, least {least:.2f} of it"
+    line += f"; below {GOAL}: {', '.join(below)}" if below and ON_CUDA else ""
+    line += "" if ON_CUDA else " (fake kernels: no figures)"
+    conclude(not (below and ON_CUDA), line, memcpy_tb_per_s=memcpy, kernels=figures)
+
+
+if __name__ == "__main__":
+    main()

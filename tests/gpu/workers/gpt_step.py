@@ -1,0 +1,129 @@
+"""A training step of a 1.3 B GPT as rank 0 of eight: milliseconds and peak memory, beside stock.
+
+The other ranks are played (loop_group.py, without pauses and poison), so that no network is in the
+figures: they compare two implementations on one device, and are no cluster's. Both take turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import loop_group
+import torch
+from gpt import GPT, GPTConfig, next_byte_loss
+from outcome import DEVICE, ON_CUDA, conclude, start_device
+from variants import MIXED, WORLD, Stage
+
+CONFIG = (
+    GPTConfig(layers=26, width=2048, heads=16, context=1024)
+    if ON_CUDA
+    else GPTConfig(layers=2, width=32, heads=2, context=16)
+)
+BATCH = 4 if ON_CUDA else 1
+STEPS, WARM = (8, 3) if ON_CUDA else (1, 1)
+TURNS = 2 if ON_CUDA else 1
+
+
+@dataclass
+class Figures:
+    """Of one turn. Memory is in bytes above what was there before."""
+
+    ms: list[float]
+    held: int
+    peak: int
+    loss: str
+
+
+class Job:
+    """A model on the device, its optimizer and its data."""
+
+    def __init__(self, stage: Stage, config: GPTConfig = CONFIG, batch: int = BATCH) -> None:
+        torch.manual_seed(0)
+        with stage.device:
+            self.model = GPT(config)
+        for unit in (*self.model.blocks, self.model):
+            stage.fully_shard(unit, mesh=stage.flat, mp_policy=MIXED)
+        fused = stage.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, fused=fused, foreach=not fused
+        )
+        data = torch.randint(0, 256, (batch, config.context + 1))
+        self.tokens = data.to(stage.device)
+
+    def step(self) -> torch.Tensor:
+        loss = next_byte_loss(self.model(self.tokens[:, :-1]), self.tokens[:, 1:])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class Meter:
+    """The device's memory; nothing on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
+        gc.collect()
+        self.synchronize()
+        self.before = self.now()
+
+    def synchronize(self) -> None:
+        if self.module is not None:
+            self.module.synchronize()
+
+    def now(self) -> int:
+        return int(self.module.memory_allocated()) if self.module else 0
+
+    def reset(self) -> None:
+        if self.module is not None:
+            self.module.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        return int(self.module.max_memory_allocated()) - self.before if self.module else 0
+
+
+def turn(implementation: str, device: torch.device) -> Figures:
+    meter = Meter(device)
+    job = Job(Stage(implementation, device))
+    for _ in range(WARM):
+        job.step()
+    meter.synchronize()
+    meter.reset()
+    held, times, loss = meter.now() - meter.before, [], torch.zeros(())
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        loss = job.step()
+        meter.synchronize()
+        times.append((time.perf_counter() - begin) * 1000)
+    return Figures(times, held, meter.peak(), loss.item().hex())
+
+
+def main() -> None:
+    device = start_device()
+    loop_group.join(WORLD, device)
+    turns: dict[str, list[Figures]] = {"torch": [], "fsdp_c": []}
+    with loop_group.clean():
+        for _ in range(TURNS):
+            for name, found in turns.items():
+                found.append(turn(name, device))
+                print(name, found[-1], flush=True)
+    ms = {name: statistics.median(x for one in t for x in one.ms) for name, t in turns.items()}
+    peak = {name: max(one.peak for one in t) for name, t in turns.items()}
+    losses = {one.loss for t in turns.values() for one in t}
+    good = len(losses) == 1
+    if ON_CUDA:
+        good = good and peak["fsdp_c"] <= peak["torch"] and ms["fsdp_c"] <= 1.05 * ms["torch"]
+    numbers = [f"{ms[name]:.1f} ms, {peak[name] / 2**30:.2f} GiB" for name in turns]
+    line = (
+        f"stock {numbers[0]}; ours {numbers[1]}; losses {'equal' if len(losses) == 1 else losses}"
+    )
+    line += "" if ON_CUDA else f" (a tiny one on {DEVICE}: no figures)"
+    conclude(good, line, ms=ms, peak_bytes=peak, turns=turns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""csrc/kernels as a shared library of its own, called by way of ctypes: no torch, no extension.
+
+With nvcc it is for the GPU. Elsewhere the same source is compiled for the host against
+tests/c/fake_cuda, so that what calls it cannot rot. The structs are read from kernels.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from outcome import BUILT, ON_CUDA, ROOT
+
+KERNELS = ROOT / "csrc/kernels"
+MEMORY = Path(__file__).with_name("kernel_memory.cu")
+HEADER = (KERNELS / "kernels.h").read_text()
+ARCH = os.environ.get("FSDP_C_CUDA_ARCH", "sm_90")
+
+C_TYPES = {
+    "int64_t": ctypes.c_int64,
+    "int32_t": ctypes.c_int32,
+    "fck_dtype": ctypes.c_int32,
+    "size_t": ctypes.c_size_t,
+}
+
+
+def _type_of(declaration: str) -> Any:
+    return ctypes.c_void_p if "*" in declaration else C_TYPES[declaration.split()[-2]]
+
+
+def _name_of(declaration: str) -> str:
+    found = re.search(r"(\w+)$", declaration)
+    assert found is not None, declaration
+    return found[1]
+
+
+def struct(name: str) -> Any:
+    """The struct of that name, as kernels.h has it."""
+    found = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", HEADER, re.S)
+    assert found is not None, name
+    lines = [line.strip() for line in found[1].split(";") if line.strip()]
+    fields = [(_name_of(line), _type_of(line)) for line in lines]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+Segment, Column, Gradient = (struct(f"fck_{name}") for name in ("segment", "column", "gradient"))
+
+
+def _backend_members() -> list[tuple[str, list[Any]]]:
+    """The functions of fck_backend with the types of their arguments."""
+    found = re.search(r"typedef struct fck_backend \{(.*?)\} fck_backend;", HEADER, re.S)
+    assert found is not None
+    body = re.sub(r"/\*.*?\*/", "", found[1], flags=re.S)
+    members = re.findall(r"\(\*(\w+)\)\((.*?)\);", body, re.S)
+    return [(name, [_type_of(one) for one in words.split(",")]) for name, words in members]
+
+
+class Backend:
+    """The CPU's kernels or the GPU's; each raises where a launch fails."""
+
+    def __init__(self, address: int) -> None:
+        members = _backend_members()
+        table = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
+        for index, (name, arguments) in enumerate(members, 1):  # the first is the name
+            function = ctypes.CFUNCTYPE(ctypes.c_char_p, *arguments)(table[index])
+            setattr(self, f"_{name}", function)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        failure = getattr(self, f"_{name}")(*arguments)
+        if failure is not None:
+            raise RuntimeError(f"{name}: {failure.decode()}")
+
+    def pack(self, segments: Sequence[Any], stream: int = 0) -> None:
+        self._call("pack", _array(Segment, segments), len(segments), stream)
+
+    def unpack(
+        self, rows: int, row_bytes: int, world: int, columns: Sequence[Any], stream: int = 0
+    ) -> None:
+        table = _array(Column, columns)
+        self._call("unpack", rows, row_bytes, world, table, len(columns), stream)
+
+    def pack_gradients(
+        self,
+        gradients: Sequence[Any],
+        world: int,
+        to: int,
+        row_numel: int,
+        dtype: int,
+        stream: int = 0,
+    ) -> None:
+        table, count = _array(Gradient, gradients), len(gradients)
+        self._call("pack_gradients", table, count, world, to, row_numel, dtype, stream)
+
+
+def _array(kind: Any, items: Sequence[Any]) -> Any:
+    made = items if isinstance(items, ctypes.Array) else array(kind, items)
+    return ctypes.cast(made, ctypes.c_void_p)
+
+
+def array(kind: Any, items: Sequence[Any]) -> Any:
+    """Descriptors as the kernels take them, for launches that must cost the host little."""
+    return (kind * len(items))(*items)
+
+
+# ---- the library ---------------------------------------------------------------------------------
+
+
+def _commands(target: Path) -> list[list[str]]:
+    """What compiles it."""
+    cpu = target.with_suffix(".cpu.o")
+    c_compiler = shlex.split(os.environ.get("CC") or "gcc")
+    sources = [str(KERNELS / "kernels_cuda.cu"), str(MEMORY)]
+    if ON_CUDA:
+        options = [f"-arch={ARCH}", "-Xcompiler", "-fPIC"]
+        cuda = ["nvcc", "-shared", "-O3", "-DNDEBUG", "-lineinfo", *options]
+    else:
+        fake = ["-Wno-unknown-pragmas", f"-I{ROOT}/tests/c/fake_cuda", "-DVISIT_ON_HOST"]
+        cuda = ["g++", "-shared", "-O1", "-fPIC", *fake, "-x", "c++"]
+    include = f"-I{ROOT}/csrc"
+    linked = [str(cpu)] if ON_CUDA else ["-x", "none", str(cpu)]
+    return [
+        [*c_compiler, "-std=c11", "-O2", "-fPIC", include, "-c", f"{KERNELS}/kernels_cpu.c"]
+        + ["-o", str(cpu)],
+        [*cuda, "-std=c++17", include, *sources, *linked, "-o", str(target.with_suffix(".new"))],
+    ]
+
+
+def library() -> Path:
+    """The library; compiled where a source has changed."""
+    files = [*sorted(KERNELS.glob("*.h")), KERNELS / "kernels_cuda.cu", KERNELS / "kernels_cpu.c"]
+    text = "".join(path.read_text() for path in [*files, MEMORY]) + ARCH
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    target = BUILT / f"kernels-{'cuda' if ON_CUDA else 'host'}-{digest}.so"
+    if not target.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        for command in _commands(target):
+            print(shlex.join(command), flush=True)
+            subprocess.run(command, check=True)
+        target.with_suffix(".new").rename(target)
+    return target
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library()))
+    loaded.visit_allocate.restype = ctypes.c_void_p
+    loaded.fck_cpu.restype = loaded.fck_cuda.restype = ctypes.c_void_p
+    return loaded
+
+
+def cpu() -> Backend:
+    return Backend(load().fck_cpu())
+
+
+def cuda() -> Backend:
+    return Backend(load().fck_cuda())

@@ -1,0 +1,76 @@
+"""A traced step of a small GPT and a snapshot of the memory, stock's and ours: files to look at."""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import loop_group
+import torch
+from gpt import GPTConfig
+from gpt_step import Job
+from outcome import ON_CUDA, conclude, out_file, start_device
+from torch.profiler import ProfilerActivity, profile
+from variants import WORLD, Stage
+
+CONFIG = (
+    GPTConfig(layers=6, width=1024, heads=8, context=512)
+    if ON_CUDA
+    else GPTConfig(layers=2, width=32, heads=2, context=16)
+)
+NAMES = {"torch": "stock", "fsdp_c": "ours"}
+
+
+def trace(job: Job, name: str) -> dict[str, int]:
+    """Writes a step's trace; how many events of each kind it has."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_CUDA else [])]
+    with profile(activities=activities) as profiler:
+        job.step()
+        if ON_CUDA:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        data = path.read_bytes()
+    out_file(f"trace-{name}.json.gz").write_bytes(gzip.compress(data))
+    events: list[dict[str, Any]] = json.loads(data)["traceEvents"]
+    kinds = collections.Counter(str(event.get("cat")) for event in events)
+    kinds["launches"] = sum("Launch" in str(event.get("name")) for event in events)
+    return dict(kinds)
+
+
+def snapshot(job: Job, name: str) -> bool:
+    """Writes who has held memory during a step."""
+    if not ON_CUDA:
+        return False
+    torch.cuda.memory._record_memory_history(max_entries=50_000, stacks="python")
+    job.step()
+    torch.cuda.synchronize()
+    torch.cuda.memory._dump_snapshot(str(out_file(f"memory-{name}.pickle")))
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return True
+
+
+def main() -> None:
+    device = start_device()
+    loop_group.join(WORLD, device)
+    found: dict[str, dict[str, int]] = {}
+    with loop_group.clean():
+        for implementation, name in NAMES.items():
+            job = Job(Stage(implementation, device), CONFIG, batch=2)
+            for _ in range(2):
+                job.step()
+            found[name] = trace(job, name)
+            snapshots = snapshot(job, name)
+    launches = [f"{name} {one['launches']}" for name, one in found.items()]
+    line = f"launches in a step: {', '.join(launches)}" if ON_CUDA else "traces written"
+    line += "" if snapshots else "; snapshots need CUDA"
+    conclude(True, line, events=found)
+
+
+if __name__ == "__main__":
+    main()

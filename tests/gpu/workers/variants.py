@@ -1,0 +1,431 @@
+"""Short trainings that never make the host wait: one for each part of FSDP2 that orders streams.
+
+``VARIANTS`` maps a name to a function of a :class:`Stage`, which is one implementation's functions
+on one device. What a training gives is kept on the device and looked at when all is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as fsdp
+import torch.nn as nn
+from loop_group import DELAYS
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+WORLD = 8
+
+Sync = Callable[[Any, bool], None]
+
+
+class Paused(torch.autograd.Function):
+    """The identity, with a pause on the way there and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        DELAYS.pause("compute", x.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        DELAYS.pause("compute", gradient.device)
+        return gradient
+
+
+class Block(nn.Module):
+    """A residual layer, with a parameter of one element among the others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Paused.apply(x + self.gain * self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Recomputed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+@functools.cache
+def _mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+@dataclass
+class Stage:
+    """One implementation's functions on a device, and how large the models are."""
+
+    implementation: str
+    device: torch.device
+    width: int = 512
+    layers: int = 4
+    rows: int = 64
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        ours = self.implementation == "fsdp_c"
+        replicates = "torch.distributed._composable.replicate_with_fsdp"
+        self.fully_shard = (importlib.import_module("fsdp_c") if ours else fsdp).fully_shard
+        room = importlib.import_module("fsdp_c" if ours else replicates)
+        self.replicate = room.replicate
+
+    @property
+    def flat(self) -> DeviceMesh:
+        return _mesh(self.device.type, (WORLD,), ("shard",))
+
+    @property
+    def hybrid(self) -> DeviceMesh:
+        return _mesh(self.device.type, (2, WORLD // 2), ("replicate", "shard"))
+
+    def module(self) -> Any:
+        return torch.get_device_module(self.device.type)
+
+    def blocks(self, width: int = 0, seed: int = 0) -> nn.Sequential:
+        torch.manual_seed(seed)
+        width = width or self.width
+        layers = [Block(width) for _ in range(self.layers)]
+        return nn.Sequential(*layers, nn.Linear(width, width)).to(self.device)
+
+    def shard(self, model: nn.Sequential, **kwargs: Any) -> Any:
+        kwargs.setdefault("mesh", self.flat)
+        for block in model:
+            self.fully_shard(block, **kwargs)
+        return self.fully_shard(model, **kwargs)
+
+    def inputs(self, count: int, width: int = 0) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        size = (count, self.rows, width or self.width)
+        return list(torch.randn(size, generator=generator).to(self.device))
+
+    def train(
+        self, model: Any, *, micro: int = 1, sync: Sync | None = None, width: int = 0
+    ) -> list[Any]:
+        """Steps of ``micro`` backwards each; ``sync(model, is_last)`` before each."""
+        inputs = iter(self.inputs(self.steps * micro, width))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+        kept: list[Any] = []
+        for _ in range(self.steps):
+            for index in range(micro):
+                if sync is not None:
+                    sync(model, index == micro - 1)
+                kept.append(self.backward(model, next(inputs)))
+            kept += copies(p.grad for p in model.parameters())
+            DELAYS.pause("optimizer", self.device)
+            optimizer.step()
+            optimizer.zero_grad()
+        return kept + copies(model.parameters())
+
+    def backward(self, model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+
+def copies(tensors: Any) -> list[Any]:
+    """What the local tensors hold now, on the current stream."""
+    locals_ = [one._local_tensor if isinstance(one, DTensor) else one for one in tensors]
+    return [None if one is None else one.detach().clone() for one in locals_]
+
+
+def digest(kept: Sequence[Any]) -> str:
+    """Of all bytes; waits for the device. Raises where poison is left."""
+    found = hashlib.sha256()
+    for tensor in kept:
+        if tensor is not None and not tensor.isfinite().all():
+            raise ValueError("a tensor is not finite")
+        found.update(b"none" if tensor is None else _bytes(tensor))
+    return found.hexdigest()[:16]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return data.numpy().tobytes() if data.numel() else b""
+
+
+Variant = Callable[[Stage], list[Any]]
+VARIANTS: dict[str, Variant] = {}
+NEEDS: dict[str, Any] = {}
+"""Whether the installed torch has what a variant uses, where older releases do not."""
+
+
+def variant(function: Variant) -> Variant:
+    VARIANTS[function.__name__] = function
+    return function
+
+
+def needs(there: bool) -> Callable[[Variant], Variant]:
+    def mark(function: Variant) -> Variant:
+        NEEDS[function.__name__] = there
+        return function
+
+    return mark
+
+
+def names(device: torch.device) -> list[str]:
+    """The variants that this torch and this device have."""
+    found = [name for name in VARIANTS if NEEDS.get(name, True)]
+    streams = device.type != "cpu"
+    return [name for name in found if streams or not name.startswith(("offload", "on_a"))]
+
+
+def units(model: Any) -> list[Any]:
+    return [*model, model]
+
+
+def _all_sync(model: Any, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+
+
+def _all_reduce(model: Any, last: bool) -> None:
+    model.set_requires_all_reduce(last)
+
+
+def _reshard(model: Any, last: bool) -> None:
+    model.set_reshard_after_backward(last)
+
+
+def _second(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
+
+
+@variant
+def plain(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks()))
+
+
+@variant
+def mixed(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks(), mp_policy=MIXED))
+
+
+@variant
+def low_reduction(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks(), mp_policy=LOW))
+
+
+@variant
+def uneven(stage: Stage) -> list[Any]:
+    width = stage.width + 3
+    return stage.train(stage.shard(stage.blocks(width), mp_policy=MIXED), width=width)
+
+
+@variant
+def second_dim(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks(), shard_placement_fn=_second, mp_policy=MIXED))
+
+
+@variant
+def kept_after_forward(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks(), reshard_after_forward=False))
+
+
+@variant
+def smaller_group(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks(), reshard_after_forward=2, mp_policy=MIXED))
+
+
+@variant
+def prefetched(stage: Stage) -> list[Any]:
+    model = stage.shard(stage.blocks())
+    for now, then in itertools.pairwise(model):
+        now.set_modules_to_forward_prefetch([then])
+        then.set_modules_to_backward_prefetch([now])
+    return stage.train(model)
+
+
+@variant
+def unsharded_by_hand(stage: Stage) -> list[Any]:
+    model = stage.shard(stage.blocks())
+    kept = []
+    for _ in range(2):
+        handles = [unit.unshard(async_op=True) for unit in units(model)]
+        handles[0].wait()
+        kept += stage.train(model)
+    return kept
+
+
+@variant
+def asynchronous_gathers(stage: Stage) -> list[Any]:
+    model = stage.shard(stage.blocks())
+    model._set_unshard_async_op(True)
+    return stage.train(model)
+
+
+@variant
+def accumulated(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks(), mp_policy=MIXED), micro=3, sync=_all_sync)
+
+
+@variant
+def kept_after_backward(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks()), micro=2, sync=_reshard)
+
+
+@variant
+def hsdp(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks(), mesh=stage.hybrid))
+
+
+@variant
+def hsdp_mixed(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks(), mesh=stage.hybrid, mp_policy=LOW))
+
+
+@variant
+def hsdp_partial(stage: Stage) -> list[Any]:
+    model = stage.shard(stage.blocks(), mesh=stage.hybrid, mp_policy=MIXED)
+    return stage.train(model, micro=3, sync=_all_reduce)
+
+
+@variant
+def hsdp_with_a_reduce_hook(stage: Stage) -> list[Any]:
+    model = stage.shard(stage.blocks(), mesh=stage.hybrid)
+    for unit in units(model):
+        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+    return stage.train(model)
+
+
+@variant
+def on_a_stream_of_the_hook(stage: Stage) -> list[Any]:
+    model = stage.shard(stage.blocks(), mp_policy=MIXED)
+    stream = stage.module().Stream()
+    for unit in units(model):
+        unit.set_all_reduce_hook(lambda row: row.mul_(0.5), stream=stream)
+    return stage.train(model)
+
+
+@variant
+def on_a_side_stream(stage: Stage) -> list[Any]:
+    model = stage.shard(stage.blocks())
+    module = stage.module()
+    stream = module.Stream()
+    stream.wait_stream(module.current_stream())
+    with module.stream(stream):
+        kept = stage.train(model)
+    module.current_stream().wait_stream(stream)
+    return kept
+
+
+@variant
+def replicated(stage: Stage) -> list[Any]:
+    model = stage.replicate(stage.blocks(), mesh=stage.flat)
+    return stage.train(model, micro=2, sync=_all_sync)
+
+
+@variant
+def replicated_units(stage: Stage) -> list[Any]:
+    model = stage.blocks()
+    for block in model:
+        stage.replicate(block, mesh=stage.flat, mp_policy=MIXED)
+    return stage.train(stage.replicate(model, mesh=stage.flat, mp_policy=MIXED))
+
+
+@variant
+def offload(stage: Stage) -> list[Any]:
+    return stage.train(stage.shard(stage.blocks(), offload_policy=CPUOffloadPolicy()))
+
+
+@variant
+def offload_unpinned(stage: Stage) -> list[Any]:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    return stage.train(stage.shard(stage.blocks(), offload_policy=policy, mp_policy=MIXED))
+
+
+@needs(hasattr(fsdp.FSDPModule, "set_reduce_scatter_max_input_buffers"))
+@variant
+def own_group_for_reduce_scatters(stage: Stage) -> list[Any]:
+    model = stage.shard(stage.blocks())
+    model.set_separate_reduce_scatter_group(True)
+    model.set_reduce_scatter_max_input_buffers(3)
+    return stage.train(model)
+
+
+@variant
+def checkpointed(stage: Stage) -> list[Any]:
+    model = nn.Sequential(*(Recomputed(block) for block in stage.blocks()))
+    return stage.train(stage.shard(model))
+
+
+@variant
+def two_roots(stage: Stage) -> list[Any]:
+    return _two_roots(stage, shared=False)
+
+
+@needs(hasattr(fsdp, "share_comm_ctx"))
+@variant
+def two_roots_that_share_streams(stage: Stage) -> list[Any]:
+    return _two_roots(stage, shared=True)
+
+
+def _two_roots(stage: Stage, shared: bool) -> list[Any]:
+    first, second = (stage.shard(stage.blocks(seed=seed)) for seed in range(2))
+    if shared:
+        for model in (first, second):
+            model._get_fsdp_state()._lazy_init()
+        fsdp.share_comm_ctx([*units(first), *units(second)])  # type: ignore[attr-defined]
+    kept: list[Any] = []
+    for x in stage.inputs(stage.steps):
+        kept.append(stage.backward(lambda y: second(first(y)), x))
+        kept += copies(p.grad for p in (*first.parameters(), *second.parameters()))
+    return kept
+
+
+@variant
+def evaluated(stage: Stage) -> list[Any]:
+    model = stage.shard(stage.blocks())
+    kept = stage.train(model)
+    with torch.no_grad():
+        kept += copies([model(stage.inputs(1)[0])])
+    return kept + stage.train(model)
+
+
+@variant
+def on_an_optimizer_stream(stage: Stage) -> list[Any]:
+    return optimizer_event(stage, stale=False)
+
+
+def optimizer_event(stage: Stage, stale: bool) -> list[Any]:
+    """The optimizer on a stream of its own, with an event for the next gathers to wait for.
+
+    ``stale``: the event is one from before the optimizer. A dropped wait, which has to show.
+    """
+    model = stage.shard(stage.blocks())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
+    module = stage.module()
+    stream = module.Stream()
+    kept: list[Any] = []
+    for x in stage.inputs(stage.steps):
+        kept.append(stage.backward(model, x))
+        stream.wait_stream(module.current_stream())
+        before = stream.record_event()
+        with module.stream(stream):
+            DELAYS.pause("optimizer", stage.device)
+            optimizer.step()
+        after = stream.record_event()
+        model.set_post_optim_event(before if stale else after)
+        for p in model.parameters():  # zero_grad() would let memory go that the optimizer reads
+            kept.append(p.grad)
+            p.grad = None
+    module.current_stream().wait_stream(stream)
+    return copies(kept) + copies(model.parameters())
