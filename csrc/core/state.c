@@ -194,6 +194,23 @@ void fc_state_fini(fc_state *s) {
     memset(s, 0, sizeof *s);
 }
 
+/* The gathers of all states under the root wait. Where roots were put into one context, the states
+ * below them may have kept another. */
+static fc_status gathers_wait(const fc_state *s, fct_event *e) {
+    fc_status status = FC_OK;
+    const fc_comm *last = s->comm;
+    FC_TRY(fc_comm_gather_streams_wait(s->comm, e));
+    for (size_t i = 0; i < s->iteration->count; i++) {
+        fc_comm *c = s->iteration->states[i]->comm;
+        if (c != s->comm && c != last) {
+            FC_TRY(fc_comm_gather_streams_wait(c, e));
+        }
+        last = c;
+    }
+done:
+    return status;
+}
+
 fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     fc_status status = FC_OK;
     fct_event *now = NULL;
@@ -202,7 +219,7 @@ fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     }
     if (s->comm->streams_ready && after_compute) {
         FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &now));
-        FC_TRY(fc_comm_gather_streams_wait(s->comm, now));
+        FC_TRY(gathers_wait(s, now));
     }
     s->iteration->forward_root = s;
     s->iteration->order_mark = s->comm->order.count;

@@ -66,6 +66,13 @@ def join_loop_group() -> None:
     dist.init_process_group("loop", store=dist.HashStore(), rank=0, world_size=WORLD)
 
 
+STOCK_RACES = {
+    "interleaved": "write by allocation",
+    "shared_context_of_the_roots_alone": "read by aten::_foreach_copy_",
+    "reduce_hook_on_a_stream_with_a_cast": "write by allocation",
+}
+"""Scenarios in which stock itself races, and words of the finding (tests/STOCK_BUGS.md)."""
+
 SCENARIOS: dict[str, Callable[[SimTools], Record]] = {}
 
 
@@ -302,12 +309,13 @@ def checkpointed(tools: SimTools) -> Record:
     return tools.train(tools.shard(model))
 
 
-@scenario
-def shared_context(tools: SimTools) -> Record:
+def _two_roots(tools: SimTools, whole: bool) -> Record:
+    """Two models in one context; ``whole``: their children are in it, too."""
     first, second = tools.shard(blocks()), tools.shard(blocks(seed=1))
     for model in (first, second):
         model._get_fsdp_state()._lazy_init()
-    fsdp.share_comm_ctx([first, *first, second, *second])
+    children = [*first, *second] if whole else []
+    fsdp.share_comm_ctx([first, second, *children])
     record: Record = []
     for step in range(3):
         loss = second(first(tools.input(step))).pow(2).sum()
@@ -315,6 +323,41 @@ def shared_context(tools: SimTools) -> Record:
         both = [*first.parameters(), *second.parameters()]
         record += [loss.item(), digest(p.grad for p in both)]
     return record
+
+
+@scenario
+def shared_context(tools: SimTools) -> Record:
+    return _two_roots(tools, whole=True)
+
+
+@scenario
+def shared_context_of_the_roots_alone(tools: SimTools) -> Record:
+    return _two_roots(tools, whole=False)
+
+
+@scenario
+def interleaved(tools: SimTools) -> Record:
+    """The second backward's prefetch of the first's unit is never waited for."""
+    model = tools.shard(blocks())
+    record: Record = []
+    for step in range(3):
+        losses = [model(tools.input(2 * step + i)).pow(2).sum() for i in range(2)]
+        for loss in losses:
+            loss.backward()
+        record += [loss.item() for loss in losses]
+        record.append(digest(p.grad for p in model.parameters()))
+        model.zero_grad()
+    return record
+
+
+@scenario
+def reduce_hook_on_a_stream_with_a_cast(tools: SimTools) -> Record:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = tools.shard(nn.Sequential(*blocks(), *blocks(seed=1)), mp_policy=policy)
+    stream = torch.Stream(device="sim")
+    for unit in (*model, model):
+        unit.set_all_reduce_hook(lambda row: row.mul_(0.5), stream=stream)
+    return tools.train(model)
 
 
 @scenario
