@@ -6,6 +6,7 @@
 #   make parity  the whole grid beside torch's own FSDP2
 #   make test-fast      what one wants after a change: the core, one process, the behaviour scenarios, some parity
 #   make gpu     ten minutes on a GPU: is it right, and fast, there?
+#   make accelerator    everything on the simulated accelerator, and its figures
 #   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on ours
 #
 # VENV=dir uses (and completes) an environment that exists; the default is .venv, made on first use.
@@ -36,7 +37,7 @@ ASSERT_TESTS ?= tests/unit/test_by_hand.py tests/unit/test_buckets.py tests/unit
 	tests/distributed/test_behaviour_training.py tests/distributed/test_behaviour_backwards.py \
 	tests/distributed/test_behaviour_groups.py tests/distributed/test_behaviour_replicate.py
 # What pyproject.toml has as pythonpath, without the root.
-TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers
+TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers
 
 PY := $(VENV)/bin/python
 ENV_STAMP := $(VENV)/.fsdp_c-env
@@ -46,18 +47,18 @@ CLIENTS_PY := $(CLIENTS_VENV)/bin/python
 CLIENTS_STAMP := $(CLIENTS_VENV)/.fsdp_c-clients
 SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
-C_FILES = $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+C_FILES = $(shell find csrc tests/c tests/accelerator/device -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # This checkout's fsdp_c, whichever one the environment was installed for; child processes too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
-.PHONY: help env build demo test test-fast test-c test-assert test-clients parity lint lint-ruff lint-mypy lint-c format sanitize bench \
-	cuda-check gpu clean
+.PHONY: help env build demo test test-fast test-c test-assert test-clients accelerator parity lint lint-ruff lint-mypy \
+	lint-c format sanitize bench cuda-check gpu clean
 
 help:
-	@sed -n '3,8s/^# *//p' Makefile
+	@sed -n '3,10s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -108,6 +109,11 @@ test-fast: build
 # The whole grid of parity, 600 settings in a quarter of an hour; `make test` runs 300 of them.
 parity: build
 	FSDP_C_PARITY_COUNT=600 FSDP_C_PARITY_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/parity
+
+# Everything on the simulated accelerator; `make test` runs a third of the grid on four ranks. Then its figures.
+accelerator: build
+	FSDP_C_ACCELERATOR_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/accelerator
+	PYTHONPATH=$(PYTHONPATH):tests/harness:tests/parity/workers $(PY) tests/accelerator/workers/figures.py
 
 test-c:
 	@$(MAKE) -C tests/c

@@ -25,8 +25,8 @@ struct Journal {
     std::vector<Call> calls;                /* only while a library is watched */
     uintptr_t watched_from = 0;             /* where the library lies; 0: none is watched */
     uintptr_t watched_to = 0;
-    std::string fault;                      /* what goes wrong, empty: nothing */
-    int64_t fault_at = -1;                  /* at which call of the watched library */
+    std::string fault;     /* what goes wrong, empty: nothing */
+    int64_t fault_at = -1; /* at which call of the watched library */
 
     /* Notes the calls that come from the library whose file name has this in it, from now on; one
      * of them goes wrong. */

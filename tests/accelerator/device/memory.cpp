@@ -264,8 +264,7 @@ void Memory::name(const void *storage, const std::string &text) {
 
 void Memory::named(const void *storage, const void *data) {
     const auto found = names_.find(storage);
-    Block *const block =
-        found == names_.end() ? nullptr : find(reinterpret_cast<uintptr_t>(data));
+    Block *const block = found == names_.end() ? nullptr : find(reinterpret_cast<uintptr_t>(data));
     if (block != nullptr) {
         block->label = found->second;
     }

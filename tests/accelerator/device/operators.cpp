@@ -9,11 +9,11 @@
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/view_native.h>
-#include <ATen/ops/_reshape_alias_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -108,11 +108,11 @@ class Call {
 
     void check_devices() const {
         const std::string &name = op_.schema().name();
-        const bool indexes = name.rfind("aten::index", 0) == 0 ||
-                             name.rfind("aten::_index_put", 0) == 0;
+        const bool indexes =
+            name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put", 0) == 0;
         TORCH_CHECK(!stranger_ || pairs_.empty() || indexes,
                     "Expected all tensors to be on the same device, but found at least two "
-                     "devices, ",
+                    "devices, ",
                     device_, " and cpu, in ", name);
     }
 
@@ -197,8 +197,8 @@ class Call {
                 auto view = at::detail::make_tensor<c10::TensorImpl>(
                     c10::TensorImpl::VIEW, c10::Storage(pair.device.storage()), kKeys,
                     result.dtype());
-                view.unsafeGetTensorImpl()->set_sizes_and_strides(
-                    result.sizes(), result.strides(), result.storage_offset());
+                view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(),
+                                                                  result.storage_offset());
                 return view;
             }
         }
@@ -363,9 +363,9 @@ convolution_backward(const at::Tensor &grad, const at::Tensor &input, const at::
 
 /* One kernel each, as on other devices; torch's own composites would be many. */
 bool is_one_kernel(const std::string &name) {
-    static const std::set<std::string> names = {
-        "aten::split_with_sizes_copy", "aten::_chunk_cat", "aten::native_layer_norm",
-        "aten::native_group_norm", "aten::native_dropout"};
+    static const std::set<std::string> names = {"aten::split_with_sizes_copy", "aten::_chunk_cat",
+                                                "aten::native_layer_norm",
+                                                "aten::native_group_norm", "aten::native_dropout"};
     return name.rfind("aten::_foreach_", 0) == 0 || name.rfind("aten::_fused_", 0) == 0 ||
            names.count(name) != 0;
 }

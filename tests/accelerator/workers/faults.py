@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -88,3 +89,24 @@ def broken(name: str, fault: str = "drop") -> Iterator[tuple[int, Point, Run]]:
     """
     for index, point in enumerate(run(name, fault=fault).points):
         yield index, point, run(name, fault=fault, at=index)
+
+
+def main() -> None:
+    """Breaks every call of the scenarios that are named, and says which are found."""
+    scenarios.join_loop_group()
+    simulated.use_kernels(True)
+    fault = "drop"
+    for name in sys.argv[1:]:
+        if name in ("drop", "wrong stream", "other stream", "early free"):
+            fault = name
+            continue
+        table: dict[Point, list[bool]] = {}
+        for _, point, result in broken(name, fault):
+            table.setdefault(point, []).append(bool(result.findings))
+        print(f"{name}, {fault}: calls that are found, of all")
+        for point, found in table.items():
+            print(f"{sum(found):5d} of {len(found):3d}  {point}")
+
+
+if __name__ == "__main__":
+    main()
