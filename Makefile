@@ -153,7 +153,7 @@ cuda-check:
 		$$nvcc -std=c++17 -O2 $$($(PYTHON) cuda_build.py $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
 			--Werror all-warnings -c csrc/kernels/kernels_cuda.cu -o build/cuda-check/kernels_cuda.o && \
 		echo "cuda-check: kernels_cuda.cu compiles with $$nvcc" || exit 1; done
-	@$(PYTHON) tests/harness/nvrtc.py $(NVRTCS)
+	@$(PYTHON) tests/harness/nvrtc_check.py $(NVRTCS)
 
 # One visit to a GPU (GPU_ARGS="--device sim" for the simulated one): a line for each step in build/gpu/out/summary.txt.
 gpu:

@@ -120,7 +120,7 @@ def headers() -> list[str]:
 def c_sources() -> list[str]:
     """The C (and, with CUDA, .cu) files that BuildC compiles itself, relative to the repository."""
     files = [*CSRC.glob("core/*.c"), *CSRC.glob("python/*.c"), *CSRC.glob("kernels/*_cpu.c")]
-    files.append(CSRC / "kernels/backends.c")
+    files += [CSRC / "kernels/backends.c", CSRC / "kernels/kernels_jit.cpp"]
     files.append(ROOT / (CUDA_SOURCE if CUDART else NO_CUDA_SOURCE))
     return sorted(str(path.relative_to(ROOT)) for path in files)
 
@@ -138,6 +138,10 @@ def compile_command(source: str) -> list[str]:
         level = ["-O0", "-g"] if DEBUG else ["-O3", "-DNDEBUG"]
         host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
         return [NVCC, "-std=c++17", *level, *arch, f"-I{CSRC}", *host]
+    if source.endswith(".cpp"):
+        compiler = shlex.split(os.environ.get("CXX") or "g++")
+        plain = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"]
+        return [*compiler, *plain, *optimisation(), *CXX_WARNINGS, f"-I{CSRC}"]
     compiler = shlex.split(os.environ.get("CC") or "gcc")
     command = [*compiler, "-std=c11", "-fPIC", "-fvisibility=hidden", *optimisation(), *C_WARNINGS]
     # A system directory: the warnings are about our code, not about CPython's headers.
@@ -231,9 +235,9 @@ class BuildC(cpp_extension.BuildExtension):
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         with ThreadPoolExecutor(jobs) as pool:
             cuda = pool.submit(compile_cuda, directory) if CUDA_SOURCE in ext.sources else None
-            ours = [s for s in ext.sources if s.endswith(".c")]
+            ours = [s for s in ext.sources if s not in cxx_sources() and s != CUDA_SOURCE]
             objects = list(pool.map(lambda source: compile_one(source, directory), ours))
-        ext.sources = [s for s in ext.sources if s.endswith(".cpp")]
+        ext.sources = cxx_sources()
         failed = [source for source, made in zip(ours, objects) if made is None]
         if failed:
             raise SystemExit(f"fsdp_c: does not compile: {', '.join(failed)}")

@@ -8,6 +8,8 @@ import torch
 
 import fsdp_c._C as _C
 
+from . import jit
+
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 _said: set[str] = set()
@@ -26,11 +28,19 @@ def say(device: torch.device) -> None:
     if device.type in _said:
         return
     _said.add(device.type)
+    if device.type == "cuda" and _C.kernels_of(device) == "torch" and jit.wanted():
+        try:
+            jit.compile_for(device)
+        except (RuntimeError, OSError, AttributeError) as error:
+            logger.warning("fsdp_c: NVRTC has made no kernels: %s", error)
     lacking = device.type == "cuda" and _C.kernels_of(device) == "torch" and not torch.version.hip
     logger.log(
         logging.WARNING if lacking else logging.INFO,
         "fsdp_c: memory is packed and unpacked on %s by %s%s",
         device.type,
         describe(device),
-        ": it was built without nvcc, or for another CUDA release" if lacking else "",
+        ": it was built without nvcc, or for another CUDA release (FSDP_C_JIT=1 has NVRTC compile "
+        "kernels)"
+        if lacking
+        else "",
     )

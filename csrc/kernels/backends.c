@@ -1,24 +1,28 @@
-/* Whose kernels serve which device. Owns the only state of this folder: what tests have put in the
- * place of kernels, for all threads. */
+/* Whose kernels serve which device. Owns which kernels were compiled at run time, and what tests
+ * have put in the place of kernels, for all threads. */
 #include "kernels.h"
 
 #include <stdatomic.h>
 #include <stdbool.h>
 
+static _Atomic(const fck_backend *) compiled;
 static _Atomic(const fck_backend *) simulated;
 static atomic_bool hidden;
 
 const fck_backend *fck_backend_of(int device_type) {
-    if (atomic_load_explicit(&hidden, memory_order_relaxed)) {
-        return NULL;
-    }
-    if (device_type == FCK_DEVICE_CPU) {
+    bool shown = !atomic_load_explicit(&hidden, memory_order_relaxed);
+    if (shown && device_type == FCK_DEVICE_CPU) {
         return fck_cpu();
     }
-    if (device_type == FCK_DEVICE_CUDA && fck_cuda_built() != 0) {
-        return fck_cuda();
+    if (shown && device_type == FCK_DEVICE_CUDA) {
+        return fck_cuda_built() != 0 ? fck_cuda()
+                                     : atomic_load_explicit(&compiled, memory_order_acquire);
     }
     return atomic_load_explicit(&simulated, memory_order_relaxed);
+}
+
+void fck_provide(const fck_backend *kernels) {
+    atomic_store_explicit(&compiled, kernels, memory_order_release);
 }
 
 void fck_simulate(const fck_backend *kernels) {

@@ -93,8 +93,12 @@ int fck_cuda_built(void);
 enum { FCK_DEVICE_CPU = 0, FCK_DEVICE_CUDA = 1 };
 const fck_backend *fck_backend_of(int device_type);
 
+/* CUDA's kernels that were compiled at run time, for an extension that was built without nvcc;
+ * NULL: none. */
+void fck_provide(const fck_backend *kernels);
+
 /* For tests. The kernels of a simulated accelerator, which devices have that have none of their
- * own; NULL (as at the start): no kernels. And whether all kernels are hidden, the CPU's, too. */
+ * own; NULL (as at the start): no kernels. And whether all others are hidden, the CPU's, too. */
 void fck_simulate(const fck_backend *kernels);
 void fck_hide(int on);
 

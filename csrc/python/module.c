@@ -1,6 +1,7 @@
 /* The extension module: its state (types, interned names, bound Python functions) and nothing that
  * is global. */
 #include "../kernels/kernels.h"
+#include "../kernels/kernels_jit.h"
 #include "clip.h"
 #include "comm_context.h"
 #include "guard.h"
@@ -70,10 +71,18 @@ static PyObject *module_fault_left(PyObject *module, PyObject *unused) {
 
 static const char kernels_name[] = "fck_backend";
 
-static PyObject *module_kernels(PyObject *module, PyObject *unused) {
+static PyObject *module_kernels(PyObject *module, PyObject *args) {
     (void)module;
-    (void)unused;
-    return PyCapsule_New((void *)(uintptr_t)fck_cpu(), kernels_name, NULL);
+    int type = FCK_DEVICE_CPU;
+    if (!PyArg_ParseTuple(args, "|i:kernels", &type)) {
+        return NULL;
+    }
+    const fck_backend *kernels = fck_backend_of(type);
+    if (kernels == NULL) {
+        PyErr_SetString(PyExc_ValueError, "there are no kernels for this type of device");
+        return NULL;
+    }
+    return PyCapsule_New((void *)(uintptr_t)kernels, kernels_name, NULL);
 }
 
 static PyObject *module_simulate_kernels(PyObject *module, PyObject *arg) {
@@ -83,6 +92,24 @@ static PyObject *module_simulate_kernels(PyObject *module, PyObject *arg) {
         return NULL;
     }
     fck_simulate((const fck_backend *)kernels);
+    Py_RETURN_NONE;
+}
+
+/* use_jit(launch, moves, casts): addresses as numbers. */
+static PyObject *module_use_jit(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned long long launch = 0;
+    unsigned long long moves = 0;
+    unsigned long long casts = 0;
+    if (!PyArg_ParseTuple(args, "KKK:use_jit", &launch, &moves, &casts)) {
+        return NULL;
+    }
+    if (launch == 0) {
+        fck_provide(NULL);
+    } else {
+        fck_provide(fck_jit((fck_launch)(uintptr_t)launch, (void *)(uintptr_t)moves,
+                            (void *)(uintptr_t)casts));
+    }
     Py_RETURN_NONE;
 }
 
@@ -133,6 +160,9 @@ static PyMethodDef module_methods[] = {
     {"kernels_of", module_kernels_of, METH_O,
      "kernels_of(device): whose kernels pack and unpack on this torch.device: 'cpu', 'cuda', or "
      "'torch' where its own multi-tensor operations do."},
+    {"use_jit", module_use_jit, METH_VARARGS,
+     "use_jit(launch, moves, casts): the kernels of CUDA devices from now on: addresses of "
+     "cuLaunchKernel and of two functions for it, which have to stay. 0: none."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): whether it is a dense tensor with a storage, not one that wraps others."},
     {NULL, NULL, 0, NULL},
@@ -145,8 +175,9 @@ static PyMethodDef testing_methods[] = {
      "RuntimeError; 0: off."},
     {"fault_left", module_fault_left, METH_NOARGS,
      "fault_left(): what is left of fault_arm's n; 0: off or fired."},
-    {"kernels", module_kernels, METH_NOARGS,
-     "kernels(): a capsule of the CPU's kernels (fck_backend in kernels.h)."},
+    {"kernels", module_kernels, METH_VARARGS,
+     "kernels(type=0): a capsule of a device type's kernels (fck_backend in kernels.h), by torch's "
+     "number; those of the CPU."},
     {"simulate_kernels", module_simulate_kernels, METH_O,
      "simulate_kernels(capsule or None): the kernels of devices that have none of their own. The "
      "capsule's memory has to stay."},

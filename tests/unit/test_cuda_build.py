@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_c.nvrtc import ENTRIES, FIRST, OURS, STANDARD, Nvrtc, installed
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from nvrtc import ENTRIES, FIRST, OURS, STANDARD, Nvrtc, installed  # noqa: E402
 
 import cuda_build  # noqa: E402
 

@@ -1,17 +1,16 @@
-"""Compiles the device side of the CUDA kernels with NVRTC, NVIDIA's compiler in a library: for each
-architecture from sm_70 on that it knows. pip has it for every CUDA release, nvcc only for some.
-
-``python tests/harness/nvrtc.py LIBRARY...`` is what `make cuda-check` runs.
-"""
+"""NVRTC, NVIDIA's compiler of device code in a library, which torch's CUDA wheels bring along: it
+compiles the device side of the CUDA kernels where there is no nvcc."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-import sys
 from pathlib import Path
 
-KERNELS = Path(__file__).resolve().parents[2] / "csrc/kernels"
+_HERE = Path(__file__).resolve().parent
+_INSTALLED = _HERE / "kernel_sources"
+KERNELS = _INSTALLED if _INSTALLED.is_dir() else _HERE.parent / "csrc/kernels"
+"""The sources: installed beside this file, or those of the repository."""
 FIRST = 70
 STANDARD = ("stdint.h", "stddef.h", "string.h", "cuda_fp16.h", "cuda_bf16.h")
 """In the place of these NVRTC is given rtc.cuh."""
@@ -81,24 +80,8 @@ class Nvrtc:
 
 def installed() -> list[Path]:
     """The libraries that pip has put beside torch."""
-    try:
-        import torch
-    except ImportError:
-        return []
+    import torch
+
     packages = Path(torch.__file__).resolve().parents[1] / "nvidia"
     found = [*packages.glob("*/lib/libnvrtc.so.*"), *packages.glob("*/*/lib/libnvrtc.so.*")]
     return sorted(path for path in found if re.search(r"\.so\.\d+$", path.name))
-
-
-def main() -> None:
-    for library in sys.argv[1:] or installed():
-        nvrtc = Nvrtc(library)
-        archs = [arch for arch in nvrtc.archs() if arch >= FIRST]
-        for arch in archs:
-            code = nvrtc.compile(arch)
-            assert all(entry.encode() in code for entry in ENTRIES)
-        print(f"cuda-check: lines.cuh compiles with NVRTC {nvrtc.version} for {archs}")
-
-
-if __name__ == "__main__":
-    main()

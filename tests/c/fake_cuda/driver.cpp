@@ -1,0 +1,57 @@
+/* A stand-in for libcuda.so.1: as much of it as fsdp_c/jit.py asks for. Its "device" is this
+ * processor, which runs the GPU kernels' own source thread by thread; the machine code that is
+ * loaded is looked at and not run. For tests/unit/test_jit.py. */
+#include <cuda_runtime.h>
+
+#include <cstring>
+
+#include "kernels/lines.cuh"
+
+static int launches;
+static int refused; /* the next launch is */
+
+extern "C" int cuLibraryLoadData(void **library, const void *code, void *, void *, unsigned, void *,
+                                 void *, unsigned) {
+    static char loaded;
+    if (std::memcmp(code,
+                    "\x7f"
+                    "ELF",
+                    4) != 0) {
+        return 200; /* CUDA_ERROR_INVALID_IMAGE */
+    }
+    *library = &loaded;
+    return 0;
+}
+
+extern "C" int cuLibraryGetKernel(void **kernel, void *, const char *name) {
+    const bool moves = std::strcmp(name, "fck_move_lines") == 0;
+    if (!moves && std::strcmp(name, "fck_cast_lines") != 0) {
+        return 500; /* CUDA_ERROR_NOT_FOUND */
+    }
+    *kernel = reinterpret_cast<void *>(moves ? fck_move_lines : fck_cast_lines);
+    return 0;
+}
+
+extern "C" int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                              unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                              void *, void **arguments, void **extra) {
+    if (refused != 0 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || shared != 0 ||
+        extra != nullptr) {
+        refused = 0;
+        return 1; /* CUDA_ERROR_INVALID_VALUE */
+    }
+    launches++;
+    const auto kernel = reinterpret_cast<void (*)(const fck::line_batch)>(function);
+    return cudaLaunchKernel(kernel, dim3(grid_x), dim3(block_x), arguments, 0, nullptr);
+}
+
+/* How many launches there were since this was asked last. */
+extern "C" int take_launches() {
+    const int count = launches;
+    launches = 0;
+    return count;
+}
+
+extern "C" void refuse_next() {
+    refused = 1;
+}

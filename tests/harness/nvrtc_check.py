@@ -1,0 +1,31 @@
+"""``python tests/harness/nvrtc_check.py LIBRARY...``: whether NVRTC compiles the device side of the
+CUDA kernels for each architecture from sm_70 on that it knows. `make cuda-check` runs it.
+
+pip has NVRTC for every CUDA release (nvidia-cuda-nvrtc-cu12, ...), nvcc only for some.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    # Without fsdp_c, which needs torch.
+    path = Path(__file__).resolve().parents[2] / "fsdp_c/nvrtc.py"
+    spec = importlib.util.spec_from_file_location("nvrtc", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for library in sys.argv[1:]:
+        nvrtc = module.Nvrtc(library)
+        archs = [arch for arch in nvrtc.archs() if arch >= module.FIRST]
+        for arch in archs:
+            code = nvrtc.compile(arch)
+            assert all(entry.encode() in code for entry in module.ENTRIES)
+        print(f"cuda-check: lines.cuh compiles with NVRTC {nvrtc.version} for {archs}")
+
+
+if __name__ == "__main__":
+    main()
