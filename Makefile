@@ -3,7 +3,7 @@
 #   make demo    train a small GPT on two processes, with curves         make lint      style and types
 #   make test    every test there is                                      make format    put the style right
 #   make bench   cost and memory beside torch's own FSDP2                 make sanitize  under ASan and UBSan
-#   make parity  the whole grid beside torch's own FSDP2
+#   make parity  the whole grid beside torch's own FSDP2                make wheels   into dist/
 #   make test-fast      what one wants after a change: the core, one process, the behaviour scenarios, some parity
 #   make gpu     ten minutes on a GPU: is it right, and fast, there?
 #   make accelerator    everything on the simulated accelerator, and its figures
@@ -28,6 +28,7 @@ DEMO_ARGS ?=
 # Tests that share an expensive fixture are one group, for one worker.
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
+WHEELS ?= $(TORCH:torch==%=%)
 CLIENTS_ARGS ?=
 GPU_ARGS ?=
 # What runs under the sanitizers: fast, in this process, and through every C function.
@@ -55,7 +56,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
 .PHONY: help env build demo test test-fast test-c test-assert test-clients accelerator parity lint lint-ruff lint-mypy \
-	lint-c format sanitize bench cuda-check gpu clean
+	lint-c format wheels sanitize bench cuda-check gpu clean
 
 help:
 	@sed -n '3,10s/^# *//p' Makefile
@@ -178,6 +179,19 @@ format: env
 	$(PY) -m ruff check --fix-only --quiet .
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(C_FILES)
+
+# ---- wheels -----------------------------------------------------------------------------------------------
+
+# One for each release of torch, in an environment of its own: make wheels WHEELS="2.13.0 2.14.1". With nvcc and a CUDA
+# build of torch they have the CUDA kernels.
+wheels:
+	@for release in $(WHEELS); do \
+		python=build/venv-torch-$$release/bin/python; \
+		[ -x $$python ] || $(PYTHON) -m venv build/venv-torch-$$release; \
+		$$python -m pip install -q torch==$$release numpy 'setuptools>=77' wheel ninja; \
+		$$python -m pip wheel -q --no-build-isolation --no-deps -w dist .; \
+	done
+	@ls dist/*.whl
 
 # ---- the rest ---------------------------------------------------------------------------------------------
 

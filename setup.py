@@ -37,17 +37,22 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from setuptools import setup
-from torch.utils import cpp_extension
 
 # A PEP 517 build does not look for modules beside this file.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import build_torch  # first: it makes torch be found
+
+# isort: split
+import torch
+from torch.utils import cpp_extension
 
 import cuda_build
 
@@ -218,6 +223,16 @@ def only_builder(directory: Path) -> Iterator[None]:
         yield
 
 
+def jobs() -> int:
+    """Compilers at a time."""
+    return int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+
+
+def kernels() -> str:
+    """Which kernels are built."""
+    return "CPU" if NVCC is None else f"CPU and CUDA {torch.version.cuda}"
+
+
 class BuildC(cpp_extension.BuildExtension):
     """BuildExtension that leaves the C files to a C compiler."""
 
@@ -227,13 +242,19 @@ class BuildC(cpp_extension.BuildExtension):
         self.build_temp = str(build_directory(cxx=True))
 
     def run(self) -> None:
+        begin = time.monotonic()
+        print(build_torch.plan(self.extensions[0].sources, kernels(), jobs()), flush=True)
         with only_builder(build_directory(cxx=True)):
             super().run()
+        print(f"fsdp_c: built in {time.monotonic() - begin:.0f} s", flush=True)
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        build_torch.note(ROOT / "fsdp_c", kernels(), ROOT)
 
     def build_extension(self, ext: cpp_extension.CppExtension) -> None:
         directory = build_directory()
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-        with ThreadPoolExecutor(jobs) as pool:
+        with ThreadPoolExecutor(jobs()) as pool:
             cuda = pool.submit(compile_cuda, directory) if CUDA_SOURCE in ext.sources else None
             ours = [s for s in ext.sources if s not in cxx_sources() and s != CUDA_SOURCE]
             objects = list(pool.map(lambda source: compile_one(source, directory), ours))
@@ -242,10 +263,10 @@ class BuildC(cpp_extension.BuildExtension):
         if failed:
             raise SystemExit(f"fsdp_c: does not compile: {', '.join(failed)}")
         if cuda is not None:
-            kernels = cuda.result()
-            runtime = [CUDART] if kernels else []
+            gpu = cuda.result()
+            runtime = [CUDART] if gpu else []
             ext.extra_link_args = [*ext.extra_link_args, *runtime]
-            objects.append(kernels or compile_one(NO_CUDA_SOURCE, directory))
+            objects.append(gpu or compile_one(NO_CUDA_SOURCE, directory))
         ext.extra_objects = objects
         # Only the entry point leaves the module. -fvisibility=hidden does not reach the weak
         # symbols of templates of the standard library and torch; the script does.
@@ -256,7 +277,9 @@ class BuildC(cpp_extension.BuildExtension):
             super().build_extension(ext)
         except RuntimeError as error:  # ninja has printed what is wrong; a traceback would bury it
             raise SystemExit(f"fsdp_c: {error}") from None
-        check_resolved(self.get_ext_fullpath(ext.name))
+        library = self.get_ext_fullpath(ext.name)
+        check_resolved(library)
+        build_torch.note(Path(library).parent, kernels(), ROOT)
 
 
 def extension() -> cpp_extension.CppExtension:
@@ -283,4 +306,8 @@ def extension() -> cpp_extension.CppExtension:
     )
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildC})
+setup(
+    version=build_torch.version(ROOT / "fsdp_c/version.py"),
+    ext_modules=[extension()],
+    cmdclass={"build_ext": BuildC},
+)

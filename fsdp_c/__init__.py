@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from . import built_for as built_for  # before the extension: does it fit this torch?
+
+# isort: split
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,7 +25,7 @@ from .explain import explain
 from .full_params import full_params
 from .fully_shard import fully_shard
 from .generate import generate_with
-from .install import install, uninstall
+from .install import install, is_active, uninstall
 from .load import load_full_state_dict
 from .mixed_precision import MixedPrecisionPolicy
 from .no_sync import no_sync
@@ -51,6 +54,7 @@ __all__ = [
     "fully_shard",
     "generate_with",
     "install",
+    "is_active",
     "load_full_state_dict",
     "names",
     "no_sync",

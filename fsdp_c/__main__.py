@@ -30,6 +30,11 @@ Runs the script (or module) with torch.distributed.fsdp.fully_shard replaced by 
     {os.path.basename(sys.executable)} -m fsdp_c plan package.module:Model 8 --batch 2x2048:int64
 
 prints what the model will need on each of 8 ranks (plan --help; a script of that name is ./plan).
+
+    {os.path.basename(sys.executable)} -m fsdp_c --version
+    {os.path.basename(sys.executable)} -m fsdp_c --check
+
+says what there is and whether it works: extension, kernels, devices, torch, training on two ranks.
 """
 
 
@@ -142,7 +147,24 @@ def _plan(arguments: list[str]) -> int:
     return run(arguments)
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"plan": _plan}
+def _check(arguments: list[str]) -> int:
+    from .check import main as run
+
+    return run()
+
+
+def _version(arguments: list[str]) -> int:
+    from .check import version
+
+    print(version())
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "plan": _plan,
+    "--check": _check,
+    "--version": _version,
+}
 
 
 def main() -> None:

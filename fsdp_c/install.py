@@ -8,20 +8,32 @@ fsdp_c script.py``, or a call of :func:`install`. All three do the same; see ``f
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed._composable_state import _get_module_state
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import fsdp_c_redirect
 
 from . import optim
 from .fully_shard import fully_shard
 from .replicate import replicate
+from .state import State
 from .version import __version__
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
+ENVIRONMENT_SWITCH = "FSDP_C"
+
 _OURS: dict[str, Callable[..., Any]] = {"fully_shard": fully_shard, "replicate": replicate}
 _has_announced = False
+_has_told = False
 
 
 def install() -> None:
@@ -52,11 +64,38 @@ def uninstall() -> None:
     _has_announced = False
 
 
+def is_active(model: nn.Module) -> bool:
+    """Whether fsdp_c runs ``model``: every part of it that is sharded or replicated, and one at
+    least. ``False`` for a model that torch's own FSDP2 runs, or that is not sharded (yet)."""
+    states = [_get_module_state(module) for module in model.modules()]
+    found = [state for state in states if isinstance(state, FSDPState)]
+    return bool(found) and all(isinstance(state, State) for state in found)
+
+
 def announced(name: str) -> Callable[..., Any]:
-    """Our function in the place of torch's of that name; says, once, that it is."""
+    """Our function in the place of torch's of that name; says, once, that it is.
+
+    Where a job was switched over from outside (``FSDP_C=1``, ``python -m fsdp_c``) its standard
+    error gets a line, too, on rank 0, when the first module is sharded.
+    """
+    global _has_told
+    if not _has_told and os.environ.get(ENVIRONMENT_SWITCH, "") not in ("", "0"):
+        _has_told = True
+        if _rank() == 0:
+            line = (
+                f"fsdp_c {__version__} runs fully_shard and replicate (torch {torch.__version__})"
+            )
+            print(line, file=sys.stderr, flush=True)
     optim.accelerate_all()
     _announce()
     return _OURS[name]
+
+
+def _rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdigit() else 0
 
 
 def _announce() -> None:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import build_torch
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fsdp_c"
 BESIDE = {path.stem for path in ROOT.glob("fsdp_c_*.py")}
@@ -78,4 +80,5 @@ def test_the_package_and_its_metadata_have_one_version() -> None:
     import fsdp_c
 
     project = (ROOT / "pyproject.toml").read_text()
-    assert re.findall(r'^version = "(.*)"$', project, re.M) == [fsdp_c.__version__]
+    assert 'dynamic = ["version"]' in project and not re.findall(r"^version = ", project, re.M)
+    assert build_torch.version(PACKAGE / "version.py").startswith(f"{fsdp_c.__version__}+torch")

@@ -1,0 +1,116 @@
+"""``python -m fsdp_c --version`` and ``--check``: what is there, and whether it works."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import fsdp_c._C as _C
+
+from .built_for import build
+from .version import __version__
+
+TIMEOUT = 120  # seconds for the self-test
+
+
+def version() -> str:
+    """One line: of fsdp_c, of the torch that it was built for, and of what runs it."""
+    found = build()
+    built = f"built for torch {found.torch}" if found is not None else "built for an unknown torch"
+    return f"fsdp_c {__version__} ({built}); torch {torch.__version__}, Python {_python()}"
+
+
+def _python() -> str:
+    return ".".join(map(str, sys.version_info[:3]))
+
+
+def main() -> int:
+    """Prints one line for each thing that is looked at; 0 where all is well, else 1."""
+    print(version())
+    failed = False
+    for what, well, text in _findings():
+        failed = failed or not well
+        print(f"  {what:<12} {'ok' if well else 'WRONG':<6} {text}", flush=True)
+    return int(failed)
+
+
+def _findings() -> Iterator[tuple[str, bool, str]]:
+    """(what is looked at, whether it is as it should be, what was found)."""
+    found = build()
+    yield "extension", True, str(_C.__file__)
+    yield "torch", *_torch(found.torch if found is not None else "")
+    yield "kernels", *_kernels()
+    yield "devices", True, _devices()
+    yield "entry point", *_entry_point()
+    yield "two ranks", *_two_ranks()
+
+
+def _torch(built: str) -> tuple[bool, str]:
+    if not built:
+        return True, f"{torch.__version__}; what it was built for was not noted"
+    if built == torch.__version__:
+        return True, f"{built}, which it was built for"
+    return True, f"{torch.__version__}; it was built for {built}, of the same release"
+
+
+def _kernels() -> tuple[bool, str]:
+    if _C.CUDA_KERNELS:
+        return True, "CPU and CUDA"
+    if torch.cuda.is_available():
+        return False, "CPU alone, and there is a CUDA device: build it where nvcc is found"
+    return True, "CPU"
+
+
+def _devices() -> str:
+    if not torch.accelerator.is_available():
+        return "cpu"
+    kind = torch.accelerator.current_accelerator()
+    names = f"{torch.accelerator.device_count()} of {kind}"
+    return f"cpu, {names}"
+
+
+def _entry_point() -> tuple[bool, str]:
+    found = importlib.metadata.entry_points(group="torch.backends")
+    if any(one.value == "fsdp_c_autoload:autoload" for one in found):
+        return True, "torch finds it: FSDP_C=1 switches a job over"
+    return True, "not installed with pip: FSDP_C=1 does nothing, python -m fsdp_c and imports work"
+
+
+def _two_ranks() -> tuple[bool, str]:
+    """Trains on two processes, with torch's FSDP2 and with ours."""
+    environment = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", f"{__package__}.self_test"]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), f"{folder}/store"],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            outputs = [rank.communicate(timeout=TIMEOUT) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return False, f"two processes on gloo did not finish within {TIMEOUT} s"
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for rank, (out, error) in zip(ranks, outputs):
+        lines = out.split("\n")
+        if rank.returncode != 0 or "same" not in lines:
+            said = (out.strip() or error.strip() or "nothing").splitlines()[-1]
+            return False, f"training on gloo failed: {said}"
+    return True, "trained on gloo with torch's FSDP2 and with fsdp_c: the same bits"
