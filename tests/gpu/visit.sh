@@ -39,7 +39,7 @@ for folder in benchmarks examples tests/accelerator/workers tests/parity/workers
     $workers .; do
     PYTHONPATH=$PWD/$folder${PYTHONPATH:+:$PYTHONPATH}
 done
-export PYTHONPATH PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONPATH PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 command -v nvcc > /dev/null || PATH=$PATH:/usr/local/cuda/bin
 python=${PYTHON:-python3}
 seconds=${VISIT_SECONDS:-580}
@@ -83,7 +83,7 @@ step kernels 60 "$python" $workers/check_kernels.py
 cuda_step memcheck 60 "$python" $workers/check_kernels.py --under memcheck
 cuda_step initcheck 60 "$python" $workers/check_kernels.py --under initcheck
 step races 130 "$python" $workers/races.py
-cuda_step parity 130 "$python" $workers/parity.py
+step parity 130 "$python" $workers/parity.py
 cuda_step graphs 45 "$python" $workers/graphs.py
 step bandwidth 45 "$python" $workers/bandwidth.py
 step host 60 "$python" $workers/host_cost.py

@@ -12,7 +12,7 @@ import sys
 import time
 
 import kernel_library
-from outcome import ON_CUDA, ROOT, conclude
+from outcome import DEVICE, ON_CUDA, ROOT, conclude
 
 PROBE = (
     "import torch, fsdp_c._C as C; print('kernels' if C.CUDA_KERNELS else 'no kernels', C.__file__)"
@@ -34,6 +34,10 @@ def main() -> None:
     running = build()
     kernels = kernel_library.library()
     kernel_seconds = time.perf_counter() - begin
+    if DEVICE == "sim":
+        import simulated_build
+
+        simulated_build.library()
     status = running.wait() if running is not None else 0
     seconds = time.perf_counter() - begin
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)

@@ -7,6 +7,8 @@ import os
 import platform
 import shutil
 import subprocess
+import sysconfig
+from pathlib import Path
 
 import torch
 from outcome import ON_CUDA, ROOT, conclude
@@ -46,6 +48,7 @@ def main() -> None:
         "cpus": os.cpu_count(),
         "nvcc": (output("nvcc", "--version").splitlines() or ["?"])[-1],
         "commit": os.environ.get("VISIT_COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
+        "python_h": Path(sysconfig.get_paths()["include"], "Python.h").exists(),
         "tools": {name: shutil.which(name) for name in TOOLS},
         "packages": {name: importlib.util.find_spec(name) is not None for name in PACKAGES},
     }

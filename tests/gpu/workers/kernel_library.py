@@ -156,9 +156,11 @@ def load() -> ctypes.CDLL:
     return loaded
 
 
+@functools.cache
 def cpu() -> Backend:
     return Backend(load().fck_cpu())
 
 
+@functools.cache
 def cuda() -> Backend:
     return Backend(load().fck_cuda())

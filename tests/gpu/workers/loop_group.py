@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 BACKEND = "played"
-SLOW = 2_000_000
-"""The longest mean of a pause, in cycles of the device: about a millisecond."""
+SLOW = 1_000_000
+"""The longest mean of a pause, in cycles of the device: about half a millisecond."""
 
 
 class Delays:

@@ -1,24 +1,24 @@
 """tests/parity/test_gpu.py, with launches that do not block: NCCL on one rank, and four processes
-whose collectives gloo makes on CUDA tensors. Without pytest the same launches are compared here."""
+whose collectives gloo makes on CUDA tensors. Without pytest the launches are compared here; without
+CUDA too, on two ranks on the CPU, to see that they still run."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+from typing import NoReturn
 
-from outcome import ROOT, conclude
+from outcome import ON_CUDA, ROOT, conclude
 
 TEST = "tests/parity/test_gpu.py"
-OPTIONS = ["-m", "gpu", "-p", "no:cacheprovider", "-q", "--tb=short", "-rfEs"]
+OPTIONS = ("-m", "gpu", "-p", "no:cacheprovider", "-q", "--tb=short", "-rfEs")
 
 
-def with_pytest() -> None:
-    options = (
-        OPTIONS if importlib.util.find_spec("pytest_timeout") else [*OPTIONS, "-o", "timeout="]
-    )
-    command = [sys.executable, "-m", "pytest", TEST, *options]
+def with_pytest() -> NoReturn:
+    command = [sys.executable, "-m", "pytest", TEST, *OPTIONS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout[-15000:], done.stderr[-2000:])
     last = (done.stdout.strip().splitlines() or ["pytest printed nothing"])[-1].strip("= ")
@@ -28,12 +28,12 @@ def with_pytest() -> None:
     conclude(done.returncode == 0 and passed is not None, line, failed=failed)
 
 
-def without_pytest() -> None:
+def without_pytest(launches: tuple[str, ...]) -> NoReturn:
     import features
     import gpu_jobs
 
     failed, compared = [], 0
-    for launch in gpu_jobs.LAUNCHES:
+    for launch in launches:
         runs = {name: gpu_jobs.launch(launch, name) for name in ("torch", "fsdp_c")}
         for name in runs["torch"][0]:
             compared += 1
@@ -41,14 +41,18 @@ def without_pytest() -> None:
                 features.assert_same_bits(runs["torch"], runs["fsdp_c"], name)
             except AssertionError as error:
                 failed.append(f"{launch}, {name}: {error}")
-    line = f"{compared} cases (no pytest here), {len(failed)} differ"
-    conclude(not failed, line, failed=failed)
+    where = "" if ON_CUDA else " on two ranks on the CPU"
+    line = f"{compared} cases{where}, {len(failed)} differ"
+    conclude(compared > 0 and not failed, line, failed=failed)
 
 
 def main() -> None:
-    if importlib.util.find_spec("pytest") is not None:
+    if not ON_CUDA:
+        os.environ["FSDP_C_GPU_JOBS_DEVICE"] = "cpu"
+        without_pytest(("gloo2",))
+    if all(importlib.util.find_spec(name) for name in ("pytest", "pytest_timeout")):
         with_pytest()
-    without_pytest()
+    without_pytest(("nccl1", "gloo4"))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ class Stage:
         self.fully_shard = (importlib.import_module("fsdp_c") if ours else fsdp).fully_shard
         room = importlib.import_module("fsdp_c" if ours else replicates)
         self.replicate = room.replicate
+        self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     @property
     def flat(self) -> DeviceMesh:
@@ -114,9 +115,13 @@ class Stage:
         return self.fully_shard(model, **kwargs)
 
     def inputs(self, count: int, width: int = 0) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(1)
-        size = (count, self.rows, width or self.width)
-        return list(torch.randn(size, generator=generator).to(self.device))
+        """The same at each call; they are on the device from the first one on."""
+        width = width or self.width
+        if (count, width) not in self._inputs:
+            generator = torch.Generator().manual_seed(1)
+            made = torch.randn((count, self.rows, width), generator=generator)
+            self._inputs[count, width] = list(made.to(self.device))
+        return self._inputs[count, width]
 
     def train(
         self, model: Any, *, micro: int = 1, sync: Sync | None = None, width: int = 0

@@ -23,9 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 CASES: dict[str, Callable[[GpuTools], Record]] = {}
-LAUNCHES = ("nccl1", "gloo4")
-"""Those that one device is enough for."""
-
 DEVICE = os.environ.get("FSDP_C_GPU_JOBS_DEVICE", "cuda")
 
 
@@ -156,5 +153,5 @@ def launch(name: str, implementation: str) -> list[dict[str, Record]]:
         backend=backend,
         timeout=400,
         collective_timeout=40,
-        fresh=True,  # no fork of a process that may have used the device
+        fresh=DEVICE == "cuda",  # no fork of a process that may have used the device
     )
