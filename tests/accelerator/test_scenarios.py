@@ -37,3 +37,13 @@ def test_ours_trains_to_the_same_bits_without_a_race(runs: Runs, name: str, ours
     seen = runs[name][ours]
     assert seen.record == runs[name]["torch"].record
     assert seen.findings == []
+
+
+def test_threads_train_on_devices_of_their_own() -> None:
+    (found,) = run_ranks(scenario_ranks.run_on_threads, 1, timeout=120, fresh=True)
+    for records in found.values():
+        *trained, findings = records
+        assert findings == []
+        assert [record[0] for record in trained] == [f"sim:{index}" for index in range(4)]
+        assert len({str(record[1:3]) for record in trained}) == 1
+    assert found["fsdp_c"] == found["torch"]

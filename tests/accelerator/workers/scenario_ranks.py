@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any, NamedTuple
 
 import scenarios
 import simulated
-from features import Record
+import torch
+import torch.nn as nn
+from features import Record, digest
 
 
 class Seen(NamedTuple):
@@ -48,3 +51,43 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, Seen]]:
         }
         for name in scenarios.SCENARIOS
     }
+
+
+def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
+    """Four models on four devices, each trained by a thread of its own, at the same time.
+
+    What the device found comes last in each record.
+    """
+    warnings.simplefilter("ignore")
+    scenarios.join_loop_group()
+    device = simulated.start()
+    simulated.use_kernels(True)
+    scenarios._mesh((scenarios.WORLD,), None)
+    found: dict[str, list[Record]] = {}
+    for implementation in ("torch", "fsdp_c"):
+        device.forget()
+        records: list[Record] = [[] for _ in range(4)]
+
+        def work(index: int, name: str = implementation, into: Any = records) -> None:
+            device.set_device(index)
+            model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.1)
+            tools: Any = scenarios.SimTools(0, scenarios.WORLD, name)
+            for child in (model[0], model[2], model):
+                tools.fully_shard(child, mesh=tools.flat())
+            for step in range(4):
+                loss = model(torch.full((2, 8), 0.5 + step, device="sim")).sum()
+                loss.backward()
+                gradients = [p.grad for p in model.parameters()]
+                into[index] += [str(loss.device), loss.item(), digest(gradients)]
+                model.zero_grad()
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found[implementation] = [*records, device.findings()]
+    return found
