@@ -5,18 +5,28 @@ from __future__ import annotations
 import pytest
 import seeded
 from launch import run_ranks
+from seeded import Told
 
 pytestmark = pytest.mark.xdist_group("accelerator_bugs")
 
 
 @pytest.fixture(scope="module")
-def findings() -> dict[str, list[str]]:
+def told() -> Told:
     (found,) = run_ranks(seeded.run, 1, timeout=280, fresh=True)
     return found
 
 
 @pytest.mark.parametrize("name", seeded.BUGS)
-def test_a_seeded_bug_is_found(findings: dict[str, list[str]], name: str) -> None:
+def test_a_seeded_bug_is_found(told: Told, name: str) -> None:
     bug = seeded.BUGS[name]
-    assert findings[name], "no finding"
-    assert bug.shows in findings[name][0]
+    assert told.findings[name], "no finding"
+    assert bug.shows in told.findings[name][0]
+
+
+@pytest.mark.parametrize("name", seeded.LATE)
+def test_what_is_read_too_early_has_wrong_bits_where_writes_are_late(told: Told, name: str) -> None:
+    assert told.wrong[name] > 0
+
+
+def test_late_writes_are_not_seen_without_a_bug(told: Told) -> None:
+    assert set(told.clean.values()) == {0}

@@ -64,6 +64,7 @@ struct World {
     std::vector<Lane> lanes;
     uint64_t serial = 0;
     bool checks = true;
+    uint64_t late_seed = 0; /* not 0: writes that nobody has waited for may come late, see Memory */
 
     int lane(c10::Stream stream);
     /* A tick of the stream for an operation of that name, after all that the host knows. */

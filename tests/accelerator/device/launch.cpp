@@ -5,6 +5,7 @@
 #include "memory.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 namespace sim {
@@ -69,7 +70,25 @@ Launch::Launch(const char *name, c10::Stream stream) : stream_(stream) {
 void Launch::uses(const void *from, size_t bytes, bool write) {
     const Lock lock(world().mutex);
     const auto start = reinterpret_cast<uintptr_t>(from);
+    if (world().late_seed != 0 && write) {
+        written_.emplace_back(start, start + bytes);
+    } else if (world().late_seed != 0) {
+        memory().delay(start, start + bytes, epoch_, late_);
+    }
     memory().access(start, start + bytes, write, epoch_);
+}
+
+Launch::~Launch() {
+    const Lock lock(world().mutex);
+    for (const Bytes &late : late_) {
+        const uintptr_t end = late.start + late.data.size();
+        const bool ours = std::any_of(written_.begin(), written_.end(), [&](const auto &range) {
+            return range.first < end && late.start < range.second;
+        });
+        if (!ours) {
+            std::memcpy(reinterpret_cast<char *>(late.start), late.data.data(), late.data.size());
+        }
+    }
 }
 
 void Launch::tensor(const at::Tensor &tensor, bool write) {

@@ -2,7 +2,7 @@
 #ifndef SIM_LAUNCH_H
 #define SIM_LAUNCH_H
 
-#include "clock.h"
+#include "memory.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
@@ -14,6 +14,9 @@ namespace sim {
 class Launch {
   public:
     Launch(const char *name, c10::Stream stream);
+    Launch(const Launch &) = delete;
+    Launch &operator=(const Launch &) = delete;
+    ~Launch();
     void reads(const at::Tensor &tensor);
     void writes(const at::Tensor &tensor);
     void uses(const void *from, size_t bytes, bool write);
@@ -23,6 +26,8 @@ class Launch {
   private:
     c10::Stream stream_;
     Epoch epoch_;
+    std::vector<Bytes> late_; /* what reads must not see yet, put back in the end */
+    std::vector<std::pair<uintptr_t, uintptr_t>> written_;
     at::DisableRecordFunctionGuard alone_; /* what executes it is no operator of the host's own */
     void tensor(const at::Tensor &tensor, bool write);
 };

@@ -90,6 +90,19 @@ bool check(const Block &block, uintptr_t from, const Cell &cell, bool write, con
     return false;
 }
 
+/* Half of the writes; which ones, the seed says. */
+bool comes_late(const Epoch &write) {
+    return (write.tick * 2654435761U ^ world().late_seed * 40503U) >> 3 & 1U;
+}
+
+std::shared_ptr<const Bytes> saved(uintptr_t from, uintptr_t to) {
+    if (world().late_seed == 0) {
+        return nullptr;
+    }
+    return std::make_shared<Bytes>(
+        Bytes{from, std::string(reinterpret_cast<const char *>(from), to - from)});
+}
+
 } // namespace
 
 Memory &memory() {
@@ -145,7 +158,25 @@ void Memory::access(uintptr_t from, uintptr_t to, bool write, const Epoch &by) {
         }
     }
     if (write) {
-        block->cells[from] = Cell{to, by, {}};
+        block->cells[from] = Cell{to, by, {}, saved(from, to)};
+    }
+}
+
+void Memory::delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<Bytes> &now) {
+    const Block *const block = from < to ? find(from) : nullptr;
+    if (block == nullptr || !block->used) {
+        return;
+    }
+    for (const auto &[start, cell] : block->cells) {
+        const uintptr_t first = std::max(start, from);
+        const uintptr_t last = std::min(cell.end, to);
+        const bool waited = world().covers(by.lane, cell.write);
+        if (first >= last || waited || cell.before == nullptr || !comes_late(cell.write)) {
+            continue;
+        }
+        auto *const memory = reinterpret_cast<char *>(first);
+        now.push_back(Bytes{first, std::string(memory, last - first)});
+        std::memcpy(memory, cell.before->data.data() + (first - cell.before->start), last - first);
     }
 }
 

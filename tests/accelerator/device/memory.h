@@ -14,11 +14,18 @@
 
 namespace sim {
 
+/* Bytes and where they belong. */
+struct Bytes {
+    uintptr_t start = 0;
+    std::string data;
+};
+
 /* Bytes that were always used together. */
 struct Cell {
     uintptr_t end;
     Epoch write;
-    std::vector<Epoch> reads; /* since the write; at most one of each lane */
+    std::vector<Epoch> reads;                      /* since the write; at most one of each lane */
+    std::shared_ptr<const Bytes> before = nullptr; /* what the write found, where it may be late */
 };
 
 struct Block {
@@ -59,6 +66,9 @@ class Memory {
     void record_stream(const void *address, c10::Stream stream);
     /* An operation uses [from, to): a finding where that is not ordered after who was there. */
     void access(uintptr_t from, uintptr_t to, bool write, const Epoch &by);
+    /* Where writes may be late: puts back what was there before the one in [from, to) for which the
+     * reader has not waited, if it is one that comes late. What it replaces is added to `now`. */
+    void delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<Bytes> &now);
     /* The memory that the storage of this address has from now on is called so. */
     void name(const void *storage, const std::string &text);
     void named(const void *storage, const void *data); /* the storage is about to be used */

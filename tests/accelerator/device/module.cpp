@@ -95,6 +95,7 @@ void define_journal(py::module &m) {
         const Lock lock(world().mutex);
         journal().counts.clear();
     });
+    m.def("delay_writes", [](uint64_t seed) { world().late_seed = seed; });
     m.def("set_checks", [](bool on) { world().checks = on; });
     m.def("watch", &watch);
     m.def("calls", &calls);

@@ -54,8 +54,8 @@ at::Tensor to_device(const at::Tensor &result, c10::Device device, Launch &launc
     }
     at::Tensor made =
         empty_strided(result.sizes(), result.strides(), result.scalar_type(), {}, device, {});
-    as_host(made).copy_(result);
     launch.writes(made);
+    as_host(made).copy_(result);
     return made;
 }
 

@@ -148,4 +148,6 @@ def run(rank: int, world_size: int) -> dict[str, Sweep]:
     warnings.simplefilter("ignore")
     scenarios.join_loop_group()
     simulated.use_kernels(True)
-    return {f"{variant}, {place}": sweep(variant, place) for variant in VARIANTS for place in PLACES}
+    return {
+        f"{variant}, {place}": sweep(variant, place) for variant in VARIANTS for place in PLACES
+    }

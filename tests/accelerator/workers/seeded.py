@@ -142,9 +142,63 @@ def findings(bug: Bug) -> list[str]:
     return []
 
 
-def run(rank: int, world_size: int) -> dict[str, list[str]]:
-    """The findings of every bug."""
+LATE = (
+    "a gather does not wait for the optimizer",
+    "an all-gather does not wait for the pack",
+    "the copy-out does not wait for the all-gather",
+    "in backward, the copy-out does not wait for the all-gather",
+    "a reduction does not wait for the gradients",
+    "the gradients are packed on another stream",
+    "the optimizer does not wait for the last reduction",
+)
+"""Bugs by which something is read too early: they give wrong bits where writes come late."""
+
+SEEDS = 8
+
+
+def wrong_bits(bug: Bug) -> int:
+    """In how many runs of all seeds the scenario trains to other bits."""
+    right = faults.run(bug.scenario)
+    chosen = [i for i, point in enumerate(right.points) if fits(point, bug)]
+    if bug.fault == "other stream":
+        points = faults.run(bug.scenario, fault=bug.fault).points
+        chosen = [i for i, point in enumerate(points) if fits(point, bug)]
+    wrong = 0
+    for seed in range(1, SEEDS + 1):
+        simulated.start().delay_writes(seed)
+        for index in chosen[:4]:
+            wrong += faults.run(bug.scenario, fault=bug.fault, at=index).record != right.record
+    simulated.start().delay_writes(0)
+    return wrong
+
+
+def wrong_bits_without_a_bug(name: str) -> int:
+    """The same, where nothing is broken."""
+    right = faults.run(name)
+    wrong = 0
+    for seed in range(1, SEEDS + 1):
+        simulated.start().delay_writes(seed)
+        wrong += faults.run(name).record != right.record
+    simulated.start().delay_writes(0)
+    return wrong
+
+
+class Told(NamedTuple):
+    findings: dict[str, list[str]]
+    """By bug."""
+    wrong: dict[str, int]
+    """Runs with wrong bits under late writes, by bug."""
+    clean: dict[str, int]
+    """The same by scenario, without a bug."""
+
+
+def run(rank: int, world_size: int) -> Told:
+    """What the device says of every bug."""
     warnings.simplefilter("ignore")
     scenarios.join_loop_group()
     simulated.use_kernels(True)
-    return {name: findings(bug) for name, bug in BUGS.items()}
+    return Told(
+        {name: findings(bug) for name, bug in BUGS.items()},
+        {name: wrong_bits(BUGS[name]) for name in LATE},
+        {name: wrong_bits_without_a_bug(name) for name in {BUGS[b].scenario for b in LATE}},
+    )
