@@ -107,7 +107,7 @@ def unpack(world: int, shift: int = 0) -> Work:
     whole = [torch.empty(world, size, dtype=torch.bfloat16, device=DEVICE) for size in sizes]
     places, at = [], 0
     for size, one in zip(sizes, whole):
-        places.append(Column(one.data_ptr(), at * 2, size * 2))
+        places.append(Column(one.data_ptr(), at * 2, size * 2, 1))
         at += size
     columns = library.array(Column, places)
     return Work(
@@ -127,7 +127,7 @@ def pack_gradients(world: int, target: torch.dtype) -> Work:
     places, at = [], 0
     for grad in grads:
         chunk = grad.numel() // world
-        places.append(Gradient(grad.data_ptr(), grad.numel(), chunk, at, 2, BF16))
+        places.append(Gradient(grad.data_ptr(), grad.numel(), chunk, at, 1, 2, BF16))
         at += chunk
     table = library.array(Gradient, places)
     return Work(
@@ -141,21 +141,15 @@ def pack_gradients(world: int, target: torch.dtype) -> Work:
 
 
 def unpack_second_dim(world: int) -> Work:
-    """A matrix cut by columns, as launches of one column for each of its rows."""
+    """A matrix cut by columns: one job of as many blocks as it has rows."""
     rows, columns = shapes()[0]
     part = columns // world
     gathered = random_tensor(rows * columns, torch.bfloat16).view(world, rows, part)
     whole = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
-    table = library.array(
-        Column,
-        [
-            Column(whole.data_ptr() + row * columns * 2, row * part * 2, part * 2)
-            for row in range(rows)
-        ],
-    )
+    table = library.array(Column, [Column(whole.data_ptr(), 0, part * 2, rows)])
     size = rows * part * 2
     return Work(
-        f"unpack Shard(1) by rows, {world} ranks",
+        f"unpack Shard(1), {world} ranks",
         rows * columns * 4,
         lambda: library.cuda().unpack(gathered.data_ptr(), size, world, table, stream()),
         lambda: torch.cat(list(gathered), dim=1, out=whole),

@@ -107,18 +107,25 @@ def pack(random: Any) -> Case:
     return Case("pack", source, targets.size, launch, sources.runs, targets.runs)
 
 
+def _blocks(random: Any) -> int:
+    """Of a parameter: one where it is cut on its first dim, else up to a few hundred."""
+    return int(random.choice([1, random.integers(1, 300)], p=[0.7, 0.3]))
+
+
 def unpack(random: Any) -> Case:
     world = int(random.choice([1, 2, 3, 8, 64], p=[0.2, 0.2, 0.2, 0.3, 0.1]))
     columns, targets = Layout(random, gap=3), Layout(random)
     places = []
     for _ in range(_count(random)):
-        size = _elements(random)
-        places.append((targets.place(size * world, 1), columns.place(size, 1), size))
+        size, blocks = _elements(random), _blocks(random)
+        size = size if blocks == 1 else size % 300 + 1
+        there = targets.place(size * blocks * world, 1)
+        places.append((there, columns.place(size * blocks, 1), size, blocks))
     shift, row = int(random.integers(0, 17)), columns.size
     read = [(shift + r * row + at, size) for r in range(world) for at, size in columns.runs]
 
     def launch(backend: Backend, source: int, target: int) -> None:
-        table = [Column(target + there, at, size) for there, at, size in places]
+        table = [Column(target + there, *rest) for there, *rest in places]
         backend.unpack(source + shift, row, world, table)
 
     source = _fill(random, shift + world * row, [])
@@ -132,11 +139,13 @@ def pack_gradients(random: Any) -> Case:
     for _ in range(_count(random)):
         dtype = to if random.random() < 0.4 else int(random.choice(list(FLOATS)))
         width, rows = int(random.integers(1, 50)), int(_elements(random) % 700 + 1)
+        blocks = _blocks(random)
+        rows = rows if blocks == 1 else rows % 9 + 1
         numel, chunk = rows * width, -(-rows // world) * width
-        at = sources.place(numel * FLOATS[dtype], FLOATS[dtype])
-        numbers.append((at, numel, dtype))
-        places.append((at, numel, chunk, row, FLOATS[dtype], dtype))
-        row += chunk
+        at = sources.place(blocks * numel * FLOATS[dtype], FLOATS[dtype])
+        numbers.append((at, blocks * numel, dtype))
+        places.append((at, numel, chunk, row, blocks, FLOATS[dtype], dtype))
+        row += blocks * chunk
     shift = FLOATS[to] * int(random.integers(0, 9))
     size = world * row * FLOATS[to]
 

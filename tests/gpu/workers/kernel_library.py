@@ -135,7 +135,7 @@ def _commands(target: Path) -> list[list[str]]:
 
 def library() -> Path:
     """The library; compiled where a source has changed."""
-    files = [*sorted(KERNELS.glob("*.h")), KERNELS / "kernels_cuda.cu", KERNELS / "kernels_cpu.c"]
+    files = [*sorted(KERNELS.glob("*.*h")), KERNELS / "kernels_cuda.cu", KERNELS / "kernels_cpu.c"]
     text = "".join(path.read_text() for path in [*files, MEMORY]) + ARCH
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     target = BUILT / f"kernels-{'cuda' if ON_CUDA else 'host'}-{digest}.so"
