@@ -28,7 +28,7 @@ DEMO_ARGS ?=
 # Tests that share an expensive fixture are one group, for one worker.
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
-WHEELS ?= $(TORCH:torch==%=%)
+WHEELS ?= $(patsubst torch==%,%,$(TORCH))
 CLIENTS_ARGS ?=
 GPU_ARGS ?=
 # What runs under the sanitizers: fast, in this process, and through every C function.
