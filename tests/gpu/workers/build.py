@@ -12,11 +12,27 @@ import sys
 import time
 
 import kernel_library
+import setuptools
 from outcome import DEVICE, ON_CUDA, ROOT, conclude
 
+WITHOUT_PYPROJECT = """
+import runpy, sys
+from setuptools.config import pyprojecttoml
+pyprojecttoml.apply_configuration = lambda dist, *rest, **named: dist
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 PROBE = (
     "import torch, fsdp_c._C as C; print('kernels' if C.CUDA_KERNELS else 'no kernels', C.__file__)"
 )
+
+
+def command() -> list[str]:
+    """Builds in place. What setuptools before 77 cannot read of pyproject.toml it need not know."""
+    arguments = ["setup.py", "build_ext", "--inplace"]
+    if int(setuptools.__version__.split(".")[0]) >= 77:
+        return [sys.executable, *arguments]
+    return [sys.executable, "-c", WITHOUT_PYPROJECT, *arguments]
 
 
 def build() -> subprocess.Popen[bytes] | None:
@@ -25,8 +41,7 @@ def build() -> subprocess.Popen[bytes] | None:
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
     env = os.environ | {"FSDP_C_CUDA_ARCH": kernel_library.ARCH, "MAX_JOBS": jobs}
     env |= {"TORCH_CUDA_ARCH_LIST": "9.0"}
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    return subprocess.Popen(command, cwd=ROOT, env=env)
+    return subprocess.Popen(command(), cwd=ROOT, env=env)
 
 
 def main() -> None:

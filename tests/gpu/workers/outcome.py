@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +18,9 @@ DEVICE = os.environ.get("VISIT_DEVICE", "cuda")
 ON_CUDA = DEVICE == "cuda"
 SKIPPED = 77
 """The exit status of a step that cannot run here."""
+
+# A step that is stopped says where it was.
+faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
 
 
 def _write(line: str, figures: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ def simulated() -> Any:
 
 def run(name: str, stage: Stage, seed: int) -> tuple[str, list[str]]:
     """The digest of a variant, and what the simulated device has found."""
+    print(f"{stage.implementation}, seed {seed}: {name}", flush=True)
     loop_group.DELAYS.seed(seed)
     device = simulated()
     if device is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 SKIPPED, TIMED_OUT = "77", ("124", "137")
 SHOWN = 20_000
 """The end of a step's log that is kept."""
+
+STACK = re.compile(r"(Current thread|Thread) 0x|  File |Extension modules: ")
+"""Lines of the stacks that a step prints when it is stopped."""
 
 OUT, WORK = Path(os.environ["OUT"]), Path(os.environ["VISIT_WORK"])
 
@@ -29,7 +33,8 @@ def verdict(status: str) -> str:
 
 def reason(status: str, limit: str, log: str) -> str:
     """Why a step failed that has not said so itself."""
-    last = (log.strip().splitlines() or ["it printed nothing"])[-1][:200]
+    lines = [one for one in log.splitlines() if one.strip() and not STACK.match(one)]
+    last = (lines or ["it printed nothing"])[-1][:200]
     if status == "late":
         return "no time was left for it"
     if status in TIMED_OUT:
