@@ -7,14 +7,24 @@
 #include "launcher.cuh"
 #include "lines.cuh"
 
+#include <string>
+
 static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream) {
     void *arguments[] = {&batch};
     const auto kernel = casts ? fck_cast_lines : fck_move_lines;
+    const cudaError_t earlier = cudaPeekAtLastError(); /* of somebody else: theirs to report */
     const cudaError_t launched = cudaLaunchKernel(kernel, dim3(batch.tiles), dim3(THREADS),
                                                   arguments, 0, static_cast<cudaStream_t>(stream));
-    const cudaError_t last = cudaGetLastError(); /* taken, so that torch does not report it again */
-    const cudaError_t error = launched != cudaSuccess ? launched : last;
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    if (launched == cudaSuccess) {
+        return nullptr;
+    }
+    thread_local std::string failure;
+    failure = launched == earlier ? "an operation before it has failed: " : "";
+    failure += cudaGetErrorString(launched);
+    if (launched != earlier) {
+        cudaGetLastError(); /* taken, so that torch does not report it again */
+    }
+    return failure.c_str();
 }
 
 const fck_backend *fck_cuda(void) {
