@@ -145,6 +145,41 @@ def test_kernels_that_are_wrong_are_found(tmp_path: Path) -> None:
     assert "pack, seed " not in re.sub("unpack", "", done.stdout)
 
 
+def test_a_graph_that_does_not_run_is_found() -> None:
+    """graphs.py, with graphs that run their step again, or do not, in the place of CUDA's."""
+    script = textwrap.dedent(
+        """
+        import contextlib, functools
+        import graphs, loop_group, race, torch, variants
+        from outcome import start_device
+
+        step, last = graphs.step, []
+        def noted(*arguments):
+            last[:] = [functools.partial(step, *arguments)]
+            step(*arguments)
+        graphs.step = noted
+        class Graph:
+            def replay(self):
+                if self.runs:
+                    last[0]()
+        torch.cuda.CUDAGraph = Graph
+        torch.cuda.graph = lambda graph: contextlib.nullcontext()
+        device = start_device()
+        for name in ("Stream", "stream", "current_stream", "synchronize"):
+            setattr(torch.cuda, name, getattr(torch.sim, name))
+        loop_group.join(variants.WORLD, device)
+        stage = race.make_stage("fsdp_c", device)
+        for Graph.runs, name in ((True, "mixed"), (True, "hsdp"), (False, "mixed")):
+            print(name, graphs.attempt(stage, graphs.JOBS[name]))
+        """
+    )
+    folders = ("gpu", "accelerator", "parity")
+    path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
+    env = os.environ | {"VISIT_DEVICE": "sim", "PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["mixed equal", "hsdp equal", "mixed differs"], done.stderr
+
+
 # ---- drop_waits.c --------------------------------------------------------------------------------
 
 RUNTIME = """

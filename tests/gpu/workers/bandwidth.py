@@ -43,7 +43,7 @@ class Work:
 
 
 def shapes() -> list[tuple[int, int]]:
-    return list(LAYER) if ON_CUDA else [(max(rows // 64, 8), max(c // 64, 1)) for rows, c in LAYER]
+    return list(LAYER) if ON_CUDA else [(rows // 16, max(c // 64, 1)) for rows, c in LAYER]
 
 
 def random_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -86,7 +86,14 @@ def pack(world: int, source: torch.dtype) -> Work:
     segments = library.array(
         Segment,
         [
-            Segment(shard.data_ptr(), part.data_ptr(), shard.numel(), size, code, BF16)
+            Segment(
+                src=shard.data_ptr(),
+                dst=part.data_ptr(),
+                count=shard.numel(),
+                itemsize=size,
+                src_dtype=code,
+                dst_dtype=BF16,
+            )
             for shard, part in zip(shards, parts)
         ],
     )
@@ -107,7 +114,7 @@ def unpack(world: int, shift: int = 0) -> Work:
     whole = [torch.empty(world, size, dtype=torch.bfloat16, device=DEVICE) for size in sizes]
     places, at = [], 0
     for size, one in zip(sizes, whole):
-        places.append(Column(one.data_ptr(), at * 2, size * 2, 1))
+        places.append(Column(dst=one.data_ptr(), offset=at * 2, bytes=size * 2, blocks=1))
         at += size
     columns = library.array(Column, places)
     return Work(
@@ -127,7 +134,8 @@ def pack_gradients(world: int, target: torch.dtype) -> Work:
     places, at = [], 0
     for grad in grads:
         chunk = grad.numel() // world
-        places.append(Gradient(grad.data_ptr(), grad.numel(), chunk, at, 1, 2, BF16))
+        place = {"numel": grad.numel(), "chunk": chunk, "offset": at, "blocks": 1}
+        places.append(Gradient(src=grad.data_ptr(), itemsize=2, src_dtype=BF16, **place))
         at += chunk
     table = library.array(Gradient, places)
     return Work(
@@ -141,13 +149,13 @@ def pack_gradients(world: int, target: torch.dtype) -> Work:
 
 
 def unpack_second_dim(world: int) -> Work:
-    """A matrix cut by columns: one job of as many blocks as it has rows."""
+    """A matrix cut by columns: a block for each of its rows."""
     rows, columns = shapes()[0]
     part = columns // world
     gathered = random_tensor(rows * columns, torch.bfloat16).view(world, rows, part)
     whole = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
-    table = library.array(Column, [Column(whole.data_ptr(), 0, part * 2, rows)])
-    size = rows * part * 2
+    column = Column(dst=whole.data_ptr(), offset=0, bytes=part * 2, blocks=rows)
+    table, size = library.array(Column, [column]), rows * part * 2
     return Work(
         f"unpack Shard(1), {world} ranks",
         rows * columns * 4,

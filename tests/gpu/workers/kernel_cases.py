@@ -74,10 +74,15 @@ def _count(random: Any) -> int:
     return int(random.integers(0, 200 if random.random() < 0.12 else 12))
 
 
-def _elements(random: Any) -> int:
-    """Empty, few, about a vector, a tile, several tiles."""
+def _elements(random: Any, times: int = 1) -> int:
+    """Empty, few, about a vector, a tile, several tiles; fewer where they come many times."""
     most = random.choice([1, 9, 40, 600, 9000, 40000], p=[0.1, 0.2, 0.3, 0.25, 0.1, 0.05])
-    return int(random.integers(0, most + 1))
+    return int(random.integers(0, min(most, 80_000 // times) + 1))
+
+
+def _blocks(random: Any) -> int:
+    """Of a parameter: one where it is cut on its first dim."""
+    return int(random.choice([1, 2, 5, 37], p=[0.6, 0.2, 0.15, 0.05]))
 
 
 def pack(random: Any) -> Case:
@@ -93,13 +98,14 @@ def pack(random: Any) -> Case:
         at = sources.place(count * size, unit)
         numbers.append((at, count, dtype))
         there = targets.place(count * to_size, 1 if dtype == to else to_size)
-        places.append((at, there, count, size, dtype, to))
+        place = {"src": at, "dst": there, "count": count, "itemsize": size}
+        places.append(place | {"src_dtype": dtype, "dst_dtype": to})
 
     def launch(backend: Backend, source: int, target: int) -> None:
         backend.pack(
             [
-                Segment(source + at, target + there, count, size, dtype, to)
-                for at, there, count, size, dtype, to in places
+                Segment(**one | {"src": source + one["src"], "dst": target + one["dst"]})
+                for one in places
             ]
         )
 
@@ -107,25 +113,21 @@ def pack(random: Any) -> Case:
     return Case("pack", source, targets.size, launch, sources.runs, targets.runs)
 
 
-def _blocks(random: Any) -> int:
-    """Of a parameter: one where it is cut on its first dim, else up to a few hundred."""
-    return int(random.choice([1, random.integers(1, 300)], p=[0.7, 0.3]))
-
-
 def unpack(random: Any) -> Case:
     world = int(random.choice([1, 2, 3, 8, 64], p=[0.2, 0.2, 0.2, 0.3, 0.1]))
     columns, targets = Layout(random, gap=3), Layout(random)
     places = []
     for _ in range(_count(random)):
-        size, blocks = _elements(random), _blocks(random)
-        size = size if blocks == 1 else size % 300 + 1
-        there = targets.place(size * blocks * world, 1)
-        places.append((there, columns.place(size * blocks, 1), size, blocks))
+        blocks = _blocks(random)
+        size = _elements(random, blocks * world)
+        there = targets.place(blocks * size * world, 1)
+        at = columns.place(blocks * size, 1)
+        places.append({"dst": there, "offset": at, "bytes": size, "blocks": blocks})
     shift, row = int(random.integers(0, 17)), columns.size
     read = [(shift + r * row + at, size) for r in range(world) for at, size in columns.runs]
 
     def launch(backend: Backend, source: int, target: int) -> None:
-        table = [Column(target + there, *rest) for there, *rest in places]
+        table = [Column(**one | {"dst": target + one["dst"]}) for one in places]
         backend.unpack(source + shift, row, world, table)
 
     source = _fill(random, shift + world * row, [])
@@ -138,19 +140,19 @@ def pack_gradients(random: Any) -> Case:
     sources, places, numbers, row = Layout(random), [], [], 0
     for _ in range(_count(random)):
         dtype = to if random.random() < 0.4 else int(random.choice(list(FLOATS)))
-        width, rows = int(random.integers(1, 50)), int(_elements(random) % 700 + 1)
-        blocks = _blocks(random)
-        rows = rows if blocks == 1 else rows % 9 + 1
+        width, blocks = int(random.integers(1, 50)), _blocks(random)
+        rows = int(_elements(random, width * blocks)) + 1
         numel, chunk = rows * width, -(-rows // world) * width
         at = sources.place(blocks * numel * FLOATS[dtype], FLOATS[dtype])
         numbers.append((at, blocks * numel, dtype))
-        places.append((at, numel, chunk, row, blocks, FLOATS[dtype], dtype))
+        place = {"src": at, "numel": numel, "chunk": chunk, "offset": row, "blocks": blocks}
+        places.append(place | {"itemsize": FLOATS[dtype], "src_dtype": dtype})
         row += blocks * chunk
     shift = FLOATS[to] * int(random.integers(0, 9))
     size = world * row * FLOATS[to]
 
     def launch(backend: Backend, source: int, target: int) -> None:
-        table = [Gradient(source + at, *rest) for at, *rest in places]
+        table = [Gradient(**one | {"src": source + one["src"]}) for one in places]
         backend.pack_gradients(table, world, target + shift, row, to)
 
     source = _fill(random, sources.size, numbers)

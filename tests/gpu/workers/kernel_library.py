@@ -135,8 +135,8 @@ def _commands(target: Path) -> list[list[str]]:
 
 def library() -> Path:
     """The library; compiled where a source has changed."""
-    files = [*sorted(KERNELS.glob("*.*h")), KERNELS / "kernels_cuda.cu", KERNELS / "kernels_cpu.c"]
-    text = "".join(path.read_text() for path in [*files, MEMORY]) + ARCH
+    files = [*sorted(KERNELS.iterdir()), MEMORY]
+    text = "".join(path.read_text() for path in files) + ARCH
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     target = BUILT / f"kernels-{'cuda' if ON_CUDA else 'host'}-{digest}.so"
     if not target.exists():
