@@ -200,6 +200,7 @@ bench: build
 	$(PY) benchmarks/memory.py
 	$(PY) benchmarks/plan.py
 	$(PY) benchmarks/clip.py
+	$(PY) benchmarks/optim.py
 	$(PY) benchmarks/load.py
 	$(PY) benchmarks/replicate.py
 
