@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from . import sizes, suspicions
+from . import kernels, sizes, suspicions
 from .forecast import Sharding
 from .optimizer_memory import live_states, optimizer_bytes
 from .report import Explanation, make_explanation
@@ -73,6 +73,8 @@ def explain(
         optimizer="" if optimizer is None else type(optimizer).__name__,
         memory=memory,
     )
+    for _, group in groups:
+        explanation.kernels[group.device.type] = kernels.describe(group.device)
     print(explanation, file=file)
     return explanation
 

@@ -64,6 +64,7 @@ class Explanation:
         changes: What would lower the peak most, with the bytes that it saves.
         memory: Bytes that the rank has, where that was told.
         knows_activations: Whether a batch was given.
+        kernels: What packs and unpacks, by type of device; empty for a plan.
     """
 
     title: str = ""
@@ -75,6 +76,7 @@ class Explanation:
     optimizer: str = ""
     memory: int | None = None
     knows_activations: bool = False
+    kernels: dict[str, str] = field(default_factory=dict)
 
     @property
     def peak(self) -> Sample:
@@ -98,6 +100,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [*_table(self.units), *_memory(self), *_network(self), *_verdict(self)]
+        lines += [f"packed on {device} by {what}" for device, what in self.kernels.items()]
         lines += [f"warning: {text}" for text in self.warnings]
         return "\n".join(lines)
 

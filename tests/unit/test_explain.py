@@ -256,3 +256,9 @@ def test_parts_of_blocks_as_units_leave_nothing_in_the_root() -> None:
 def test_long_lists_are_cut() -> None:
     (warning,) = explained(fully_shard(Model(blocks=9))).warnings
     assert warning.startswith("'blocks.0', 'blocks.1', 'blocks.2' and 6 more are repeated")
+
+
+def test_it_says_whose_kernels_pack(fake_group: int) -> None:
+    explanation = fsdp_c.explain(fully_shard(nn.Linear(8, 8)), file=io.StringIO())
+    assert explanation.kernels == {"cpu": "fsdp_c's cpu kernels"}
+    assert "packed on cpu by fsdp_c's cpu kernels" in str(explanation)
