@@ -15,7 +15,7 @@ from outcome import ON_CUDA, ROOT, conclude
 
 QUERY = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 TOOLS = ("nvcc", "compute-sanitizer", "cuobjdump", "gcc", "g++", "ninja")
-PACKAGES = ("ninja", "numpy", "pytest", "pytest_timeout", "setuptools", "triton")
+PACKAGES = ("ninja", "numpy", "pytest", "pytest_timeout", "setuptools", "triton", "xdist")
 
 
 def output(*command: str) -> str:

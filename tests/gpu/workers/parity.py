@@ -14,6 +14,7 @@ from typing import NoReturn
 from outcome import ON_CUDA, ROOT, conclude
 
 TEST = "tests/parity/test_gpu.py"
+NEEDED = ("pytest", "pytest_timeout", "xdist")
 OPTIONS = ("-m", "gpu", "-p", "no:cacheprovider", "-q", "--tb=short", "-rfEs")
 
 
@@ -50,7 +51,7 @@ def main() -> None:
     if not ON_CUDA:
         os.environ["FSDP_C_GPU_JOBS_DEVICE"] = "cpu"
         without_pytest(("gloo2",))
-    if all(importlib.util.find_spec(name) for name in ("pytest", "pytest_timeout")):
+    if all(importlib.util.find_spec(name) for name in NEEDED):
         with_pytest()
     without_pytest(("nccl1", "gloo4"))
 
