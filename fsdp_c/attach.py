@@ -188,7 +188,7 @@ def _make_group(
     )
     for fsdp_param in fsdp_params:
         fsdp_param.register()
-    watch(part.params, fsdp_params)
+    watch(fsdp_params)
     return group
 
 

@@ -170,7 +170,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         if isinstance(info, FSDPMeshInfo):
             size, rank = info.shard_mesh_size, info.shard_mesh_rank
             found.append(("shard", info.shard_process_group, size, rank))
-            found.append(("scatter", info.reduce_scatter_process_group, size, rank))
+            scatter = getattr(info, "reduce_scatter_process_group", None)  # not in torch 2.11
+            found.append(("scatter", scatter, size, rank))
         if smaller is not None:
             size, rank = smaller.shard_mesh_size, smaller.shard_mesh_rank
             found.append(("post_forward", smaller.shard_process_group, size, rank))

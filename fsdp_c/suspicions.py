@@ -25,7 +25,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .notes import some
 
@@ -89,18 +88,21 @@ def look_at_arguments(mp_policy: Any, offload_policy: Any, ignored_params: Any) 
 
 # ---- what was replaced: watched while it happens -------------------------------------------------
 
-_originals: Any = WeakIdKeyDictionary()  # parameter as it was before sharding -> its stand-in
+# No weak references to parameters anywhere: torch.utils.swap_tensors refuses tensors that have one.
+_originals: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""What torch numbers a parameter by that is sharded -> the unit's record of it."""
 _slots: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-_registered: dict[tuple[int, str], tuple[Any, Any]] = {}  # put into such a place since
+_registered: dict[tuple[int, str], tuple[Any, int]] = {}
+"""Place -> the unit's record, and the ``id`` of the parameter that was put there since."""
 _looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def watch(parameters: Iterable[nn.Parameter], stand_ins: Iterable[Any]) -> None:
-    """Remembers what was sharded: the parameters, and the records of units in their place."""
+def watch(stand_ins: Iterable[Any]) -> None:
+    """Remembers what was sharded: the records of units in the place of parameters."""
     _register_hooks()
-    for parameter, stand_in in zip(parameters, stand_ins):
+    for stand_in in stand_ins:
         reference = weakref.ref(stand_in)
-        _originals[parameter] = reference
+        _originals[stand_in._orig_param_uid] = stand_in
         for module, name in slots_of(stand_in):
             _slots.setdefault(module, {})[name] = reference
 
@@ -115,7 +117,7 @@ def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> N
     slots = _slots.get(module)
     stand_in = slots[name]() if slots is not None and name in slots else None
     if stand_in is not None and all(face is not parameter for face in faces_of(stand_in)):
-        _registered[id(module), name] = (weakref.ref(stand_in), weakref.ref(parameter))
+        _registered[id(module), name] = (weakref.ref(stand_in), id(parameter))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -133,9 +135,10 @@ _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 def _look_at_registered() -> None:
     lost = []
-    for stand_in, parameter in ((s(), p()) for s, p in _registered.values()):
+    for reference, number in _registered.values():
+        stand_in = reference()
         # load_state_dict(assign=True) and the like: the unit has taken it over.
-        if stand_in is not None and stand_in.sharded_param is not parameter:
+        if stand_in is not None and id(stand_in.sharded_param) != number:
             lost.append(stand_in._param_fqn or stand_in._module_info.param_name)
     _registered.clear()
     if lost:
@@ -154,8 +157,7 @@ def _look_at_optimizer(optimizer: torch.optim.Optimizer) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     stale = []
     for parameter in held:
-        reference = _originals.get(parameter)
-        stand_in = reference() if reference is not None else None
+        stand_in = _originals.get(getattr(parameter, "_fsdp_orig_uid", -1))
         if stand_in is not None and stand_in.sharded_param is not parameter:
             stale.append(stand_in._param_fqn or stand_in._module_info.param_name)
     if stale:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -240,3 +241,13 @@ def test_models_and_optimizers_are_not_kept(said: Said) -> None:
     del model, optimizer
     gc.collect()
     assert [one() for one in found] == [None, None, None]
+
+
+def test_no_parameter_has_a_weak_reference(fake_group: int) -> None:
+    """torch.utils.swap_tensors, and so module.to() and load_state_dict(), refuses those."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    originals = list(model.parameters())
+    fully_shard(model)
+    model[0].weight = nn.Parameter(torch.ones(8, 8))
+    everything = [*originals, *model.parameters()]
+    assert [weakref.getweakrefcount(param) for param in everything] == [0] * len(everything)

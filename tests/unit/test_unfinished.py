@@ -79,7 +79,7 @@ def test_links_fit_the_parameters() -> None:
         group_of([param], world=2)
     group = group_of([param], pg_name="any", world=2)
     with pytest.raises(ValueError, match="rank 0 of 3 in process group 'smaller'"):
-        group._set_link("forward", "smaller", 3, 0)
+        group._set_link("post_forward", "smaller", 3, 0)
 
 
 def test_nothing_is_initialised_twice() -> None:
