@@ -28,15 +28,20 @@ done:
     return status;
 }
 
+/* The buffer goes, and its event back. */
+static void let_go(fc_comm *c, fc_kept_gather *kept) {
+    fct_tensor_release(kept->buffer);
+    fc_comm_put_event(c, kept->copied);
+    *kept = (fc_kept_gather){NULL, NULL};
+}
+
 void fc_comm_fini(fc_comm *c) {
     assert(c->oldest == NULL); /* whoever owns the context has discarded its reductions */
-    fct_tensor_release(c->kept.buffer);
-    fc_comm_put_event(c, c->kept.copied);
+    let_go(c, &c->kept);
     fc_comm_put_event(c, c->last_reduced);
     fc_comm_put_event(c, c->last_all_reduced);
     for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
-        fct_tensor_release(c->kept_rows[i].buffer);
-        fc_comm_put_event(c, c->kept_rows[i].copied);
+        let_go(c, &c->kept_rows[i]);
     }
     assert(c->events_out == 0); /* every group has given its events back */
     while (c->parked != NULL) {
@@ -182,8 +187,7 @@ done:
 void fc_comm_keep_gather(fc_comm *c, fct_tensor *buffer, fct_event *copied) {
     void *error = fct_error_set_aside();
     if (fc_comm_release_kept(c) != FC_OK) {
-        fct_tensor_release(c->kept.buffer);
-        fc_comm_put_event(c, c->kept.copied);
+        let_go(c, &c->kept);
     }
     fct_error_put_back(error);
     c->kept.buffer = buffer;
@@ -196,10 +200,7 @@ fc_status fc_comm_release_kept(fc_comm *c) {
         return FC_OK;
     }
     FC_TRY(fc_comm_gather_streams_wait(c, c->kept.copied));
-    fct_tensor_release(c->kept.buffer);
-    fc_comm_put_event(c, c->kept.copied);
-    c->kept.buffer = NULL;
-    c->kept.copied = NULL;
+    let_go(c, &c->kept);
 done:
     return status;
 }
@@ -212,8 +213,7 @@ fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done) {
     }
     c->kept_rows[0] = c->kept_rows[1];
     c->kept_rows[1] = (fc_kept_gather){.buffer = row, .copied = done};
-    fct_tensor_release(oldest.buffer);
-    fc_comm_put_event(c, oldest.copied);
+    let_go(c, &oldest);
     return FC_OK;
 }
 
@@ -223,9 +223,7 @@ fc_status fc_comm_release_rows(fc_comm *c) {
         if (kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0) {
             return FC_ERAISED;
         }
-        fct_tensor_release(kept->buffer);
-        fc_comm_put_event(c, kept->copied);
-        *kept = (fc_kept_gather){NULL, NULL};
+        let_go(c, kept);
     }
     return FC_OK;
 }
