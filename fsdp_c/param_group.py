@@ -407,6 +407,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     def _host_drop_reduce(self) -> None:
         self._offloaded = None
         self._host_events.clear()
+        self.comm_ctx.release_inputs()
 
     def _host_reduce(
         self, params: list[Param], grads: list[torch.Tensor], order_compute: bool

@@ -11,10 +11,6 @@ typedef struct conversion {
     PyObject *alike;  /* borrowed: asks that of a new pair */
 } conversion;
 
-static bool is_dtensor(const fcpy_module *mod, PyObject *obj) {
-    return PyObject_TypeCheck(obj, (PyTypeObject *)mod->bound.dtensor_class);
-}
-
 /* 1: equal elements have equal places; 0: not so; -1 with an exception. Specs are told apart by
  * their addresses, which the dict keeps theirs: hashing one is dear. */
 static int lie_alike(const conversion *c, PyObject *one, PyObject *other) {
@@ -60,8 +56,8 @@ static int is_shaped(const conversion *c, PyObject *value) {
  * -1 with an exception. */
 static int convert(const conversion *c, PyObject *value, PyObject *param, PyObject **local) {
     const PyTypeObject *plain = ((PyTypeObject *)c->mod->bound.dtensor_class)->tp_base;
-    bool of_dtensor = is_dtensor(c->mod, param);
-    if (!is_dtensor(c->mod, value)) {
+    bool of_dtensor = fcpy_is_dtensor(c->mod, param);
+    if (!fcpy_is_dtensor(c->mod, value)) {
         int shaped = of_dtensor ? is_shaped(c, value) : 0;
         *local = shaped == 0 ? Py_NewRef(value) : NULL;
         return shaped < 0 ? -1 : !shaped;

@@ -1,5 +1,5 @@
 /* The Python-visible objects around the core's structs: their types, and nothing that is called
- * but the way from a type to its module.
+ * but the way from a type to its module, and the question what is a DTensor.
  *
  * Each object embeds its core struct and owns the Python references that the core borrows: a
  * ParamGroup keeps its Params and CommContext alive, a State its groups, prefetch targets,
@@ -194,6 +194,8 @@ typedef struct fcpy_state {
 
 /* What tells our module from others, by its address. */
 extern const char fcpy_module_name[];
+/* isinstance(obj, DTensor), once the module is bound. */
+bool fcpy_is_dtensor(const fcpy_module *mod, PyObject *obj);
 /* The module state of a type or of one of its bases; NULL with TypeError set. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 

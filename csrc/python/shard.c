@@ -14,13 +14,9 @@ Py_ssize_t fcpy_shard_local_offset(const fcpy_module *mod) {
                : -1;
 }
 
-static bool is_dtensor(const fcpy_module *mod, PyObject *obj) {
-    return PyObject_TypeCheck(obj, (PyTypeObject *)mod->bound.dtensor_class);
-}
-
 /* _local_tensor of a sharded parameter, borrowed; NULL where it has to be looked for. */
 static PyObject *local_of(const fcpy_module *mod, PyObject *param) {
-    if (param == NULL || mod->local_offset < 0 || !is_dtensor(mod, param)) {
+    if (param == NULL || mod->local_offset < 0 || !fcpy_is_dtensor(mod, param)) {
         return NULL;
     }
     return *(PyObject **)(void *)((char *)param + mod->local_offset);
@@ -59,7 +55,7 @@ PyObject *fcpy_shard_note(PyObject *param, PyObject *unused) {
 
 /* Bumps the version counter of a DTensor's local tensor; other parameters count by themselves. */
 static int count_write(const fcpy_module *mod, PyObject *param) {
-    if (!is_dtensor(mod, param)) {
+    if (!fcpy_is_dtensor(mod, param)) {
         return 0;
     }
     PyObject *local = Py_XNewRef(local_of(mod, param));
