@@ -29,6 +29,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuses to go on where ``--dist loadgroup`` does not keep groups together: every worker
+    would launch for itself what the tests of a group share, and the run take twice as long."""
+    if not getattr(session.config.option, "loadgroup", False):
+        return
+    parted = [
+        item.nodeid
+        for item in session.items
+        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
+    ]
+    if parted:
+        raise pytest.UsageError(
+            f"pytest-xdist does not group {parted[0]} (pytest {pytest.__version__}): "
+            "install what the extra `test` of pyproject.toml asks for"
+        )
+
+
 @pytest.fixture(autouse=True)
 def environment_left_as_found() -> Iterator[None]:
     """What a test, or torch's own test helpers under it, set in the environment ends with it:
