@@ -16,11 +16,14 @@ import torch.nn as nn
 from site_dir import installed_environment
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
-import build_torch
 import fsdp_c
 from fsdp_c import built_for, check
 
 ROOT = Path(__file__).resolve().parents[2]
+# Behind everything: under the sanitizers fsdp_c is not this checkout's.
+sys.path.append(str(ROOT))
+
+import build_torch  # noqa: E402
 
 
 def run(
