@@ -52,6 +52,7 @@ void fc_group_fini(fc_group *g) {
     fc_positions_fini(&g->positions);
     fc_members_fini(&g->members);
     memset(g, 0, sizeof *g);
+    fct_memory_trim();
 }
 
 fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
@@ -581,5 +582,6 @@ fc_status fc_group_reset(fc_group *g) {
     g->training_state = FC_IDLE;
     g->course = FC_COURSE_PLAIN;
     g->deferred = false;
+    fct_memory_trim();
     return checked(g, fc_group_check, g->via->to_sharded(g));
 }

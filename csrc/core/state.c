@@ -223,6 +223,7 @@ fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     }
     s->iteration->forward_root = s;
     s->iteration->order_mark = s->comm->order.count;
+    fct_memory_round();
 done:
     fc_comm_put_event(s->comm, now);
     return status;

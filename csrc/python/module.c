@@ -2,6 +2,7 @@
  * is global. */
 #include "../kernels/kernels.h"
 #include "../kernels/kernels_jit.h"
+#include "../kernels/pool.h"
 #include "clip.h"
 #include "comm_context.h"
 #include "guard.h"
@@ -133,6 +134,38 @@ static PyObject *module_kernels_of(PyObject *module, PyObject *arg) {
     return PyUnicode_FromString(kernels != NULL ? kernels->name : "torch");
 }
 
+static PyObject *module_direct_group(PyObject *module, PyObject *group) {
+    (void)module;
+    PyObject *direct = NULL;
+    return fct_py_pg_direct(group, &direct) == 0 ? direct : NULL;
+}
+
+static PyObject *module_pause_direct(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *group = NULL;
+    int paused = 0;
+    if (!PyArg_ParseTuple(args, "Op:pause_direct", &group, &paused) ||
+        fct_py_pg_pause_direct(group, paused != 0) != 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *module_memory(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    const fck_pool_facts f = fck_pool_look();
+    return Py_BuildValue("{sKsKsKsKsK}", "out", f.out_bytes, "waiting", f.waiting_bytes, "peak",
+                         f.peak_bytes, "taken", f.taken, "mapped", f.mapped);
+}
+
+static PyObject *module_trim_memory(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    fck_pool_trim();
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef module_methods[] = {
     {"bind", (PyCFunction)(void (*)(void))module_bind, METH_VARARGS | METH_KEYWORDS,
      "bind(**objects): hands over the Python functions and classes that cold paths call."},
@@ -163,6 +196,17 @@ static PyMethodDef module_methods[] = {
     {"use_jit", module_use_jit, METH_VARARGS,
      "use_jit(launch, moves, casts): the kernels of CUDA devices from now on: addresses of "
      "cuLaunchKernel and of two functions for it, which have to stay. 0: none."},
+    {"direct_group", module_direct_group, METH_O,
+     "direct_group(group): the ProcessGroup that moves the rows of a group on the CPU; None where "
+     "its backend does. A collective, the first time."},
+    {"pause_direct", module_pause_direct, METH_VARARGS,
+     "pause_direct(group, paused): whether a group's backend moves its rows nevertheless."},
+    {"memory", module_memory, METH_NOARGS,
+     "memory(): the pool of the CPU's buffers: bytes that are out and that wait, the highest of "
+     "the "
+     "former in the last iterations, blocks taken, and how many of these the system had to map."},
+    {"trim_memory", module_trim_memory, METH_NOARGS,
+     "trim_memory(): gives the buffers that wait in the pool back to the system."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): whether it is a dense tensor with a storage, not one that wraps others."},
     {NULL, NULL, 0, NULL},

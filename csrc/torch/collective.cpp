@@ -14,6 +14,7 @@
  * no Python; when a group is released it ends by itself after its last work. Works of all other
  * backends are waited for in one call: they return at once (streams) or cannot be asked. */
 #include "bridge.h"
+#include "direct.h"
 #include "waiter.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
@@ -24,9 +25,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
-#include <chrono>
 #include <memory>
 #include <system_error>
+#include <unordered_map>
 
 using fct::Borrowed;
 using fct::guarded;
@@ -36,7 +37,6 @@ namespace {
 /* How the backend that serves a device behaves. */
 enum class Kind : uint8_t { unknown = 0, gloo, nccl_like, fake, python, other };
 
-constexpr auto kSlice = std::chrono::milliseconds(100);
 constexpr size_t kDeviceTypes = static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES);
 
 #if FCT_TORCH_AT_LEAST(2, 13)
@@ -52,8 +52,11 @@ constexpr const char *kReduceScatter = "_reduce_scatter_base";
 struct fct_pg {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     pybind11::object python; /* the Python object where the group is a Python class, else empty */
-    std::array<Kind, kDeviceTypes> kinds{}; /* by device type; filled when asked for */
+    std::array<Kind, kDeviceTypes> kinds{};        /* by device type; filled when asked for */
+    std::shared_ptr<fct::Agreement> agreement;     /* once rows have been moved on the CPU */
+    c10::intrusive_ptr<c10d::ProcessGroup> direct; /* where it was agreed upon */
     fct::Helper helper;
+    size_t owners = 1;
 };
 
 struct fct_work {
@@ -149,6 +152,29 @@ at::Tensor movable(fct_pg *pg, const at::Tensor &tensor) {
     return numbers_of(tensor);
 }
 
+fct::Agreement &agreement_of(fct_pg *pg) {
+    if (!pg->agreement) {
+        pg->agreement = fct::agreement_of(pg->group);
+    }
+    return *pg->agreement;
+}
+
+/* Who moves rows on a device: on the CPU, where all ranks agree, without gloo's detours. */
+c10d::ProcessGroup &mover(fct_pg *pg, c10::DeviceType device) {
+    if (device != c10::DeviceType::CPU || kind_for(pg, device) != Kind::gloo ||
+        agreement_of(pg).paused) {
+        return *pg->group;
+    }
+    fct::agree(*pg->agreement, pg->group);
+    if (pg->agreement->state != fct::Agreement::State::direct) {
+        return *pg->group;
+    }
+    if (!pg->direct) {
+        pg->direct = fct::direct(pg->group, pg->agreement);
+    }
+    return *pg->direct;
+}
+
 /* Whether isCompleted() means something; gloo's real works name their operation, its deferred ones
  * do not. */
 bool can_poll(const fct_work &work) {
@@ -214,53 +240,15 @@ fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python
     return result->work ? result.release() : nullptr;
 }
 
-void check_signals() {
-    if (PyErr_CheckSignals() != 0) {
-        fct::throw_python_error();
-    }
-}
-
-void wait_in_slices(c10d::Work &work) {
-    while (!work.isCompleted()) {
-        {
-            pybind11::gil_scoped_release released;
-            const auto start = std::chrono::steady_clock::now();
-            try {
-                work.wait(kSlice);
-                return;
-            } catch (const std::exception &) {
-                /* The slice is over, or the collective has failed; then it counts as completed.
-                 * Anything else would make this loop spin. */
-                if (std::chrono::steady_clock::now() - start < kSlice / 2 && !work.isCompleted()) {
-                    throw;
-                }
-            }
-        }
-        check_signals();
-    }
-    work.wait(); /* raises the collective's own error; does not block any more */
-}
-
-void wait_for_helper(fct::Waiter &waiter) {
-    while (!waiter.done()) {
-        {
-            pybind11::gil_scoped_release released;
-            waiter.wait_for(kSlice);
-        }
-        check_signals();
-    }
-    waiter.rethrow();
-}
-
 /* User code that runs during a wait (a signal's handler) may let the work go, by a reset: here and
  * in fct_work_wait what is waited for is held, and `work` not looked at again. */
 void wait_on_gloo(const fct_work &work) {
     const auto waiter = work.waiter;
     const auto held = work.work;
     if (waiter) {
-        wait_for_helper(*waiter);
+        fct::wait_in_slices(*waiter);
     } else if (can_poll(work)) {
-        wait_in_slices(*held);
+        fct::wait_in_slices(*held);
     } else {
         pybind11::gil_scoped_release released;
         held->wait();
@@ -282,15 +270,38 @@ bool python_work_can_tell(pybind11::handle work) {
     return own.is(base) || !own.attr("is_completed").is(base.attr("is_completed"));
 }
 
-/* A new handle; `object` is what Python knows the group as. */
+/* All handles there are: who talks to the same group shares one, and its helper. Read and written
+ * with the GIL. */
+using Handles = std::unordered_map<const c10d::ProcessGroup *, fct_pg *>;
+
+Handles &handles() {
+    static auto *const all = new Handles();
+    return *all;
+}
+
+/* A handle, new or shared; `object` is what Python knows the group as. */
 fct_pg *open(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object object) {
+    const auto found = handles().find(group.get());
+    if (found != handles().end()) {
+        found->second->owners++;
+        return found->second;
+    }
     auto pg = std::make_unique<fct_pg>();
     pg->group = std::move(group);
     const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
     if (!own.is(pybind11::type::of<c10d::ProcessGroup>())) {
         pg->python = std::move(object);
     }
+    handles().emplace(pg->group.get(), pg.get());
     return pg.release();
+}
+
+using Handle = std::unique_ptr<fct_pg, decltype(&fct_pg_release)>;
+
+Handle open_object(PyObject *obj) {
+    auto object = pybind11::reinterpret_borrow<pybind11::object>(obj);
+    auto group = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(object);
+    return {open(std::move(group), std::move(object)), &fct_pg_release};
 }
 
 } // namespace
@@ -306,22 +317,34 @@ int fct_pg_resolve(const char *name, fct_pg **out) {
 }
 
 int fct_py_pg(PyObject *obj, fct_pg **out) {
-    return guarded("fct_py_pg", [&] {
-        auto object = pybind11::reinterpret_borrow<pybind11::object>(obj);
-        auto group = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(object);
-        *out = open(std::move(group), std::move(object));
-    });
+    return guarded("fct_py_pg", [&] { *out = open_object(obj).release(); });
 }
 
 void fct_pg_release(fct_pg *pg) {
-    if (pg == nullptr) {
+    if (pg == nullptr || --pg->owners > 0) {
         return;
     }
+    handles().erase(pg->group.get());
     auto group = std::move(pg->group);
+    auto direct = std::move(pg->direct);
     delete pg;
     /* The end of a group joins threads that may want the GIL. */
     pybind11::gil_scoped_release released;
+    direct.reset();
     group.reset();
+}
+
+int fct_py_pg_direct(PyObject *group, PyObject **out) {
+    return guarded("fct_py_pg_direct", [&] {
+        const auto pg = open_object(group);
+        const bool direct = &mover(pg.get(), c10::DeviceType::CPU) != pg->group.get();
+        *out = (direct ? pybind11::cast(pg->direct) : pybind11::none()).release().ptr();
+    });
+}
+
+int fct_py_pg_pause_direct(PyObject *group, bool paused) {
+    return guarded("fct_py_pg_pause_direct",
+                   [&] { agreement_of(open_object(group).get()).paused = paused; });
 }
 
 /* The fake backend accepts any op and ignores it; saying yes makes it do what torch's own FSDP does
@@ -337,13 +360,14 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
         at::Tensor to = movable(pg, *Borrowed(output)), from = movable(pg, *Borrowed(input));
         c10d::AllgatherOptions options;
         options.asyncOp = async_op;
+        c10d::ProcessGroup &group = mover(pg, to.device().type());
         *work = issue(
             pg, output,
             [&] {
 #if FCT_TORCH_AT_LEAST(2, 13)
-                return pg->group->all_gather_single(to, from, options);
+                return group.all_gather_single(to, from, options);
 #else
-                return pg->group->_allgather_base(to, from, options);
+                return group._allgather_base(to, from, options);
 #endif
             },
             [&] { return pg->python.attr(kAllGather)(to, from, options); });
@@ -357,13 +381,14 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
         c10d::ReduceScatterOptions options;
         options.reduceOp = reduce_op(op, factor);
         options.asyncOp = async_op;
+        c10d::ProcessGroup &group = mover(pg, to.device().type());
         *work = issue(
             pg, output,
             [&] {
 #if FCT_TORCH_AT_LEAST(2, 13)
-                return pg->group->reduce_scatter_single(to, from, options);
+                return group.reduce_scatter_single(to, from, options);
 #else
-                return pg->group->_reduce_scatter_base(to, from, options);
+                return group._reduce_scatter_base(to, from, options);
 #endif
             },
             [&] { return pg->python.attr(kReduceScatter)(to, from, options); });

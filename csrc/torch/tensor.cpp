@@ -4,7 +4,9 @@
  * asked for on every step for every parameter, and the dispatcher would cost more than the work.
  * Everything that computes goes through at:: below autograd and ADInplaceOrView, so it neither
  * records history nor bumps version counters. */
+#include "../kernels/pool.h"
 #include "bridge.h"
+#include "memory.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
@@ -165,10 +167,19 @@ int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tens
         /* A parameter made by an evaluation is trained later. */
         const c10::InferenceMode never(false);
         const Quiet quiet;
-        const auto options =
-            at::TensorOptions().dtype(fct::scalar_type(dtype)).device(fct::device(device));
-        *out = give(at::empty({numel}, options));
+        const c10::ScalarType type = fct::scalar_type(dtype);
+        *out = give(device.type == FCT_DEVICE_CPU
+                        ? fct::pooled_empty(numel, type)
+                        : at::empty({numel}, at::dtype(type).device(fct::device(device))));
     });
+}
+
+void fct_memory_round(void) {
+    fck_pool_round();
+}
+
+void fct_memory_trim(void) {
+    fck_pool_trim();
 }
 
 int fct_tensor_alias(const fct_tensor *base, int32_t ndim, const int64_t *sizes,

@@ -131,6 +131,11 @@ FCT_CHECK int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_t
 FCT_CHECK int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks,
                             fct_tensor *out);
 
+/* The CPU's buffers come from a pool (kernels/pool.h), where freed ones wait. A round, an iteration
+ * of a model, begins; what waits goes back to the system. */
+void fct_memory_round(void);
+void fct_memory_trim(void);
+
 /* Gives the storage of t `nbytes` bytes of fresh uninitialised memory from the storage's own
  * allocator (the storage must hold none: storage bytes 0; same size already: nothing happens). */
 FCT_CHECK int fct_storage_alloc(fct_tensor *t, int64_t nbytes);
@@ -151,7 +156,7 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out);
  * does not know as bytes. */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
-/* New handle by the group's registered name (pg.group_name). */
+/* A handle by the group's registered name (pg.group_name); shared by all who ask for it. */
 FCT_CHECK int fct_pg_resolve(const char *name, fct_pg **out);
 void fct_pg_release(fct_pg *pg); /* NULL is fine */
 /* Whether the backend that serves `device` knows ReduceOp.PREMUL_SUM (NCCL and its relatives do,
@@ -274,8 +279,14 @@ FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
 /* Whether torch traces what runs on this thread: with fake, proxy or functional tensors, or by jit.
  */
 bool fct_tracing(void);
-/* New handle of a ProcessGroup object. */
+/* A handle of a ProcessGroup object, shared by all who ask for it. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
+/* The ProcessGroup that moves a group's rows on the CPU (direct.h) as a new object, or None where
+ * its backend does. A collective, the first time. */
+FCT_CHECK int fct_py_pg_direct(struct _object *group, struct _object **out);
+/* Whether the backend is to move them nevertheless, from now on; all ranks say so at the same point
+ * of their programs. */
+FCT_CHECK int fct_py_pg_pause_direct(struct _object *group, bool paused);
 /* torch.device objects. */
 FCT_CHECK int fct_py_device(struct _object *obj, fct_device *out);
 /* tensor.to(dtype) WITH autograd history (differentiable); new. For forward inputs and outputs. */

@@ -7,11 +7,26 @@
  * published once, under its mutex. */
 #include "waiter.h"
 
+#include "bridge.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <thread>
 #include <utility>
+
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(100);
+
+void check_signals() {
+    if (PyErr_CheckSignals() != 0) {
+        fct::throw_python_error();
+    }
+}
+
+} // namespace
 
 namespace fct {
 
@@ -83,6 +98,38 @@ std::shared_ptr<Waiter> Helper::add(c10::intrusive_ptr<c10d::Work> work) {
     queue_->waiters.push_back(waiter);
     queue_->changed.notify_one();
     return waiter;
+}
+
+void wait_in_slices(c10d::Work &work) {
+    while (!work.isCompleted()) {
+        {
+            pybind11::gil_scoped_release released;
+            const auto start = std::chrono::steady_clock::now();
+            try {
+                work.wait(kSlice);
+                return;
+            } catch (const std::exception &) {
+                /* The slice is over, or the collective has failed; then it counts as completed.
+                 * Anything else would make this loop spin. */
+                if (std::chrono::steady_clock::now() - start < kSlice / 2 && !work.isCompleted()) {
+                    throw;
+                }
+            }
+        }
+        check_signals();
+    }
+    work.wait(); /* raises the collective's own error; does not block any more */
+}
+
+void wait_in_slices(Waiter &waiter) {
+    while (!waiter.done()) {
+        {
+            pybind11::gil_scoped_release released;
+            waiter.wait_for(kSlice);
+        }
+        check_signals();
+    }
+    waiter.rethrow();
 }
 
 Helper::~Helper() {

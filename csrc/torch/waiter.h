@@ -52,6 +52,12 @@ class Helper {
     std::shared_ptr<Queue> queue_; /* shared with the thread; empty until there is a work */
 };
 
+/* Both block until it is over and throw what went wrong. They want the GIL, release it while they
+ * block, and see signals every 0.1 s: what a handler raises is thrown, and the rest goes on in the
+ * background. The work is one that can be polled and be waited for with a time-out. */
+void wait_in_slices(c10d::Work &work);
+void wait_in_slices(Waiter &waiter);
+
 } // namespace fct
 
 #endif

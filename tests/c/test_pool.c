@@ -1,0 +1,144 @@
+/* The pool of buffers: what is taken again, what goes back to the system, and when. */
+#include "kernels_reference.h"
+
+#include "kernels/pool.h"
+
+#include <pthread.h>
+
+enum { KIB = 1 << 10, MIB = 1 << 20 };
+
+/* Each test begins with rounds enough for the peaks of the one before to be forgotten. */
+static int begin(void **state) {
+    (void)state;
+    fck_pool_keep(1);
+    for (int i = 0; i < 8; i++) {
+        fck_pool_round();
+    }
+    fck_pool_trim();
+    assert_int_equal(fck_pool_look().out_bytes, 0);
+    assert_int_equal(fck_pool_look().waiting_bytes, 0);
+    assert_int_equal(fck_pool_look().peak_bytes, 0);
+    return 0;
+}
+
+static uint64_t mapped(void) {
+    return fck_pool_look().mapped;
+}
+
+static void what_was_given_back_is_taken_again(void **state) {
+    (void)state;
+    fck_block *first = fck_pool_take(5 * MIB + 1);
+    void *data = first->data;
+    assert_int_equal((uintptr_t)data % (2 * MIB), 0);
+    memset(data, 1, 5 * MIB + 1);
+    fck_pool_give(first);
+    const uint64_t before = mapped();
+    fck_block *again = fck_pool_take(5 * MIB);
+    assert_ptr_equal(again->data, data);
+    assert_int_equal(mapped(), before);
+    fck_pool_give(again);
+}
+
+static void a_block_serves_only_what_nearly_fills_it(void **state) {
+    (void)state;
+    fck_pool_give(fck_pool_take(8 * MIB));
+    fck_block *half = fck_pool_take(4 * MIB);
+    assert_int_equal(half->bytes, 4 * MIB);
+    fck_pool_give(half);
+}
+
+static void no_more_waits_than_was_out_at_once(void **state) {
+    (void)state;
+    fck_block *a = fck_pool_take(1 * MIB);
+    fck_block *b = fck_pool_take(2 * MIB);
+    fck_pool_give(a);
+    fck_pool_give(b);
+    assert_int_equal(fck_pool_look().peak_bytes, 3 * MIB);
+    assert_int_equal(fck_pool_look().waiting_bytes, 3 * MIB);
+    /* Neither fits, and the older of the two makes room. */
+    fck_block *c = fck_pool_take(512 * KIB);
+    assert_int_equal(fck_pool_look().waiting_bytes, 2 * MIB);
+    fck_block *d = fck_pool_take(700 * KIB);
+    assert_int_equal(fck_pool_look().waiting_bytes, 0);
+    fck_pool_give(c);
+    fck_pool_give(d);
+}
+
+static void peaks_of_long_ago_do_not_count(void **state) {
+    (void)state;
+    fck_pool_give(fck_pool_take(16 * MIB));
+    for (int i = 0; i < 3; i++) {
+        fck_pool_round();
+        fck_pool_give(fck_pool_take(1 * MIB));
+        assert_int_equal(fck_pool_look().peak_bytes, 16 * MIB);
+    }
+    fck_pool_round();
+    assert_int_equal(fck_pool_look().peak_bytes, 1 * MIB);
+    assert_int_equal(fck_pool_look().waiting_bytes, 1 * MIB);
+    fck_pool_trim();
+    assert_int_equal(fck_pool_look().waiting_bytes, 0);
+}
+
+static void a_pool_that_keeps_nothing_keeps_nothing(void **state) {
+    (void)state;
+    fck_block *a = fck_pool_take(1 * MIB);
+    fck_pool_keep(0);
+    fck_pool_give(a);
+    assert_int_equal(fck_pool_look().waiting_bytes, 0);
+    fck_pool_keep(1);
+}
+
+static void what_cannot_be_had_is_not_counted(void **state) {
+    (void)state;
+    assert_null(fck_pool_take((size_t)1 << 60));
+    assert_int_equal(fck_pool_look().out_bytes, 0);
+    fck_pool_give(NULL);
+}
+
+/* Whoever has a block writes its own number and finds it again. */
+static void *take_and_give(void *argument) {
+    const int mine = *(const int *)argument;
+    for (int i = 0; i < 2000; i++) {
+        const size_t bytes = (size_t)(64 + (i * 7 + mine) % 5 * 64) * KIB;
+        fck_block *block = fck_pool_take(bytes);
+        int *data = (int *)block->data;
+        data[0] = data[bytes / sizeof *data - 1] = mine;
+        if (i % 50 == 0) {
+            fck_pool_round();
+        }
+        if (data[0] != mine || data[bytes / sizeof *data - 1] != mine) {
+            return argument;
+        }
+        fck_pool_give(block);
+    }
+    return NULL;
+}
+
+static void threads_never_share_a_block(void **state) {
+    (void)state;
+    pthread_t threads[4];
+    int numbers[4] = {1, 2, 3, 4};
+    for (int i = 0; i < 4; i++) {
+        assert_int_equal(pthread_create(&threads[i], NULL, take_and_give, &numbers[i]), 0);
+    }
+    for (int i = 0; i < 4; i++) {
+        void *wrong = NULL;
+        assert_int_equal(pthread_join(threads[i], &wrong), 0);
+        assert_null(wrong);
+    }
+    assert_int_equal(fck_pool_look().out_bytes, 0);
+    assert_true(fck_pool_look().waiting_bytes <= fck_pool_look().peak_bytes);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup(what_was_given_back_is_taken_again, begin),
+        cmocka_unit_test_setup(a_block_serves_only_what_nearly_fills_it, begin),
+        cmocka_unit_test_setup(no_more_waits_than_was_out_at_once, begin),
+        cmocka_unit_test_setup(peaks_of_long_ago_do_not_count, begin),
+        cmocka_unit_test_setup(a_pool_that_keeps_nothing_keeps_nothing, begin),
+        cmocka_unit_test_setup(what_cannot_be_had_is_not_counted, begin),
+        cmocka_unit_test_setup(threads_never_share_a_block, begin),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

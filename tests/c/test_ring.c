@@ -1,0 +1,131 @@
+/* Sums in a ring's order, beside a ring that is played hop by hop. */
+#include "kernels_reference.h"
+
+#include "kernels/ring.h"
+
+/* A ring all-reduce over `total` elements on each rank: blocks of `block` elements go from rank to
+ * rank. The sum of element i as rank i / block gets it; floats, for doubles and 16-bit types have
+ * the same way. */
+static float played(float *const *ranks, int64_t world, int64_t block, int64_t i) {
+    int64_t at = (i / block + world - 1) % world;
+    float message = ranks[at][i];
+    for (int64_t hop = 1; hop < world; hop++) {
+        at = (at + world - 1) % world;
+        message = ranks[at][i] + message;
+    }
+    assert_int_equal(at, i / block);
+    return message;
+}
+
+/* What gloo documents: at least two segments for each rank, a mebibyte each at most. */
+static int64_t block_of(int64_t total, int64_t world) {
+    int64_t segments = (total * 4 + (1 << 20) - 1) / (1 << 20);
+    segments = segments < 2 * world ? 2 * world : segments;
+    segments = (segments + world - 1) / world * world;
+    int64_t bytes = (total * 4 + segments - 1) / segments;
+    return (bytes + 3) / 4 * (segments / world);
+}
+
+static float *random_floats(int64_t count) {
+    float *values = (float *)malloc(sizeof *values * (size_t)count);
+    for (int64_t i = 0; i < count; i++) {
+        values[i] = ldexpf((float)(rand() % 2000 - 1000), rand() % 20 - 10);
+    }
+    return values;
+}
+
+static void check_all_rows(int64_t world, int64_t row) {
+    const int64_t total = world * row;
+    const int64_t block = block_of(total, world);
+    float *ranks[8];
+    const void *rows[8];
+    float *out = (float *)malloc(sizeof *out * (size_t)row);
+    for (int64_t r = 0; r < world; r++) {
+        ranks[r] = random_floats(total);
+    }
+    for (int64_t own = 0; own < world; own++) {
+        for (int64_t r = 0; r < world; r++) {
+            rows[r] = ranks[r] + own * row;
+        }
+        fck_ring_sum(FCK_FLOAT32, out, rows, world, total, own * row, row);
+        for (int64_t i = 0; i < row; i++) {
+            const float expected = played(ranks, world, block, own * row + i);
+            assert_memory_equal(&out[i], &expected, sizeof expected);
+        }
+    }
+    for (int64_t r = 0; r < world; r++) {
+        free(ranks[r]);
+    }
+    free(out);
+}
+
+static void the_order_is_that_of_the_hops(void **state) {
+    (void)state;
+    static const int64_t rows[] = {1, 2, 3, 7, 64, 65, 1000, 2047, 2049, 131072 + 5, 300001};
+    for (int64_t world = 2; world <= 8; world++) {
+        for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+            if (rows[i] < 100000 || world == 3) {
+                check_all_rows(world, rows[i]);
+            }
+        }
+    }
+}
+
+static void the_sum_may_take_the_place_of_a_row(void **state) {
+    (void)state;
+    enum { N = 5000 };
+    float *ranks[3], expected[N];
+    const void *rows[3];
+    for (int r = 0; r < 3; r++) {
+        rows[r] = ranks[r] = random_floats(N);
+    }
+    fck_ring_sum(FCK_FLOAT32, expected, rows, 3, 3 * N, N, N);
+    for (int r = 0; r < 3; r++) {
+        float before[N];
+        memcpy(before, ranks[r], sizeof before);
+        fck_ring_sum(FCK_FLOAT32, ranks[r], rows, 3, 3 * N, N, N);
+        assert_memory_equal(ranks[r], expected, sizeof expected);
+        memcpy(ranks[r], before, sizeof before);
+    }
+    for (int r = 0; r < 3; r++) {
+        free(ranks[r]);
+    }
+}
+
+/* 1 + 1/256 is no bfloat16, and 2048 + 1 no float16: with one rounding at the end two of the small
+ * ones would count. */
+static void each_hop_rounds(void **state) {
+    (void)state;
+    static const struct {
+        fck_dtype dtype;
+        uint16_t large, small;
+    } cases[] = {{FCK_BFLOAT16, 0x3f80, 0x3b80}, {FCK_FLOAT16, 0x6800, 0x3c00}};
+    for (size_t i = 0; i < 2; i++) {
+        uint16_t large[4], small[4], out[4];
+        for (int k = 0; k < 4; k++) {
+            large[k] = cases[i].large;
+            small[k] = cases[i].small;
+        }
+        /* Element 0 of a buffer is in block 0, which comes from rank 2 to 1 to 0. */
+        const void *rows[3] = {small, small, large};
+        fck_ring_sum(cases[i].dtype, out, rows, 3, 1000, 0, 4);
+        assert_int_equal(out[0], cases[i].large);
+    }
+}
+
+static void only_floating_types_are_known(void **state) {
+    (void)state;
+    assert_true(fck_ring_knows(FCK_FLOAT16) && fck_ring_knows(FCK_FLOAT32));
+    assert_true(fck_ring_knows(FCK_FLOAT64) && fck_ring_knows(FCK_BFLOAT16));
+    assert_false(fck_ring_knows(FCK_UINT8) || fck_ring_knows(4));
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_order_is_that_of_the_hops),
+        cmocka_unit_test(the_sum_may_take_the_place_of_a_row),
+        cmocka_unit_test(each_hop_rounds),
+        cmocka_unit_test(only_floating_types_are_known),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
