@@ -34,6 +34,7 @@ from .plan import plan
 from .replicate import replicate
 from .report import Explanation, UnitReport
 from .state import State as State
+from .transport import release_memory, set_transport
 from .version import __version__ as __version__
 from .wrap import auto_shard
 
@@ -61,6 +62,8 @@ __all__ = [
     "optim",
     "plan",
     "register_fsdp_forward_method",
+    "release_memory",
     "replicate",
+    "set_transport",
     "uninstall",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ import fsdp_c._C as _C
 
 from . import zero_grad
 from .compat import GroupOfOlderTorch
+from .direct import mover
 from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
 from .param import Param, still_on_meta
@@ -324,15 +326,22 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             return
         state = TrainingState.FORWARD if overlaps else TrainingState.IDLE
         copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, state)
-        self._host_gathered = stock.foreach_all_gather(
-            self.fsdp_params,
-            info.shard_process_group,
-            async_op,
-            copy_in,
-            gather,
-            self.device,
-            self._all_gather_comm,
-        )
+        comm = self._all_gather_comm
+        with self._mover(info.shard_process_group, type(comm) is stock.DefaultAllGather) as group:
+            self._host_gathered = stock.foreach_all_gather(
+                self.fsdp_params,
+                group,
+                async_op,
+                copy_in,
+                gather,
+                self.device,
+                comm,
+            )
+
+    def _mover(self, group: Any, default: bool) -> AbstractContextManager[Any]:
+        """The group that torch's functions are to move rows with; ``default``: as torch does, and
+        not by an object of the user's, which has its own way on all ranks."""
+        return mover(group, self.device) if default else nullcontext(group)
 
     @_as_normal_tensors
     def _host_copy_out(self) -> torch.Tensor | None:
@@ -422,23 +431,26 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         hooked: list[torch.Tensor] = []
         several = len({param.orig_dtype for param in params}) > 1
         seen: list[Any] = [_CastingParam(p) for p in params] if several else [*params]
-        kept = stock.foreach_reduce(
-            seen,
-            grads,
-            self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None,  # type: ignore[arg-type]
-            comm.reduce_scatter_stream,
-            self._reduce_scatter_comm,
-            None if several else params[0].orig_dtype,
-            reduce_dtype,
-            self.device,
-            self.gradient_divide_factor,
-            replicas,
-            stream,
-            self.all_reduce_grads,
-            self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
-            self._noting_hook(hooked),
-            self.force_sum_reduction_for_comms,
-        )
+        scatter = self._reduce_scatter_comm
+        group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
+        with self._mover(group, type(scatter) is stock.DefaultReduceScatter) as group:
+            kept = stock.foreach_reduce(
+                seen,
+                grads,
+                group,
+                comm.reduce_scatter_stream,
+                scatter,
+                None if several else params[0].orig_dtype,
+                reduce_dtype,
+                self.device,
+                self.gradient_divide_factor,
+                replicas,
+                stream,
+                self.all_reduce_grads,
+                self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
+                self._noting_hook(hooked),
+                self.force_sum_reduction_for_comms,
+            )
         # (input, event, maybe a stream, event of all, all-reduced row, its event, partial row)
         row, _, partial = kept[-3:]
         if partial is not None:

@@ -1,0 +1,196 @@
+"""Collectives over torch's gloo backend and over direct exchanges, on several ranks, bit by bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
+import torch.nn as nn
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
+
+import fsdp_c
+import fsdp_c._C as _C
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+
+SEGMENT = 1 << 20
+"""Bytes of gloo's largest segment: the order of additions changes where one ends."""
+
+
+def sizes(seed: int) -> Iterator[int]:
+    """Elements of a row: odd ones, those around a segment, and random ones."""
+    yield from (1, 2, 3, 5, 7, 63, 64, 65, 1000, 4099)
+    yield from (SEGMENT // 4 - 1, SEGMENT // 4, SEGMENT // 4 + 1, SEGMENT // 2 + 3)
+    rng = random.Random(seed)
+    for _ in range(20):
+        yield int(2 ** rng.uniform(0, 19))
+
+
+def _operations(dtype: torch.dtype) -> list[dist.ReduceOp.RedOpType]:
+    average = [dist.ReduceOp.AVG] if dtype.is_floating_point else []
+    return [dist.ReduceOp.SUM, *average]
+
+
+def _random(numel: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if not dtype.is_floating_point:
+        return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+    scale = 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)
+    return (torch.randn(numel, generator=generator) * scale).to(dtype)
+
+
+def _gather(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+    rows = torch.full((own.numel() * dist.get_world_size(),), 77).to(own.dtype)
+    getattr(group, "all_gather_single", group._allgather_base)(rows, own, AllgatherOptions()).wait()
+    return rows
+
+
+def _reduce(
+    group: dist.ProcessGroup, rows: torch.Tensor, op: dist.ReduceOp.RedOpType
+) -> torch.Tensor:
+    own = torch.full((rows.numel() // dist.get_world_size(),), 77).to(rows.dtype)
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    scatter = getattr(group, "reduce_scatter_single", group._reduce_scatter_base)
+    scatter(own, rows, options).wait()
+    return own
+
+
+def differences(rank: int, world: int) -> list[Any]:
+    """Settings whose bits differ; and how many were tried, last."""
+    default = dist.group.WORLD
+    assert default is not None
+    direct = _C.direct_group(default)
+    assert direct is not None and direct is not default
+    found: list[Any] = []
+    tried = 0
+    generator = torch.Generator().manual_seed(100 + rank)
+    for numel in sizes(world):
+        for dtype in DTYPES:
+            own = _random(numel, dtype, generator)
+            rows = _random(numel * world, dtype, generator)
+            before = rows.clone()
+            tried += 1
+            if not torch.equal(_gather(default, own), _gather(direct, own)):
+                found.append(("all-gather", numel, dtype))
+            for op in _operations(dtype):
+                tried += 1
+                if not torch.equal(_reduce(default, rows, op), _reduce(direct, rows, op)):
+                    found.append(("reduce-scatter", numel, dtype, op))
+            if not torch.equal(rows, before):
+                found.append(("input written", numel, dtype))
+    return [*found, tried]
+
+
+def several_at_once(rank: int, world: int) -> bool:
+    """Exchanges that are waited for in another order than they were issued in."""
+    group = _C.direct_group(dist.group.WORLD)
+    gathered, works = [], []
+    for i in range(12):
+        rows = torch.zeros(world * 1000)
+        own = rows.narrow(0, rank * 1000, 1000)
+        own.fill_(100.0 * i + rank)
+        works.append(group._allgather_base(rows, own, AllgatherOptions()))
+        gathered.append(rows)
+    for work in reversed(works):
+        work.wait()
+    expected = torch.arange(world).repeat_interleave(1000)
+    return all(torch.equal(rows, expected + 100.0 * i) for i, rows in enumerate(gathered))
+
+
+def declined(rank: int, world: int, variable: str, value: str) -> bool:
+    """Whether no rank has direct exchanges where one of them does not want them."""
+    import os
+
+    if rank == world - 1:
+        os.environ[variable] = value
+    return _C.direct_group(dist.group.WORLD) is None
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(3)))
+    for block in model:
+        fsdp_c.fully_shard(block)
+    return fsdp_c.fully_shard(model)
+
+
+def _train(model: nn.Module, rank: int, steps: int = 2) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(5, 33)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.to_local().detach().clone() for parameter in model.parameters()]
+
+
+def patched_on_one_rank(rank: int, world: int) -> tuple[bool, int]:
+    """Whether training has the same bits; calls of torch's functions that the rank saw."""
+    plain = _train(_model(), rank)
+    seen = []
+    gather, reduce = stock.foreach_all_gather, stock.foreach_reduce
+
+    def look(group: Any) -> None:
+        seen.append((dist.get_process_group_ranks(group), dist.get_backend(group)))
+
+    def counting_gather(params: Any, group: Any, *rest: Any) -> Any:
+        look(group)
+        return gather(params, group, *rest)
+
+    def counting_reduce(params: Any, gradients: Any, group: Any, *rest: Any) -> Any:
+        look(group)
+        return reduce(params, gradients, group, *rest)
+
+    if rank == 0:
+        stock.foreach_all_gather, stock.foreach_reduce = counting_gather, counting_reduce
+    try:
+        patched = _train(_model(), rank)
+    finally:
+        stock.foreach_all_gather, stock.foreach_reduce = gather, reduce
+    assert all(entry == (list(range(world)), "gloo") for entry in seen), seen
+    return all(map(torch.equal, plain, patched)), len(seen)
+
+
+def observed_on_one_rank(rank: int, world: int) -> tuple[bool, dict[str, int]]:
+    """Whether training has the same bits where one rank counts and profiles; what it counted."""
+    plain = _train(_model(), rank, 1)
+    counts: dict[str, int] = {}
+    model = _model()
+    if rank == 0:
+        with CommDebugMode() as mode, profile(activities=[ProfilerActivity.CPU]) as profiler:
+            watched = _train(model, rank, 1)
+        counts = {str(op): n for op, n in mode.get_comm_counts().items()}
+        names = [event.name for event in profiler.events()]
+        counts |= {name: names.count(name) for name in ("gloo:all_gather", "gloo:reduce_scatter")}
+        counts["messages"] = sum("send" in name or "recv" in name for name in names)
+    else:
+        watched = _train(model, rank, 1)
+    return all(map(torch.equal, plain, watched)), counts
+
+
+def by_both_ways(rank: int, world: int) -> list[bool]:
+    """Whether bits change with the transport, and whether a choice is followed."""
+    model = _model()
+    group = dist.group.WORLD
+    assert group is not None
+    direct = _train(model, rank, 3)
+    followed = [_C.direct_group(group) is not None]
+    model = _model()
+    mixed = _train(model, rank, 1)
+    fsdp_c.set_transport(model, "gloo")
+    followed.append(_C.direct_group(group) is None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (1, 2):
+        fsdp_c.set_transport(model, "direct" if step == 2 else "gloo")
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(5, 33)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mixed = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+    return [*followed, _C.direct_group(group) is not None, *map(torch.equal, direct, mixed)]
