@@ -7,8 +7,8 @@
  * for.
  *
  * Waiting on gloo must stay interruptible, and its works see no signals. Most of them can be polled
- * and are waited for in slices. Its reduce-scatter cannot: its work does the rest of its job (the
- * copy into the output) inside wait(), has no completion flag and ignores the timeout. Such works
+ * and are waited for in slices. Its reduce-scatter and our direct exchanges cannot: their works do
+ * the rest of their job inside wait(), have no completion flag and ignore the timeout. Such works
  * go to a helper thread of the group as soon as they are issued, which makes them progress in the
  * background and pollable like the others. The helper shares ownership of what it touches and calls
  * no Python; when a group is released it ends by itself after its last work. Works of all other

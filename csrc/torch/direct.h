@@ -15,7 +15,7 @@ namespace fct {
 struct Agreement {
     enum class State : uint8_t { open, direct, declined };
     State state = State::open;
-    bool paused = false; /* by all ranks at the same point of their programs */
+    bool paused = false;                     /* by all ranks at the same point of their programs */
     std::atomic<uint32_t> messages{0};       /* exchanges so far: the same on every rank */
     c10::intrusive_ptr<c10d::Work> question; /* while it is under way, and what it fills */
     at::Tensor answers;

@@ -10,7 +10,8 @@
  * reference. "takes": the callee steals the caller's reference, on failure too.
  *   - No function bumps a tensor's version counter or records autograd history unless it says so:
  * every operation on tensors runs with grad mode off and below autograd.
- *   - No process-global mutable state: ranks may be threads of one process. */
+ *   - No process-global mutable state but what is told apart by process group, and the pool: ranks
+ * may be threads of one process. */
 #ifndef FSDP_C_TORCH_ABI_H
 #define FSDP_C_TORCH_ABI_H
 
@@ -152,7 +153,7 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out);
 
 /* Every collective goes through the ProcessGroup's method and so through the dispatcher ops of
  * namespace c10d, which CommDebugMode, the flight recorder and tests count: one call here, one op
- * there. Complex tensors travel as the pairs that they are, gathered ones of types that a backend
+ * there, also where rows go directly from memory to memory (direct.h). Complex tensors travel as the pairs that they are, gathered ones of types that a backend
  * does not know as bytes. */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
