@@ -343,6 +343,7 @@ fc_status fc_reduce_settle(fc_reducer *d) {
     fc_status status = FC_OK;
     FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_reduced));
     FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_all_reduced));
+    fc_reduction_note_settled(m->comm);
     FC_TRY(host_finalize(m));
     fc_reducer_forget_event(d);
 done:
