@@ -216,7 +216,7 @@ static fc_divide divide_of(fc_reducer *d, fct_dtype dtype) {
         .dtype = dtype,
         .has_factor = d->has_divide_factor,
         .factor = d->divide_factor,
-        .force_sum = d->force_sum,
+        .force_sum = d->force_sum || m->device.type == FCT_DEVICE_MTIA, /* it has only sums */
         .has_premul =
             d->has_divide_factor && link->pg != NULL && fct_pg_has_premul(link->pg, m->device),
     };
