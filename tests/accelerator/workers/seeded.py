@@ -119,6 +119,47 @@ BUGS = {
     "a reduce hook does not wait for the reduce-scatter": Bug(
         "reduce_hook", "drop", "wait", ("fc_comm_order_streams", "fc_reduce_run"), "mul"
     ),
+    "in double backward, an all-gather does not wait for the pack": Bug(
+        "double_backward",
+        "drop",
+        "wait",
+        ("fc_comm_order_streams", "issue_gather", "fc_state_pre_double_backward"),
+        "all_gather",
+    ),
+    "in double backward, the copy-out does not wait for the all-gather": Bug(
+        "double_backward",
+        "drop",
+        "wait",
+        ("fc_gather_await", "fc_state_pre_double_backward"),
+        "unpack",
+    ),
+    "in double backward, a gather buffer is released before its copy-out": Bug(
+        "double_backward",
+        "drop",
+        "wait",
+        ("fc_gather_end_copy_out", "fc_state_pre_double_backward"),
+        "allocation",
+    ),
+    "a finalization by hand does not wait for the gradients": Bug(
+        "finalized_by_hand",
+        "drop",
+        "wait",
+        ("fc_comm_order_streams", "fc_reduce_run", "fc_iteration_finalize"),
+        "reduce_scatter",
+    ),
+    "a finalization by hand frees an input before its reduce-scatter is done": Bug(
+        "finalized_by_hand",
+        "drop",
+        "wait",
+        ("fc_reduction_recycle", "fc_iteration_finalize"),
+        "allocation",
+    ),
+    "the handle of a finalization by hand does not wait": Bug(
+        "finalized_by_hand_half",
+        "drop",
+        "wait",
+        ("fc_reduce_settle", "fc_iteration_complete"),
+    ),
 }
 
 
