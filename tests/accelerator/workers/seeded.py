@@ -224,6 +224,32 @@ def wrong_bits_without_a_bug(name: str) -> int:
     return wrong
 
 
+EARLY = (
+    "a kept gather buffer is released before its copy-out",
+    "the last gather buffer of a forward is released before its copy-out",
+    "in backward, a gather buffer is released before its copy-out",
+    "a gather buffer is freed as soon as the all-gather is issued",
+    "an all-reduced row is reused before its cast",
+    "a reduce-scatter's input is freed before it is done",
+    "a custom reduce-scatter's input is freed before it is done",
+    "in double backward, a gather buffer is released before its copy-out",
+    "a finalization by hand frees an input before its reduce-scatter is done",
+)
+"""Bugs by which something is overwritten too early: they give wrong bits where writes come early."""
+
+
+def early_bits(bug: Bug) -> tuple[int, int]:
+    """(writes that may come early, in all runs; the runs of them that train to the same bits)."""
+    right = faults.run(bug.scenario)
+    points = faults.run(bug.scenario, fault=bug.fault).points
+    early = unseen = 0
+    for index in [i for i, point in enumerate(points) if fits(point, bug)][:4]:
+        count, shown = faults.early(bug.scenario, bug.fault, index)
+        early += count
+        unseen += count > 0 and shown.record == right.record
+    return early, unseen
+
+
 class Told(NamedTuple):
     findings: dict[str, list[str]]
     """By bug."""
@@ -231,6 +257,10 @@ class Told(NamedTuple):
     """Runs with wrong bits under late writes, by bug."""
     clean: dict[str, int]
     """The same by scenario, without a bug."""
+    early: dict[str, tuple[int, int]]
+    """Of ``early_bits``, by bug."""
+    clean_early: dict[str, int]
+    """Writes that may come early, by scenario, without a bug."""
 
 
 def run(rank: int, world_size: int) -> Told:
@@ -242,4 +272,6 @@ def run(rank: int, world_size: int) -> Told:
         {name: findings(bug) for name, bug in BUGS.items()},
         {name: wrong_bits(BUGS[name]) for name in LATE},
         {name: wrong_bits_without_a_bug(name) for name in {BUGS[b].scenario for b in LATE}},
+        {name: early_bits(BUGS[name]) for name in EARLY},
+        {name: faults.early(name)[0] for name in {BUGS[b].scenario for b in EARLY}},
     )
