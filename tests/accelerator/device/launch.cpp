@@ -90,7 +90,8 @@ Launch::~Launch() {
             return range.first < end && before.start < range.second;
         });
         if (!ours) {
-            std::memcpy(reinterpret_cast<char *>(before.start), before.data.data(), before.data.size());
+            std::memcpy(reinterpret_cast<char *>(before.start), before.data.data(),
+                        before.data.size());
         }
     }
     foresight().complete(epoch_);

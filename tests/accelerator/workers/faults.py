@@ -101,7 +101,9 @@ def early(name: str, fault: str = "", at: int = -1) -> tuple[int, Run]:
         run(name, fault=fault, at=at, at_start=device.note_early_writes)
         gc.collect()
         counts: list[int] = []
-        shown = run(name, fault=fault, at=at, at_start=lambda: counts.append(device.show_early_writes()))
+        shown = run(
+            name, fault=fault, at=at, at_start=lambda: counts.append(device.show_early_writes())
+        )
     finally:
         device.forget_early_writes()
     return counts[0], shown

@@ -235,7 +235,7 @@ EARLY = (
     "in double backward, a gather buffer is released before its copy-out",
     "a finalization by hand frees an input before its reduce-scatter is done",
 )
-"""Bugs by which something is overwritten too early: they give wrong bits where writes come early."""
+"""Bugs by which something is overwritten too early: wrong bits where writes come early."""
 
 
 def early_bits(bug: Bug) -> tuple[int, int]:

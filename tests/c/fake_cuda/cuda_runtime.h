@@ -49,8 +49,8 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, v
     if (fake_cuda_failed != cudaSuccess) {
         return static_cast<cudaError_t>(fake_cuda_failed);
     }
-    if (fake_cuda_refuses != 0 || grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024 ||
-        sizeof(Arguments) > 4096) {
+    if (fake_cuda_refuses != 0 || grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 ||
+        block.x > 1024 || sizeof(Arguments) > 4096) {
         return cudaErrorInvalidConfiguration;
     }
     for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) {
