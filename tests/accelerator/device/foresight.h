@@ -1,6 +1,6 @@
 /* Writes that come too early. Operations run at once, in the order of the host's calls, so a reader
- * cannot see what is written behind it; on a device it can, where nobody has made the write wait for
- * it. Two runs of the same program show it: the first notes which bytes such writes leave, the
+ * cannot see what is written behind it; on a device it can, where nobody has made the write wait
+ * for it. Two runs of the same program show it: the first notes which bytes such writes leave, the
  * second lets the readers see them. */
 #ifndef SIM_FORESIGHT_H
 #define SIM_FORESIGHT_H

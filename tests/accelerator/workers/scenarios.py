@@ -425,8 +425,7 @@ def _repeated(model: nn.Module, ranks: int) -> None:
 
 
 def _double_backward(tools: SimTools, shards: int, **kwargs: Any) -> Record:
-    """torch reads freed memory here, and where nothing is freed it reduces in the middle of the
-    second backward: in its stead a plain model whose ranks are equal."""
+    """torch cannot (tests/STOCK_BUGS.md): in its stead a plain model whose ranks are equal."""
     model: Any = _curved()
     if tools.is_stock:
         _repeated(model.to("sim"), shards)
@@ -445,6 +444,18 @@ def _double_backward(tools: SimTools, shards: int, **kwargs: Any) -> Record:
         if tools.is_stock:
             _repeated(model, shards)
     return record
+
+
+def double_backward_of_whole_units(tools: SimTools) -> Record:
+    """One in which nothing is ever freed, so that torch could do it, too."""
+    model = tools.shard(_curved())
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    loss = _penalized(model, tools.input(0))
+    loss.backward()
+    for unit in (*model, model):
+        unit.reshard()
+    return [loss.item(), digest(p.grad for p in model.parameters())]
 
 
 @scenario
