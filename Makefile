@@ -111,7 +111,7 @@ test-fast: build
 parity: build
 	FSDP_C_PARITY_COUNT=600 FSDP_C_PARITY_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/parity
 
-# Everything on the simulated accelerator; `make test` runs a third of the grid on four ranks. Then its figures.
+# Everything on the simulated accelerator; `make test` runs a fifth of the grid on four ranks. Then its figures.
 accelerator: build
 	FSDP_C_ACCELERATOR_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/accelerator
 	PYTHONPATH=$(PYTHONPATH):tests/harness:tests/parity/workers $(PY) tests/accelerator/workers/figures.py

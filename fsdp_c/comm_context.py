@@ -110,9 +110,8 @@ class CommContext(_C.CommContext, FSDPCommContext):
 
     def _gather_after(self, event: Any) -> None:
         """Gathers that are begun from now on wait for ``event`` (of the optimizer's step)."""
-        if self._stream_numbers(0) is not None:
-            for stream in self.gather_streams:
-                stream.wait_event(event)
+        if self._stream_numbers(0) is not None:  # the other gather stream comes behind its copies
+            self.all_gather_copy_in_stream.wait_event(event)
 
     def get_all_gather_streams(
         self, async_op: bool, training_state: TrainingState

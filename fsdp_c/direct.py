@@ -14,16 +14,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
 
 import fsdp_c._C as _C
 
+_DEFAULTS = (stock.DefaultAllGather, stock.DefaultReduceScatter)
+
 
 @contextlib.contextmanager
-def mover(group: Any, device: torch.device) -> Iterator[Any]:
+def mover(group: Any, device: torch.device, comm: Any) -> Iterator[Any]:
     """Gives the group that moves the rows of ``group``: ``group`` itself, or one that
-    ``torch.distributed`` knows, as long as this lasts, by all that it knows of ``group``."""
+    ``torch.distributed`` knows, as long as this lasts, by all that it knows of ``group``.
+
+    ``comm`` is what calls the collective: an object of the user's has its own way on all ranks.
+    """
     direct = None
-    if device.type == "cpu" and isinstance(group, dist.ProcessGroup):
+    if device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS:
         direct = _C.direct_group(group)
     if direct is None:
         yield group

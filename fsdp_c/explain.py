@@ -9,6 +9,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
+import fsdp_c._C as _C
+
 from . import kernels, sizes, suspicions
 from .forecast import Sharding
 from .optimizer_memory import live_states, optimizer_bytes
@@ -75,6 +77,9 @@ def explain(
     )
     for _, group in groups:
         explanation.kernels[group.device.type] = kernels.describe(group.device)
+    if on_cpu:
+        pool = _C.memory()
+        explanation.buffers = pool["out"], pool["waiting"]
     print(explanation, file=file)
     return explanation
 

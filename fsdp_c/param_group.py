@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -327,7 +326,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         state = TrainingState.FORWARD if overlaps else TrainingState.IDLE
         copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, state)
         comm = self._all_gather_comm
-        with self._mover(info.shard_process_group, type(comm) is stock.DefaultAllGather) as group:
+        with mover(info.shard_process_group, self.device, comm) as group:
             self._host_gathered = stock.foreach_all_gather(
                 self.fsdp_params,
                 group,
@@ -337,11 +336,6 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
                 self.device,
                 comm,
             )
-
-    def _mover(self, group: Any, default: bool) -> AbstractContextManager[Any]:
-        """The group that torch's functions are to move rows with; ``default``: as torch does, and
-        not by an object of the user's, which has its own way on all ranks."""
-        return mover(group, self.device) if default else nullcontext(group)
 
     @_as_normal_tensors
     def _host_copy_out(self) -> torch.Tensor | None:
@@ -433,7 +427,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         seen: list[Any] = [_CastingParam(p) for p in params] if several else [*params]
         scatter = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
-        with self._mover(group, type(scatter) is stock.DefaultReduceScatter) as group:
+        with mover(group, self.device, scatter) as group:
             kept = stock.foreach_reduce(
                 seen,
                 grads,

@@ -65,6 +65,8 @@ class Explanation:
         memory: Bytes that the rank has, where that was told.
         knows_activations: Whether a batch was given.
         kernels: What packs and unpacks, by type of device; empty for a plan.
+        buffers: Bytes of this process's pool of buffers on the CPU: in use, and waiting to be used
+            again (:func:`fsdp_c.release_memory`); ``None`` for a plan, and on other devices.
     """
 
     title: str = ""
@@ -77,6 +79,7 @@ class Explanation:
     memory: int | None = None
     knows_activations: bool = False
     kernels: dict[str, str] = field(default_factory=dict)
+    buffers: tuple[int, int] | None = None
 
     @property
     def peak(self) -> Sample:
@@ -101,6 +104,9 @@ class Explanation:
     def __str__(self) -> str:
         lines = [*_table(self.units), *_memory(self), *_network(self), *_verdict(self)]
         lines += [f"packed on {device} by {what}" for device, what in self.kernels.items()]
+        if self.buffers is not None:
+            used, waiting = map(show, self.buffers)
+            lines.append(f"buffers on the CPU: {used} in use, {waiting} kept for the next ones")
         lines += [f"warning: {text}" for text in self.warnings]
         return "\n".join(lines)
 

@@ -173,14 +173,10 @@ done:
 }
 
 fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e) {
-    fc_status status = FC_OK;
     if (!c->streams_ready || e == NULL) {
         return FC_OK;
     }
-    FC_TRY_RAISED(fct_event_wait(e, c->copy_in_stream));
-    FC_TRY_RAISED(fct_event_wait(e, c->gather_stream));
-done:
-    return status;
+    return fct_event_wait(e, c->copy_in_stream) == 0 ? FC_OK : FC_ERAISED;
 }
 
 /* Another thread may have kept one since the last was released: that is released in its stead. */

@@ -85,7 +85,9 @@ void fc_comm_settle_streams(fc_comm *c, fct_stream waiter, fct_stream other);
 /* Before memory is let go whose users are not known: the current stream waits for all of the
  * context's streams, and they for it. */
 FC_CHECK fc_status fc_comm_quiesce(fc_comm *c);
-/* Both gather streams wait for e. Does nothing before the streams are ready. */
+/* What the gather streams do from now on waits for e: the copy-in stream waits, whose memory the
+ * buffers are, and every gather comes to the gather stream behind its copy-in. Does nothing before
+ * the streams are ready. */
 FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e);
 
 /* Keeps a gather buffer whose copy-out was queued (takes both), until it is released: */

@@ -105,6 +105,7 @@ static fc_status prepare_gather(fc_gather *a, bool post_forward, fc_flight *flig
     if (flight->link->world > 1) {
         FC_TRY(fc_link_open(flight->link));
     }
+    FC_TRY(fc_members_open_reduction(m));
     FC_TRY(renew_plan(a, post_forward, flight->link->world));
     FC_TRY(fc_comm_gather_streams_wait(m->comm, a->resharded));
     fc_gather_forget_event(a);

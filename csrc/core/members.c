@@ -36,6 +36,18 @@ fc_link *fc_members_scatter_link(fc_members *m) {
     return m->scatter.name != NULL ? &m->scatter : &m->shard;
 }
 
+fc_status fc_members_open_reduction(fc_members *m) {
+    fc_status status = FC_OK;
+    if (m->scatter.name != NULL && m->scatter.world > 1) {
+        FC_TRY(fc_link_open(&m->scatter));
+    }
+    if (m->replicate.name != NULL && m->replicate.world > 1) {
+        FC_TRY(fc_link_open(&m->replicate));
+    }
+done:
+    return status;
+}
+
 bool fc_members_replicated(const fc_members *m) {
     return m->replicate.name != NULL;
 }

@@ -38,6 +38,9 @@ void fc_members_fini(fc_members *m);
 fc_span fc_members_all(const fc_members *m);
 /* The link that reduce-scatters. */
 fc_link *fc_members_scatter_link(fc_members *m);
+/* Opens the links that only a reduction uses. Backward may run in another thread than forward,
+ * where ranks that are threads of one process cannot look their groups up. */
+FC_CHECK fc_status fc_members_open_reduction(fc_members *m);
 /* Whether gradients are all-reduced over replicas. */
 bool fc_members_replicated(const fc_members *m);
 /* Whether the host moves the data, see fc_host.moves. */

@@ -216,7 +216,7 @@ static fc_divide divide_of(fc_reducer *d, fct_dtype dtype) {
         .dtype = dtype,
         .has_factor = d->has_divide_factor,
         .factor = d->divide_factor,
-        .force_sum = d->force_sum,
+        .force_sum = d->force_sum || m->device.type == FCT_DEVICE_MTIA, /* it has only sums */
         .has_premul =
             d->has_divide_factor && link->pg != NULL && fct_pg_has_premul(link->pg, m->device),
     };
@@ -343,6 +343,7 @@ fc_status fc_reduce_settle(fc_reducer *d) {
     fc_status status = FC_OK;
     FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_reduced));
     FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_all_reduced));
+    fc_reduction_note_settled(m->comm);
     FC_TRY(host_finalize(m));
     fc_reducer_forget_event(d);
 done:

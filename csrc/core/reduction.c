@@ -61,6 +61,13 @@ static void put_back(fc_comm *c, fc_reduction *r) {
     c->reductions++;
 }
 
+void fc_reduction_note_settled(fc_comm *c) {
+    for (fc_reduction *r = c->oldest; r != NULL; r = r->next) {
+        fc_comm_put_event(c, r->scattered);
+        r->scattered = NULL;
+    }
+}
+
 bool fc_reduction_has(const fc_comm *c, const fc_members *m) {
     const fc_reduction *r = c->oldest;
     while (r != NULL && r->members != m) {

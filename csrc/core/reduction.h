@@ -50,6 +50,9 @@ void fc_reduction_abandon(fc_reduction *r);
 void fc_reduction_append(fc_reduction *r);
 /* Finishes the oldest reductions until at most `keep` are in flight, and releases their inputs. */
 FC_CHECK fc_status fc_reduction_recycle(fc_comm *c, size_t keep);
+/* The current stream has waited for the end of all reductions in flight: nobody needs to wait for
+ * their inputs any more. */
+void fc_reduction_note_settled(fc_comm *c);
 /* Without streams: finishes the oldest reductions whose collectives are done by now, so that their
  * buffers go early. */
 FC_CHECK fc_status fc_reduction_poll(fc_comm *c);

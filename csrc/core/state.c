@@ -89,6 +89,14 @@ static fc_status finish_comm(fc_comm *c, bool last) {
     return status == FC_OK && last ? fc_comm_release_rows(c) : status;
 }
 
+/* Backwards that the caller finishes leave no order behind: the next one would gather ahead what no
+ * backward is waiting for. */
+static fc_status prune_comm(fc_comm *c, bool unused) {
+    (void)unused;
+    prune_order(&c->order);
+    return FC_OK;
+}
+
 /* The two ends of a reset: before the groups let anything go, and after they did. */
 static fc_status reset_comm(fc_comm *c, bool after) {
     if (!after) {
@@ -130,9 +138,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
             FC_TRY(s->groups[j]->via->finalize_backward(s->groups[j]));
         }
     }
-    if (!it->manual) {
-        FC_TRY(each_comm(it, c, finish_comm, last));
-    }
+    FC_TRY(each_comm(it, c, it->manual ? prune_comm : finish_comm, last));
     it->callback_queued = false;
     it->records = false;
 done:

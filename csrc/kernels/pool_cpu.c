@@ -14,6 +14,7 @@ enum {
     HUGE_FROM = 4 << 20, /* blocks of that size on are aligned to huge pages, and want them */
     ROUNDS = 4,          /* whose peaks count */
     WASTE = 8,           /* a block serves what is at least (1 - 1/WASTE) of it */
+    SLACK = 8,           /* for blocks of other sizes: 1/SLACK of the peak */
 };
 
 static struct {
@@ -106,8 +107,9 @@ static fck_block *find(size_t bytes) {
     return NULL;
 }
 
-/* The oldest go until what is out and what waits are `bound` bytes. Returns them as a list. */
-static fck_block *shrink(uint64_t bound) {
+/* The oldest go until what is out and what waits are within the bound. Returns them as a list. */
+static fck_block *shrink(uint64_t peak) {
+    const uint64_t bound = peak + peak / SLACK;
     fck_block *gone = NULL;
     while (pool.oldest != NULL && pool.facts.out_bytes + pool.facts.waiting_bytes > bound) {
         fck_block *block = pool.oldest;

@@ -347,11 +347,10 @@ int fct_py_pg_pause_direct(PyObject *group, bool paused) {
                    [&] { agreement_of(open_object(group).get()).paused = paused; });
 }
 
-/* The fake backend accepts any op and ignores it; saying yes makes it do what torch's own FSDP does
- * on a GPU. */
+/* torch's FSDP2 never asks: it gives premultiplied sums to whoever it is, who refuses them or not.
+ * Only of gloo we know that it has none, and divide ourselves. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
-    const Kind kind = kind_for(pg, static_cast<c10::DeviceType>(device.type));
-    return kind == Kind::nccl_like || kind == Kind::fake;
+    return kind_for(pg, static_cast<c10::DeviceType>(device.type)) != Kind::gloo;
 }
 
 int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,

@@ -13,6 +13,11 @@
 
 using fct::guarded;
 
+static_assert(FCT_DEVICE_CPU == static_cast<int>(c10::DeviceType::CPU));
+static_assert(FCT_DEVICE_CUDA == static_cast<int>(c10::DeviceType::CUDA));
+static_assert(FCT_DEVICE_META == static_cast<int>(c10::DeviceType::Meta));
+static_assert(FCT_DEVICE_MTIA == static_cast<int>(c10::DeviceType::MTIA));
+
 struct fct_event {
     explicit fct_event(c10::DeviceType type) : event(type, c10::EventFlag::PYTORCH_DEFAULT) {}
     c10::Event event;

@@ -43,7 +43,7 @@ typedef struct fct_device {
     int8_t type;  /* torch's DeviceType number: 0 CPU, 1 CUDA, 14 meta ... */
     int8_t index; /* -1: none */
 } fct_device;
-enum { FCT_DEVICE_CPU = 0, FCT_DEVICE_CUDA = 1, FCT_DEVICE_META = 14 };
+enum { FCT_DEVICE_CPU = 0, FCT_DEVICE_CUDA = 1, FCT_DEVICE_META = 14, FCT_DEVICE_MTIA = 19 };
 
 /* A stream by value (c10::Stream packed). Only meaningful where fct_device_has_streams(). */
 typedef struct fct_stream {
@@ -160,8 +160,8 @@ typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_
 /* A handle by the group's registered name (pg.group_name); shared by all who ask for it. */
 FCT_CHECK int fct_pg_resolve(const char *name, fct_pg **out);
 void fct_pg_release(fct_pg *pg); /* NULL is fine */
-/* Whether the backend that serves `device` knows ReduceOp.PREMUL_SUM (NCCL and its relatives do,
- * gloo does not). */
+/* Whether the backend that serves `device` is to be given ReduceOp.PREMUL_SUM: all but gloo, which
+ * has none. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device);
 
 /* Each issues one asynchronous collective; *work is new, or NULL where the backend finished at

@@ -26,5 +26,5 @@ def test_never_more_than_stock(
     stock, mine = found[variant]["stock"], found[variant][ours]
     assert mine.launches <= stock.launches
     assert mine.recorded <= stock.recorded
-    assert mine.waited <= stock.waited + 1  # of all-reduced rows, and of offloaded gradients
+    assert mine.waited <= stock.waited
     assert mine.peak <= stock.peak

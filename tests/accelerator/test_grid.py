@@ -21,12 +21,12 @@ from worker import RankRecords, run_grid
 pytestmark = pytest.mark.timeout(3600)
 
 WHOLE = os.environ.get("FSDP_C_ACCELERATOR_WHOLE", "0") != "0"
-BASIC = 120
+BASIC = 140
 WIDE = 190
 TWO, FOUR = Launch(2), Launch(4)
 
-STOCK_RACES = ("prefetch=forward", "interleaved")
-"""A prefetched gather that nobody waits for: tests/STOCK_BUGS.md."""
+STOCK_RACES = (("prefetch=forward", "interleaved"), ("reshard,", "schedule=reversed"))
+"""Settings in which nobody waits for a prefetched gather: B16 in tests/STOCK_BUGS.md."""
 
 
 def _plan() -> dict[Launch, list[Setting]]:
@@ -37,7 +37,7 @@ def _plan() -> dict[Launch, list[Setting]]:
         if launch in plan and not setting.compiled:
             plan[launch].append(setting)
     if not WHOLE:
-        plan[FOUR] = plan[FOUR][::3]
+        plan[FOUR] = plan[FOUR][::5]
     return plan
 
 
@@ -94,7 +94,8 @@ def test_same_bits_and_no_race(results: Results, launch: Launch, index: int) -> 
     for rank in range(launch.world_size):
         (races, theirs), (found, trained) = _parted(stock[rank]), _parted(ours[rank])
         assert found == [], f"rank {rank}: ours races"
-        assert races == [] or all(word in setting for word in STOCK_RACES), f"rank {rank}: {races}"
+        known = any(all(word in setting for word in words) for words in STOCK_RACES)
+        assert races == [] or known, f"rank {rank}: {races}"
         assert differences(theirs, trained) == [], f"rank {rank}"
 
 

@@ -28,5 +28,18 @@ def test_what_is_read_too_early_has_wrong_bits_where_writes_are_late(told: Told,
     assert told.wrong[name] > 0
 
 
+@pytest.mark.parametrize("name", seeded.EARLY)
+def test_what_is_overwritten_too_early_has_wrong_bits_where_writes_are_early(
+    told: Told, name: str
+) -> None:
+    early, unseen = told.early[name]
+    assert early > 0
+    assert unseen == 0
+
+
+def test_no_write_may_come_early_without_a_bug(told: Told) -> None:
+    assert set(told.clean_early.values()) == {0}
+
+
 def test_late_writes_are_not_seen_without_a_bug(told: Told) -> None:
     assert set(told.clean.values()) == {0}

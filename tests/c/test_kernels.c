@@ -367,6 +367,43 @@ static void a_tile_finds_the_job_that_owns_it(void **state) {
     }
 }
 
+/* ---- an error that is somebody else's ---- */
+
+#ifdef FCK_TEST_CUDA_ON_HOST
+extern int fake_cuda_failed, fake_cuda_refuses, fake_cuda_taken; /* fake_cuda/cuda_runtime.h */
+
+static const char *pack_one(int64_t count) {
+    static float from[8], to[8];
+    const fck_segment segment = {from, to, count, sizeof *from, FCK_FLOAT32, FCK_FLOAT32};
+    return fck_cuda()->pack(&segment, 1, NULL);
+}
+
+/* The driver tells whoever calls it next of an asynchronous error. It is not our launch that has
+ * failed, and the error stays for torch to report. */
+static void an_older_asynchronous_error_is_named_as_such(void **state) {
+    (void)state;
+    fake_cuda_taken = 0;
+    fake_cuda_failed = 719;
+    const char *failure = pack_one(8);
+    fake_cuda_failed = 0;
+    assert_non_null(failure);
+    assert_string_equal(failure, "an operation before it has failed: unspecified launch failure");
+    assert_int_equal(fake_cuda_taken, 0);
+    assert_null(pack_one(8));
+}
+
+static void an_error_of_the_launch_itself_is_taken(void **state) {
+    (void)state;
+    fake_cuda_taken = 0;
+    fake_cuda_refuses = 1;
+    const char *failure = pack_one(8);
+    fake_cuda_refuses = 0;
+    assert_non_null(failure);
+    assert_string_equal(failure, "invalid configuration argument");
+    assert_int_equal(fake_cuda_taken, 1);
+}
+#endif
+
 /* ---- a build without nvcc ---- */
 
 static void without_nvcc_every_cuda_launch_names_the_remedy(void **state) {
@@ -401,6 +438,10 @@ int main(void) {
         cmocka_unit_test(short_lines_fill_their_tiles),
         cmocka_unit_test(all_threads_have_a_line_and_every_line_threads),
         cmocka_unit_test(a_tile_finds_the_job_that_owns_it),
+#ifdef FCK_TEST_CUDA_ON_HOST
+        cmocka_unit_test(an_older_asynchronous_error_is_named_as_such),
+        cmocka_unit_test(an_error_of_the_launch_itself_is_taken),
+#endif
         cmocka_unit_test(without_nvcc_every_cuda_launch_names_the_remedy),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -262,3 +262,19 @@ def test_it_says_whose_kernels_pack(fake_group: int) -> None:
     explanation = fsdp_c.explain(fully_shard(nn.Linear(8, 8)), file=io.StringIO())
     assert explanation.kernels == {"cpu": "fsdp_c's cpu kernels"}
     assert "packed on cpu by fsdp_c's cpu kernels" in str(explanation)
+
+
+def test_it_says_what_buffers_are_kept(fake_group: int) -> None:
+    model = fully_shard(nn.Linear(512, 512, bias=False))
+    fsdp_c.release_memory()
+    for _ in range(2):
+        model(torch.ones(1, 512)).sum().backward()
+        model.zero_grad()
+    explanation = fsdp_c.explain(model, file=io.StringIO())
+    assert explanation.buffers is not None
+    _, waiting = explanation.buffers
+    assert waiting >= 2 * 512 * 512 * 4  # unsharded parameter, and a buffer of the same size
+    assert "kept for the next ones" in str(explanation)
+    fsdp_c.release_memory()
+    again = fsdp_c.explain(model, file=io.StringIO())
+    assert again.buffers is not None and again.buffers[1] == 0

@@ -147,6 +147,47 @@ def test_a_group_that_is_put_into_a_mesh_info_is_used(
     assert mine == theirs
 
 
+class Scaling(Group):
+    """Notes by which operations it is to reduce, factors included."""
+
+    def reduce_scatter_single(self, output: Any, whole: Any, options: Any = None) -> None:
+        super().reduce_scatter_single(output, whole)
+        self.calls.append(repr(options.reduceOp.__getstate__()))
+
+    def allreduce(self, tensors: list[Any], options: Any = None) -> None:
+        super().allreduce(tensors)
+        self.calls.append(repr(options.reduceOp.__getstate__()))
+
+
+DIVISIONS: dict[str, Callable[[Any], Any]] = {
+    "by the ranks": lambda module: None,
+    "by a factor": lambda module: module.set_gradient_divide_factor(3.0),
+    "by the group's size": lambda module: module.set_gradient_divide_factor(4.0),
+    "by forced sums": lambda module: module.set_force_sum_reduction_for_comms(True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", DIVISIONS)
+def test_groups_of_unknown_backends_are_given_the_operations_that_torch_gives(
+    fake_group: int, how: str, dtype: torch.dtype
+) -> None:
+    """torch never asks whether they know a premultiplied sum."""
+    found = []
+    for shard in BOTH:
+        calls: list[str] = []
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
+        model = build(shard, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        for group in groups(model):
+            group.mesh_info.shard_process_group = Scaling(4, calls, "shard")
+            group.mesh_info.replicate_process_group = Scaling(2, calls, "replicate")
+        for module in (model[0], model):
+            DIVISIONS[how](module)
+        found.append((step(model), calls))
+    assert found[1] == found[0]
+    assert ("0.333" in str(calls)) == (how == "by a factor" and dtype != torch.float16)
+
+
 def test_replicas_may_come_and_go(fake_group: int) -> None:
     found = []
     for shard in BOTH:
@@ -177,6 +218,25 @@ def test_a_group_that_the_parameters_do_not_fit_is_refused(
     with pytest.raises(ValueError, match=f"has rank {rank} of {ranks}, but .* rank 0 of 4"):
         info.shard_process_group = Group(ranks, [], "other", rank)
     assert info.shard_process_group is before
+    assert step(model) == expected
+
+
+@pytest.mark.parametrize("hsdp", [False, True])
+def test_mesh_infos_without_a_group_for_reduce_scatters_shard_and_train(
+    fake_group: int, monkeypatch: pytest.MonkeyPatch, hsdp: bool
+) -> None:
+    """Those of torch 2.11 have no such attribute."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
+    expected = step(build(ours, mesh if hsdp else mesh["s"]))
+    post_init = FSDPMeshInfo.__post_init__
+
+    def older(self: Any) -> None:
+        post_init(self)
+        del self.reduce_scatter_process_group
+
+    monkeypatch.setattr(FSDPMeshInfo, "__post_init__", older)
+    model = build(ours, mesh if hsdp else mesh["s"])
+    assert not any(hasattr(g.mesh_info, "reduce_scatter_process_group") for g in groups(model))
     assert step(model) == expected
 
 

@@ -65,6 +65,7 @@ struct World {
     uint64_t serial = 0;
     bool checks = true;
     uint64_t late_seed = 0; /* not 0: writes that nobody has waited for may come late, see Memory */
+    bool foresees = false;  /* writes that may come early are noted, see Foresight */
 
     int lane(c10::Stream stream);
     /* A tick of the stream for an operation of that name, after all that the host knows. */

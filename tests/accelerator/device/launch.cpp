@@ -1,6 +1,7 @@
 /* Which bytes an operation touches, and when. */
 #include "launch.h"
 
+#include "foresight.h"
 #include "journal.h"
 #include "memory.h"
 
@@ -70,25 +71,30 @@ Launch::Launch(const char *name, c10::Stream stream) : stream_(stream) {
 void Launch::uses(const void *from, size_t bytes, bool write) {
     const Lock lock(world().mutex);
     const auto start = reinterpret_cast<uintptr_t>(from);
-    if (world().late_seed != 0 && write) {
+    if (write) {
         written_.emplace_back(start, start + bytes);
-    } else if (world().late_seed != 0) {
-        memory().delay(start, start + bytes, epoch_, late_);
+    } else {
+        foresight().show(start, start + bytes, epoch_, replaced_);
+    }
+    if (world().late_seed != 0 && !write) {
+        memory().delay(start, start + bytes, epoch_, replaced_);
     }
     memory().access(start, start + bytes, write, epoch_);
 }
 
 Launch::~Launch() {
     const Lock lock(world().mutex);
-    for (const Bytes &late : late_) {
-        const uintptr_t end = late.start + late.data.size();
+    for (const Bytes &before : replaced_) {
+        const uintptr_t end = before.start + before.data.size();
         const bool ours = std::any_of(written_.begin(), written_.end(), [&](const auto &range) {
-            return range.first < end && late.start < range.second;
+            return range.first < end && before.start < range.second;
         });
         if (!ours) {
-            std::memcpy(reinterpret_cast<char *>(late.start), late.data.data(), late.data.size());
+            std::memcpy(reinterpret_cast<char *>(before.start), before.data.data(),
+                        before.data.size());
         }
     }
+    foresight().complete(epoch_);
 }
 
 void Launch::tensor(const at::Tensor &tensor, bool write) {

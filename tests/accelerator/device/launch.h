@@ -26,7 +26,7 @@ class Launch {
   private:
     c10::Stream stream_;
     Epoch epoch_;
-    std::vector<Bytes> late_; /* what reads must not see yet, put back in the end */
+    std::vector<Bytes> replaced_; /* what reads see other bytes of, put back in the end */
     std::vector<std::pair<uintptr_t, uintptr_t>> written_;
     at::DisableRecordFunctionGuard alone_; /* what executes it is no operator of the host's own */
     void tensor(const at::Tensor &tensor, bool write);

@@ -6,6 +6,7 @@
  * whether a buffer that was freed too early is found. */
 #include "memory.h"
 
+#include "foresight.h"
 #include "journal.h"
 
 #include <algorithm>
@@ -151,6 +152,7 @@ void Memory::access(uintptr_t from, uintptr_t to, bool write, const Epoch &by) {
     while (at != block->cells.end() && at->first < to) {
         found = found || check(*block, at->first, at->second, write, by);
         if (write) {
+            foresight().note(*block, at->first, at->second, by, false);
             at = block->cells.erase(at);
         } else {
             note_read(at->second, by);
@@ -192,6 +194,9 @@ void Memory::settle(Pool &pool, const Epoch &by) {
     }
     pool.held.erase(std::remove(pool.held.begin(), pool.held.end(), nullptr), pool.held.end());
     for (Block *const block : pool.unsettled) {
+        for (const auto &[from, cell] : block->cells) {
+            foresight().note(*block, from, cell, by, true);
+        }
         for (const auto &[from, cell] : block->cells) {
             if (world().checks && check(*block, from, cell, true, by)) {
                 break;

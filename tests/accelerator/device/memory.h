@@ -74,6 +74,9 @@ class Memory {
     void named(const void *storage, const void *data); /* the storage is about to be used */
     const Block *block_at(const void *address) const;
     std::vector<const Block *> used_blocks() const;
+    uint64_t serial() const { /* of the latest allocation */
+        return serial_;
+    }
     void forget(); /* who used what; free memory goes back to the system */
     Usage &usage(int device);
 

@@ -1,4 +1,5 @@
 /* What Python sees of the simulated device. */
+#include "foresight.h"
 #include "journal.h"
 #include "memory.h"
 
@@ -52,6 +53,21 @@ void forget() {
     memory().forget();
     journal().counts.clear();
     journal().findings.clear();
+}
+
+void define_foresight(py::module &m) {
+    m.def("note_early_writes", [] {
+        const Lock lock(world().mutex);
+        foresight().note_from_now_on();
+    });
+    m.def("show_early_writes", [] {
+        const Lock lock(world().mutex);
+        return foresight().show_from_now_on();
+    });
+    m.def("forget_early_writes", [] {
+        const Lock lock(world().mutex);
+        foresight().stop();
+    });
 }
 
 void define_memory(py::module &m) {
@@ -113,6 +129,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("device_count") = sim::kDevices;
     sim::define_memory(m);
     sim::define_journal(m);
+    sim::define_foresight(m);
     sim::define_group(m);
     sim::define_kernels(m);
 }

@@ -249,6 +249,45 @@ def memory_is_counted(device: Any) -> None:
     assert [one["bytes"] for one in held] == [4000]
 
 
+# ---- writes that come too early ----
+
+
+def _overwritten(ordered: bool, freed: bool) -> float:
+    """What a reader on another stream makes of memory that is written behind it."""
+    side = stream()
+    x = torch.ones(100, device="sim")
+    side.wait_stream(current())
+    with on(side):
+        y = x * 2
+    if ordered:
+        current().wait_stream(side)
+    if freed:
+        del x
+        x = torch.zeros(100, device="sim")
+    x.fill_(3)
+    side.synchronize()
+    return y.sum().item() / 100
+
+
+@check
+def a_write_behind_a_reader_can_come_before_it(device: Any) -> None:
+    for ordered, freed, seen in ((False, False, 6.0), (True, False, 2.0), (True, True, 2.0)):
+        device.note_early_writes()
+        assert _overwritten(ordered, freed) == 2.0
+        assert device.show_early_writes() == (0 if ordered else 1)
+        assert _overwritten(ordered, freed) == seen
+        device.forget_early_writes()
+
+
+@check
+def freed_memory_can_be_overwritten_before_its_reader(device: Any) -> None:
+    device.note_early_writes()
+    assert _overwritten(False, True) == 2.0
+    assert device.show_early_writes() > 0
+    assert _overwritten(False, True) != 2.0  # it is not a number
+    device.forget_early_writes()
+
+
 # ---- the host ----
 
 

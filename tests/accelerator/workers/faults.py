@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import bisect
 import functools
+import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +67,22 @@ class Run:
     points: list[Point]
 
 
-def run(name: str, implementation: str = "fsdp_c", fault: str = "", at: int = -1) -> Run:
-    """Runs a scenario; the ``at``-th call of the extension goes wrong as ``fault`` says."""
+def run(
+    name: str,
+    implementation: str = "fsdp_c",
+    fault: str = "",
+    at: int = -1,
+    at_start: Callable[[], object] = lambda: None,
+) -> Run:
+    """Runs a scenario; the ``at``-th call of the extension goes wrong as ``fault`` says.
+
+    ``at_start`` is called when the device has forgotten what was before.
+    """
     device = simulated.start()
     device.forget()
     tools: Any = scenarios.SimTools(0, scenarios.WORLD, implementation)
     device.watch(WATCHED, fault, at)
+    at_start()
     try:
         record = scenarios.SCENARIOS[name](tools)
     except Exception as error:
@@ -79,6 +90,23 @@ def run(name: str, implementation: str = "fsdp_c", fault: str = "", at: int = -1
     points = [Point(kind, _chain(frames)) for kind, _, frames in device.calls()]
     device.watch("", "", -1)
     return Run(record, device.findings(), points)
+
+
+def early(name: str, fault: str = "", at: int = -1) -> tuple[int, Run]:
+    """Runs a scenario twice: (how many writes may come before somebody has read what they
+    overwrite, the run in which all of them do)."""
+    device = simulated.start()
+    gc.collect()
+    try:
+        run(name, fault=fault, at=at, at_start=device.note_early_writes)
+        gc.collect()
+        counts: list[int] = []
+        shown = run(
+            name, fault=fault, at=at, at_start=lambda: counts.append(device.show_early_writes())
+        )
+    finally:
+        device.forget_early_writes()
+    return counts[0], shown
 
 
 def broken(name: str, fault: str = "drop") -> Iterator[tuple[int, Point, Run]]:

@@ -53,6 +53,16 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, Seen]]:
     }
 
 
+def run_double_backward(rank: int, world_size: int) -> dict[str, Record]:
+    """The first step of a double backward, under both implementations and without any."""
+    scenarios.join_loop_group()
+    simulated.start()
+    tools: Any = [scenarios.SimTools(0, scenarios.WORLD, name) for name in ("torch", "fsdp_c")]
+    whole = [scenarios.double_backward_of_whole_units(one) for one in tools]
+    plain = scenarios.double_backward(tools[0])[:2]
+    return {"torch": whole[0], "fsdp_c": whole[1], "plain": plain}
+
+
 def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
     """Four models on four devices, each trained by a thread of its own, at the same time.
 

@@ -34,6 +34,10 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
 class SimTools(Tools):
     """One implementation's functions, on the simulated device."""
 
+    def __init__(self, rank: int, world_size: int, implementation: str) -> None:
+        super().__init__(rank, world_size, implementation)
+        self.is_stock = implementation == "torch"
+
     def mesh(self, *names: str) -> DeviceMesh:
         return _mesh((2, self.world_size // 2), names)
 
@@ -394,6 +398,139 @@ def clipped(tools: SimTools) -> Record:
     model(tools.input(0)).pow(2).sum().backward()
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     return [norm.full_tensor().item(), digest(p.grad for p in model.parameters())]
+
+
+def _curved() -> nn.Sequential:
+    """Blocks whose second derivatives are not zero."""
+    model = blocks()
+    for block in model:
+        block[1] = nn.Tanh()
+    return model
+
+
+def _penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss with a gradient penalty: its backward goes through one that was recorded."""
+    x.requires_grad_()
+    output = model(x)
+    (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return output.square().mean() + (grad.norm(dim=1) - 1).square().mean()
+
+
+def _repeated(model: nn.Module, ranks: int) -> None:
+    """What a gather over equal ranks makes of each parameter."""
+    with torch.no_grad():
+        for param in model.parameters():
+            first = param.chunk(ranks)[0].clone()
+            param.copy_(torch.cat([first] * ranks))
+
+
+def _double_backward(tools: SimTools, shards: int, **kwargs: Any) -> Record:
+    """torch cannot (tests/STOCK_BUGS.md): in its stead a plain model whose ranks are equal."""
+    model: Any = _curved()
+    if tools.is_stock:
+        _repeated(model.to("sim"), shards)
+    else:
+        tools.shard(model, **kwargs)
+    record: Record = []
+    for step in range(3):
+        loss = _penalized(model, tools.input(step))
+        loss.backward()
+        shown = [p.grad.chunk(shards)[0] if tools.is_stock else p.grad for p in model.parameters()]
+        record += [loss.item(), digest(shown)]
+        with torch.no_grad():
+            for param in model.parameters():
+                param.sub_(param.grad, alpha=0.1)
+                param.grad = None
+        if tools.is_stock:
+            _repeated(model, shards)
+    return record
+
+
+def double_backward_of_whole_units(tools: SimTools) -> Record:
+    """One in which nothing is ever freed, so that torch could do it, too."""
+    model = tools.shard(_curved())
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    loss = _penalized(model, tools.input(0))
+    loss.backward()
+    for unit in (*model, model):
+        unit.reshard()
+    return [loss.item(), digest(p.grad for p in model.parameters())]
+
+
+@scenario
+def double_backward(tools: SimTools) -> Record:
+    return _double_backward(tools, WORLD)
+
+
+@scenario
+def double_backward_with_replicas(tools: SimTools) -> Record:
+    return _double_backward(tools, WORLD // 2, mesh=tools.mesh("replicate", "shard"))
+
+
+def _finalized_by_hand(tools: SimTools, **kwargs: Any) -> Record:
+    """Two microbatches, of which ours reduces nothing before ``finalize_backward``.
+
+    torch 2.13 has to reduce in the last backward. Between finalization and ``wait()`` ours has
+    reductions in flight, over which something else runs.
+    """
+    model = tools.shard(blocks(), **kwargs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if not tools.is_stock:
+        model.set_manual_backward_finalization(True)
+    record: Record = []
+    for step in range(3):
+        for index in range(2):
+            model.set_requires_gradient_sync(tools.is_stock and index == 1)
+            loss = model(tools.input(10 * step + index)).float().pow(2).sum()
+            loss.backward()
+            record.append(loss.item())
+        if not tools.is_stock:
+            model.set_requires_gradient_sync(True)
+            handle = model.finalize_backward(async_op=True)
+            loss.detach().clone().add_(1)
+            handle.wait()
+        record.append(digest(p.grad for p in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*record, digest(model.parameters())]
+
+
+@scenario
+def finalized_by_hand(tools: SimTools) -> Record:
+    return _finalized_by_hand(tools)
+
+
+@scenario
+def finalized_by_hand_half(tools: SimTools) -> Record:
+    return _finalized_by_hand(tools, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+
+
+@scenario
+def finalized_by_hand_with_replicas(tools: SimTools) -> Record:
+    return _finalized_by_hand(tools, mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
+
+
+@scenario
+def finalized_by_hand_offloaded(tools: SimTools) -> Record:
+    return _finalized_by_hand(tools, offload_policy=CPUOffloadPolicy())
+
+
+@scenario
+def reductions_finalized_by_hand(tools: SimTools) -> Record:
+    """Every backward reduces at once; only the waiting is the caller's."""
+    model = tools.shard(blocks(), mp_policy=MIXED)
+    record: Record = []
+    if not tools.is_stock:
+        model.set_manual_backward_finalization(True)
+    for step in range(3):
+        loss = model(tools.input(step)).float().pow(2).sum()
+        loss.backward()
+        if not tools.is_stock:
+            model.finalize_backward()
+        record += [loss.item(), digest(p.grad for p in model.parameters())]
+        model.zero_grad()
+    return record
 
 
 @scenario

@@ -119,6 +119,47 @@ BUGS = {
     "a reduce hook does not wait for the reduce-scatter": Bug(
         "reduce_hook", "drop", "wait", ("fc_comm_order_streams", "fc_reduce_run"), "mul"
     ),
+    "in double backward, an all-gather does not wait for the pack": Bug(
+        "double_backward",
+        "drop",
+        "wait",
+        ("fc_comm_order_streams", "issue_gather", "fc_state_pre_double_backward"),
+        "all_gather",
+    ),
+    "in double backward, the copy-out does not wait for the all-gather": Bug(
+        "double_backward",
+        "drop",
+        "wait",
+        ("fc_gather_await", "fc_state_pre_double_backward"),
+        "unpack",
+    ),
+    "in double backward, a gather buffer is released before its copy-out": Bug(
+        "double_backward",
+        "drop",
+        "wait",
+        ("fc_gather_end_copy_out", "fc_state_pre_double_backward"),
+        "allocation",
+    ),
+    "a finalization by hand does not wait for the gradients": Bug(
+        "finalized_by_hand",
+        "drop",
+        "wait",
+        ("fc_comm_order_streams", "fc_reduce_run", "fc_iteration_finalize"),
+        "reduce_scatter",
+    ),
+    "a finalization by hand frees an input before its reduce-scatter is done": Bug(
+        "finalized_by_hand",
+        "drop",
+        "wait",
+        ("fc_reduction_recycle", "fc_iteration_finalize"),
+        "allocation",
+    ),
+    "the handle of a finalization by hand does not wait": Bug(
+        "finalized_by_hand_half",
+        "drop",
+        "wait",
+        ("fc_reduce_settle", "fc_iteration_complete"),
+    ),
 }
 
 
@@ -183,6 +224,32 @@ def wrong_bits_without_a_bug(name: str) -> int:
     return wrong
 
 
+EARLY = (
+    "a kept gather buffer is released before its copy-out",
+    "the last gather buffer of a forward is released before its copy-out",
+    "in backward, a gather buffer is released before its copy-out",
+    "a gather buffer is freed as soon as the all-gather is issued",
+    "an all-reduced row is reused before its cast",
+    "a reduce-scatter's input is freed before it is done",
+    "a custom reduce-scatter's input is freed before it is done",
+    "in double backward, a gather buffer is released before its copy-out",
+    "a finalization by hand frees an input before its reduce-scatter is done",
+)
+"""Bugs by which something is overwritten too early: wrong bits where writes come early."""
+
+
+def early_bits(bug: Bug) -> tuple[int, int]:
+    """(writes that may come early, in all runs; the runs of them that train to the same bits)."""
+    right = faults.run(bug.scenario)
+    points = faults.run(bug.scenario, fault=bug.fault).points
+    early = unseen = 0
+    for index in [i for i, point in enumerate(points) if fits(point, bug)][:4]:
+        count, shown = faults.early(bug.scenario, bug.fault, index)
+        early += count
+        unseen += count > 0 and shown.record == right.record
+    return early, unseen
+
+
 class Told(NamedTuple):
     findings: dict[str, list[str]]
     """By bug."""
@@ -190,6 +257,10 @@ class Told(NamedTuple):
     """Runs with wrong bits under late writes, by bug."""
     clean: dict[str, int]
     """The same by scenario, without a bug."""
+    early: dict[str, tuple[int, int]]
+    """Of ``early_bits``, by bug."""
+    clean_early: dict[str, int]
+    """Writes that may come early, by scenario, without a bug."""
 
 
 def run(rank: int, world_size: int) -> Told:
@@ -201,4 +272,6 @@ def run(rank: int, world_size: int) -> Told:
         {name: findings(bug) for name, bug in BUGS.items()},
         {name: wrong_bits(BUGS[name]) for name in LATE},
         {name: wrong_bits_without_a_bug(name) for name in {BUGS[b].scenario for b in LATE}},
+        {name: early_bits(BUGS[name]) for name in EARLY},
+        {name: faults.early(name)[0] for name in {BUGS[b].scenario for b in EARLY}},
     )

@@ -25,7 +25,19 @@ struct dim3 {
 };
 
 typedef void *cudaStream_t;
-typedef enum { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 } cudaError_t;
+typedef enum {
+    cudaSuccess = 0,
+    cudaErrorInvalidConfiguration = 9,
+    cudaErrorLaunchFailure = 719
+} cudaError_t;
+
+/* What a test sets and reads: an asynchronous error of an earlier operation, which every call
+ * returns from then on; whether launches are refused; how many errors cudaGetLastError() took. */
+extern "C" {
+inline int fake_cuda_failed = cudaSuccess;
+inline int fake_cuda_refuses = 0;
+inline int fake_cuda_taken = 0;
+}
 
 static dim3 blockIdx;
 static dim3 threadIdx;
@@ -34,8 +46,11 @@ static dim3 threadIdx;
 template <class Arguments>
 cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, void **arguments,
                              size_t, cudaStream_t) {
-    if (grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024 ||
-        sizeof(Arguments) > 4096) {
+    if (fake_cuda_failed != cudaSuccess) {
+        return static_cast<cudaError_t>(fake_cuda_failed);
+    }
+    if (fake_cuda_refuses != 0 || grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 ||
+        block.x > 1024 || sizeof(Arguments) > 4096) {
         return cudaErrorInvalidConfiguration;
     }
     for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) {
@@ -47,15 +62,17 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, v
 }
 
 static inline cudaError_t cudaGetLastError() {
-    return cudaSuccess;
+    fake_cuda_taken++;
+    return static_cast<cudaError_t>(fake_cuda_failed);
 }
 
 static inline cudaError_t cudaPeekAtLastError() {
-    return cudaSuccess;
+    return static_cast<cudaError_t>(fake_cuda_failed);
 }
 
-static inline const char *cudaGetErrorString(cudaError_t) {
-    return "invalid configuration argument";
+static inline const char *cudaGetErrorString(cudaError_t error) {
+    return error == cudaErrorLaunchFailure ? "unspecified launch failure"
+                                           : "invalid configuration argument";
 }
 
 #endif
