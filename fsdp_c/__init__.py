@@ -34,6 +34,7 @@ from .plan import plan
 from .replicate import replicate
 from .report import Explanation, UnitReport
 from .state import State as State
+from .timeline import StepTrace, trace
 from .version import __version__ as __version__
 from .wrap import auto_shard
 
@@ -45,6 +46,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardedEMA",
+    "StepTrace",
     "UnitReport",
     "UnshardHandle",
     "auto_shard",
@@ -62,5 +64,6 @@ __all__ = [
     "plan",
     "register_fsdp_forward_method",
     "replicate",
+    "trace",
     "uninstall",
 ]

@@ -10,10 +10,10 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from . import kernels, sizes, suspicions
+from .fake_step import Trace, record
 from .forecast import Sharding
 from .optimizer_memory import live_states, optimizer_bytes
 from .report import Explanation, make_explanation
-from .trace import Trace, record
 
 
 def explain(
