@@ -89,14 +89,17 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
 
 _FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\))?$")
 _WAITING = {
+    "all_gather": GATHER,
     "all_gather_copy_out": GATHER,
     "post_backward_rs_wait": REDUCE,
     "post_backward_reduce": REDUCE,
     "root_post_backward_callback": REDUCE,
 }
 """Ranges in which something is waited for."""
-_OWN = ("all_gather_copy_out", "post_backward_reduce")
+_OWN = ("all_gather", "all_gather_copy_out", "post_backward_reduce")
 """In these, for the unit's own last collective."""
+_ISSUING = ("all_gather", "post_backward_reduce")
+"""These issue it, and wait where it ends in them: torch's FSDP2 on the CPU, and hooks."""
 
 
 class _Range(NamedTuple):
@@ -196,10 +199,10 @@ def _family(event: Event) -> str | None:
 
 
 def _flights(events: list[Event], ranges: list[_Range]) -> list[Span]:
-    """The units' collectives from issue to end.
+    """The units' collectives from the end of their issue to their own.
 
     A backend runs the collectives of a kind in the order of their issue: the n-th operator belongs
-    to the n-th flight or kernel. One without is as short as its issue.
+    to the n-th flight or kernel. Of one without nothing is known: its length is 0.
     """
     landings = _landings(events)
     begins = [r.begin for r in ranges]
@@ -218,7 +221,7 @@ def _flights(events: list[Event], ranges: list[_Range]) -> list[Span]:
             continue  # somebody else's
         if family == GATHER or around.label == "post_backward_reduce":
             last = around.unit
-        begin = landing.begin if landing.on_device else min(event.end, landing.begin)
+        begin = landing.begin if landing.on_device else event.end
         flights.append(Span(family, family, last, begin, max(begin, landing.end)))
     return flights
 
@@ -255,6 +258,8 @@ def _with_waits(
         awaited = [f for f in flights if f.lane == lane and f.begin < span.end]
         if r is not None and r.label in _OWN:
             awaited = [f for f in awaited if f.unit == r.unit][-1:]
+        if r is not None and r.label in _ISSUING:
+            awaited = [f for f in awaited if f.end <= r.end]
         yield from _cut(span, awaited, WAITS[lane])
 
 

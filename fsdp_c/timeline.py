@@ -80,16 +80,21 @@ class StepTrace:
 
     def __str__(self) -> str:
         """The summary, and a table of milliseconds by unit, the mean over the ranks."""
-        if not self.ranks:
-            return "a trace without steps" if self._closed else "a trace that is still open"
+        if not self._closed:
+            return "a trace that is still open"
+        if not self._has_units():
+            return "a trace without steps"
         return f"{self.summary()}\n{_table(self.seconds())}"
 
     _closed = False
 
+    def _has_units(self) -> bool:
+        return any(span.unit for rank in self.ranks for span in rank)
+
     def _check(self) -> None:
         if not self._closed:
             raise RuntimeError("the trace is still open: ask it after the with-block")
-        if not any(span.unit for rank in self.ranks for span in rank):
+        if not self._has_units():
             raise RuntimeError(
                 "nothing was traced: no forward or backward of a sharded model ran inside of "
                 "the with-block"
@@ -220,7 +225,9 @@ def _shares(ranks: list[list[Span]]) -> str:
                 total[span.kind] += span.length
     whole = max(span.end for rank in ranks for span in rank)
     parts = [(total[kind] / len(ranks) / whole, kind) for kind in _ORDER]
-    said = ", ".join(f"{share:.0%} {kind}".replace("%", " %") for share, kind in parts if share)
+    said = ", ".join(
+        f"{share:.0%} {kind}".replace("%", " %") for share, kind in parts if share >= 0.005
+    )
     count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
     return f"{_ms(whole)} on {count}: {said}"
 

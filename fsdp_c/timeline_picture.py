@@ -92,7 +92,7 @@ _LIGHT = (spans.OUTSIDE, spans.REDUCE_WAIT)
 
 def _label(unit: str, room: float) -> str:
     """The unit's name, or its number alone, where there is room for it."""
-    short = unit.rpartition(".")[2]
+    short = unit.rpartition(".")[2].strip("()")
     return next((text for text in (unit, short) if text and len(text) + 1 <= room), "")
 
 
