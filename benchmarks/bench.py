@@ -106,7 +106,8 @@ def head(results: dict[str, Result], load: tuple[str, str], quick: bool) -> Iter
         yield ""
     yield f"- machine: {machine()}"
     yield f"- load (1, 5, 15 minutes): {load[0]} before, {load[1]} after"
-    yield f"- date: {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, commit {commit() or 'unknown'}"
+    date = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    yield f"- date: {date} UTC, commit {commit() or 'unknown'}"
     yield f"- torch {torch.__version__}, Python {platform.python_version()}"
     yield f"- commands, {sum(r.seconds for r in results.values()):.0f} s together:"
     yield ""
