@@ -49,8 +49,8 @@ import fsdp_c
 
 NAMES = ("bare", "ddp", "stock", "ours")
 MOST_ROUNDS = 40
-WARM_UP = 3
-PEAKS = 3
+WARM_UP = 2
+PEAKS = 2
 
 
 @dataclass

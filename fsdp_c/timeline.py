@@ -47,6 +47,15 @@ class StepTrace:
         if _writes():
             timeline_picture.draw(self.summary(), self.ranks, path)
 
+    def draw(self, axes: Any, legend: bool = True) -> None:
+        """Draws the timeline into axes of matplotlib, on whichever rank asks.
+
+        Raises:
+            RuntimeError: the ``with`` block is still open, or nothing was sharded in it.
+        """
+        self._check()
+        timeline_picture.draw_into(axes, self.summary(), self.ranks, legend)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes Chrome's trace format (chrome://tracing, Perfetto): ranks are processes.
 

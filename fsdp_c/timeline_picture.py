@@ -23,7 +23,6 @@ _COLOURS = {
 _ROWS = {spans.HOST: "host", spans.COMPUTE: "compute", spans.GATHER: "gathers",
          spans.REDUCE: "reductions"}  # fmt: skip
 _MOST_RANKS = 8
-_WIDTH = 15.0  # inches
 
 
 def draw(title: str, ranks: list[list[Span]], path: str | os.PathLike[str]) -> None:
@@ -36,20 +35,31 @@ def draw(title: str, ranks: list[list[Span]], path: str | os.PathLike[str]) -> N
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
-    shown = ranks[:_MOST_RANKS]
-    lanes = [lane for lane in _ROWS if any(span.lane == lane for rank in shown for span in rank)]
-    height = 1.9 + 0.42 * len(lanes) * len(shown)
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    axes: Any = figure.add_subplot()
-    draw_rows(axes, shown, lanes)
-    left_out = len(ranks) - len(shown)
-    more = f" ({left_out} more ranks are not shown)" if left_out else ""
-    axes.set_title("\n".join(textwrap.wrap(title + more, 140)), fontsize=10.5, loc="left")
-    legend(figure, [span for rank in shown for span in rank])
+    rows = len(_lanes(ranks)) * min(len(ranks), _MOST_RANKS)
+    figure = Figure(figsize=(15, 1.9 + 0.42 * rows), layout="constrained")
+    draw_into(figure.add_subplot(), title, ranks)
     figure.savefig(path, dpi=120)
 
 
-def draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str]) -> None:
+def draw_into(axes: Any, title: str, ranks: list[list[Span]], legend: bool = True) -> None:
+    """Draws the spans of the first ranks into axes of matplotlib."""
+    shown = ranks[:_MOST_RANKS]
+    left_out = len(ranks) - len(shown)
+    more = f" ({left_out} more ranks are not shown)" if left_out else ""
+    width = axes.figure.get_figwidth()
+    whole = (title + more).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
+    axes.set_title("\n".join(textwrap.wrap(whole, int(9.3 * width))), fontsize=10.5,
+                   loc="left")  # fmt: skip
+    _draw_rows(axes, shown, _lanes(shown), width)
+    if legend:
+        _legend(axes, [span for rank in shown for span in rank])
+
+
+def _lanes(ranks: list[list[Span]]) -> list[str]:
+    return [lane for lane in _ROWS if any(span.lane == lane for rank in ranks for span in rank)]
+
+
+def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: float) -> None:
     """A row for each rank and lane, the first rank at the top; milliseconds to the right."""
     last = max(span.end for rank in ranks for span in rank) / 1e6
     ticks, names = [], []
@@ -58,7 +68,7 @@ def draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str]) -> None:
             y = number * (len(lanes) + 0.5) + place
             ticks.append(y)
             names.append(f"rank {number}  {_ROWS[lane]}" if place == 0 else _ROWS[lane])
-            _draw_lane(axes, y, [span for span in rank if span.lane == lane], last)
+            _draw_lane(axes, y, [span for span in rank if span.lane == lane], last, width)
     axes.set_yticks(ticks, names, fontsize=9)
     axes.set_ylim(ticks[-1] + 0.6, -0.6)
     axes.set_xlim(0, last)
@@ -70,7 +80,7 @@ def draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _draw_lane(axes: Any, y: float, found: list[Span], last: float) -> None:
+def _draw_lane(axes: Any, y: float, found: list[Span], last: float, width: float) -> None:
     for depth, span in _stacked(found):
         begin, length = span.begin / 1e6, span.length / 1e6
         place, tall = (y - 0.4, 0.8) if depth is None else (y - 0.4 + 0.4 * depth, 0.38)
@@ -78,7 +88,7 @@ def _draw_lane(axes: Any, y: float, found: list[Span], last: float) -> None:
             [(begin, length)], (place, tall), facecolor=_COLOURS[span.kind], edgecolor="white",
             linewidth=0.4,
         )  # fmt: skip
-        room = length / last * _WIDTH * 13  # characters, about
+        room = length / last * width * 13  # characters, about
         label = _label(span.unit, room)
         if label:
             axes.text(
@@ -106,12 +116,20 @@ def _stacked(found: list[Span]) -> list[tuple[int | None, Span]]:
     return placed
 
 
-def legend(figure: Any, found: list[Span]) -> None:
+def _legend(axes: Any, found: list[Span]) -> None:
     """Below the picture: the kinds that are in it."""
     from matplotlib.patches import Patch
 
     kinds = [kind for kind in _COLOURS if any(span.kind == kind for span in found)]
     patches = [Patch(color=_COLOURS[kind], label=kind) for kind in kinds]
-    figure.legend(
-        handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9
-    )
+    axes.legend(
+        handles=patches, loc="upper center", ncols=len(patches), frameon=False, fontsize=9,
+        bbox_to_anchor=(0.5, 0), bbox_transform=_below(axes),
+    )  # fmt: skip
+
+
+def _below(axes: Any) -> Any:
+    """Where a legend leaves room for the numbers and the word under an axis: 0.45 inches."""
+    from matplotlib.transforms import ScaledTranslation
+
+    return axes.transAxes + ScaledTranslation(0, -0.45, axes.figure.dpi_scale_trans)

@@ -26,7 +26,8 @@ STEPS = 6
 # Dropout makes a resumed run depend on the random state, the uneven width on padded shards.
 TINY = (
     f"--device cpu --steps {STEPS} --save-every 3 --validate-every 3 --batch 2 --layers 2 "
-    "--width 30 --heads 2 --context 32 --text-bytes 300000 --sample-bytes 8 --dropout 0.1 --lr 0.01"
+    "--width 30 --heads 2 --context 32 --text-bytes 300000 --sample-bytes 8 --dropout 0.1 --lr 0.01 "
+    "--compare 1"
 ).split()
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"]}
 
