@@ -68,8 +68,8 @@ def memory(found: dict[str, Any], path: Path) -> None:
     """Resident memory over one step of stock and ours, a panel for each model."""
     models = {kind: m for kind, m in found["models"].items() if any(m["memory"].values())}
     figure = Figure(figsize=(13, 3.4 * -(-len(models) // 2)), layout="constrained")
-    grid = figure.subplots(-(-len(models) // 2), 2, squeeze=False).flat
-    for axes in list(grid)[len(models) :]:
+    grid = list(figure.subplots(-(-len(models) // 2), 2, squeeze=False).flat)
+    for axes in grid[len(models) :]:
         axes.remove()
     for axes, (kind, model) in zip(grid, models.items(), strict=False):
         for name, samples in model["memory"].items():
@@ -94,6 +94,7 @@ def host(found: dict[str, Any], path: Path) -> None:
                 axes.plot(list(rows), [row[name] for row in rows.values()], "o-", label=name,
                           color=COLOURS[name])  # fmt: skip
         axes.set_title(title, fontsize=11)
+        axes.set_xticks(list(rows))
         axes.set_xlabel("parameters per group")
         axes.set_ylabel("us of CPU per group and step")
         axes.set_yscale("log")
@@ -113,7 +114,8 @@ def bandwidth(found: dict[str, Any], path: Path) -> None:
                       color=COLOURS[name])  # fmt: skip
         axes.set_title(title, fontsize=11)
         axes.set_xscale("log", base=4)
-        axes.set_xticks(list(sizes), [f"{size:g}" for size in sizes])
+        axes.set_xticks(list(sizes), [f"{size:.2g}" for size in sizes])
+        axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set_xlabel("MiB of unsharded data")
         axes.set_ylabel("GB/s")
