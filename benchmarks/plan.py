@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
 
-BOUND = 0.05
+BOUND = 0.01
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
