@@ -25,6 +25,8 @@ NVRTCS ?=
 NVCCS ?= $(shell command -v nvcc) $(wildcard /usr/local/cuda-12*/bin/nvcc /opt/cuda-12*/bin/nvcc)
 DEMO_OUT ?= demo_out
 DEMO_ARGS ?=
+# BENCH_ARGS=--quick tries the machinery on tiny models.
+BENCH_ARGS ?=
 # Tests that share an expensive fixture are one group, for one worker.
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
@@ -196,13 +198,7 @@ wheels:
 # ---- the rest ---------------------------------------------------------------------------------------------
 
 bench: build
-	$(PY) benchmarks/host.py
-	$(PY) benchmarks/memory.py
-	$(PY) benchmarks/plan.py
-	$(PY) benchmarks/clip.py
-	$(PY) benchmarks/optim.py
-	$(PY) benchmarks/load.py
-	$(PY) benchmarks/replicate.py
+	$(PY) benchmarks/bench.py $(BENCH_ARGS)
 
 # The environment stays; it is slow to make and `rm -rf .venv` is easy to say.
 clean:

@@ -4,7 +4,11 @@ Method. A fake process group of 8 ranks on the CPU, models of some MiB in many s
 forecast is made before the first step, from a forward and backward on fake tensors. Then, after a
 step of warm-up, one whole step (forward, backward, ``optimizer.step()``) runs under torch's
 profiler, which sees every allocation and free of the CPU allocator. Measured is what was there
-before (shards, buffers, optimizer states) and the highest sum of what came on top.
+before (shards, buffers, optimizer states) and the highest sum of what came on top, without the
+scratch memory of kernels: what one operator takes by itself and gives back before it is done. That
+depends on the processor (oneDNN's bf16 kernels took 1.3 MiB beside 25.5 on one of them) and is no
+tensor of the model's or of ours, so that no forecast can know it. A column has the peak with it.
+Steps do not differ: nothing of a fake group depends on time.
 
     python benchmarks/plan.py [--only WORD] [--json FILE]
 """
@@ -17,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -31,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
 
-BOUND = 0.05
+BOUND = 0.01
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -151,29 +155,66 @@ def jobs() -> Iterator[Job]:
             )
 
 
-def measured(step: Callable[[], object], kept: int) -> int:
-    """Bytes at the peak of a call, with the ``kept`` that were there before."""
+def measured(step: Callable[[], object]) -> tuple[int, int]:
+    """Bytes at the peak of a call above what was there: without kernels' scratch, and with it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = [event for event in _events(profiler) if event.tag == _EventType.Allocation]
     events.sort(key=lambda event: event.start_time_ns)
+    freed: dict[int, int] = {}
+    scratch: set[int] = set()  # places in the list
+    for place, event in reversed([*enumerate(events)]):
+        address = event.extra_fields.ptr
+        if event.extra_fields.alloc_size < 0:
+            freed[address] = place
+        elif address in freed and _is_scratch(event, events[freed[address]]):
+            scratch |= {place, freed.pop(address)}
+    without = [event for place, event in enumerate(events) if place not in scratch]
+    return _peak(without), _peak(events)
+
+
+def _is_scratch(alloc: Any, free: Any) -> bool:
+    """Whether one operator has taken memory by itself and given it back.
+
+    What operators call to make tensors is an operator of its own (``aten::empty``).
+    """
+    by, back_by = alloc.parent, free.parent
+    return (
+        by is not None
+        and back_by is not None
+        and by.name.startswith("aten::")
+        and (by.name, by.start_time_ns) == (back_by.name, back_by.start_time_ns)
+    )
+
+
+def _peak(events: list[Any]) -> int:
     total = peak = 0
-    ours: set[int] = set()
+    alive: set[int] = set()
     for event in events:
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0:
-            ours.add(address)
-        elif address not in ours:
-            continue
+            alive.add(address)
+        elif address not in alive:
+            continue  # from before
         else:
-            ours.discard(address)
+            alive.discard(address)
         total += size
         peak = max(peak, total)
-    return kept + peak
+    return peak
 
 
-def run(job: Job, flat: Any, hybrid: Any) -> tuple[int, int, str, float]:
-    """Forecast and measured bytes, the moment of the peak, and seconds for the forecast."""
+class Found(NamedTuple):
+    """Bytes at the peak, the moment that is forecast for it, and seconds that the forecast took."""
+
+    forecast: int
+    measured: int
+    with_scratch: int
+    moment: str
+    seconds: float
+
+
+def run(job: Job, flat: Any, hybrid: Any) -> Found:
+    """One setting: the forecast, and then a step."""
     torch.manual_seed(0)
     model = job.model()
     mesh = hybrid if job.hsdp else flat
@@ -193,7 +234,8 @@ def run(job: Job, flat: Any, hybrid: Any) -> tuple[int, int, str, float]:
     states = [value for state in optimizer.state.values() for value in state.values()]
     own += [v.to_local() if hasattr(v, "to_local") else v for v in states if torch.is_tensor(v)]
     kept = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}.values())
-    return found.peak.total, measured(step, kept), str(found.peak), seconds
+    without, peak = measured(step)
+    return Found(found.peak.total, kept + without, kept + peak, str(found.peak), seconds)
 
 
 def main() -> None:
@@ -207,14 +249,15 @@ def main() -> None:
     for job in jobs():
         if options.only not in job.name:
             continue
-        forecast, seen, moment, seconds = run(job, flat, hybrid)
-        error = forecast / seen - 1
+        found = run(job, flat, hybrid)
+        error = found.forecast / found.measured - 1
         errors.append(error)
-        mib = 2**20
-        rows.append([job.name, forecast / mib, seen / mib, f"{error:+.1%}", moment, seconds])
+        mib = [size / 2**20 for size in found[:3]]
+        rows.append([job.name, *mib[:2], f"{error:+.1%}", mib[2], found.moment, found.seconds])
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print(table(["job", "forecast, MiB", "measured", "error", "peak in", "seconds"], rows))
+    titles = ["job", "forecast, MiB", "measured", "error", "with scratch", "peak in", "seconds"]
+    print(table(titles, rows))
     worst = max(errors, key=abs)
     within = sum(abs(error) <= BOUND for error in errors)
     print(f"{within} of {len(errors)} within {BOUND:.0%}; the worst is off by {worst:+.1%}")

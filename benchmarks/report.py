@@ -51,7 +51,7 @@ def implementations() -> dict[str, FullyShard]:
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Rows as text, columns aligned to the right but for the first; floats with two decimals."""
-    cells = [[_cell(value) for value in row] for row in (titles, *rows)]
+    cells = [[cell(value) for value in row] for row in (titles, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
     lines = []
     for row in cells:
@@ -62,7 +62,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -11,6 +11,9 @@ for bit. Without torchrun the script runs as one process. The output folder rece
                     floats, and a digest of the final weights; comparable with cmp
     summary.json    final losses, tokens/s, peak memory, seconds
     curve.png       loss curve and the time split of the steps
+    steps.png       after training: steps of torch's FSDP2 and of fsdp_c in turns, and a timeline
+                    of each (``--compare 0`` leaves it out)
+    step.json       the timeline of fsdp_c's as a Chrome trace
     checkpoints/    step_NNNNNN folders for --resume
 """
 
@@ -31,6 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import checkpoint
+import compare
 import plots
 import torch
 import torch.distributed as dist
@@ -91,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--validate-every", type=positive, default=50, help="steps between validations")
     add("--save-every", type=positive, default=100, help="steps between checkpoints")
     add("--sample-bytes", type=natural, default=300, help="length of the generated sample")
+    add("--compare", type=natural, default=6, help="steps of both implementations at the end")
     add("--prompt", default="class Parser:\n    def ", help="what the generated sample starts with")
     defaults = GPTConfig()
     add("--layers", type=positive, default=defaults.layers, help="transformer blocks")
@@ -292,10 +297,10 @@ class Run:
         self.corpus = load_corpus(args.text_bytes, args.text)
         self.windows = Windows(self.corpus.train, args.context, args.seed)
         self.held_out = Windows(self.corpus.validation, args.context, args.seed)
-        self.device, mesh = start_processes(args.device)
+        self.device, self.mesh = start_processes(args.device)
         self.ranks = dist.get_world_size()
         self.settings = self._settings(self.corpus)
-        self.model = build_model(args, self.device, mesh)
+        self.model = build_model(args, self.device, self.mesh)
         self.optimizer = build_optimizer(self.model, args.lr)
         self.history = History()
         self.step = 0
@@ -410,11 +415,43 @@ class Run:
         )
         return written.decode(errors="replace")
 
+    def compare(self) -> list[str]:
+        """Draw both implementations side by side; return what there is to say about it."""
+        sides = {}
+        for impl in ("torch", "fsdp_c"):
+            args = argparse.Namespace(**vars(self.args) | {"impl": impl})
+            try:
+                model = build_model(args, self.device, self.mesh)
+            except UsageError as error:
+                return [f"Not compared      {error}"]
+            sides[impl] = compare.Side(model, self._untold_step(model))
+        compare.side_by_side(sides, self.args.compare)
+        traces = {impl: side.trace for impl, side in sides.items()}
+        traces["fsdp_c"].save(self.args.out / "step.json")
+        if RANK == 0:
+            seconds = {impl: side.seconds for impl, side in sides.items()}
+            plots.draw_comparison(self.args.out / "steps.png", seconds=seconds, traces=traces)
+        return [f"One step          {traces['fsdp_c'].summary()}"]
+
+    def _untold_step(self, model: GPT) -> Callable[[], None]:
+        """A training step of another model, which leaves nothing in the history."""
+        optimizer = build_optimizer(model, self.args.lr)
+        inputs, targets = self.batch(self.windows, 0)
+
+        def step() -> None:
+            next_byte_loss(model(inputs), targets).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), self.args.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
     def report(self, started: float) -> None:
         """Write the result files and print the figures."""
         args, history = self.args, self.history
         digest = weights_digest(self.model)
         peaks = peak_memory(self.device)
+        compared = self.compare() if args.compare > 0 else []
         if RANK != 0:
             return
         train = [float.fromhex(loss) for loss in history.train]
@@ -458,7 +495,9 @@ class Run:
             f"Time              {seconds:.1f} s in training steps, "
             f"{summary['total_seconds']:.1f} s from start to end",
             f"Weights           sha256 {digest[:16]}",
-            f"Written to        {args.out}/: losses.json, summary.json, curve.png, checkpoints/",
+            *compared,
+            f"Written to        {args.out}/: losses.json, summary.json, curve.png, "
+            f"{'steps.png, step.json, ' if args.compare > 0 else ''}checkpoints/",
         )
 
 

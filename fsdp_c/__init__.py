@@ -34,6 +34,7 @@ from .plan import plan
 from .replicate import replicate
 from .report import Explanation, UnitReport
 from .state import State as State
+from .timeline import StepTrace, trace
 from .transport import release_memory, set_transport
 from .version import __version__ as __version__
 from .wrap import auto_shard
@@ -46,6 +47,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardedEMA",
+    "StepTrace",
     "UnitReport",
     "UnshardHandle",
     "auto_shard",
@@ -65,5 +67,6 @@ __all__ = [
     "release_memory",
     "replicate",
     "set_transport",
+    "trace",
     "uninstall",
 ]

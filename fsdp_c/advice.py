@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .fake_step import Trace
 from .forecast import Sharding, UnitSizes, forecast
 from .sizes import Layout, ParamSize
-from .trace import Trace
 
 _SHOWN = 3
 _WORTH = 0.01  # of the peak

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 import fsdp_c._C as _C
 
 from . import kernels, sizes, suspicions
+from .fake_step import Trace, record
 from .forecast import Sharding
 from .optimizer_memory import live_states, optimizer_bytes
 from .report import Explanation, make_explanation
-from .trace import Trace, record
 
 
 def explain(

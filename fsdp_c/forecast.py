@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from .trace import Event, Trace
+from .fake_step import Event, Trace
 
 KINDS = ("shards", "states", "gathered", "gradients", "activations")
 """Of memory: sharded parameters and buffers; optimizer states; unsharded parameters and gather

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .trace import Storages, Trace
+from .fake_step import Storages, Trace
 
 Wanted: TypeAlias = "str | Optimizer | Callable[..., Optimizer] | None"
 

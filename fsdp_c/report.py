@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from .advice import Change, changes
+from .fake_step import Trace
 from .forecast import KINDS, Sample, Sharding, Timeline, UnitSizes, forecast, synthetic
 from .sizes import Layout, ParamSize
 from .suspicions import original_class
-from .trace import Trace
 
 _SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _SIZES |= {f"{key}i": 1024**power for power, key in enumerate("kmgt", 1)}

@@ -13,9 +13,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from torch.distributed.tensor import DTensor
 
 from . import suspicions
+from .fake_step import Piece
 from .forecast import UnitSizes
 from .mixed_precision import compute_dtype
-from .trace import Piece
 from .wrap import Unit
 
 

@@ -26,7 +26,8 @@ STEPS = 6
 # Dropout makes a resumed run depend on the random state, the uneven width on padded shards.
 TINY = (
     f"--device cpu --steps {STEPS} --save-every 3 --validate-every 3 --batch 2 --layers 2 "
-    "--width 30 --heads 2 --context 32 --text-bytes 300000 --sample-bytes 8 --dropout 0.1 --lr 0.01"
+    "--width 30 --heads 2 --context 32 --text-bytes 300000 --sample-bytes 8 --dropout 0.1 "
+    "--lr 0.01 --compare 1"
 ).split()
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"]}
 
@@ -122,7 +123,9 @@ def test_a_run_prints_and_writes_its_results(runs: Runs) -> None:
     assert summary["tokens_per_second"] > 0
     assert len(summary["peak_memory_mib"]) == 2 and min(summary["peak_memory_mib"]) > 50
     assert summary["final_loss"] == float.fromhex(losses(out)["train"][-1])
-    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG\r\n")
+    for picture in ("curve.png", "steps.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG\r\n")
+    assert "of communication is hidden" in runs.printed[out]
 
 
 def test_without_torchrun_it_is_one_process_and_resumes_the_newest_checkpoint(

@@ -81,7 +81,7 @@ def test_only_the_state_machine_takes_a_group() -> None:
 
 TAX = "/* ---- the drop-in's tax:"
 FOR_TESTS = {"_check", "collectives_parked"}
-MODELS = {"forecast.py", "advice.py", "trace.py"}
+MODELS = {"forecast.py", "advice.py", "fake_step.py", "spans.py"}
 """Files that play a step through, with the same words for its parts."""
 _TABLE = re.compile(r"^(?:static )?Py(?:GetSet|Method)Def \w+\[\] = .*?^};", re.M | re.S)
 _ENTRY = re.compile(r'^    (?:\{|GROUP_FLAG\()"(\w+)",', re.M)

@@ -141,7 +141,7 @@ def test_the_forecast_is_what_is_measured(jobs: str) -> None:
     command = [sys.executable, "benchmarks/plan.py", "--only", jobs]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = re.search(r"(\d+) of (\d+) within 5%", done.stdout)
+    found = re.search(r"(\d+) of (\d+) within 1%", done.stdout)
     assert found is not None and found[1] == found[2] != "0", done.stdout
 
 

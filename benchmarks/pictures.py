@@ -1,0 +1,124 @@
+"""The plots of the report, each from what a benchmark wrote as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+COLOURS = {
+    "bare": "#b5b5b5", "ddp": "#8a6bb1", "stock": "#d98e32", "ours": "#2f5f94",
+    "torch.distributed": "#3f9c8f", "memcpy": "#b5b5b5",
+    "pack": "#2f5f94", "unpack": "#3f9c8f", "pack gradients": "#d98e32",
+}  # fmt: skip
+METRICS = {
+    "wall": "wall, ms", "cpu": "CPU, ms", "faults": "page faults", "peak": "peak above start, MiB",
+}  # fmt: skip
+
+
+def steps(found: dict[str, Any], path: Path) -> None:
+    """A column for each model, a row for each metric; the optimizer's part in a lighter colour."""
+    models = found["models"]
+    figure = Figure(figsize=(1.2 + 3.4 * len(models), 9.5), layout="constrained")
+    grid = figure.subplots(len(METRICS), len(models), squeeze=False)
+    for column, (kind, model) in enumerate(models.items()):
+        for row, (metric, label) in enumerate(METRICS.items()):
+            axes = grid[row][column]
+            _bars(axes, model["costs"], metric)
+            if row == 0:
+                axes.set_title(f"{kind} ({model['optimizer']})", fontsize=11)
+            if column == 0:
+                axes.set_ylabel(label)
+    figure.suptitle(
+        "One step on two gloo ranks: forward and backward, and lighter with the optimizer",
+        fontsize=12,
+    )
+    figure.savefig(path, dpi=100)
+
+
+def _bars(axes: Any, costs: dict[str, Any], metric: str) -> None:
+    names = list(costs)
+    whole = [costs[name]["with"][metric] or 0 for name in names]
+    part = [costs[name]["without"][metric] or 0 for name in names]
+    colours = [COLOURS[name] for name in names]
+    axes.bar(names, whole, color=colours, alpha=0.4)
+    axes.bar(names, part, color=colours)
+    for place, value in enumerate(whole):
+        axes.text(place, max(value, part[place]), _short(value), ha="center", va="bottom",
+                  fontsize=8)  # fmt: skip
+    axes.margins(y=0.15)
+    _plain(axes)
+
+
+def _short(value: float) -> str:
+    if value >= 100_000:
+        return f"{value / 1000:,.0f}k"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _plain(axes: Any) -> None:
+    axes.grid(axis="y", color="#e8e8e8", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def memory(found: dict[str, Any], path: Path) -> None:
+    """Resident memory over one step of stock and ours, a panel for each model."""
+    models = {kind: m for kind, m in found["models"].items() if any(m["memory"].values())}
+    figure = Figure(figsize=(13, 3.4 * -(-len(models) // 2)), layout="constrained")
+    grid = list(figure.subplots(-(-len(models) // 2), 2, squeeze=False).flat)
+    for axes in grid[len(models) :]:
+        axes.remove()
+    for axes, (kind, model) in zip(grid, models.items(), strict=False):
+        for name, samples in model["memory"].items():
+            x, y = [t for t, _ in samples], [mib for _, mib in samples]
+            axes.plot(x, y, label=name, color=COLOURS[name], linewidth=1.5)
+        axes.set_title(f"{kind}, forward to {model['optimizer']}'s step", fontsize=11)
+        axes.set_xlabel("ms")
+        axes.set_ylabel("MiB above the start")
+        axes.legend(frameon=False)
+        _plain(axes)
+    figure.savefig(path, dpi=100)
+
+
+def host(found: dict[str, Any], path: Path) -> None:
+    """Host time against parameters per group, a panel for each job."""
+    jobs = {name: job for name, job in found.items() if isinstance(job, dict)}
+    figure = Figure(figsize=(4.5 * len(jobs), 4), layout="constrained")
+    for axes, (title, job) in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs.items()):
+        rows = {int(count): row for count, row in job["us_per_group_step"].items()}
+        for name in ("stock", "ours"):
+            if all(name in row for row in rows.values()):
+                axes.plot(list(rows), [row[name] for row in rows.values()], "o-", label=name,
+                          color=COLOURS[name])  # fmt: skip
+        axes.set_title(title, fontsize=11)
+        axes.set_xticks(list(rows))
+        axes.set_xlabel("parameters per group")
+        axes.set_ylabel("us of CPU per group and step")
+        axes.set_yscale("log")
+        axes.legend(frameon=False)
+        _plain(axes)
+    figure.savefig(path, dpi=100)
+
+
+def bandwidth(found: dict[str, Any], path: Path) -> None:
+    """GB/s against size: gathers, reductions, kernels."""
+    titles = {"gather": "gather", "reduction": "reduction", "kernel": "kernels of the CPU"}
+    figure = Figure(figsize=(14, 4), layout="constrained")
+    for axes, (what, title) in zip(figure.subplots(1, 3), titles.items()):
+        sizes = {int(size) / 2**20: row for size, row in found[what].items()}
+        for name in next(iter(sizes.values())):
+            axes.plot(list(sizes), [row[name] for row in sizes.values()], "o-", label=name,
+                      color=COLOURS[name])  # fmt: skip
+        axes.set_title(title, fontsize=11)
+        axes.set_xscale("log", base=4)
+        axes.set_xticks(list(sizes), [f"{size:.2g}" for size in sizes])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("MiB of unsharded data")
+        axes.set_ylabel("GB/s")
+        axes.legend(frameon=False)
+        _plain(axes)
+    figure.savefig(path, dpi=100)

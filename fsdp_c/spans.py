@@ -1,0 +1,322 @@
+"""What a step spent its time on: the ranges that a profiler records, read as spans of units.
+
+The core emits torch's own ranges ("FSDP::all_gather (blocks.0)") while a profiler is active, the
+process group one for each collective that is in flight, and torch one for each optimizer step.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+GATHER_WAIT, REDUCE_WAIT = "wait for a gather", "wait for a reduction"
+SHARDING = "packing and unpacking"
+OUTSIDE = "outside of units"
+GATHER, REDUCE = "gather", "reduction"
+
+COMPUTE, HOST = "compute", "host"
+LANES = (HOST, COMPUTE, GATHER, REDUCE)
+"""Where a span is drawn. ``host`` is apart from ``compute`` where a device computes."""
+
+WAITS = {GATHER: GATHER_WAIT, REDUCE: REDUCE_WAIT}
+ROOT = "(root)"
+BLOCK = "fsdp_c.trace"
+"""The range around everything that is traced."""
+
+
+class Event(NamedTuple):
+    """A range of the profiler, in nanoseconds.
+
+    Attributes:
+        flying: It ends on another thread: a collective in flight.
+        on_device: A kernel.
+        id: Of the operator that launched the kernel, and of that operator.
+    """
+
+    name: str
+    begin: int
+    end: int
+    flying: bool = False
+    on_device: bool = False
+    id: int = 0
+
+
+class Span(NamedTuple):
+    """A stretch of one rank's time, in nanoseconds.
+
+    Attributes:
+        lane: One of ``LANES``.
+        kind: What goes on; in the lanes of gathers and reductions the lane itself.
+        unit: The name of a module, ``(root)``, or empty.
+    """
+
+    lane: str
+    kind: str
+    unit: str
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def spans_of(events: Iterable[Event]) -> list[Span]:
+    """What one rank did between begin and end of the range ``BLOCK``; empty without one."""
+    events = sorted(events, key=lambda event: (event.begin, -event.end))
+    block = next((event for event in events if event.name == BLOCK), None)
+    if block is None:
+        return []
+    ranges = [r for r in map(_range, events) if r is not None]
+    flights = _flights(events, ranges)
+    host = _joined(_with_waits(_segments(ranges, block), flights))
+    kernels = [event for event in events if event.on_device and not _NOTE.match(event.name)]
+    computing = [kernel for kernel in kernels if _family(kernel) is None]
+    if not computing:
+        return [*host, *flights]
+    compute = _joined(_device_spans(computing, events, host), gap=10_000)
+    waits = _device_waits(compute, flights)
+    lane = sorted([*compute, *waits], key=lambda span: span.begin)
+    return [*(span._replace(lane=HOST) for span in host), *lane, *flights]
+
+
+# ---- ranges --------------------------------------------------------------------------------------
+
+_FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\))?$")
+_WAITING = {
+    "all_gather": GATHER,
+    "all_gather_copy_out": GATHER,
+    "post_backward_rs_wait": REDUCE,
+    "post_backward_reduce": REDUCE,
+    "root_post_backward_callback": REDUCE,
+}
+"""Ranges in which something is waited for."""
+_OWN = ("all_gather", "all_gather_copy_out", "post_backward_reduce")
+"""In these, for the unit's own last collective."""
+_ISSUING = ("all_gather", "post_backward_reduce")
+"""These issue it, and wait where it ends in them: torch's FSDP2 on the CPU, and hooks."""
+
+
+class _Range(NamedTuple):
+    """One of the ranges that say what the host does."""
+
+    label: str
+    unit: str
+    begin: int
+    end: int
+
+
+def _range(event: Event) -> _Range | None:
+    if event.flying or event.on_device:
+        return None
+    if event.name.startswith("Optimizer.step"):
+        return _Range(OPTIMIZER, "", event.begin, event.end)
+    found = _FSDP.match(event.name)
+    if found is None:  # "backward_prefetch for" holds an all_gather of its own
+        return None
+    return _Range(found[1], found[2] or ROOT, event.begin, event.end)
+
+
+def _segments(ranges: list[_Range], block: Event) -> Iterator[tuple[_Range | None, Span]]:
+    """The host's time without overlap: the innermost range, or none where the model computes."""
+    inside: list[_Range] = []
+    units = _Units()
+    now = block.begin
+
+    def until(time: int) -> Iterator[tuple[_Range | None, Span]]:
+        nonlocal now
+        if time > now:
+            top = inside[-1] if inside else None
+            if top is None:
+                kind, unit = units.computing
+            else:
+                kind, unit = (OPTIMIZER if top.label == OPTIMIZER else SHARDING), top.unit
+            yield top, Span(COMPUTE, kind, unit, now, time)
+            now = time
+
+    def leave(time: int) -> Iterator[tuple[_Range | None, Span]]:
+        while inside and inside[-1].end <= time:
+            yield from until(inside[-1].end)
+            units.left(inside.pop())
+
+    for r in ranges:
+        yield from leave(r.begin)
+        yield from until(r.begin)
+        units.entered(r)
+        inside.append(r)
+    yield from leave(block.end)
+    yield from until(block.end)
+
+
+class _Units:
+    """The units that are computing, the innermost last."""
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[str, str]] = []
+
+    @property
+    def computing(self) -> tuple[str, str]:
+        return self._stack[-1] if self._stack else (OUTSIDE, "")
+
+    def entered(self, r: _Range) -> None:
+        if r.label == "post_forward":
+            self._remove((FORWARD, r.unit))
+        elif r.label in ("post_backward_accumulate", "post_backward_reshard"):
+            self._remove((BACKWARD, r.unit))
+        elif r.label == "root_post_backward_callback":
+            self._stack = [entry for entry in self._stack if entry[0] != BACKWARD]
+
+    def left(self, r: _Range) -> None:
+        if r.label == "pre_forward":
+            self._stack.append((FORWARD, r.unit))
+        elif r.label == "pre_backward":
+            self._stack.append((BACKWARD, r.unit))
+
+    def _remove(self, entry: tuple[str, str]) -> None:
+        if entry in self._stack:
+            del self._stack[len(self._stack) - 1 - self._stack[::-1].index(entry)]
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+_NOTE = re.compile(r"FSDP::|Optimizer\.|ProfilerStep|##|c10d::|\w+:(?!:)|" + re.escape(BLOCK))
+"""What lies on a device and is no kernel: a range of the host, shown there as well."""
+
+
+def _family(event: Event) -> str | None:
+    """Whether this is a gather or a reduction: an operator, a flight, or a kernel of NCCL."""
+    is_any = event.name.startswith("nccl") if event.on_device else event.flying
+    if is_any or event.name.startswith("c10d::"):
+        name = event.name.lower()
+        return GATHER if "gather" in name else REDUCE if "reduce" in name else None
+    return None
+
+
+def _flights(events: list[Event], ranges: list[_Range]) -> list[Span]:
+    """The units' collectives from the end of their issue to their own.
+
+    A backend runs the collectives of a kind in the order of their issue: the n-th operator belongs
+    to the n-th flight or kernel. Of one without nothing is known: its length is 0.
+    """
+    landings = _landings(events)
+    begins = [r.begin for r in ranges]
+    flights = []
+    last = ROOT
+    for event in events:
+        family = _family(event) if event.name.startswith("c10d::") else None
+        if family is None or event.on_device:
+            continue
+        queue = landings[family]
+        while queue and queue[0].end < event.begin:
+            queue.popleft()  # issued before the trace
+        landing = queue.popleft() if queue else event
+        around = _around(ranges, begins, event)
+        if around is None:
+            continue  # somebody else's
+        if family == GATHER or around.label == "post_backward_reduce":
+            last = around.unit
+        begin = landing.begin if landing.on_device else event.end
+        flights.append(Span(family, family, last, begin, max(begin, landing.end)))
+    return flights
+
+
+def _landings(events: list[Event]) -> dict[str, deque[Event]]:
+    """What tells of a collective's end, by family: kernels where there are any."""
+    found = [e for e in events if not (e.on_device and _NOTE.match(e.name))]
+    found = [e for e in found if (e.flying or e.on_device) and _family(e)]
+    if any(event.on_device for event in found):
+        found = [event for event in found if event.on_device]
+    return {f: deque(e for e in found if _family(e) == f) for f in (GATHER, REDUCE)}
+
+
+def _around(ranges: list[_Range], begins: list[int], event: Event) -> _Range | None:
+    """The innermost of FSDP's ranges around an event."""
+    for i in range(bisect_right(begins, event.begin) - 1, -1, -1):
+        if ranges[i].end >= event.end:
+            return ranges[i] if ranges[i].label != OPTIMIZER else None
+    return None
+
+
+# ---- waits ---------------------------------------------------------------------------------------
+
+
+def _with_waits(
+    segments: Iterable[tuple[_Range | None, Span]], flights: list[Span]
+) -> Iterator[Span]:
+    """The segments, those of ranges that wait cut where what they wait for ends."""
+    for r, span in segments:
+        lane = _WAITING.get(r.label) if r is not None else None
+        if lane is None:
+            yield span
+            continue
+        awaited = [f for f in flights if f.lane == lane and f.begin < span.end]
+        if r is not None and r.label in _OWN:
+            awaited = [f for f in awaited if f.unit == r.unit][-1:]
+        if r is not None and r.label in _ISSUING:
+            awaited = [f for f in awaited if f.end <= r.end]
+        yield from _cut(span, awaited, WAITS[lane])
+
+
+def _cut(span: Span, flights: list[Span], kind: str) -> Iterator[Span]:
+    """A span, and as waits of ``kind`` what the flights cover of it."""
+    now = span.begin
+    for flight in flights:
+        begin, end = max(now, flight.begin), min(span.end, flight.end)
+        if begin < end:
+            if now < begin:
+                yield span._replace(begin=now, end=begin)
+            yield span._replace(kind=kind, unit=flight.unit, begin=begin, end=end)
+            now = end
+    if now < span.end:
+        yield span._replace(begin=now)
+
+
+def _joined(spans: Iterable[Span], gap: int = 0) -> list[Span]:
+    """Neighbours of one kind and unit, and less than ``gap`` apart, as one."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1][:3] == span[:3] and span.begin - joined[-1].end <= gap:
+            joined[-1] = joined[-1]._replace(end=max(joined[-1].end, span.end))
+        else:
+            joined.append(span)
+    return joined
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+def _device_spans(kernels: list[Event], events: list[Event], host: list[Span]) -> Iterator[Span]:
+    """Kernels as what the host was at when it launched them, overlaps cut off."""
+    launched = {event.id: event.begin for event in events if not event.on_device}
+    begins = [span.begin for span in host]
+    now = 0
+    for kernel in kernels:
+        kind, unit = OUTSIDE, ""
+        place = bisect_right(begins, launched.get(kernel.id, -1)) - 1
+        if place >= 0:
+            kind, unit = host[place].kind, host[place].unit
+        if kind in WAITS.values():
+            kind = SHARDING
+        begin = max(now, kernel.begin)
+        if begin < kernel.end:
+            now = kernel.end
+            yield Span(COMPUTE, kind, unit, begin, kernel.end)
+
+
+def _device_waits(compute: list[Span], flights: list[Span]) -> Iterator[Span]:
+    """The pauses of a device's kernels in which a collective is under way."""
+    flights = sorted(flights, key=lambda flight: flight.begin)
+    for before, after in pairwise(compute):
+        pause = before._replace(kind="", begin=before.end, end=after.begin)
+        pieces = (_cut(pause, [flight], WAITS[flight.lane]) for flight in flights)
+        taken = pause.begin
+        for piece in chain.from_iterable(pieces):
+            if piece.kind and piece.end > taken:
+                yield piece._replace(begin=max(taken, piece.begin))
+                taken = piece.end

@@ -1,0 +1,325 @@
+"""``trace``: where the time of a training step goes, by unit and rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from . import spans, timeline_picture
+from .spans import GATHER, REDUCE, WAITS, Event, Span
+from .units import units_of
+
+_MS = 1e6  # nanoseconds
+
+
+class StepTrace:
+    """What the ranks did while a :func:`trace` was open.
+
+    Attributes:
+        ranks: For each rank its spans: lane, kind, unit, begin and end in nanoseconds since the
+            first rank began. The same on every rank. Empty inside of the ``with`` block.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: list[list[Span]] = []
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws a timeline, three rows for each rank; the file's ending says which format.
+
+        Rank 0 writes it; elsewhere nothing happens.
+
+        Raises:
+            RuntimeError: the ``with`` block is still open, or nothing was sharded in it.
+            ImportError: matplotlib is not installed.
+        """
+        self._check()
+        if _writes():
+            timeline_picture.draw(self.summary(), self.ranks, path)
+
+    def draw(self, axes: Any, legend: bool = True) -> None:
+        """Draws the timeline into axes of matplotlib, on whichever rank asks.
+
+        Raises:
+            RuntimeError: the ``with`` block is still open, or nothing was sharded in it.
+        """
+        self._check()
+        timeline_picture.draw_into(axes, self.summary(), self.ranks, legend)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes Chrome's trace format (chrome://tracing, Perfetto): ranks are processes.
+
+        Rank 0 writes it; elsewhere nothing happens.
+
+        Raises:
+            RuntimeError: the ``with`` block is still open, or nothing was sharded in it.
+        """
+        self._check()
+        if _writes():
+            with open(path, "w") as file:
+                json.dump(_chrome(self.ranks, self.summary()), file)
+
+    def summary(self) -> str:
+        """One or two sentences that say where the time went.
+
+        Raises:
+            RuntimeError: the ``with`` block is still open, or nothing was sharded in it.
+        """
+        self._check()
+        return f"{_shares(self.ranks)}. {_communication(self.ranks)}."
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        """Seconds by kind and by unit within it, the mean over the ranks."""
+        total: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for rank in self.ranks:
+            for span in rank:
+                if span.lane != spans.HOST:
+                    total[span.kind][span.unit] += span.length / 1e9 / len(self.ranks)
+        return {kind: dict(units) for kind, units in total.items()}
+
+    def __str__(self) -> str:
+        """The summary, and a table of milliseconds by unit, the mean over the ranks."""
+        if not self._closed:
+            return "a trace that is still open"
+        if not self._has_units():
+            return "a trace without steps"
+        return f"{self.summary()}\n{_table(self.seconds())}"
+
+    _closed = False
+
+    def _has_units(self) -> bool:
+        return any(span.unit for rank in self.ranks for span in rank)
+
+    def _check(self) -> None:
+        if not self._closed:
+            raise RuntimeError("the trace is still open: ask it after the with-block")
+        if not self._has_units():
+            raise RuntimeError(
+                "nothing was traced: no forward or backward of a sharded model ran inside of "
+                "the with-block"
+            )
+
+
+@contextlib.contextmanager
+def trace(model: nn.Module) -> Iterator[StepTrace]:
+    """Notes what every rank does inside of the block: one training step, or some.
+
+    ::
+
+        with fsdp_c.trace(model) as t:
+            loss(model(batch)).backward()
+            optimizer.step()
+        print(t)
+        t.plot("step.png")
+        t.save("step.json")
+
+    torch's profiler runs inside of the block, and nothing is changed in the model. On the CPU the
+    times are the host's, and what a collective takes is from its issue to its end in the backend's
+    threads. On other devices whose kernels the profiler sees the times are those of kernels.
+    The first steps of a job are not like the others: trace a later one.
+
+    All ranks of the default process group enter the block and leave it together; then each of them
+    has the traces of all.
+
+    Args:
+        model: A module that ``fully_shard`` or ``replicate``, ours or torch's, was applied to, or
+            one that contains such modules.
+
+    Raises:
+        ValueError: ``fully_shard`` was applied to no part of ``model``.
+        TypeError: ``model`` is no module.
+        RuntimeError: a profiler is active already.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"trace expects a module, not {type(model).__name__}")
+    devices = {group.device.type for group in units_of(model, "trace")}
+    if torch.autograd.profiler._is_profiler_enabled:
+        raise RuntimeError("trace cannot run while another profiler is active")
+    found = StepTrace()
+    together = dist.is_initialized() and dist.get_backend() != "fake"
+    with profile(activities=_activities(devices)) as profiler:
+        if together:
+            dist.barrier()
+        with record_function(spans.BLOCK):
+            yield found
+            if devices - {"cpu", "meta"}:
+                torch.accelerator.synchronize()
+    own = spans.spans_of(_events(profiler))
+    found.ranks = _gathered(own) if together else [_since(own, _start(own))]
+    found._closed = True
+
+
+def _activities(devices: set[str]) -> list[ProfilerActivity]:
+    wanted = {"cuda": "CUDA", "xpu": "XPU"}
+    names = ["CPU", *(wanted[device] for device in sorted(devices) if device in wanted)]
+    supported = torch.profiler.supported_activities()
+    return [a for a in (getattr(ProfilerActivity, name) for name in names) if a in supported]
+
+
+def _events(profiler: profile) -> list[Event]:
+    """The ranges of a profile, in nanoseconds since 1970."""
+    inner: Any = profiler.profiler
+    found = []
+    for event in inner.kineto_results.events():
+        on_device = event.device_type() != DeviceType.CPU
+        begin = event.start_ns()
+        number = event.linked_correlation_id() if on_device else event.correlation_id()
+        found.append(
+            Event(
+                event.name(),
+                begin,
+                begin + event.duration_ns(),
+                flying=event.is_async(),
+                on_device=on_device,
+                id=number,
+            )
+        )
+    return found
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def _writes() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _start(rank: list[Span]) -> int:
+    return min((span.begin for span in rank), default=0)
+
+
+def _since(rank: list[Span], zero: int) -> list[Span]:
+    return [span._replace(begin=span.begin - zero, end=span.end - zero) for span in rank]
+
+
+def _gathered(own: list[Span]) -> list[list[Span]]:
+    """All ranks' spans since the first rank's begin.
+
+    Machines do not agree on the time: what another one than rank 0's says is moved, so that its
+    ranks leave the barrier at the beginning when those of rank 0's do.
+    """
+    machine = socket.gethostname()
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (machine, _start(own), own))
+    starts: dict[str, int] = {}
+    for where, start, _ in parts:
+        starts[where] = min(start, starts.get(where, start))
+    return [_since(spans_, starts[where]) for where, _, spans_ in parts]
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+_ORDER = (
+    spans.FORWARD, spans.BACKWARD, spans.OPTIMIZER, spans.GATHER_WAIT, spans.REDUCE_WAIT,
+    spans.SHARDING, spans.OUTSIDE,
+)  # fmt: skip
+
+
+def _shares(ranks: list[list[Span]]) -> str:
+    """Of the mean rank's time: "265 ms on 2 ranks: 40 % forward, ..."."""
+    total: dict[str, int] = defaultdict(int)
+    for rank in ranks:
+        for span in rank:
+            if span.lane == spans.COMPUTE:
+                total[span.kind] += span.length
+    whole = max(span.end for rank in ranks for span in rank)
+    parts = [(total[kind] / len(ranks) / whole, kind) for kind in _ORDER]
+    said = ", ".join(
+        f"{share:.0%} {kind}".replace("%", " %") for share, kind in parts if share >= 0.005
+    )
+    count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    return f"{_ms(whole)} on {count}: {said}"
+
+
+def _communication(ranks: list[list[Span]]) -> str:
+    """How much of it is hidden, and the longest wait."""
+    flying = sum(_covered([s for s in r if s.lane in WAITS]) for r in ranks)
+    waits = [(s, i) for i, rank in enumerate(ranks) for s in rank if s.kind in WAITS.values()]
+    if not flying:
+        return "Nothing was communicated"
+    hidden = 1 - sum(span.length for span, _ in waits) / flying
+    said = f"{max(hidden, 0):.0%} of communication is hidden".replace("%", " %")
+    if not waits:
+        return f"{said}; nothing is waited for"
+    longest, rank = max(waits, key=lambda wait: wait[0].length)
+    what = "gather" if longest.kind == spans.GATHER_WAIT else "reduction"
+    who = "the root" if longest.unit == spans.ROOT else f"'{longest.unit}'"
+    on = f" on rank {rank}" if len(ranks) > 1 else ""
+    return f"{said}; {who} waits {_ms(longest.length)} for its {what}{on}"
+
+
+def _covered(flights: list[Span]) -> int:
+    """Nanoseconds in which at least one of them is under way."""
+    total, now = 0, 0
+    for span in sorted(flights, key=lambda span: span.begin):
+        total += max(0, span.end - max(now, span.begin))
+        now = max(now, span.end)
+    return total
+
+
+def _ms(nanoseconds: float) -> str:
+    value = nanoseconds / _MS
+    return f"{value:.0f} ms" if value >= 10 else f"{value:.2g} ms"
+
+
+def _table(seconds: dict[str, dict[str, float]]) -> str:
+    """Milliseconds by unit, one column for each kind that there is."""
+    kinds = [kind for kind in (*_ORDER, GATHER, REDUCE) if kind in seconds]
+    units = {unit: None for kind in kinds for unit in sorted(seconds[kind])}
+    rows = [["ms", *kinds]]
+    for unit in sorted(units, key=_natural):
+        cells = [seconds[kind].get(unit) for kind in kinds]
+        rows.append([unit or "-", *("" if c is None else f"{c * 1e3:.2f}" for c in cells)])
+    rows.append(["all", *(f"{sum(seconds[kind].values()) * 1e3:.2f}" for kind in kinds)])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for first, *rest in rows:
+        cells_ = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:]))]
+        lines.append("  ".join(cells_))
+    return "\n".join(lines)
+
+
+def _natural(unit: str) -> list[tuple[bool, int, str]]:
+    """Orders blocks.2 before blocks.10, and what is of no unit last."""
+    if not unit:
+        return [(True, 1, "")]
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in unit.split(".")]
+
+
+# ---- Chrome's format -----------------------------------------------------------------------------
+
+
+def _chrome(ranks: list[list[Span]], summary: str) -> dict[str, Any]:
+    """Complete events in microseconds; a process for each rank, a thread for each lane."""
+    events: list[dict[str, Any]] = []
+    for rank, found in enumerate(ranks):
+        named = {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        events.append(named)
+        for lane, name in enumerate(spans.LANES):
+            if any(span.lane == name for span in found):
+                row = {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane}
+                events.append({**row, "args": {"name": name}})
+        for span in found:
+            events.append(
+                {
+                    "name": f"{span.kind} {span.unit}".strip(),
+                    "cat": span.kind,
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": spans.LANES.index(span.lane),
+                    "ts": span.begin / 1e3,
+                    "dur": span.length / 1e3,
+                    "args": {"unit": span.unit},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"summary": summary}}

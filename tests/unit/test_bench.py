@@ -1,0 +1,47 @@
+"""``make bench``: the report that its quick run writes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+
+def test_a_quick_run_writes_tables_and_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "report.md"
+    command = [sys.executable, "benchmarks/bench.py", "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    text = out.read_text()
+    for line in ("- machine: ", "- load (", "- date: ", "python benchmarks/steps.py"):
+        assert line in text
+    pictures = re.findall(r"!\[.+\]\((.+)\)", text)
+    assert len(pictures) == 4
+    for name in pictures:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG"), name
+    for name in ("bare", "ddp", "stock", "ours"):
+        rows = re.findall(rf"^\| {name} \|(.+)\|$", text, re.M)
+        assert len(rows) == 2, "without and with the optimizer"
+        wall, ratio, *_ = (float(cell) for cell in rows[0].split("|"))
+        assert wall > 0 and (ratio == 1.0 or name != "ours")
+
+
+def test_a_meter_sees_memory_faults_and_time() -> None:
+    import meter
+    import torch
+
+    meter.give_back()
+    started = meter.Meter()
+    torch.ones(32 * meter.MIB, dtype=torch.uint8)
+    cost = started.read()
+    assert cost.wall > 0 and cost.cpu > 0
+    if cost.peak is not None:  # the kernel lets it be reset
+        assert 31 < cost.peak < 64
+        assert cost.faults > 0
