@@ -20,6 +20,19 @@ def clip(
     groups_of: Callable[[Any, Any], tuple[tuple[str, ...], Any] | None],
     /,
 ) -> tuple[float, float, list[torch.Tensor]] | None: ...
+def clip_total(
+    gradients: list[torch.Tensor],
+    groups_of: Callable[[Any, Any], tuple[tuple[str, ...], Any] | None],
+    /,
+) -> float | None: ...
+def clip_scale(
+    params: list[torch.Tensor],
+    max_norm: float,
+    total: float,
+    largest: int,
+    groups_of: Callable[[Any, Any], tuple[tuple[str, ...], Any] | None],
+    /,
+) -> tuple[float, list[torch.Tensor]] | None: ...
 
 GROUP_METHODS: tuple[str, ...]
 STATE_METHODS: tuple[str, ...]
