@@ -54,6 +54,14 @@ def guard_bind(
     /,
 ) -> None: ...
 def count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, /) -> None: ...
+def local_group(
+    params: list[torch.Tensor],
+    state: dict[Any, Any],
+    keys: tuple[str | None, ...],
+    seen: dict[int, tuple[Any, Any]],
+    alike: Callable[[Any, Any], bool],
+    /,
+) -> tuple[list[Any], ...] | None: ...
 def local_lists(
     lists: tuple[list[Any], ...],
     seen: dict[int, tuple[Any, Any]],

@@ -162,6 +162,11 @@ static PyMethodDef module_methods[] = {
      "item "
      "laid out as that of the first list, the parameters, by alike(spec, spec) or by the dict that "
      "keeps what it said; None where one is not."},
+    {"local_group", (PyCFunction)(void (*)(void))fcpy_local_group, METH_FASTCALL,
+     "local_group(params, state, keys, seen, alike): the lists that local_lists would make of the "
+     "parameters with gradients and of state[param][key] for each key (None: an empty list), after "
+     "a list of these parameters themselves; None where a state or a layout is not as expected, or "
+     "a tensor is complex or sparse."},
     {"kernels_of", module_kernels_of, METH_O,
      "kernels_of(device): whose kernels pack and unpack on this torch.device: 'cpu', 'cuda', or "
      "'torch' where its own multi-tensor operations do."},
