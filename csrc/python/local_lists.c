@@ -232,8 +232,8 @@ static PyObject *new_lists(Py_ssize_t count) {
 
 PyObject *fcpy_local_group(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
-    if (nargs != 5 || !PyList_Check(args[0]) || !PyDict_Check(args[1]) ||
-        !PyTuple_Check(args[2]) || !PyDict_Check(args[3]) || mod->bound.dtensor_class == NULL) {
+    if (nargs != 5 || !PyList_Check(args[0]) || !PyDict_Check(args[1]) || !PyTuple_Check(args[2]) ||
+        !PyDict_Check(args[3]) || mod->bound.dtensor_class == NULL) {
         PyErr_SetString(PyExc_TypeError,
                         "local_group expects (list of parameters, dict, tuple, dict, function)");
         return NULL;

@@ -149,8 +149,8 @@ static PyMethodDef module_methods[] = {
     {"clip_total", (PyCFunction)(void (*)(void))fcpy_clip_total, METH_FASTCALL,
      "clip_total(gradients, groups_of): their total norm, or None as clip."},
     {"clip_scale", (PyCFunction)(void (*)(void))fcpy_clip_scale, METH_FASTCALL,
-     "clip_scale(params, max_norm, total, largest, groups_of): clip for a total norm that is known: "
-     "(factor, local gradients that are still to be scaled), or None as clip."},
+     "clip_scale(params, max_norm, total, largest, groups_of): clip for a total norm that is "
+     "known: (factor, local gradients that are still to be scaled), or None as clip."},
     {"count_step", (PyCFunction)(void (*)(void))fcpy_count_step, METH_FASTCALL,
      "count_step(optimizer, args, kwargs): a hook after optimizer.step(): counts as a write to all "
      "DTensors that it has."},
