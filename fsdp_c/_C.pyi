@@ -21,6 +21,19 @@ def clip(
     groups_of: Callable[[Any, Any], tuple[tuple[str, ...], Any] | None],
     /,
 ) -> tuple[float, float, list[torch.Tensor]] | None: ...
+def clip_total(
+    gradients: list[torch.Tensor],
+    groups_of: Callable[[Any, Any], tuple[tuple[str, ...], Any] | None],
+    /,
+) -> float | None: ...
+def clip_scale(
+    params: list[torch.Tensor],
+    max_norm: float,
+    total: float,
+    largest: int,
+    groups_of: Callable[[Any, Any], tuple[tuple[str, ...], Any] | None],
+    /,
+) -> tuple[float, list[torch.Tensor]] | None: ...
 
 GROUP_METHODS: tuple[str, ...]
 STATE_METHODS: tuple[str, ...]
@@ -42,6 +55,14 @@ def guard_bind(
     /,
 ) -> None: ...
 def count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, /) -> None: ...
+def local_group(
+    params: list[torch.Tensor],
+    state: dict[Any, Any],
+    keys: tuple[str | None, ...],
+    seen: dict[int, tuple[Any, Any]],
+    alike: Callable[[Any, Any], bool],
+    /,
+) -> tuple[list[Any], ...] | None: ...
 def local_lists(
     lists: tuple[list[Any], ...],
     seen: dict[int, tuple[Any, Any]],

@@ -18,7 +18,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _get_device_from_mesh,
     _get_post_forward_mesh_info,
-    _init_default_mesh,
     _validate_module,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
@@ -26,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from . import notes
 from .attach import Api, Units, apply
 from .compat import ShardPlacementFnResult, is_spmd_mesh, mesh_info_of, validate_mesh
+from .meshes import default_mesh
 from .state import State
 from .suspicions import look_at_arguments
 from .undo import Undo
@@ -123,7 +123,7 @@ def fully_shard(
     """
     torch._C._log_api_usage_once("fsdp_c.fully_shard")
     _validate_module(module, "fully_shard")  # type: ignore[arg-type]  # lists are fine
-    mesh = mesh or _init_default_mesh()
+    mesh = mesh or default_mesh()
     validate_mesh(mesh, dp_mesh_dims, "fully_shard")
     mesh_info = mesh_info_of(mesh, dp_mesh_dims)
     post_forward = _post_forward_mesh_info(reshard_after_forward, mesh_info)

@@ -224,6 +224,8 @@ def _is_patched(name: str) -> bool:
 
 def _is_above(cls: type, own_class: type, name: str) -> bool:
     """Whether a class in front of ours, a subclass of ``FSDPParam``, has the method."""
+    if cls is own_class:
+        return False
     mro = cls.__mro__
     return any(name in vars(c) for c in mro[: mro.index(own_class)])
 
@@ -239,6 +241,8 @@ def is_constructed_by_others(cls: type, own_class: type) -> bool:
 def overridden_by(param: Any, own_class: type) -> int:
     """Bits of what this object, or a class in front of ours, overrides of ``FSDPParam``."""
     found = 0
+    if type(param) is own_class and PARAM_METHODS.keys().isdisjoint(vars(param)):
+        return found
     for name, bits in PARAM_METHODS.items():
         if name in vars(param) or _is_above(type(param), own_class, name):
             found |= bits

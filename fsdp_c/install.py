@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import fsdp_c_redirect
 
-from . import optim
+from . import clip_for_torch, optim
 from .fully_shard import fully_shard
 from .replicate import replicate
 from .state import State
@@ -44,12 +44,14 @@ def install() -> None:
     and do for our modules what they do for torch's.) Modules that were sharded before keep their
     implementation. A second call does nothing.
 
-    torch's element-wise optimizers step on shards from then on (:mod:`fsdp_c.optim`).
+    torch's element-wise optimizers step on shards from then on (:mod:`fsdp_c.optim`), and torch's
+    clipping works on them (:mod:`fsdp_c.clip_for_torch`).
 
     One INFO line on the logger ``torch.distributed.fsdp.fully_shard`` names what was replaced.
     """
     fsdp_c_redirect.redirect_all(announced)
     optim.accelerate_all()
+    clip_for_torch.redirect()
     _announce()
 
 
@@ -61,6 +63,7 @@ def uninstall() -> None:
     global _has_announced
     fsdp_c_redirect.restore_all()
     optim.restore_all()
+    clip_for_torch.restore()
     _has_announced = False
 
 
@@ -87,6 +90,7 @@ def announced(name: str) -> Callable[..., Any]:
             )
             print(line, file=sys.stderr, flush=True)
     optim.accelerate_all()
+    clip_for_torch.redirect()
     _announce()
     return _OURS[name]
 

@@ -7,14 +7,38 @@ in their place (fault tolerance). The core holds its process groups, so it has t
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_init import _init_default_mesh
 
 _USERS = "_fsdp_c_users"
+
+
+_default_meshes: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueDictionary()
+_default_group: weakref.ref[Any] | None = None
+
+
+def default_mesh() -> DeviceMesh:
+    """torch's default mesh, one for all calls of a thread in a process group's life."""
+    global _default_group
+    if not dist.is_initialized() or torch._C._len_torch_dispatch_stack() > 0:
+        return _init_default_mesh()
+    group = dist.group.WORLD
+    if _default_group is None or _default_group() is not group:
+        _default_meshes.clear()
+        _default_group = weakref.ref(group)
+    key = (threading.get_ident(), torch._C._get_accelerator().type)
+    mesh = _default_meshes.get(key)
+    if mesh is None:
+        mesh = _default_meshes[key] = _init_default_mesh()
+    return mesh
 
 
 class Follower(Protocol):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from typing import Any, TypeVar
+from collections import defaultdict
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
@@ -105,6 +106,7 @@ class _Acceleration:
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         self._keeps_buffers = kind is torch.optim.SGD
         self._init_group: Any = kind._init_group  # type: ignore[attr-defined]
+        self._recipes = _Recipes()
         self._taken: list[tuple[torch.Tensor, DTensor]] = []
         self._undecided: list[dict[str, Any]] = []
         self._hooks = [
@@ -121,12 +123,22 @@ class _Acceleration:
         vars(optimizer).pop("_init_group", None)
 
     def fill(self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...]) -> Any:
-        """torch's ``_init_group``, and then local tensors in place of DTensors."""
-        result = self._init_group(optimizer, group, *lists)
-        params = lists[0]
-        local = None if _is_torchs(optimizer, group) else _local_lists(lists)
-        if local is None:
-            return result
+        """torch's ``_init_group``, and then local tensors in place of DTensors.
+
+        Once it is known which states torch puts into which list, both are done in one go.
+        """
+        is_torchs = _is_torchs(optimizer, group)
+        recipe = None if is_torchs or any(lists) else self._recipes.find(optimizer, group)
+        found = None if recipe is None else recipe.lists(optimizer, group)
+        if recipe is not None and found is not None:
+            result, params, local = recipe.result, found[0], found[1:]
+        else:
+            result = self._init_group(optimizer, group, *lists)
+            made = None if is_torchs else _local_lists(lists)
+            if made is None:
+                return result
+            params, local = lists[0], made
+            self._recipes.learn(optimizer, group, lists, result)
         if self._keeps_buffers and group["momentum"] != 0:
             pairs = zip(local[0], params)
             self._taken += [(mine, p) for mine, p in pairs if mine is not p]
@@ -134,7 +146,7 @@ class _Acceleration:
             # torch looks at the classes of the parameters: DTensors go one by one.
             group["foreach"] = False
             self._undecided.append(group)
-        for to, values in zip(lists, local):
+        for to, values in zip(lists, local, strict=True):
             to[:] = values
         return result
 
@@ -184,6 +196,90 @@ _same: dict[int, tuple[Any, Any]] = {}
 _SAME_MAX = 100_000
 
 
+class _Recipe(NamedTuple):
+    """How torch's ``_init_group`` makes a group's lists, where it changes nothing.
+
+    Attributes:
+        group: The group.
+        options: :func:`_options` of it: what torch's code may ask for.
+        keys: For each list after parameters and gradients its state's name; None: it stays empty.
+        result: What torch's code returned.
+    """
+
+    group: dict[str, Any]
+    options: list[Any]
+    keys: tuple[str | None, ...]
+    result: Any
+
+    def lists(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[list[Any], ...] | None:
+        """The parameters with gradients, and then all lists, of local tensors. None: a state is
+        missing or laid out otherwise, or a tensor is sparse or complex."""
+        return _C.local_group(group["params"], optimizer.state, self.keys, _seen(), _alike)
+
+
+class _Recipes:
+    """The recipes of an optimizer's groups."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Recipe] = {}
+
+    def find(self, optimizer: Optimizer, group: dict[str, Any]) -> _Recipe | None:
+        """The group's, if it still is what was learned and nobody looks at what torch asks."""
+        known = self._of.get(id(group))
+        if known is None or known.group is not group or known.options != _options(group):
+            return None
+        states, params = optimizer.state, group.get("params")
+        is_usual = type(states) in (dict, defaultdict) and type(params) is list
+        return known if is_usual and torch._C._len_torch_function_stack() == 0 else None
+
+    def learn(
+        self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...], result: Any
+    ) -> None:
+        """From lists that torch has just made, states and all."""
+        if len(self._of) > len(optimizer.param_groups):
+            self._of.clear()  # groups that there are no more
+        self._of.pop(id(group), None)
+        if result not in (None, False, (False, False)):  # sparse or complex ones
+            return
+        states = [optimizer.state.get(param, {}) for param in lists[0]]
+        keys = [_key_of(values, states) for values in lists[2:]]
+        if _UNKNOWN not in keys:
+            self._of[id(group)] = _Recipe(group, _options(group), tuple(keys), result)
+
+
+_UNKNOWN = ""
+
+
+def _key_of(values: list[Any], states: list[dict[str, Any]]) -> str | None:
+    """Under which name all ``values`` are in the states; None: there are none."""
+    if not values:
+        return None
+    names = [name for name, state in states[0].items() if state is values[0]]
+    alike = len(names) == 1 and len(values) == len(states)
+    if not alike or any(s.get(names[0]) is not v for s, v in zip(states, values)):
+        return _UNKNOWN
+    return names[0]
+
+
+def _options(group: dict[str, Any]) -> list[Any]:
+    """What an ``_init_group`` may decide by: names, flags, kinds of values, and which are zero."""
+    return [
+        (name, value if value is None or type(value) is bool else _kind(value))
+        for name, value in group.items()
+        if name != "params"
+    ]
+
+
+def _kind(value: Any) -> Any:
+    return (type(value), value > 0, value < 0) if type(value) in (int, float) else type(value)
+
+
+def _seen() -> dict[int, tuple[Any, Any]]:
+    if len(_same) > _SAME_MAX:
+        _same.clear()
+    return _same
+
+
 def _local_lists(lists: tuple[list[Any], ...]) -> tuple[list[Any], ...] | None:
     """The lists with local tensors for DTensors; None: there are none, or it would not be the same.
 
@@ -191,9 +287,7 @@ def _local_lists(lists: tuple[list[Any], ...]) -> tuple[list[Any], ...] | None:
     """
     if not any(isinstance(param, DTensor) for param in lists[0]):
         return None
-    if len(_same) > _SAME_MAX:
-        _same.clear()
-    return _C.local_lists(lists, _same, _alike)
+    return _C.local_lists(lists, _seen(), _alike)
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -34,7 +34,9 @@ from .compat import ParamOfOlderTorch, orig_param_uid
 from .guard import is_constructed_by_others, overridden_by, shows
 from .mixed_precision import compute_dtype
 from .notes import class_name, noted
+from .specs import as_parameter, placements_on, shared_spec, strides_of
 
+_STOCK_PLAIN_SPEC = vars(FSDPParam).get("_init_sharding_spec_plain")  # not in torch 2.11
 _RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 """A method of tensor subclasses, beside ``fsdp_post_all_gather``."""
 
@@ -230,22 +232,31 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         dim = self.fsdp_placement.dim
         data = self._init_sharding_spec(param, self.fsdp_placement, dim).detach()
         self._orig_size = data.size()
-        self._contiguous_orig_stride = make_contiguous_strides_for(data.size())
+        self._contiguous_orig_stride = strides_of(data.size())
         self.padded_sharded_param_size = _resized(data.size(), dim, self.chunk_rows)
         self.sharded_size = _resized(data.size(), dim, self.local_rows)
-        self.contiguous_sharded_stride = make_contiguous_strides_for(self.sharded_size)
+        self.contiguous_sharded_stride = strides_of(self.sharded_size)
         padded = self._pad(self._own_rows(data, dim))
         if self.offload_to_cpu and not padded.is_meta:
             padded = padded.cpu()
             padded = padded.pin_memory() if self.pin_memory else padded
-        self.sharded_param = nn.Parameter(
-            self.to_sharded_dtensor(padded.narrow(dim, 0, self.local_rows)),
-            requires_grad=param.requires_grad,
+        local = padded.narrow(dim, 0, self.local_rows)
+        self.sharded_param = as_parameter(
+            self.to_sharded_dtensor(local), local, param.requires_grad
         )
         self._copy_attributes(self.sharded_param)
         self._adopted = self.sharded_param._local_tensor
         self._sharded_param_data = self._with_padding(padded, self._adopted)
         self._note_shard()
+
+    def _init_sharding_spec_plain(self, param: nn.Parameter, fsdp_placement: Shard) -> torch.Tensor:
+        """torch's, for parameters that are no DTensors; the spec is shared by those alike."""
+        if vars(FSDPParam).get("_init_sharding_spec_plain") is not _STOCK_PLAIN_SPEC:
+            return super()._init_sharding_spec_plain(param, fsdp_placement)
+        self._spmd_mesh = self.mesh_info.mesh
+        self._spmd_placements = placements_on(self.mesh_info, fsdp_placement)
+        self._sharding_spec = shared_spec(self._spmd_mesh, self._spmd_placements, param)
+        return param
 
     def _copy_attributes(self, to: nn.Parameter, modules: bool = True) -> None:
         """What the user has noted on the parameter object stays on its stand-ins.

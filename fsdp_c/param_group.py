@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
 import torch.nn as nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -35,6 +34,7 @@ from .direct import mover
 from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
 from .param import Param, still_on_meta
+from .specs import has_no_values
 
 Result = TypeVar("Result")
 
@@ -291,7 +291,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             or not _C.has_memory(param._sharded_param_data)
             for param in self.fsdp_params
         )
-        fake = any(is_fake(param.sharded_param) for param in self.fsdp_params)
+        fake = any(has_no_values(param.sharded_param) for param in self.fsdp_params)
         info = self._mesh_info
         groups = [getattr(i, "shard_process_group", None) for i in (info, self._smaller_mesh_info)]
         replicas = getattr(info, "replicate_process_group", None)

@@ -65,6 +65,9 @@ class Undo:
             self._snapshot.restore()
 
 
+_EMPTY: dict[Any, Any] = {}
+
+
 class _Attributes:
     """The attributes of one module; its dicts (parameters, hooks, states) with their contents."""
 
@@ -72,7 +75,9 @@ class _Attributes:
         self.cls = module.__class__
         self.values: dict[str, Any] = dict(module.__dict__)
         self.contents = {
-            name: dict(value) for name, value in self.values.items() if isinstance(value, dict)
+            name: dict(value) if value else _EMPTY  # most are: the collector counts new dicts
+            for name, value in self.values.items()
+            if isinstance(value, dict)
         }
         self.state = _module_state_mapping.get(module)
 

@@ -255,9 +255,10 @@ static void gradients_clear(gradients *g) {
     Py_XDECREF(g->answers);
 }
 
-/* The gradients of those parameters that have one; -1 with an exception. */
-static int gradients_take(const fcpy_module *mod, gradients *g, PyObject *params) {
-    const Py_ssize_t n = PyList_GET_SIZE(params);
+/* The gradients of those parameters that have one, or the gradients that are given themselves; -1
+ * with an exception. */
+static int gradients_take(const fcpy_module *mod, gradients *g, PyObject *given, bool are_params) {
+    const Py_ssize_t n = PyList_GET_SIZE(given);
     g->tensors = PyMem_New(PyObject *, n > 0 ? n : 1);
     g->arrays = PyMem_New(fck_floats, n > 0 ? n : 1);
     g->placed = PyMem_New(Py_ssize_t, n > 0 ? n : 1);
@@ -268,8 +269,9 @@ static int gradients_take(const fcpy_module *mod, gradients *g, PyObject *params
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t i = 0; i < n && i < PyList_GET_SIZE(params); i++) {
-        PyObject *grad = grad_of(mod, PyList_GET_ITEM(params, i));
+    for (Py_ssize_t i = 0; i < n && i < PyList_GET_SIZE(given); i++) {
+        PyObject *item = PyList_GET_ITEM(given, i);
+        PyObject *grad = are_params ? grad_of(mod, item) : Py_NewRef(item);
         if (grad == NULL) {
             return -1;
         }
@@ -434,22 +436,35 @@ static PyObject *gradients_scale(gradients *g, float factor, int64_t largest) {
     return left;
 }
 
+/* Everything up to the addresses. 1; 0: not for this path; -1: an exception. */
+static int gradients_find(const fcpy_module *mod, gradients *g, PyObject *given, bool are_params,
+                          PyObject *groups_of) {
+    if (gradients_take(mod, g, given, are_params) != 0 || gradients_unwrap(mod, g) != 0) {
+        return -1;
+    }
+    const int usable = gradients_ask(g, groups_of);
+    return usable == 1 ? g->count > 0 && gradients_address(g) : usable;
+}
+
+/* torch's arithmetic: number / tensor is the tensor's reciprocal times the number. */
+static float factor_for(double max_norm, float total) {
+    const float factor = (1.0F / (total + 1e-6F)) * (float)max_norm;
+    return factor > 1.0F ? 1.0F : factor; /* nan stays */
+}
+
 /* The total norm of g, then the scaling; (total, factor, tensors still to be scaled). */
 static PyObject *gradients_clip(gradients *g, double max_norm, bool finite, int64_t largest) {
     float total;
     if (gradients_total(g, &total) != 0) {
         return NULL;
     }
-    /* torch's arithmetic: number / tensor is the tensor's reciprocal times the number. */
-    float factor = (1.0F / (total + 1e-6F)) * (float)max_norm;
-    factor = factor > 1.0F ? 1.0F : factor; /* nan stays */
+    const float factor = factor_for(max_norm, total);
     const bool scales = factor != 1.0F && (isfinite(total) || !finite);
     PyObject *left = scales ? gradients_scale(g, factor, largest) : PyList_New(0);
     return left == NULL ? NULL : Py_BuildValue("ddN", (double)total, (double)factor, left);
 }
 
 PyObject *fcpy_clip(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
     if (nargs != 5 || !PyList_Check(args[0])) {
         PyErr_SetString(PyExc_TypeError, "clip expects a list of tensors and four more arguments");
         return NULL;
@@ -461,14 +476,57 @@ PyObject *fcpy_clip(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
         return NULL;
     }
     gradients g = {NULL, NULL, NULL, 0, NULL, NULL};
+    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
+    const int usable = gradients_find(mod, &g, args[0], true, args[4]);
     PyObject *result = NULL;
-    int usable = -1;
-    if (gradients_take(mod, &g, args[0]) == 0 && gradients_unwrap(mod, &g) == 0) {
-        usable = gradients_ask(&g, args[4]);
-    }
-    if (usable == 1 && g.count > 0 && gradients_address(&g)) {
+    if (usable == 1) {
         result = gradients_clip(&g, max_norm, finite, largest);
-    } else if (usable >= 0) {
+    } else if (usable == 0) {
+        result = Py_NewRef(Py_None);
+    }
+    gradients_clear(&g);
+    return result;
+}
+
+PyObject *fcpy_clip_total(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 || !PyList_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "clip_total expects a list of tensors and a function");
+        return NULL;
+    }
+    gradients g = {NULL, NULL, NULL, 0, NULL, NULL};
+    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
+    const int usable = gradients_find(mod, &g, args[0], false, args[1]);
+    PyObject *result = NULL;
+    float total;
+    if (usable == 0) {
+        result = Py_NewRef(Py_None);
+    } else if (usable == 1 && gradients_total(&g, &total) == 0) {
+        result = PyFloat_FromDouble((double)total);
+    }
+    gradients_clear(&g);
+    return result;
+}
+
+PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 5 || !PyList_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "clip_scale expects a list and four more arguments");
+        return NULL;
+    }
+    const double max_norm = PyFloat_AsDouble(args[1]);
+    const double total = PyFloat_AsDouble(args[2]);
+    const long long largest = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    gradients g = {NULL, NULL, NULL, 0, NULL, NULL};
+    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
+    const int usable = gradients_find(mod, &g, args[0], true, args[4]);
+    PyObject *result = NULL;
+    if (usable == 1) {
+        const float factor = factor_for(max_norm, (float)total);
+        PyObject *left = factor != 1.0F ? gradients_scale(&g, factor, largest) : PyList_New(0);
+        result = left == NULL ? NULL : Py_BuildValue("dN", (double)factor, left);
+    } else if (usable == 0) {
         result = Py_NewRef(Py_None);
     }
     gradients_clear(&g);

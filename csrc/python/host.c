@@ -146,8 +146,12 @@ static PyObject *hooks_of(const fcpy_param *self) {
     if (self->sharded_param == NULL) {
         return NULL;
     }
-    PyObject *hooks =
-        PyObject_GetAttr(self->sharded_param, self->mod->names._post_accumulate_grad_hooks);
+    PyObject *hooks = NULL;
+    if ((PyObject *)Py_TYPE(self->sharded_param) == self->mod->bound.dtensor_class) {
+        hooks = Py_XNewRef(fct_py_grad_hooks(self->sharded_param));
+    } else {
+        hooks = PyObject_GetAttr(self->sharded_param, self->mod->names._post_accumulate_grad_hooks);
+    }
     if (hooks == NULL) {
         PyErr_Clear();
         return NULL;

@@ -3,6 +3,8 @@
  * which specs were found alike is kept in a dict of the caller's. */
 #include "local_lists.h"
 
+#include "../core/dtype.h"
+
 /* A call. */
 typedef struct conversion {
     const fcpy_module *mod;
@@ -132,4 +134,121 @@ PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t n
         return status == 0 ? Py_NewRef(Py_None) : NULL;
     }
     return result;
+}
+
+/* param.grad, new reference; DTensor's has no __torch_function__ to be asked. */
+static PyObject *grad_of(const conversion *c, PyObject *param) {
+    PyObject *grad = NULL;
+    if ((PyObject *)Py_TYPE(param) != c->mod->bound.dtensor_class) {
+        return PyObject_GetAttr(param, c->mod->names.grad);
+    }
+    return fct_py_grad(param, &grad) == 0 ? grad : NULL;
+}
+
+/* Whether nothing is special about the tensor for an optimizer. */
+static bool is_usual(PyObject *local) {
+    fct_facts facts;
+    fct_tensor *tensor = fct_py_tensor(local);
+    if (tensor == NULL) {
+        return false;
+    }
+    fct_tensor_facts(tensor, &facts);
+    return facts.strided && !fc_dtype_is_complex(facts.dtype);
+}
+
+/* Appends what stands for `value` of `param`. As convert; `is_tensor`: a usual
+ * tensor is wanted. */
+static int append(const conversion *c, PyObject *value, PyObject *param, PyObject *list,
+                  bool is_tensor) {
+    PyObject *local = NULL;
+    int result = convert(c, value, param, &local);
+    if (result == 1 && is_tensor && !is_usual(local)) {
+        result = 0;
+    }
+    if (result == 1 && PyList_Append(list, local) != 0) {
+        result = -1;
+    }
+    Py_XDECREF(local);
+    return result;
+}
+
+/* Appends the states of one parameter to the lists behind the third; a key that is None leaves its
+ * list empty. As convert. */
+static int append_states(const conversion *c, PyObject *param, PyObject *all, PyObject *keys,
+                         PyObject *lists) {
+    PyObject *states = Py_XNewRef(PyDict_GetItemWithError(all, param));
+    int result = PyErr_Occurred() ? -1 : 1; /* no state: only a key makes that wrong */
+    for (Py_ssize_t i = 0; result == 1 && i < PyTuple_GET_SIZE(keys); i++) {
+        PyObject *key = PyTuple_GET_ITEM(keys, i);
+        if (key == Py_None) {
+            continue;
+        }
+        const bool has_states = states != NULL && PyDict_CheckExact(states);
+        PyObject *value = has_states ? Py_XNewRef(PyDict_GetItemWithError(states, key)) : NULL;
+        result = PyErr_Occurred() ? -1 : value != NULL && fct_py_is_tensor(value);
+        if (result == 1) {
+            result = append(c, value, param, PyTuple_GET_ITEM(lists, i + 3), false);
+        }
+        Py_XDECREF(value);
+    }
+    Py_XDECREF(states);
+    return result;
+}
+
+/* Appends what one parameter has to all lists; nothing where it has no gradient. As convert. */
+static int append_param(const conversion *c, PyObject *param, PyObject *all, PyObject *keys,
+                        PyObject *lists) {
+    PyObject *grad = grad_of(c, param);
+    int result = grad == NULL ? -1 : 1;
+    if (result == 1 && grad != Py_None) {
+        result = PyList_Append(PyTuple_GET_ITEM(lists, 0), param) == 0 ? 1 : -1;
+        if (result == 1) {
+            result = append(c, param, param, PyTuple_GET_ITEM(lists, 1), true);
+        }
+        if (result == 1) {
+            result = append(c, grad, param, PyTuple_GET_ITEM(lists, 2), true);
+        }
+        if (result == 1) {
+            result = append_states(c, param, all, keys, lists);
+        }
+    }
+    Py_XDECREF(grad);
+    return result;
+}
+
+/* A tuple of so many new lists; NULL with an exception. */
+static PyObject *new_lists(Py_ssize_t count) {
+    PyObject *lists = PyTuple_New(count);
+    for (Py_ssize_t i = 0; lists != NULL && i < count; i++) {
+        PyObject *list = PyList_New(0);
+        if (list == NULL) {
+            Py_CLEAR(lists);
+        } else {
+            PyTuple_SET_ITEM(lists, i, list);
+        }
+    }
+    return lists;
+}
+
+PyObject *fcpy_local_group(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
+    if (nargs != 5 || !PyList_Check(args[0]) || !PyDict_Check(args[1]) || !PyTuple_Check(args[2]) ||
+        !PyDict_Check(args[3]) || mod->bound.dtensor_class == NULL) {
+        PyErr_SetString(PyExc_TypeError,
+                        "local_group expects (list of parameters, dict, tuple, dict, function)");
+        return NULL;
+    }
+    const conversion c = {mod, args[0], args[3], args[4]};
+    PyObject *lists = new_lists(3 + PyTuple_GET_SIZE(args[2]));
+    int status = lists != NULL ? 1 : -1;
+    for (Py_ssize_t i = 0; status == 1 && i < PyList_GET_SIZE(args[0]); i++) {
+        PyObject *param = Py_NewRef(PyList_GET_ITEM(args[0], i));
+        status = append_param(&c, param, args[1], args[2], lists);
+        Py_DECREF(param);
+    }
+    if (status != 1) {
+        Py_XDECREF(lists);
+        return status == 0 ? Py_NewRef(Py_None) : NULL;
+    }
+    return lists;
 }

@@ -6,5 +6,7 @@
 
 /* _C.local_lists(lists, seen, alike) */
 PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+/* _C.local_group(params, state, keys, seen, alike) */
+PyObject *fcpy_local_group(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

@@ -179,6 +179,11 @@ static PyMethodDef module_methods[] = {
      "done where the gradients are not all contiguous float32 on the CPU, or where "
      "groups_of(mesh, placements) gives None instead of (names of process groups, likeness). Kinds "
      "of gradients whose likeness is equal are reduced together."},
+    {"clip_total", (PyCFunction)(void (*)(void))fcpy_clip_total, METH_FASTCALL,
+     "clip_total(gradients, groups_of): their total norm, or None as clip."},
+    {"clip_scale", (PyCFunction)(void (*)(void))fcpy_clip_scale, METH_FASTCALL,
+     "clip_scale(params, max_norm, total, largest, groups_of): clip for a total norm that is "
+     "known: (factor, local gradients that are still to be scaled), or None as clip."},
     {"count_step", (PyCFunction)(void (*)(void))fcpy_count_step, METH_FASTCALL,
      "count_step(optimizer, args, kwargs): a hook after optimizer.step(): counts as a write to all "
      "DTensors that it has."},
@@ -190,6 +195,11 @@ static PyMethodDef module_methods[] = {
      "item "
      "laid out as that of the first list, the parameters, by alike(spec, spec) or by the dict that "
      "keeps what it said; None where one is not."},
+    {"local_group", (PyCFunction)(void (*)(void))fcpy_local_group, METH_FASTCALL,
+     "local_group(params, state, keys, seen, alike): the lists that local_lists would make of the "
+     "parameters with gradients and of state[param][key] for each key (None: an empty list), after "
+     "a list of these parameters themselves; None where a state or a layout is not as expected, or "
+     "a tensor is complex or sparse."},
     {"kernels_of", module_kernels_of, METH_O,
      "kernels_of(device): whose kernels pack and unpack on this torch.device: 'cpu', 'cuda', or "
      "'torch' where its own multi-tensor operations do."},

@@ -166,6 +166,14 @@ int fct_py_set_grad(PyObject *param, PyObject *grad) {
     });
 }
 
+PyObject *fct_py_grad_hooks(PyObject *param) {
+    if (!fct_py_is_tensor(param)) {
+        return nullptr;
+    }
+    PyObject *hooks = reinterpret_cast<THPVariable *>(param)->post_accumulate_grad_hooks;
+    return hooks == Py_None ? nullptr : hooks;
+}
+
 bool fct_dtype_is_floating(fct_dtype dtype) {
     return dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
            c10::isFloatingType(static_cast<c10::ScalarType>(dtype));

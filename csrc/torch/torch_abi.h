@@ -270,6 +270,9 @@ FCT_CHECK int fct_py_grad(struct _object *param, struct _object **out);
 /* sharded_param.grad = grad without the checks of the Python setter; both are torch.Tensor objects.
  * grad NULL: None. */
 FCT_CHECK int fct_py_set_grad(struct _object *param, struct _object *grad);
+/* Borrows: the dict of param's post-accumulate-grad hooks; NULL (no error) where it has none.
+ * Unlike the attribute it asks no __torch_function__. */
+struct _object *fct_py_grad_hooks(struct _object *param);
 /* t._base is not None */
 bool fct_tensor_is_view(const fct_tensor *t);
 bool fct_dtype_is_floating(fct_dtype dtype);

@@ -53,5 +53,6 @@ def test_an_unchanged_job(outcome: Any, name: str) -> None:
     assert len(found) == 2
     assert {report["state"] for report in plain} == {STOCK}
     assert {report["state"] for report in found} == {STOCK if name == "plain" else OURS}
+    assert {"fsdp_c" in report["clip"] for report in found} == {name != "plain"}
     assert [report["losses"] for report in found] == [report["losses"] for report in plain]
     assert all(report["argv"] == ["--lr", "1 2"] for report in found)

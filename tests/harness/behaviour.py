@@ -43,6 +43,7 @@ MODULES = (
     "behaviour_groups",
     "behaviour_internals",
     "behaviour_zero_grad",
+    "behaviour_clipping",
 )
 DIM = 5
 """Width of the models here: not divisible by 2, so that shards are uneven."""

@@ -15,13 +15,16 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed._composable.fsdp as composable
 import torch.distributed.fsdp as public
 import torch.distributed.fsdp._fully_shard._fully_shard as stock
 import torch.nn as nn
+import torch.nn.utils.clip_grad as clip_grad
 from site_dir import installed_environment
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 
 import fsdp_c
 import fsdp_c_autoload
@@ -73,7 +76,7 @@ def test_uninstall_restores_everything(fake_group: int) -> None:
     def facts() -> list[Any]:
         functions = [
             value
-            for module in (public, stock, composable)
+            for module in (public, stock, composable, clip_grad)
             for value in vars(module).values()
             if isinstance(value, FunctionType)
         ]
@@ -110,6 +113,40 @@ def test_install_and_uninstall_leave_nothing_behind() -> None:
         fsdp_c.install()
         fsdp_c.uninstall()
     assert len(fsdp_c_redirect.active) == before
+
+
+def test_the_switch_that_leaves_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = clip_grad.clip_grad_norm_.__code__
+    for value, expected in (("0", False), ("1", True)):
+        monkeypatch.setenv("FSDP_C_CLIP", value)
+        fsdp_c.install()
+        try:
+            assert (clip_grad.clip_grad_norm_.__code__ is not code) is expected
+        finally:
+            fsdp_c.uninstall()
+    assert clip_grad.clip_grad_norm_.__code__ is code
+
+
+def test_a_patch_of_what_torchs_clipping_calls_is_heeded(
+    fake_group: int, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = fully_shard(nn.Linear(8, 8))
+    layer(torch.ones(2, 8)).sum().backward()
+    assert isinstance(clip_grad.clip_grad_norm_(layer.parameters(), 1.0), DTensor)
+    monkeypatch.setattr(clip_grad, "_get_total_norm", lambda *args: torch.tensor(7.0))
+    assert clip_grad.clip_grad_norm_(layer.parameters(), 1.0).item() == 7.0
+
+
+def test_a_compiled_call_clips_as_torch_does(fake_group: int, installed: None) -> None:
+    layer = nn.Linear(8, 8)
+    for grad in (0.25, 0.5):
+        for param in layer.parameters():
+            param.grad = torch.full_like(param, grad)
+        expected = fsdp_c_redirect.original(clip_grad.clip_grad_norm_)(layer.parameters(), 1e9)
+        compiled = torch.compile(
+            lambda: clip_grad.clip_grad_norm_(list(layer.parameters()), 1e9), backend="eager"
+        )
+        assert torch.equal(compiled(), expected)
 
 
 def test_torchs_own_function_stays_within_reach(fake_group: int, installed: None) -> None:

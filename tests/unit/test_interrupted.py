@@ -127,7 +127,8 @@ def lines_of(prepare: Callable[[Any], None], call: Callable[[Any], Any]) -> Iter
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(fake_group: int, name: str) -> None:
     prepare, call = CALLS[name]
-    call(Tied())  # what is cached for good is cached now
+    kept = Tied()
+    call(kept)  # what is cached is cached now; meshes and specs while somebody has them
     faults = []
     for n in lines_of(prepare, call):
         model = Tied()

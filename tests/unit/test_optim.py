@@ -306,3 +306,114 @@ def test_a_mesh_of_two_dimensions(fake_group: int) -> None:
         train(optimizer, params)
         found.append((params, optimizer.state_dict()))
     assert same(*found)
+
+
+# ---- recipes: lists that are made without torch's _init_group -----------------------------------
+
+
+def drop_state(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    del optimizer.state[params[1]]
+
+
+def empty_state(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]].clear()
+
+
+def replace_states(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    for state in optimizer.state.values():
+        state.update({name: value.clone() for name, value in state.items()})
+
+
+def reload(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def add_group(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    params += list(model().parameters())
+    optimizer.add_param_group({"params": params[-2:], "lr": 0.5})
+
+
+def extend_group(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    params += list(model().parameters())
+    optimizer.param_groups[0]["params"] += params[-2:]
+
+
+def reverse(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def set_option(name: str, value: Any) -> Any:
+    def change(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+        assert name in optimizer.param_groups[0]
+        optimizer.param_groups[0][name] = value
+
+    return change
+
+
+CHANGES: dict[str, tuple[str, Any]] = {
+    "a state dropped": ("AdamW", drop_state),
+    "a state emptied": ("AdamW foreach", empty_state),
+    "a momentum emptied": ("SGD momentum", empty_state),
+    "states replaced": ("AdamW", replace_states),
+    "a checkpoint loaded": ("AdamW fused", reload),
+    "a group added": ("AdamW", add_group),
+    "a group extended": ("AdamW foreach", extend_group),
+    "a group reversed": ("SGD momentum", reverse),
+    "another lr": ("AdamW", set_option("lr", 0.25)),
+    "a tensor lr": ("AdamW", set_option("lr", torch.tensor(0.25))),
+    "a tensor lr, refused": ("AdamW foreach", set_option("lr", torch.tensor(0.25))),
+    "no momentum": ("SGD momentum", set_option("momentum", 0)),
+    "momentum": ("SGD", set_option("momentum", 0.5)),
+    "amsgrad": ("AdamW", set_option("amsgrad", True)),
+    "no foreach": ("AdamW foreach", set_option("foreach", False)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_between_steps_is_seen(name: str) -> None:
+    kind, change = CHANGES[name]
+    found = []
+    for accelerated in (False, True):
+        params = list(model().parameters())
+        optimizer = KINDS[kind](params)
+        if accelerated:
+            optim.accelerate(optimizer)
+        train(optimizer, params)
+        change(optimizer, params)
+        try:
+            train(optimizer, params, 3)
+            raised = None
+        except (KeyError, RuntimeError) as error:
+            raised = repr(error)
+        found.append([raised, params, optimizer.state_dict()])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_makes_the_lists_until_they_are_known(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = list(model().parameters())
+    optimizer = optim.accelerate(KINDS[kind](params))
+    acceleration, calls = optim._accelerated[optimizer], 0
+    torchs = acceleration._init_group
+
+    def counting(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return torchs(*args)
+
+    monkeypatch.setattr(acceleration, "_init_group", counting)
+    train(optimizer, params)
+    train(optimizer, params, 3)
+    assert calls == (2 if "momentum" in kind or "nesterov" in kind else 1)
+
+
+def test_gradients_that_are_sparse_or_laid_out_otherwise_are_torchs() -> None:
+    params = list(model(plain=True).parameters())
+    optimizer = optim.accelerate(torch.optim.AdamW(params))
+    train(optimizer, params)
+    plain = next(param for param in params if not isinstance(param, DTensor))
+    plain.grad = torch.ones_like(plain).to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()

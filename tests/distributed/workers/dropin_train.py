@@ -43,11 +43,15 @@ def main() -> None:
         loss = model(x).float().square().mean()
         loss.backward()
         losses.append(loss.item().hex())
+        total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        losses.append(total.full_tensor().item().hex())
         optimizer.step()
         optimizer.zero_grad()
     state = fully_shard.state(model)
+    code = torch.nn.utils.clip_grad_norm_.__code__.co_filename
+    seen = {"state": type(state).__module__, "losses": losses, "argv": sys.argv[2:], "clip": code}
     with open(os.path.join(sys.argv[1], f"rank{rank}.json"), "w") as file:
-        json.dump({"state": type(state).__module__, "losses": losses, "argv": sys.argv[2:]}, file)
+        json.dump(seen, file)
     dist.destroy_process_group()
     time.sleep(0.05)  # see _let_threads_finish in launch.py
 
