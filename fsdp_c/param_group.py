@@ -328,13 +328,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         comm = self._all_gather_comm
         with mover(info.shard_process_group, self.device, comm) as group:
             self._host_gathered = stock.foreach_all_gather(
-                self.fsdp_params,
-                group,
-                async_op,
-                copy_in,
-                gather,
-                self.device,
-                comm,
+                self.fsdp_params, group, async_op, copy_in, gather, self.device, comm
             )
 
     @_as_normal_tensors
