@@ -56,20 +56,23 @@ class Exchange : public c10d::Work {
         sends_.push_back(std::move(message));
     }
 
-    /* By the helper, once. */
+    /* By the helper, or by torch's functions on the caller's thread; later calls know how it ended,
+     * for a message can be waited for only once. */
     bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-        try {
-            for (const WorkPtr &message : receives_) {
-                message->wait(timeout);
+        if (!isCompleted()) {
+            std::exception_ptr error;
+            try {
+                wait_for(receives_, timeout);
+                arrived();
+                wait_for(sends_, timeout);
+            } catch (...) {
+                error = std::current_exception();
             }
-            arrived();
-            for (const WorkPtr &message : sends_) {
-                message->wait(timeout);
-            }
-        } catch (...) {
-            finishAndThrow(std::current_exception());
+            finish(error);
         }
-        finish();
+        if (exception()) {
+            std::rethrow_exception(exception());
+        }
         return true;
     }
 
@@ -80,6 +83,12 @@ class Exchange : public c10d::Work {
     Tensors held_;
 
   private:
+    static void wait_for(const std::vector<WorkPtr> &messages, std::chrono::milliseconds timeout) {
+        for (const WorkPtr &message : messages) {
+            TORCH_CHECK(message->wait(timeout), "an exchange of rows was aborted");
+        }
+    }
+
     std::vector<WorkPtr> receives_; /* go before what they use */
     std::vector<WorkPtr> sends_;
 };
