@@ -30,7 +30,7 @@ import fsdp_c._C as _C
 
 from . import zero_grad
 from .compat import GroupOfOlderTorch
-from .direct import mover
+from .direct import direct
 from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
 from .param import Param, still_on_meta
@@ -326,7 +326,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         state = TrainingState.FORWARD if overlaps else TrainingState.IDLE
         copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, state)
         comm = self._all_gather_comm
-        with mover(info.shard_process_group, self.device, comm) as group:
+        group = info.shard_process_group
+        with direct(group, self.device, comm):
             self._host_gathered = stock.foreach_all_gather(
                 self.fsdp_params, group, async_op, copy_in, gather, self.device, comm
             )
@@ -421,11 +422,11 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         seen: list[Any] = [_CastingParam(p) for p in params] if several else [*params]
         scatter = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
-        with mover(group, self.device, scatter) as group:
+        with direct(group, self.device, scatter):
             kept = stock.foreach_reduce(
                 seen,
                 grads,
-                group,
+                group,  # type: ignore[arg-type]
                 comm.reduce_scatter_stream,
                 scatter,
                 None if several else params[0].orig_dtype,

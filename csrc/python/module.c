@@ -140,6 +140,37 @@ static PyObject *module_direct_group(PyObject *module, PyObject *group) {
     return fct_py_pg_direct(group, &direct) == 0 ? direct : NULL;
 }
 
+static const char entered_name[] = "fsdp_c._C.direct";
+
+static PyObject *module_enter_direct(PyObject *module, PyObject *group) {
+    (void)module;
+    void *entered = NULL;
+    if (fct_py_pg_enter_direct(group, &entered) != 0) {
+        return NULL;
+    }
+    if (entered == NULL) {
+        Py_RETURN_NONE;
+    }
+    PyObject *capsule = PyCapsule_New(entered, entered_name, NULL);
+    if (capsule == NULL) {
+        fct_py_pg_leave_direct(entered);
+    }
+    return capsule;
+}
+
+static PyObject *module_leave_direct(PyObject *module, PyObject *capsule) {
+    (void)module;
+    if (capsule == Py_None) {
+        Py_RETURN_NONE;
+    }
+    void *entered = PyCapsule_GetPointer(capsule, entered_name);
+    if (entered == NULL || PyCapsule_SetName(capsule, "left") != 0) { /* once */
+        return NULL;
+    }
+    fct_py_pg_leave_direct(entered);
+    Py_RETURN_NONE;
+}
+
 static PyObject *module_pause_direct(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *group = NULL;
@@ -209,6 +240,10 @@ static PyMethodDef module_methods[] = {
     {"direct_group", module_direct_group, METH_O,
      "direct_group(group): the ProcessGroup that moves the rows of a group on the CPU; None where "
      "its backend does. A collective, the first time."},
+    {"enter_direct", module_enter_direct, METH_O,
+     "enter_direct(group): from now on the group itself moves its rows so; gives what leave_direct "
+     "is to be called with."},
+    {"leave_direct", module_leave_direct, METH_O, "leave_direct(entered): ends that."},
     {"pause_direct", module_pause_direct, METH_VARARGS,
      "pause_direct(group, paused): whether a group's backend moves its rows nevertheless."},
     {"memory", module_memory, METH_NOARGS,

@@ -19,6 +19,7 @@
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -26,6 +27,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <system_error>
 #include <unordered_map>
 
@@ -159,21 +161,41 @@ fct::Agreement &agreement_of(fct_pg *pg) {
     return *pg->agreement;
 }
 
-/* Who moves rows on a device: on the CPU, where all ranks agree, without gloo's detours. */
-c10d::ProcessGroup &mover(fct_pg *pg, c10::DeviceType device) {
+/* The group that moves rows on a device: on the CPU, where all ranks agree, one without gloo's
+ * detours. */
+const c10::intrusive_ptr<c10d::ProcessGroup> &mover(fct_pg *pg, c10::DeviceType device) {
     if (device != c10::DeviceType::CPU || kind_for(pg, device) != Kind::gloo ||
         agreement_of(pg).paused) {
-        return *pg->group;
+        return pg->group;
     }
     fct::agree(*pg->agreement, pg->group);
     if (pg->agreement->state != fct::Agreement::State::direct) {
-        return *pg->group;
+        return pg->group;
     }
     if (!pg->direct) {
         pg->direct = fct::direct(pg->group, pg->agreement);
     }
-    return *pg->direct;
+    return pg->direct;
 }
+
+/* The group to call a collective with that moves rows. Dispatch modes, which are given it, see the
+ * one that they know. */
+class Mover {
+  public:
+    Mover(fct_pg *pg, c10::DeviceType device) : group_(mover(pg, device)) {
+        if (group_ != pg->group && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+            in_.emplace(pg->group, group_);
+            group_ = pg->group;
+        }
+    }
+    c10d::ProcessGroup *operator->() const {
+        return group_.get();
+    }
+
+  private:
+    c10::intrusive_ptr<c10d::ProcessGroup> group_;
+    std::optional<fct::DirectBackendIn> in_;
+};
 
 /* Whether isCompleted() means something; gloo's real works name their operation, its deferred ones
  * do not. */
@@ -337,9 +359,21 @@ void fct_pg_release(fct_pg *pg) {
 int fct_py_pg_direct(PyObject *group, PyObject **out) {
     return guarded("fct_py_pg_direct", [&] {
         const auto pg = open_object(group);
-        const bool direct = &mover(pg.get(), c10::DeviceType::CPU) != pg->group.get();
-        *out = (direct ? pybind11::cast(pg->direct) : pybind11::none()).release().ptr();
+        const auto &found = mover(pg.get(), c10::DeviceType::CPU);
+        *out = (found != pg->group ? pybind11::cast(found) : pybind11::none()).release().ptr();
     });
+}
+
+int fct_py_pg_enter_direct(PyObject *group, void **out) {
+    return guarded("fct_py_pg_enter_direct", [&] {
+        const auto pg = open_object(group);
+        const auto &found = mover(pg.get(), c10::DeviceType::CPU);
+        *out = found != pg->group ? new fct::DirectBackendIn(pg->group, found) : nullptr;
+    });
+}
+
+void fct_py_pg_leave_direct(void *entered) {
+    delete static_cast<fct::DirectBackendIn *>(entered);
 }
 
 int fct_py_pg_pause_direct(PyObject *group, bool paused) {
@@ -359,14 +393,14 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
         at::Tensor to = movable(pg, *Borrowed(output)), from = movable(pg, *Borrowed(input));
         c10d::AllgatherOptions options;
         options.asyncOp = async_op;
-        c10d::ProcessGroup &group = mover(pg, to.device().type());
+        const Mover group(pg, to.device().type());
         *work = issue(
             pg, output,
             [&] {
 #if FCT_TORCH_AT_LEAST(2, 13)
-                return group.all_gather_single(to, from, options);
+                return group->all_gather_single(to, from, options);
 #else
-                return group._allgather_base(to, from, options);
+                return group->_allgather_base(to, from, options);
 #endif
             },
             [&] { return pg->python.attr(kAllGather)(to, from, options); });
@@ -380,14 +414,14 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
         c10d::ReduceScatterOptions options;
         options.reduceOp = reduce_op(op, factor);
         options.asyncOp = async_op;
-        c10d::ProcessGroup &group = mover(pg, to.device().type());
+        const Mover group(pg, to.device().type());
         *work = issue(
             pg, output,
             [&] {
 #if FCT_TORCH_AT_LEAST(2, 13)
-                return group.reduce_scatter_single(to, from, options);
+                return group->reduce_scatter_single(to, from, options);
 #else
-                return group._reduce_scatter_base(to, from, options);
+                return group->_reduce_scatter_base(to, from, options);
 #endif
             },
             [&] { return pg->python.attr(kReduceScatter)(to, from, options); });

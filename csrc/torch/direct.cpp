@@ -2,9 +2,9 @@
  *
  * torch's gloo backend gathers into a buffer of its own and copies that out; its reduce-scatter
  * copies the input, all-reduces all of it and takes a slice: twice the bytes on the wire, and as
- * much memory again. Direct is a backend over that one, and moves with its sends and receives: every
- * rank receives the others' rows where they belong, and adds what it got in the order in which the
- * all-reduce would have (kernels/ring.h), so that the bits are the same.
+ * much memory again. Direct is a backend over that one, and moves with its sends and receives:
+ * every rank receives the others' rows where they belong, and adds what it got in the order in
+ * which the all-reduce would have (kernels/ring.h), so that the bits are the same.
  *
  * It is a c10d backend, in a process group of its own that only this extension has: the collectives
  * are the ops of namespace c10d that they always were, and whoever counts, patches or records those
@@ -179,6 +179,90 @@ class Direct : public c10d::Backend {
         return exchange;
     }
 
+    /* All else is the engine's. It is asked for only while this stands in the engine's place
+     * (DirectBackendIn), by another thread or by who handles the collective. */
+    c10::intrusive_ptr<Options> getBackendOptions() override {
+        return engine_->getBackendOptions();
+    }
+    WorkPtr broadcast(Tensors &tensors, const c10d::BroadcastOptions &options) override {
+        return engine_->broadcast(tensors, options);
+    }
+    WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
+        return engine_->allreduce(tensors, options);
+    }
+    WorkPtr allreduce_sparse(Tensors &tensors, const c10d::AllreduceOptions &options) override {
+        return engine_->allreduce_sparse(tensors, options);
+    }
+    WorkPtr allreduce_coalesced(Tensors &tensors,
+                                const c10d::AllreduceCoalescedOptions &options) override {
+        return engine_->allreduce_coalesced(tensors, options);
+    }
+    WorkPtr reduce(Tensors &tensors, const c10d::ReduceOptions &options) override {
+        return engine_->reduce(tensors, options);
+    }
+    WorkPtr allgather(std::vector<Tensors> &outputs, Tensors &inputs,
+                      const c10d::AllgatherOptions &options) override {
+        return engine_->allgather(outputs, inputs, options);
+    }
+    WorkPtr allgather_coalesced(std::vector<Tensors> &outputs, Tensors &inputs,
+                                const c10d::AllgatherOptions &options) override {
+        return engine_->allgather_coalesced(outputs, inputs, options);
+    }
+    WorkPtr allgather_into_tensor_coalesced(Tensors &outputs, Tensors &inputs,
+                                            const c10d::AllgatherOptions &options) override {
+        return engine_->allgather_into_tensor_coalesced(outputs, inputs, options);
+    }
+    WorkPtr gather(std::vector<Tensors> &outputs, Tensors &inputs,
+                   const c10d::GatherOptions &options) override {
+        return engine_->gather(outputs, inputs, options);
+    }
+    WorkPtr scatter(Tensors &outputs, std::vector<Tensors> &inputs,
+                    const c10d::ScatterOptions &options) override {
+        return engine_->scatter(outputs, inputs, options);
+    }
+    WorkPtr reduce_scatter(Tensors &outputs, std::vector<Tensors> &inputs,
+                           const c10d::ReduceScatterOptions &options) override {
+        return engine_->reduce_scatter(outputs, inputs, options);
+    }
+    WorkPtr reduce_scatter_tensor_coalesced(Tensors &outputs, Tensors &inputs,
+                                            const c10d::ReduceScatterOptions &options) override {
+        return engine_->reduce_scatter_tensor_coalesced(outputs, inputs, options);
+    }
+    WorkPtr alltoall_base(at::Tensor &output, at::Tensor &input, std::vector<int64_t> &to,
+                          std::vector<int64_t> &from,
+                          const c10d::AllToAllOptions &options) override {
+        return engine_->alltoall_base(output, input, to, from, options);
+    }
+    WorkPtr alltoall(Tensors &outputs, Tensors &inputs,
+                     const c10d::AllToAllOptions &options) override {
+        return engine_->alltoall(outputs, inputs, options);
+    }
+    void monitoredBarrier(const c10d::BarrierOptions &options, bool wait_all) override {
+        engine_->monitoredBarrier(options, wait_all);
+    }
+    void setSequenceNumberForGroup() override {
+        engine_->setSequenceNumberForGroup();
+    }
+    uint64_t getSequenceNumberForGroup() override {
+        return engine_->getSequenceNumberForGroup();
+    }
+    WorkPtr send(Tensors &tensors, int to, int tag) override {
+        return engine_->send(tensors, to, tag);
+    }
+    WorkPtr recv(Tensors &tensors, int from, int tag) override {
+        return engine_->recv(tensors, from, tag);
+    }
+    WorkPtr recvAnysource(Tensors &tensors, int tag) override {
+        return engine_->recvAnysource(tensors, tag);
+    }
+    WorkPtr barrier(const c10d::BarrierOptions &options) override {
+        return engine_->barrier(options);
+    }
+    /* A group that this was put into tells the engine itself. */
+    void setTimeout(std::chrono::milliseconds) override {}
+    void shutdown() override {}
+    void abort() override {}
+
   private:
     /* All other ranks, each rank's next one first, so that no rank is everybody's first. */
     std::vector<int> peers() const {
@@ -293,6 +377,39 @@ c10::intrusive_ptr<c10d::ProcessGroup> direct(const c10::intrusive_ptr<c10d::Pro
     made->setGroupName(group->getGroupName());
     made->setGroupDesc(group->getGroupDesc());
     return made;
+}
+
+/* A type under which the group has no backend, or has the direct one from before. */
+static c10d::ProcessGroup::BackendType free_type(const c10d::ProcessGroup &group) {
+    using Type = c10d::ProcessGroup::BackendType;
+    for (const Type type : {Type::CUSTOM, Type::MPI, Type::UCC}) {
+        try {
+            if (dynamic_cast<Direct *>(group.getBackend(type).get()) != nullptr) {
+                return type;
+            }
+        } catch (const std::exception &) {
+            return type; /* there is none */
+        }
+    }
+    TORCH_CHECK(false, "the process group has backends of all types");
+}
+
+DirectBackendIn::DirectBackendIn(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                 const c10::intrusive_ptr<c10d::ProcessGroup> &direct) {
+    const auto now = group->getBackend(c10::DeviceType::CPU);
+    if (dynamic_cast<Direct *>(now.get()) == nullptr) { /* else somebody around this has done it */
+        group->setBackend(c10::DeviceType::CPU, free_type(*group),
+                          direct->getBackend(c10::DeviceType::CPU));
+        group_ = std::move(group);
+    }
+}
+
+DirectBackendIn::~DirectBackendIn() {
+    if (group_) {
+        /* The group has this one already and takes it again. */
+        using Type = c10d::ProcessGroup::BackendType;
+        group_->setBackend(c10::DeviceType::CPU, Type::GLOO, group_->getBackend(Type::GLOO));
+    }
 }
 
 } // namespace fct

@@ -34,6 +34,20 @@ void agree(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &g
 c10::intrusive_ptr<c10d::ProcessGroup> direct(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
                                               std::shared_ptr<Agreement> agreement);
 
+/* While one lives, the CPU's backend of `group` itself is the direct one of `direct`: for whoever
+ * looks at the group that a collective is called with. Made and ended with the GIL. */
+class DirectBackendIn {
+  public:
+    DirectBackendIn(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                    const c10::intrusive_ptr<c10d::ProcessGroup> &direct);
+    DirectBackendIn(const DirectBackendIn &) = delete;
+    DirectBackendIn &operator=(const DirectBackendIn &) = delete;
+    ~DirectBackendIn();
+
+  private:
+    c10::intrusive_ptr<c10d::ProcessGroup> group_;
+};
+
 } // namespace fct
 
 #endif

@@ -1,8 +1,8 @@
 /* The pool of csrc/kernels as an allocator of torch's.
  *
- * Small blocks are the default allocator's. Under dispatch modes, which may want to see allocations,
- * torch.empty makes the tensor; a profiler that records memory is told of blocks as the default
- * allocator would tell it. */
+ * Small blocks are the default allocator's. Under dispatch modes, which may want to see
+ * allocations, torch.empty makes the tensor; a profiler that records memory is told of blocks as
+ * the default allocator would tell it. */
 #include "memory.h"
 
 #include "../kernels/pool.h"

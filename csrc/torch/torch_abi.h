@@ -153,8 +153,8 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out);
 
 /* Every collective goes through the ProcessGroup's method and so through the dispatcher ops of
  * namespace c10d, which CommDebugMode, the flight recorder and tests count: one call here, one op
- * there, also where rows go directly from memory to memory (direct.h). Complex tensors travel as the pairs that they are, gathered ones of types that a backend
- * does not know as bytes. */
+ * there, also where rows go directly from memory to memory (direct.h). Complex tensors travel as the
+ * pairs that they are, gathered ones of types that a backend does not know as bytes. */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
 /* A handle by the group's registered name (pg.group_name); shared by all who ask for it. */
@@ -288,6 +288,10 @@ FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* The ProcessGroup that moves a group's rows on the CPU (direct.h) as a new object, or None where
  * its backend does. A collective, the first time. */
 FCT_CHECK int fct_py_pg_direct(struct _object *group, struct _object **out);
+/* From enter to leave the group itself moves its rows so, whoever calls its collectives. *entered
+ * is for leave; NULL (which leave takes, too) where its backend moves them. */
+FCT_CHECK int fct_py_pg_enter_direct(struct _object *group, void **entered);
+void fct_py_pg_leave_direct(void *entered);
 /* Whether the backend is to move them nevertheless, from now on; all ranks say so at the same point
  * of their programs. */
 FCT_CHECK int fct_py_pg_pause_direct(struct _object *group, bool paused);

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from setting import DEVICE
 from torch.distributed.tensor import DTensor
 
@@ -100,9 +101,16 @@ class Tap(threading.local):
         the implementation's own affair.
         """
         if self.recorder is not None and group.size() > 1:
-            ranks = dist.get_process_group_ranks(group)
+            ranks = dist.get_process_group_ranks(_known(group))
             facts = [_facts(arg) for arg in tensors if _has_tensors(arg)]
             self.recorder.note(f"collective {name.strip('_')}", (*facts, ranks))
+
+
+def _known(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group as torch.distributed knows it: ours may exchange rows over one of the same name."""
+    if group in c10d._world.pg_group_ranks:
+        return group
+    return c10d._resolve_process_group(group.group_name)
 
 
 @contextmanager
