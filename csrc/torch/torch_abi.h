@@ -153,8 +153,8 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out);
 
 /* Every collective goes through the ProcessGroup's method and so through the dispatcher ops of
  * namespace c10d, which CommDebugMode, the flight recorder and tests count: one call here, one op
- * there, also where rows go directly from memory to memory (direct.h). Complex tensors travel as the
- * pairs that they are, gathered ones of types that a backend does not know as bytes. */
+ * there, also where rows go directly from memory to memory (direct.h). Complex tensors travel as
+ * the pairs that they are, gathered ones of types that a backend does not know as bytes. */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
 /* A handle by the group's registered name (pg.group_name); shared by all who ask for it. */
