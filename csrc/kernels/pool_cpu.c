@@ -32,6 +32,20 @@ static struct {
 #endif
 };
 
+/* ---- forks: a child has only the thread that made it, and must find the mutex free ---- */
+
+static void lock_before_fork(void) {
+    (void)pthread_mutex_lock(&pool.mutex);
+}
+
+static void unlock_after_fork(void) {
+    (void)pthread_mutex_unlock(&pool.mutex);
+}
+
+static void heed_forks(void) {
+    (void)pthread_atfork(lock_before_fork, unlock_after_fork, unlock_after_fork);
+}
+
 /* ---- the system's memory ---- */
 
 static size_t rounded(size_t bytes, size_t unit) {
@@ -137,6 +151,8 @@ static void unmap_all(fck_block *gone) {
 }
 
 fck_block *fck_pool_take(size_t bytes) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    (void)pthread_once(&once, heed_forks);
     const size_t wanted = rounded(bytes, PAGE);
     (void)pthread_mutex_lock(&pool.mutex);
     fck_block *block = find(wanted);
