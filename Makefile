@@ -39,6 +39,8 @@ ASSERT_TESTS ?= tests/unit/test_by_hand.py tests/unit/test_buckets.py tests/unit
 	tests/unit/test_unfinished.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
 	tests/distributed/test_behaviour_training.py tests/distributed/test_behaviour_backwards.py \
 	tests/distributed/test_behaviour_groups.py tests/distributed/test_behaviour_replicate.py
+# Of tests/unit: what starts interpreters of its own, and forecasts.
+NOT_FAST := bench check install mutations plan typing
 # What pyproject.toml has as pythonpath, without the root.
 TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers
 
@@ -103,11 +105,13 @@ test-assert: build
 	$(abspath $(PY)) -m pytest $(PYTEST_ARGS) -p no:cacheprovider --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		-o pythonpath="$(TESTS_PATH)" $(ASSERT_TESTS:%=$(CURDIR)/%)
 
-# Without the sweeps over faults, the example, most launches of their own and most of the grid.
+# Without the sweeps over faults, four ranks, most of the grid, and what starts interpreters of its own: the example,
+# the commands, the drop-in.
 test-fast: build
 	@$(MAKE) -C tests/c fast
-	FSDP_C_PARITY_COUNT=20 FSDP_C_PARITY_LAUNCHES=gloo2 $(PY) -m pytest $(PYTEST_ARGS) tests/unit \
-		tests/distributed/test_behaviour_*.py tests/parity/test_parity.py -k 'not smaller_mesh'
+	FSDP_C_PARITY_COUNT=20 FSDP_C_PARITY_LAUNCHES=gloo2 $(PY) -m pytest $(PYTEST_ARGS) \
+		$(NOT_FAST:%=--ignore=tests/unit/test_%.py) tests/unit \
+		tests/distributed/test_behaviour_*.py tests/parity/test_parity.py -k 'not smaller_mesh and not on_four and not cuda'
 
 # The whole grid of parity, 600 settings in a quarter of an hour; `make test` runs 300 of them.
 parity: build
