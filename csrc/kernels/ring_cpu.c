@@ -22,12 +22,15 @@ enum {
     VECTOR_BYTES = 16,       /* what every machine has in one register */
 };
 
-/* Adds `bytes` bytes of elements at `row` to those at `sum`: what a rank has to what came. */
+/* Adds `bytes` bytes of elements at `row` to those at `sum`: what a rank has to what came. Of two
+ * NaNs the one that the rank has is the sum, as in gloo: a sum of that with itself, for compilers
+ * may swap operands. */
 typedef void (*add_loop)(void *sum, const void *row, int64_t bytes);
 
-#define ADD_LOOP(name, type)                                                                       \
+#define ADD_LOOP(name, type, bits)                                                                 \
     static void name(void *sum, const void *row, int64_t bytes) {                                  \
         typedef type vector __attribute__((vector_size(VECTOR_BYTES)));                            \
+        typedef bits mask __attribute__((vector_size(VECTOR_BYTES)));                              \
         unsigned char *to = (unsigned char *)sum;                                                  \
         const unsigned char *from = (const unsigned char *)row;                                    \
         int64_t i = 0;                                                                             \
@@ -35,20 +38,21 @@ typedef void (*add_loop)(void *sum, const void *row, int64_t bytes);
             vector came, have;                                                                     \
             memcpy(&came, to + i, sizeof came);                                                    \
             memcpy(&have, from + i, sizeof have);                                                  \
-            have += came;                                                                          \
+            const mask none = (mask)(have != have);                                                \
+            have += (vector)(((mask)came & ~none) | ((mask)have & none));                          \
             memcpy(to + i, &have, sizeof have);                                                    \
         }                                                                                          \
         for (; i < bytes; i += (int64_t)sizeof(type)) {                                            \
             type came, have;                                                                       \
             memcpy(&came, to + i, sizeof came);                                                    \
             memcpy(&have, from + i, sizeof have);                                                  \
-            have += came;                                                                          \
+            have += have != have ? have : came;                                                    \
             memcpy(to + i, &have, sizeof have);                                                    \
         }                                                                                          \
     }
 
-ADD_LOOP(add_floats, float)
-ADD_LOOP(add_doubles, double)
+ADD_LOOP(add_floats, float, int32_t)
+ADD_LOOP(add_doubles, double, int64_t)
 
 /* Of 16-bit types, by way of float: exact until it is rounded back. */
 static void add_through_float(fck_spoke spoke, void *sum, const void *row, int64_t bytes) {
@@ -60,12 +64,26 @@ static void add_through_float(fck_spoke spoke, void *sum, const void *row, int64
     loops->from_float[spoke](came, sum, bytes / 2);
 }
 
+/* A sum's NaN is written as gloo writes it: `kept` of its bits, and the others of `none`. */
+static void write_nans(void *sum, int64_t bytes, uint16_t infinity, uint16_t kept, uint16_t none) {
+    unsigned char *to = (unsigned char *)sum;
+    for (int64_t i = 0; i < bytes; i += 2) {
+        uint16_t bits;
+        memcpy(&bits, to + i, sizeof bits);
+        const int is_none = (bits & 0x7fff) > infinity;
+        bits = is_none ? (uint16_t)((bits & kept) | none) : bits;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
 static void add_halves(void *sum, const void *row, int64_t bytes) {
     add_through_float(FCK_SPOKE_HALF, sum, row, bytes);
+    write_nans(sum, bytes, 0x7c00, 0x8000, 0x7e00);
 }
 
 static void add_bfloat16(void *sum, const void *row, int64_t bytes) {
     add_through_float(FCK_SPOKE_BFLOAT16, sum, row, bytes);
+    write_nans(sum, bytes, 0x7f80, 0, 0x7fc0);
 }
 
 static add_loop loop_for(fck_dtype dtype) {

@@ -120,8 +120,31 @@ static void only_floating_types_are_known(void **state) {
     assert_false(fck_ring_knows(FCK_UINT8) || fck_ring_knows(4));
 }
 
+/* Of two NaNs the rank's own stays; of 16-bit types what gloo writes for it. */
+static void nans_are_those_of_gloo(void **state) {
+    (void)state;
+    const uint32_t came[2] = {0x7fc00001, 0xffc00000};
+    const uint32_t own[2] = {0xffc00005, 0x3f800000};
+    const uint32_t expected[2] = {0xffc00005, 0xffc00000};
+    const uint16_t halves[2] = {0xfe05, 0x3c00}; /* rank 1's; the sum ends on rank 0 */
+    const uint16_t own_halves[2] = {0x3c00, 0x7e09};
+    const uint16_t expected_halves[2] = {0xfe00, 0x7e00};
+    const uint16_t brains[2] = {0xffc5, 0x3f80};
+    const uint16_t own_brains[2] = {0x3f80, 0x3f80};
+    const uint16_t expected_brains[2] = {0x7fc0, 0x4000};
+    uint32_t sum[2];
+    uint16_t small[2];
+    fck_ring_sum(FCK_FLOAT32, sum, (const void *const[]){own, came}, 2, 4, 0, 2);
+    assert_memory_equal(sum, expected, sizeof sum);
+    fck_ring_sum(FCK_FLOAT16, small, (const void *const[]){own_halves, halves}, 2, 4, 0, 2);
+    assert_memory_equal(small, expected_halves, sizeof small);
+    fck_ring_sum(FCK_BFLOAT16, small, (const void *const[]){own_brains, brains}, 2, 4, 0, 2);
+    assert_memory_equal(small, expected_brains, sizeof small);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(nans_are_those_of_gloo),
         cmocka_unit_test(the_order_is_that_of_the_hops),
         cmocka_unit_test(the_sum_may_take_the_place_of_a_row),
         cmocka_unit_test(each_hop_rounds),
