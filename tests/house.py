@@ -16,7 +16,7 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FLOORS = {
     "core": (
         {"status"},
-        {"layout", "order", "link", "divide", "dtype"},
+        {"layout", "order", "link", "divide", "dtype", "pieces"},
         {"param", "comm"},
         {"host", "plan"},
         {"members", "foreach"},

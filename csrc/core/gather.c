@@ -24,6 +24,7 @@ void fc_gather_fini(fc_gather *a) {
     fc_gather_plan_fini(&a->plan);
     fc_gather_plan_fini(&a->post_forward_plan);
     fc_transfer_fini(&a->transfer);
+    fc_pieces_fini(&a->pieces);
     memset(a, 0, sizeof *a);
 }
 
@@ -47,6 +48,7 @@ static void drop(fc_gather *a) {
         fc_comm_park(m->comm, a->flight.work, a->flight.buffer, NULL);
         fc_comm_put_event(m->comm, a->flight.done);
     }
+    fc_pieces_drop(&a->pieces); /* a work that goes on holds them */
     memset(&a->flight, 0, sizeof a->flight);
 }
 
@@ -114,6 +116,69 @@ done:
     return status;
 }
 
+/* Whether rows come in pieces: where some are worth it, whoever sends them can, and parameters may
+ * come to other addresses. */
+static fc_status choose_pieces(const fc_gather *a, fc_flight *flight) {
+    const fc_members *m = a->members;
+    flight->in_pieces = false;
+    if (flight->plan->cut_count == 0 || a->keep_storage || fck_backend_of(m->device.type) == NULL) {
+        return FC_OK;
+    }
+    return fc_link_takes_pieces(flight->link, m->device, &flight->in_pieces);
+}
+
+/* Memory for the pieces, and for the rest of the rows. */
+static fc_status make_pieces(fc_gather *a, fc_flight *flight) {
+    const fc_members *m = a->members;
+    fc_status status = FC_OK;
+    const fc_gather_plan *plan = flight->plan;
+    const int64_t rest = plan->rest_bytes / fc_dtype_size(plan->dtype);
+    FC_TRY(fc_pieces_begin(&a->pieces, plan->cut_count + 1));
+    for (size_t i = 0; i < plan->count; i++) {
+        fct_tensor *piece = NULL;
+        if (plan->slots[i].rest == FC_OWN_PIECE) {
+            FC_TRY_RAISED(
+                fct_tensor_empty(m->params[i]->flat_numel, plan->dtype, m->device, &piece));
+            fc_pieces_add(&a->pieces, piece);
+        }
+    }
+    if (rest > 0) {
+        FC_TRY_RAISED(
+            fct_tensor_empty(plan->world * rest, plan->dtype, m->device, &flight->buffer));
+        fct_tensor_retain(flight->buffer);
+        fc_pieces_add(&a->pieces, flight->buffer);
+    }
+done:
+    return status;
+}
+
+/* The collective into pieces, or over whole rows: which ranks that have them in pieces cut
+ * likewise. */
+static fc_status all_gather(fc_gather *a, fc_flight *flight, fct_tensor *input, bool async_op) {
+    const fc_members *m = a->members;
+    const fct_cuts cuts = fc_gather_plan_cuts(flight->plan);
+    fct_cuts_announce(&cuts);
+    fc_status status = flight->in_pieces
+                           ? fc_link_gather_pieces(flight->link, m->name, a->pieces.tensors,
+                                                   a->pieces.count, &flight->work)
+                           : fc_link_all_gather(flight->link, m->name, flight->buffer, input,
+                                                async_op, &flight->work);
+    fct_cuts_announce(NULL);
+    return status;
+}
+
+/* Makes pieces, packs this rank's parts into them and issues the collective. */
+static fc_status issue_pieces(fc_gather *a, fc_flight *flight) {
+    fc_members *m = a->members;
+    fc_status status = FC_OK;
+    FC_TRY(make_pieces(a, flight));
+    FC_TRY(fc_transfer_pack(&a->transfer, flight->plan, m->params, flight->buffer,
+                            a->pieces.tensors, flight->link->rank, &m->comm->error));
+    FC_TRY(all_gather(a, flight, NULL, true));
+done:
+    return status;
+}
+
 /* Allocates the gather buffer, packs this rank's row and issues the collective, all on the current
  * stream. `gather` stream is the one the collective goes to; on failure nothing is kept. */
 static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gather_stream,
@@ -127,15 +192,15 @@ static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gat
     const int64_t stride[1] = {1};
     FC_TRY_RAISED(
         fct_tensor_empty(plan->world * plan->row_numel, plan->dtype, m->device, &flight->buffer));
-    FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, flight->buffer, rank, &m->comm->error));
+    FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, flight->buffer, NULL, rank,
+                            &m->comm->error));
     FC_TRY_RAISED(
         fct_tensor_alias(flight->buffer, 1, size, stride, rank * plan->row_numel, &input));
     if (gather_stream != NULL) {
         FC_TRY(fc_comm_order_streams(m->comm, *gather_stream, fct_stream_current(m->device)));
         (void)fct_stream_set_current(*gather_stream);
     }
-    FC_TRY(
-        fc_link_all_gather(flight->link, m->name, flight->buffer, input, async_op, &flight->work));
+    FC_TRY(all_gather(a, flight, input, async_op));
     if (gather_stream != NULL) {
         FC_TRY(fc_link_wait(flight->link, m->name, FC_ALL_GATHER, &flight->work));
     }
@@ -147,6 +212,21 @@ done:
     return status;
 }
 
+/* The host's own all-gather of whole rows; it, too, may meet ranks that have pieces. */
+static fc_status host_gather(fc_gather *a, bool post_forward, bool async_op, fc_lane lane) {
+    const fc_members *m = a->members;
+    const fc_link *link = post_forward ? &m->post_forward : &m->shard;
+    const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
+    fct_cuts cuts = {0};
+    if (link->world > 1 && renew_plan(a, post_forward, link->world) == FC_OK) {
+        cuts = fc_gather_plan_cuts(plan);
+    }
+    fct_cuts_announce(&cuts);
+    int failed = m->host->gather(m->owner, async_op, lane != FC_LANE_DIRECT);
+    fct_cuts_announce(NULL);
+    return failed == 0 ? FC_OK : FC_ERAISED;
+}
+
 static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc_lane lane) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
@@ -154,7 +234,7 @@ static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc
     void *range = NULL;
     if (fc_members_host_moves(m, FC_MOVE_GATHER)) {
         range = fc_members_enter_range(m, "all_gather");
-        FC_TRY_RAISED(m->host->gather(m->owner, async_op, lane != FC_LANE_DIRECT));
+        FC_TRY(host_gather(a, post_forward, async_op, lane));
         flight.hosted = true;
         a->flight = flight;
         goto done;
@@ -164,8 +244,11 @@ static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc
         a->flight = flight; /* nothing to send: wait copies straight from the shards */
         return FC_OK;
     }
+    FC_TRY(choose_pieces(a, &flight));
     range = fc_members_enter_range(m, "all_gather");
-    if (m->comm->streams_ready && !async_op && lane != FC_LANE_DIRECT) {
+    if (flight.in_pieces) {
+        status = issue_pieces(a, &flight);
+    } else if (m->comm->streams_ready && !async_op && lane != FC_LANE_DIRECT) {
         fct_stream previous = fct_stream_set_current(m->comm->copy_in_stream);
         status = issue_gather(a, async_op, &m->comm->gather_stream, &flight);
         (void)fct_stream_set_current(previous);
@@ -222,10 +305,38 @@ done:
     return status;
 }
 
+/* Memory for the flat tensors: that of the pieces which came, with what is in it, and fresh. */
+static fc_status give_memory(fc_gather *a, const fc_gather_plan *plan) {
+    fc_members *m = a->members;
+    fc_status status = FC_OK;
+    size_t piece = 0;
+    for (size_t i = 0; i < m->count; i++) {
+        fct_facts facts;
+        if (!a->flight.in_pieces || plan->slots[i].rest != FC_OWN_PIECE) {
+            FC_TRY(fc_param_alloc_flat(m->params[i], m->device, &facts, &m->comm->error));
+        } else if (piece < a->pieces.count) {
+            FC_TRY(fc_param_adopt_flat(m->params[i], m->device, a->pieces.tensors[piece++],
+                                       &m->comm->error));
+        }
+    }
+done:
+    return status;
+}
+
+/* Takes the memory back, which may be given once more. */
+static void take_memory_back(fc_gather *a) {
+    fc_members *m = a->members;
+    size_t piece = 0;
+    for (size_t i = 0; a->flight.in_pieces && i < a->flight.plan->count; i++) {
+        if (a->flight.plan->slots[i].rest == FC_OWN_PIECE && piece < a->pieces.count) {
+            fc_param_return_flat(m->params[i], a->pieces.tensors[piece++]);
+        }
+    }
+}
+
 static fc_status move_data(fc_gather *a) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
-    fct_facts facts;
     const fc_gather_plan *plan = a->flight.plan;
     if (a->flight.hosted) {
         fct_tensor *rows = NULL;
@@ -241,15 +352,18 @@ static fc_status move_data(fc_gather *a) {
             return FC_OK;
         }
     }
-    for (size_t i = 0; i < m->count; i++) {
-        FC_TRY(fc_param_alloc_flat(m->params[i], m->device, &facts, &m->comm->error));
-    }
     FC_TRY(renew_plan(a, plan->post_forward, plan->world));
+    if (a->flight.in_pieces &&
+        a->pieces.count != plan->cut_count + (plan->rest_bytes > 0 ? 1 : 0)) {
+        return fc_error_set(&m->comm->error, FC_EASSERT,
+                            "parameters were changed while they were gathered");
+    }
+    FC_TRY(give_memory(a, plan));
     if (plan->world == 1) {
         FC_TRY(fc_transfer_fill(&a->transfer, plan, m->params, m->device, &m->comm->error));
     } else if (a->flight.buffer != NULL) {
-        FC_TRY(
-            fc_transfer_unpack(&a->transfer, plan, m->params, a->flight.buffer, &m->comm->error));
+        FC_TRY(fc_transfer_unpack(&a->transfer, plan, m->params, a->flight.buffer,
+                                  a->flight.in_pieces, &m->comm->error));
     }
 done:
     return status;
@@ -307,6 +421,7 @@ fc_status fc_gather_copy_out(fc_gather *a) {
     FC_TRY(make_parameters(a));
 done:
     if (status != FC_OK) {
+        take_memory_back(a);
         fc_gather_free(a);
     }
     fct_functorch_resume(pause);
@@ -343,6 +458,7 @@ void fc_gather_retire(fc_gather *a, fct_event *copied) {
 
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
     fc_comm_put_event(a->members->comm, copied);
+    take_memory_back(a);
     fc_gather_free(a);
     if (a->flight.hosted) {
         fc_gather_abandon(a); /* the host hands its rows out once */
@@ -424,8 +540,10 @@ fc_status fc_gather_check(const fc_gather *a, bool unsharded) {
     if (f->active && unsharded) {
         return fc_error_set(error, FC_ESTATE, "a gather is in flight while the group is unsharded");
     }
-    if (!f->active && (f->buffer != NULL || f->work != NULL || f->done != NULL)) {
-        return fc_error_set(error, FC_ESTATE, "an inactive gather holds a buffer, work or event");
+    if (!f->active &&
+        (f->buffer != NULL || f->work != NULL || f->done != NULL || a->pieces.count > 0)) {
+        return fc_error_set(error, FC_ESTATE,
+                            "an inactive gather holds a buffer, pieces, work or event");
     }
     FC_TRY(fc_gather_plan_check(&a->plan, a->members->params, a->members->count, error));
     FC_TRY(

@@ -65,6 +65,29 @@ done:
     return status;
 }
 
+fc_status fc_link_takes_pieces(fc_link *link, fct_device device, bool *takes) {
+    fc_status status = FC_OK;
+    FC_TRY(fc_link_open(link));
+    FC_TRY_RAISED(fct_pg_takes_pieces(link->pg, device, takes));
+done:
+    return status;
+}
+
+fc_status fc_link_gather_pieces(fc_link *link, const char *whose, fct_tensor *const *pieces,
+                                size_t count, fct_work **work) {
+    return fct_gather_pieces(link->pg, pieces, count, work) == 0
+               ? FC_OK
+               : explain(link, whose, FC_ALL_GATHER);
+}
+
+fc_status fc_link_reduce_pieces(fc_link *link, const char *whose, fct_tensor *output,
+                                fct_tensor *const *pieces, size_t count, fct_reduce_op op,
+                                fct_work **work) {
+    return fct_reduce_pieces(link->pg, output, pieces, count, op, work) == 0
+               ? FC_OK
+               : explain(link, whose, FC_REDUCE_SCATTER);
+}
+
 fc_status fc_link_wait(const fc_link *link, const char *whose, fc_operation operation,
                        fct_work **work) {
     if (*work == NULL) {

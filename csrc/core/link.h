@@ -32,6 +32,13 @@ FC_CHECK fc_status fc_link_reduce_scatter(fc_link *link, const char *whose, fct_
                                           bool async_op, fct_work **work);
 FC_CHECK fc_status fc_link_all_reduce(fc_link *link, const char *whose, fct_tensor *tensor,
                                       fct_reduce_op op, bool async_op, fct_work **work);
+/* The first two in pieces, see torch_abi.h: where *takes. Opens the link. */
+FC_CHECK fc_status fc_link_takes_pieces(fc_link *link, fct_device device, bool *takes);
+FC_CHECK fc_status fc_link_gather_pieces(fc_link *link, const char *whose,
+                                         fct_tensor *const *pieces, size_t count, fct_work **work);
+FC_CHECK fc_status fc_link_reduce_pieces(fc_link *link, const char *whose, fct_tensor *output,
+                                         fct_tensor *const *pieces, size_t count, fct_reduce_op op,
+                                         fct_work **work);
 /* Waits for *work, then releases it and makes it NULL; nothing where it is NULL. After a failure
  * the work is still there. */
 FC_CHECK fc_status fc_link_wait(const fc_link *link, const char *whose, fc_operation operation,

@@ -234,6 +234,34 @@ done:
     return status;
 }
 
+fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *landing, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts from;
+    fct_facts to;
+    if (p->flat == NULL || p->aliased) {
+        FC_TRY(fc_param_alloc_flat(p, device, &to, err));
+    }
+    fct_tensor_facts(landing, &from);
+    fct_tensor_facts(p->flat, &to);
+    if (to.numel != from.numel || to.dtype != from.dtype || to.offset_bytes != 0 ||
+        from.storage_bytes != from.numel * from.itemsize) {
+        return fc_error_set(err, FC_EASSERT, "unsharded tensor of parameter '%s' was changed",
+                            p->name != NULL ? p->name : "?");
+    }
+    fct_storage_free(p->flat);
+    fct_storage_move(landing, p->flat);
+done:
+    return status;
+}
+
+void fc_param_return_flat(fc_param *p, fct_tensor *landing) {
+    fct_facts there;
+    fct_tensor_facts(landing, &there);
+    if (p->flat != NULL && there.storage_bytes == 0) {
+        fct_storage_move(p->flat, landing);
+    }
+}
+
 void fc_param_free_flat(fc_param *p) {
     if (p->flat != NULL && !p->aliased) {
         fct_storage_free(p->flat);

@@ -86,6 +86,11 @@ FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool
 /* Makes flat an alias of the shard, for which fc_param_can_alias() said yes; anew where the shard
  * was replaced. */
 FC_CHECK fc_status fc_param_alias_flat(fc_param *p);
+/* Gives flat, which is made where there is none, the memory of `landing`, which then has none: an
+ * equal tensor that the rows of all ranks came into. fc_param_return_flat() gives it back. */
+FC_CHECK fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *landing,
+                                       fc_error *err);
+void fc_param_return_flat(fc_param *p, fct_tensor *landing);
 /* Makes flat where there is none (or an alias), and gives it memory. On failure it holds none. */
 FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,
                                        fc_error *err);

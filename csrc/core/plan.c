@@ -6,8 +6,28 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Below it a copy costs less than a message. */
+static int64_t pieces_from = 1 << 18;
+
+void fc_pieces_from(int64_t bytes) {
+    pieces_from = bytes;
+}
+
+static bool is_real(fct_dtype dtype) {
+    return dtype == FCK_FLOAT16 || dtype == FCK_FLOAT32 || dtype == FCK_FLOAT64 ||
+           dtype == FCK_BFLOAT16;
+}
+
+/* Whether a parameter's part of the rows is a piece of its own: one block for each rank, of a type
+ * that every transport sums. */
+static bool is_own_piece(const fc_layout *layout, fct_dtype dtype, int64_t world) {
+    return world > 1 && layout->outer == 1 && layout->padded_numel > 0 && is_real(dtype) &&
+           layout->padded_numel * world >= pieces_from / fc_dtype_size(dtype);
+}
+
 void fc_gather_plan_fini(fc_gather_plan *plan) {
     free(plan->slots);
+    free(plan->cuts);
     memset(plan, 0, sizeof *plan);
 }
 
@@ -24,7 +44,9 @@ static fc_status reserve_slots(fc_gather_plan *plan, size_t count) {
         return FC_OK;
     }
     plan->slots = (fc_slot *)calloc(count, sizeof *plan->slots);
-    if (plan->slots == NULL) {
+    plan->cuts = (fct_cut *)calloc(count, sizeof *plan->cuts);
+    if (plan->slots == NULL || plan->cuts == NULL) {
+        fc_gather_plan_fini(plan);
         return FC_ENOMEM;
     }
     plan->count = count;
@@ -71,6 +93,30 @@ static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, in
     return FC_OK;
 }
 
+/* Which slots of a plan that is laid out are pieces of their own. */
+static void cut_row(fc_gather_plan *plan, fc_param *const *params, fct_device device) {
+    const bool cuttable = device.type == FCT_DEVICE_CPU && plan->dtype != FCK_UINT8;
+    plan->cut_count = 0;
+    plan->rest_bytes = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        fc_slot *slot = &plan->slots[i];
+        const int64_t size = fc_dtype_size(slot->compute);
+        if (cuttable && slot->numel * plan->world == params[i]->flat_numel &&
+            is_own_piece(layout_of(params[i], plan->post_forward), slot->compute, plan->world)) {
+            plan->cuts[plan->cut_count++] =
+                (fct_cut){.offset = slot->offset / size, .numel = slot->numel};
+            slot->rest = FC_OWN_PIECE;
+        } else {
+            slot->rest = plan->rest_bytes;
+            plan->rest_bytes += slot->numel * size;
+        }
+    }
+}
+
+fct_cuts fc_gather_plan_cuts(const fc_gather_plan *plan) {
+    return (fct_cuts){.cuts = plan->cuts, .count = plan->cut_count, .row_numel = plan->row_numel};
+}
+
 fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
                                int64_t world, bool post_forward, fct_device device, fc_error *err) {
     fc_status status = reserve_slots(plan, count);
@@ -94,6 +140,7 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     plan->dtype = uniform && count > 0 ? fc_param_compute_dtype(params[0]) : (fct_dtype)FCK_UINT8;
     plan->row_bytes = (offset + plan->align - 1) / plan->align * plan->align;
     plan->row_numel = plan->row_bytes / fc_dtype_size(plan->dtype);
+    cut_row(plan, params, device);
     plan->valid = true;
     return FC_OK;
 }
@@ -124,7 +171,10 @@ fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
     grown.params = (fc_param **)calloc(capacity, sizeof *grown.params);
     grown.grads = (fct_tensor **)calloc(capacity, sizeof *grown.grads);
     grown.offsets = (int64_t *)calloc(capacity, sizeof *grown.offsets);
-    if (grown.params == NULL || grown.grads == NULL || grown.offsets == NULL) {
+    grown.rests = (int64_t *)calloc(capacity, sizeof *grown.rests);
+    grown.cuts = (fct_cut *)calloc(capacity, sizeof *grown.cuts);
+    if (grown.params == NULL || grown.grads == NULL || grown.offsets == NULL ||
+        grown.rests == NULL || grown.cuts == NULL) {
         fc_reduce_plan_fini(&grown);
         return FC_ENOMEM;
     }
@@ -146,6 +196,8 @@ void fc_reduce_plan_fini(fc_reduce_plan *plan) {
     free((void *)plan->params);
     free((void *)plan->grads);
     free(plan->offsets);
+    free(plan->rests);
+    free(plan->cuts);
     memset(plan, 0, sizeof *plan);
 }
 
@@ -180,6 +232,42 @@ static fc_status check_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts
     }
 done:
     return status;
+}
+
+/* Cuts rows of `dtype`, whose offsets are set. */
+static void cut_gradients(fc_reduce_plan *plan) {
+    plan->cut_count = 0;
+    plan->rest_numel = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        const fc_layout *layout = &plan->params[i]->layout;
+        if (is_own_piece(layout, plan->dtype, layout->world)) {
+            plan->cuts[plan->cut_count++] =
+                (fct_cut){.offset = plan->offsets[i], .numel = layout->padded_numel};
+            plan->rests[i] = FC_OWN_PIECE;
+        } else {
+            plan->rests[i] = plan->rest_numel;
+            plan->rest_numel += layout->padded_numel;
+        }
+    }
+}
+
+fct_cuts fc_reduce_plan_cuts(const fc_reduce_plan *plan) {
+    return (fct_cuts){.cuts = plan->cuts, .count = plan->cut_count, .row_numel = plan->row_numel};
+}
+
+void fc_reduce_plan_cut_only(fc_reduce_plan *plan, fct_dtype reduce_dtype) {
+    plan->dtype = reduce_dtype;
+    plan->row_numel = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        if (plan->dtype == FCT_NO_DTYPE) {
+            fct_facts facts;
+            fct_tensor_facts(plan->grads[i], &facts);
+            plan->dtype = facts.dtype;
+        }
+        plan->offsets[i] = plan->row_numel;
+        plan->row_numel += plan->params[i]->layout.padded_numel;
+    }
+    cut_gradients(plan);
 }
 
 fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *foreign,
@@ -222,5 +310,6 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     plan->native = (uniform && plan->dtype == grad_dtype) ||
                    (floats && fck_can_cast(FCK_FLOAT32, plan->dtype) != 0);
     plan->row_numel = offset;
+    cut_gradients(plan);
     return FC_OK;
 }

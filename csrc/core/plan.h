@@ -8,6 +8,11 @@
  * parameter of one element does not slow down all that stand behind it; what is between two slots
  * means nothing. Which kernels there are is not asked: all ranks lay out the same.
  *
+ * Where rows go directly from memory to memory (the CPU), a large parameter's part is a piece of
+ * its own, that comes from and goes to the parameter's own memory; all other parts are packed into
+ * one more, the rest. `cuts` says which: it depends on shapes and types only, so that it is the
+ * same on all ranks, whatever each of them has in its row.
+ *
  * A reduce plan does the same, without gaps, for the gradients that are there in this backward, in
  * the reduce type. */
 #ifndef FSDP_C_CORE_PLAN_H
@@ -22,11 +27,14 @@
 /* Where one parameter's padded shard stands in a row. */
 typedef struct fc_slot {
     int64_t offset;    /* in bytes */
+    int64_t rest;      /* in bytes, in a row of the rest; FC_OWN_PIECE: it is not there */
     int64_t numel;     /* elements, of all blocks */
     int64_t outer;     /* blocks */
     fct_dtype source;  /* the shard's type */
     fct_dtype compute; /* the row's */
 } fc_slot;
+
+enum { FC_OWN_PIECE = -1 };
 
 typedef struct fc_gather_plan {
     bool valid;
@@ -37,8 +45,11 @@ typedef struct fc_gather_plan {
     int64_t world;     /* ranks that take part: rows of the buffer */
     int64_t row_numel; /* elements of dtype in a row */
     int64_t row_bytes;
-    fc_slot *slots; /* [count] of the parameters */
+    int64_t rest_bytes; /* of a row of what is not a piece of its own */
+    fc_slot *slots;     /* [count] of the parameters */
+    fct_cut *cuts;      /* [count] of which cut_count are used: the pieces, in elements of dtype */
     size_t count;
+    size_t cut_count;
 } fc_gather_plan;
 
 typedef struct fc_reduce_plan {
@@ -48,6 +59,10 @@ typedef struct fc_reduce_plan {
     fc_param **params;  /* [capacity] those with a gradient, in group order; borrowed */
     fct_tensor **grads; /* [capacity] their gradients; counted, owned here until dropped */
     int64_t *offsets;   /* [capacity] of each in a row, in elements, once they are laid out */
+    int64_t *rests;     /* [capacity] of each in a row of the rest, or FC_OWN_PIECE */
+    int64_t rest_numel; /* elements of dtype in one rank's row of the rest */
+    fct_cut *cuts;      /* [capacity] of which cut_count are used: the pieces */
+    size_t cut_count;
     size_t count;
     size_t capacity;
 } fc_reduce_plan;
@@ -61,6 +76,12 @@ FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *p
 FC_CHECK fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *params,
                                         size_t count, fc_error *err);
 void fc_gather_plan_fini(fc_gather_plan *plan);
+/* Parameters from `bytes` bytes on are pieces of their own, in plans that are made from now on: on
+ * all ranks the same. For tests; a quarter of a mebibyte at the start. */
+void fc_pieces_from(int64_t bytes);
+/* How the plan's rows are cut; borrows from it. */
+fct_cuts fc_gather_plan_cuts(const fc_gather_plan *plan);
+fct_cuts fc_reduce_plan_cuts(const fc_reduce_plan *plan);
 /* What the plan packs of a parameter: its shard. Borrowed. */
 fct_tensor *fc_gather_plan_source(const fc_gather_plan *plan, const fc_param *p);
 
@@ -72,6 +93,9 @@ FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity)
  * of complex gradients. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           bool *foreign, fc_error *err);
+/* Cuts the rows of the gradients that somebody else lays out, all of them one after the other: in
+ * `reduce_dtype` or, without one, in the first one's. */
+void fc_reduce_plan_cut_only(fc_reduce_plan *plan, fct_dtype reduce_dtype);
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan);
 void fc_reduce_plan_fini(fc_reduce_plan *plan);
 

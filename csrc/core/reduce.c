@@ -32,6 +32,7 @@ void fc_reducer_fini(fc_reducer *d) {
     fc_reducer_forget_event(d);
     fc_reduce_plan_fini(&d->plan);
     fc_transfer_fini(&d->transfer);
+    fc_pieces_fini(&d->pieces);
     memset(d, 0, sizeof *d);
 }
 
@@ -85,6 +86,23 @@ static fc_reduction *new_reduction(fc_reducer *d, fc_span span) {
     return r;
 }
 
+/* The collective from r->input or from pieces into `row`. */
+static fc_status reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide,
+                                fct_tensor *row) {
+    const fc_members *m = d->members;
+    fc_link *link = fc_members_scatter_link(d->members);
+    const fct_cuts cuts = fc_reduce_plan_cuts(&d->plan);
+    fct_cuts_announce(&cuts);
+    fc_status status =
+        d->pieces.count > 0
+            ? fc_link_reduce_pieces(link, m->name, row, d->pieces.tensors, d->pieces.count,
+                                    divide->op, &r->work)
+            : fc_link_reduce_scatter(link, m->name, row, r->input, divide->op, divide->premultiply,
+                                     !m->comm->has_streams, &r->work);
+    fct_cuts_announce(NULL);
+    return status;
+}
+
 /* Divides and issues the reduce-scatter on the current stream; r->output is the row. */
 static fc_status scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
     fc_members *m = d->members;
@@ -92,7 +110,7 @@ static fc_status scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide
     const fc_reduce_plan *plan = &d->plan;
     fct_tensor *part = NULL;
     int64_t total = fc_reduction_row_numel(r);
-    if (divide->before != 1.0 && plan->row_numel > 0) {
+    if (divide->before != 1.0 && r->input != NULL && plan->row_numel > 0) {
         FC_TRY_RAISED(fct_tensor_div(r->input, divide->before));
     }
     /* A row that stays with the parameters has to be the reduce stream's memory. */
@@ -117,11 +135,10 @@ static fc_status scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide
     if (m->shard.world == 1) {
         FC_TRY_RAISED(fct_tensor_copy(part, r->input));
     } else {
-        FC_TRY(fc_link_reduce_scatter(fc_members_scatter_link(m), m->name, part, r->input,
-                                      divide->op, divide->premultiply, !m->comm->has_streams,
-                                      &r->work));
+        FC_TRY(reduce_scatter(d, r, divide, part));
     }
 done:
+    fc_pieces_drop(&d->pieces); /* the work holds them */
     fct_tensor_release(part);
     return status;
 }
@@ -223,23 +240,122 @@ static fc_divide divide_of(fc_reducer *d, fct_dtype dtype) {
     return fc_divide_split(&rule);
 }
 
-/* Packs the gradients, which are laid out, into r->input, on the current stream. */
-static fc_status pack(fc_reducer *d, fc_reduction *r) {
+/* Whether the row goes in pieces: where some are worth it, and whoever sends them can. */
+static fc_status choose_pieces(fc_reducer *d, const fc_divide *divide, bool *in_pieces) {
+    const fc_members *m = d->members;
+    const fc_reduce_plan *plan = &d->plan;
+    *in_pieces = false;
+    if (plan->cut_count == 0 || m->device.type != FCT_DEVICE_CPU || !plan->native ||
+        divide->op == FCT_PREMUL_SUM || fck_backend_of(m->device.type) == NULL) {
+        return FC_OK;
+    }
+    return fc_link_takes_pieces(fc_members_scatter_link(d->members), m->device, in_pieces);
+}
+
+/* Whether what is sent may be the gradient itself: it is what the row would hold, nobody changes it
+ * meanwhile, and it is not to be divided first. */
+static bool is_sent_itself(const fc_reduce_plan *plan, size_t i, const fc_divide *divide) {
+    const fc_layout *layout = &plan->params[i]->layout;
+    fct_facts facts;
+    fct_tensor_facts(plan->grads[i], &facts);
+    return facts.dtype == plan->dtype && facts.strided && facts.contiguous &&
+           layout->numel == layout->padded_numel * layout->world && divide->before == 1.0 &&
+           fct_tensor_is_sole(plan->grads[i]);
+}
+
+/* The gradient as it is, or its rows in fresh memory. */
+static fc_status make_piece(fc_reducer *d, size_t i, const fc_divide *divide, fct_tensor **piece) {
+    const fc_members *m = d->members;
+    fc_status status = FC_OK;
+    fc_reduce_plan *plan = &d->plan;
+    const fc_layout *layout = &plan->params[i]->layout;
+    fct_tensor *made = NULL;
+    if (is_sent_itself(plan, i, divide)) {
+        fct_facts facts;
+        const int64_t size[1] = {layout->numel};
+        const int64_t stride[1] = {1};
+        fct_tensor_facts(plan->grads[i], &facts);
+        FC_TRY_RAISED(fct_tensor_alias(plan->grads[i], 1, size, stride,
+                                       facts.offset_bytes / facts.itemsize, &made));
+    } else {
+        FC_TRY_RAISED(
+            fct_tensor_empty(layout->world * layout->padded_numel, plan->dtype, m->device, &made));
+        FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, (ptrdiff_t)i, layout->world, made,
+                                          &m->comm->error));
+        if (divide->before != 1.0) {
+            FC_TRY_RAISED(fct_tensor_div(made, divide->before));
+        }
+    }
+    fct_tensor_release(plan->grads[i]);
+    plan->grads[i] = NULL;
+    *piece = made;
+    return FC_OK;
+done:
+    fct_tensor_release(made);
+    return status;
+}
+
+/* Packs the rest, which becomes r->input, then makes the pieces: each gradient goes as soon as its
+ * rows are there. */
+static fc_status pack_pieces(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
+    const fc_members *m = d->members;
+    fc_status status = FC_OK;
+    const fc_reduce_plan *plan = &d->plan;
+    const int64_t world = m->shard.world;
+    FC_TRY(fc_pieces_begin(&d->pieces, plan->cut_count + 1));
+    if (plan->rest_numel > 0) {
+        FC_TRY_RAISED(
+            fct_tensor_empty(world * plan->rest_numel, plan->dtype, m->device, &r->input));
+        FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, FC_REST_OF_GRADIENTS, world, r->input,
+                                          &m->comm->error));
+    }
+    for (size_t i = 0; i < plan->count; i++) {
+        fct_tensor *piece = NULL;
+        if (plan->rests[i] == FC_OWN_PIECE) {
+            FC_TRY(make_piece(d, i, divide, &piece));
+            fc_pieces_add(&d->pieces, piece);
+        }
+    }
+    if (r->input != NULL) {
+        fct_tensor_retain(r->input);
+        fc_pieces_add(&d->pieces, r->input);
+    }
+done:
+    return status;
+}
+
+/* Packs the gradients, which are laid out, into r->input, on the current stream; or makes pieces of
+ * them. */
+static fc_status pack(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
     fc_members *m = d->members;
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
-    if (plan->count == 0) { /* only partial rows, in their own type */
-        fct_facts facts;
-        fct_tensor_facts(r->params[0]->partial, &facts);
-        plan->dtype = facts.dtype;
+    bool in_pieces = false;
+    FC_TRY(choose_pieces(d, divide, &in_pieces));
+    if (in_pieces) {
+        FC_TRY(pack_pieces(d, r, divide));
+    } else {
+        FC_TRY_RAISED(
+            fct_tensor_empty(m->shard.world * plan->row_numel, plan->dtype, m->device, &r->input));
+        FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, FC_ALL_GRADIENTS, m->shard.world,
+                                          r->input, &m->comm->error));
     }
-    FC_TRY_RAISED(
-        fct_tensor_empty(m->shard.world * plan->row_numel, plan->dtype, m->device, &r->input));
-    FC_TRY(
-        fc_transfer_pack_gradients(&d->transfer, plan, m->shard.world, r->input, &m->comm->error));
 done:
+    if (status != FC_OK) {
+        fc_pieces_drop(&d->pieces);
+    }
     fc_reduce_plan_drop_grads(plan);
     return status;
+}
+
+/* The type that is reduced in; of partial rows alone their own. */
+static fct_dtype dtype_of(const fc_reducer *d, const fc_reduction *r) {
+    if (d->plan.count > 0) {
+        return d->plan.dtype;
+    }
+    fct_facts facts;
+    fct_tensor_facts(r->params[0]->partial, &facts);
+    return facts.dtype;
 }
 
 /* Issues the collectives and leaves r to be finished, or finishes it. */
@@ -249,8 +365,9 @@ static fc_status start(fc_reducer *d, fc_reduction *r, bool order_compute) {
     if (m->shard.world > 1) {
         FC_TRY(fc_link_open(fc_members_scatter_link(m)));
     }
-    FC_TRY(pack(d, r));
+    d->plan.dtype = dtype_of(d, r);
     const fc_divide divide = divide_of(d, d->plan.dtype);
+    FC_TRY(pack(d, r, &divide));
     r->divide_after = divide.after;
     if (m->comm->has_streams) {
         FC_TRY(reduce_on_streams(d, r, &divide));
@@ -296,6 +413,18 @@ done:
     return status;
 }
 
+/* The host's own reduction of whole rows; it, too, may meet ranks that have pieces. */
+static fc_status host_reduce(fc_reducer *d, bool order_compute) {
+    const fc_members *m = d->members;
+    fc_reduce_plan *plan = &d->plan;
+    fc_reduce_plan_cut_only(plan, d->reduce_dtype);
+    const fct_cuts cuts = fc_reduce_plan_cuts(plan);
+    fct_cuts_announce(&cuts);
+    int failed = m->host->reduce(m->owner, plan->params, plan->grads, plan->count, order_compute);
+    fct_cuts_announce(NULL);
+    return failed == 0 ? FC_OK : FC_ERAISED;
+}
+
 fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
     fc_members *m = d->members;
     fc_status status = FC_OK;
@@ -310,8 +439,7 @@ fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
         FC_TRY(fc_reduce_plan_lay_out(plan, d->reduce_dtype, &hosted, &m->comm->error));
     }
     if (hosted) {
-        FC_TRY_RAISED(
-            m->host->reduce(m->owner, plan->params, plan->grads, plan->count, order_compute));
+        FC_TRY(host_reduce(d, order_compute));
     } else {
         FC_TRY(start_reduction(d, span, order_compute));
     }

@@ -16,6 +16,7 @@
 #define FSDP_C_CORE_REDUCE_H
 
 #include "members.h"
+#include "pieces.h"
 #include "plan.h"
 #include "transfer.h"
 
@@ -23,6 +24,7 @@ typedef struct fc_reducer {
     fc_members *members; /* borrowed */
     fc_reduce_plan plan; /* the gradients that were collected */
     fc_transfer transfer;
+    fc_pieces pieces;   /* between pack and scatter, where rows go in pieces */
     fct_event *reduced; /* end of the latest reduction; only with streams */
     /* What users set. */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradients' own */

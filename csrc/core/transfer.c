@@ -163,12 +163,57 @@ static fck_segment segment_of(const fc_slot *slot, const fct_facts *source, void
                          .dst_dtype = slot->compute};
 }
 
+/* The shards' segments, to where they go in pieces. */
+static fc_status describe_pieces(const fc_gather_plan *plan, fc_param *const *params,
+                                 fct_tensor *buffer, fct_tensor *const *own, int64_t row,
+                                 fck_segment *segments, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts rest = {0};
+    size_t piece = 0;
+    if (plan->rest_bytes > 0) {
+        FC_TRY(buffer_facts(buffer, (row + 1) * plan->rest_bytes, &rest, err));
+    }
+    for (size_t i = 0; i < plan->count; i++) {
+        const fc_slot *slot = &plan->slots[i];
+        const int64_t bytes = slot->numel * fc_dtype_size(slot->compute);
+        fct_facts source;
+        fct_facts target;
+        void *to = NULL;
+        FC_TRY(source_facts(plan, params[i], (fct_device){.type = FCT_DEVICE_CPU}, &source, err));
+        if (slot->rest == FC_OWN_PIECE) {
+            FC_TRY(buffer_facts(own[piece++], (row + 1) * bytes, &target, err));
+            to = (char *)target.data + row * bytes;
+        } else if (bytes > 0) {
+            to = (char *)rest.data + row * plan->rest_bytes + slot->rest;
+        }
+        segments[i] = segment_of(slot, &source, to);
+    }
+done:
+    return status;
+}
+
+static fc_status pack_pieces(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
+                             fct_tensor *buffer, fct_tensor *const *own, int64_t row,
+                             fc_error *err) {
+    fc_status status = FC_OK;
+    const fct_device device = {.type = FCT_DEVICE_CPU};
+    FC_TRY(reserve(t, plan->count, sizeof(fck_segment)));
+    fck_segment *segments = (fck_segment *)t->descriptors;
+    FC_TRY(describe_pieces(plan, params, buffer, own, row, segments, err));
+    FC_TRY(pack_segments(plan, params, segments, fck_backend_of(device.type), device, err));
+done:
+    return status;
+}
+
 fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
-                           fct_tensor *buffer, int64_t row, fc_error *err) {
+                           fct_tensor *buffer, fct_tensor *const *own, int64_t row, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts target;
     fct_facts source;
     int64_t start = row * plan->row_bytes;
+    if (own != NULL) {
+        return pack_pieces(t, plan, params, buffer, own, row, err);
+    }
     FC_TRY(buffer_facts(buffer, start + plan->row_bytes, &target, err));
     const fck_backend *kernels = fck_backend_of(target.device.type);
     if (kernels == NULL) {
@@ -210,13 +255,15 @@ done:
 }
 
 fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
-                             const fct_tensor *buffer, fc_error *err) {
+                             const fct_tensor *buffer, bool rest, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts source;
     fct_facts target;
     launch l;
+    size_t count = 0;
     const char *failure = NULL;
-    FC_TRY(buffer_facts(buffer, plan->world * plan->row_bytes, &source, err));
+    const int64_t row_bytes = rest ? plan->rest_bytes : plan->row_bytes;
+    FC_TRY(buffer_facts(buffer, plan->world * row_bytes, &source, err));
     const fck_backend *kernels = fck_backend_of(source.device.type);
     if (kernels == NULL) {
         return fc_foreach_unpack(&t->foreach, plan, params, buffer, source.offset_bytes,
@@ -226,15 +273,19 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
     fck_column *columns = (fck_column *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
+        if (rest && slot->rest == FC_OWN_PIECE) {
+            continue;
+        }
         int64_t itemsize = fc_dtype_size(slot->compute);
         int64_t bytes = slot->outer > 0 ? slot->numel / slot->outer * itemsize : 0;
         FC_TRY(buffer_facts(params[i]->flat, plan->world * slot->numel * itemsize, &target, err));
-        columns[i] = (fck_column){
-            .dst = target.data, .offset = slot->offset, .bytes = bytes, .blocks = slot->outer};
+        columns[count++] = (fck_column){.dst = target.data,
+                                        .offset = rest ? slot->rest : slot->offset,
+                                        .bytes = bytes,
+                                        .blocks = slot->outer};
     }
     FC_TRY(begin_launch(source.device, &l));
-    failure =
-        kernels->unpack(source.data, plan->row_bytes, plan->world, columns, plan->count, l.stream);
+    failure = kernels->unpack(source.data, row_bytes, plan->world, columns, count, l.stream);
     FC_TRY(end_launch(&l, failure, err));
 done:
     return status;
@@ -262,37 +313,59 @@ done:
     return status;
 }
 
+static bool is_meant(const fc_reduce_plan *plan, ptrdiff_t which, size_t i) {
+    return which == FC_ALL_GRADIENTS || which == (ptrdiff_t)i ||
+           (which == FC_REST_OF_GRADIENTS && plan->rests[i] != FC_OWN_PIECE);
+}
+
+/* Where a gradient's part begins in a row of those that are meant. */
+static int64_t offset_of(const fc_reduce_plan *plan, ptrdiff_t which, size_t i) {
+    return which == FC_ALL_GRADIENTS ? plan->offsets[i] : which < 0 ? plan->rests[i] : 0;
+}
+
 /* Fills in the descriptors, of the gradients or, where there are, of their casts. */
-static fc_status describe_gradients(const fc_reduce_plan *plan, fct_tensor *const *casts,
-                                    fck_gradient *gradients, fc_error *err) {
+static fc_status describe_gradients(const fc_reduce_plan *plan, ptrdiff_t which,
+                                    fct_tensor *const *casts, fck_gradient *gradients,
+                                    size_t *count, fc_error *err) {
     fc_status status = FC_OK;
+    *count = 0;
     for (size_t i = 0; i < plan->count; i++) {
+        if (!is_meant(plan, which, i)) {
+            continue;
+        }
         const fct_tensor *grad = casts != NULL && casts[i] != NULL ? casts[i] : plan->grads[i];
         const fc_layout *layout = &plan->params[i]->layout;
         fct_facts facts;
         fct_tensor_facts(grad, &facts);
         FC_TRY(check_extent(&facts, layout->numel * facts.itemsize, err));
-        gradients[i] = (fck_gradient){.src = facts.data,
-                                      .numel = layout->rows * layout->row_numel,
-                                      .chunk = layout->chunk_rows * layout->row_numel,
-                                      .offset = plan->offsets[i],
-                                      .blocks = layout->outer,
-                                      .itemsize = (int32_t)facts.itemsize,
-                                      .src_dtype = facts.dtype};
+        gradients[(*count)++] = (fck_gradient){.src = facts.data,
+                                               .numel = layout->rows * layout->row_numel,
+                                               .chunk = layout->chunk_rows * layout->row_numel,
+                                               .offset = offset_of(plan, which, i),
+                                               .blocks = layout->outer,
+                                               .itemsize = (int32_t)facts.itemsize,
+                                               .src_dtype = facts.dtype};
     }
 done:
     return status;
 }
 
-fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan, int64_t world,
-                                     fct_tensor *buffer, fc_error *err) {
+static int64_t row_of(const fc_reduce_plan *plan, ptrdiff_t which) {
+    return which == FC_ALL_GRADIENTS       ? plan->row_numel
+           : which == FC_REST_OF_GRADIENTS ? plan->rest_numel
+                                           : plan->params[which]->layout.padded_numel;
+}
+
+fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan, ptrdiff_t which,
+                                     int64_t world, fct_tensor *buffer, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts target;
     fct_tensor **casts = NULL;
     launch l;
+    size_t count = 0;
     const char *failure = NULL;
-    FC_TRY(
-        buffer_facts(buffer, world * plan->row_numel * fc_dtype_size(plan->dtype), &target, err));
+    const int64_t row_numel = row_of(plan, which);
+    FC_TRY(buffer_facts(buffer, world * row_numel * fc_dtype_size(plan->dtype), &target, err));
     const fck_backend *kernels = fck_backend_of(target.device.type);
     if (kernels == NULL) {
         return fc_foreach_pack_gradients(&t->foreach, plan, world, buffer, target.offset_bytes,
@@ -302,10 +375,10 @@ fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan,
     if (!plan->native) {
         FC_TRY(cast_gradients(plan, &casts));
     }
-    FC_TRY(describe_gradients(plan, casts, (fck_gradient *)t->descriptors, err));
+    FC_TRY(describe_gradients(plan, which, casts, (fck_gradient *)t->descriptors, &count, err));
     FC_TRY(begin_launch(target.device, &l));
-    failure = kernels->pack_gradients((const fck_gradient *)t->descriptors, plan->count, world,
-                                      target.data, plan->row_numel, plan->dtype, l.stream);
+    failure = kernels->pack_gradients((const fck_gradient *)t->descriptors, count, world,
+                                      target.data, row_numel, plan->dtype, l.stream);
     FC_TRY(end_launch(&l, failure, err));
 done:
     release_all(casts, plan->count);

@@ -1,5 +1,6 @@
 /* The extension module: its state (types, interned names, bound Python functions) and nothing that
  * is global. */
+#include "../core/plan.h"
 #include "../kernels/kernels.h"
 #include "../kernels/kernels_jit.h"
 #include "../kernels/pool.h"
@@ -257,6 +258,16 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *module_pieces_from(PyObject *self, PyObject *value) {
+    (void)self;
+    const long long bytes = PyLong_AsLongLong(value);
+    if (bytes == -1 && PyErr_Occurred() != NULL) {
+        return NULL;
+    }
+    fc_pieces_from(bytes);
+    Py_RETURN_NONE;
+}
+
 /* For tests and measurements: in a namespace of their own, _C._testing. */
 static PyMethodDef testing_methods[] = {
     {"fault_arm", module_fault_arm, METH_O,
@@ -273,6 +284,10 @@ static PyMethodDef testing_methods[] = {
     {"hide_kernels", module_hide_kernels, METH_O,
      "hide_kernels(on): whether torch's multi-tensor operations take the place of all kernels, in "
      "all threads."},
+    {"pieces_from", module_pieces_from, METH_O,
+     "pieces_from(bytes): from how many bytes on a parameter is a piece of its own, in plans that "
+     "are "
+     "made from now on; on all ranks the same."},
     {"overrides", fcpy_guard_overrides, METH_O,
      "overrides(group_or_state): bits of what somebody has patched or overridden for it; 0: "
      "nothing."},

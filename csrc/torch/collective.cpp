@@ -15,6 +15,7 @@
  * backends are waited for in one call: they return at once (streams) or cannot be asked. */
 #include "bridge.h"
 #include "direct.h"
+#include "exchange.h"
 #include "waiter.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
@@ -232,17 +233,11 @@ class ContextAside {
 #endif
 };
 
-/* Issues a collective: `cpp` calls the C++ group, `python` the Python one; both return the work. */
-template <typename Cpp, typename Python>
-fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python) {
+/* Issues a collective of a group written in C++: `cpp` returns the work. */
+template <typename Cpp> fct_work *issue_here(fct_pg *pg, c10::DeviceType device, Cpp &&cpp) {
     const at::NoGradGuard no_grad;
     auto result = std::make_unique<fct_work>();
-    if (pg->python) {
-        result->kind = Kind::python;
-        result->python = python();
-        return result->python.is_none() ? nullptr : result.release();
-    }
-    result->kind = kind_for(pg, fct::impl(tensor)->device().type());
+    result->kind = kind_for(pg, device);
     {
         /* Backends that copy on a thread of their own (gloo) take this state along, so that the
          * outputs' version counters stay as they are. */
@@ -250,7 +245,7 @@ fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python
         const ContextAside aside;
         pybind11::gil_scoped_release released;
         result->work = cpp();
-        if (result->work && !can_poll(*result) && fct::impl(tensor)->is_cpu()) {
+        if (result->work && !can_poll(*result) && device == c10::DeviceType::CPU) {
             try {
                 result->waiter = pg->helper.add(result->work);
             } catch (const std::system_error &) {
@@ -260,6 +255,28 @@ fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python
         }
     }
     return result->work ? result.release() : nullptr;
+}
+
+/* The same of any group: `python` calls one that is a Python class. */
+template <typename Cpp, typename Python>
+fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python) {
+    if (!pg->python) {
+        return issue_here(pg, fct::impl(tensor)->device().type(), std::forward<Cpp>(cpp));
+    }
+    const at::NoGradGuard no_grad;
+    auto result = std::make_unique<fct_work>();
+    result->kind = Kind::python;
+    result->python = python();
+    return result->python.is_none() ? nullptr : result.release();
+}
+
+std::vector<at::Tensor> tensors_of(fct_tensor *const *tensors, size_t count) {
+    std::vector<at::Tensor> all;
+    all.reserve(count);
+    for (size_t i = 0; i < count; i++) {
+        all.push_back(*Borrowed(tensors[i]));
+    }
+    return all;
 }
 
 /* User code that runs during a wait (a signal's handler) may let the work go, by a reset: here and
@@ -438,6 +455,37 @@ int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double fact
         *work = issue(
             pg, tensor, [&] { return pg->group->allreduce(tensors, options); },
             [&] { return pg->python.attr("allreduce")(tensors, options); });
+    });
+}
+
+void fct_cuts_announce(const fct_cuts *cuts) {
+    fct::announce_cuts(cuts);
+}
+
+int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool *takes) {
+    return guarded("fct_pg_takes_pieces", [&] {
+        const auto type = static_cast<c10::DeviceType>(device.type);
+        *takes = !pg->python && mover(pg, type) != pg->group &&
+                 !c10::impl::TorchDispatchModeTLS::any_modes_set() && !at::hasCallbacks();
+    });
+}
+
+int fct_gather_pieces(fct_pg *pg, fct_tensor *const *pieces, size_t count, fct_work **work) {
+    return guarded("fct_gather_pieces", [&] {
+        const std::vector<at::Tensor> all = tensors_of(pieces, count);
+        *work = issue_here(pg, c10::DeviceType::CPU,
+                           [&] { return fct::gather_pieces(*pg->direct, all); });
+    });
+}
+
+int fct_reduce_pieces(fct_pg *pg, fct_tensor *output, fct_tensor *const *pieces, size_t count,
+                      fct_reduce_op op, fct_work **work) {
+    return guarded("fct_reduce_pieces", [&] {
+        const std::vector<at::Tensor> all = tensors_of(pieces, count);
+        const at::Tensor to = *Borrowed(output);
+        TORCH_CHECK(op == FCT_SUM || op == FCT_AVG, "pieces are summed or averaged");
+        *work = issue_here(pg, c10::DeviceType::CPU,
+                           [&] { return fct::reduce_pieces(*pg->direct, to, all, op == FCT_AVG); });
     });
 }
 

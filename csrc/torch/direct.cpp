@@ -21,6 +21,8 @@
 
 #include "../kernels/ring.h"
 #include "bridge.h"
+#include "exchange.h"
+#include "memory.h"
 #include "waiter.h"
 
 #include <ATen/record_function.h>
@@ -43,79 +45,13 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 constexpr uint32_t kTagBase = 0x46000000;
 constexpr uint32_t kTagCount = 0x00ffffff;
 
-/* One exchange: its messages, and the memory that they use. */
-class Exchange : public c10d::Work {
-  public:
-    Exchange(const char *title, Tensors held)
-        : Work(-1, c10d::OpType::UNKNOWN, title), held_(std::move(held)) {}
-
-    void received_by(WorkPtr message) {
-        receives_.push_back(std::move(message));
-    }
-    void sent_by(WorkPtr message) {
-        sends_.push_back(std::move(message));
-    }
-
-    /* By the helper, or by torch's functions on the caller's thread; later calls know how it ended,
-     * for a message can be waited for only once. */
-    bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-        if (!isCompleted()) {
-            std::exception_ptr error;
-            try {
-                wait_for(receives_, timeout);
-                arrived();
-                wait_for(sends_, timeout);
-            } catch (...) {
-                error = std::current_exception();
-            }
-            finish(error);
-        }
-        if (exception()) {
-            std::rethrow_exception(exception());
-        }
-        return true;
-    }
-
-  protected:
-    /* All rows are here. */
-    virtual void arrived() {}
-
-    Tensors held_;
-
-  private:
-    static void wait_for(const std::vector<WorkPtr> &messages, std::chrono::milliseconds timeout) {
-        for (const WorkPtr &message : messages) {
-            TORCH_CHECK(message->wait(timeout), "an exchange of rows was aborted");
-        }
-    }
-
-    std::vector<WorkPtr> receives_; /* go before what they use */
-    std::vector<WorkPtr> sends_;
-};
-
-/* The rows of a reduce-scatter: held_ is the output, the input, and room for what comes. */
-class Sum : public Exchange {
-  public:
-    Sum(const char *title, Tensors held, std::vector<const void *> rows, int64_t rank, bool average)
-        : Exchange(title, std::move(held)), rows_(std::move(rows)), rank_(rank), average_(average) {
-    }
-
-  protected:
-    void arrived() override {
-        const at::Tensor &output = held_[0];
-        const auto world = static_cast<int64_t>(rows_.size());
-        fck_ring_sum(static_cast<fck_dtype>(output.scalar_type()), output.mutable_data_ptr(),
-                     rows_.data(), world, held_[1].numel(), rank_ * output.numel(), output.numel());
-        if (average_) {
-            output.div_(world);
-        }
-    }
-
-  private:
-    std::vector<const void *> rows_;
-    int64_t rank_;
-    bool average_;
-};
+using fct::Exchange;
+using fct::numel_of;
+using fct::pieces_of;
+using fct::Scatter;
+using fct::Span;
+using fct::Spans;
+using fct::Sum;
 
 class Direct : public c10d::Backend {
   public:
@@ -132,20 +68,22 @@ class Direct : public c10d::Backend {
         if (!rows_fit(output, input)) {
             return engine_->_allgather_base(output, input, options);
         }
-        at::Tensor own = row(output, rank_, input.numel());
-        if (own.data_ptr() != input.data_ptr()) {
-            own.copy_(input);
+        const at::Tensor rows = output.view({size_, input.numel()});
+        if (rows[rank_].data_ptr() != input.data_ptr()) {
+            rows[rank_].copy_(input);
         }
-        auto exchange = c10::make_intrusive<Exchange>("gloo:all_gather", Tensors{output, input});
-        const int tag = next_tag();
-        const at::DisableRecordFunctionGuard unseen;
-        for (int peer : peers()) {
-            exchange->received_by(receive(row(output, peer, input.numel()), peer, tag));
+        const auto cut = pieces_of(input.numel());
+        const Tensors pieces = split(rows, cut);
+        Tensors held = pieces;
+        held.push_back(input);
+        c10::intrusive_ptr<Exchange> exchange;
+        if (cut.back().size() == 1) {
+            exchange = c10::make_intrusive<Exchange>("gloo:all_gather", std::move(held));
+        } else {
+            exchange = c10::make_intrusive<Scatter>("gloo:all_gather", std::move(held), rows,
+                                                    pieces.back(), cut.back());
         }
-        for (int peer : peers()) {
-            exchange->sent_by(send(input, peer, tag));
-        }
-        return exchange;
+        return exchange_rows(std::move(exchange), pieces);
     }
 
     WorkPtr _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
@@ -156,27 +94,17 @@ class Direct : public c10d::Backend {
         if (!sums || !rows_fit(input, output)) {
             return engine_->_reduce_scatter_base(output, input, options);
         }
-        const int64_t n = output.numel();
-        at::Tensor room = at::empty({(size_ - 2) * n}, output.options());
-        std::vector<const void *> rows(static_cast<size_t>(size_));
-        Tensors arriving;
-        for (int peer : peers()) {
-            const auto i = static_cast<int64_t>(arriving.size());
-            arriving.push_back(i == 0 ? output : row(room, i - 1, n));
-            rows[static_cast<size_t>(peer)] = arriving.back().const_data_ptr();
-        }
-        rows[static_cast<size_t>(rank_)] = row(input, rank_, n).const_data_ptr();
-        auto exchange = c10::make_intrusive<Sum>(
-            "gloo:reduce_scatter", Tensors{output, input, room}, std::move(rows), rank_, average);
-        const int tag = next_tag();
-        const at::DisableRecordFunctionGuard unseen;
-        for (size_t i = 0; i < arriving.size(); i++) {
-            exchange->received_by(receive(arriving[i], peers()[i], tag));
-        }
-        for (int peer : peers()) {
-            exchange->sent_by(send(row(input, peer, n), peer, tag));
-        }
-        return exchange;
+        const at::Tensor rows = input.view({size_, output.numel()});
+        return sum_rows(output, split(rows, pieces_of(output.numel())), average);
+    }
+
+    /* Pieces are 1-D: the parts of all ranks, one after the other. */
+    WorkPtr gather_pieces(const Tensors &pieces) {
+        const Tensors rows = by_rank(pieces);
+        return exchange_rows(c10::make_intrusive<Exchange>("gloo:all_gather", rows), rows);
+    }
+    WorkPtr reduce_pieces(const at::Tensor &output, const Tensors &pieces, bool average) {
+        return sum_rows(output, by_rank(pieces), average);
     }
 
     /* All else is the engine's. It is asked for only while this stands in the engine's place
@@ -273,8 +201,106 @@ class Direct : public c10d::Backend {
         return all;
     }
 
-    static at::Tensor row(const at::Tensor &rows, int64_t index, int64_t numel) {
-        return rows.narrow(0, index * numel, numel);
+    /* The pieces of whole rows: views where they are one span, else copies. */
+    static Tensors split(const at::Tensor &rows, const std::vector<Spans> &cut) {
+        Tensors pieces;
+        for (const Spans &spans : cut) {
+            Tensors parts;
+            for (const Span &span : spans) {
+                parts.push_back(rows.narrow(1, span.in_row, span.numel));
+            }
+            pieces.push_back(parts.size() == 1 ? parts[0] : at::cat(parts, 1));
+        }
+        return pieces;
+    }
+
+    Tensors by_rank(const Tensors &pieces) const {
+        Tensors rows;
+        rows.reserve(pieces.size());
+        for (const at::Tensor &piece : pieces) {
+            rows.push_back(piece.view({size_, -1}));
+        }
+        return rows;
+    }
+
+    /* Sends this rank's rows of the pieces and receives the others'. */
+    WorkPtr exchange_rows(c10::intrusive_ptr<Exchange> exchange, const Tensors &pieces) {
+        const at::DisableRecordFunctionGuard unseen;
+        const std::vector<int> tags = next_tags(pieces.size());
+        for (size_t i = 0; i < pieces.size(); i++) {
+            for (int peer : peers()) {
+                exchange->received_by(i, receive(pieces[i][peer], peer, tags[i]));
+            }
+        }
+        for (size_t i = 0; i < pieces.size(); i++) {
+            for (int peer : peers()) {
+                exchange->sent_by(send(pieces[i][rank_], peer, tags[i]));
+            }
+        }
+        return exchange;
+    }
+
+    /* Where peers' rows of a piece arrive, in the order of peers(): the first in the output itself,
+     * where the piece is one span of it. */
+    Tensors landing(const at::Tensor &output, const Spans &spans) const {
+        const int64_t n = numel_of(spans);
+        Tensors rows;
+        if (spans.size() == 1) {
+            rows.push_back(output.narrow(0, spans[0].in_row, n));
+        }
+        const int64_t more = size_ - 1 - static_cast<int64_t>(rows.size());
+        const at::Tensor room = fct::pooled_empty(more * n, output.scalar_type());
+        for (int64_t i = 0; i < more; i++) {
+            rows.push_back(room.narrow(0, i * n, n));
+        }
+        return rows;
+    }
+
+    /* Where the rows of all ranks are: this one's in the piece, the others' where they arrive. */
+    Sum::Part part_of(const Spans &spans, const at::Tensor &piece, const Tensors &arriving) const {
+        Sum::Part part{spans, std::vector<const char *>(static_cast<size_t>(size_))};
+        const auto all = peers();
+        for (size_t hop = 0; hop < all.size(); hop++) {
+            part.rows[static_cast<size_t>(all[hop])] =
+                static_cast<const char *>(arriving[hop].const_data_ptr());
+        }
+        part.rows[static_cast<size_t>(rank_)] =
+            static_cast<const char *>(piece[rank_].const_data_ptr());
+        return part;
+    }
+
+    /* Sends each peer its rows of the pieces, and adds what comes to this rank's. */
+    WorkPtr sum_rows(const at::Tensor &output, const Tensors &pieces, bool average) {
+        const auto cut = pieces_of(output.numel());
+        TORCH_CHECK(cut.size() == pieces.size(), "a row of ", cut.size(), " pieces came in ",
+                    pieces.size());
+        Tensors held{output};
+        std::vector<Sum::Part> parts;
+        std::vector<Tensors> arriving;
+        for (size_t i = 0; i < pieces.size(); i++) {
+            TORCH_CHECK(pieces[i].size(1) == numel_of(cut[i]), "a piece of ", numel_of(cut[i]),
+                        " elements has ", pieces[i].size(1));
+            arriving.push_back(landing(output, cut[i]));
+            parts.push_back(part_of(cut[i], pieces[i], arriving[i]));
+            held.push_back(pieces[i]);
+            held.insert(held.end(), arriving[i].begin(), arriving[i].end());
+        }
+        auto exchange = c10::make_intrusive<Sum>("gloo:reduce_scatter", std::move(held),
+                                                 std::move(parts), rank_, average);
+        const at::DisableRecordFunctionGuard unseen;
+        const auto all = peers();
+        const std::vector<int> tags = next_tags(pieces.size());
+        for (size_t i = 0; i < pieces.size(); i++) {
+            for (size_t hop = 0; hop < all.size(); hop++) {
+                exchange->received_by(i, receive(arriving[i][hop], all[hop], tags[i]));
+            }
+        }
+        for (size_t i = 0; i < pieces.size(); i++) {
+            for (int peer : all) {
+                exchange->sent_by(send(pieces[i][peer], peer, tags[i]));
+            }
+        }
+        return exchange;
     }
 
     /* What gloo would refuse, too, is left to it. */
@@ -284,8 +310,12 @@ class Direct : public c10d::Backend {
                one.numel() > 0;
     }
 
-    int next_tag() {
-        return static_cast<int>(kTagBase + (agreement_->messages++ & kTagCount));
+    std::vector<int> next_tags(size_t count) {
+        std::vector<int> tags;
+        for (size_t i = 0; i < count; i++) {
+            tags.push_back(static_cast<int>(kTagBase + (agreement_->messages++ & kTagCount)));
+        }
+        return tags;
     }
 
     WorkPtr receive(const at::Tensor &to, int peer, int tag) {
@@ -324,6 +354,20 @@ bool is_gloo(const c10d::Backend &backend) {
 } // namespace
 
 namespace fct {
+
+static Direct &backend_of(c10d::ProcessGroup &direct) {
+    return dynamic_cast<Direct &>(*direct.getBackend(c10::DeviceType::CPU));
+}
+
+c10::intrusive_ptr<c10d::Work> gather_pieces(c10d::ProcessGroup &direct,
+                                             const std::vector<at::Tensor> &pieces) {
+    return backend_of(direct).gather_pieces(pieces);
+}
+
+c10::intrusive_ptr<c10d::Work> reduce_pieces(c10d::ProcessGroup &direct, const at::Tensor &output,
+                                             const std::vector<at::Tensor> &pieces, bool average) {
+    return backend_of(direct).reduce_pieces(output, pieces, average);
+}
 
 std::shared_ptr<Agreement> agreement_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
     struct Entry {

@@ -2,11 +2,14 @@
 #ifndef FSDP_C_TORCH_DIRECT_H
 #define FSDP_C_TORCH_DIRECT_H
 
+#include "torch_abi.h"
+
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace fct {
 
@@ -33,6 +36,12 @@ void agree(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &g
  */
 c10::intrusive_ptr<c10d::ProcessGroup> direct(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
                                               std::shared_ptr<Agreement> agreement);
+
+/* See torch_abi.h, of the same names; `direct` is a group that direct() made. */
+c10::intrusive_ptr<c10d::Work> gather_pieces(c10d::ProcessGroup &direct,
+                                             const std::vector<at::Tensor> &pieces);
+c10::intrusive_ptr<c10d::Work> reduce_pieces(c10d::ProcessGroup &direct, const at::Tensor &output,
+                                             const std::vector<at::Tensor> &pieces, bool average);
 
 /* While one lives, the CPU's backend of `group` itself is the direct one of `direct`: for whoever
  * looks at the group that a collective is called with. Made and ended with the GIL. */

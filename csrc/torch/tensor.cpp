@@ -126,6 +126,12 @@ void fct_tensor_release(fct_tensor *t) {
     }
 }
 
+bool fct_tensor_is_sole(const fct_tensor *t) {
+    const c10::TensorImpl *tensor = impl(t);
+    return c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl *>(tensor)) == 1 &&
+           tensor->has_storage() && tensor->unsafe_storage().use_count() == 1;
+}
+
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out) {
     fct_facts facts = {};
     facts.dtype = FCT_NO_DTYPE;
@@ -286,6 +292,16 @@ void fct_storage_free(fct_tensor *t) {
     c10::StorageImpl *storage = impl(t)->unsafe_storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
     storage->set_nbytes(static_cast<size_t>(0));
+}
+
+void fct_storage_move(fct_tensor *from, fct_tensor *to) {
+    c10::StorageImpl *source = impl(from)->unsafe_storage().unsafeGetStorageImpl();
+    c10::StorageImpl *target = impl(to)->unsafe_storage().unsafeGetStorageImpl();
+    const size_t bytes = source->nbytes();
+    c10::DataPtr memory = source->set_data_ptr(c10::DataPtr(nullptr, source->device()));
+    source->set_nbytes(static_cast<size_t>(0));
+    target->set_data_ptr_noswap(std::move(memory));
+    target->set_nbytes(bytes);
 }
 
 bool fct_grad_has(const fct_tensor *t) {

@@ -89,6 +89,8 @@ void fct_tensor_release(fct_tensor *t); /* NULL is fine */
 /* Reads the facts; never fails (a wrapper or sparse tensor gives strided=false, data=NULL). */
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out);
 bool fct_tensor_requires_grad(const fct_tensor *t);
+/* Whether nobody else has the tensor, or another over its memory. */
+bool fct_tensor_is_sole(const fct_tensor *t);
 /* The version counter's value; 0 for inference tensors. */
 uint32_t fct_tensor_version(const fct_tensor *t);
 /* Counts a write that went through a raw pointer (nothing happens for inference tensors). */
@@ -142,6 +144,9 @@ void fct_memory_trim(void);
 FCT_CHECK int fct_storage_alloc(fct_tensor *t, int64_t nbytes);
 /* Frees the storage's memory; size becomes 0. Nothing happens where it is 0 already. */
 void fct_storage_free(fct_tensor *t);
+/* `to`, whose storage holds none, gets the memory of `from`'s, which holds none then. Both on one
+ * device. */
+void fct_storage_move(fct_tensor *from, fct_tensor *to);
 
 /* .grad of a leaf. has: whether one is set. identity: tells gradients apart, only to be compared.
  * take: moves it out (leaving None); *out is new, or NULL if none. */
@@ -173,6 +178,34 @@ FCT_CHECK int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *inp
                                  fct_reduce_op op, double factor, bool async_op, fct_work **work);
 FCT_CHECK int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor,
                              bool async_op, fct_work **work);
+
+/* Parts of a rank's row that are worth a message of their own, in the order of the row; `count` of
+ * them, of `row_numel` elements in all. What is between them is the rest, one message more. */
+typedef struct fct_cut {
+    int64_t offset;
+    int64_t numel;
+} fct_cut;
+typedef struct fct_cuts {
+    const fct_cut *cuts;
+    size_t count;
+    int64_t row_numel;
+} fct_cuts;
+
+/* How the rows of this thread's next collectives, if they are of that length, are cut into messages
+ * where they go directly: the same on all ranks. Borrows `cuts` until it is called with NULL. */
+void fct_cuts_announce(const fct_cuts *cuts);
+/* Whether rows go directly on `device`, and nobody looks for ops of namespace c10d, so that a row
+ * may come in pieces of memory: one for each announced cut and, where there is any, one for the
+ * rest. Other ranks may do otherwise at the same time. */
+FCT_CHECK int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool *takes);
+/* An all-gather in place: each piece is 1-D contiguous, all ranks' parts one after the other, of
+ * which this rank's is there. The work is new and keeps the pieces. */
+FCT_CHECK int fct_gather_pieces(fct_pg *pg, fct_tensor *const *pieces, size_t count,
+                                fct_work **work);
+/* The reduce-scatter (FCT_SUM, FCT_AVG) of pieces, which hold what goes to each rank, into a whole
+ * row. Only reads the pieces. The work is new and keeps all. */
+FCT_CHECK int fct_reduce_pieces(fct_pg *pg, fct_tensor *output, fct_tensor *const *pieces,
+                                size_t count, fct_reduce_op op, fct_work **work);
 
 /* Waits for a work. On devices with streams this orders the current stream after it and returns at
  * once. On the CPU it blocks with the GIL released, in slices: between slices pending signals are

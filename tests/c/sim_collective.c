@@ -159,6 +159,53 @@ void fct_work_release(fct_work *work) {
     }
 }
 
+/* ---- pieces ---- */
+
+static const fct_cuts *announced;
+
+void fct_cuts_announce(const fct_cuts *cuts) {
+    announced = cuts;
+}
+
+int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool *takes) {
+    (void)pg;
+    (void)device;
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_takes_pieces")) {
+        return -1;
+    }
+    *takes = sim_now.pieces && !sim_now.streams;
+    return 0;
+}
+
+/* A run of elements of a row, and where it stands in piece `piece`. */
+typedef struct run {
+    size_t piece;
+    int64_t in_piece;
+    int64_t in_row;
+    int64_t numel;
+} run;
+
+/* The runs of a row that is cut as announced. Returns how many; *pieces: of how many pieces. */
+static size_t runs_of_row(run *runs, size_t *pieces) {
+    const fct_cuts *cuts = announced;
+    size_t count = 0;
+    int64_t at = 0;
+    int64_t rested = 0;
+    for (size_t i = 0; i <= cuts->count; i++) {
+        const int64_t end = i < cuts->count ? cuts->cuts[i].offset : cuts->row_numel;
+        if (end > at) {
+            runs[count++] = (run){cuts->count, rested, at, end - at};
+            rested += end - at;
+        }
+        if (i < cuts->count) {
+            runs[count++] = (run){i, 0, end, cuts->cuts[i].numel};
+            at = end + cuts->cuts[i].numel;
+        }
+    }
+    *pieces = cuts->count + (rested > 0 ? 1 : 0);
+    return count;
+}
+
 /* ---- all-gather ---- */
 
 typedef struct gathering {
@@ -230,6 +277,58 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
     return 0;
 }
 
+enum { RUNS_MAX = 64 };
+
+/* Fills in the rows of piece `piece`, of elements of `size` bytes, from the rows of all ranks. */
+static void fill_piece(const fct_pg *pg, gathering *g, size_t piece, const run *runs, size_t count,
+                       int64_t row_bytes, int64_t size) {
+    char *row = (char *)sim_alloc((size_t)row_bytes);
+    for (int64_t r = 0; r <= pg->world; r++) { /* the last: this rank's again */
+        memset(row, r < pg->world ? 0xff : 0, (size_t)row_bytes);
+        pg->row(pg->context, r < pg->world ? r : pg->rank, row, row_bytes);
+        for (size_t i = 0; i < count; i++) {
+            if (runs[i].piece == piece) {
+                memcpy(g->rows + r * g->row_bytes + runs[i].in_piece * size,
+                       row + runs[i].in_row * size, (size_t)(runs[i].numel * size));
+            }
+        }
+    }
+    free(row);
+}
+
+int fct_gather_pieces(fct_pg *pg, fct_tensor *const *pieces, size_t count, fct_work **work) {
+    run runs[RUNS_MAX];
+    size_t expected = 0;
+    const size_t run_count = runs_of_row(runs, &expected);
+    sim_tick();
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_gather_pieces")) {
+        return -1;
+    }
+    if (count != expected) {
+        sim_fail("a row of %zu pieces comes in %zu", expected, count);
+    }
+    *work = NULL;
+    for (size_t k = 0; k < count; k++) {
+        sim_view to = sim_view_of(pieces[k], "a gather of pieces");
+        const int64_t size = sim_itemsize(to.dtype);
+        const int64_t row_bytes = to.numel / pg->world * size;
+        gathering *g = (gathering *)sim_scratch(sizeof *g + (size_t)((pg->world + 1) * row_bytes));
+        *g = (gathering){.output = to,
+                         .input = to,
+                         .world = pg->world,
+                         .rank = pg->rank,
+                         .row_bytes = row_bytes};
+        g->input.data = to.data + pg->rank * row_bytes;
+        g->rows = (char *)(g + 1);
+        fill_piece(pg, g, k, runs, run_count, announced->row_numel * size, size);
+        fct_work_release(*work);
+        *work = issue(pg, pieces[k], pieces[k], true,
+                      (sim_op){.what = "a gather of pieces", .run = run_all_gather, .args = g});
+    }
+    sim_log("gather:%s", pg->name);
+    return 0;
+}
+
 /* ---- reductions ---- */
 
 typedef struct reducing {
@@ -286,6 +385,35 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
     sim_log("scatter:%s", pg->name);
     *work = issue(pg, output, input, async_op,
                   (sim_op){.what = "a reduce-scatter", .run = run_reduce, .args = r});
+    return 0;
+}
+
+int fct_reduce_pieces(fct_pg *pg, fct_tensor *output, fct_tensor *const *pieces, size_t count,
+                      fct_reduce_op op, fct_work **work) {
+    run runs[RUNS_MAX];
+    size_t expected = 0;
+    const size_t run_count = runs_of_row(runs, &expected);
+    sim_tick();
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_pieces")) {
+        return -1;
+    }
+    if (count != expected) {
+        sim_fail("a row of %zu pieces comes in %zu", expected, count);
+    }
+    *work = NULL;
+    for (size_t i = 0; i < run_count; i++) {
+        const run *one = &runs[i];
+        reducing *r = reducing_new(pg, op, 1.0);
+        r->output = sim_view_of(output, "a reduction of pieces");
+        r->input = sim_view_of(pieces[one->piece], "a reduction of pieces");
+        r->output.data += one->in_row * sim_itemsize(r->output.dtype);
+        r->output.numel = one->numel;
+        r->first = pg->rank * (r->input.numel / pg->world) + one->in_piece;
+        fct_work_release(*work);
+        *work = issue(pg, output, pieces[one->piece], true,
+                      (sim_op){.what = "a reduction of pieces", .run = run_reduce, .args = r});
+    }
+    sim_log("scatter:%s", pg->name);
     return 0;
 }
 

@@ -384,11 +384,13 @@ static const struct {
     const char *name;
     bool streams;
     bool no_kernels;
+    bool pieces;
 } devices[] = {
-    {"CPU", false, false},
-    {"CUDA", true, false},
-    {"a device with neither streams nor kernels", false, true},
-    {"a device with streams and no kernels", true, true},
+    {"CPU", false, false, false},
+    {"a CPU whose rows go in pieces", false, false, true},
+    {"CUDA", true, false, false},
+    {"a device with neither streams nor kernels", false, true, false},
+    {"a device with streams and no kernels", true, true, false},
 };
 
 void sim_each_scenario(void (*visit)(const sim_scenario *scenario, const char *device)) {
@@ -397,6 +399,7 @@ void sim_each_scenario(void (*visit)(const sim_scenario *scenario, const char *d
             sim_scenario s = scenarios[i];
             s.device.streams = devices[k].streams;
             s.device.no_kernels = devices[k].no_kernels;
+            s.device.pieces = devices[k].pieces;
             visit(&s, devices[k].name);
         }
     }

@@ -406,12 +406,29 @@ void fct_storage_free(fct_tensor *t) {
     t->storage->bytes = 0;
 }
 
+void fct_storage_move(fct_tensor *from, fct_tensor *to) {
+    check_alive(from, "storage_move");
+    check_alive(to, "storage_move");
+    if (to->storage->block != NULL) {
+        sim_fail("memory is moved to a storage that holds some");
+    }
+    to->storage->block = from->storage->block;
+    to->storage->bytes = from->storage->bytes;
+    from->storage->block = NULL;
+    from->storage->bytes = 0;
+}
+
 /* The simulated device frees at once. */
 void fct_memory_round(void) {}
 
 void fct_memory_trim(void) {}
 
 /* ---- gradients ---- */
+
+bool fct_tensor_is_sole(const fct_tensor *t) {
+    check_alive(t, "is_sole");
+    return t->refs == 1 && t->storage->refs == 1;
+}
 
 bool fct_grad_has(const fct_tensor *t) {
     check_alive(t, "grad");

@@ -202,18 +202,57 @@ static void what_cannot_be_gathered_is_named(void **state) {
     fc_param_fini(&huge);
 }
 
+/* Parameters from 40 bytes on; the rest closes up. */
+static void large_parameters_are_pieces_of_their_own(void **state) {
+    (void)state;
+    fc_param a = vector("a", 3, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param b = vector("b", 10, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param c = vector("c", 5, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param d = vector("d", 64, FCK_FLOAT32, FCT_NO_DTYPE);
+    fc_param *params[4] = {&a, &b, &c, &d};
+    fc_error err = {""};
+    fc_gather_plan plan = {.valid = false};
+    fc_pieces_from(40);
+    assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CPU, &err), FC_OK);
+    const fct_cuts cuts = fc_gather_plan_cuts(&plan);
+    assert_int_equal(cuts.count, 2);
+    assert_int_equal(cuts.row_numel, 2 + 5 + 3 + 32);
+    assert_int_equal(cuts.cuts[0].offset, 2);
+    assert_int_equal(cuts.cuts[0].numel, 5);
+    assert_int_equal(cuts.cuts[1].offset, 10);
+    assert_int_equal(cuts.cuts[1].numel, 32);
+    assert_int_equal(plan.slots[0].rest, 0);
+    assert_int_equal(plan.slots[1].rest, FC_OWN_PIECE);
+    assert_int_equal(plan.slots[2].rest, 2 * 4);
+    assert_int_equal(plan.slots[3].rest, FC_OWN_PIECE);
+    assert_int_equal(plan.rest_bytes, (2 + 3) * 4);
+    /* Rows of bytes are whole, and so are those of other devices. */
+    b.param_dtype = FCK_BFLOAT16;
+    assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CPU, &err), FC_OK);
+    assert_int_equal(fc_gather_plan_cuts(&plan).count, 0);
+    b.param_dtype = FCT_NO_DTYPE;
+    const fct_device cuda = {.type = FCT_DEVICE_CUDA};
+    assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, cuda, &err), FC_OK);
+    assert_int_equal(fc_gather_plan_cuts(&plan).count, 0);
+    fc_pieces_from(SIM_NEVER_PIECES);
+    fc_gather_plan_fini(&plan);
+    for (size_t i = 0; i < 4; i++) {
+        fc_param_fini(params[i]);
+    }
+}
+
 static void without_memory_there_is_no_plan_and_no_leak(void **state) {
     (void)state;
     fc_param a = vector("a", 4, FCK_FLOAT32, FCT_NO_DTYPE);
     fc_param *params[1] = {&a};
     fc_error err = {""};
     sim_begin((sim_config){.seed = 1});
-    for (int64_t n = 1; n <= 2; n++) {
+    for (int64_t n = 1; n <= 3; n++) {
         fc_gather_plan plan = {.valid = false};
         sim_fault_arm(n, SIM_ONCE);
         fc_status status = fc_gather_plan_build(&plan, params, 1, 2, false, CPU, &err);
-        assert_int_equal(status, n <= 1 ? FC_ENOMEM : FC_OK);
-        assert_int_equal(plan.valid, n > 1);
+        assert_int_equal(status, n <= 2 ? FC_ENOMEM : FC_OK);
+        assert_int_equal(plan.valid, n > 2);
         fc_gather_plan_fini(&plan);
     }
     sim_end();
@@ -486,6 +525,7 @@ int main(void) {
         cmocka_unit_test(a_smaller_group_gathers_what_forward_left_in_the_compute_type),
         cmocka_unit_test(a_cast_that_no_kernel_can_do_is_left_to_torch),
         cmocka_unit_test(what_cannot_be_gathered_is_named),
+        cmocka_unit_test(large_parameters_are_pieces_of_their_own),
         cmocka_unit_test(without_memory_there_is_no_plan_and_no_leak),
         cmocka_unit_test(gradients_are_dealt_to_the_ranks_rows),
         cmocka_unit_test(parameters_without_a_gradient_take_no_room),

@@ -1,5 +1,6 @@
-"""Parity where torch's multi-tensor operations take the place of our kernels, as on a device that
-has none: a part of the basic grid, on two ranks."""
+"""Parity in other ways of moving the same data: a part of the basic grid, on two ranks. Torch's
+multi-tensor operations take the place of our kernels, as on a device that has none; or every
+parameter is a piece of its own, as large ones are."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ SETTINGS = [at_world_size(s, 2) for s in generate(1, 16) if needed(s) <= LANDED]
 SETTINGS += [Setting(placement="last"), Setting(placement="mixed", param="bf16", reduce="fp32")]
 
 
-def test_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["without_kernels", "in_pieces"])
+def test_same_bits(tmp_path: Path, way: str) -> None:
     launch = Launch(2)
     stock = run_grid("torch", SETTINGS, launch, tmp_path, ours=False)
-    ours = run_grid("without_kernels:fully_shard", SETTINGS, launch, tmp_path, ours=True)
+    ours = run_grid(f"{way}:fully_shard", SETTINGS, launch, tmp_path, ours=True)
     for index, setting in enumerate(SETTINGS):
         for rank in range(2):
             assert differences(stock[index][rank], ours[index][rank]) == [], setting

@@ -1,0 +1,9 @@
+"""fsdp_c with every parameter a piece of its own: ``FSDP_C_PARITY_OURS=in_pieces:fully_shard``."""
+
+from __future__ import annotations
+
+from fsdp_c import _C, fully_shard
+
+_C._testing.pieces_from(1)
+
+__all__ = ["fully_shard"]
