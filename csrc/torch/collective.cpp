@@ -20,12 +20,14 @@
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <optional>
@@ -177,6 +179,38 @@ const c10::intrusive_ptr<c10d::ProcessGroup> &mover(fct_pg *pg, c10::DeviceType 
         pg->direct = fct::direct(pg->group, pg->agreement);
     }
     return pg->direct;
+}
+
+/* In front of the kernels of an operator: which of the keys that a tool may use have one. */
+uint32_t kernels_in_front(const c10::OperatorHandle &op) {
+    uint32_t found = 0;
+    for (const c10::DispatchKey key :
+         {c10::DispatchKey::BackendSelect, c10::DispatchKey::Python,
+          c10::DispatchKey::Functionalize, c10::DispatchKey::ADInplaceOrView,
+          c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradOther,
+          c10::DispatchKey::Tracer}) {
+        found = found * 2 + (op.hasKernelForDispatchKey(key) ? 1 : 0);
+    }
+    return found;
+}
+
+/* Whether somebody would see the ops of namespace c10d that move rows: a dispatch mode, a profiler,
+ * or a kernel that was put in front of theirs since they were first asked about. */
+bool ops_are_watched() {
+    struct Op {
+        explicit Op(const char *name)
+            : handle(c10::Dispatcher::singleton().findSchemaOrThrow(name, "")),
+              at_first(kernels_in_front(handle)) {}
+        c10::OperatorHandle handle;
+        uint32_t at_first;
+    };
+    static const auto *const ops =
+        new std::array<Op, 2>{Op("c10d::_allgather_base_"), Op("c10d::_reduce_scatter_base_")};
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set() || at::hasCallbacks()) {
+        return true;
+    }
+    return std::any_of(ops->begin(), ops->end(),
+                       [](const Op &op) { return kernels_in_front(op.handle) != op.at_first; });
 }
 
 /* The group to call a collective with that moves rows. Dispatch modes, which are given it, see the
@@ -465,8 +499,7 @@ void fct_cuts_announce(const fct_cuts *cuts) {
 int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool *takes) {
     return guarded("fct_pg_takes_pieces", [&] {
         const auto type = static_cast<c10::DeviceType>(device.type);
-        *takes = !pg->python && mover(pg, type) != pg->group &&
-                 !c10::impl::TorchDispatchModeTLS::any_modes_set() && !at::hasCallbacks();
+        *takes = !pg->python && mover(pg, type) != pg->group && !ops_are_watched();
     });
 }
 
