@@ -177,10 +177,20 @@ orig_param_uid: Callable[[nn.Parameter], int] = getattr(_param, "_get_orig_param
 
 
 class ParamOfOlderTorch:
-    """Of ``FSDPParam``: what describes the sharded and the unsharded DTensor."""
+    """Of ``FSDPParam``: what describes the sharded and the unsharded DTensor, and what torch 2.15
+    has dropped."""
 
     mesh_info: Any
+    unsharded_accumulated_grad: torch.Tensor | None
     _unsharded_dtensor_spec: DTensorSpec | None
+
+    @property
+    def unsharded_accumulated_grad_data(self) -> torch.Tensor:
+        """The local tensor of the gradient that waits in the reduce dtype."""
+        grad = self.unsharded_accumulated_grad
+        if grad is None:
+            raise AssertionError("Expects unsharded_accumulated_grad to not be None")
+        return self._get_grad_inner_tensor(grad)  # type: ignore[attr-defined, no-any-return]
 
     def _init_shard_mesh(self) -> DeviceMesh:
         return self.shard_mesh  # type: ignore[attr-defined]
@@ -340,8 +350,8 @@ _LATER_METHODS = {
 
 
 def complete_class(cls: type, latest: dict[str, Callable[..., Any]]) -> None:
-    """Gives a module's new class, ``FSDP<Name>``, the methods that this torch's mixin lacks; those
-    of the ``latest`` release among them."""
+    """Gives a module's new class, ``FSDP<Name>``, the methods that this torch's mixin lacks, and
+    those of the ``latest`` release."""
     for name, method in {**_LATER_METHODS, **latest}.items():
-        if not hasattr(FSDPModule, name) and name not in vars(cls):
+        if name not in vars(cls) and (name in latest or not hasattr(FSDPModule, name)):
             setattr(cls, name, method)

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 _HAS_OVERRIDE = any(
     field.name == "param_dtype_override_fn"
     for field in dataclasses.fields(torch_fsdp.MixedPrecisionPolicy)
 )
+
+REDUCES_AS_STORED = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Whether gradients are reduced in the dtype of their parameters (torch 2.15) and not in the one
+that is computed in, where the policy has no ``reduce_dtype``."""
 
 
 if _HAS_OVERRIDE and not TYPE_CHECKING:
@@ -76,3 +81,21 @@ def compute_dtype(
             f"be None, that dtype, or the policy's param_dtype ({policy.param_dtype})"
         )
     return wanted
+
+
+def reduce_dtype(
+    policy: torch_fsdp.MixedPrecisionPolicy, stored: torch.dtype, computed: torch.dtype | None
+) -> torch.dtype | None:
+    """What gradients are reduced in, as the installed torch has it.
+
+    Args:
+        policy: The policy; its ``reduce_dtype`` comes first.
+        stored: The parameter's own dtype.
+        computed: What it computes in; ``None``: its own.
+
+    Returns:
+        ``None`` for the dtype that gradients have.
+    """
+    if policy.reduce_dtype is not None or not REDUCES_AS_STORED:
+        return policy.reduce_dtype
+    return stored if stored.is_floating_point and computed not in (None, stored) else None

@@ -32,7 +32,7 @@ import fsdp_c._C as _C
 
 from .compat import ParamOfOlderTorch, orig_param_uid
 from .guard import is_constructed_by_others, overridden_by, shows
-from .mixed_precision import compute_dtype
+from .mixed_precision import compute_dtype, reduce_dtype
 from .notes import class_name, noted
 from .specs import as_parameter, placements_on, shared_spec, strides_of
 
@@ -136,6 +136,12 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     sharding specs of parallel DTensors and the all-gather extensions are torch's own code.
     """
 
+    # What torch's constructor sets from release 2.15 on, and its own functions look at.
+    is_spmd_types = False
+    keep_unsharded_storage = False
+    _has_sharded_grad_dtype_override = False
+    _release_all_gather_outputs_after_post_all_gather = False  # see _release_outputs()
+
     mesh_info: Any  # one of torch's classes of mesh infos
     _unsharded_dtensor_spec: DTensorSpec | None
 
@@ -172,6 +178,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._group: weakref.ref[_Group] | None = None
         self._orig_class: type = type(param)
         self._orig_attributes = _noted_by_users(param)
+        self._sharding_spec_by_dtype: dict[torch.dtype, DTensorSpec] = {}
         if is_constructed_by_others(type(self), Param):
             FSDPParam.__init__(
                 self,
@@ -383,17 +390,18 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         """Resolves compute and reduce dtypes; ``None`` stands for "no cast needed"."""
         if mp_policy is not self.mp_policy:
             self._policy_dtype = compute_dtype(mp_policy, self.sharded_param)
-        param_dtype, reduce_dtype = self._policy_dtype, mp_policy.reduce_dtype
+        param_dtype = self._policy_dtype
         before = self.param_dtype or self.orig_dtype
         self.orig_dtype = self.sharded_param.dtype
+        reduced = reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # it computes as it is; reductions may be wider
-            reduce_dtype = reduce_dtype and reduce_dtype.to_complex()
-        elif reduce_dtype == param_dtype:
-            reduce_dtype = None
+            reduced = reduced and reduced.to_complex()
+        elif reduced == param_dtype:
+            reduced = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
             param_dtype = None
         self.param_dtype = param_dtype
-        self.reduce_dtype = reduce_dtype
+        self.reduce_dtype = reduced
         if before is not None and before != (param_dtype or self.orig_dtype):
             self._forget_unsharded()
 
@@ -527,6 +535,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             self._adopt_local(self.sharded_param._local_tensor)
             self._note_shard()
         self._sharding_spec = self.sharded_param._spec
+        self._sharding_spec_by_dtype = {}
         self.init_dtype_attrs(self.mp_policy)
         group = self._live_group()
         if group is not None:
