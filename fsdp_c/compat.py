@@ -16,6 +16,7 @@ What cannot be had at all raises ``NotImplementedError`` with the argument and t
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._common_utils as _utils
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as _collectives
 import torch.distributed.fsdp._fully_shard._fsdp_common as _common
 import torch.distributed.fsdp._fully_shard._fsdp_init as _init
 import torch.distributed.fsdp._fully_shard._fsdp_param as _param
@@ -110,6 +112,15 @@ REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
 """The functions of ``torch.distributed`` that FSDP2's own collectives call."""
+
+
+def row_dtype(dtype: torch.dtype | None) -> tuple[torch.dtype | None, ...]:
+    """The argument ``orig_dtype`` of torch's ``foreach_reduce``, where that has one; from torch 2.15
+    on parameters say it themselves (``sharded_grad_dtype``)."""
+    return (dtype,) if _REDUCE_TAKES_DTYPE else ()
+
+
+_REDUCE_TAKES_DTYPE = "orig_dtype" in inspect.signature(_collectives.foreach_reduce).parameters
 
 
 # ---- meshes --------------------------------------------------------------------------------------

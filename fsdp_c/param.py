@@ -142,6 +142,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     _has_sharded_grad_dtype_override = False
     _release_all_gather_outputs_after_post_all_gather = False  # see _release_outputs()
 
+    sharded_grad_dtype: torch.dtype | None
     mesh_info: Any  # one of torch's classes of mesh infos
     _unsharded_dtensor_spec: DTensorSpec | None
 
@@ -392,7 +393,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             self._policy_dtype = compute_dtype(mp_policy, self.sharded_param)
         param_dtype = self._policy_dtype
         before = self.param_dtype or self.orig_dtype
-        self.orig_dtype = self.sharded_param.dtype
+        self.orig_dtype = self.sharded_grad_dtype = self.sharded_param.dtype
         reduced = reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # it computes as it is; reductions may be wider
             reduced = reduced and reduced.to_complex()

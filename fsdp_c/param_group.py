@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_c._C as _C
 
 from . import zero_grad
-from .compat import GroupOfOlderTorch
+from .compat import GroupOfOlderTorch, row_dtype
 from .direct import direct
 from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
@@ -60,6 +60,7 @@ class _CastingParam:
     """
 
     pin_memory = False  # what is copied to the CPU is to be there when it is cast
+    sharded_grad_dtype = None  # torch 2.15: leaves it to to_sharded_dtensor()
 
     def __init__(self, param: Param) -> None:
         vars(self)["_param"] = param
@@ -430,7 +431,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
                 group,  # type: ignore[arg-type]
                 comm.reduce_scatter_stream,
                 scatter,
-                None if several else params[0].orig_dtype,
+                *row_dtype(None if several else params[0].orig_dtype),
                 reduce_dtype,
                 self.device,
                 self.gradient_divide_factor,
