@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from .state import State
 from .units import sharded_modules
 
-
 _Handle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
 
 

@@ -114,8 +114,8 @@ REDUCE_SCATTER = (
 """The functions of ``torch.distributed`` that FSDP2's own collectives call."""
 
 
-def row_dtype(dtype: torch.dtype | None) -> tuple[torch.dtype | None, ...]:
-    """The argument ``orig_dtype`` of torch's ``foreach_reduce``, where that has one; from torch 2.15
+def row_dtype(dtype: torch.dtype | None) -> Any:
+    """(The argument ``orig_dtype`` of torch's ``foreach_reduce``) where it has one; from torch 2.15
     on parameters say it themselves (``sharded_grad_dtype``)."""
     return (dtype,) if _REDUCE_TAKES_DTYPE else ()
 
@@ -188,12 +188,27 @@ orig_param_uid: Callable[[nn.Parameter], int] = getattr(_param, "_get_orig_param
 
 
 class ParamOfOlderTorch:
-    """Of ``FSDPParam``: what describes the sharded and the unsharded DTensor, and what torch 2.15
-    has dropped."""
+    """Of ``FSDPParam``: what describes the sharded and the unsharded DTensor; what torch 2.15 has
+    dropped; and what its constructor sets there, which is not called here."""
+
+    is_spmd_types = False
+    keep_unsharded_storage = False  # the group's here
+    sharded_grad_dtype: torch.dtype | None
+    _has_sharded_grad_dtype_override = False
+    _release_all_gather_outputs_after_post_all_gather = False  # Param does it: _release_outputs()
 
     mesh_info: Any
     unsharded_accumulated_grad: torch.Tensor | None
     _unsharded_dtensor_spec: DTensorSpec | None
+
+    @property
+    def _sharding_spec_by_dtype(self) -> dict[torch.dtype, DTensorSpec]:
+        """torch's cache of specs, always empty: gradients are made by the core."""
+        return {}
+
+    @_sharding_spec_by_dtype.setter
+    def _sharding_spec_by_dtype(self, value: dict[torch.dtype, DTensorSpec]) -> None:
+        """By torch's constructor, where that is called."""
 
     @property
     def unsharded_accumulated_grad_data(self) -> torch.Tensor:
@@ -201,7 +216,7 @@ class ParamOfOlderTorch:
         grad = self.unsharded_accumulated_grad
         if grad is None:
             raise AssertionError("Expects unsharded_accumulated_grad to not be None")
-        return self._get_grad_inner_tensor(grad)  # type: ignore[attr-defined, no-any-return]
+        return self._get_grad_inner_tensor(grad)  # type: ignore[attr-defined]
 
     def _init_shard_mesh(self) -> DeviceMesh:
         return self.shard_mesh  # type: ignore[attr-defined]

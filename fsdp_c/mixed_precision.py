@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -99,3 +100,11 @@ def reduce_dtype(
     if policy.reduce_dtype is not None or not REDUCES_AS_STORED:
         return policy.reduce_dtype
     return stored if stored.is_floating_point and computed not in (None, stored) else None
+
+
+def widest_stored(params: Iterable[Any]) -> torch.dtype | None:
+    """What units of several dtypes are reduced in where torch reduces in the parameters' own."""
+    dtypes = [param.orig_dtype for param in params]
+    if not REDUCES_AS_STORED or not all(dtype.is_floating_point for dtype in dtypes):
+        return None
+    return functools.reduce(torch.promote_types, dtypes)

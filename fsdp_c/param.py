@@ -136,13 +136,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     sharding specs of parallel DTensors and the all-gather extensions are torch's own code.
     """
 
-    # What torch's constructor sets from release 2.15 on, and its own functions look at.
-    is_spmd_types = False
-    keep_unsharded_storage = False
-    _has_sharded_grad_dtype_override = False
-    _release_all_gather_outputs_after_post_all_gather = False  # see _release_outputs()
-
-    sharded_grad_dtype: torch.dtype | None
     mesh_info: Any  # one of torch's classes of mesh infos
     _unsharded_dtensor_spec: DTensorSpec | None
 
@@ -179,7 +172,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._group: weakref.ref[_Group] | None = None
         self._orig_class: type = type(param)
         self._orig_attributes = _noted_by_users(param)
-        self._sharding_spec_by_dtype: dict[torch.dtype, DTensorSpec] = {}
         if is_constructed_by_others(type(self), Param):
             FSDPParam.__init__(
                 self,
@@ -401,8 +393,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             reduced = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
             param_dtype = None
-        self.param_dtype = param_dtype
-        self.reduce_dtype = reduced
+        self.param_dtype, self.reduce_dtype = param_dtype, reduced
         if before is not None and before != (param_dtype or self.orig_dtype):
             self._forget_unsharded()
 
@@ -536,7 +527,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             self._adopt_local(self.sharded_param._local_tensor)
             self._note_shard()
         self._sharding_spec = self.sharded_param._spec
-        self._sharding_spec_by_dtype = {}
         self.init_dtype_attrs(self.mp_policy)
         group = self._live_group()
         if group is not None:

@@ -33,7 +33,7 @@ from .compat import GroupOfOlderTorch, row_dtype
 from .direct import direct
 from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
-from .mixed_precision import REDUCES_AS_STORED
+from .mixed_precision import widest_stored
 from .param import Param, still_on_meta
 from .specs import has_no_values
 
@@ -425,7 +425,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         scatter = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
         with direct(group, self.device, scatter):
-            kept = stock.foreach_reduce(
+            kept = stock.foreach_reduce(  # type: ignore[call-arg]
                 seen,
                 grads,
                 group,  # type: ignore[arg-type]
@@ -553,15 +553,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._reduce_dtype = self.fsdp_params[0].reduce_dtype if self.fsdp_params else None
         several = len({param._policy_dtype for param in self.fsdp_params}) > 1
         if several or any(param.orig_dtype.is_complex for param in self.fsdp_params):
-            self._reduce_dtype = self.mp_policy.reduce_dtype or self._widest_stored()
+            self._reduce_dtype = self.mp_policy.reduce_dtype or widest_stored(self.fsdp_params)
         self._note_orig_dtype()
-
-    def _widest_stored(self) -> torch.dtype | None:
-        """Of the parameters' own dtypes, where torch reduces in those."""
-        dtypes = [param.orig_dtype for param in self.fsdp_params]
-        if not REDUCES_AS_STORED or not all(dtype.is_floating_point for dtype in dtypes):
-            return None
-        return functools.reduce(torch.promote_types, dtypes)
 
     def _note_orig_dtype(self) -> None:
         dtypes = {p.orig_dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
