@@ -84,6 +84,23 @@ def compute_dtype(
     return wanted
 
 
+def refuse_others(policy: torch_fsdp.MixedPrecisionPolicy) -> None:
+    """Raises what the installed torch does at once for what is no policy.
+
+    Raises:
+        TypeError: from torch 2.15 on; before, nothing is raised here.
+    """
+    if _HAS_OVERRIDE:
+        dataclasses.replace(policy, param_dtype_override_fn=None)
+
+
+def no_dtype(value: str) -> Exception:
+    """What the installed torch raises for the name of a dtype, in the first step."""
+    if REDUCES_AS_STORED:
+        return AttributeError("'str' object has no attribute 'is_floating_point'")
+    return RuntimeError(f"Invalid device string: '{value}'")
+
+
 def reduce_dtype(
     policy: torch_fsdp.MixedPrecisionPolicy, stored: torch.dtype, computed: torch.dtype | None
 ) -> torch.dtype | None:
