@@ -91,7 +91,7 @@ def refuse_others(policy: torch_fsdp.MixedPrecisionPolicy) -> None:
         TypeError: from torch 2.15 on; before, nothing is raised here.
     """
     if _HAS_OVERRIDE:
-        dataclasses.replace(policy, param_dtype_override_fn=None)
+        dataclasses.replace(policy, param_dtype_override_fn=None)  # type: ignore[call-arg]
 
 
 def no_dtype(value: str) -> Exception:
