@@ -1,20 +1,26 @@
-"""Methods of torch 2.15's ``FSDPModule`` for modules that are sharded under earlier releases.
+"""Methods of torch 2.15's ``FSDPModule``, for our states and under any release.
 
-``compat.complete_class`` puts them on the class that ``fully_shard`` has made of a module's own,
-unless torch has them; torch's ``FSDPModule`` itself is left alone.
+``compat.complete_class`` puts them on the class that ``fully_shard`` has made of a module's own;
+torch's ``FSDPModule`` itself is left alone. Such a class may be that of modules which torch's own
+function has sharded, too: where torch has the method, it is what they get.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.fsdp import FSDPModule
 
 from .state import State
 from .units import sharded_modules
 
+_Handle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
 
-class GradientReductionHandle:
+
+class GradientReductionHandle(_Handle):
     """The reductions that ``finalize_backward(async_op=True)`` has started."""
 
     def __init__(self, state: State) -> None:
@@ -73,7 +79,7 @@ def set_keep_unsharded_storage(self: Any, keep: bool, *, recurse: bool = True) -
             group._keep_unsharded_storage = keep
 
 
-def set_manual_backward_finalization(self: Any, enable: bool) -> None:
+def set_manual_backward_finalization(self: Any, enabled: bool) -> None:
     """Sets whether the caller finishes backwards with ``finalize_backward``; for the root.
 
     Backwards then reduce and reshard as they are set to, but their end waits for nothing. It stays
@@ -84,7 +90,7 @@ def set_manual_backward_finalization(self: Any, enable: bool) -> None:
             nobody has waited for.
     """
     state = _root_state(self, "set_manual_backward_finalization")
-    state._state_ctx.manual_finalization = bool(enable)
+    state._state_ctx.manual_finalization = bool(enabled)
 
 
 def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -127,11 +133,21 @@ def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReduction
     return None
 
 
+def _or_torchs(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; for modules of torch's own function torch's, where it has one."""
+    theirs = getattr(FSDPModule, method.__name__, None)
+    if theirs is None:
+        return method
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = method if isinstance(self._get_fsdp_state(), State) else theirs
+        return chosen(self, *args, **kwargs)
+
+    return run
+
+
 METHODS = {
-    method.__name__: method
+    method.__name__: _or_torchs(method)
     for method in (set_keep_unsharded_storage, set_manual_backward_finalization, finalize_backward)
 }
-
-
-if hasattr(torch_fsdp, "GradientReductionHandle"):
-    GradientReductionHandle = torch_fsdp.GradientReductionHandle  # type: ignore[misc]

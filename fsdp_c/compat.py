@@ -16,6 +16,7 @@ What cannot be had at all raises ``NotImplementedError`` with the argument and t
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._common_utils as _utils
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as _collectives
 import torch.distributed.fsdp._fully_shard._fsdp_common as _common
 import torch.distributed.fsdp._fully_shard._fsdp_init as _init
 import torch.distributed.fsdp._fully_shard._fsdp_param as _param
@@ -112,6 +114,15 @@ REDUCE_SCATTER = (
 """The functions of ``torch.distributed`` that FSDP2's own collectives call."""
 
 
+def row_dtype(dtype: torch.dtype | None) -> Any:
+    """(The argument ``orig_dtype`` of torch's ``foreach_reduce``) where it has one; from torch 2.15
+    on parameters say it themselves (``sharded_grad_dtype``)."""
+    return (dtype,) if _REDUCE_TAKES_DTYPE else ()
+
+
+_REDUCE_TAKES_DTYPE = "orig_dtype" in inspect.signature(_collectives.foreach_reduce).parameters
+
+
 # ---- meshes --------------------------------------------------------------------------------------
 
 ShardPlacementFnResult = Any
@@ -177,10 +188,35 @@ orig_param_uid: Callable[[nn.Parameter], int] = getattr(_param, "_get_orig_param
 
 
 class ParamOfOlderTorch:
-    """Of ``FSDPParam``: what describes the sharded and the unsharded DTensor."""
+    """Of ``FSDPParam``: what describes the sharded and the unsharded DTensor; what torch 2.15 has
+    dropped; and what its constructor sets there, which is not called here."""
+
+    is_spmd_types = False
+    keep_unsharded_storage = False  # the group's here
+    sharded_grad_dtype: torch.dtype | None
+    _has_sharded_grad_dtype_override = False
+    _release_all_gather_outputs_after_post_all_gather = False  # Param does it: _release_outputs()
 
     mesh_info: Any
+    unsharded_accumulated_grad: torch.Tensor | None
     _unsharded_dtensor_spec: DTensorSpec | None
+
+    @property
+    def _sharding_spec_by_dtype(self) -> dict[torch.dtype, DTensorSpec]:
+        """torch's cache of specs, always empty: gradients are made by the core."""
+        return {}
+
+    @_sharding_spec_by_dtype.setter
+    def _sharding_spec_by_dtype(self, value: dict[torch.dtype, DTensorSpec]) -> None:
+        """By torch's constructor, where that is called."""
+
+    @property
+    def unsharded_accumulated_grad_data(self) -> torch.Tensor:
+        """The local tensor of the gradient that waits in the reduce dtype."""
+        grad = self.unsharded_accumulated_grad
+        if grad is None:
+            raise AssertionError("Expects unsharded_accumulated_grad to not be None")
+        return self._get_grad_inner_tensor(grad)  # type: ignore[attr-defined]
 
     def _init_shard_mesh(self) -> DeviceMesh:
         return self.shard_mesh  # type: ignore[attr-defined]
@@ -340,8 +376,8 @@ _LATER_METHODS = {
 
 
 def complete_class(cls: type, latest: dict[str, Callable[..., Any]]) -> None:
-    """Gives a module's new class, ``FSDP<Name>``, the methods that this torch's mixin lacks; those
-    of the ``latest`` release among them."""
+    """Gives a module's new class, ``FSDP<Name>``, the methods that this torch's mixin lacks, and
+    those of the ``latest`` release."""
     for name, method in {**_LATER_METHODS, **latest}.items():
-        if not hasattr(FSDPModule, name) and name not in vars(cls):
+        if name not in vars(cls) and (name in latest or not hasattr(FSDPModule, name)):
             setattr(cls, name, method)

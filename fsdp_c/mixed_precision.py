@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 _HAS_OVERRIDE = any(
     field.name == "param_dtype_override_fn"
     for field in dataclasses.fields(torch_fsdp.MixedPrecisionPolicy)
 )
+
+REDUCES_AS_STORED = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Whether gradients are reduced in the dtype of their parameters (torch 2.15) and not in the one
+that is computed in, where the policy has no ``reduce_dtype``."""
 
 
 if _HAS_OVERRIDE and not TYPE_CHECKING:
@@ -76,3 +82,46 @@ def compute_dtype(
             f"be None, that dtype, or the policy's param_dtype ({policy.param_dtype})"
         )
     return wanted
+
+
+def refuse_others(policy: torch_fsdp.MixedPrecisionPolicy) -> None:
+    """Raises what the installed torch does at once for what is no policy.
+
+    Raises:
+        TypeError: from torch 2.15 on; before, nothing is raised here.
+    """
+    if _HAS_OVERRIDE:
+        dataclasses.replace(policy, param_dtype_override_fn=None)  # type: ignore[call-arg]
+
+
+def no_dtype(value: str) -> Exception:
+    """What the installed torch raises for the name of a dtype, in the first step."""
+    if REDUCES_AS_STORED:
+        return AttributeError("'str' object has no attribute 'is_floating_point'")
+    return RuntimeError(f"Invalid device string: '{value}'")
+
+
+def reduce_dtype(
+    policy: torch_fsdp.MixedPrecisionPolicy, stored: torch.dtype, computed: torch.dtype | None
+) -> torch.dtype | None:
+    """What gradients are reduced in, as the installed torch has it.
+
+    Args:
+        policy: The policy; its ``reduce_dtype`` comes first.
+        stored: The parameter's own dtype.
+        computed: What it computes in; ``None``: its own.
+
+    Returns:
+        ``None`` for the dtype that gradients have.
+    """
+    if policy.reduce_dtype is not None or not REDUCES_AS_STORED:
+        return policy.reduce_dtype
+    return stored if stored.is_floating_point and computed not in (None, stored) else None
+
+
+def widest_stored(params: Iterable[Any]) -> torch.dtype | None:
+    """What units of several dtypes are reduced in where torch reduces in the parameters' own."""
+    dtypes = [param.orig_dtype for param in params]
+    if not REDUCES_AS_STORED or not all(dtype.is_floating_point for dtype in dtypes):
+        return None
+    return functools.reduce(torch.promote_types, dtypes)

@@ -130,6 +130,8 @@ def _keywords(call: _Call) -> str | None:
     if not isinstance(call.error, TypeError):
         return None
     text = str(call.error)
+    if f"{call.name}()" not in text:
+        return None
     if "positional argument" in text:
         return f"All but the module goes by keyword: {call.name}(model, mesh=mesh, mp_policy=...)."
     if "unexpected keyword" not in text:

@@ -32,7 +32,7 @@ import fsdp_c._C as _C
 
 from .compat import ParamOfOlderTorch, orig_param_uid
 from .guard import is_constructed_by_others, overridden_by, shows
-from .mixed_precision import compute_dtype
+from .mixed_precision import compute_dtype, reduce_dtype
 from .notes import class_name, noted
 from .specs import as_parameter, placements_on, shared_spec, strides_of
 
@@ -383,17 +383,17 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         """Resolves compute and reduce dtypes; ``None`` stands for "no cast needed"."""
         if mp_policy is not self.mp_policy:
             self._policy_dtype = compute_dtype(mp_policy, self.sharded_param)
-        param_dtype, reduce_dtype = self._policy_dtype, mp_policy.reduce_dtype
+        param_dtype = self._policy_dtype
         before = self.param_dtype or self.orig_dtype
-        self.orig_dtype = self.sharded_param.dtype
+        self.orig_dtype = self.sharded_grad_dtype = self.sharded_param.dtype
+        reduced = reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # it computes as it is; reductions may be wider
-            reduce_dtype = reduce_dtype and reduce_dtype.to_complex()
-        elif reduce_dtype == param_dtype:
-            reduce_dtype = None
+            reduced = reduced and reduced.to_complex()
+        elif reduced == param_dtype:
+            reduced = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
             param_dtype = None
-        self.param_dtype = param_dtype
-        self.reduce_dtype = reduce_dtype
+        self.param_dtype, self.reduce_dtype = param_dtype, reduced
         if before is not None and before != (param_dtype or self.orig_dtype):
             self._forget_unsharded()
 

@@ -29,10 +29,11 @@ from torch.distributed.tensor import DTensor
 import fsdp_c._C as _C
 
 from . import zero_grad
-from .compat import GroupOfOlderTorch
+from .compat import GroupOfOlderTorch, row_dtype
 from .direct import direct
 from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
+from .mixed_precision import widest_stored
 from .param import Param, still_on_meta
 from .specs import has_no_values
 
@@ -59,6 +60,7 @@ class _CastingParam:
     """
 
     pin_memory = False  # what is copied to the CPU is to be there when it is cast
+    sharded_grad_dtype = None  # torch 2.15: leaves it to to_sharded_dtensor()
 
     def __init__(self, param: Param) -> None:
         vars(self)["_param"] = param
@@ -423,13 +425,13 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         scatter = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
         with direct(group, self.device, scatter):
-            kept = stock.foreach_reduce(
+            kept = stock.foreach_reduce(  # type: ignore[call-arg]
                 seen,
                 grads,
                 group,  # type: ignore[arg-type]
                 comm.reduce_scatter_stream,
                 scatter,
-                None if several else params[0].orig_dtype,
+                *row_dtype(None if several else params[0].orig_dtype),
                 reduce_dtype,
                 self.device,
                 self.gradient_divide_factor,
@@ -551,7 +553,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._reduce_dtype = self.fsdp_params[0].reduce_dtype if self.fsdp_params else None
         several = len({param._policy_dtype for param in self.fsdp_params}) > 1
         if several or any(param.orig_dtype.is_complex for param in self.fsdp_params):
-            self._reduce_dtype = self.mp_policy.reduce_dtype
+            self._reduce_dtype = self.mp_policy.reduce_dtype or widest_stored(self.fsdp_params)
         self._note_orig_dtype()
 
     def _note_orig_dtype(self) -> None:

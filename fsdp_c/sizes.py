@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from . import suspicions
 from .fake_step import Piece
 from .forecast import UnitSizes
-from .mixed_precision import compute_dtype
+from .mixed_precision import compute_dtype, reduce_dtype
 from .wrap import Unit
 
 
@@ -198,7 +198,7 @@ def layout_for(model: nn.Module, units: list[Unit], mesh: tuple[int, int]) -> La
 def _planned_size(param: nn.Parameter, policy: Any, world: int) -> ParamSize:
     wanted = compute_dtype(policy, param) if policy is not None else None
     compute = wanted if wanted is not None and param.is_floating_point() else param.dtype
-    reduce = getattr(policy, "reduce_dtype", None) or compute
+    reduce = (reduce_dtype(policy, param.dtype, compute) if policy is not None else None) or compute
     rows = param.size(0) if param.ndim else 1
     chunk = -(-rows // world) * (param.numel() // max(rows, 1))
     return ParamSize(param.numel(), chunk, param.dtype, compute, reduce, param.requires_grad)

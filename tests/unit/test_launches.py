@@ -152,6 +152,7 @@ def no_kernels() -> Iterator[None]:
         _C._testing.hide_kernels(False)
 
 
+@pytest.mark.torch("2.13")  # fake groups of before leave what is reduced unwritten
 @pytest.mark.parametrize("name", CASES)
 def test_no_more_launches_than_torch(name: str, fake_group: int, no_kernels: None) -> None:
     theirs, expected = trained(torch_fully_shard, name)
