@@ -63,6 +63,9 @@ def local_group(
     alike: Callable[[Any, Any], bool],
     /,
 ) -> tuple[list[Any], ...] | None: ...
+def save_parameters(
+    parameters: dict[str, Any], destination: dict[str, Any], prefix: str
+) -> None: ...
 def local_lists(
     lists: tuple[list[Any], ...],
     seen: dict[int, tuple[Any, Any]],
