@@ -133,3 +133,16 @@ def test_other_tensors_are_detached_by_themselves(fake_group: int) -> None:
         _C.save_parameters({"a": 1}, destination, "")  # type: ignore[dict-item]
     with pytest.raises(TypeError):
         _C.save_parameters([], destination, "")  # type: ignore[arg-type]
+
+
+def test_transforms_and_inference_are_torchs(model: nn.Module, quick: list[str]) -> None:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        model.state_dict()
+        return x
+
+    torch.func.vmap(inside)(torch.ones(2))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="version_counter"):
+        model.state_dict()  # as torch has it for normal DTensors
+    assert not quick
+    model.state_dict()
+    assert quick == ["", "0.", "1.", "3."]
