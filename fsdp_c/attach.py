@@ -28,9 +28,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 
 from .additions import METHODS
+from .alike import Maker
 from .compat import ShardPlacementFnResult, complete_class, placement_of
 from .notes import noted
-from .param import param_class
 from .param_group import ParamGroup
 from .serialization import complete, refuse_deepcopy
 from .state import State
@@ -81,7 +81,7 @@ def apply(
     params, buffers = _get_managed_states(managed, ignored_params)
     _validate_params(params, modules)
     split = units.split(params)
-    infos = dict(zip(params, _get_param_module_infos(params, modules)))
+    infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
     holders = [m for info in infos.values() for m in (info.module, *info.shared_modules)]
     undo.to(Snapshot([*modules, *managed, *holders], [*params, *buffers]))
     _move_states_to_device(params, buffers, device)
@@ -152,11 +152,6 @@ class Units(NamedTuple):
         return _get_post_forward_mesh_info(True if wanted is None else wanted, info)
 
 
-def _always(placement: Shard | None) -> Callable[[nn.Parameter], Shard] | None:
-    """A ``shard_placement_fn`` that has decided already."""
-    return None if placement is None else lambda param: placement
-
-
 def _make_group(
     state: State,
     modules: tuple[nn.Module, ...],
@@ -165,16 +160,9 @@ def _make_group(
     device: torch.device,
     policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
 ) -> ParamGroup:
+    make = Maker(part.mesh_info, part.post_forward, device, *policies)
     fsdp_params = [
-        param_class()(
-            param,
-            infos[param],
-            part.mesh_info,
-            part.post_forward,
-            device,
-            _always(placement),
-            *policies,
-        )
+        make(param, infos[param], placement)
         for param, placement in zip(part.params, part.placements)
     ]
     group = ParamGroup(
@@ -205,17 +193,17 @@ def _refuse_applied(api: Api, modules: tuple[nn.Module, ...]) -> None:
 
 
 def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
-    names = {parameter: name for module in modules for name, parameter in module.named_parameters()}
     for param in params:
         if not param.is_contiguous():
+            named = (pair for module in modules for pair in module.named_parameters())
+            name = next((name for name, parameter in named if parameter is param), None)
             error = NotImplementedError(
                 "FSDP does not support non-contiguous parameters yet: "
                 f"param.shape={param.shape} param.stride()={param.stride()}"
             )
             raise noted(
                 error,
-                f"'{names.get(param)}': make it contiguous before, "
-                "param.data = param.data.contiguous().",
+                f"'{name}': make it contiguous before, param.data = param.data.contiguous().",
             )
 
 

@@ -203,6 +203,16 @@ _CONSTRUCTION = (
     "_init_sharded_post_forward_param_metadata",
     "init_unsharded_param",
 )
+# What makes a parameter with these: where all are torch's, parameters that are alike are made by
+# what the first of them has become (alike.py).
+_PARTS = (
+    "_init_shard_mesh",
+    "_init_sharding_spec",
+    "_init_sharding_spec_plain",
+    "to_sharded_dtensor",
+    "init_dtype_attrs",
+    "_init_extensions",
+)
 # A property that the core has in its place.
 _WITHOUT_EFFECT = ("unsharded_param",)
 
@@ -214,7 +224,9 @@ def _stock_of(name: str) -> Any:
     return found if _is_torchs(function, FSDPParam.__module__, f"FSDPParam.{name}") else None
 
 
-_STOCK = {name: _stock_of(name) for name in (*PARAM_METHODS, *_CONSTRUCTION, *_WITHOUT_EFFECT)}
+_STOCK = {
+    name: _stock_of(name) for name in (*PARAM_METHODS, *_CONSTRUCTION, *_PARTS, *_WITHOUT_EFFECT)
+}
 _unheard: set[str] = set()
 
 
@@ -236,6 +248,11 @@ def is_constructed_by_others(cls: type, own_class: type) -> bool:
         _is_patched(name) or (name != "__init__" and _is_above(cls, own_class, name))
         for name in _CONSTRUCTION
     )
+
+
+def is_constructed_as_usual() -> bool:
+    """Whether nothing of what makes a parameter has been replaced in torch's class."""
+    return not any(_is_patched(name) for name in (*_CONSTRUCTION, *_PARTS))
 
 
 def overridden_by(param: Any, own_class: type) -> int:

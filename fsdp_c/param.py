@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import fsdp_c._C as _C
 
-from .compat import ParamOfOlderTorch, orig_param_uid
+from .compat import ParamOfOlderTorch, dtensor_new, orig_param_uid
 from .guard import is_constructed_by_others, overridden_by, shows
 from .mixed_precision import compute_dtype, reduce_dtype
 from .notes import class_name, noted
@@ -440,9 +440,9 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     # An error is an exception; torch's functions would also print it, with a stack, on every rank.
 
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """``tensor`` (``sharded_size``), this rank's shard or its gradient, as a DTensor."""
+        """``tensor`` (``sharded_size``) as a DTensor; DTensor's __init__ would import dynamo."""
         _check_size(tensor, self.sharded_size)
-        return super().to_sharded_dtensor(tensor)
+        return dtensor_new(DTensor, tensor, self._sharding_spec, requires_grad=tensor.requires_grad)
 
     def to_sharded_post_forward_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """The same for the shard between forward and backward on the smaller mesh."""

@@ -29,7 +29,7 @@ FLOORS = {
     "python": (
         {"seen"},
         {"objects"},
-        {"errors", "retired", "dynamo", "admit", "shard", "guard", "clip", "local_lists"},
+        {"errors", "retired", "dynamo", "admit", "shard", "guard", "clip", "local_lists", "saved"},
         {"attributes", "ready", "transitions"},
         {"slots", "tree", "comm_context", "iteration_context", "group_attributes"},
         {"param", "step"},

@@ -13,6 +13,7 @@
 #include "objects.h"
 #include "param.h"
 #include "param_group.h"
+#include "saved.h"
 #include "shard.h"
 #include "state.h"
 #include "transitions.h"
@@ -253,6 +254,9 @@ static PyMethodDef module_methods[] = {
      "former in the last iterations, blocks taken, and how many of these the system had to map."},
     {"trim_memory", module_trim_memory, METH_NOARGS,
      "trim_memory(): gives the buffers that wait in the pool back to the system."},
+    {"save_parameters", (PyCFunction)(void (*)(void))fcpy_save_parameters, METH_FASTCALL,
+     "save_parameters(parameters, destination, prefix): what nn.Module puts into a state dict for "
+     "its parameters, detached."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): whether it is a dense tensor with a storage, not one that wraps others."},
     {NULL, NULL, 0, NULL},

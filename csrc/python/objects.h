@@ -18,6 +18,8 @@
 /* Interned names used on the hot path; X(identifier). */
 #define FCPY_NAMES(X)                                                                              \
     X(_local_tensor)                                                                               \
+    X(_is_param)                                                                                   \
+    X(detach)                                                                                      \
     X(_spec)                                                                                       \
     X(ndim)                                                                                        \
     X(mesh)                                                                                        \

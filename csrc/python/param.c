@@ -469,6 +469,9 @@ static PyMethodDef param_methods[] = {
     {"_drop_grad", drop_grad, METH_NOARGS, "Drops the gradients that wait for a later reduction."},
     {"_forget_unsharded", forget_unsharded, METH_NOARGS,
      "Drops the unsharded parameter; only while sharded."},
+    {"_cut", fcpy_shard_cut, METH_VARARGS,
+     "_cut(tensor, dim): makes sharded_param and _sharded_param_data of this rank's rows of a "
+     "plain tensor, once; gives the local tensor."},
     {"_note_shard", fcpy_shard_note, METH_NOARGS,
      "_sharded_param_data is what sharded_param holds now: until that is replaced."},
     {NULL, NULL, 0, NULL},

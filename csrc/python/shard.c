@@ -1,4 +1,5 @@
-/* Whether a parameter's shard is still the one that the core has, with the values it had.
+/* A parameter's shard: cut from the whole parameter, and whether it is still the one that the core
+ * has, with the values it had.
  *
  * Users may put another local tensor into the sharded parameter (`_local_tensor`, its `.data`, a
  * swap of tensors). What was there when the core was given the shard is noted with the Param:
@@ -39,9 +40,7 @@ int fcpy_shard_follow(void *param) {
     return result != NULL ? 0 : -1;
 }
 
-PyObject *fcpy_shard_note(PyObject *param, PyObject *unused) {
-    (void)unused;
-    fcpy_param *self = (fcpy_param *)param;
+static void note(fcpy_param *self) {
     PyObject *local = local_of(self->mod, self->sharded_param);
     if (!fct_py_is_tensor(local)) {
         local = NULL;
@@ -50,7 +49,72 @@ PyObject *fcpy_shard_note(PyObject *param, PyObject *unused) {
     Py_XSETREF(self->seen.local, local);
     self->seen.storage = local != NULL ? fct_py_storage(local) : NULL;
     self->seen.wrapper = local != NULL ? fct_py_storage(self->sharded_param) : NULL;
+}
+
+PyObject *fcpy_shard_note(PyObject *param, PyObject *unused) {
+    (void)unused;
+    note((fcpy_param *)param);
     Py_RETURN_NONE;
+}
+
+/* `local` as a DTensor parameter; new reference. */
+static PyObject *wrapped(const fcpy_param *self, PyObject *local, bool requires_grad) {
+    PyObject *const args[] = {self->mod->bound.dtensor_class, local, self->spec, Py_False};
+    PyObject *made =
+        PyObject_Vectorcall(self->mod->bound.dtensor_new, args, 3, self->mod->no_grad_kwnames);
+    if (made == NULL) {
+        return NULL;
+    }
+    fct_tensor *handle = fct_py_tensor(made);
+    if (handle == NULL || (requires_grad && fct_tensor_set_requires_grad(handle, true) != 0) ||
+        PyObject_SetAttr(made, self->mod->names._is_param, Py_True) != 0) {
+        Py_CLEAR(made);
+    }
+    return made;
+}
+
+/* This rank's rows of `whole`, as its layout has them. */
+static int cut(const fcpy_param *self, fct_tensor *whole, int dim, fct_tensor **local,
+               fct_tensor **row) {
+    const fc_layout *layout = &self->core.layout;
+    const int64_t start = layout->rank * layout->chunk_rows;
+    return fct_tensor_cut(whole, dim, start < layout->rows ? start : layout->rows,
+                          layout->local_rows, layout->chunk_rows, local, row);
+}
+
+PyObject *fcpy_shard_cut(PyObject *param, PyObject *args) {
+    fcpy_param *self = (fcpy_param *)param;
+    PyObject *whole = NULL;
+    PyObject *local = NULL;
+    int dim = 0;
+    fct_tensor *handles[2] = {NULL, NULL};
+    if (!PyArg_ParseTuple(args, "Oi", &whole, &dim)) {
+        return NULL;
+    }
+    fct_tensor *tensor = fct_py_tensor(whole);
+    if (tensor == NULL || self->spec == NULL || self->core.owner == NULL ||
+        self->sharded_param != NULL) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "a tensor is cut once, for a new parameter with a spec");
+        return NULL;
+    }
+    if (cut(self, tensor, dim, &handles[0], &handles[1]) != 0) {
+        return NULL;
+    }
+    PyObject *made = NULL;
+    if (fct_py_from_tensor(handles[0], &local) == 0) {
+        made = wrapped(self, local, fct_tensor_requires_grad(tensor));
+    }
+    if (made != NULL) {
+        Py_XSETREF(self->sharded_param, made);
+        fc_param_set_sharded_data(&self->core, handles[1]);
+        note(self);
+    } else {
+        Py_CLEAR(local);
+    }
+    fct_tensor_release(handles[0]);
+    fct_tensor_release(handles[1]);
+    return local;
 }
 
 /* Bumps the version counter of a DTensor's local tensor; other parameters count by themselves. */

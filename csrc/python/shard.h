@@ -1,4 +1,4 @@
-/* Whether a Param's shard is still the one that the core has. */
+/* A Param's shard: cut from the whole; whether it is still the one that the core has. */
 #ifndef FSDP_C_PYTHON_SHARD_H
 #define FSDP_C_PYTHON_SHARD_H
 
@@ -8,7 +8,8 @@
 Py_ssize_t fcpy_shard_local_offset(const fcpy_module *mod);
 /* fc_host.follow_shard */
 int fcpy_shard_follow(void *param);
-/* Param._note_shard() */
+/* Param._cut(tensor, dim) -> local tensor; Param._note_shard() */
+PyObject *fcpy_shard_cut(PyObject *param, PyObject *args);
 PyObject *fcpy_shard_note(PyObject *param, PyObject *unused);
 /* _C.count_step(optimizer, args, kwargs) */
 PyObject *fcpy_count_step(PyObject *module, PyObject *const *args, Py_ssize_t count);

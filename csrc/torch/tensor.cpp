@@ -9,6 +9,7 @@
 #include "memory.h"
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 
@@ -227,6 +228,38 @@ int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out) {
     return guarded("fct_tensor_zeros_like", [&] {
         const Quiet quiet;
         *out = give(at::zeros_like(*Borrowed(t)));
+    });
+}
+
+int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length, int64_t padded,
+                   fct_tensor **local, fct_tensor **row) {
+    return guarded("fct_tensor_cut", [&] {
+        const c10::NoGradGuard no_grad;
+        const at::Tensor rows = Borrowed(t)->narrow(dim, start, length);
+        std::vector<int64_t> sizes = rows.sizes().vec();
+        sizes.at(static_cast<size_t>(dim)) = padded;
+        const at::Tensor memory = length == padded ? rows.new_empty(sizes) : rows.new_zeros(sizes);
+        at::Tensor kept = memory.narrow(dim, 0, length);
+        if (rows.numel() > 0) {
+            kept.copy_(rows);
+        }
+        at::Tensor all = kept.as_strided({memory.numel()}, {1}, kept.storage_offset());
+        *local = give(std::move(kept));
+        *row = give(std::move(all));
+    });
+}
+
+int fct_tensor_detach(fct_tensor *t, fct_tensor **out) {
+    return guarded("fct_tensor_detach", [&] {
+        const Quiet quiet;
+        *out = give(Borrowed(t)->detach());
+    });
+}
+
+int fct_tensor_share(fct_tensor *t, const fct_tensor *of) {
+    return guarded("fct_tensor_share", [&] {
+        impl(t)->set_storage_keep_dtype(impl(of)->unsafe_storage());
+        impl(t)->set_version_counter(impl(of)->version_counter());
     });
 }
 

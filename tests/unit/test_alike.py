@@ -1,0 +1,190 @@
+"""Parameters that are made after one like them are what the constructor would have made."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_c import alike, fully_shard, replicate
+from fsdp_c.param import Param
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+CORE = ("orig_dtype", "param_dtype", "reduce_dtype", "_sharding_spec", "padded_numel", "chunk_rows")
+CORE += ("local_rows", "rows", "is_dtensor", "unsharded_accumulated_grad", "_partial")
+
+
+def hsdp() -> dict[str, Any]:
+    return {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
+
+
+def cut_columns() -> dict[str, Any]:
+    return {
+        "shard_placement_fn": lambda param: (
+            Shard(1) if param.ndim == 2 and len(param) == 16 else None
+        )
+    }
+
+
+SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "hsdp": hsdp,
+    "columns": cut_columns,
+    "bf16": lambda: {"mp_policy": BF16},
+    "offload": lambda: {"offload_policy": CPUOffloadPolicy()},
+    "stays": lambda: {"reshard_after_forward": False},
+    "smaller": lambda: {"reshard_after_forward": 2},
+}
+
+
+def model(device: str = "cpu") -> nn.Module:
+    """Layers of one kind, one of them frozen, one with an attribute, and an empty shard."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(24, 16, device=device) for _ in range(4)]
+    layers[1].weight.requires_grad_(False)
+    layers[2].weight.note = "mine"  # type: ignore[attr-defined]
+    few = [nn.Linear(2, 3, bias=False, device=device) for _ in range(2)]
+    return nn.Sequential(*layers, *few)
+
+
+def params_of(module: Any) -> list[Any]:
+    return list(module._get_fsdp_state()._fsdp_param_groups[0].fsdp_params)
+
+
+def constructed(monkeypatch: pytest.MonkeyPatch, make: Callable[[], list[Any]]) -> list[Any]:
+    """The same by the constructor alone."""
+    with monkeypatch.context() as patch:
+        patch.setattr(alike, "is_constructed_as_usual", lambda: False)
+        return make()
+
+
+def tensor_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    inner = (tensor_facts(tensor._local_tensor), tensor._spec) if type(tensor) is DTensor else ()
+    values = () if inner or tensor.is_meta else (tensor.detach().clone().tolist(),)
+    layout = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+    flags = (tensor.requires_grad, tensor.is_leaf, type(tensor), tensor._is_view())
+    return (*layout, *flags, *inner, *values)
+
+
+def facts(param: Any) -> dict[str, Any]:
+    """All that a parameter has noted, but for what tells objects apart."""
+    own = {name: value for name, value in vars(param).items() if name not in ("_kind", "_group")}
+    for name in ("_module_info", "_orig_param_uid", "_adopted", "_post_load_hook_handle"):
+        own[name] = type(own[name])
+    for name in ("mesh_info", "post_forward_mesh_info"):  # each call makes its own
+        own[name] = type(own[name]).__name__
+    own |= {name: getattr(param, name) for name in CORE}
+    local, row = param.sharded_param._local_tensor, param._sharded_param_data
+    shares = (local.untyped_storage()._cdata == row.untyped_storage()._cdata, local._version)
+    attributes = {k: v for k, v in vars(param.sharded_param).items() if k != "_fsdp_orig_uid"}
+    tensors = (tensor_facts(param.sharded_param), tensor_facts(row))
+    return own | {"shares": shares, "tensors": tensors, "attributes": attributes}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_they_are_what_the_constructor_makes(
+    setting: str, device: str, fake_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = SETTINGS[setting]()
+
+    def make() -> list[Any]:
+        return params_of(fully_shard(model(device), **arguments))
+
+    for found, expected in zip(make(), constructed(monkeypatch, make), strict=True):
+        assert facts(found) == facts(expected)
+        assert found._adopted is found.sharded_param._local_tensor
+        assert list(vars(found.sharded_param)) == list(vars(expected.sharded_param))
+
+
+def test_replicas_are_too(fake_group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> list[Any]:
+        return params_of(replicate(model()))
+
+    for found, expected in zip(make(), constructed(monkeypatch, make), strict=True):
+        assert facts(found) == facts(expected)
+
+
+def test_most_are_made_so(fake_group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_constructed(monkeypatch)
+    sharded = fully_shard(model())
+    assert len(made) == 3  # weight, bias, the few rows
+    fully_shard(model(), mp_policy=BF16)
+    assert len(made) == 6
+    fully_shard(model())
+    assert len(made) == 6 and sharded is not None
+
+
+def count_constructed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    made: list[Any] = []
+    init = Param.__init__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(None)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(Param, "__init__", counted)
+    return made
+
+
+@pytest.mark.parametrize("name", ["init_dtype_attrs", "to_sharded_dtensor", "_init_extensions"])
+def test_patched_parts_are_called_for_each(
+    name: str, fake_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    stock = getattr(FSDPParam, name)
+
+    def patched(self: Any, *args: Any) -> Any:
+        called.append(self)
+        return stock(self, *args)
+
+    monkeypatch.setattr(FSDPParam, name, patched)
+    params = params_of(fully_shard(model()))
+    assert {id(param) for param in params} == {id(param) for param in called}
+
+
+@pytest.mark.parametrize("kind", ["subclass", "function"])
+def test_what_is_special_is_constructed(
+    kind: str, fake_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Special(nn.Parameter):
+        pass
+
+    def build() -> nn.Module:
+        layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+        for layer in layers if kind == "subclass" else ():
+            layer.weight = Special(layer.weight.detach())
+        return layers
+
+    policy = MixedPrecisionPolicy()
+    if kind == "function":
+        object.__setattr__(policy, "param_dtype_override_fn", lambda param: None)
+    made = count_constructed(monkeypatch)
+    fully_shard(build(), mp_policy=policy)
+    assert len(made) == 3
+
+
+def test_kinds_end_with_their_parameters(fake_group: int) -> None:
+    gc.collect()
+    before = len(alike._kinds)
+    sharded = fully_shard(nn.Linear(40, 24))
+    assert len(alike._kinds) == before + 2
+    del sharded
+    gc.collect()
+    assert len(alike._kinds) == before
+
+
+def test_a_tensor_is_cut_once(fake_group: int) -> None:
+    (param,) = params_of(fully_shard(nn.Linear(8, 8, bias=False)))
+    with pytest.raises(RuntimeError, match="cut once"):
+        param._cut(torch.zeros(8, 8), 0)
+    with pytest.raises(RuntimeError, match="cut once"):
+        Param.__new__(Param)._cut(torch.zeros(8, 8), 0)
