@@ -1,8 +1,7 @@
 """The cold side of a parameter group: process groups, lazy init, dtypes, state-dict hooks.
 
-Also the host's side of data movement (``_host_*``): where a group has custom collectives or
-all-gather extensions, torch's own functions gather and reduce for it, with the same state machine
-around them.
+Also the host's side of data movement (``_host_*``): torch's own functions gather and reduce where a
+group has custom collectives or all-gather extensions, with the same state machine around them.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ def _as_normal_tensors(function: Callable[..., Result]) -> Callable[..., Result]
 
 
 class _CastingParam:
-    """A parameter as torch's reduction is handed it where the row has no dtype of its own.
-
-    Its part of the row is cast to its dtype when it becomes a gradient; all else is the parameter.
-    """
+    """A parameter as torch's reduction is handed it where the row has no dtype of its own: its part
+    of the row is cast to its dtype when it becomes a gradient; all else is the parameter."""
 
     pin_memory = False  # what is copied to the CPU is to be there when it is cast
     sharded_grad_dtype = None  # torch 2.15: leaves it to to_sharded_dtensor()

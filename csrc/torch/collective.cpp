@@ -27,7 +27,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <array>
 #include <memory>
 #include <optional>
@@ -181,36 +180,30 @@ const c10::intrusive_ptr<c10d::ProcessGroup> &mover(fct_pg *pg, c10::DeviceType 
     return pg->direct;
 }
 
-/* In front of the kernels of an operator: which of the keys that a tool may use have one. */
-uint32_t kernels_in_front(const c10::OperatorHandle &op) {
-    uint32_t found = 0;
+/* Whether a kernel stands in front of an operator's own, at one of the keys where torch has none. */
+bool is_intercepted(const c10::OperatorHandle &op) {
     for (const c10::DispatchKey key :
          {c10::DispatchKey::BackendSelect, c10::DispatchKey::Python,
           c10::DispatchKey::Functionalize, c10::DispatchKey::ADInplaceOrView,
           c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradOther,
           c10::DispatchKey::Tracer}) {
-        found = found * 2 + (op.hasKernelForDispatchKey(key) ? 1 : 0);
+        if (op.hasKernelForDispatchKey(key)) {
+            return true;
+        }
     }
-    return found;
+    return false;
 }
 
 /* Whether somebody would see the ops of namespace c10d that move rows: a dispatch mode, a profiler,
- * or a kernel that was put in front of theirs since they were first asked about. */
+ * a kernel in front of theirs. */
 bool ops_are_watched() {
-    struct Op {
-        explicit Op(const char *name)
-            : handle(c10::Dispatcher::singleton().findSchemaOrThrow(name, "")),
-              at_first(kernels_in_front(handle)) {}
-        c10::OperatorHandle handle;
-        uint32_t at_first;
+    static const auto find = [](const char *name) {
+        return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
     };
-    static const auto *const ops =
-        new std::array<Op, 2>{Op("c10d::_allgather_base_"), Op("c10d::_reduce_scatter_base_")};
-    if (c10::impl::TorchDispatchModeTLS::any_modes_set() || at::hasCallbacks()) {
-        return true;
-    }
-    return std::any_of(ops->begin(), ops->end(),
-                       [](const Op &op) { return kernels_in_front(op.handle) != op.at_first; });
+    static const auto *const gather = new c10::OperatorHandle(find("c10d::_allgather_base_"));
+    static const auto *const scatter = new c10::OperatorHandle(find("c10d::_reduce_scatter_base_"));
+    return c10::impl::TorchDispatchModeTLS::any_modes_set() || at::hasCallbacks() ||
+           is_intercepted(*gather) || is_intercepted(*scatter);
 }
 
 /* The group to call a collective with that moves rows. Dispatch modes, which are given it, see the

@@ -1,6 +1,7 @@
 """Parity in other ways of moving the same data: a part of the basic grid, on two ranks. Torch's
 multi-tensor operations take the place of our kernels, as on a device that has none; or every
-parameter is a piece of its own, as large ones are."""
+parameter's part of a row is a message of its own, as large ones' are. (Collectives are recorded, so
+that the rows themselves are whole: test_pieces.py has those that are not.)"""
 
 from __future__ import annotations
 
