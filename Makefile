@@ -186,6 +186,7 @@ lint-mypy: env
 lint-c: env
 	@$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
 	@echo "clang-format: $(words $(C_FILES)) files are in style"
+	@$(PY) -m pytest -q -p no:cacheprovider tests/unit/test_columns.py
 
 format: env
 	$(PY) -m ruff check --fix-only --quiet .

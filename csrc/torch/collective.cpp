@@ -180,7 +180,7 @@ const c10::intrusive_ptr<c10d::ProcessGroup> &mover(fct_pg *pg, c10::DeviceType 
     return pg->direct;
 }
 
-/* Whether a kernel stands in front of an operator's own, at one of the keys where torch has none. */
+/* Whether a kernel stands in front of an operator's own, at a key where torch has none. */
 bool is_intercepted(const c10::OperatorHandle &op) {
     for (const c10::DispatchKey key :
          {c10::DispatchKey::BackendSelect, c10::DispatchKey::Python,
