@@ -29,6 +29,7 @@ def plan(
     loss: Callable[[Any], torch.Tensor] | None = None,
     memory: int | str | None = None,
     max_transient: int | None = None,
+    min_unit: int | None = None,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     device: str | torch.device = "cuda",
@@ -46,7 +47,7 @@ def plan(
         optimizer: A class, a name of ``torch.optim`` in any case, or a function that makes one of
             parameters, ``functools.partial(torch.optim.SGD, momentum=0.9)``; ``None``: AdamW.
         batch, loss, memory, file: As for :func:`fsdp_c.explain`.
-        max_transient, ignored_modules, ignored_params: As for ``auto_shard``.
+        max_transient, min_unit, ignored_modules, ignored_params: As for ``auto_shard``.
         device: What trains it: gathers and reductions overlap with computation but on ``"cpu"``.
         **fully_shard_kwargs: As for ``auto_shard``.
 
@@ -65,6 +66,7 @@ def plan(
         ignored_modules=ignored_modules,
         ignored_params=ignored_params,
         max_transient=max_transient,
+        min_unit=min_unit,
         ranks=shape[1],
         **kwargs,
     )

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, _common_utils
@@ -26,10 +25,10 @@ from typing_extensions import Unpack
 
 from .compat import ShardPlacementFnResult
 from .fully_shard import fully_shard
-from .mixed_precision import reduce_dtype
 from .notes import add
 from .undo import Snapshot
-from .wrap_policy import Kwargs, Policy, bounded, children_first, run_policy
+from .unit_sizes import joined, within
+from .wrap_policy import Kwargs, Policy, children_first, run_policy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -83,6 +82,7 @@ def auto_shard(
     frozen: Literal["warn", "error", "ignore"] = "warn",
     separate_ends: bool = True,
     max_transient: int | None = None,
+    min_unit: int | None = None,
     keep_originals: bool = True,
     shard_fn: Callable[..., Any] = fully_shard,
     **fully_shard_kwargs: Unpack[ShardKwargs],
@@ -114,6 +114,9 @@ def auto_shard(
             weight without calling the module.
         max_transient: Bytes that one unit may need for a while at most, beyond its shard: while it
             is gathered, or while its gradients are reduced. Larger units are divided.
+        min_unit: Bytes that a unit should gather at least. Smaller ones that are neighbours in one
+            container share a gather and a reduction, as with ``fully_shard([a, b])``: fewer
+            collectives, which is what many small layers wait for. They should all be called.
         keep_originals: Keep the full parameters until the last unit is sharded, so that a failure
             can be undone. ``False`` frees those of each unit at once, as separate ``fully_shard``
             calls do; what can be checked beforehand is still all or nothing.
@@ -147,6 +150,7 @@ def auto_shard(
         dict(fully_shard_kwargs),
         separate_ends,
         max_transient,
+        min_unit=min_unit,
     )
     signature = inspect.signature(shard_fn)
     for unit in units:
@@ -193,6 +197,7 @@ def plan(
     full_precision_classes: Iterable[type[nn.Module]] = (_BatchNorm,),
     separate_ends: bool = True,
     max_transient: int | None = None,
+    min_unit: int | None = None,
     ranks: int | None = None,
     **fully_shard_kwargs: Unpack[ShardKwargs],
 ) -> list[Unit]:
@@ -203,7 +208,16 @@ def plan(
     classes, kwargs = tuple(full_precision_classes), dict(fully_shard_kwargs)
     modules, params = set(ignored_modules), set(ignored_params)
     found = _plan(
-        model, policy, modules, params, classes, kwargs, separate_ends, max_transient, ranks
+        model,
+        policy,
+        modules,
+        params,
+        classes,
+        kwargs,
+        separate_ends,
+        max_transient,
+        ranks,
+        min_unit,
     )
     return found[0]
 
@@ -218,6 +232,7 @@ def _plan(
     separate_ends: bool = True,
     max_transient: int | None = None,
     ranks: int | None = None,
+    min_unit: int | None = None,
 ) -> tuple[list[Unit], set[nn.Parameter]]:
     """The units, and all parameters that are ignored."""
     check_nested_wrapping(model)
@@ -241,11 +256,14 @@ def _plan(
             root = unit
     units = [unit for unit in units if unit is not root] + [root]
     if max_transient is not None:
-        units = _within(units, max_transient, ranks, ignored_modules, ignored_params, names)
+        units = within(units, max_transient, ranks, ignored_modules, ignored_params, names)
     if overridden:
         warn_on_overridden_mixed_precision(set(map(type, overridden)))
         units = _with_full_precision(model, units, overridden)
-    return _ordered(model, _untie(model, units, ignored_params)), ignored_params
+    units = _ordered(model, _untie(model, units, ignored_params))
+    if min_unit is not None:
+        units = _ordered(model, joined(units, _owned_params(model, units), min_unit))
+    return units, ignored_params
 
 
 # ---- embeddings and heads
@@ -267,79 +285,6 @@ def _end(unit: Unit) -> Unit:
     if kwargs.get("reshard_after_forward") is None:  # backward begins with it
         kwargs = kwargs | {"reshard_after_forward": False}
     return replace(unit, kwargs=kwargs)
-
-
-# ---- how large units may be
-
-
-def _within(
-    units: list[Unit],
-    max_transient: int,
-    ranks: int | None,
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    names: dict[nn.Module, str],
-) -> list[Unit]:
-    """``units``, those divided that would need more than ``max_transient`` bytes for a while."""
-    found: list[Unit] = []
-    taken = {module for unit in units for module in unit.modules}
-    for unit in units:
-        inside = {m for one in unit.modules for m in one.modules()}
-        budget = _budget(unit, max_transient, ranks)
-        others = ((taken - set(unit.modules)) & inside) | ignored_modules
-        policy = unit.kwargs.get("mp_policy")
-        parts = bounded(unit.modules, budget, others, ignored_params, policy)
-        found += [Unit(part, tuple(names[m] for m in part), dict(unit.kwargs)) for part in parts]
-        found.append(unit)
-    taken = {module for unit in found for module in unit.modules}
-    for unit in found:
-        _refuse_larger(unit, _budget(unit, max_transient, ranks), taken, ignored_params)
-    return found
-
-
-def _budget(unit: Unit, max_transient: int, ranks: int | None) -> int:
-    """Bytes that the unit may gather."""
-    params = {p for module in unit.modules for p in module.parameters()}
-    policy = unit.kwargs.get("mp_policy")
-    return max(1, int(max_transient / _transient_of_a_byte(params, policy, ranks)))
-
-
-def _refuse_larger(
-    unit: Unit, budget: int, taken: set[nn.Module], ignored_params: set[nn.Parameter]
-) -> None:
-    inside = {m for one in unit.modules for m in one.modules() if m is not one}
-    below = {p for module in inside & taken for p in module.parameters()} | ignored_params
-    own = [p for m in unit.modules for p in m.parameters() if p not in below]
-    size = sum(p.numel() * _computed(p, unit.kwargs.get("mp_policy")).itemsize for p in own)
-    if size > budget:
-        largest = max(own, key=lambda param: param.numel())
-        name = next(n for m in unit.modules for n, p in m.named_parameters() if p is largest)
-        raise ValueError(
-            f"max_transient is too small for the unit {unit}, which cannot be divided: it gathers "
-            f"{size} bytes, '{name}' {tuple(largest.shape)} the most of them, and {budget} would do"
-        )
-
-
-def _computed(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
-    dtype = getattr(mp_policy, "param_dtype", None)
-    return dtype if dtype is not None and param.is_floating_point() else param.dtype
-
-
-def _transient_of_a_byte(
-    params: Collection[nn.Parameter], mp_policy: Any, ranks: int | None
-) -> float:
-    """Bytes that a unit needs for a while, for each byte that it gathers: parameters and buffer, or
-    gradients, all rows to reduce and this rank's."""
-    if ranks is None:
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-    reduced = 0.0
-    for param in params:
-        computed = _computed(param, mp_policy)
-        wanted = reduce_dtype(mp_policy, param.dtype, computed) if mp_policy is not None else None
-        row = (wanted or computed).itemsize
-        if param.requires_grad:
-            reduced = max(reduced, 1 + row * (1 + 1 / ranks) / computed.itemsize)
-    return max(2.0, reduced)
 
 
 def _summary(units: list[Unit], owned: dict[Unit, list[nn.Parameter]]) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     always_wrap_policy,
 )
+from torch.distributed.tensor.debug import CommDebugMode
 from wrap_models import Block, Layer, Transformer, bytes_of, classes, train, trees, units_of
 
 from fsdp_c import FSDPModule, MixedPrecisionPolicy, auto_shard, fully_shard, wrap
@@ -209,6 +210,57 @@ class TestFullPrecision:
             warnings.simplefilter("error")
             units = wrap.plan(Transformer(norm=nn.BatchNorm1d))
         assert len(units) == 4
+
+
+class TestSmallUnits:
+    """``min_unit``: neighbours share a gather and a reduction."""
+
+    def layers(self, *widths: int) -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(width, 8, bias=False) for width in widths))
+
+    def names(self, model: nn.Module, min_unit: int | None, **kwargs: Any) -> list[tuple[str, ...]]:
+        found = wrap.plan(model, {nn.Linear}, min_unit=min_unit, **kwargs)
+        return [unit.names for unit in found]
+
+    def test_neighbours_are_joined_until_they_are_large_enough(self) -> None:
+        model = self.layers(8, 8, 8, 8, 8)  # 256 bytes each
+        assert self.names(model, None)[:-1] == [("0",), ("1",), ("2",), ("3",), ("4",)]
+        assert self.names(model, 256)[:-1] == [("0",), ("1",), ("2",), ("3",), ("4",)]
+        assert self.names(model, 257)[:-1] == [("0", "1"), ("2", "3"), ("4",)]
+        assert self.names(model, 10**6) == [("0", "1", "2", "3", "4"), ("",)]
+
+    def test_bytes_are_those_that_are_gathered(self) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        assert self.names(self.layers(8, 8, 8, 8), 300, mp_policy=policy)[:-1] == [
+            ("0", "1", "2"),
+            ("3",),
+        ]
+
+    def test_a_large_one_stands_between(self) -> None:
+        assert self.names(self.layers(8, 80, 8, 8), 1000)[:-1] == [("0",), ("1",), ("2", "3")]
+
+    def test_only_modules_of_one_parent(self) -> None:
+        model = nn.Sequential(self.layers(8, 8), self.layers(8, 8))
+        assert self.names(model, 10**6) == [("0.0", "0.1"), ("1.0", "1.1"), ("",)]
+
+    def test_units_around_others_may_be_joined_too(self) -> None:
+        model = nn.Sequential(*(Block([nn.Linear(4, 4)]) for _ in range(3)))
+        found = wrap.plan(model, {Block, nn.Linear}, min_unit=10**6)
+        assert [len(unit.modules) for unit in found if Block in map(type, unit.modules)] == [3]
+
+    def test_a_step_has_fewer_collectives_and_the_same_gradients(self, fake_group: int) -> None:
+        def step(min_unit: int | None) -> tuple[int, list[torch.Tensor]]:
+            torch.manual_seed(0)
+            model = auto_shard(self.layers(8, 8, 8, 8), {nn.Linear}, min_unit=min_unit)
+            with CommDebugMode() as mode:
+                loss = model(torch.ones(2, 8)).sum()
+            loss.backward()
+            grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+            return mode.get_total_counts(), grads
+
+        (many, separate), (few, together) = step(None), step(10**6)
+        assert (many, few) == (4, 1)
+        assert len(separate) == 4 and all(map(torch.equal, separate, together))
 
 
 class TestTiedWeights:
