@@ -13,7 +13,8 @@ page faults). What an implementation keeps between steps (DDP's buckets) is not 
 
 ``bare`` does not communicate. Gradients are ``None`` before each step. The optimizer is AdamW with
 torch's defaults (SGD for ``wide``, whose states would fill the memory of a small machine); ours is
-accelerated, as it is with ``FSDP_C=1``. As many rounds are made as fit into ``--seconds`` for each
+accelerated, as it is with ``FSDP_C=1``. Of ``deep`` there is ours once more, ``shared``: neighbouring
+units share collectives (``auto_shard(min_unit=)``). As many rounds are made as fit into ``--seconds`` for each
 model. In the end a step of stock and one of ours are made while another process looks at the
 resident memory.
 
@@ -48,6 +49,8 @@ from gpt import GPT, GPTConfig, next_byte_loss
 import fsdp_c
 
 NAMES = ("bare", "ddp", "stock", "ours")
+MIN_UNIT = 2**14
+"""Bytes of a unit of ``shared`` at least: ``deep`` has four of them."""
 MOST_ROUNDS = 40
 WARM_UP = 2
 PEAKS = 2
@@ -85,6 +88,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "tiny": lambda: chain([Group(2) for _ in range(2)], torch.ones(WIDTH)),
 }
 """``tiny`` is there to try this script."""
+WITH_SHARED = ("deep", "tiny")
 TITLES = {
     "small": "small GPT",
     "medium": "medium GPT",
@@ -104,13 +108,15 @@ class Timed:
         self.model: nn.Module = job.model
         if name == "ddp":
             self.model = DistributedDataParallel(job.model)
+        elif name == "shared":
+            fsdp_c.auto_shard(job.model, type(job.units[0]), min_unit=MIN_UNIT)
         elif name != "bare":
             shard = implementations()[name]
             for unit in job.units:
                 shard(unit)
             shard(job.model)
         self.optimizer = job.optimizer(self.model.parameters(), lr=1e-5)
-        if name == "ours":
+        if name in ("ours", "shared"):
             fsdp_c.optim.accelerate(self.optimizer)
         self.costs: dict[str, list[Cost]] = {"without": [], "with": []}
         self.peaks: dict[str, list[Cost]] = {"without": [], "with": []}
@@ -159,8 +165,9 @@ def _medians(costs: list[Cost]) -> dict[str, float | None]:
 
 
 def measure(kind: str, seconds: float) -> dict[str, Any]:
-    """In every rank: the four implementations' costs, of turns in one run."""
-    timed = {name: Timed(kind, name) for name in NAMES}
+    """In every rank: the implementations' costs, of turns in one run."""
+    names = NAMES + (("shared",) if kind in WITH_SHARED else ())
+    timed = {name: Timed(kind, name) for name in names}
     gc.collect()
     gc.disable()
     for _ in range(WARM_UP):
