@@ -12,16 +12,21 @@ static fc_gather *gather;
 
 /* Rank `world - 1`; a matrix of 5 rows, cut unevenly, and a vector that is computed with in
  * bf16. */
-static void begin(int64_t world, bool mixed) {
+static void begin_on(sim_config device, int64_t world, bool mixed) {
     sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 2};
     s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};
     s.shapes[1] = (sim_shape){.ndim = 1, .sizes = {4}};
     s.shapes[1].compute = mixed ? FCK_BFLOAT16 : 0;
-    sim_begin((sim_config){.seed = 7});
+    s.device = device;
+    sim_begin(device);
     sim_collectives_stall(true);
     model = sim_model_new(&s);
     group = &model->layers[1].groups[0];
     gather = &group->core.gather;
+}
+
+static void begin(int64_t world, bool mixed) {
+    begin_on((sim_config){.seed = 7}, world, mixed);
 }
 
 static void end(void) {
@@ -112,11 +117,10 @@ static void given_up_its_buffer_stays_until_the_backend_is_done(void **state) {
     end();
 }
 
-static void a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again(void **state) {
-    (void)state;
+static void fail_each_call_of_a_copy_out(bool pieces, size_t least) {
     size_t failures = 0;
     for (int64_t nth = 1; failures + 1 == (size_t)nth; nth++) {
-        begin(2, true);
+        begin_on((sim_config){.seed = 7, .pieces = pieces}, 2, !pieces);
         start();
         assert_int_equal(fc_gather_await(gather), FC_OK);
         sim_fault_arm(nth, SIM_ONCE);
@@ -136,7 +140,18 @@ static void a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again(void **
         fc_gather_free(gather);
         end();
     }
-    assert_true(failures > 4);
+    assert_true(failures > least);
+}
+
+static void a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again(void **state) {
+    (void)state;
+    fail_each_call_of_a_copy_out(false, 4);
+}
+
+/* The memory of pieces goes to the parameters, and comes back with what is in it. */
+static void pieces_whose_copy_out_fails_are_not_lost(void **state) {
+    (void)state;
+    fail_each_call_of_a_copy_out(true, 1);
 }
 
 static void what_must_not_be_is_found(void **state) {
@@ -161,6 +176,7 @@ int main(void) {
         cmocka_unit_test(one_rank_sends_nothing_and_shares_its_shards_where_nothing_is_cast),
         cmocka_unit_test(given_up_its_buffer_stays_until_the_backend_is_done),
         cmocka_unit_test(a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again),
+        cmocka_unit_test(pieces_whose_copy_out_fails_are_not_lost),
         cmocka_unit_test(what_must_not_be_is_found),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -89,6 +89,39 @@ static void a_second_reduction_adds_to_the_gradient(void **state) {
     end(&f);
 }
 
+/* A large gradient is sent from where it is, if nobody else may change it meanwhile. */
+static void a_gradient_is_a_piece_itself(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.device.pieces = true;
+    fixture f = begin(scenario);
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    const fc_reduction *r = f.model->comm.oldest;
+    assert_non_null(r);
+    assert_null(r->input);                         /* nothing was packed */
+    finish(&f);
+    expect_grad(&f, 0, 3.0);
+    end(&f);
+}
+
+static void a_gradient_that_others_hold_is_not(void **state) {
+    (void)state;
+    const double zeros[4] = {0};
+    sim_scenario scenario = two_ranks;
+    scenario.device.pieces = true;
+    fixture f = begin(scenario);
+    compute_gradients(&f, 2.0);
+    fct_tensor *held = sim_grad_peek(f.group->params[0].core.unsharded);
+    fct_tensor_retain(held);
+    post_backward(&f);
+    sim_tensor_write(held, zeros, "a gradient that somebody holds");
+    finish(&f);
+    expect_grad(&f, 0, 3.0);
+    fct_tensor_release(held);
+    end(&f);
+}
+
 static void without_sync_gradients_wait_unreduced_in_the_parameter(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
@@ -406,6 +439,8 @@ static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_second_reduction_adds_to_the_gradient),
+        cmocka_unit_test(a_gradient_is_a_piece_itself),
+        cmocka_unit_test(a_gradient_that_others_hold_is_not),
         cmocka_unit_test(without_sync_gradients_wait_unreduced_in_the_parameter),
         cmocka_unit_test(with_a_reduce_type_they_wait_in_that_type),
         cmocka_unit_test(a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none),

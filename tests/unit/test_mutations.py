@@ -93,6 +93,20 @@ MUTATIONS = {
         "test_train",
         "launches",
     ),
+    "a gradient that others hold is sent from where it is": Mutation(
+        "reduce",
+        "           fct_tensor_is_sole(plan->grads[i]);",
+        "           true;",
+        "test_reduce",
+        "a gradient that somebody holds",
+    ),
+    "pieces that a failed copy-out frees": Mutation(
+        "gather",
+        "        take_memory_back(a);\n        fc_gather_free(a);",
+        "        fc_gather_free(a);",
+        "test_gather",
+        "pieces_whose_copy_out_fails_are_not_lost",
+    ),
     "a row released before its cast": Mutation(
         "comm",
         "kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0",

@@ -85,7 +85,7 @@ def _scaled(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _kept(model: nn.Module) -> list[torch.Tensor]:
-    """Gradients that somebody holds while they are reduced, and writes to."""
+    """Gradients that somebody holds while they are reduced (test_reduce.c writes to them)."""
     held: list[torch.Tensor] = []
     for unit in list(model)[:3]:
         unit.unshard()
