@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 COLOURS = {
     "bare": "#b5b5b5", "ddp": "#8a6bb1", "stock": "#d98e32", "ours": "#2f5f94",
-    "torch.distributed": "#3f9c8f", "memcpy": "#b5b5b5",
+    "shared": "#7fa8d1", "torch.distributed": "#3f9c8f", "memcpy": "#b5b5b5",
     "pack": "#2f5f94", "unpack": "#3f9c8f", "pack gradients": "#d98e32",
 }  # fmt: skip
 METRICS = {

@@ -13,10 +13,10 @@ page faults). What an implementation keeps between steps (DDP's buckets) is not 
 
 ``bare`` does not communicate. Gradients are ``None`` before each step. The optimizer is AdamW with
 torch's defaults (SGD for ``wide``, whose states would fill the memory of a small machine); ours is
-accelerated, as it is with ``FSDP_C=1``. Of ``deep`` there is ours once more, ``shared``: neighbouring
-units share collectives (``auto_shard(min_unit=)``). As many rounds are made as fit into ``--seconds`` for each
-model. In the end a step of stock and one of ours are made while another process looks at the
-resident memory.
+accelerated, as it is with ``FSDP_C=1``. Of ``deep`` there is ours once more, ``shared``:
+neighbouring units share collectives (``auto_shard(min_unit=)``). As many rounds are made as fit
+into ``--seconds`` for each model. In the end a step of stock and one of ours are made while another
+process looks at the resident memory.
 
     python benchmarks/steps.py [--models small wide ...] [--seconds N] [--ranks N] [--json FILE]
 """

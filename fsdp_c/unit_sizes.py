@@ -1,20 +1,34 @@
-"""How large units are: those that need too much memory are divided, small neighbours joined."""
+"""Units: those that need too much memory are divided, small neighbours joined."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from .mixed_precision import reduce_dtype
-from .wrap_policy import bounded
+from .wrap_policy import Kwargs, bounded
 
-if TYPE_CHECKING:
-    from .wrap import Unit
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Modules that ``fully_shard`` is called on together, and its arguments.
+
+    ``names`` are the modules' names below the root; the root's is empty. ``regathers``: whether
+    backward needs the parameters (of an embedding it does not).
+    """
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    kwargs: Kwargs
+    regathers: bool = True
+
+    def __str__(self) -> str:
+        return ", ".join(f"'{name}'" if name else "the root" for name in self.names)
 
 
 def within(

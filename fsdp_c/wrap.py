@@ -12,7 +12,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from .compat import ShardPlacementFnResult
 from .fully_shard import fully_shard
 from .notes import add
 from .undo import Snapshot
-from .unit_sizes import joined, within
+from .unit_sizes import Unit, joined, within
 from .wrap_policy import Kwargs, Policy, children_first, run_policy
 
 if TYPE_CHECKING:
@@ -53,23 +53,6 @@ class ShardKwargs(UnitKwargs, total=False):
 
     mesh: DeviceMesh | None
     bucket_cap_mb: float
-
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """Modules that ``fully_shard`` is called on together, and its arguments.
-
-    ``names`` are the modules' names below the root; the root's is empty. ``regathers``: whether
-    backward needs the parameters (of an embedding it does not).
-    """
-
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    kwargs: Kwargs
-    regathers: bool = True
-
-    def __str__(self) -> str:
-        return ", ".join(f"'{name}'" if name else "the root" for name in self.names)
 
 
 def auto_shard(

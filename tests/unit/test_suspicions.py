@@ -30,6 +30,7 @@ def said(
 ) -> Iterator[Callable[[], list[str]]]:
     """What was said in this test; Python warnings are errors meanwhile."""
     monkeypatch.setattr(suspicions, "_said", set())
+    monkeypatch.setattr(suspicions, "_registered", {})  # other tests' models may still be there
 
     def lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
