@@ -99,7 +99,7 @@ static void a_gradient_is_a_piece_itself(void **state) {
     post_backward(&f);
     const fc_reduction *r = f.model->comm.oldest;
     assert_non_null(r);
-    assert_null(r->input);                         /* nothing was packed */
+    assert_null(r->input); /* nothing was packed */
     finish(&f);
     expect_grad(&f, 0, 3.0);
     end(&f);
