@@ -35,7 +35,7 @@ from .replicate import replicate
 from .report import Explanation, UnitReport
 from .state import State as State
 from .timeline import StepTrace, trace
-from .transport import release_memory, set_transport
+from .transport import release_memory, set_bucket_cap, set_transport
 from .version import __version__ as __version__
 from .wrap import auto_shard
 
@@ -66,6 +66,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "release_memory",
     "replicate",
+    "set_bucket_cap",
     "set_transport",
     "trace",
     "uninstall",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from .fake_step import Event, Trace
@@ -37,7 +38,8 @@ class UnitSizes:
         reshard: Freed after forward; a number of ranks: all but a shard for so many.
         offloads: Shards, gradients and states are in the CPU's memory.
         regathers: Gathered once more in backward, where it was freed after forward.
-        reductions: How many parts its gradients are reduced in.
+        buckets: Bytes of what each of its reductions takes, in their order; elsewhere they are
+            parts of ``rows`` and ``whole_gradients``.
     """
 
     name: str
@@ -53,7 +55,14 @@ class UnitSizes:
     reshard: bool | int
     offloads: bool = False
     regathers: bool = True
-    reductions: int = 1
+    buckets: tuple[int, ...] = (1,)
+
+    def dealt(self, size: int) -> list[int]:
+        """``size`` bytes of all gradients, dealt to the buckets."""
+        whole, ends = sum(self.buckets), [0]
+        for bucket in self.buckets:
+            ends.append(ends[-1] + bucket)
+        return [size * b // whole - size * a // whole for a, b in pairwise(ends)]
 
     @property
     def gathers(self) -> int:
@@ -71,8 +80,18 @@ class UnitSizes:
     def peak(self) -> int:
         """What it needs beyond its shards, by itself: gathering or reducing."""
         buffer = self.gathered if self.world > 1 else 0
-        reducing = self.whole_gradients + self.rows + (self.row if self.world > 1 else 0)
-        return max(self.gathered + buffer, reducing)
+        return max(self.gathered + buffer, self._reducing)
+
+    @property
+    def _reducing(self) -> int:
+        """Gradients that are not packed yet, the rows of a bucket and of the one before, and what
+        has been reduced."""
+        most, left, before, reduced = 0, self.whole_gradients, 0, 0
+        for rows, whole in zip(self.dealt(self.rows), self.dealt(self.whole_gradients)):
+            reduced += rows // self.world if self.world > 1 else 0
+            most = max(most, left + before + rows + reduced)
+            left, before = left - whole, rows
+        return most
 
 
 @dataclass(frozen=True)
@@ -184,7 +203,7 @@ class _Replay:
         self.owner = {p: unit for unit in sharding.units[::-1] for p in unit.pieces}
         self.alive: dict[int, tuple[str, int]] = {}  # storage -> kind, bytes
         self.whole: dict[int, int] = {}  # storage -> bytes, whatever the factor
-        self.grads: dict[str, set[int]] = {unit.name: set() for unit in sharding.units}
+        self.grads: dict[str, dict[int, None]] = {unit.name: {} for unit in sharding.units}
         self.state = {unit.name: "sharded" for unit in sharding.units}
         self.order: list[UnitSizes] = []
         self.positions: dict[str, list[int]] = {unit.name: [] for unit in sharding.units}
@@ -236,7 +255,7 @@ class _Replay:
         self.bytes["activations"] -= size
         self.alive[storage] = ("gradients", self.whole[storage])
         self.add("gradients", self.whole[storage])
-        self.grads[owner.name].add(storage)
+        self.grads[owner.name][storage] = None
 
     # ---- gathering ----
 
@@ -313,24 +332,37 @@ class _Replay:
             self.done.add(unit.name)
             self.reduce(unit, storages)
 
-    def reduce(self, unit: UnitSizes, storages: set[int]) -> None:
-        self.add("gradients", unit.rows)
-        for storage in storages:
-            kind, size = self.alive.pop(storage, ("gradients", 0))
-            self.add(kind, -size)
-        storages.clear()
+    def reduce(self, unit: UnitSizes, storages: dict[int, None]) -> None:
+        wholes, gradients = unit.dealt(unit.whole_gradients), unit.dealt(unit.gradient)
+        packed = 0
+        for index, rows in enumerate(unit.dealt(unit.rows)):
+            last = index + 1 == len(unit.buckets)
+            self.add("gradients", rows)
+            packed += wholes[index]
+            while storages and (last or packed > 0):  # in the order in which they came
+                kind, size = self.alive.pop(storage := next(iter(storages)), ("gradients", 0))
+                del storages[storage]
+                self.add(kind, -size)
+                packed -= size
+            self.hand_out(unit, rows, gradients[index])
+
+    def hand_out(self, unit: UnitSizes, rows: int, gradient: int) -> None:
+        """The shards of one reduction's gradients. Its input stays while it is in flight, with that
+        of one more."""
+        row = rows // unit.world
         if unit.world > 1:
-            self.add("gradients", unit.row)
+            self.add("gradients", row)
         if unit.casts:
-            self.add("gradients", unit.gradient)
-            self.add("gradients", -unit.row if unit.world > 1 else 0)
+            self.add("gradients", gradient)
+            self.add("gradients", -row if unit.world > 1 else 0)
         if unit.offloads:
-            self.add("gradients", -unit.gradient)
+            self.add("gradients", -gradient)
         kept = unit.world == 1 and not unit.casts
         if self.sharding.overlap and not kept:
-            self.in_flight = unit.rows
+            self.add("gradients", -self.in_flight)
+            self.in_flight = rows
         else:
-            self.add("gradients", 0 if kept else -unit.rows)
+            self.add("gradients", 0 if kept else -rows)
 
     # ---- the end ----
 

@@ -144,8 +144,7 @@ def replicate(
         stock._validate_module(one)
     if mesh is not None and device_mesh is not None and mesh is not device_mesh:
         raise ValueError("replicate got both mesh and device_mesh: give one of them")
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
+    limit = bucket_bytes(bucket_cap_mb)
     mesh = mesh or device_mesh or _init_default_mesh(mesh_dim_names=("replicate",))
     mesh_info = _replicate_mesh_info(mesh, dp_mesh_dims)
     device = _get_device_from_mesh(mesh)
@@ -155,15 +154,25 @@ def replicate(
         ignored.update(ignored_module.parameters())
     policies, undo = (mp_policy, offload_policy), Undo()
     units = Units(mesh_info, None, None, None)
-    bucket_bytes = 0 if math.isinf(bucket_cap_mb) else math.ceil(bucket_cap_mb * 2**20)
     try:
         state = apply(_API, module, units, device, policies, ignored or None, False, undo)
         for group in state._fsdp_param_groups:
-            group._bucket_bytes = bucket_bytes
+            group._bucket_bytes = limit
         return module  # in here: a signal may come after the last call
     except BaseException:
         undo.run()
         raise
+
+
+def bucket_bytes(bucket_cap_mb: float) -> int:
+    """Bytes of gradients at which a bucket is full; 0: there is one.
+
+    Raises:
+        ValueError: ``bucket_cap_mb`` is not positive.
+    """
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
+    return 0 if math.isinf(bucket_cap_mb) else math.ceil(bucket_cap_mb * 2**20)
 
 
 def _replicate_mesh_info(mesh: DeviceMesh, dp_mesh_dims: Any) -> DataParallelMeshInfo:

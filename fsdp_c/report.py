@@ -164,7 +164,6 @@ def show(count: float) -> str:
 
 def _reports(layout: Layout) -> Iterator[UnitReport]:
     for unit, params, modules in zip(layout.units, layout.params, layout.modules):
-        trained = unit.rows > 0
         yield UnitReport(
             name=_clean(unit.name),
             modules=", ".join(_looked_through(module) for module in modules),
@@ -174,8 +173,8 @@ def _reports(layout: Layout) -> Iterator[UnitReport]:
             mesh=f"{unit.replicas}x{unit.world}" if unit.replicas > 1 else str(unit.world),
             shard_bytes=unit.shard,
             gathers=unit.gathers,
-            reduce_scatters=int(trained and unit.world > 1),
-            all_reduces=unit.reductions if unit.replicas > 1 else 0,
+            reduce_scatters=len(unit.buckets) if unit.world > 1 else 0,
+            all_reduces=len(unit.buckets) if unit.replicas > 1 else 0,
             transient=unit.peak,
         )
 

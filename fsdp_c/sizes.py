@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,9 @@ from .fake_step import Piece
 from .forecast import UnitSizes
 from .mixed_precision import compute_dtype, reduce_dtype
 from .wrap import Unit
+
+BUCKET_LIMIT = 2**30
+"""Bytes of gradients at which a unit's bucket is full: FC_BUCKET_LIMIT of csrc/core/bucket.h."""
 
 
 class ParamSize(NamedTuple):
@@ -52,9 +55,10 @@ def unit_sizes(
     reshard: bool | int,
     offloads: bool,
     regathers: bool = True,
-    reductions: int | None = None,
+    spans: Iterable[tuple[int, int]] | None = None,
 ) -> UnitSizes:
-    """A unit of these parameters on a mesh of (replicas, ranks to shard over)."""
+    """A unit of these parameters on a mesh of (replicas, ranks to shard over), reduced in these
+    spans (``None``: as the core would)."""
     replicas, world = mesh
     params = list(params)
     trained = [param for param in params if param.trained]
@@ -74,8 +78,28 @@ def unit_sizes(
         reshard=reshard,
         offloads=offloads,
         regathers=regathers,
-        reductions=int(bool(trained)) if reductions is None else reductions,
+        buckets=_buckets(params, spans) if trained else (),
     )
+
+
+def _sent(param: ParamSize) -> int:
+    return param.numel * param.reduce.itemsize if param.trained else 0
+
+
+def _buckets(params: list[ParamSize], spans: Iterable[tuple[int, int]] | None) -> tuple[int, ...]:
+    """What each reduction of the unit takes."""
+    sums = (sum(map(_sent, params[slice(*span)])) for span in spans or _spans(params))
+    return tuple(size for size in sums if size > 0)
+
+
+def _spans(params: list[ParamSize]) -> Iterator[tuple[int, int]]:
+    """``deal`` of csrc/core/bucket.c: the last parameters first, a full bucket is closed."""
+    end, size = len(params), 0
+    for index in range(len(params) - 1, -1, -1):
+        size += _sent(params[index])
+        if size >= BUCKET_LIMIT or index == 0:
+            yield index, end
+            end, size = index, 0
 
 
 # ---- of a sharded model --------------------------------------------------------------------------
@@ -106,7 +130,7 @@ def layout_of(model: nn.Module) -> Layout:
                 _reshards(state, group, model),
                 offloads,
                 group.unshard_in_backward,
-                _buckets(group),
+                getattr(group, "_buckets", [(0, len(params))]),
             )
         )
         found.params.append(params)
@@ -127,13 +151,6 @@ def _live_size(param: Any) -> ParamSize:
         reduce=param.reduce_dtype or compute,
         trained=param.sharded_param.requires_grad,
     )
-
-
-def _buckets(group: Any) -> int:
-    """How many reductions the unit's gradients are dealt to."""
-    params = group.fsdp_params
-    spans = getattr(group, "_buckets", [(0, len(params))])
-    return sum(any(p.sharded_param.requires_grad for p in params[slice(*span)]) for span in spans)
 
 
 def _reshards(state: Any, group: Any, model: nn.Module) -> bool | int:

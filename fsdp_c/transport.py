@@ -1,4 +1,4 @@
-"""How rows get from rank to rank on the CPU, and the memory that waits for them."""
+"""How rows get from rank to rank, and the memory that waits for them on the CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.nn as nn
 
 import fsdp_c._C as _C
 
+from .param_group import ParamGroup
+from .replicate import bucket_bytes
 from .units import units_of
 
 Transport = Literal["direct", "gloo"]
@@ -43,6 +45,39 @@ def _groups(unit: Any) -> Iterator[dist.ProcessGroup]:
             group = getattr(info, name, None)
             if isinstance(group, dist.ProcessGroup):
                 yield group
+
+
+def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
+    """Chooses how much of a unit's gradients one reduction takes.
+
+    A unit with more than ``bucket_cap_mb`` MiB of gradients (in the dtype that is reduced in) is
+    reduced bucket by bucket, its last parameters first, each with collectives of its own: memory is
+    taken for a bucket or two and not for the whole row, which decides the peak where embeddings and
+    heads are one unit. A parameter is never divided. ``fully_shard``'s default is 1024, below which
+    there is torch's single collective; ``replicate`` has its own and reduces early. The bits are
+    torch's on two ranks; on more a backend may add up in another order. Units with a reduce hook,
+    and those whose data torch's functions move, stay whole. All ranks have to call it alike,
+    between steps.
+
+    Args:
+        model: what ``fully_shard`` or ``replicate`` was applied to, or a module around it.
+        bucket_cap_mb: MiB of gradients at which a bucket is full; ``inf``: one for each unit.
+
+    Raises:
+        ValueError: ``bucket_cap_mb`` is not positive, or ``fully_shard`` was applied to no part of
+            ``model``.
+        TypeError: a part of ``model`` was sharded by torch's ``fully_shard``.
+    """
+    limit = bucket_bytes(bucket_cap_mb)
+    units = units_of(model, "set_bucket_cap")
+    for unit in units:
+        if not isinstance(unit, ParamGroup):
+            raise TypeError(
+                "set_bucket_cap expects units of fsdp_c's fully_shard; "
+                f"'{unit._module_fqn}' is a unit of torch's"
+            )
+    for unit in units:
+        unit._bucket_bytes = limit
 
 
 def release_memory() -> None:

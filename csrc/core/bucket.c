@@ -13,6 +13,7 @@ enum { IN_FLIGHT = 2 };
 void fc_bucket_init(fc_buckets *b, fc_members *members) {
     memset(b, 0, sizeof *b);
     b->members = members;
+    b->limit = FC_BUCKET_LIMIT;
 }
 
 void fc_bucket_fini(fc_buckets *b) {
@@ -87,11 +88,16 @@ fc_status fc_bucket_cut(fc_buckets *b) {
     return FC_OK;
 }
 
+/* Early reductions of a sharded group would keep its gathered parameters for longer. */
+static bool goes_early(const fc_buckets *b) {
+    return fc_bucket_several(b) && b->members->shard.world == 1;
+}
+
 fc_status fc_bucket_watch(fc_buckets *b) {
     fc_status status = FC_OK;
     const fc_members *m = b->members;
     FC_TRY(fc_bucket_cut(b));
-    for (size_t i = 0; fc_bucket_several(b) && i < m->count; i++) {
+    for (size_t i = 0; goes_early(b) && i < m->count; i++) {
         fc_param *p = m->params[i];
         const fct_hook hook = {.owner = p->owner, .call = m->host->grad_arrived};
         p->buckets = b;
@@ -109,7 +115,7 @@ void fc_bucket_begin(fc_buckets *b, bool eager) {
     const fc_members *m = b->members;
     fc_bucket_end(b);
     b->next = 0;
-    if (!eager || b->mode != FC_BUCKETS_READY || b->count <= 1) {
+    if (!eager || b->mode != FC_BUCKETS_READY || !goes_early(b)) {
         return;
     }
     b->mode = FC_BUCKETS_EAGER;

@@ -1,6 +1,8 @@
-/* Buckets: the parameters of a group that only all-reduces (replicate), cut into spans of about
- * `limit` bytes of gradients, last parameters first, because backward reaches those first. Which
- * span is reduced next is decided here; the group reduces it.
+/* Buckets: the parameters of a group, cut into spans of about `limit` bytes of gradients, last
+ * parameters first, because backward reaches those first. Which span is reduced next is decided
+ * here; the group reduces it. A replicated group has small ones, so that they travel while backward
+ * goes on; a sharded one has large ones, which follow one another at the end of its backward, so
+ * that the largest row does not decide the peak.
  *
  *            cut                      begin, where it may be
  *   STALE ----------> READY <------------------------------> EAGER
@@ -10,9 +12,9 @@
  * In an eager backward a bucket is reduced when the last of its gradients has come and all buckets
  * before it are reduced, so that the order of collectives is that of the parameters on every rank,
  * whatever autograd's is. What is left goes at the end of the module's backward, as do all buckets
- * of a backward that is not eager: the user has reduced something himself, unused parameters are
- * reduced as well, or other groups are reduced in between, whose place the ranks could see
- * differently. With one bucket nothing is watched and all is as for any group.
+ * of a backward that is not eager: the group is sharded, the user has reduced something himself,
+ * unused parameters are reduced as well, or other groups are reduced in between, whose place the
+ * ranks could see differently. With one bucket nothing is watched and all is as for any group.
  *
  * A gradient may come again after its bucket was reduced (a parameter used by several segments that
  * are recomputed, each in a backward of its own): it is reduced by itself at the end, and later
@@ -21,6 +23,9 @@
 #define FSDP_C_CORE_BUCKET_H
 
 #include "members.h"
+
+/* Where nobody has said otherwise: above the units that people make, below their embeddings. */
+#define FC_BUCKET_LIMIT ((int64_t)1 << 30)
 
 typedef enum fc_bucket_mode {
     FC_BUCKETS_STALE, /* to be cut from the parameters as they are now */
@@ -54,8 +59,8 @@ void fc_bucket_invalidate(fc_buckets *b);
 FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);
 /* Whether there are several, cut from the parameters as they are. */
 bool fc_bucket_several(const fc_buckets *b);
-/* In forward, once the group is unsharded: cuts, and where there are several buckets has autograd
- * tell of each parameter's gradient. */
+/* In forward, once the group is unsharded: cuts, and where a replicated group has several buckets
+ * has autograd tell of each parameter's gradient. */
 FC_CHECK fc_status fc_bucket_watch(fc_buckets *b);
 /* A backward reaches the group. `eager` says that nothing outside of the buckets forbids an eager
  * one. */

@@ -484,15 +484,15 @@ static fc_status reshard_in_backward(fc_group *g) {
 }
 
 /* The way of a span's gradients: folded, collected, (the parameters resharded: less memory), and on
- * the way to the other ranks. `last`: of this backward. */
-static fc_status reduce(fc_group *g, fc_span span, bool last, bool partial) {
+ * the way to the other ranks. `leaves`: no parameter is needed any more in this backward. */
+static fc_status reduce(fc_group *g, fc_span span, bool leaves, bool partial) {
     fc_status status = FC_OK;
     fc_reducer *reducer = &g->reducer;
     void *range = NULL;
     FC_TRY(fc_gradient_fold(&g->members, span));
     range = fc_members_enter_range(&g->members, "post_backward_reshard");
     FC_TRY(fc_gradient_collect(&g->members, span, reducer->reduce_unused, &reducer->plan));
-    FC_TRY(last ? reshard_in_backward(g) : FC_OK);
+    FC_TRY(leaves ? reshard_in_backward(g) : FC_OK);
     fct_profile_exit(range);
     range = NULL;
     FC_TRY(make_room(g));
@@ -523,7 +523,7 @@ static fc_status reduce_rest(fc_group *g, bool partial) {
         return reduce(g, fc_members_all(&g->members), true, partial);
     }
     for (size_t i = 0; i < b->count; i++) {
-        FC_TRY(reduce(g, b->items[i].span, i + 1 == b->count, partial));
+        FC_TRY(reduce(g, b->items[i].span, i == 0, partial));
     }
 done:
     return status;

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 from grid import at_world_size, generate
-from record import Bits, Entry, differences
+from record import differences, trained
 from setting import Launch, Setting
 from surface import LANDED, landed, needed
 from wide import generate_wide
@@ -158,11 +158,6 @@ def test_uneven_shards_on_a_smaller_mesh_train_to_the_same_bits(tmp_path: Path) 
     ours = run_grid(OURS, settings, Launch(4), tmp_path, ours=True)
     for index, setting in enumerate(settings):
         for rank in range(4):
-            left, right = _trained(stock[index][rank]), _trained(ours[index][rank])
+            left, right = trained(stock[index][rank]), trained(ours[index][rank])
             assert left[-1][0].startswith("final state")
             assert differences(left, right) == [], setting
-
-
-def _trained(entries: list[Entry]) -> list[Entry]:
-    """What a record says about tensors that the user sees."""
-    return [entry for entry in entries if isinstance(entry[1], Bits)]

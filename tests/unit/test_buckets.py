@@ -1,4 +1,4 @@
-"""``replicate``'s buckets before and without real ranks."""
+"""Buckets, ``replicate``'s and those of large units, before and without real ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.nn as nn
 
-from fsdp_c import MixedPrecisionPolicy, replicate
+import fsdp_c
+from fsdp_c import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp_c.sizes import BUCKET_LIMIT, layout_of
 
 MIB = 2**20
 
@@ -67,6 +69,50 @@ def test_the_cut_follows_the_reduce_type_and_what_is_trained(fake_group: int) ->
     frozen = model()
     frozen[2].requires_grad_(False)
     assert group_of(replicate(frozen, bucket_cap_mb=80 / MIB))._buckets == [(2, 6), (0, 2)]
+
+
+def test_units_are_cut_from_a_gibibyte_on(fake_group: int) -> None:
+    assert group_of(fully_shard(model()))._bucket_bytes == BUCKET_LIMIT == 2**30
+    with torch.device("meta"):
+        large = nn.Sequential(*(nn.Linear(2**14, 2**14 - 1, bias=False) for _ in range(3)))
+    [planned] = fsdp_c.plan(large, lambda **_: False, world_size=8).units
+    assert planned.reduce_scatters == 2
+    fully_shard(large)
+    assert group_of(large)._buckets == [(1, 3), (0, 1)]  # the limit, and 64 KiB less, each
+
+
+def test_a_cap_is_set_for_all_units_or_for_none(fake_group: int) -> None:
+    module = model()
+    fully_shard(module[0])
+    fully_shard(module)
+    fsdp_c.set_bucket_cap(module, 80 / MIB)
+    assert group_of(module)._buckets == [(2, 4), (0, 2)]
+    assert group_of(module[0])._buckets == [(0, 2)]
+    fsdp_c.set_bucket_cap(module, math.inf)
+    assert group_of(module)._buckets == [(0, 4)]
+    for size in (0, -1, math.nan):
+        with pytest.raises(ValueError, match="bucket_cap_mb must be positive"):
+            fsdp_c.set_bucket_cap(module, size)
+    with pytest.raises(ValueError, match="set_bucket_cap expects a model"):
+        fsdp_c.set_bucket_cap(model(), 1)
+    stock = model()
+    torch.distributed.fsdp.fully_shard(stock[1])
+    fully_shard(stock[0])
+    holder = nn.ModuleList(stock)
+    with pytest.raises(TypeError, match="is a unit of torch's"):
+        fsdp_c.set_bucket_cap(holder, 80 / MIB)
+    assert group_of(stock[0])._bucket_bytes == BUCKET_LIMIT
+
+
+def test_a_forecast_deals_as_the_core_does(fake_group: int) -> None:
+    module = fully_shard(model())
+    for size in (1000, 80, 81, 1):
+        fsdp_c.set_bucket_cap(module, size / MIB)
+        spans = group_of(module)._buckets
+        [unit] = layout_of(module).units
+        sizes = [64, 16] * 3
+        assert list(unit.buckets) == [sum(sizes[slice(*span)]) for span in spans]
+        assert sum(unit.dealt(unit.rows)) == unit.rows
 
 
 def test_a_model_with_buckets_is_collected_even_while_its_graph_lives(fake_group: int) -> None:

@@ -8,6 +8,7 @@ Peak memory is that of the device, over what was there before.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import warnings
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from features import MIXED
 from scenarios import SimTools
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
+
+import fsdp_c
 
 UNITS = 6
 WIDTH = 64
@@ -85,6 +88,20 @@ VARIANTS = {
 }
 
 
+def _one_unit(tools: SimTools, bucket_cap_mb: float) -> nn.Sequential:
+    """All blocks are one unit, reduced in float32 after a backward in bfloat16."""
+    model = tools.fully_shard(_model(), mesh=tools.flat(), mp_policy=MIXED)
+    fsdp_c.set_bucket_cap(model, bucket_cap_mb)
+    return model
+
+
+BUCKETS = {
+    "one unit": lambda t: _one_unit(t, math.inf),
+    "one unit in buckets": lambda t: _one_unit(t, 4 * 12 * WIDTH**2 / 2**20),  # a block each
+}
+"""Ours alone: torch's FSDP2 reduces a unit at once."""
+
+
 def _plain_launches(variant: str, x: torch.Tensor) -> int:
     """Launches of a step of the model alone."""
     device = simulated.start()
@@ -109,7 +126,8 @@ def measure(variant: str, implementation: str, kernels: bool) -> Figures:
     plain = _plain_launches(variant, x)
     gc.collect()
     before = device.memory_allocated(0)
-    model = VARIANTS[variant](SimTools(0, scenarios.WORLD, implementation))
+    make = VARIANTS.get(variant) or BUCKETS[variant]
+    model = make(SimTools(0, scenarios.WORLD, implementation))
     for step in range(STEPS + 1):
         if step == 1:
             device.clear_counts()
@@ -137,10 +155,14 @@ RUNS = {
 def all_figures() -> dict[str, dict[str, Figures]]:
     """By variant and run."""
     scenarios.join_loop_group()
-    return {
+    found = {
         variant: {name: measure(variant, *how) for name, how in RUNS.items()}
         for variant in VARIANTS
     }
+    ours = [name for name, how in RUNS.items() if how[0] == "fsdp_c"]
+    for variant in BUCKETS:
+        found[variant] = {name: measure(variant, *RUNS[name]) for name in ours}
+    return found
 
 
 def run(rank: int, world_size: int) -> dict[str, dict[str, Figures]]:

@@ -165,6 +165,11 @@ def error_entry(error: BaseException) -> Entry:
     return ("error", f"{type(error).__name__}: {message}")
 
 
+def trained(entries: list[Entry]) -> list[Entry]:
+    """What a record says about tensors that the user sees."""
+    return [entry for entry in entries if isinstance(entry[1], Bits)]
+
+
 def differences(stock: list[Entry], ours: list[Entry], limit: int = 8) -> list[str]:
     """What differs between two records, at most ``limit`` lines; empty when they are equal."""
     found: list[str] = []
