@@ -194,6 +194,7 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
     (void)closure;
     fcpy_group *self = (fcpy_group *)obj;
     fc_buckets *b = &self->core.buckets;
+    bool stale = b->mode == FC_BUCKETS_STALE;
     fc_status status = fc_bucket_cut(b);
     if (status != FC_OK) {
         (void)fcpy_raise(status, NULL);
@@ -210,6 +211,9 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
             break;
         }
         PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
+    }
+    if (stale) { /* one rank may ask, and parameters be frozen after it: all cut in forward */
+        fc_bucket_invalidate(b);
     }
     return list;
 }

@@ -115,6 +115,21 @@ def test_a_forecast_deals_as_the_core_does(fake_group: int) -> None:
         assert sum(unit.dealt(unit.rows)) == unit.rows
 
 
+def test_looking_does_not_decide_the_cut(fake_group: int) -> None:
+    """``explain`` on one rank, then parameters are frozen on all: ranks must still agree."""
+    cuts = []
+    for looks in (False, True):
+        module = fully_shard(model())
+        module(torch.ones(2, 4)).sum().backward()
+        fsdp_c.set_bucket_cap(module, 80 / MIB)
+        if looks:
+            assert group_of(module)._buckets == [(4, 6), (2, 4), (0, 2)]
+        module[2].requires_grad_(False)
+        module(torch.ones(2, 4)).sum().backward()
+        cuts.append(group_of(module)._buckets)
+    assert cuts[0] == cuts[1] == [(2, 6), (0, 2)]
+
+
 def test_a_model_with_buckets_is_collected_even_while_its_graph_lives(fake_group: int) -> None:
     module = replicate(model(), bucket_cap_mb=1 / MIB)
     loss = module(torch.ones(2, 4)).sum()
