@@ -34,7 +34,7 @@ class Meter:
     """Starts when it is made."""
 
     def __init__(self) -> None:
-        self._resets = _reset_peak()
+        self._resets = reset_peak()
         self._resident = resident()
         self._faults = _faults()
         self._cpu = time.process_time()
@@ -44,7 +44,7 @@ class Meter:
         """What it has cost since the start."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         faults = _faults() - self._faults
-        peak = (_peak() - self._resident) / MIB if self._resets else None
+        peak = (peak() - self._resident) / MIB if self._resets else None
         return Cost(wall * 1000, cpu * 1000, faults, peak)
 
 
@@ -64,13 +64,13 @@ def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _peak() -> int:
+def peak() -> int:
     """Most bytes that were in memory since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
-def _reset_peak() -> bool:
+def reset_peak() -> bool:
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return True
