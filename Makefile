@@ -56,6 +56,8 @@ CLIENTS_PY := $(CLIENTS_VENV)/bin/python
 CLIENTS_STAMP := $(CLIENTS_VENV)/.fsdp_c-clients
 SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
+# What torch's own FSDP2 did in the behaviour scenarios: `make test` runs them on two builds of ours.
+STOCK_OUTCOMES := $(CURDIR)/build/stock-outcomes
 C_FILES = $(shell find csrc tests/c tests/accelerator/device -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # This checkout's fsdp_c, whichever one the environment was installed for; child processes too.
@@ -97,12 +99,13 @@ demo: build
 
 # ---- tests ------------------------------------------------------------------------------------------------
 
+test: export FSDP_C_STOCK_OUTCOMES := $(STOCK_OUTCOMES)
 test: build test-c test-assert
 	$(PY) -m pytest $(PYTEST_ARGS) tests
 
 # What goes through most transitions of the core, with the assertions of csrc/core on: see fc_group_check.
 test-assert: build
-	@rm -rf $(ASSERT_LIB)
+	@rm -rf $(ASSERT_LIB) $(STOCK_OUTCOMES)
 	@FSDP_C_ASSERT=1 $(PY) setup.py build --build-lib $(ASSERT_LIB) > build/log-assert.txt 2>&1 \
 		|| { cat build/log-assert.txt; exit 1; }
 	cd $(ASSERT_LIB) && export PYTHONPATH=$(CURDIR)/$(ASSERT_LIB) && \

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.xdist_group("accelerator_device")
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
-    (found,) = run_ranks(device_checks.run, 1, timeout=280, fresh=True)
+    (found,) = run_ranks(device_checks.run, 1, timeout=280)
     return found
 
 

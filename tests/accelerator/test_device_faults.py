@@ -12,7 +12,7 @@ pytestmark = pytest.mark.xdist_group("accelerator_faults")
 
 @pytest.fixture(scope="module")
 def sweeps() -> dict[str, Sweep]:
-    (found,) = run_ranks(device_sweep.run, 1, timeout=290, fresh=True)
+    (found,) = run_ranks(device_sweep.run, 1, timeout=290)
     return found
 
 

@@ -14,7 +14,7 @@ OURS = ("ours", "ours, no kernels")
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Figures]]:
-    (by_variant,) = run_ranks(figures.run, 1, timeout=280, fresh=True)
+    (by_variant,) = run_ranks(figures.run, 1, timeout=280)
     return by_variant
 
 

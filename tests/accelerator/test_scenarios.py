@@ -17,7 +17,7 @@ OURS = ("fsdp_c", "fsdp_c without kernels")
 @pytest.fixture(scope="module")
 def runs() -> Runs:
     """The runs of each scenario by implementation."""
-    (found,) = run_ranks(scenario_ranks.run, 1, timeout=280, fresh=True)
+    (found,) = run_ranks(scenario_ranks.run, 1, timeout=280)
     return found
 
 
@@ -41,14 +41,14 @@ def test_ours_trains_to_the_same_bits_without_a_race(runs: Runs, name: str, ours
 
 def test_stock_reduces_in_the_middle_of_a_double_backward() -> None:
     """Nodes that a device's thread has recorded come late there, behind the post-backward."""
-    (found,) = run_ranks(scenario_ranks.run_double_backward, 1, timeout=120, fresh=True)
+    (found,) = run_ranks(scenario_ranks.run_double_backward, 1, timeout=120)
     assert found["fsdp_c"] == found["plain"]
     assert found["torch"][0] == found["plain"][0]
     assert found["torch"][1] != found["plain"][1]
 
 
 def test_threads_train_on_devices_of_their_own() -> None:
-    (found,) = run_ranks(scenario_ranks.run_on_threads, 1, timeout=120, fresh=True)
+    (found,) = run_ranks(scenario_ranks.run_on_threads, 1, timeout=120)
     for records in found.values():
         *trained, findings = records
         assert findings == []

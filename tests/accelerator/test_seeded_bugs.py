@@ -12,7 +12,7 @@ pytestmark = pytest.mark.xdist_group("accelerator_bugs")
 
 @pytest.fixture(scope="module")
 def told() -> Told:
-    (found,) = run_ranks(seeded.run, 1, timeout=280, fresh=True)
+    (found,) = run_ranks(seeded.run, 1, timeout=280)
     return found
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xdist_group("accelerator_scenarios")
 
 @pytest.fixture(scope="module")
 def told() -> Told:
-    (found,) = run_ranks(talking_ranks.run, 1, timeout=280, fresh=True)
+    (found,) = run_ranks(talking_ranks.run, 1, timeout=280)
     return found
 
 

@@ -1,4 +1,5 @@
-"""The demo, run the way a user runs it: torchrun's module, two gloo ranks, a tiny configuration."""
+"""The demo on two gloo ranks, in a tiny configuration: one run, and those that are interrupted, the
+way a user runs it, by torchrun's module, and the others in forked ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from launch import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.xdist_group("example")  # they share launches
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,14 +35,33 @@ TINY = (
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"]}
 
 
-def launch(*arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run the example to its end on two ranks, or as one process without torchrun."""
-    prefix = TORCHRUN if ranks == 2 else [sys.executable]
-    command = [*prefix, str(SCRIPT), *TINY, *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+@dataclass
+class Done:
+    """How a run ended, as ``subprocess.run`` tells it; ``stderr`` may have all that was written."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def written_by_ranks(done: subprocess.CompletedProcess[str]) -> str:
+def launch(*arguments: object, ranks: int = 2, fresh: bool = False) -> Done:
+    """Run the example to its end in forked ranks; ``fresh``: by torchrun, or on one rank as plain
+    python does, in interpreters that begin with it."""
+    words = [*TINY, *map(str, arguments)]
+    if fresh:
+        prefix = TORCHRUN if ranks == 2 else [sys.executable]
+        command = [*prefix, str(SCRIPT), *words]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+        return Done(done.returncode, done.stdout, done.stderr)
+    try:
+        texts = run_ranks(SCRIPT, ranks, words, timeout=240)
+    except RanksFailed as failed:
+        report = failed.reports[0]
+        return Done(report.returncode or 0, report.output, report.output)
+    return Done(0, texts[0], "")
+
+
+def written_by_ranks(done: Done) -> str:
     """The error stream without torchrun's own traceback, which follows and says nothing."""
     return done.stderr.partition("\nTraceback (most recent call last)")[0]
 
@@ -59,7 +81,8 @@ class Runs:
     def get(self, impl: str, precision: str) -> Path:
         out = self.folder / f"{impl}-{precision}"
         if out not in self.printed:
-            done = launch("--impl", impl, "--out", out, *PRECISIONS[precision])
+            fresh = (impl, precision) == ("fsdp_c", "fp32")
+            done = launch("--impl", impl, "--out", out, *PRECISIONS[precision], fresh=fresh)
             assert done.returncode == 0, written_by_ranks(done)
             self.printed[out] = done.stdout
         return out
@@ -131,12 +154,12 @@ def test_a_run_prints_and_writes_its_results(runs: Runs) -> None:
 def test_without_torchrun_it_is_one_process_and_resumes_the_newest_checkpoint(
     tmp_path: Path,
 ) -> None:
-    first = launch("--impl", "torch", "--out", tmp_path, ranks=1)
+    first = launch("--impl", "torch", "--out", tmp_path, ranks=1, fresh=True)
     assert first.returncode == 0, written_by_ranks(first)
     assert "on 1 x cpu" in first.stdout
     uninterrupted = losses(tmp_path)
     (tmp_path / "checkpoints" / "step_000006" / "run.json").unlink()  # as if cut off while saving
-    second = launch("--impl", "torch", "--out", tmp_path, "--resume", ranks=1)
+    second = launch("--impl", "torch", "--out", tmp_path, "--resume", ranks=1, fresh=True)
     assert "after step 3." in second.stdout
     assert losses(tmp_path) == uninterrupted
 

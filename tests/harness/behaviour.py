@@ -209,9 +209,13 @@ def collectives(run: Callable[[], Any]) -> Counter[str]:
 
 def folder_of(implementation: str, world: int, modules: tuple[str, ...]) -> Path:
     """Where the test workers of this run share outcomes. Its name is short whatever the number of
-    modules: file systems allow 255 bytes."""
+    modules: file systems allow 255 bytes. Torch's own stay for the runs that come after where
+    FSDP_C_STOCK_OUTCOMES names a folder: `make test` runs scenarios on two builds of ours."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
     which = hashlib.sha256(" ".join(modules).encode()).hexdigest()[:16]
+    kept = os.environ.get("FSDP_C_STOCK_OUTCOMES")
+    if kept and implementation == "torch":
+        return Path(kept) / f"{which}_{world}"
     return Path(tempfile.gettempdir()) / f"fsdp_c_{which}_{run}_{world}_{implementation}"
 
 
@@ -222,7 +226,7 @@ def outcomes(
     """For each rank: name of the scenario -> what it returned, or Raised. Run by one test worker,
     read by all."""
     folder = folder_of(implementation, world, modules)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         saved = folder / "outcomes.pkl"

@@ -3,7 +3,8 @@
 ``start(command, env, output)`` asks this process's server, begun on first use, for a child and
 returns a ``ForkedRank``, which has what the launcher needs of ``subprocess.Popen``. The child is a
 process of its own from the first line of the launcher's part on, with its own environment, output
-and session, and ends as any interpreter does. fsdp_c is not imported before the fork.
+and session, and ends as any interpreter does. fsdp_c is not imported before the fork. What is there
+at the fork is frozen: collections in ranks would look at all of torch's objects, and so copy them.
 
 The server speaks JSON lines over its standard streams: ``{"start": ...}`` is answered with a pid,
 ``{"poll": pid}`` with an exit status (negative: a signal) or null. It ends with its client.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -23,11 +25,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+# With what torch itself imports late, for optimizers, compilation and functional transforms.
 IMPORTED = (
     "torch",
+    "torch._decomp",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torch._dynamo",
 )
 
 
@@ -89,6 +94,8 @@ def serve() -> list[str] | None:
     """The life of a server. In a child: its arguments; in the server, at its end: None."""
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # nothing but answers goes to the client
     buffered = b""

@@ -7,9 +7,8 @@ rank order. When a rank raises, dies or the time is up, the rest are stopped and
 carries every rank's exit status and the end of its output; on a time-out the stacks of all
 threads are printed there too.
 
-The processes are forks of one that has imported torch (fork_server.py), or, where asked for and for
-scripts and other backends, fresh interpreters. The target must be importable by name in one (no
-lambdas, no nested functions).
+The processes are forks of one that has imported torch (fork_server.py), or, where asked for, fresh
+interpreters. The target must be importable by name in one (no lambdas, no nested functions).
 A target that is a path is run as a script with ``args`` as its ``sys.argv[1:]`` under the
 environment that torchrun would give it; it forms its own process group and its results are the
 texts it printed.
@@ -115,7 +114,7 @@ class _Launch:
         self.folder = folder
         self.world_size = world_size
         self.is_script = isinstance(target, (str, Path))
-        self.fresh = fresh or self.is_script or backend != "gloo"
+        self.fresh = fresh
         payload = {
             "target": str(target) if self.is_script else _name_of(target),
             "is_script": self.is_script,
@@ -235,6 +234,7 @@ def _main(folder: Path, rank: int) -> None:
     _die_with_parent()
     if payload["is_script"]:
         sys.argv = [payload["target"], *map(str, pickle.loads(payload["args"]))]
+        sys.path.insert(0, str(Path(payload["target"]).parent))  # as python puts it
         runpy.run_path(payload["target"], run_name="__main__")
         _let_threads_finish()
         return
@@ -248,13 +248,17 @@ def _main(folder: Path, rank: int) -> None:
     function: Any = importlib.import_module(module)
     for part in qualname.split("."):
         function = getattr(function, part)
+    store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group(
         payload["backend"],
-        store=dist.FileStore(str(folder / "store"), world_size),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=payload["collective_timeout"]),
     )
+    # A rank with little to do must not be gone while gloo still connects the others.
+    store.set(f"joined/{rank}", "")
+    store.wait([f"joined/{peer}" for peer in range(world_size)])
     result = function(rank, world_size, *pickle.loads(payload["args"]))
     partial = folder / f"result_{rank}.partial"
     partial.write_bytes(pickle.dumps(result))

@@ -61,6 +61,13 @@ def _with_specials(values: torch.Tensor, generator: torch.Generator) -> torch.Te
     return torch.where(chosen, special[which], values)
 
 
+def _drawn(values: torch.Tensor, rows: int, numel: int, generator: torch.Generator) -> torch.Tensor:
+    """``rows`` stretches of ``values``, from random places. Random numbers are made once for each
+    dtype: making them took most of the time."""
+    starts = torch.randint(len(values) - numel + 1, (rows,), generator=generator).tolist()
+    return torch.cat([values[start : start + numel] for start in starts])
+
+
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit by bit: NaNs too."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
@@ -92,10 +99,11 @@ def differences(rank: int, world: int) -> list[Any]:
     found: list[Any] = []
     tried = 0
     generator = torch.Generator().manual_seed(100 + rank)
+    made = {dtype: _random(SEGMENT, dtype, generator) for dtype in DTYPES}
     for numel in sizes(world):
-        for dtype in DTYPES:
-            own = _random(numel, dtype, generator)
-            rows = _random(numel * world, dtype, generator)
+        for dtype, values in made.items():
+            own = _drawn(values, 1, numel, generator)
+            rows = _drawn(values, world, numel, generator)
             before = rows.clone()
             tried += 1
             if not _same(_gather(default, own), _gather(direct, own)):

@@ -1,8 +1,9 @@
 """A training step in which one thing fails, on every rank at the same point, and what comes after.
 
-Run by ``test_sweep.py`` on gloo ranks. Each attempt starts from the same weights, trains one clean
-step, one step with the failure, recovers with ``reset_iter_state()`` and ``zero_grad()``, repeats
-the step and trains one more. Losses, gradients and weights must equal those of a clean run.
+Run by ``test_sweep.py`` on gloo ranks. Each attempt starts from the same weights, behind the clean
+step that ended the attempt before: it trains one step with the failure, recovers with
+``reset_iter_state()`` and ``zero_grad()``, repeats the step and trains one more. Losses, gradients
+and weights must equal those of a clean run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch.nn as nn
 from fsdp_c import _C, MixedPrecisionPolicy, fully_shard, replicate
 
 DIM = 6
-STEPS = 3
+FAILING, NEXT = 1, 2
+"""Steps of an attempt; step 0 is trained once, at the start."""
 
 
 class UserError(Exception):
@@ -123,8 +125,8 @@ class Trainer:
                 p.to_local().copy_(start)
         results: list[Any] = []
         failure = None
-        for step in range(STEPS):
-            if step == 1:
+        for step in (FAILING, NEXT):
+            if step == FAILING:
                 arm()
                 try:
                     losses = self.train_step(step)
@@ -140,7 +142,7 @@ class Trainer:
             results += [local(p.grad) for p in self.model.parameters()]
             with torch.no_grad():
                 for p in self.model.parameters():
-                    p -= 0.1 * p.grad
+                    p.to_local().sub_(p.grad.to_local(), alpha=0.1)
             self.model.zero_grad()
             results += [local(p) for p in self.model.parameters()]
         return results, failure

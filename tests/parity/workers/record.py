@@ -51,18 +51,18 @@ class Bits:
         """The bits of a plain tensor, or of a DTensor's local shard (kind: its global layout)."""
         kind = type(tensor).__name__
         with torch.no_grad():
-            tensor = tensor.detach()
             if isinstance(tensor, DTensor):
                 mesh = tensor.device_mesh
                 kind = (
                     f"{kind} {tuple(tensor.shape)} {tensor.placements} on "
                     f"{tuple(mesh.shape)} {mesh.mesh_dim_names or ''}"
                 )
-                tensor = tensor._local_tensor
+                tensor = tensor._local_tensor  # at once: each operation on a DTensor takes longer
+            tensor = tensor.detach()
             if hasattr(tensor, "held"):
                 kind = f"{kind} of {type(tensor).__name__}"
                 tensor = tensor.held
-            flat = tensor.cpu().contiguous().clone().view(-1).view(torch.uint8)
+            flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
         return cls(str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes(), kind)
 
     def tensor(self) -> torch.Tensor:

@@ -50,10 +50,12 @@ def run_grid(
     target: Callable[..., float] | None = None,
     backend: str = "gloo",
     env: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> list[RankRecords]:
     """Run the settings under one implementation; per setting, the records of all ranks.
 
-    ``target`` and ``backend`` are for ranks on another device than the CPU.
+    ``target`` and ``backend`` are for ranks on another device than the CPU. ``fresh``: as in
+    launch.py; where threads are ranks it is so, for MKL reads its environment once.
 
     A setting during which a rank died has, on every rank, one entry ("crash", report); settings
     that were not reached after ``max_crashes`` crashes have one entry ("not run", reason).
@@ -75,7 +77,7 @@ def run_grid(
                 collective_timeout=collective_seconds,
                 env=(env or {}) | (SAME_BITS_ANYWHERE if launch.threads else {}),
                 backend=backend,
-                fresh=True,
+                fresh=fresh or launch.threads,
             )
         except RanksFailed as failure:
             crash = ("crash", str(failure))
