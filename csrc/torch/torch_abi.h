@@ -89,7 +89,7 @@ void fct_tensor_release(fct_tensor *t); /* NULL is fine */
 /* Reads the facts; never fails (a wrapper or sparse tensor gives strided=false, data=NULL). */
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out);
 bool fct_tensor_requires_grad(const fct_tensor *t);
-/* Whether nobody else has the tensor, or another over its memory. */
+/* Whether nobody else has the tensor, or another over its memory, or the memory itself. */
 bool fct_tensor_is_sole(const fct_tensor *t);
 /* The version counter's value; 0 for inference tensors. */
 uint32_t fct_tensor_version(const fct_tensor *t);
