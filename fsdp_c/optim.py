@@ -112,7 +112,10 @@ class _Acceleration:
         self._hooks = [
             optimizer.register_step_pre_hook(self._settle),
             optimizer.register_step_post_hook(self._settle),
+            optimizer.register_state_dict_pre_hook(self._settle, prepend=True),
         ]
+        # Hooks that were there before see what torch would have left.
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
         own = functools.partial(_init_group, weakref.ref(optimizer), weakref.ref(self))
         vars(optimizer)["_init_group"] = own
 
@@ -151,7 +154,7 @@ class _Acceleration:
         return result
 
     def _settle(self, optimizer: Optimizer, *_: Any) -> None:
-        """After a step, or before the next where one failed."""
+        """After a step; before a checkpoint or the next step where one failed."""
         for group in self._undecided:
             group["foreach"] = None
         self._undecided.clear()

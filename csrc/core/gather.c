@@ -157,13 +157,13 @@ done:
 static fc_status all_gather(fc_gather *a, fc_flight *flight, fct_tensor *input, bool async_op) {
     const fc_members *m = a->members;
     const fct_cuts cuts = fc_gather_plan_cuts(flight->plan);
-    fct_cuts_announce(&cuts);
+    const fct_cuts *around = fct_cuts_announce(&cuts);
     fc_status status = flight->in_pieces
                            ? fc_link_gather_pieces(flight->link, m->name, a->pieces.tensors,
                                                    a->pieces.count, &flight->work)
                            : fc_link_all_gather(flight->link, m->name, flight->buffer, input,
                                                 async_op, &flight->work);
-    fct_cuts_announce(NULL);
+    (void)fct_cuts_announce(around);
     return status;
 }
 
@@ -221,9 +221,9 @@ static fc_status host_gather(fc_gather *a, bool post_forward, bool async_op, fc_
     if (link->world > 1 && renew_plan(a, post_forward, link->world) == FC_OK) {
         cuts = fc_gather_plan_cuts(plan);
     }
-    fct_cuts_announce(&cuts);
+    const fct_cuts *around = fct_cuts_announce(&cuts);
     int failed = m->host->gather(m->owner, async_op, lane != FC_LANE_DIRECT);
-    fct_cuts_announce(NULL);
+    (void)fct_cuts_announce(around);
     return failed == 0 ? FC_OK : FC_ERAISED;
 }
 

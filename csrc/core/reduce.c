@@ -92,14 +92,14 @@ static fc_status reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide 
     const fc_members *m = d->members;
     fc_link *link = fc_members_scatter_link(d->members);
     const fct_cuts cuts = fc_reduce_plan_cuts(&d->plan);
-    fct_cuts_announce(&cuts);
+    const fct_cuts *around = fct_cuts_announce(&cuts);
     fc_status status =
         d->pieces.count > 0
             ? fc_link_reduce_pieces(link, m->name, row, d->pieces.tensors, d->pieces.count,
                                     divide->op, &r->work)
             : fc_link_reduce_scatter(link, m->name, row, r->input, divide->op, divide->premultiply,
                                      !m->comm->has_streams, &r->work);
-    fct_cuts_announce(NULL);
+    (void)fct_cuts_announce(around);
     return status;
 }
 
@@ -419,9 +419,9 @@ static fc_status host_reduce(fc_reducer *d, bool order_compute) {
     fc_reduce_plan *plan = &d->plan;
     fc_reduce_plan_cut_only(plan, d->reduce_dtype);
     const fct_cuts cuts = fc_reduce_plan_cuts(plan);
-    fct_cuts_announce(&cuts);
+    const fct_cuts *around = fct_cuts_announce(&cuts);
     int failed = m->host->reduce(m->owner, plan->params, plan->grads, plan->count, order_compute);
-    fct_cuts_announce(NULL);
+    (void)fct_cuts_announce(around);
     return failed == 0 ? FC_OK : FC_ERAISED;
 }
 

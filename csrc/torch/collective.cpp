@@ -485,8 +485,8 @@ int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double fact
     });
 }
 
-void fct_cuts_announce(const fct_cuts *cuts) {
-    fct::announce_cuts(cuts);
+const fct_cuts *fct_cuts_announce(const fct_cuts *cuts) {
+    return fct::announce_cuts(cuts);
 }
 
 int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool *takes) {

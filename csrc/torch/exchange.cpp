@@ -12,8 +12,8 @@ namespace fct {
 
 static thread_local const fct_cuts *announced = nullptr;
 
-void announce_cuts(const fct_cuts *cuts) {
-    announced = cuts;
+const fct_cuts *announce_cuts(const fct_cuts *cuts) {
+    return std::exchange(announced, cuts);
 }
 
 std::vector<Spans> pieces_of(int64_t numel) {

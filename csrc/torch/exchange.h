@@ -21,8 +21,8 @@ struct Span {
 };
 using Spans = std::vector<Span>;
 
-/* How this thread's next rows are cut, see torch_abi.h; borrowed until it is called with NULL. */
-void announce_cuts(const fct_cuts *cuts);
+/* How this thread's next rows are cut, see fct_cuts_announce in torch_abi.h. */
+const fct_cuts *announce_cuts(const fct_cuts *cuts);
 /* How rows of `numel` elements travel: in pieces, each of which is one span of the row or, the last
  * one, all that is between those. */
 std::vector<Spans> pieces_of(int64_t numel);

@@ -127,10 +127,13 @@ void fct_tensor_release(fct_tensor *t) {
     }
 }
 
+/* Memory that an allocator of torch's gave can be resized: that of an array, a DLPack capsule or a
+ * file cannot, and others may hold it without a reference to the storage. */
 bool fct_tensor_is_sole(const fct_tensor *t) {
     const c10::TensorImpl *tensor = impl(t);
     return c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl *>(tensor)) == 1 &&
-           tensor->has_storage() && tensor->unsafe_storage().use_count() == 1;
+           tensor->has_storage() && tensor->unsafe_storage().use_count() == 1 &&
+           tensor->unsafe_storage().unsafeGetStorageImpl()->resizable();
 }
 
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out) {

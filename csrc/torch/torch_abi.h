@@ -89,7 +89,7 @@ void fct_tensor_release(fct_tensor *t); /* NULL is fine */
 /* Reads the facts; never fails (a wrapper or sparse tensor gives strided=false, data=NULL). */
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out);
 bool fct_tensor_requires_grad(const fct_tensor *t);
-/* Whether nobody else has the tensor, or another over its memory. */
+/* Whether nobody else has the tensor, or another over its memory, or the memory itself. */
 bool fct_tensor_is_sole(const fct_tensor *t);
 /* The version counter's value; 0 for inference tensors. */
 uint32_t fct_tensor_version(const fct_tensor *t);
@@ -201,8 +201,9 @@ typedef struct fct_cuts {
 } fct_cuts;
 
 /* How the rows of this thread's next collectives, if they are of that length, are cut into messages
- * where they go directly: the same on all ranks. Borrows `cuts` until it is called with NULL. */
-void fct_cuts_announce(const fct_cuts *cuts);
+ * where they go directly: the same on all ranks. Borrows `cuts` until it is called again, with what
+ * this call returns: how they were cut before (NULL: they were not), around whoever calls. */
+const fct_cuts *fct_cuts_announce(const fct_cuts *cuts);
 /* Whether rows go directly on `device`, and nobody looks for ops of namespace c10d, so that a row
  * may come in pieces of memory: one for each announced cut and, where there is any, one for the
  * rest. Other ranks may do otherwise at the same time. */

@@ -163,8 +163,10 @@ void fct_work_release(fct_work *work) {
 
 static const fct_cuts *announced;
 
-void fct_cuts_announce(const fct_cuts *cuts) {
+const fct_cuts *fct_cuts_announce(const fct_cuts *cuts) {
+    const fct_cuts *before = announced;
     announced = cuts;
+    return before;
 }
 
 int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool *takes) {

@@ -19,6 +19,7 @@ from behaviour import assert_same, returned
         "backwards_inside_a_backward",
         "reentrant_checkpoints_of_a_part",
         "gradients_with_respect_to_the_hidden_state",
+        "gradients_over_an_array_that_is_used_again",
     ],
 )
 def test_gradients_are_there_when_backward_returns(scenario: str) -> None:

@@ -14,3 +14,7 @@ def test_bits_are_those_of_whole_rows(world: int) -> None:
 
 def test_a_rank_that_is_watched_goes_with_the_others() -> None:
     assert run_ranks(pieces.watched_on_one_rank, 2) == [[True] * 4] * 2
+
+
+def test_a_gather_inside_of_a_gather_leaves_the_cuts_of_the_outer_one() -> None:
+    assert run_ranks(pieces.gathered_inside_of_a_gather, 2, timeout=60) == [True] * 2

@@ -418,3 +418,39 @@ def test_gradients_that_are_sparse_or_laid_out_otherwise_are_torchs() -> None:
     plain.grad = torch.ones_like(plain).to_sparse()
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["SGD momentum", "SGD nesterov foreach", "AdamW"])
+def test_hooks_of_a_step_that_came_first_see_what_torch_leaves(kind: str) -> None:
+    found = []
+    for accelerated in (False, True):
+        params = list(model().parameters())
+        optimizer = KINDS[kind](params)
+        seen: list[Any] = []
+
+        def look(of: torch.optim.Optimizer, *_: Any, seen: list[Any] = seen) -> None:
+            flags = [group["foreach"] for group in of.param_groups]
+            seen.append((len(of.state), flags, copy.deepcopy(of.state_dict())))
+
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(look)
+        if accelerated:
+            optim.accelerate(optimizer)
+        train(optimizer, params)
+        found.append(seen)
+    assert same(*found)
+
+
+def test_a_checkpoint_after_a_step_that_failed_is_torchs() -> None:
+    found = []
+    for accelerated in (False, True):
+        params = list(model().parameters())
+        optimizer = KINDS["SGD momentum"](params)
+        if accelerated:
+            optim.accelerate(optimizer)
+        train(optimizer, params)
+        optimizer.param_groups[0]["lr"] = "no number"
+        with pytest.raises(TypeError):
+            train(optimizer, params)
+        found.append(optimizer.state_dict()["param_groups"])
+    assert same(*found)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 from behaviour import DIM, Api, Block, batch, grads, scenario, weights
@@ -15,6 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 HEAD = 3
+WIDE = 256
+"""A weight of that width is large enough to be sent from its gradient."""
 
 
 class Box:
@@ -252,3 +255,48 @@ def chunked_losses_on_other_meshes(api: Api) -> Any:
     api.replicate(model.head)
     found["replicate"] = chunked_loss(api, api.replicate(model), 0)
     return found
+
+
+# ---- gradients over memory that is not torch's ----
+
+
+class _IntoOneArray(torch.autograd.Function):
+    """``x @ weight.T``; all gradients of weights are written into one array."""
+
+    array = np.zeros((WIDE, WIDE), np.float32)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, rank: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rank = rank
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.rank == 1:
+            time.sleep(0.3)  # so that the other rank is in the next backward when its rows leave
+        _IntoOneArray.array[...] = (grad.t() @ x).numpy()
+        return grad @ weight, torch.from_numpy(_IntoOneArray.array), None
+
+
+class _Wide(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDE, WIDE) / WIDE**0.5)
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _IntoOneArray.apply(x, self.weight, self.rank)
+
+
+@scenario()
+def gradients_over_an_array_that_is_used_again(api: Api) -> Any:
+    torch.manual_seed(7)
+    model = nn.Sequential(*(_Wide(api.rank) for _ in range(3)))
+    for unit in model:
+        api.fully_shard(unit)
+    api.fully_shard(model)
+    torch.manual_seed(api.rank)
+    model(torch.randn(2, WIDE)).square().mean().backward()
+    return grads(model)

@@ -164,6 +164,31 @@ def watched_on_one_rank(rank: int, world: int) -> list[bool]:
     return same
 
 
+def gathered_inside_of_a_gather(rank: int, world: int) -> bool:
+    """Whether a unit has its bits where one rank's patch gathers another unit in the middle."""
+    import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
+
+    _C._testing.pieces_from(1)
+    unit, other = _model()[0], _model(seed=1)[0]
+    expected = [p.full_tensor() for p in unit.parameters()]
+    gather = stock.foreach_all_gather
+
+    def patched(*given: Any) -> Any:
+        stock.foreach_all_gather = gather
+        other.unshard()
+        return gather(*given)
+
+    if rank == 0:
+        stock.foreach_all_gather = patched
+    else:
+        other.unshard()
+    try:
+        unit.unshard()
+    finally:
+        stock.foreach_all_gather = gather
+    return all(map(torch.equal, expected, unit.parameters()))
+
+
 def _patched(model: nn.Module) -> list[torch.Tensor]:
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
 
