@@ -200,7 +200,7 @@ format: env
 # b/bin/python"; or for releases, each in an environment that is made for it: make wheels WHEELS="2.13.0 2.14.1", where
 # pip may fetch gigabytes with a CUDA build of torch. Nothing is installed into environments that were there. With nvcc
 # and a CUDA build of torch the wheels have the CUDA kernels.
-wheels: $(if $(filter $(PY),$(WHEEL_PYTHONS)),env)
+wheels: $(if $(filter file,$(origin WHEEL_PYTHONS)),$(if $(WHEELS),,env))
 	@for release in $(WHEELS); do \
 		python=build/venv-torch-$$release/bin/python; \
 		[ -x $$python ] || $(PYTHON) -m venv build/venv-torch-$$release; \

@@ -388,7 +388,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self.orig_dtype = self.sharded_grad_dtype = stored_dtype(self.sharded_param)
         reduced = reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # it computes as it is; reductions may be wider
-            reduced = reduced and reduced.to_complex()
+            reduced = reduced and torch.promote_types(reduced, torch.complex32)
         elif reduced == param_dtype:
             reduced = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
