@@ -30,7 +30,8 @@ BENCH_ARGS ?=
 # Tests that share an expensive fixture are one group, for one worker.
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
-WHEELS ?= $(patsubst torch==%,%,$(TORCH))
+WHEELS ?=
+WHEEL_PYTHONS ?= $(if $(WHEELS),,$(PY))
 CLIENTS_ARGS ?=
 GPU_ARGS ?=
 # What runs under the sanitizers: fast, in this process, and through every C function.
@@ -198,14 +199,20 @@ format: env
 
 # ---- wheels -----------------------------------------------------------------------------------------------
 
-# One for each release of torch, in an environment of its own: make wheels WHEELS="2.13.0 2.14.1". With nvcc and a CUDA
-# build of torch they have the CUDA kernels.
-wheels:
+# For the torch of $(VENV); or for that of each Python of another environment: make wheels WHEEL_PYTHONS="a/bin/python
+# b/bin/python"; or for releases, each in an environment that is made for it: make wheels WHEELS="2.13.0 2.14.1", where
+# pip may fetch gigabytes with a CUDA build of torch. Nothing is installed into environments that were there. With nvcc
+# and a CUDA build of torch the wheels have the CUDA kernels.
+wheels: $(if $(filter file,$(origin WHEEL_PYTHONS)),$(if $(WHEELS),,env))
 	@for release in $(WHEELS); do \
 		python=build/venv-torch-$$release/bin/python; \
 		[ -x $$python ] || $(PYTHON) -m venv build/venv-torch-$$release; \
-		$$python -m pip install -q torch==$$release numpy 'setuptools>=77' wheel ninja; \
-		$$python -m pip wheel -q --no-build-isolation --no-deps -w dist .; \
+		echo "installing torch $$release, which may be large"; \
+		$$python -m pip install -q torch==$$release numpy; \
+	done
+	@for python in $(WHEEL_PYTHONS) $(WHEELS:%=build/venv-torch-%/bin/python); do \
+		echo "building for torch $$($$python -c 'import torch; print(torch.__version__)'), some minutes"; \
+		$$python -m pip wheel -q --no-deps -w dist .; \
 	done
 	@ls dist/*.whl
 

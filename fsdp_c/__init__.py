@@ -8,6 +8,11 @@ from __future__ import annotations
 from . import built_for as built_for  # before the extension: does it fit this torch?
 
 # isort: split
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,24 +25,26 @@ from . import bind as bind  # ties the extension to torch
 from . import names, optim
 from .additions import GradientReductionHandle
 from .clip import clip_grad_norm_
-from .ema import ShardedEMA
-from .explain import explain
 from .full_params import full_params
 from .fully_shard import fully_shard
 from .generate import generate_with
 from .install import install, is_active, uninstall
-from .load import load_full_state_dict
 from .mixed_precision import MixedPrecisionPolicy
 from .no_sync import no_sync
 from .param_group import ParamGroup as ParamGroup
-from .plan import plan
 from .replicate import replicate
-from .report import Explanation, UnitReport
 from .state import State as State
-from .timeline import StepTrace, trace
 from .transport import release_memory, set_bucket_cap, set_transport
 from .version import __version__ as __version__
-from .wrap import auto_shard
+
+if TYPE_CHECKING:
+    from .ema import ShardedEMA
+    from .explain import explain
+    from .load import load_full_state_dict
+    from .plan import plan
+    from .report import Explanation, UnitReport
+    from .timeline import StepTrace, trace
+    from .wrap import auto_shard
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -71,3 +78,43 @@ __all__ = [
     "trace",
     "uninstall",
 ]
+
+_LATER = {
+    "Explanation": "report",
+    "ShardedEMA": "ema",
+    "StepTrace": "timeline",
+    "UnitReport": "report",
+    "auto_shard": "wrap",
+    "explain": "explain",
+    "load_full_state_dict": "load",
+    "plan": "plan",
+    "trace": "timeline",
+}
+"""Names that come with their first use, and the rooms that they are in: half of the time of
+``import fsdp_c`` would go into forecasts, pictures and files that most ranks never look at."""
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `fsdp_c.plan` is the function: the room of that name, which Python sets when somebody
+        # imports it, must not come in its place.
+        if not (name in _LATER and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        found = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    elif name in _LATER.values():
+        found = importlib.import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

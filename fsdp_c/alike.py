@@ -26,6 +26,7 @@ import fsdp_c._C as _C
 
 from .compat import is_spmd_mesh, orig_param_uid
 from .guard import is_constructed_as_usual
+from .mixed_precision import stored_dtype
 from .param import Param, param_class
 
 _OF_THE_CALL = ("mesh_info", "post_forward_mesh_info", "device", "mp_policy")
@@ -111,7 +112,7 @@ class Maker:
         """``param`` as a member of a group; registered by its ``register()``."""
         if not self._takes_alike or type(param) is not nn.Parameter:
             return self._construct(param, info, placement)
-        key = (self._key, placement, param.size(), param.stride(), param.dtype)
+        key = (self._key, placement, param.size(), param.stride(), stored_dtype(param))
         kind = _kinds.get(key)
         if kind is not None:
             return self._make_alike(kind, param, info)

@@ -170,7 +170,7 @@ def _kind(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of a parameter's average."""
     if dtype is None or not _is_averaged(param):
         return param.dtype
-    return dtype.to_complex() if param.is_complex() else dtype
+    return torch.promote_types(dtype, torch.complex32) if param.is_complex() else dtype
 
 
 def _check_arithmetic(name: str, average: torch.Tensor) -> None:

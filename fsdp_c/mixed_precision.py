@@ -67,7 +67,9 @@ def compute_dtype(
     Raises:
         ValueError: its function returned something else than a dtype or ``None``, or a dtype that
             is neither ``param_dtype`` nor the parameter's own.
+        NotImplementedError: as :func:`stored_dtype`.
     """
+    stored_dtype(param)
     override = getattr(policy, "param_dtype_override_fn", None)
     wanted = override(param) if override is not None else None
     if wanted is None:
@@ -82,6 +84,22 @@ def compute_dtype(
             f"be None, that dtype, or the policy's param_dtype ({policy.param_dtype})"
         )
     return wanted
+
+
+def stored_dtype(param: torch.Tensor) -> torch.dtype:
+    """The dtype of ``param``, and of its gradient once that is reduced.
+
+    Raises:
+        NotImplementedError: ``grad_dtype`` was set to another one, which torch's FSDP2 follows
+            from 2.15 on.
+    """
+    if getattr(param, "_has_grad_dtype_override", False) and param.grad_dtype != param.dtype:
+        raise NotImplementedError(
+            f"fsdp_c keeps gradients in the dtype of their parameter, {param.dtype}, and does not "
+            f"follow grad_dtype={param.grad_dtype}: leave it unset, and let "
+            "MixedPrecisionPolicy(reduce_dtype=...) say what gradients are reduced in"
+        )
+    return param.dtype
 
 
 def refuse_others(policy: torch_fsdp.MixedPrecisionPolicy) -> None:

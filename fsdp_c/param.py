@@ -32,7 +32,7 @@ import fsdp_c._C as _C
 
 from .compat import ParamOfOlderTorch, dtensor_new, orig_param_uid
 from .guard import is_constructed_by_others, overridden_by, shows
-from .mixed_precision import compute_dtype, reduce_dtype
+from .mixed_precision import compute_dtype, reduce_dtype, stored_dtype
 from .notes import class_name, noted
 from .specs import as_parameter, placements_on, shared_spec, strides_of
 
@@ -385,10 +385,10 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             self._policy_dtype = compute_dtype(mp_policy, self.sharded_param)
         param_dtype = self._policy_dtype
         before = self.param_dtype or self.orig_dtype
-        self.orig_dtype = self.sharded_grad_dtype = self.sharded_param.dtype
+        self.orig_dtype = self.sharded_grad_dtype = stored_dtype(self.sharded_param)
         reduced = reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
         if self.orig_dtype.is_complex:  # it computes as it is; reductions may be wider
-            reduced = reduced and reduced.to_complex()
+            reduced = reduced and torch.promote_types(reduced, torch.complex32)
         elif reduced == param_dtype:
             reduced = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:

@@ -465,7 +465,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         dtypes = {grad.dtype for grad in grads}
         reduce_dtype = self._reduce_dtype or functools.reduce(torch.promote_types, dtypes)
         if any(dtype.is_complex for dtype in dtypes):
-            reduce_dtype = reduce_dtype.to_complex()
+            reduce_dtype = torch.promote_types(reduce_dtype, torch.complex32)
         for index, (param, grad) in enumerate(zip(params, grads)):
             if len(dtypes) > 1:
                 grad = grad.to(reduce_dtype)

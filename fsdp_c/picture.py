@@ -42,7 +42,7 @@ def draw(title: str, timeline: Timeline, memory: int | None, path: str | os.Path
     axes.set_ylabel(f"{unit} on this rank")
     axes.set_title(f"{title}: memory of one step")
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="upper left", framealpha=0.9)
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
     figure.savefig(path, dpi=120)
 
 

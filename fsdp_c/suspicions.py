@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import statistics
 import sys
 import weakref
 from collections import Counter
@@ -402,7 +401,8 @@ def large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
     sizes = {name: gathered_bytes(group) for name, group in groups}
     if len(sizes) < 3:
         return []
-    median = statistics.median(sizes.values())
+    ordered = sorted(sizes.values())
+    median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
     found = []
     for name, group in groups:
         size = sizes[name]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import releases
 import torch
 from behaviour import assert_same, differences, raised, returned
 
 
 def test_complex_parameters_have_torchs_bits() -> None:
-    for found in assert_same("complex_parameters"):
+    ours, theirs = (returned("complex_parameters", name) for name in ("fsdp_c", "torch"))
+    for found, stock in zip(ours, theirs, strict=True):
+        if releases.has("2.15"):  # stock's sum of microbatches is not exact there: STOCK_BUGS.md
+            case = "reduced in complex128"
+            torch.testing.assert_close(found[case], stock.pop(case), rtol=1e-5, atol=1e-6)
+        assert differences(stock, {case: found[case] for case in stock}) == []
         for results in found.values():
             assert all(part.is_complex() and part.imag.abs().sum() > 0 for part in results)
 
@@ -31,6 +37,11 @@ def test_a_real_reduce_dtype_is_that_of_the_parts_of_complex_gradients() -> None
         assert differences(wide, ours["torch.float64"]) == []
         for case in ("torch.float32", "torch.bfloat16", "computed in bfloat16"):
             assert differences(without["complex64"], ours[case]) == [], case
+    if releases.has("2.15"):  # which drops the imaginary parts, without a word
+        for stock in returned("complex_parameters_reduced_in_real_types", "torch"):
+            gradient, *_ = stock["torch.float32"]
+            assert not gradient.is_complex() or not gradient.imag.any()
+        return
     for error in raised("complex_parameters_reduced_in_real_types", "torch"):
         assert "can't be cast to the desired output type Float" in error.text
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,3 +84,79 @@ def test_the_package_and_its_metadata_have_one_version() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project and not re.findall(r"^version = ", project, re.M)
     assert build_torch.version(PACKAGE / "version.py").startswith(f"{fsdp_c.__version__}+torch")
+
+
+# ---- what comes later ----------------------------------------------------------------------------
+
+LATER = [
+    "advice",
+    "ema",
+    "explain",
+    "fake_step",
+    "forecast",
+    "load",
+    "load_source",
+    "optimizer_memory",
+    "picture",
+    "plan",
+    "report",
+    "safetensors",
+    "sizes",
+    "spans",
+    "timeline",
+    "timeline_picture",
+    "unit_sizes",
+    "wrap",
+    "wrap_policy",
+]
+FIRST_USE = """
+import sys
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+before = set(sys.modules)
+from fsdp_c import MixedPrecisionPolicy, fully_shard
+model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+for layer in model:
+    fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+optimizer = torch.optim.SGD(fully_shard(model).parameters())
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def loaded_by(code: str) -> list[str]:
+    """What a fresh interpreter prints, word by word."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_first_use_imports_only_what_it_needs() -> None:
+    """Forecasts, pictures and files come with the first call that needs them."""
+    assert sorted(LATER) == sorted(name for name in LATER if (PACKAGE / f"{name}.py").exists())
+    found = loaded_by(FIRST_USE)
+    assert "fsdp_c.param_group" in found
+    unwanted = {f"fsdp_c.{name}" for name in LATER} | {"matplotlib", "safetensors"}
+    assert sorted(unwanted & set(found)) == []
+
+
+def test_names_that_come_later_are_what_they_were() -> None:
+    code = """
+import importlib, fsdp_c
+importlib.import_module("fsdp_c.plan_command")  # which imports the rooms of two functions
+assert set(fsdp_c.__all__) <= set(dir(fsdp_c))
+functions = [fsdp_c.plan, fsdp_c.explain, fsdp_c.auto_shard, fsdp_c.trace]
+print(*(type(one).__name__ for one in functions))
+print(*(one.__module__ for one in functions))
+print(fsdp_c.wrap.__name__, fsdp_c.wrap.plan.__name__, hasattr(fsdp_c, "nothing"))
+from fsdp_c import *
+print(all(globals()[name] is getattr(fsdp_c, name) for name in fsdp_c.__all__))
+"""
+    assert loaded_by(code) == [
+        *["function"] * 4,
+        *["fsdp_c.plan", "fsdp_c.explain", "fsdp_c.wrap", "fsdp_c.timeline"],
+        *["fsdp_c.wrap", "plan", "False"],
+        "True",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,11 @@ from fsdp_c import (
     CPUOffloadPolicy,
     Explanation,
     FSDPModule,
+    GradientReductionHandle,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardedEMA,
+    StepTrace,
     UnitReport,
     UnshardHandle,
     auto_shard,
@@ -27,10 +30,17 @@ from fsdp_c import (
     full_params,
     fully_shard,
     generate_with,
+    is_active,
     load_full_state_dict,
+    names,
     no_sync,
+    optim,
+    plan,
     register_fsdp_forward_method,
+    release_memory,
     replicate,
+    set_transport,
+    trace,
 )
 
 if TYPE_CHECKING:
@@ -84,6 +94,8 @@ def shard_by_policy() -> Model:
     auto_shard(Model(), {nn.Linear, nn.Conv2d}, full_precision_classes=(nn.BatchNorm2d,))
     auto_shard(Model(), ModuleWrapPolicy({nn.Linear}))
     auto_shard(Model(), partial(size_based_auto_wrap_policy, min_num_params=100))
+    auto_shard(Model(), min_unit=2**20, separate_ends=False, ignored_params=Model().parameters())
+    auto_shard(Model(), reshard_after_forward=2, shard_placement_fn=lambda param: Shard(0))
     return auto_shard(Model(), shard_fn=replicate, bucket_cap_mb=10)
 
 
@@ -103,15 +115,37 @@ def train() -> None:
     with generate_with(model) as generating, ema.applied(model):
         tokens: torch.Tensor = generating.generate(torch.ones(1, 8))
         assert tokens is not None
-    load_full_state_dict(model, "model.safetensors", rename=fsdp_c.names.clean_tensor_name)
+    load_full_state_dict(model, "model.safetensors", rename=names.clean_tensor_name)
+    fsdp_c.install()
+    active: bool = is_active(model)
+    assert active
+    fsdp_c.uninstall()
+
+
+def look() -> None:
+    model = Model()
+    optimizer = optim.accelerate(torch.optim.SGD(model.parameters()))
+    rate: dict[str, object] = optimizer.defaults
     explanation: Explanation = explain(model, optimizer, batch=torch.ones(2, 8), memory="80GiB")
     explanation.plot("memory.png")
-    fits: bool | None = fsdp_c.plan(Model(), mesh=(2, 4), optimizer="sgd", mp_policy=policy).fits
-    assert fits is not None
+    fits: bool | None = plan(
+        Model(), mesh=(2, 4), optimizer="sgd", mp_policy=policy, max_transient=2**30, min_unit=2**20
+    ).fits
+    plan(Model(), nn.Linear, world_size=8, device="cpu", loss=torch.sum, file=sys.stderr)
     units: list[UnitReport] = explanation.units
-    assert units
-    fsdp_c.install()
-    fsdp_c.uninstall()
+    assert units and rate and fits is not None
+    with trace(model) as step:
+        model(torch.ones(2, 8)).sum().backward()
+    found: StepTrace = step
+    found.plot("step.png")
+    found.save("step.json")
+    set_transport(model, "gloo")
+    release_memory()
+
+
+def newer(root: FSDPModule, handle: GradientReductionHandle) -> None:
+    handle.wait()
+    root.reset_iter_state()
 
 
 def wrong() -> None:
@@ -123,3 +157,5 @@ def wrong() -> None:
     fully_shard(Model(), ignored_params=[])  # type: ignore[call-overload]
     replicate(Model(), bucket_cap_mb="25")  # type: ignore[call-overload]
     clip_grad_norm_(Model(), None)  # type: ignore[arg-type]
+    set_transport(Model(), "nccl")  # type: ignore[arg-type]
+    auto_shard(Model(), min_unit="1 MiB")  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import releases
 import torch
 import torch.nn as nn
 from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, train, whole
@@ -69,7 +70,7 @@ def reduced_by_hand(group: Any, gradients: list[torch.Tensor]) -> int:
             group.mesh_info.shard_process_group,
             stream,
             DefaultReduceScatter(),
-            orig_dtype=torch.float32,
+            **({} if releases.has("2.15") else {"orig_dtype": torch.float32}),
             reduce_dtype=torch.float32,
             device=CPU,
             gradient_divide_factor=None,
