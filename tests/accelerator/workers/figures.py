@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard
 UNITS = 6
 WIDTH = 64
 STEPS = 2
+OFFLOAD = CPUOffloadPolicy()
 NO_LAUNCH = ("record", "wait", "work wait", "free", "current", "allocate", "jobs", "synchronize")
 
 
@@ -79,7 +80,17 @@ VARIANTS = {
     "Shard(1)": lambda t: t.shard(_model(), shard_placement_fn=_second),
     "HSDP": lambda t: t.shard(_model(), mesh=t.mesh("replicate", "shard")),
     "HSDP, bf16": lambda t: t.shard(_model(), mesh=t.mesh("replicate", "shard"), mp_policy=MIXED),
-    "offload": lambda t: t.shard(_model(), offload_policy=CPUOffloadPolicy()),
+    "offload": lambda t: t.shard(_model(), offload_policy=OFFLOAD),
+    "offload, bf16": lambda t: t.shard(_model(), offload_policy=OFFLOAD, mp_policy=MIXED),
+    "offload, HSDP, bf16": lambda t: t.shard(
+        _model(), mesh=t.mesh("replicate", "shard"), offload_policy=OFFLOAD, mp_policy=MIXED
+    ),
+    "offload, Shard(1)": lambda t: t.shard(
+        _model(), shard_placement_fn=_second, offload_policy=OFFLOAD
+    ),
+    "offload, replicate, bf16": lambda t: t.replicate(
+        _model(), mesh=t.flat(), offload_policy=OFFLOAD, mp_policy=MIXED
+    ),
     "kept after forward": lambda t: t.shard(_model(), reshard_after_forward=False),
     "replicate": lambda t: t.replicate(_model(), mesh=t.flat()),
 }

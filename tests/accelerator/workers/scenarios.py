@@ -74,6 +74,7 @@ STOCK_RACES = {
     "interleaved": "write by allocation",
     "shared_context_of_the_roots_alone": "read by aten::_foreach_copy_",
     "reduce_hook_on_a_stream_with_a_cast": "write by allocation",
+    "offload_with_a_reduce_hook": "write by allocation",
 }
 """Scenarios in which stock itself races, and words of the finding (tests/STOCK_BUGS.md)."""
 
@@ -237,15 +238,25 @@ def replicated_units(tools: SimTools) -> Record:
     return tools.train(tools.replicate(model, mesh=tools.flat(), mp_policy=MIXED))
 
 
-@scenario
-def offload(tools: SimTools) -> Record:
-    return tools.train(tools.shard(blocks(), offload_policy=CPUOffloadPolicy()))
+def _offloaded(tools: SimTools, pin_memory: bool = True, **kwargs: Any) -> Any:
+    return tools.shard(blocks(), offload_policy=CPUOffloadPolicy(pin_memory), **kwargs)
+
+
+SCENARIOS |= {
+    "offload": lambda t: t.train(_offloaded(t)),
+    "offload_unpinned": lambda t: t.train(_offloaded(t, False, mp_policy=MIXED)),
+    "offload_replicated": lambda t: t.train(
+        t.replicate(blocks(), mesh=t.flat(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED),
+        micro=2,
+        sync=features._all_sync,
+    ),
+}
 
 
 @scenario
 def offload_read_at_once(tools: SimTools) -> Record:
     """Gradients are used by the host after backward, without any other synchronisation."""
-    model = tools.shard(blocks(), offload_policy=CPUOffloadPolicy())
+    model = _offloaded(tools)
     record: Record = []
     for step in range(3):
         model(tools.input(step)).pow(2).sum().backward()
@@ -255,9 +266,42 @@ def offload_read_at_once(tools: SimTools) -> Record:
 
 
 @scenario
-def offload_unpinned(tools: SimTools) -> Record:
-    policy = CPUOffloadPolicy(pin_memory=False)
-    return tools.train(tools.shard(blocks(), offload_policy=policy, mp_policy=MIXED))
+def offload_accumulated(tools: SimTools) -> Record:
+    """A backward that does not reduce, one that does, and one more that adds to that."""
+    model = _offloaded(tools, mp_policy=MIXED, shard_placement_fn=features._second)
+    model._set_unshard_async_op(True)
+    count = itertools.count()
+    sync = lambda m, _: m.set_requires_gradient_sync(next(count) % 3 > 0)  # noqa: E731
+    return tools.train(model, micro=3, sync=sync)
+
+
+@scenario
+def offload_hsdp_of_six_units(tools: SimTools) -> Record:
+    """Reduced rows die on the all-reduce stream: nothing of them lives on as gradients."""
+    model, mesh = nn.Sequential(*blocks(), *blocks(seed=1)), tools.mesh("replicate", "shard")
+    return tools.train(tools.shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy()))
+
+
+@scenario
+def offload_smaller_group(tools: SimTools) -> Record:
+    """Prefetched, and with hooks that read gradients on the host."""
+    model = _offloaded(tools, reshard_after_forward=2)
+    record: Record = []
+    for now, then in itertools.pairwise(model):
+        now.set_modules_to_forward_prefetch([then])
+        then.set_modules_to_backward_prefetch([now])
+    for param in list(model.parameters())[::2]:
+        param.register_post_accumulate_grad_hook(lambda p: record.append(digest([p.grad])))
+    return tools.train(model) + record
+
+
+@scenario
+def offload_with_a_reduce_hook(tools: SimTools) -> Record:
+    """torch lets a row go that the hook's stream is still at work on."""
+    model = _offloaded(tools)
+    for unit in (*model, model):
+        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+    return tools.train(model)
 
 
 @scenario
@@ -535,7 +579,11 @@ def reductions_finalized_by_hand(tools: SimTools) -> Record:
 
 @scenario
 def reset_after_a_failure(tools: SimTools) -> Record:
-    model = tools.shard(blocks())
+    return _reset(tools) + _reset(tools, offload_policy=CPUOffloadPolicy())
+
+
+def _reset(tools: SimTools, **kwargs: Any) -> Record:
+    model = tools.shard(blocks(), **kwargs)
     record = tools.train(model)
 
     def fail(gradient: torch.Tensor) -> None:
