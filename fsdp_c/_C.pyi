@@ -117,6 +117,8 @@ class Param:
     _sharding_spec: DTensorSpec
     _param_fqn: str | None
     _hosted: bool
+    offload_to_cpu: bool
+    pin_memory: bool
     _swapping: bool
     def __init__(
         self,

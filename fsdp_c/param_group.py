@@ -285,7 +285,6 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
 
     def _update_hosted(self) -> None:
         """Decides who moves the data: the core, or torch's functions called from here."""
-        offloaded = self.device.type != "cpu" and any(p.offload_to_cpu for p in self.fsdp_params)
         # Extensions, and subclasses without memory of their own: only torch's code can read them.
         extended = any(
             hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
@@ -299,7 +298,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         groups += [getattr(info, "reduce_scatter_process_group", None), replicas]
         foreign = any(g is not None and not isinstance(g, dist.ProcessGroup) for g in groups)
         elastic = replicas is not None and has_own_size(replicas)
-        hosted = offloaded or fake or foreign
+        hosted = fake or foreign
         self._param_calls = 0
         for param in self.fsdp_params:
             self._param_calls |= overridden_by(param, Param)

@@ -19,7 +19,7 @@ FLOORS = {
         {"layout", "order", "link", "divide", "dtype", "pieces"},
         {"param", "comm"},
         {"host", "plan"},
-        {"members", "foreach"},
+        {"members", "foreach", "offload"},
         {"transfer"},
         {"bucket", "gather", "gradient", "reduction"},
         {"reduce"},

@@ -179,23 +179,45 @@ done:
     return status;
 }
 
-/* Allocates the gather buffer, packs this rank's row and issues the collective, all on the current
- * stream. `gather` stream is the one the collective goes to; on failure nothing is kept. */
+/* Allocates the gather buffer and packs this rank's row, on the current stream. Offloaded shards
+ * that are cast come into a row of its own first: what they are cast from and the buffer are never
+ * both there. */
+static fc_status make_buffer(fc_gather *a, fc_flight *flight, fct_tensor **input) {
+    fc_members *m = a->members;
+    fc_status status = FC_OK;
+    fct_tensor *row = NULL;
+    const fc_gather_plan *plan = flight->plan;
+    const bool before = plan->from_host && plan->casts;
+    const int64_t rank = flight->link->rank;
+    const int64_t size[1] = {plan->row_numel};
+    const int64_t stride[1] = {1};
+    if (before) {
+        FC_TRY_RAISED(fct_tensor_empty(plan->row_numel, plan->dtype, m->device, &row));
+        FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, row, NULL, 0, &m->comm->error));
+    }
+    FC_TRY_RAISED(
+        fct_tensor_empty(plan->world * plan->row_numel, plan->dtype, m->device, &flight->buffer));
+    if (!before) {
+        FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, flight->buffer, NULL, rank,
+                                &m->comm->error));
+    }
+    FC_TRY_RAISED(fct_tensor_alias(flight->buffer, 1, size, stride, rank * plan->row_numel, input));
+    if (before) {
+        FC_TRY_RAISED(fct_tensor_copy(*input, row));
+    }
+done:
+    fct_tensor_release(row);
+    return status;
+}
+
+/* Makes the gather buffer and issues the collective, all on the current stream. `gather` stream is
+ * the one the collective goes to; on failure nothing is kept. */
 static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gather_stream,
                               fc_flight *flight) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
     fct_tensor *input = NULL;
-    const fc_gather_plan *plan = flight->plan;
-    int64_t rank = flight->link->rank;
-    const int64_t size[1] = {plan->row_numel};
-    const int64_t stride[1] = {1};
-    FC_TRY_RAISED(
-        fct_tensor_empty(plan->world * plan->row_numel, plan->dtype, m->device, &flight->buffer));
-    FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, flight->buffer, NULL, rank,
-                            &m->comm->error));
-    FC_TRY_RAISED(
-        fct_tensor_alias(flight->buffer, 1, size, stride, rank * plan->row_numel, &input));
+    FC_TRY(make_buffer(a, flight, &input));
     if (gather_stream != NULL) {
         FC_TRY(fc_comm_order_streams(m->comm, *gather_stream, fct_stream_current(m->device)));
         (void)fct_stream_set_current(*gather_stream);

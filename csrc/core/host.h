@@ -52,6 +52,9 @@ typedef struct fc_host {
     /* Gives the sharded parameter its reduced gradient: sets .grad or adds to it, then runs
      * post-accumulate-grad hooks. Borrows `local` (this rank's shard of the gradient). */
     int (*take_grad)(void *param, fct_tensor *local);
+    /* Whether the sharded parameter has a gradient, which take_grad() will add to. Asked for
+     * offloaded parameters. */
+    bool (*has_grad)(void *param);
     /* True where somebody must see the gradient as soon as it is reduced (post-accumulate-grad
      * hooks). */
     bool (*wants_grad_now)(void *param);

@@ -61,6 +61,7 @@ fc_status fc_param_init_post_forward(fc_param *p, const int64_t *sizes, int64_t 
 
 void fc_param_fini(fc_param *p) {
     replace(&p->sharded_data, NULL);
+    replace(&p->staged, NULL);
     replace(&p->post_forward_data, NULL);
     replace(&p->accumulated, NULL);
     replace(&p->partial, NULL);
@@ -136,7 +137,9 @@ static const char *unfit(const fct_facts *facts, int64_t numel, fct_dtype dtype)
 fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *facts,
                                fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
-    const fct_tensor *data = post_forward ? p->post_forward_data : p->sharded_data;
+    const fct_tensor *data = post_forward        ? p->post_forward_data
+                             : p->staged != NULL ? p->staged
+                                                 : p->sharded_data;
     int64_t numel = post_forward ? p->post_forward_layout.padded_numel : p->layout.padded_numel;
     fct_dtype dtype = post_forward ? fc_param_compute_dtype(p) : p->orig_dtype;
     if (data == NULL) {

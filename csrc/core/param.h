@@ -27,14 +27,18 @@ typedef struct fc_param {
     fct_dtype orig_dtype;
     fct_dtype param_dtype;  /* compute type; FCT_NO_DTYPE: no cast */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own */
-    bool aliased;  /* flat is the shard's own memory: one rank, no cast, nothing to copy or free */
-    bool hosted;   /* the host holds memory of the unsharded parameter beyond flat (extensions) */
-    bool required; /* unsharded required grad when it was registered */
+    bool aliased;   /* flat is the shard's own memory: one rank, no cast, nothing to copy or free */
+    bool hosted;    /* the host holds memory of the unsharded parameter beyond flat (extensions) */
+    bool required;  /* unsharded required grad when it was registered */
+    bool offloaded; /* the shard is in the host's memory, and so are its gradients; on devices
+                       without streams that is where all are */
+    bool pinned;    /* and in pinned memory there */
     fc_sharded_state face; /* that the modules hold; 0: nobody knows, a swap has failed */
     bool wrapped; /* the unsharded parameter is a wrapper (DTensor): its gradients are unwrapped by
                      the host */
     /* Counted references. */
     fct_tensor *sharded_data; /* flat, padded_numel elements: what is sent */
+    fct_tensor *staged;       /* a copy of it on the device, while it is packed there; else NULL */
     /* The same of post_forward_layout in the compute type, while resharded to a smaller group; else
      * NULL. */
     fct_tensor *post_forward_data;

@@ -90,6 +90,8 @@ static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, in
                                .source = source,
                                .compute = compute};
     plan->native = plan->native && fck_can_cast(source, compute) != 0;
+    plan->casts = plan->casts || source != compute;
+    plan->from_host = plan->from_host || (p->offloaded && !plan->post_forward);
     return FC_OK;
 }
 
@@ -127,6 +129,8 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     bool uniform = true;
     plan->valid = false;
     plan->native = true;
+    plan->casts = false;
+    plan->from_host = false;
     plan->post_forward = post_forward;
     plan->world = world;
     plan->align = device.type == FCT_DEVICE_CUDA ? CUDA_ALIGN : 1;
@@ -138,6 +142,7 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
         uniform = uniform && fc_param_compute_dtype(params[i]) == fc_param_compute_dtype(params[0]);
     }
     plan->dtype = uniform && count > 0 ? fc_param_compute_dtype(params[0]) : (fct_dtype)FCK_UINT8;
+    plan->from_host = plan->from_host && fct_device_has_streams(device);
     plan->row_bytes = (offset + plan->align - 1) / plan->align * plan->align;
     plan->row_numel = plan->row_bytes / fc_dtype_size(plan->dtype);
     cut_row(plan, params, device);
@@ -160,7 +165,9 @@ fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *para
 }
 
 fct_tensor *fc_gather_plan_source(const fc_gather_plan *plan, const fc_param *p) {
-    return plan->post_forward ? p->post_forward_data : p->sharded_data;
+    return plan->post_forward  ? p->post_forward_data
+           : p->staged != NULL ? p->staged
+                               : p->sharded_data;
 }
 
 fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {

@@ -40,6 +40,8 @@ typedef struct fc_gather_plan {
     bool valid;
     bool post_forward; /* of the shards on the smaller group that forward left behind */
     bool native;       /* the kernels can do every cast; else torch copies do the packing */
+    bool casts;        /* some compute type is another than the shard's */
+    bool from_host;    /* some shards are offloaded: they are in the host's memory */
     fct_dtype dtype;
     int64_t align;     /* of slots and rows, in bytes */
     int64_t world;     /* ranks that take part: rows of the buffer */
@@ -82,7 +84,7 @@ void fc_pieces_from(int64_t bytes);
 /* How the plan's rows are cut; borrows from it. */
 fct_cuts fc_gather_plan_cuts(const fc_gather_plan *plan);
 fct_cuts fc_reduce_plan_cuts(const fc_reduce_plan *plan);
-/* What the plan packs of a parameter: its shard. Borrowed. */
+/* What the plan packs of a parameter: its shard, or the copy of it on the device. Borrowed. */
 fct_tensor *fc_gather_plan_source(const fc_gather_plan *plan, const fc_param *p);
 
 /* Room for `capacity` gradients. */

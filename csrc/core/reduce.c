@@ -17,11 +17,17 @@ void fc_reducer_init(fc_reducer *d, fc_members *members) {
     d->all_reduce_grads = true;
 }
 
-void fc_reducer_forget_event(fc_reducer *d) {
+/* The event goes back to the context. */
+static void put_back(fc_reducer *d, fct_event **slot) {
     if (d->members->comm != NULL) {
-        fc_comm_put_event(d->members->comm, d->reduced);
+        fc_comm_put_event(d->members->comm, *slot);
     }
-    d->reduced = NULL;
+    *slot = NULL;
+}
+
+void fc_reducer_forget_event(fc_reducer *d) {
+    put_back(d, &d->reduced);
+    put_back(d, &d->sent);
 }
 
 void fc_reducer_fini(fc_reducer *d) {
@@ -179,6 +185,14 @@ done:
     return status;
 }
 
+/* The reduction has failed: what it has sent to the host's memory is waited for nevertheless, with
+ * what comes next. */
+static void note_sent(fc_reducer *d, fct_stream stream) {
+    void *error = fct_error_set_aside();
+    (void)!fc_comm_record_into(d->members->comm, stream, &d->sent);
+    fct_error_put_back(error);
+}
+
 /* All of the reduction on the reduce stream and, from the all-reduce on, the all-reduce stream. Its
  * end is one event for all who wait for it. */
 static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
@@ -202,6 +216,9 @@ static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divi
         fc_comm_share_event(c, d->reduced, &r->scattered);
     }
     fc_comm_share_event(c, d->reduced, r->elsewhere ? &c->last_all_reduced : &c->last_reduced);
+    if (r->sends) {
+        fc_comm_share_event(c, d->reduced, &d->sent);
+    }
     if (r->output != NULL && r->elsewhere) {
         fct_event *cast = NULL;
         fc_comm_share_event(c, d->reduced, &cast);
@@ -209,6 +226,9 @@ static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divi
         r->output = NULL;
     }
 done:
+    if (status != FC_OK && r->sends) {
+        note_sent(d, stream);
+    }
     (void)fct_stream_set_current(compute);
     return status;
 }
@@ -451,8 +471,19 @@ done:
 
 /* ---- the end of a backward ---- */
 
-static fc_status host_finalize(const fc_members *m) {
-    return m->host->finalize == NULL || m->host->finalize(m->owner) == 0 ? FC_OK : FC_ERAISED;
+/* The host waits for the gradients in its memory, and for what it has queued itself. */
+static fc_status host_finalize(fc_reducer *d) {
+    const fc_members *m = d->members;
+    fc_status status = FC_OK;
+    if (d->sent != NULL) {
+        FC_TRY_RAISED(fct_event_synchronize(d->sent));
+        put_back(d, &d->sent);
+    }
+    if (m->host->finalize != NULL) {
+        FC_TRY_RAISED(m->host->finalize(m->owner));
+    }
+done:
+    return status;
 }
 
 fc_status fc_reduce_order_compute(fc_reducer *d) {
@@ -461,7 +492,7 @@ fc_status fc_reduce_order_compute(fc_reducer *d) {
     if (d->reduced != NULL) {
         FC_TRY_RAISED(fct_event_wait(d->reduced, fct_stream_current(m->device)));
     }
-    FC_TRY(host_finalize(m));
+    FC_TRY(host_finalize(d));
 done:
     return status;
 }
@@ -472,8 +503,8 @@ fc_status fc_reduce_settle(fc_reducer *d) {
     FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_reduced));
     FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_all_reduced));
     fc_reduction_note_settled(m->comm);
-    FC_TRY(host_finalize(m));
-    fc_reducer_forget_event(d);
+    FC_TRY(host_finalize(d));
+    put_back(d, &d->reduced);
 done:
     return status;
 }
@@ -485,7 +516,7 @@ void fc_reduce_reset(fc_reducer *d) {
     if (m->host->drop_reduce != NULL) {
         m->host->drop_reduce(m->owner);
     }
-    fc_reducer_forget_event(d);
+    put_back(d, &d->reduced); /* and what was sent is waited for at the next backward's end */
 }
 
 /* ---- what must hold ---- */

@@ -26,6 +26,8 @@ typedef struct fc_reducer {
     fc_transfer transfer;
     fc_pieces pieces;   /* between pack and scatter, where rows go in pieces */
     fct_event *reduced; /* end of the latest reduction; only with streams */
+    fct_event *sent;    /* end of the latest that has queued copies to the host's memory, until the
+                           host has waited for it */
     /* What users set. */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradients' own */
     double divide_factor;   /* in place of the number of ranks, where has_divide_factor */
@@ -40,7 +42,7 @@ void fc_reducer_init(fc_reducer *d, fc_members *members);
 /* Gives up on what is in flight, releases all. */
 void fc_reducer_fini(fc_reducer *d);
 
-/* Gives its event back to the context, which is to change. */
+/* Gives its events back to the context, which is to change. */
 void fc_reducer_forget_event(fc_reducer *d);
 
 /* Reduces the gradients of the span, which were collected into d->plan, and takes them out of it;

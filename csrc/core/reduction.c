@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "offload.h"
+
 fc_reduction *fc_reduction_new(fc_members *members, size_t total) {
     fc_reduction *r = (fc_reduction *)calloc(1, sizeof *r + total * sizeof *r->params);
     if (r != NULL) {
@@ -155,8 +157,24 @@ static fct_dtype common_dtype(const fc_reduction *r) {
     return dtype;
 }
 
+/* Replaces the gradient by its copy in the host's memory, where that of the parameter is. */
+static fc_status send(fc_reduction *r, const fc_param *p, fct_tensor **view) {
+    fc_status status = FC_OK;
+    fct_tensor *local = NULL;
+    bool queued = false;
+    if (!p->offloaded || !r->members->comm->has_streams) {
+        return FC_OK;
+    }
+    FC_TRY(fc_offload_send(p, r->members->host, *view, &local, &queued));
+    r->sends = r->sends || queued;
+    fct_tensor_release(*view);
+    *view = local;
+done:
+    return status;
+}
+
 /* Hands each parameter its view of the reduced row; where they have several types, casts of it. */
-static fc_status view_out(const fc_reduction *r, const fct_tensor *row, bool several) {
+static fc_status view_out(fc_reduction *r, const fct_tensor *row, bool several) {
     fc_status status = FC_OK;
     fct_tensor *view = NULL;
     int64_t offset = 0;
@@ -169,6 +187,7 @@ static fc_status view_out(const fc_reduction *r, const fct_tensor *row, bool sev
             fct_tensor_release(view);
             view = cast;
         }
+        FC_TRY(send(r, p, &view));
         FC_TRY_RAISED(r->members->host->take_grad(p->owner, view));
         fct_tensor_release(view);
         view = NULL;

@@ -21,6 +21,7 @@ typedef struct fc_reduction {
     bool hooked;       /* host->reduce_hook is to be called */
     bool elsewhere;    /* what follows the reduce-scatter runs on another stream than the row's */
     bool keep_partial; /* no all-reduce in this backward: the rows stay with the parameters */
+    bool sends;        /* gradients are on their way to the host's memory */
     bool finished;     /* the gradients were handed out; only the input is still kept */
     struct fc_reduction *next;
 } fc_reduction;

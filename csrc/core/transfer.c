@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "offload.h"
+
 void fc_transfer_fini(fc_transfer *t) {
     free(t->descriptors);
     fc_foreach_fini(&t->foreach);
@@ -205,16 +207,12 @@ done:
     return status;
 }
 
-fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
-                           fct_tensor *buffer, fct_tensor *const *own, int64_t row, fc_error *err) {
+/* The shards into the row that starts `start` bytes into the buffer, whose facts are `target`. */
+static fc_status pack_row(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
+                          const fct_tensor *buffer, fct_facts target, int64_t start,
+                          fc_error *err) {
     fc_status status = FC_OK;
-    fct_facts target;
     fct_facts source;
-    int64_t start = row * plan->row_bytes;
-    if (own != NULL) {
-        return pack_pieces(t, plan, params, buffer, own, row, err);
-    }
-    FC_TRY(buffer_facts(buffer, start + plan->row_bytes, &target, err));
     const fck_backend *kernels = fck_backend_of(target.device.type);
     if (kernels == NULL) {
         return fc_foreach_pack(&t->foreach, plan, params, buffer, target.offset_bytes + start, err);
@@ -231,12 +229,38 @@ done:
     return status;
 }
 
+fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
+                           fct_tensor *buffer, fct_tensor *const *own, int64_t row, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts target;
+    const int64_t start = row * plan->row_bytes;
+    if (own != NULL) {
+        return pack_pieces(t, plan, params, buffer, own, row, err);
+    }
+    FC_TRY(buffer_facts(buffer, start + plan->row_bytes, &target, err));
+    if (plan->from_host && !plan->casts) {
+        return fc_offload_place(plan, params, buffer, target.offset_bytes + start, err);
+    }
+    if (plan->from_host) {
+        FC_TRY(fc_offload_stage(plan, params, target.device, err));
+    }
+    FC_TRY(pack_row(t, plan, params, buffer, target, start, err));
+done:
+    if (plan->from_host) {
+        fc_offload_unstage(plan, params);
+    }
+    return status;
+}
+
 fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
                            fct_device device, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts target;
     fct_facts source;
     const fck_backend *kernels = fck_backend_of(device.type);
+    if (plan->from_host) {
+        return fc_offload_fill(plan, params, device, err);
+    }
     if (kernels == NULL) {
         return fc_foreach_pack(&t->foreach, plan, params, NULL, 0, err);
     }

@@ -220,6 +220,11 @@ static int host_take_grad(void *owner, fct_tensor *local) {
     return failed ? -1 : run_hooks(self);
 }
 
+static bool host_has_grad(void *owner) {
+    const fct_tensor *sharded = sharded_handle((const fcpy_param *)owner);
+    return sharded != NULL && fct_grad_has(sharded);
+}
+
 static bool host_wants_grad_now(void *owner) {
     PyObject *hooks = hooks_of((const fcpy_param *)owner);
     bool any = hooks != NULL;
@@ -397,6 +402,7 @@ const fc_host fcpy_host = {
     .shard_version = host_shard_version,
     .follow_shard = fcpy_shard_follow,
     .take_grad = host_take_grad,
+    .has_grad = host_has_grad,
     .wants_grad_now = host_wants_grad_now,
     .grad_arrived = fcpy_param_grad_arrived,
     .unwrap_grad = host_unwrap_grad,

@@ -111,6 +111,13 @@ int fct_event_wait(fct_event *e, fct_stream s) {
     return guarded("fct_event_wait", [&] { e->event.block(unpack(s)); });
 }
 
+int fct_event_synchronize(fct_event *e) {
+    return guarded("fct_event_synchronize", [&] {
+        const pybind11::gil_scoped_release released;
+        e->event.synchronize();
+    });
+}
+
 void fct_event_share(fct_event *e) {
     e->owners++;
 }

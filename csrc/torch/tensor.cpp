@@ -12,6 +12,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
+#include <pybind11/pybind11.h>
 
 using fct::Borrowed;
 using fct::give;
@@ -270,6 +271,29 @@ int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_copy", [&] {
         const Quiet quiet;
         Borrowed(dst)->copy_(*Borrowed(src));
+    });
+}
+
+int fct_tensor_upload(fct_tensor *dst, const fct_tensor *src) {
+    return guarded("fct_tensor_upload", [&] {
+        const Quiet quiet;
+        Borrowed to(dst);
+        Borrowed from(src);
+        const pybind11::gil_scoped_release released;
+        to->copy_(*from, /*non_blocking=*/true);
+    });
+}
+
+int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out) {
+    return guarded("fct_tensor_to_host", [&] {
+        const Quiet quiet;
+        Borrowed from(t);
+        at::Tensor made;
+        {
+            const pybind11::gil_scoped_release released;
+            made = from->to(c10::Device(c10::kCPU), from->scalar_type(), non_blocking);
+        }
+        *out = give(std::move(made));
     });
 }
 

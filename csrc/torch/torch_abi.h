@@ -128,6 +128,12 @@ FCT_CHECK int fct_tensor_share(fct_tensor *t, const fct_tensor *of);
 FCT_CHECK int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src);
 FCT_CHECK int fct_tensor_add(fct_tensor *dst, const fct_tensor *src);
 FCT_CHECK int fct_tensor_div(fct_tensor *t, double divisor);
+/* dst.copy_(src, non_blocking=True) of the host's memory to a device's, or within a device: what it
+ * reads of pinned memory is not to be changed before the copy is done. Releases the GIL. */
+FCT_CHECK int fct_tensor_upload(fct_tensor *dst, const fct_tensor *src);
+/* t.to("cpu", non_blocking): a new tensor in the host's memory. non_blocking: that is pinned, and
+ * the copy only queued. Else it is done, and the GIL was released meanwhile. */
+FCT_CHECK int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out);
 /* requires_grad_() of a leaf. */
 FCT_CHECK int fct_tensor_set_requires_grad(fct_tensor *t, bool value);
 
@@ -246,6 +252,8 @@ FCT_CHECK int fct_event_new(fct_device device, fct_event **out);
 FCT_CHECK int fct_event_record(fct_event *e, fct_stream s);
 /* s waits for e; for an event that was never recorded it does not. */
 FCT_CHECK int fct_event_wait(fct_event *e, fct_stream s);
+/* The host waits for e, with the GIL released; for an event that was never recorded it does not. */
+FCT_CHECK int fct_event_synchronize(fct_event *e);
 /* One more owner, who has to let it go. Lets one go: true where others are left, and otherwise the
  * caller still owns it. */
 void fct_event_share(fct_event *e);

@@ -119,8 +119,11 @@ double sim_round(fct_dtype dtype, double value); /* to the nearest value of the 
  * fail. */
 fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes,
                            const double *values);
-/* Queued on the current stream: writes `values` into t (bumps its version), or checks that it
- * holds them. */
+/* The same, 1-D, in the memory of the host beside a device with streams. */
+fct_tensor *sim_tensor_new_in_host(fct_dtype dtype, int64_t numel, bool pinned,
+                                   const double *values);
+/* Queued on the current stream (of the host's memory: at once): writes `values` into t (bumps its
+ * version), or checks that it holds them. */
 void sim_tensor_write(fct_tensor *t, const double *values, const char *what);
 void sim_tensor_expect(const fct_tensor *t, const double *values, const char *what);
 /* Queued on the current stream: reads t and checks that there is no NaN in it. */

@@ -24,7 +24,8 @@ typedef struct sim_block {
     size_t capacity;
     size_t size; /* asked for */
     bool live;
-    int stream; /* whose pool it belongs to */
+    bool of_host; /* beside a device with streams: memory that the host uses by itself */
+    int stream;   /* whose pool it belongs to */
     uint64_t freed_at;
     sim_access written;
     sim_access read[SIM_STREAMS_MAX];
@@ -36,7 +37,7 @@ typedef struct sim_use {
     bool write;
 } sim_use;
 
-sim_block *sim_block_alloc(size_t bytes);
+sim_block *sim_block_alloc(size_t bytes, bool of_host);
 /* checked: the caller frees without knowing who else uses it, so on the CPU every use must be
  * ordered before. */
 void sim_block_free(sim_block *block, bool checked);
@@ -69,6 +70,7 @@ typedef struct sim_op {
     size_t use_count;
     void (*run)(void *args); /* may be NULL */
     void *args;              /* sim_scratch(); taken */
+    bool crosses;            /* copies between the host's memory and the device's */
     fct_tensor *held[2];     /* references that the backend keeps until it ran */
 } sim_op;
 
@@ -77,6 +79,9 @@ void sim_stream_push(int stream, const sim_op *op, sim_point *point);
 void sim_stream_wait(int stream, const sim_point *point);
 bool sim_point_passed(const sim_point *point);
 void sim_host_saw(const sim_point *point); /* that it has passed */
+void sim_host_waits(const sim_point *point);
+/* Beside a device with streams: where the host's own operations stand, which run at once. */
+int sim_host_lane(void);
 sim_point sim_stream_now(int stream);
 int sim_stream_current(void);
 int sim_stream_of_native(void *native);
@@ -106,6 +111,14 @@ sim_block *sim_tensor_block(const fct_tensor *t);
 /* New alias of the same storage from element `offset` of t on; cannot fail. */
 fct_tensor *sim_tensor_slice(const fct_tensor *t, int32_t ndim, const int64_t *sizes,
                              const int64_t *strides, int64_t offset);
+/* Beside a device with streams: new, in the host's memory, with anything in it; whether it is
+ * there, and pinned. */
+fct_tensor *sim_tensor_in_host(fct_dtype dtype, int32_t ndim, const int64_t *sizes, bool pinned);
+bool sim_tensor_is_of_host(const fct_tensor *t);
+bool sim_tensor_is_pinned(const fct_tensor *t);
+int sim_lane_of(const fct_tensor *t); /* where its memory is worked on */
+/* Queued on the current stream: to = from, of which one may be in the host's memory. */
+sim_point sim_tensor_cross(fct_tensor *to, const fct_tensor *from, const char *what);
 /* Queued on the current stream: to = from, or zeros where there is none. */
 void sim_tensor_assign(fct_tensor *to, const fct_tensor *from, const char *what);
 

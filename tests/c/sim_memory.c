@@ -171,12 +171,14 @@ static void check_pool(int stream, const sim_clock *now) {
     }
 }
 
-/* The block of the pool that was freed last, of those with room. */
-static sim_block *reuse(int stream, size_t bytes) {
+/* The block of the pool that was freed last, of those with room; of the host's, of those that
+ * nothing uses any more, as torch's allocator of pinned memory has it. */
+static sim_block *reuse(int stream, size_t bytes, const sim_clock *host) {
     sim_block *best = NULL;
     for (size_t i = 0; i < block_count; i++) {
         sim_block *block = blocks[i];
         if (!block->live && block->stream == stream && block->capacity >= bytes &&
+            (host == NULL || unordered(block, true, host) == NULL) &&
             (best == NULL || block->freed_at > best->freed_at)) {
             best = block;
         }
@@ -216,15 +218,18 @@ static void run_fill(void *args) {
     memset(f->base, POISON, f->bytes);
 }
 
-sim_block *sim_block_alloc(size_t bytes) {
-    int stream = sim_stream_current();
+sim_block *sim_block_alloc(size_t bytes, bool of_host) {
+    int stream = of_host ? sim_host_lane() : sim_stream_current();
     sim_clock now = sim_clock_of(stream);
-    check_pool(stream, &now);
-    sim_block *block = reuse(stream, bytes);
+    if (!of_host) {
+        check_pool(stream, &now);
+    }
+    sim_block *block = reuse(stream, bytes, of_host ? &now : NULL);
     if (block == NULL) {
         block = make(stream, bytes);
     }
     block->live = true;
+    block->of_host = of_host;
     block->size = bytes;
     ASAN_UNPOISON_MEMORY_REGION(block->base, block->capacity);
     if (!sim_now.streams) {

@@ -125,6 +125,10 @@ static int host_take_grad(void *owner, fct_tensor *local) {
     return 0;
 }
 
+static bool host_has_grad(void *owner) {
+    return sim_grad_peek(((const sim_param *)owner)->sharded) != NULL;
+}
+
 static bool host_wants_grad_now(void *owner) {
     return ((const sim_param *)owner)->shape.hooked;
 }
@@ -157,6 +161,7 @@ const fc_host sim_host = {
     .require_grad = host_require_grad,
     .follow_shard = host_follow_shard,
     .take_grad = host_take_grad,
+    .has_grad = host_has_grad,
     .wants_grad_now = host_wants_grad_now,
 };
 
@@ -196,7 +201,11 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     int64_t padded = sim_padded_numel(p, shape->dim, s->world);
     double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
     sim_shard_values(p, p->full, shape->dim, s->world, s->rank, values);
-    fct_tensor *data = sim_tensor_new(p->shape.dtype, 1, &padded, values);
+    p->core.offloaded = s->offload;
+    p->core.pinned = s->offload && !s->unpinned;
+    fct_tensor *data = s->offload && s->device.streams
+                           ? sim_tensor_new_in_host(p->shape.dtype, padded, p->core.pinned, values)
+                           : sim_tensor_new(p->shape.dtype, 1, &padded, values);
     fct_tensor *sharded = NULL;
     assert_int_equal(
         fct_tensor_alias(data, shape->ndim, p->core.local_sizes, p->core.strides, 0, &sharded), 0);
@@ -446,10 +455,12 @@ static void optimize(sim_model *m, sim_group *g, sim_param *p) {
     }
     fct_facts facts;
     fct_tensor_facts(grad, &facts);
-    if (facts.dtype != p->shape.dtype ||
+    fct_facts shard;
+    fct_tensor_facts(p->core.sharded_data, &shard);
+    if (facts.dtype != p->shape.dtype || facts.device.type != shard.device.type ||
         facts.numel != sim_local_numel(p, p->shape.dim, s->world, s->rank)) {
-        sim_fail("the gradient of %s has dtype %d and %lld elements", p->name, (int)facts.dtype,
-                 (long long)facts.numel);
+        sim_fail("the gradient of %s has dtype %d, device type %d and %lld elements", p->name,
+                 (int)facts.dtype, (int)facts.device.type, (long long)facts.numel);
         return;
     }
     int64_t padded = sim_padded_numel(p, p->shape.dim, s->world);

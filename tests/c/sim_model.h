@@ -69,6 +69,8 @@ typedef struct sim_scenario {
     int64_t bucket_bytes; /* gradients are reduced in buckets of this size; 0: all at once */
     bool last_first;      /* autograd reaches the last parameters of a group first */
     bool twice;           /* each parameter's gradient comes in two parts */
+    bool offload;         /* shards and gradients are in the host's memory: pinned, if not */
+    bool unpinned;
 } sim_scenario;
 
 typedef struct sim_param {

@@ -43,6 +43,7 @@ static stream streams[SIM_STREAMS_MAX];
 static int current;
 static sim_clock host; /* what the host has seen the end of */
 static bool stalled;
+static int host_lane; /* 0: the host has not computed yet */
 
 static void join(sim_clock *into, const sim_clock *other) {
     for (int s = 0; s < sim_stream_count; s++) {
@@ -56,6 +57,7 @@ void sim_streams_begin(void) {
     sim_stream_count = 1;
     current = 0;
     stalled = false;
+    host_lane = 0;
 }
 
 int sim_stream_reserve(bool collective) {
@@ -64,6 +66,13 @@ int sim_stream_reserve(bool collective) {
     }
     streams[sim_stream_count].collective = collective;
     return sim_stream_count++;
+}
+
+int sim_host_lane(void) {
+    if (host_lane == 0) {
+        host_lane = sim_stream_reserve(false);
+    }
+    return host_lane;
 }
 
 int sim_stream_current(void) {
@@ -136,6 +145,11 @@ static void run_until(const sim_point *point) {
     }
 }
 
+void sim_host_waits(const sim_point *point) {
+    run_until(point);
+    sim_host_saw(point);
+}
+
 void sim_drain(void) {
     bool ran = true;
     while (ran) {
@@ -175,6 +189,10 @@ static queued *append(int index, const sim_op *op) {
     join(&s->clock, &host);
     s->clock.at[index] = ++s->issued;
     for (size_t i = 0; i < op->use_count; i++) {
+        if (op->uses[i].block->of_host != (index != 0 && index == host_lane) && !op->crosses) {
+            sim_fail("%s on stream %d uses memory of the %s", op->what, index,
+                     op->uses[i].block->of_host ? "host" : "device");
+        }
         sim_block_touch(op->uses[i].block, op->uses[i].write, index, s->issued, &s->clock,
                         op->what);
     }
@@ -191,8 +209,12 @@ static queued *append(int index, const sim_op *op) {
     return q;
 }
 
-/* Without streams stream 0 is the host: it does not queue. */
+/* Without streams stream 0 is the host: it does not queue. Nor does it beside a device that has
+ * some; and what it has done is done for whatever it queues later. */
 static void settle(int index) {
+    if (index != 0 && index == host_lane) {
+        sim_host_waits(&streams[index].last->end);
+    }
     if (!sim_now.streams && index == 0) {
         run_until(&(sim_point){.stream = 0, .seq = streams[0].issued});
     }
@@ -304,6 +326,16 @@ int fct_event_wait(fct_event *e, fct_stream s) {
     }
     if (e->recorded) {
         sim_stream_wait((int)s.id, &e->point);
+    }
+    return 0;
+}
+
+int fct_event_synchronize(fct_event *e) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_event_synchronize")) {
+        return -1;
+    }
+    if (e->recorded) {
+        sim_host_waits(&e->point);
     }
     return 0;
 }

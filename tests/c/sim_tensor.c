@@ -16,6 +16,7 @@ typedef struct sim_storage {
     sim_block *block; /* NULL while freed or of no bytes */
     int64_t bytes;
     fct_device device;
+    bool pinned; /* of the host's memory: the device copies from it and to it by itself */
 } sim_storage;
 
 struct fct_tensor {
@@ -38,7 +39,7 @@ static sim_storage *storage_new(int64_t bytes) {
     storage->refs = 1;
     storage->bytes = bytes;
     storage->device = sim_device();
-    storage->block = bytes > 0 ? sim_block_alloc((size_t)bytes) : NULL;
+    storage->block = bytes > 0 ? sim_block_alloc((size_t)bytes, false) : NULL;
     sim_living.storages++;
     return storage;
 }
@@ -81,6 +82,16 @@ int64_t sim_tensor_numel(const fct_tensor *t) {
     return numel;
 }
 
+fct_tensor *sim_tensor_in_host(fct_dtype dtype, int32_t ndim, const int64_t *sizes, bool pinned) {
+    fct_tensor *t = tensor_over(storage_new(0), dtype, ndim, sizes, NULL, 0);
+    sim_storage *storage = t->storage;
+    storage->bytes = sim_tensor_numel(t) * sim_itemsize(dtype);
+    storage->device = (fct_device){.type = FCT_DEVICE_CPU, .index = -1};
+    storage->pinned = pinned;
+    storage->block = storage->bytes > 0 ? sim_block_alloc((size_t)storage->bytes, true) : NULL;
+    return t;
+}
+
 static fct_tensor *tensor_like(const fct_tensor *t, fct_dtype dtype) {
     return tensor_over(storage_new(sim_tensor_numel(t) * sim_itemsize(dtype)), dtype, t->ndim,
                        t->sizes, NULL, 0);
@@ -113,6 +124,14 @@ void fct_tensor_release(fct_tensor *t) {
 
 size_t sim_tensor_refs(const fct_tensor *t) {
     return t->refs;
+}
+
+bool sim_tensor_is_pinned(const fct_tensor *t) {
+    return t->storage->pinned;
+}
+
+bool sim_tensor_is_of_host(const fct_tensor *t) {
+    return sim_now.streams && t->storage->device.type == FCT_DEVICE_CPU;
 }
 
 sim_block *sim_tensor_block(const fct_tensor *t) {
@@ -225,8 +244,8 @@ static void run_elementwise(void *args) {
     }
 }
 
-static void queue_elementwise(fct_tensor *to, const fct_tensor *from, double factor,
-                              const char *what) {
+static sim_point push(int lane, fct_tensor *to, const fct_tensor *from, double factor,
+                      const char *what) {
     elementwise *e = (elementwise *)sim_scratch(sizeof *e);
     sim_use uses[VIEWS_MAX];
     size_t count = 0;
@@ -247,9 +266,29 @@ static void queue_elementwise(fct_tensor *to, const fct_tensor *from, double fac
     if (e->to.numel > 0) {
         uses[count++] = (sim_use){to->storage->block, true};
     }
-    const sim_op op = {
-        .what = what, .uses = uses, .use_count = count, .run = run_elementwise, .args = e};
-    sim_stream_push(sim_stream_current(), &op, NULL);
+    sim_point end;
+    const sim_op op = {.what = what,
+                       .uses = uses,
+                       .use_count = count,
+                       .run = run_elementwise,
+                       .args = e,
+                       .crosses = from != NULL &&
+                                  sim_tensor_is_of_host(from) != sim_tensor_is_of_host(to) &&
+                                  lane == sim_stream_current()};
+    sim_stream_push(lane, &op, &end);
+    return end;
+}
+
+sim_point sim_tensor_cross(fct_tensor *to, const fct_tensor *from, const char *what) {
+    return push(sim_stream_current(), to, from, 0.0, what);
+}
+
+static void queue_elementwise(fct_tensor *to, const fct_tensor *from, double factor,
+                              const char *what) {
+    if (from != NULL && sim_tensor_is_of_host(from) != sim_tensor_is_of_host(to)) {
+        sim_fail("%s between the host's memory and the device's makes the host wait", what);
+    }
+    (void)push(sim_lane_of(to), to, from, factor, what);
 }
 
 /* ---- the boundary's operations ---- */
@@ -393,7 +432,7 @@ int fct_storage_alloc(fct_tensor *t, int64_t nbytes) {
         return 0;
     }
     t->storage->bytes = nbytes;
-    t->storage->block = sim_block_alloc((size_t)nbytes);
+    t->storage->block = sim_block_alloc((size_t)nbytes, false);
     return 0;
 }
 
@@ -517,7 +556,7 @@ static void queue_transfer(const fct_tensor *t, const double *values, double *ou
                        .use_count = t->storage->block != NULL ? 1 : 0,
                        .run = run,
                        .args = args};
-    sim_stream_push(sim_stream_current(), &op, NULL);
+    sim_stream_push(sim_lane_of(t), &op, NULL);
 }
 
 fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes,

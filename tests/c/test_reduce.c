@@ -436,6 +436,38 @@ static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
     }
 }
 
+/* ---- offload ---- */
+
+static int takes_left;
+
+static int take_some(void *param, fct_tensor *local) {
+    return takes_left-- > 0 ? sim_host.take_grad(param, local) : -1;
+}
+
+/* The second parameter's gradient fails, after the first one's copy was queued. */
+static void what_was_sent_before_a_failure_is_waited_for_after_the_reset(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.device.streams = true;
+    scenario.offload = true;
+    scenario.shapes[scenario.shape_count++] = (sim_shape)FLOATS;
+    fixture f = begin(scenario);
+    fc_host host = sim_host;
+    host.take_grad = take_some;
+    core(&f)->members.host = &host;
+    takes_left = 1;
+    assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
+    compute_gradients(&f, 2.0);
+    assert_int_equal(fc_group_post_backward(core(&f)), FC_ERAISED);
+    assert_int_equal(fc_group_reset(core(&f)), FC_OK);
+    assert_non_null(core(&f)->reducer.sent);
+    assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK);
+    assert_null(core(&f)->reducer.sent);
+    expect_grad(&f, 0, 3.0);
+    core(&f)->members.host = &sim_host;
+    end(&f);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_second_reduction_adds_to_the_gradient),
@@ -457,6 +489,7 @@ int main(void) {
         cmocka_unit_test(only_the_groups_own_reductions_are_discarded),
         cmocka_unit_test(with_streams_it_is_queued_at_once_and_only_its_input_is_kept),
         cmocka_unit_test(a_row_is_kept_until_the_hooks_stream_is_done_with_it),
+        cmocka_unit_test(what_was_sent_before_a_failure_is_waited_for_after_the_reset),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import scenarios
+import sim_tools
 import simulated
 import torch
 import torch.nn as nn
@@ -53,7 +53,7 @@ def _prefetched(model: nn.Sequential) -> Any:
 
 
 def _grid(*names: str) -> Any:
-    return scenarios._mesh((2, scenarios.WORLD // 2), names)
+    return sim_tools._mesh((2, sim_tools.WORLD // 2), names)
 
 
 VARIANTS: dict[str, tuple[int, Callable[[nn.Sequential], Any]]] = {
@@ -146,7 +146,7 @@ def sweep(variant: str, place: str) -> Sweep:
 def run(rank: int, world_size: int) -> dict[str, Sweep]:
     """All sweeps."""
     warnings.simplefilter("ignore")
-    scenarios.join_loop_group()
+    sim_tools.join_loop_group()
     simulated.use_kernels(True)
     return {
         f"{variant}, {place}": sweep(variant, place) for variant in VARIANTS for place in PLACES

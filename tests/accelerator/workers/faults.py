@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import scenarios
+import sim_tools
 import simulated
 from features import Record
 
@@ -82,7 +83,7 @@ def run(
     device = simulated.start()
     alike._kinds.clear()  # operations are told by number: they must not depend on runs before
     device.forget()
-    tools: Any = scenarios.SimTools(0, scenarios.WORLD, implementation)
+    tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, implementation)
     device.watch(WATCHED, fault, at)
     at_start()
     try:
@@ -123,7 +124,7 @@ def broken(name: str, fault: str = "drop") -> Iterator[tuple[int, Point, Run]]:
 
 def main() -> None:
     """Breaks every call of the scenarios that are named, and says which are found."""
-    scenarios.join_loop_group()
+    sim_tools.join_loop_group()
     simulated.use_kernels(True)
     fault = "drop"
     for name in sys.argv[1:]:

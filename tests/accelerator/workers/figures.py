@@ -13,12 +13,12 @@ import sys
 import warnings
 from typing import NamedTuple
 
-import scenarios
+import sim_tools
 import simulated
 import torch
 import torch.nn as nn
 from features import MIXED
-from scenarios import SimTools
+from sim_tools import SimTools
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
@@ -27,6 +27,7 @@ import fsdp_c
 UNITS = 6
 WIDTH = 64
 STEPS = 2
+OFFLOAD = CPUOffloadPolicy()
 NO_LAUNCH = ("record", "wait", "work wait", "free", "current", "allocate", "jobs", "synchronize")
 
 
@@ -82,7 +83,17 @@ VARIANTS = {
     "Shard(1)": lambda t: t.shard(_model(), shard_placement_fn=_second),
     "HSDP": lambda t: t.shard(_model(), mesh=t.mesh("replicate", "shard")),
     "HSDP, bf16": lambda t: t.shard(_model(), mesh=t.mesh("replicate", "shard"), mp_policy=MIXED),
-    "offload": lambda t: t.shard(_model(), offload_policy=CPUOffloadPolicy()),
+    "offload": lambda t: t.shard(_model(), offload_policy=OFFLOAD),
+    "offload, bf16": lambda t: t.shard(_model(), offload_policy=OFFLOAD, mp_policy=MIXED),
+    "offload, HSDP, bf16": lambda t: t.shard(
+        _model(), mesh=t.mesh("replicate", "shard"), offload_policy=OFFLOAD, mp_policy=MIXED
+    ),
+    "offload, Shard(1)": lambda t: t.shard(
+        _model(), shard_placement_fn=_second, offload_policy=OFFLOAD
+    ),
+    "offload, replicate, bf16": lambda t: t.replicate(
+        _model(), mesh=t.flat(), offload_policy=OFFLOAD, mp_policy=MIXED
+    ),
     "kept after forward": lambda t: t.shard(_model(), reshard_after_forward=False),
     "replicate": lambda t: t.replicate(_model(), mesh=t.flat()),
 }
@@ -127,7 +138,7 @@ def measure(variant: str, implementation: str, kernels: bool) -> Figures:
     gc.collect()
     before = device.memory_allocated(0)
     make = VARIANTS.get(variant) or BUCKETS[variant]
-    model = make(SimTools(0, scenarios.WORLD, implementation))
+    model = make(SimTools(0, sim_tools.WORLD, implementation))
     for step in range(STEPS + 1):
         if step == 1:
             device.clear_counts()
@@ -154,7 +165,7 @@ RUNS = {
 
 def all_figures() -> dict[str, dict[str, Figures]]:
     """By variant and run."""
-    scenarios.join_loop_group()
+    sim_tools.join_loop_group()
     found = {
         variant: {name: measure(variant, *how) for name, how in RUNS.items()}
         for variant in VARIANTS
@@ -173,7 +184,7 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, Figures]]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    print(f"{UNITS} units, {scenarios.WORLD} ranks; per unit and step, peak in KiB")
+    print(f"{UNITS} units, {sim_tools.WORLD} ranks; per unit and step, peak in KiB")
     print(f"{'':20s} {'':18s} launches  recorded  waited      peak")
     for variant, runs in all_figures().items():
         for name, f in runs.items():

@@ -7,6 +7,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import scenarios
+import sim_tools
 import simulated
 import torch
 import torch.nn as nn
@@ -30,7 +31,7 @@ def see(name: str, implementation: str, kernels: bool) -> Seen:
     device.reset_peak(0)
     start = device.max_memory_allocated(0)
     simulated.use_kernels(kernels)
-    tools: Any = scenarios.SimTools(0, scenarios.WORLD, implementation)
+    tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, implementation)
     try:
         record = scenarios.SCENARIOS[name](tools)
     except Exception as error:
@@ -42,7 +43,7 @@ def see(name: str, implementation: str, kernels: bool) -> Seen:
 def run(rank: int, world_size: int) -> dict[str, dict[str, Seen]]:
     """Every scenario under torch, and under fsdp_c with kernels of its own and without."""
     warnings.simplefilter("ignore")
-    scenarios.join_loop_group()
+    sim_tools.join_loop_group()
     return {
         name: {
             "torch": see(name, "torch", False),
@@ -55,9 +56,9 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, Seen]]:
 
 def run_double_backward(rank: int, world_size: int) -> dict[str, Record]:
     """The first step of a double backward, under both implementations and without any."""
-    scenarios.join_loop_group()
+    sim_tools.join_loop_group()
     simulated.start()
-    tools: Any = [scenarios.SimTools(0, scenarios.WORLD, name) for name in ("torch", "fsdp_c")]
+    tools: Any = [sim_tools.SimTools(0, sim_tools.WORLD, name) for name in ("torch", "fsdp_c")]
     whole = [scenarios.double_backward_of_whole_units(one) for one in tools]
     plain = scenarios.double_backward(tools[0])[:2]
     return {"torch": whole[0], "fsdp_c": whole[1], "plain": plain}
@@ -69,10 +70,10 @@ def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
     What the device found comes last in each record.
     """
     warnings.simplefilter("ignore")
-    scenarios.join_loop_group()
+    sim_tools.join_loop_group()
     device = simulated.start()
     simulated.use_kernels(True)
-    scenarios._mesh((scenarios.WORLD,), None)
+    sim_tools._mesh((sim_tools.WORLD,), None)
     found: dict[str, list[Record]] = {}
     for implementation in ("torch", "fsdp_c"):
         device.forget()
@@ -84,7 +85,7 @@ def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(0.1)
-            tools: Any = scenarios.SimTools(0, scenarios.WORLD, name)
+            tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, name)
             for child in (model[0], model[2], model):
                 tools.fully_shard(child, mesh=tools.flat())
             for step in range(4):

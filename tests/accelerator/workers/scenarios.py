@@ -6,85 +6,28 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
+import bucket_scenarios as bucket_scenarios  # which are on the list, too
 import features
-import simulated
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from extensions import Negated
-from features import MIXED, WIDTH, Gather, Record, Scatter, Tools, blocks, digest
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from features import MIXED, Gather, Record, Scatter, blocks, digest
+from sim_tools import SCENARIOS as SCENARIOS
+from sim_tools import WORLD, SimTools, scenario
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
-
-import fsdp_c
-
-WORLD = 4
-
-
-@functools.cache
-def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
-    return init_device_mesh("sim", shape, mesh_dim_names=names)
-
-
-class SimTools(Tools):
-    """One implementation's functions, on the simulated device."""
-
-    def __init__(self, rank: int, world_size: int, implementation: str) -> None:
-        super().__init__(rank, world_size, implementation)
-        self.is_stock = implementation == "torch"
-
-    def mesh(self, *names: str) -> DeviceMesh:
-        return _mesh((2, self.world_size // 2), names)
-
-    def flat(self) -> DeviceMesh:
-        return _mesh((self.world_size,), None)
-
-    def shard(self, model: nn.Sequential, **kwargs: Any) -> Any:
-        kwargs.setdefault("mesh", self.flat())
-        super().shard(model, **kwargs)
-        name_memory(model)
-        return model
-
-    def input(self, step: int, width: int = WIDTH) -> torch.Tensor:
-        return super().input(step, width).to("sim")
-
-
-def name_memory(model: nn.Module) -> None:
-    """Tells the device whose memory the parameters are, so that it can say so."""
-    for name, parameter in model.named_parameters():
-        local = getattr(parameter, "_local_tensor", parameter)
-        if local.device.type == "sim":
-            simulated.start().name_storage(local.untyped_storage()._cdata, f"parameter {name}")
-
-
-def join_loop_group() -> None:
-    """Makes this process rank 0 of a group of ``WORLD``."""
-    simulated.start()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("loop", store=dist.HashStore(), rank=0, world_size=WORLD)
-
 
 STOCK_RACES = {
     "interleaved": "write by allocation",
     "shared_context_of_the_roots_alone": "read by aten::_foreach_copy_",
     "reduce_hook_on_a_stream_with_a_cast": "write by allocation",
+    "offload_with_a_reduce_hook": "write by allocation",
 }
 """Scenarios in which stock itself races, and words of the finding (tests/STOCK_BUGS.md)."""
-
-SCENARIOS: dict[str, Callable[[SimTools], Record]] = {}
-
-
-def scenario(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Record]:
-    SCENARIOS[function.__name__] = function
-    return function
 
 
 @scenario
@@ -239,50 +182,25 @@ def replicated_units(tools: SimTools) -> Record:
     return tools.train(tools.replicate(model, mesh=tools.flat(), mp_policy=MIXED))
 
 
-def _in_buckets(tools: SimTools, model: Any) -> Any:
-    """Every parameter is reduced by itself; stock has no buckets."""
-    if not tools.is_stock:
-        fsdp_c.set_bucket_cap(model, 1 / 2**20)
-    return model
+def _offloaded(tools: SimTools, pin_memory: bool = True, **kwargs: Any) -> Any:
+    return tools.shard(blocks(), offload_policy=CPUOffloadPolicy(pin_memory), **kwargs)
 
 
-@scenario
-def buckets(tools: SimTools) -> Record:
-    return tools.train(_in_buckets(tools, tools.shard(blocks(), mp_policy=MIXED)))
-
-
-@scenario
-def buckets_of_one_unit(tools: SimTools) -> Record:
-    """The first of two microbatches keeps its gradients."""
-    model = tools.fully_shard(blocks(), mesh=tools.flat())
-    name_memory(model)
-    return tools.train(_in_buckets(tools, model), micro=2, sync=features._all_sync)
-
-
-@scenario
-def buckets_with_replicas(tools: SimTools) -> Record:
-    model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
-    return tools.train(_in_buckets(tools, model), micro=2, sync=features._all_reduce)
-
-
-@scenario
-def buckets_kept_after_backward(tools: SimTools) -> Record:
-    return tools.train(
-        _in_buckets(tools, tools.shard(blocks())),
+SCENARIOS |= {
+    "offload": lambda t: t.train(_offloaded(t)),
+    "offload_unpinned": lambda t: t.train(_offloaded(t, False, mp_policy=MIXED)),
+    "offload_replicated": lambda t: t.train(
+        t.replicate(blocks(), mesh=t.flat(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED),
         micro=2,
-        sync=lambda m, last: m.set_reshard_after_backward(last) or None,
-    )
-
-
-@scenario
-def offload(tools: SimTools) -> Record:
-    return tools.train(tools.shard(blocks(), offload_policy=CPUOffloadPolicy()))
+        sync=features._all_sync,
+    ),
+}
 
 
 @scenario
 def offload_read_at_once(tools: SimTools) -> Record:
     """Gradients are used by the host after backward, without any other synchronisation."""
-    model = tools.shard(blocks(), offload_policy=CPUOffloadPolicy())
+    model = _offloaded(tools)
     record: Record = []
     for step in range(3):
         model(tools.input(step)).pow(2).sum().backward()
@@ -292,9 +210,42 @@ def offload_read_at_once(tools: SimTools) -> Record:
 
 
 @scenario
-def offload_unpinned(tools: SimTools) -> Record:
-    policy = CPUOffloadPolicy(pin_memory=False)
-    return tools.train(tools.shard(blocks(), offload_policy=policy, mp_policy=MIXED))
+def offload_accumulated(tools: SimTools) -> Record:
+    """A backward that does not reduce, one that does, and one more that adds to that."""
+    model = _offloaded(tools, mp_policy=MIXED, shard_placement_fn=features._second)
+    model._set_unshard_async_op(True)
+    count = itertools.count()
+    sync = lambda m, _: m.set_requires_gradient_sync(next(count) % 3 > 0)  # noqa: E731
+    return tools.train(model, micro=3, sync=sync)
+
+
+@scenario
+def offload_hsdp_of_six_units(tools: SimTools) -> Record:
+    """Reduced rows die on the all-reduce stream: nothing of them lives on as gradients."""
+    model, mesh = nn.Sequential(*blocks(), *blocks(seed=1)), tools.mesh("replicate", "shard")
+    return tools.train(tools.shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy()))
+
+
+@scenario
+def offload_smaller_group(tools: SimTools) -> Record:
+    """Prefetched, and with hooks that read gradients on the host."""
+    model = _offloaded(tools, reshard_after_forward=2)
+    record: Record = []
+    for now, then in itertools.pairwise(model):
+        now.set_modules_to_forward_prefetch([then])
+        then.set_modules_to_backward_prefetch([now])
+    for param in list(model.parameters())[::2]:
+        param.register_post_accumulate_grad_hook(lambda p: record.append(digest([p.grad])))
+    return tools.train(model) + record
+
+
+@scenario
+def offload_with_a_reduce_hook(tools: SimTools) -> Record:
+    """torch lets a row go that the hook's stream is still at work on."""
+    model = _offloaded(tools)
+    for unit in (*model, model):
+        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+    return tools.train(model)
 
 
 @scenario
@@ -572,7 +523,11 @@ def reductions_finalized_by_hand(tools: SimTools) -> Record:
 
 @scenario
 def reset_after_a_failure(tools: SimTools) -> Record:
-    model = tools.shard(blocks())
+    return _reset(tools) + _reset(tools, offload_policy=CPUOffloadPolicy())
+
+
+def _reset(tools: SimTools, **kwargs: Any) -> Record:
+    model = tools.shard(blocks(), **kwargs)
     record = tools.train(model)
 
     def fail(gradient: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import warnings
 from typing import NamedTuple
 
 import faults
-import scenarios
+import sim_tools
 import simulated
 
 
@@ -101,10 +101,27 @@ BUGS = {
         "half", "other stream", "current", ("fc_reduce_settle", "fc_iteration_end_backward")
     ),
     "an offloaded group's gather does not wait for its copy-in": Bug(
-        "offload", "drop", "wait", ("fc_gather_start",), "all_gather"
+        "offload", "drop", "wait", ("fc_comm_order_streams", "issue_gather"), "all_gather"
     ),
     "an offloaded group's copy-out does not wait for its gather": Bug(
-        "offload", "drop", "wait", ("fc_gather_copy_out",), "split_with_sizes_copy"
+        "offload", "drop", "wait", ("fc_gather_await", "fc_group_pre_forward"), "unpack"
+    ),
+    "the end of what was sent to the host is recorded on another stream": Bug(
+        "offload_read_at_once",
+        "wrong stream",
+        "record",
+        ("fc_comm_record", "fc_reduce_run"),
+        "of the host",
+    ),
+    "a finalization by hand does not wait for what was sent to the host": Bug(
+        "finalized_by_hand_offloaded",
+        "drop",
+        "synchronize",
+        ("fc_reduce_settle", "fc_iteration_complete"),
+        "of the host",
+    ),
+    "an all-reduced row is reused before it was sent to the host": Bug(
+        "offload_hsdp_of_six_units", "drop", "wait", ("fc_comm_keep_row",), "allocation"
     ),
     "an offloaded gradient is used before it is on the host": Bug(
         "offload_read_at_once",
@@ -266,7 +283,7 @@ class Told(NamedTuple):
 def run(rank: int, world_size: int) -> Told:
     """What the device says of every bug."""
     warnings.simplefilter("ignore")
-    scenarios.join_loop_group()
+    sim_tools.join_loop_group()
     simulated.use_kernels(True)
     return Told(
         {name: findings(bug) for name, bug in BUGS.items()},

@@ -13,17 +13,19 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import features
 import scenarios
+import sim_tools
 import simulated
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from features import Record
-from scenarios import SimTools
+from sim_tools import SimTools
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-RANKS = scenarios.WORLD
+RANKS = sim_tools.WORLD
 PATIENCE = timedelta(seconds=60)
 """How long a rank waits for one that has failed."""
 
@@ -120,7 +122,7 @@ def weights_beside_one_model(backend: str) -> list[tuple[torch.Tensor, torch.Ten
     shards = on_ranks(backend, _weights_of_a_rank)
     model = scenarios.blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    tools = [scenarios.Tools(rank, RANKS, "fsdp_c") for rank in range(RANKS)]
+    tools = [features.Tools(rank, RANKS, "fsdp_c") for rank in range(RANKS)]
     for step in range(3):
         for one in tools:
             (model(one.input(10 * step)).pow(2).sum() / RANKS).backward()

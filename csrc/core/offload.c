@@ -1,0 +1,128 @@
+/* Copies between the host's memory and the device's; see offload.h. What moves are tensors and
+ * aliases of them, which the boundary checks; no address is taken here. */
+#include "offload.h"
+
+/* `bytes` bytes, from `start` bytes into the storage on, as elements of `dtype`. */
+static fc_status line(const fct_tensor *base, fct_dtype dtype, int64_t start, int64_t bytes,
+                      fct_tensor **out) {
+    const int64_t size = fc_dtype_size(dtype);
+    const int64_t sizes[1] = {bytes / size};
+    const int64_t strides[1] = {1};
+    return fct_tensor_alias_as(base, dtype, 1, sizes, strides, start / size, out) == 0 ? FC_OK
+                                                                                       : FC_ERAISED;
+}
+
+/* A shard, not cast, to `start` bytes into the storage of `target`; both as elements of `dtype`. */
+static fc_status upload(const fc_param *p, const fc_slot *slot, fct_dtype dtype,
+                        const fct_tensor *target, int64_t start, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts facts;
+    fct_tensor *from = NULL;
+    fct_tensor *to = NULL;
+    const int64_t bytes = slot->numel * fc_dtype_size(slot->source);
+    FC_TRY(fc_param_shard_facts(p, false, &facts, err));
+    if (bytes > 0) {
+        FC_TRY(line(p->sharded_data, dtype, facts.offset_bytes, bytes, &from));
+        FC_TRY(line(target, dtype, start, bytes, &to));
+        FC_TRY_RAISED(fct_tensor_upload(to, from));
+    }
+done:
+    fct_tensor_release(from);
+    fct_tensor_release(to);
+    return status;
+}
+
+fc_status fc_offload_place(const fc_gather_plan *plan, fc_param *const *params,
+                           const fct_tensor *buffer, int64_t start, fc_error *err) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < plan->count; i++) {
+        const fc_slot *slot = &plan->slots[i];
+        FC_TRY(upload(params[i], slot, plan->dtype, buffer, start + slot->offset, err));
+    }
+done:
+    return status;
+}
+
+/* The shard on the device, as it is. One that somebody has moved there stays where it is. */
+static fc_status stage(fc_param *p, const fc_slot *slot, fct_device device, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_facts facts;
+    fct_tensor *staged = NULL;
+    FC_TRY(fc_param_shard_facts(p, false, &facts, err));
+    if (!p->offloaded || facts.device.type == device.type) {
+        return FC_OK;
+    }
+    FC_TRY_RAISED(fct_tensor_empty(slot->numel, slot->source, device, &staged));
+    FC_TRY(upload(p, slot, slot->source, staged, 0, err));
+    p->staged = staged;
+    staged = NULL;
+done:
+    fct_tensor_release(staged);
+    return status;
+}
+
+static void unstage(fc_param *p) {
+    fct_tensor_release(p->staged);
+    p->staged = NULL;
+}
+
+fc_status fc_offload_stage(const fc_gather_plan *plan, fc_param *const *params, fct_device device,
+                           fc_error *err) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < plan->count; i++) {
+        FC_TRY(stage(params[i], &plan->slots[i], device, err));
+    }
+done:
+    return status;
+}
+
+void fc_offload_unstage(const fc_gather_plan *plan, fc_param *const *params) {
+    for (size_t i = 0; i < plan->count; i++) {
+        unstage(params[i]);
+    }
+}
+
+/* One shard into its flat tensor, by way of the device's memory where it is cast. */
+static fc_status fill(fc_param *p, const fc_slot *slot, fct_device device, fc_error *err) {
+    fc_status status = FC_OK;
+    fct_tensor *to = NULL;
+    fct_tensor *cast = NULL;
+    if (slot->source == slot->compute) {
+        return upload(p, slot, slot->source, p->flat, 0, err);
+    }
+    FC_TRY(stage(p, slot, device, err));
+    if (slot->numel > 0) {
+        fct_tensor *from = p->staged != NULL ? p->staged : p->sharded_data;
+        if (fc_dtype_is_complex(slot->source) && !fc_dtype_is_complex(slot->compute)) {
+            FC_TRY_RAISED(fct_tensor_cast(from, slot->compute, &cast)); /* the real parts */
+            from = cast;
+        }
+        FC_TRY(line(p->flat, slot->compute, 0, slot->numel * fc_dtype_size(slot->compute), &to));
+        FC_TRY_RAISED(fct_tensor_copy(to, from));
+    }
+done:
+    fct_tensor_release(to);
+    fct_tensor_release(cast);
+    unstage(p);
+    return status;
+}
+
+fc_status fc_offload_fill(const fc_gather_plan *plan, fc_param *const *params, fct_device device,
+                          fc_error *err) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < plan->count; i++) {
+        FC_TRY(fill(params[i], &plan->slots[i], device, err));
+    }
+done:
+    return status;
+}
+
+fc_status fc_offload_send(const fc_param *p, const fc_host *host, fct_tensor *view,
+                          fct_tensor **local, bool *queued) {
+    bool later = p->pinned && !host->has_grad(p->owner) && !host->wants_grad_now(p->owner);
+    if (fct_tensor_to_host(view, later, local) != 0) {
+        return FC_ERAISED;
+    }
+    *queued = later;
+    return FC_OK;
+}

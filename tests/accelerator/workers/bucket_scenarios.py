@@ -1,0 +1,53 @@
+"""Units that are reduced in buckets on the simulated device; torch reduces them at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import features
+from features import MIXED, Record, blocks
+from sim_tools import SimTools, name_memory, scenario
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import fsdp_c
+
+
+def _in_buckets(tools: SimTools, model: Any) -> Any:
+    """Every parameter is reduced by itself; stock has no buckets."""
+    if not tools.is_stock:
+        fsdp_c.set_bucket_cap(model, 1 / 2**20)
+    return model
+
+
+@scenario
+def buckets(tools: SimTools) -> Record:
+    return tools.train(_in_buckets(tools, tools.shard(blocks(), mp_policy=MIXED)))
+
+
+@scenario
+def buckets_of_one_unit(tools: SimTools) -> Record:
+    """The first of two microbatches keeps its gradients."""
+    model = tools.fully_shard(blocks(), mesh=tools.flat())
+    name_memory(model)
+    return tools.train(_in_buckets(tools, model), micro=2, sync=features._all_sync)
+
+
+@scenario
+def buckets_with_replicas(tools: SimTools) -> Record:
+    model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
+    return tools.train(_in_buckets(tools, model), micro=2, sync=features._all_reduce)
+
+
+@scenario
+def buckets_kept_after_backward(tools: SimTools) -> Record:
+    return tools.train(
+        _in_buckets(tools, tools.shard(blocks())),
+        micro=2,
+        sync=lambda m, last: m.set_reshard_after_backward(last) or None,
+    )
+
+
+@scenario
+def buckets_offloaded(tools: SimTools) -> Record:
+    model = tools.shard(blocks(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED)
+    return tools.train(_in_buckets(tools, model), micro=2, sync=features._all_sync)

@@ -1,0 +1,71 @@
+"""What scenarios on the simulated device are made of: one implementation's functions, and the list.
+
+A scenario takes ``SimTools`` of one implementation and returns a record of losses and digests.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import simulated
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from features import WIDTH, Record, Tools
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+WORLD = 4
+
+
+@functools.cache
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+    return init_device_mesh("sim", shape, mesh_dim_names=names)
+
+
+class SimTools(Tools):
+    """One implementation's functions, on the simulated device."""
+
+    def __init__(self, rank: int, world_size: int, implementation: str) -> None:
+        super().__init__(rank, world_size, implementation)
+        self.is_stock = implementation == "torch"
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        return _mesh((2, self.world_size // 2), names)
+
+    def flat(self) -> DeviceMesh:
+        return _mesh((self.world_size,), None)
+
+    def shard(self, model: nn.Sequential, **kwargs: Any) -> Any:
+        kwargs.setdefault("mesh", self.flat())
+        super().shard(model, **kwargs)
+        name_memory(model)
+        return model
+
+    def input(self, step: int, width: int = WIDTH) -> torch.Tensor:
+        return super().input(step, width).to("sim")
+
+
+def name_memory(model: nn.Module) -> None:
+    """Tells the device whose memory the parameters are, so that it can say so."""
+    for name, parameter in model.named_parameters():
+        local = getattr(parameter, "_local_tensor", parameter)
+        if local.device.type == "sim":
+            simulated.start().name_storage(local.untyped_storage()._cdata, f"parameter {name}")
+
+
+def join_loop_group() -> None:
+    """Makes this process rank 0 of a group of ``WORLD``."""
+    simulated.start()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("loop", store=dist.HashStore(), rank=0, world_size=WORLD)
+
+
+SCENARIOS: dict[str, Callable[[SimTools], Record]] = {}
+
+
+def scenario(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Record]:
+    SCENARIOS[function.__name__] = function
+    return function
