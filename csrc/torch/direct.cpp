@@ -95,16 +95,18 @@ class Direct : public c10d::Backend {
             return engine_->_reduce_scatter_base(output, input, options);
         }
         const at::Tensor rows = input.view({size_, output.numel()});
-        return sum_rows(output, split(rows, pieces_of(output.numel())), average);
+        return sum_rows(output, split(rows, pieces_of(output.numel())), average, false);
     }
 
     /* Pieces are 1-D: the parts of all ranks, one after the other. */
     WorkPtr gather_pieces(const Tensors &pieces) {
         const Tensors rows = by_rank(pieces);
-        return exchange_rows(c10::make_intrusive<Exchange>("gloo:all_gather", rows), rows);
+        auto exchange = c10::make_intrusive<Exchange>("gloo:all_gather", rows);
+        exchange->drop_when_over();
+        return exchange_rows(std::move(exchange), rows);
     }
     WorkPtr reduce_pieces(const at::Tensor &output, const Tensors &pieces, bool average) {
-        return sum_rows(output, by_rank(pieces), average);
+        return sum_rows(output, by_rank(pieces), average, true);
     }
 
     /* All else is the engine's. It is asked for only while this stands in the engine's place
@@ -270,7 +272,7 @@ class Direct : public c10d::Backend {
     }
 
     /* Sends each peer its rows of the pieces, and adds what comes to this rank's. */
-    WorkPtr sum_rows(const at::Tensor &output, const Tensors &pieces, bool average) {
+    WorkPtr sum_rows(const at::Tensor &output, const Tensors &pieces, bool average, bool drops) {
         const auto cut = pieces_of(output.numel());
         TORCH_CHECK(cut.size() == pieces.size(), "a row of ", cut.size(), " pieces came in ",
                     pieces.size());
@@ -287,6 +289,9 @@ class Direct : public c10d::Backend {
         }
         auto exchange = c10::make_intrusive<Sum>("gloo:reduce_scatter", std::move(held),
                                                  std::move(parts), rank_, average);
+        if (drops) {
+            exchange->drop_when_over();
+        }
         const at::DisableRecordFunctionGuard unseen;
         const auto all = peers();
         const std::vector<int> tags = next_tags(pieces.size());

@@ -43,6 +43,10 @@ class Exchange : public c10d::Work {
      * for a message can be waited for only once. */
     bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
 
+    /* Of memory that Python has never seen, so that any thread may drop it: it goes when the
+     * exchange is over, and not when somebody asks. What failed keeps it: gloo may still write. */
+    void drop_when_over();
+
   protected:
     /* All rows of the piece are here. */
     virtual void arrived(size_t piece);
@@ -54,6 +58,7 @@ class Exchange : public c10d::Work {
   private:
     std::vector<std::vector<Message>> receives_; /* go before what they use */
     std::vector<Message> sends_;
+    bool drops_ = false;
 };
 
 /* Whole rows of an all-gather, [ranks, row], whose rest, [ranks, rest], goes back to its places. */

@@ -132,9 +132,12 @@ void fct_tensor_release(fct_tensor *t) {
  * file cannot, and others may hold it without a reference to the storage. */
 bool fct_tensor_is_sole(const fct_tensor *t) {
     const c10::TensorImpl *tensor = impl(t);
-    return c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl *>(tensor)) == 1 &&
-           tensor->has_storage() && tensor->unsafe_storage().use_count() == 1 &&
-           tensor->unsafe_storage().unsafeGetStorageImpl()->resizable();
+    if (c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl *>(tensor)) != 1 ||
+        !tensor->has_storage() || tensor->unsafe_storage().use_count() != 1) {
+        return false;
+    }
+    c10::StorageImpl *storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+    return storage->resizable() && storage->pyobj_slot()->load_pyobj() == nullptr;
 }
 
 void fct_tensor_facts(const fct_tensor *t, fct_facts *out) {
