@@ -33,6 +33,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "steps": ("--seconds", "60"),
     "host": (*HOST, "--rounds", "12"),
     "memory": (),
+    "units": (),
     "bandwidth": (),
     "replicate": (),
     "clip": (),
