@@ -39,6 +39,7 @@ from fsdp_c import (
     register_fsdp_forward_method,
     release_memory,
     replicate,
+    set_bucket_cap,
     set_transport,
     trace,
 )
@@ -140,6 +141,7 @@ def look() -> None:
     found.plot("step.png")
     found.save("step.json")
     set_transport(model, "gloo")
+    set_bucket_cap(model, 256.0)
     release_memory()
 
 
