@@ -44,8 +44,8 @@ class Meter:
         """What it has cost since the start."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         faults = _faults() - self._faults
-        peak = (peak() - self._resident) / MIB if self._resets else None
-        return Cost(wall * 1000, cpu * 1000, faults, peak)
+        most = (peak() - self._resident) / MIB if self._resets else None
+        return Cost(wall * 1000, cpu * 1000, faults, most)
 
 
 def give_back() -> None:
