@@ -124,6 +124,15 @@ static int64_t setting(const char *name, int64_t standard) {
     return value != NULL ? strtoll(value, NULL, 0) : standard;
 }
 
+/* Calls from one that fails to the next, and the first: another for each pair of names. */
+static int64_t stride_of(const sim_breakage *b) {
+    return b->thin && getenv("SWEEP_WHOLE") == NULL ? 3 : 1;
+}
+
+static int64_t first_of(const char *scenario, const char *device, int64_t stride) {
+    return 1 + (int64_t)(strlen(scenario) + strlen(device)) % stride;
+}
+
 void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b, int steps) {
     const char *only_scenario = getenv("SWEEP_SCENARIO");
     int64_t first_seed = setting("SWEEP_SEED", 1);
@@ -136,7 +145,9 @@ void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b,
     double digest = 0.0;
     s.device.seed = (uint64_t)first_seed;
     assert_int_equal(broken_run(&s, device, &(sim_breakage){.nth = 0}, &unfailed), SIM_BREAK_STEPS);
-    for (b.nth = only_call > 0 ? only_call : 1; only_call == 0 || b.nth == only_call; b.nth++) {
+    const int64_t stride = stride_of(&b);
+    b.nth = only_call > 0 ? only_call : first_of(s.name, device, stride);
+    for (; only_call == 0 || b.nth == only_call; b.nth += stride) {
         s.device.seed =
             (uint64_t)(first_seed + b.nth); /* another schedule each time; the parameters stay */
         if (broken_run(&s, device, &b, &digest) >= steps) {

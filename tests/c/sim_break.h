@@ -6,8 +6,10 @@
  * what an unfailed run gives, nothing leaks, and no buffer was used out of order at any time,
  * cleaning up included.
  *
- * SWEEP_SEED in the environment draws other schedules. A failure says what it needs to be seen
- * again: SWEEP_SCENARIO is the only scenario that runs, SWEEP_CALL the only call that fails. */
+ * Where a breakage asks for every third call only, which ones depends on the scenario and the
+ * device; SWEEP_WHOLE in the environment has all of them. SWEEP_SEED draws other schedules. A
+ * failure says what it needs to be seen again: SWEEP_SCENARIO is the only scenario that runs,
+ * SWEEP_CALL the only call that fails. */
 #ifndef FSDP_C_TESTS_SIM_BREAK_H
 #define FSDP_C_TESTS_SIM_BREAK_H
 
@@ -23,9 +25,11 @@ typedef struct sim_breakage {
                       find right parameters all the same, gradients may have parts of the
                       interrupted step */
     bool in_reset; /* the reset is made to fail, too, at its first call */
+    bool thin;     /* not at every call */
 } sim_breakage;
 
-/* Runs once for every call of the first `steps` steps, with that call failing as b says. */
+/* Runs once for every call of the first `steps` steps, with that call failing as b says; a thin
+ * sweep for every third of them. */
 void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b, int steps);
 
 #endif

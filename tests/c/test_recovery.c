@@ -3,10 +3,12 @@
  * hold all the same.
  *
  * Only first steps are broken, and only on devices with kernels: what clean-up does depends neither
- * on the step nor on who copies. */
+ * on the step nor on who copies. And at every third call, unless SWEEP_WHOLE is set: each call is
+ * made in many scenarios. */
 #include "sim_break.h"
 
 static void sweep(const sim_scenario *scenario, const char *device, sim_breakage b) {
+    b.thin = true;
     if (!scenario->device.no_kernels) {
         sim_sweep(scenario, device, b, 1);
     }
