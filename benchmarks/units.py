@@ -1,15 +1,15 @@
 """Transient memory of a step on real ranks, in units of one group's parameters: transport included.
 
 Method. ``--ranks`` gloo processes; ``--groups`` equal groups of one square weight below a root
-without parameters, resharded after forward, one row of activations. What counts is resident memory
-(``VmHWM``, reset at the begin of each group's forward and backward) above that at the step's begin,
-less the gradient shards that are there already when it is read: those are produced to stay. A unit
-is a group's full parameters in the dtype of the computation. After two steps of warm-up the least
-of three steps counts: memory that the C library keeps free is given back before each, and so are
-the buffers that fsdp_c keeps. ``memory.py`` counts allocations instead, over a fake group that
+without parameters, resharded after forward, ``--rows`` rows of activations. What counts is resident
+memory (``VmHWM``, reset at the begin of each group's forward and backward) above that at the step's
+begin, less the gradient shards that are there already when it is read: those are produced to stay.
+A unit is a group's full parameters in the dtype of the computation. After two steps of warm-up the
+least of three steps counts: memory that the C library keeps free is given back before each, and so
+are the buffers that fsdp_c keeps. ``memory.py`` counts allocations instead, over a fake group that
 needs no memory of its own.
 
-    python benchmarks/units.py [--groups N] [--side N] [--ranks N] [--json FILE]
+    python benchmarks/units.py [--groups N] [--side N] [--rows N] [--ranks N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Watched:
         give_back()
         dist.barrier()
         self.begin = resident()
-        forward, loss = self._most(lambda: self.model(self.x).sum() * 1)
+        forward, loss = self._most(lambda: self.model(self.x).sum())
         backward, _ = self._most(loss.backward)
         return forward, backward
 

@@ -401,8 +401,9 @@ def large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
     sizes = {name: gathered_bytes(group) for name, group in groups}
     if len(sizes) < 3:
         return []
-    ordered = sorted(sizes.values())
-    median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    import statistics  # here: `import fsdp_c` need not have it
+
+    median = statistics.median(sizes.values())
     found = []
     for name, group in groups:
         size = sizes[name]
