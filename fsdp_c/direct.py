@@ -26,7 +26,7 @@ def direct(group: Any, device: torch.device, comm: Any) -> Iterator[None]:
     ``comm`` is what calls them: an object of the user's has its own way on all ranks.
     """
     may = device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS
-    entered = _C.enter_direct(group) if may else None
+    entered = _C.enter_direct(group, type(comm) is stock.DefaultAllGather) if may else None
     try:
         yield
     finally:

@@ -124,7 +124,7 @@ static fc_status choose_pieces(const fc_gather *a, fc_flight *flight) {
     if (flight->plan->cut_count == 0 || a->keep_storage || fck_backend_of(m->device.type) == NULL) {
         return FC_OK;
     }
-    return fc_link_takes_pieces(flight->link, m->device, &flight->in_pieces);
+    return fc_link_takes_pieces(flight->link, m->device, FC_ALL_GATHER, &flight->in_pieces);
 }
 
 /* Memory for the pieces, and for the rest of the rows. */

@@ -65,10 +65,11 @@ done:
     return status;
 }
 
-fc_status fc_link_takes_pieces(fc_link *link, fct_device device, bool *takes) {
+fc_status fc_link_takes_pieces(fc_link *link, fct_device device, fc_operation operation,
+                               bool *takes) {
     fc_status status = FC_OK;
     FC_TRY(fc_link_open(link));
-    FC_TRY_RAISED(fct_pg_takes_pieces(link->pg, device, takes));
+    FC_TRY_RAISED(fct_pg_takes_pieces(link->pg, device, operation == FC_ALL_GATHER, takes));
 done:
     return status;
 }

@@ -33,7 +33,8 @@ FC_CHECK fc_status fc_link_reduce_scatter(fc_link *link, const char *whose, fct_
 FC_CHECK fc_status fc_link_all_reduce(fc_link *link, const char *whose, fct_tensor *tensor,
                                       fct_reduce_op op, bool async_op, fct_work **work);
 /* The first two in pieces, see torch_abi.h: where *takes. Opens the link. */
-FC_CHECK fc_status fc_link_takes_pieces(fc_link *link, fct_device device, bool *takes);
+FC_CHECK fc_status fc_link_takes_pieces(fc_link *link, fct_device device, fc_operation operation,
+                                        bool *takes);
 FC_CHECK fc_status fc_link_gather_pieces(fc_link *link, const char *whose,
                                          fct_tensor *const *pieces, size_t count, fct_work **work);
 FC_CHECK fc_status fc_link_reduce_pieces(fc_link *link, const char *whose, fct_tensor *output,

@@ -269,7 +269,8 @@ static fc_status choose_pieces(fc_reducer *d, const fc_divide *divide, bool *in_
         divide->op == FCT_PREMUL_SUM || fck_backend_of(m->device.type) == NULL) {
         return FC_OK;
     }
-    return fc_link_takes_pieces(fc_members_scatter_link(d->members), m->device, in_pieces);
+    return fc_link_takes_pieces(fc_members_scatter_link(d->members), m->device, FC_REDUCE_SCATTER,
+                                in_pieces);
 }
 
 /* Whether what is sent may be the gradient itself: it is what the row would hold, nobody changes it

@@ -144,10 +144,13 @@ static PyObject *module_direct_group(PyObject *module, PyObject *group) {
 
 static const char entered_name[] = "fsdp_c._C.direct";
 
-static PyObject *module_enter_direct(PyObject *module, PyObject *group) {
+static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     (void)module;
+    PyObject *group = NULL;
+    int gathers = 0;
     void *entered = NULL;
-    if (fct_py_pg_enter_direct(group, &entered) != 0) {
+    if (!PyArg_ParseTuple(args, "Op:enter_direct", &group, &gathers) ||
+        fct_py_pg_enter_direct(group, gathers != 0, &entered) != 0) {
         return NULL;
     }
     if (entered == NULL) {
@@ -242,9 +245,9 @@ static PyMethodDef module_methods[] = {
     {"direct_group", module_direct_group, METH_O,
      "direct_group(group): the ProcessGroup that moves the rows of a group on the CPU; None where "
      "its backend does. A collective, the first time."},
-    {"enter_direct", module_enter_direct, METH_O,
-     "enter_direct(group): from now on the group itself moves its rows so; gives what leave_direct "
-     "is to be called with."},
+    {"enter_direct", module_enter_direct, METH_VARARGS,
+     "enter_direct(group, gathers): from now on the group itself moves its rows so, in one of its "
+     "gathers or in a reduction; gives what leave_direct is to be called with."},
     {"leave_direct", module_leave_direct, METH_O, "leave_direct(entered): ends that."},
     {"pause_direct", module_pause_direct, METH_VARARGS,
      "pause_direct(group, paused): whether a group's backend moves its rows nevertheless."},

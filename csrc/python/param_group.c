@@ -123,8 +123,10 @@ static int set_link(fcpy_group *self, int index, PyObject *name, long long world
     if (name != Py_None && text == NULL) {
         return -1;
     }
+    const bool gathers = index == FCPY_LINK_SHARD || index == FCPY_LINK_POST_FORWARD;
     fct_pg *pg = NULL;
-    if (group != Py_None && fct_py_pg(group, &pg) != 0) {
+    if ((gathers && text != NULL && fct_pg_announce_user(text) != 0) ||
+        (group != Py_None && fct_py_pg(group, &pg) != 0)) {
         return -1;
     }
     fc_link *link = link_at(&self->core.members, index);

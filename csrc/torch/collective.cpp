@@ -163,21 +163,62 @@ fct::Agreement &agreement_of(fct_pg *pg) {
     return *pg->agreement;
 }
 
+/* Since 2.13 every backward stashes a copy of Python's context variables in the state of its
+ * thread, and gloo's works copy that state. gloo's threads would then want the GIL to drop their
+ * works, and one that waits for it when the interpreter ends takes the process down by
+ * std::terminate. Within its scope the context is not there. */
+class ContextAside {
+  public:
+    ContextAside(const ContextAside &) = delete;
+    ContextAside &operator=(const ContextAside &) = delete;
+#if FCT_TORCH_AT_LEAST(2, 13)
+    ContextAside() {
+        if (at::impl::ThreadLocalPythonObjects::contains(kKey)) {
+            context_ = at::impl::ThreadLocalPythonObjects::get(kKey);
+            at::impl::ThreadLocalPythonObjects::erase(kKey);
+        }
+    }
+    ~ContextAside() {
+        if (context_) {
+            at::impl::ThreadLocalPythonObjects::set(kKey, std::move(context_));
+        }
+    }
+
+  private:
+    static constexpr const char *kKey = "context";
+    std::shared_ptr<c10::SafePyObject> context_;
+#else
+    ContextAside() {}
+#endif
+};
+
+bool goes_directly(fct_pg *pg, fct::Use use) {
+    if (pg->agreement->state == fct::Agreement::State::declined) {
+        return false;
+    }
+    const ContextAside aside; /* of the question */
+    return fct::goes_directly(*pg->agreement, pg->group, use);
+}
+
 /* The group that moves rows on a device: on the CPU, where all ranks agree, one without gloo's
  * detours. */
-const c10::intrusive_ptr<c10d::ProcessGroup> &mover(fct_pg *pg, c10::DeviceType device) {
+const c10::intrusive_ptr<c10d::ProcessGroup> &mover(fct_pg *pg, c10::DeviceType device,
+                                                    fct::Use use) {
     if (device != c10::DeviceType::CPU || kind_for(pg, device) != Kind::gloo ||
-        agreement_of(pg).paused) {
-        return pg->group;
-    }
-    fct::agree(*pg->agreement, pg->group);
-    if (pg->agreement->state != fct::Agreement::State::direct) {
+        agreement_of(pg).paused || !goes_directly(pg, use)) {
         return pg->group;
     }
     if (!pg->direct) {
         pg->direct = fct::direct(pg->group, pg->agreement);
     }
     return pg->direct;
+}
+
+/* One of torch's gathers, where that is so, towards those that come before the direct ones. */
+void count_gather(fct_pg *pg, bool by_torch) {
+    if (by_torch && pg->agreement && !pg->agreement->paused) {
+        pg->agreement->gathers++;
+    }
 }
 
 /* Whether a kernel stands in front of an operator's own, at a key where torch has none. */
@@ -210,8 +251,9 @@ bool ops_are_watched() {
  * one that they know. */
 class Mover {
   public:
-    Mover(fct_pg *pg, c10::DeviceType device) : group_(mover(pg, device)) {
-        if (group_ != pg->group && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    Mover(fct_pg *pg, c10::DeviceType device, fct::Use use) : group_(mover(pg, device, use)) {
+        direct_ = group_ != pg->group;
+        if (direct_ && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
             in_.emplace(pg->group, group_);
             group_ = pg->group;
         }
@@ -219,8 +261,12 @@ class Mover {
     c10d::ProcessGroup *operator->() const {
         return group_.get();
     }
+    bool is_direct() const {
+        return direct_;
+    }
 
   private:
+    bool direct_ = false;
     c10::intrusive_ptr<c10d::ProcessGroup> group_;
     std::optional<fct::DirectBackendIn> in_;
 };
@@ -230,35 +276,6 @@ class Mover {
 bool can_poll(const fct_work &work) {
     return work.kind != Kind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
 }
-
-/* Since 2.13 every backward stashes a copy of Python's context variables in the state of its
- * thread, and gloo's works copy that state. gloo's threads would then want the GIL to drop their
- * works, and one that waits for it when the interpreter ends takes the process down by
- * std::terminate. Within its scope the context is not there. */
-class ContextAside {
-  public:
-    ContextAside(const ContextAside &) = delete;
-    ContextAside &operator=(const ContextAside &) = delete;
-#if FCT_TORCH_AT_LEAST(2, 13)
-    ContextAside() {
-        if (at::impl::ThreadLocalPythonObjects::contains(kKey)) {
-            context_ = at::impl::ThreadLocalPythonObjects::get(kKey);
-            at::impl::ThreadLocalPythonObjects::erase(kKey);
-        }
-    }
-    ~ContextAside() {
-        if (context_) {
-            at::impl::ThreadLocalPythonObjects::set(kKey, std::move(context_));
-        }
-    }
-
-  private:
-    static constexpr const char *kKey = "context";
-    std::shared_ptr<c10::SafePyObject> context_;
-#else
-    ContextAside() {}
-#endif
-};
 
 /* Issues a collective of a group written in C++: `cpp` returns the work. */
 template <typename Cpp> fct_work *issue_here(fct_pg *pg, c10::DeviceType device, Cpp &&cpp) {
@@ -386,6 +403,10 @@ int fct_py_pg(PyObject *obj, fct_pg **out) {
     return guarded("fct_py_pg", [&] { *out = open_object(obj).release(); });
 }
 
+int fct_pg_announce_user(const char *name) {
+    return guarded("fct_pg_announce_user", [&] { fct::announce_user(name); });
+}
+
 void fct_pg_release(fct_pg *pg) {
     if (pg == nullptr || --pg->owners > 0) {
         return;
@@ -403,16 +424,18 @@ void fct_pg_release(fct_pg *pg) {
 int fct_py_pg_direct(PyObject *group, PyObject **out) {
     return guarded("fct_py_pg_direct", [&] {
         const auto pg = open_object(group);
-        const auto &found = mover(pg.get(), c10::DeviceType::CPU);
+        const auto &found = mover(pg.get(), c10::DeviceType::CPU, fct::Use::reduce);
         *out = (found != pg->group ? pybind11::cast(found) : pybind11::none()).release().ptr();
     });
 }
 
-int fct_py_pg_enter_direct(PyObject *group, void **out) {
+int fct_py_pg_enter_direct(PyObject *group, bool gathers, void **out) {
     return guarded("fct_py_pg_enter_direct", [&] {
         const auto pg = open_object(group);
-        const auto &found = mover(pg.get(), c10::DeviceType::CPU);
+        const auto &found =
+            mover(pg.get(), c10::DeviceType::CPU, gathers ? fct::Use::gather : fct::Use::reduce);
         *out = found != pg->group ? new fct::DirectBackendIn(pg->group, found) : nullptr;
+        count_gather(pg.get(), gathers && *out == nullptr);
     });
 }
 
@@ -437,7 +460,7 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
         at::Tensor to = movable(pg, *Borrowed(output)), from = movable(pg, *Borrowed(input));
         c10d::AllgatherOptions options;
         options.asyncOp = async_op;
-        const Mover group(pg, to.device().type());
+        const Mover group(pg, to.device().type(), fct::Use::gather);
         *work = issue(
             pg, output,
             [&] {
@@ -448,6 +471,7 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
 #endif
             },
             [&] { return pg->python.attr(kAllGather)(to, from, options); });
+        count_gather(pg, !group.is_direct());
     });
 }
 
@@ -458,7 +482,7 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
         c10d::ReduceScatterOptions options;
         options.reduceOp = reduce_op(op, factor);
         options.asyncOp = async_op;
-        const Mover group(pg, to.device().type());
+        const Mover group(pg, to.device().type(), fct::Use::reduce);
         *work = issue(
             pg, output,
             [&] {
@@ -489,10 +513,11 @@ const fct_cuts *fct_cuts_announce(const fct_cuts *cuts) {
     return fct::announce_cuts(cuts);
 }
 
-int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool *takes) {
+int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
     return guarded("fct_pg_takes_pieces", [&] {
         const auto type = static_cast<c10::DeviceType>(device.type);
-        *takes = !pg->python && mover(pg, type) != pg->group && !ops_are_watched();
+        const auto use = gathers ? fct::Use::gather : fct::Use::reduce;
+        *takes = !pg->python && mover(pg, type, use) != pg->group && !ops_are_watched();
     });
 }
 

@@ -10,9 +10,9 @@
  * are the ops of namespace c10d that they always were, and whoever counts, patches or records those
  * sees no difference. Sends and receives are not ops, and profilers do not see them.
  *
- * What one rank sends another must receive. So whether a group is used in this way is agreed upon
- * once by all of its ranks, and from then on depends only on what is the same everywhere: sizes and
- * element types.
+ * What one rank sends another must receive. So whether a group is used in this way, and from which
+ * gather on, is agreed upon once by all of its ranks, and from then on depends only on what is the
+ * same everywhere: sizes and element types.
  *
  * gloo can only block for a message, and one that times out takes all its connections down. So an
  * exchange is waited for by the group's helper thread (waiter.h): its operation type is unknown, as
@@ -29,6 +29,7 @@
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <typeinfo>
@@ -392,27 +393,52 @@ std::shared_ptr<Agreement> agreement_of(const c10::intrusive_ptr<c10d::ProcessGr
     return made;
 }
 
-void agree(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
-    if (agreement.state != Agreement::State::open) {
+/* Parameter groups by the names of process groups, until those are asked. */
+static std::unordered_map<std::string, int64_t> &users() {
+    static auto *const all = new std::unordered_map<std::string, int64_t>();
+    return *all;
+}
+
+void announce_user(const std::string &name) {
+    users()[name]++;
+}
+
+/* An answer is how many gathers will be torch's for this rank, 0: all. */
+static void ask(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
+    const auto engine = group->getBackend(c10::DeviceType::CPU);
+    if (group->getSize() < 2 || !is_gloo(*engine)) {
+        agreement.state = Agreement::State::declined;
         return;
     }
-    if (!agreement.question) {
-        const auto engine = group->getBackend(c10::DeviceType::CPU);
-        if (group->getSize() < 2 || !is_gloo(*engine)) {
-            agreement.state = Agreement::State::declined;
-            return;
-        }
-        at::Tensor answer = at::full({1}, wanted() ? 1 : 0, at::kLong);
-        agreement.answers = at::empty({group->getSize()}, at::kLong);
-        pybind11::gil_scoped_release released;
-        agreement.question = engine->_allgather_base(agreement.answers, answer);
-    }
+    const auto found = users().extract(group->getGroupName());
+    agreement.first = std::max(agreement.first, found.empty() ? 1 : found.mapped());
+    at::Tensor answer = at::full({1}, wanted() ? agreement.first : 0, at::kLong);
+    agreement.answers = at::empty({group->getSize()}, at::kLong);
+    pybind11::gil_scoped_release released;
+    agreement.question = engine->_allgather_base(agreement.answers, answer);
+}
+
+static void take_answers(Agreement &agreement) {
     const auto held = agreement.question;
     wait_in_slices(*held);
     agreement.state = agreement.answers.all().item<bool>() ? Agreement::State::direct
                                                            : Agreement::State::declined;
+    agreement.first = agreement.answers.max().item<int64_t>();
     agreement.question.reset();
     agreement.answers.reset();
+}
+
+bool goes_directly(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &group,
+                   Use use) {
+    using State = Agreement::State;
+    if (agreement.state == State::open && !agreement.question) {
+        ask(agreement, group);
+    }
+    const auto early = [&] { return use == Use::gather && agreement.gathers < agreement.first; };
+    if (agreement.state == State::open && !early()) {
+        take_answers(agreement);
+    }
+    return agreement.state == State::direct && !early();
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> direct(const c10::intrusive_ptr<c10d::ProcessGroup> &group,

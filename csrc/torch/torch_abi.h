@@ -180,6 +180,9 @@ typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_
 /* A handle by the group's registered name (pg.group_name); shared by all who ask for it. */
 FCT_CHECK int fct_pg_resolve(const char *name, fct_pg **out);
 void fct_pg_release(fct_pg *pg); /* NULL is fine */
+/* Says that one parameter group more gathers over the group of that name: as many gathers as there
+ * are such may be under way of which none has been waited for. */
+FCT_CHECK int fct_pg_announce_user(const char *name);
 /* Whether the backend that serves `device` is to be given ReduceOp.PREMUL_SUM: all but gloo, which
  * has none. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device);
@@ -212,8 +215,9 @@ typedef struct fct_cuts {
 const fct_cuts *fct_cuts_announce(const fct_cuts *cuts);
 /* Whether rows go directly on `device`, and nobody looks for ops of namespace c10d, so that a row
  * may come in pieces of memory: one for each announced cut and, where there is any, one for the
- * rest. Other ranks may do otherwise at the same time. */
-FCT_CHECK int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool *takes);
+ * rest. `gathers`: asked for a gather, of which a group's first ones do not. Other ranks may do
+ * otherwise at the same time. */
+FCT_CHECK int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool gathers, bool *takes);
 /* An all-gather in place: each piece is 1-D contiguous, all ranks' parts one after the other, of
  * which this rank's is there. The work is new and keeps the pieces. */
 FCT_CHECK int fct_gather_pieces(fct_pg *pg, fct_tensor *const *pieces, size_t count,
@@ -339,9 +343,10 @@ FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* The ProcessGroup that moves a group's rows on the CPU (direct.h) as a new object, or None where
  * its backend does. A collective, the first time. */
 FCT_CHECK int fct_py_pg_direct(struct _object *group, struct _object **out);
-/* From enter to leave the group itself moves its rows so, whoever calls its collectives. *entered
- * is for leave; NULL (which leave takes, too) where its backend moves them. */
-FCT_CHECK int fct_py_pg_enter_direct(struct _object *group, void **entered);
+/* From enter to leave the group itself moves its rows so, whoever calls its collectives: in one of
+ * its gathers (`gathers`) or in a reduction. *entered is for leave; NULL (which leave takes, too)
+ * where its backend moves them. */
+FCT_CHECK int fct_py_pg_enter_direct(struct _object *group, bool gathers, void **entered);
 void fct_py_pg_leave_direct(void *entered);
 /* Whether the backend is to move them nevertheless, from now on; all ranks say so at the same point
  * of their programs. */

@@ -169,9 +169,10 @@ const fct_cuts *fct_cuts_announce(const fct_cuts *cuts) {
     return before;
 }
 
-int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool *takes) {
+int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
     (void)pg;
     (void)device;
+    (void)gathers;
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_takes_pieces")) {
         return -1;
     }

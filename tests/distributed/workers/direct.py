@@ -155,6 +155,36 @@ def _model() -> nn.Module:
     return fsdp_c.fully_shard(model)
 
 
+def sends_before_others_gather(rank: int, world: int) -> bool:
+    """Whether training has the same bits where rank 0 gathers all units ahead and then sends what
+    the others receive before their first gather."""
+    model = _model()
+    units = [model, *model]
+    message = torch.zeros(1)
+    if rank == 0:
+        works = [unit.unshard(async_op=True) for unit in units]
+        for peer in range(1, world):
+            dist.send(message + peer, peer)
+    else:
+        dist.recv(message, 0)
+        assert message.item() == rank
+        works = [unit.unshard(async_op=True) for unit in units]
+    for work, unit in zip(works, units, strict=True):
+        work.wait()
+        unit.reshard()
+    ahead = _train(model, rank)
+    assert _C.direct_group(dist.group.WORLD) is not None
+    return all(map(torch.equal, ahead, _train(_model(), rank)))
+
+
+def ranks_with_more_groups(rank: int, world: int) -> bool:
+    """Whether training has the same bits where rank r has sharded r models that it never runs."""
+    idle = [_model() for _ in range(rank)]
+    first = _train(_model(), rank, 1 + world)  # beyond the gathers that are torch's
+    del idle
+    return all(map(torch.equal, first, _train(_model(), rank, 1 + world)))
+
+
 def _train(model: nn.Module, rank: int, steps: int = 2) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
