@@ -29,6 +29,7 @@ FLOORS = {
     "python": (
         {"seen"},
         {"objects"},
+        {"dtensor"},
         {"errors", "retired", "dynamo", "admit", "shard", "guard", "clip", "local_lists", "saved"},
         {"attributes", "ready", "transitions"},
         {"slots", "tree", "comm_context", "iteration_context", "group_attributes"},

@@ -7,6 +7,7 @@
 
 #include "../kernels/kernels.h"
 #include "../kernels/norm.h"
+#include "dtensor.h"
 
 #include <math.h>
 
@@ -48,7 +49,7 @@ static int kind_of(const fcpy_module *mod, PyObject *grad, kind *out) {
     if (is_dtensor <= 0) {
         return is_dtensor;
     }
-    PyObject *spec = PyObject_GetAttr(grad, mod->names._spec);
+    PyObject *spec = fcpy_dtensor_spec(mod, grad);
     if (spec == NULL) {
         return -1;
     }
@@ -67,17 +68,7 @@ static int kind_of(const fcpy_module *mod, PyObject *grad, kind *out) {
 
 /* The local tensor of a gradient of that kind, new reference. */
 static PyObject *local_of(const fcpy_module *mod, PyObject *grad, const kind *k) {
-    return k->mesh != NULL ? PyObject_GetAttr(grad, mod->names._local_tensor) : Py_NewRef(grad);
-}
-
-/* param.grad, new reference. torch's getter asks every subclass for __torch_function__, which takes
- * longer than all else here; DTensor, the usual one, has none. */
-static PyObject *grad_of(const fcpy_module *mod, PyObject *param) {
-    PyObject *grad = NULL;
-    if ((PyObject *)Py_TYPE(param) != mod->bound.dtensor_class) {
-        return PyObject_GetAttr(param, mod->names.grad);
-    }
-    return fct_py_grad(param, &grad) == 0 ? grad : NULL;
+    return k->mesh != NULL ? fcpy_dtensor_local(mod, grad) : Py_NewRef(grad);
 }
 
 /* The position of `wanted` among `kinds` (a list of (mesh, placements) tuples), to which it is
@@ -107,7 +98,7 @@ static int collect_one(const fcpy_module *mod, PyObject *param, PyObject *locals
     int result = -1;
     kind found = {NULL, NULL};
     PyObject *local = NULL, *index = NULL;
-    PyObject *grad = grad_of(mod, param);
+    PyObject *grad = fcpy_grad_of(mod, param);
     if (grad == NULL) {
         return -1;
     }
@@ -271,7 +262,7 @@ static int gradients_take(const fcpy_module *mod, gradients *g, PyObject *given,
     }
     for (Py_ssize_t i = 0; i < n && i < PyList_GET_SIZE(given); i++) {
         PyObject *item = PyList_GET_ITEM(given, i);
-        PyObject *grad = are_params ? grad_of(mod, item) : Py_NewRef(item);
+        PyObject *grad = are_params ? fcpy_grad_of(mod, item) : Py_NewRef(item);
         if (grad == NULL) {
             return -1;
         }

@@ -4,18 +4,25 @@
 #include "local_lists.h"
 
 #include "../core/dtype.h"
+#include "dtensor.h"
 
 /* A call. */
 typedef struct conversion {
     const fcpy_module *mod;
-    PyObject *params; /* borrowed list */
-    PyObject *seen;   /* borrowed dict: spec -> spec that it was found to lay tensors out like */
-    PyObject *alike;  /* borrowed: asks that of a new pair */
+    PyObject *params;  /* borrowed list */
+    PyObject *seen;    /* borrowed dict: spec -> spec that it was found to lay tensors out like */
+    PyObject *alike;   /* borrowed: asks that of a new pair */
+    PyObject *last[2]; /* the latest pair that was found to, or NULL */
 } conversion;
 
-/* 1: equal elements have equal places; 0: not so; -1 with an exception. Specs are told apart by
- * their addresses, which the dict keeps theirs: hashing one is dear. */
-static int lie_alike(const conversion *c, PyObject *one, PyObject *other) {
+static void conversion_end(conversion *c) {
+    Py_CLEAR(c->last[0]);
+    Py_CLEAR(c->last[1]);
+}
+
+/* lie_alike, by what other calls have found. Specs are told apart by their addresses, which the
+ * dict keeps theirs: hashing one is dear. */
+static int found_alike(const conversion *c, PyObject *one, PyObject *other) {
     PyObject *key = PyLong_FromVoidPtr(one);
     PyObject *pair = key != NULL ? PyDict_GetItemWithError(c->seen, key) : NULL;
     int answer = pair != NULL && PyTuple_GET_ITEM(pair, 1) == other ? 1 : -1;
@@ -33,10 +40,23 @@ static int lie_alike(const conversion *c, PyObject *one, PyObject *other) {
     return answer;
 }
 
+/* 1: equal elements have equal places; 0: not so; -1 with an exception. */
+static int lie_alike(conversion *c, PyObject *one, PyObject *other) {
+    if (one == c->last[0] && other == c->last[1]) {
+        return 1;
+    }
+    const int answer = found_alike(c, one, other);
+    if (answer == 1) {
+        Py_XSETREF(c->last[0], Py_NewRef(one));
+        Py_XSETREF(c->last[1], Py_NewRef(other));
+    }
+    return answer;
+}
+
 /* lie_alike for two DTensors. */
-static int specs_alike(const conversion *c, PyObject *value, PyObject *param) {
-    PyObject *one = PyObject_GetAttr(value, c->mod->names._spec);
-    PyObject *other = one != NULL ? PyObject_GetAttr(param, c->mod->names._spec) : NULL;
+static int specs_alike(conversion *c, PyObject *value, PyObject *param) {
+    PyObject *one = fcpy_dtensor_spec(c->mod, value);
+    PyObject *other = one != NULL ? fcpy_dtensor_spec(c->mod, param) : NULL;
     int answer = other != NULL ? lie_alike(c, one, other) : -1;
     Py_XDECREF(one);
     Py_XDECREF(other);
@@ -56,7 +76,7 @@ static int is_shaped(const conversion *c, PyObject *value) {
 
 /* *local: new, what stands for `value` in the list. 1; 0 where its layout is not the parameter's;
  * -1 with an exception. */
-static int convert(const conversion *c, PyObject *value, PyObject *param, PyObject **local) {
+static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **local) {
     const PyTypeObject *plain = ((PyTypeObject *)c->mod->bound.dtensor_class)->tp_base;
     bool of_dtensor = fcpy_is_dtensor(c->mod, param);
     if (!fcpy_is_dtensor(c->mod, value)) {
@@ -66,7 +86,7 @@ static int convert(const conversion *c, PyObject *value, PyObject *param, PyObje
     }
     int alike = of_dtensor ? specs_alike(c, value, param) : 0;
     if (alike == 1) {
-        *local = PyObject_GetAttr(value, c->mod->names._local_tensor);
+        *local = fcpy_dtensor_local(c->mod, value);
         alike = *local == NULL ? -1 : Py_TYPE(*local) == plain;
     }
     if (alike != 1) {
@@ -77,7 +97,7 @@ static int convert(const conversion *c, PyObject *value, PyObject *param, PyObje
 
 /* *made: new list for `values`. As convert. Items are taken one by one: what is asked may be
  * Python's, and change the lists. */
-static int convert_list(const conversion *c, PyObject *values, PyObject **made) {
+static int convert_list(conversion *c, PyObject *values, PyObject **made) {
     Py_ssize_t count = PyList_GET_SIZE(values);
     int result = 1;
     *made = PyList_New(0);
@@ -120,7 +140,7 @@ PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t n
         PyErr_SetString(PyExc_SystemError, "fsdp_c: the extension is not bound");
         return NULL;
     }
-    const conversion c = {mod, PyTuple_GET_ITEM(args[0], 0), args[1], args[2]};
+    conversion c = {mod, PyTuple_GET_ITEM(args[0], 0), args[1], args[2], {NULL, NULL}};
     PyObject *result = PyTuple_New(count);
     for (Py_ssize_t i = 0; result != NULL && i < count; i++) {
         PyObject *made = NULL;
@@ -130,19 +150,11 @@ PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t n
             continue;
         }
         Py_XDECREF(made);
-        Py_DECREF(result);
-        return status == 0 ? Py_NewRef(Py_None) : NULL;
+        Py_SETREF(result, status == 0 ? Py_NewRef(Py_None) : NULL);
+        break;
     }
+    conversion_end(&c);
     return result;
-}
-
-/* param.grad, new reference; DTensor's has no __torch_function__ to be asked. */
-static PyObject *grad_of(const conversion *c, PyObject *param) {
-    PyObject *grad = NULL;
-    if ((PyObject *)Py_TYPE(param) != c->mod->bound.dtensor_class) {
-        return PyObject_GetAttr(param, c->mod->names.grad);
-    }
-    return fct_py_grad(param, &grad) == 0 ? grad : NULL;
 }
 
 /* Whether nothing is special about the tensor for an optimizer. */
@@ -158,8 +170,7 @@ static bool is_usual(PyObject *local) {
 
 /* Appends what stands for `value` of `param`. As convert; `is_tensor`: a usual
  * tensor is wanted. */
-static int append(const conversion *c, PyObject *value, PyObject *param, PyObject *list,
-                  bool is_tensor) {
+static int append(conversion *c, PyObject *value, PyObject *param, PyObject *list, bool is_tensor) {
     PyObject *local = NULL;
     int result = convert(c, value, param, &local);
     if (result == 1 && is_tensor && !is_usual(local)) {
@@ -174,7 +185,7 @@ static int append(const conversion *c, PyObject *value, PyObject *param, PyObjec
 
 /* Appends the states of one parameter to the lists behind the third; a key that is None leaves its
  * list empty. As convert. */
-static int append_states(const conversion *c, PyObject *param, PyObject *all, PyObject *keys,
+static int append_states(conversion *c, PyObject *param, PyObject *all, PyObject *keys,
                          PyObject *lists) {
     PyObject *states = Py_XNewRef(PyDict_GetItemWithError(all, param));
     int result = PyErr_Occurred() ? -1 : 1; /* no state: only a key makes that wrong */
@@ -196,9 +207,9 @@ static int append_states(const conversion *c, PyObject *param, PyObject *all, Py
 }
 
 /* Appends what one parameter has to all lists; nothing where it has no gradient. As convert. */
-static int append_param(const conversion *c, PyObject *param, PyObject *all, PyObject *keys,
+static int append_param(conversion *c, PyObject *param, PyObject *all, PyObject *keys,
                         PyObject *lists) {
-    PyObject *grad = grad_of(c, param);
+    PyObject *grad = fcpy_grad_of(c->mod, param);
     int result = grad == NULL ? -1 : 1;
     if (result == 1 && grad != Py_None) {
         result = PyList_Append(PyTuple_GET_ITEM(lists, 0), param) == 0 ? 1 : -1;
@@ -238,7 +249,7 @@ PyObject *fcpy_local_group(PyObject *module, PyObject *const *args, Py_ssize_t n
                         "local_group expects (list of parameters, dict, tuple, dict, function)");
         return NULL;
     }
-    const conversion c = {mod, args[0], args[3], args[4]};
+    conversion c = {mod, args[0], args[3], args[4], {NULL, NULL}};
     PyObject *lists = new_lists(3 + PyTuple_GET_SIZE(args[2]));
     int status = lists != NULL ? 1 : -1;
     for (Py_ssize_t i = 0; status == 1 && i < PyList_GET_SIZE(args[0]); i++) {
@@ -246,6 +257,7 @@ PyObject *fcpy_local_group(PyObject *module, PyObject *const *args, Py_ssize_t n
         status = append_param(&c, param, args[1], args[2], lists);
         Py_DECREF(param);
     }
+    conversion_end(&c);
     if (status != 1) {
         Py_XDECREF(lists);
         return status == 0 ? Py_NewRef(Py_None) : NULL;

@@ -6,6 +6,7 @@
 #include "../kernels/pool.h"
 #include "clip.h"
 #include "comm_context.h"
+#include "dtensor.h"
 #include "guard.h"
 #include "hook.h"
 #include "iteration_context.h"
@@ -52,7 +53,7 @@ static PyObject *module_bind(PyObject *module, PyObject *args, PyObject *kwargs)
 #define FCPY_TAKE(name) Py_XSETREF(mod->bound.name, Py_NewRef(PyDict_GetItemString(kwargs, #name)));
     FCPY_BOUND(FCPY_TAKE)
 #undef FCPY_TAKE
-    mod->local_offset = fcpy_shard_local_offset(mod);
+    fcpy_dtensor_find_slots(mod);
     Py_RETURN_NONE;
 }
 

@@ -1,4 +1,4 @@
-/* The way from a type to its module, and what is a DTensor: nothing here is global. */
+/* The way from a type to its module: nothing here is global. */
 #include "objects.h"
 
 const char fcpy_module_name[] = "fsdp_c._C";
@@ -18,8 +18,4 @@ fcpy_module *fcpy_module_of(PyTypeObject *type) {
     }
     PyErr_SetString(PyExc_TypeError, "not a type of fsdp_c._C");
     return NULL;
-}
-
-bool fcpy_is_dtensor(const fcpy_module *mod, PyObject *obj) {
-    return PyObject_TypeCheck(obj, (PyTypeObject *)mod->bound.dtensor_class);
 }

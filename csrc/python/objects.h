@@ -86,6 +86,7 @@ typedef struct fcpy_module {
     } bound;
     PyObject *no_grad_kwnames; /* ("requires_grad",) */
     Py_ssize_t local_offset;   /* of _local_tensor in a DTensor object; -1: it is not that simple */
+    Py_ssize_t spec_offset;    /* of _spec likewise */
     fcpy_guard guard;
     size_t calls;      /* into the extension that have not returned, on all threads */
     PyObject *retired; /* list, or NULL: see retired.c */
@@ -196,8 +197,6 @@ typedef struct fcpy_state {
 
 /* What tells our module from others, by its address. */
 extern const char fcpy_module_name[];
-/* isinstance(obj, DTensor), once the module is bound. */
-bool fcpy_is_dtensor(const fcpy_module *mod, PyObject *obj);
 /* The module state of a type or of one of its bases; NULL with TypeError set. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 

@@ -2,14 +2,13 @@
  * which takes several times as long to find out that their spec stays what it is. Owns nothing. */
 #include "saved.h"
 
+#include "dtensor.h"
+
 /* The local tensor of a DTensor that is no more than a plain tensor and a spec; borrowed, or NULL.
  * DTensor's base is torch.Tensor. */
 static PyObject *plain_local(const fcpy_module *mod, PyObject *param) {
     PyTypeObject *dtensor = (PyTypeObject *)mod->bound.dtensor_class;
-    if (dtensor == NULL || mod->local_offset < 0 || Py_TYPE(param) != dtensor) {
-        return NULL;
-    }
-    PyObject *local = *(PyObject **)(void *)((char *)param + mod->local_offset);
+    PyObject *local = Py_TYPE(param) == dtensor ? fcpy_dtensor_peek(mod, param) : NULL;
     return local != NULL && Py_TYPE(local) == dtensor->tp_base ? local : NULL;
 }
 
@@ -18,7 +17,7 @@ static PyObject *rewrapped(const fcpy_module *mod, PyObject *param, PyObject *lo
     fct_tensor *detached = NULL;
     PyObject *inner = NULL;
     PyObject *made = NULL;
-    PyObject *spec = PyObject_GetAttr(param, mod->names._spec);
+    PyObject *spec = fcpy_dtensor_spec(mod, param);
     if (spec == NULL || fct_tensor_detach(fct_py_tensor(local), &detached) != 0 ||
         fct_py_from_tensor(detached, &inner) != 0) {
         goto done;

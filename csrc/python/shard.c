@@ -7,24 +7,10 @@
  * which optimizers leave as it is: here their steps are counted. Owns nothing beyond that note. */
 #include "shard.h"
 
-Py_ssize_t fcpy_shard_local_offset(const fcpy_module *mod) {
-    PyObject *found =
-        _PyType_Lookup((PyTypeObject *)mod->bound.dtensor_class, mod->names._local_tensor);
-    return found != NULL && Py_IS_TYPE(found, &PyMemberDescr_Type)
-               ? ((PyMemberDescrObject *)found)->d_member->offset
-               : -1;
-}
-
-/* _local_tensor of a sharded parameter, borrowed; NULL where it has to be looked for. */
-static PyObject *local_of(const fcpy_module *mod, PyObject *param) {
-    if (param == NULL || mod->local_offset < 0 || !fcpy_is_dtensor(mod, param)) {
-        return NULL;
-    }
-    return *(PyObject **)(void *)((char *)param + mod->local_offset);
-}
+#include "dtensor.h"
 
 static bool is_seen(const fcpy_param *self) {
-    PyObject *local = local_of(self->mod, self->sharded_param);
+    PyObject *local = fcpy_dtensor_peek(self->mod, self->sharded_param);
     return local != NULL && local == self->seen.local &&
            fct_py_storage(local) == self->seen.storage &&
            fct_py_storage(self->sharded_param) == self->seen.wrapper;
@@ -41,7 +27,7 @@ int fcpy_shard_follow(void *param) {
 }
 
 static void note(fcpy_param *self) {
-    PyObject *local = local_of(self->mod, self->sharded_param);
+    PyObject *local = fcpy_dtensor_peek(self->mod, self->sharded_param);
     if (!fct_py_is_tensor(local)) {
         local = NULL;
     }
@@ -122,7 +108,7 @@ static int count_write(const fcpy_module *mod, PyObject *param) {
     if (!fcpy_is_dtensor(mod, param)) {
         return 0;
     }
-    PyObject *local = Py_XNewRef(local_of(mod, param));
+    PyObject *local = Py_XNewRef(fcpy_dtensor_peek(mod, param));
     if (local == NULL && (local = PyObject_GetAttr(param, mod->names._local_tensor)) == NULL) {
         return -1;
     }

@@ -4,8 +4,6 @@
 
 #include "objects.h"
 
-/* What belongs into fcpy_module.local_offset. */
-Py_ssize_t fcpy_shard_local_offset(const fcpy_module *mod);
 /* fc_host.follow_shard */
 int fcpy_shard_follow(void *param);
 /* Param._cut(tensor, dim) -> local tensor; Param._note_shard() */
