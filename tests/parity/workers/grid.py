@@ -97,13 +97,15 @@ def _with_mixed(setting: Setting, mixed: tuple[Any, ...]) -> Setting:
 
 
 def random_setting(rng: random.Random) -> Setting:
-    """A combination: the structural dimensions freely, each of the others now and then."""
+    """A combination: the structural dimensions freely, each of the others now and then. AdamW steps
+    DTensors in the anchors."""
     setting = Setting(
         family=rng.choice(CHOICES["family"]),
         wrap=rng.choice(CHOICES["wrap"]),
         reshard=rng.choice(CHOICES["reshard"]),
         optimizer=rng.choice(CHOICES["optimizer"]),
     )
+    setting = dataclasses.replace(setting, local_step=setting.optimizer.startswith("adamw"))
     if rng.random() < 0.6:
         setting = dataclasses.replace(setting, schedule=rng.choice(SCHEDULES))
     if rng.random() < 0.6:

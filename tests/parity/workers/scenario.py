@@ -8,6 +8,7 @@ registered, state dicts, hooks called, collectives issued.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 STEPS = 3
+
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
 
 def run_setting(
@@ -82,13 +85,15 @@ class Script:
         self.model: Any = built.case.model
         self.optimizers = self._make_optimizers()
 
-    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
+    def _make_optimizers(self) -> list[torch.optim.Optimizer | LocalSteps]:
         """The setting's optimizer over the parameters of each mesh, and one over ignored ones.
 
         One each, because torch's foreach and fused kernels refuse to mix them.
         """
         ignored = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
         groups = [*self._wrapped_by_mesh(), ignored]
+        if self.setting.local_step:
+            return [LocalSteps(group, self._make_optimizer) for group in groups if group]
         return [self._make_optimizer(group) for group in groups if group]
 
     def _wrapped_by_mesh(self) -> list[list[Any]]:
@@ -99,7 +104,7 @@ class Script:
                 groups.setdefault(parameter.device_mesh, []).append(parameter)
         return list(groups.values())
 
-    def _make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def _make_optimizer(self, parameters: list[Any]) -> torch.optim.Optimizer:
         kind = self.setting.optimizer
         if kind.startswith("sgd"):
             foreach = kind == "sgd_foreach"
@@ -242,6 +247,31 @@ class Script:
     def _note_state_dict(self, label: str) -> None:
         for name, value in self.model.state_dict().items():
             self.recorder.tensor(f"{label} state {name}", value)
+
+
+class LocalSteps:
+    """An optimizer over the local shards of parameters, which are there from its first step on."""
+
+    def __init__(self, parameters: list[Any], make: MakeOptimizer) -> None:
+        self.parameters = parameters
+        self.make = make
+        self.shards: list[Any] = []
+
+    def step(self) -> None:
+        if not self.shards:
+            self.shards = [nn.Parameter(local_part(one).detach()) for one in self.parameters]
+            self.optimizer = self.make(self.shards)
+        for parameter, shard in zip(self.parameters, self.shards, strict=True):
+            assert shard.data_ptr() == local_part(parameter).data_ptr(), "the shard has moved"
+            shard.grad = None if parameter.grad is None else local_part(parameter.grad)
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for parameter in self.parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
 
 def _forget_forward_order(root: Any) -> None:

@@ -44,6 +44,9 @@ class Setting:
     schedule: str = "plain"
     """How a step's microbatches are run; see SCHEDULES."""
     optimizer: str = "sgd"
+    local_step: bool = False
+    """The optimizer is given local shards. Given DTensors, torch looks for how its operations are
+    sharded, which takes a third of a setting's time with AdamW."""
     clip: bool = False
     checkpoint: str | None = None
     """reentrant, nonreentrant: torch's checkpoint() around wrapped blocks; inside: checkpoint

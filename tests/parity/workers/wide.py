@@ -84,14 +84,19 @@ def _anchors() -> list[Placed]:
         found.append(fitted(launch, replace(setting, **values)))
 
     for launch, mesh, _ in PLACES:
+        # On three dimensions torch's search takes a second for each shape and dtype: those of one
+        # model, computed in float32.
+        three = mesh == "dims_hsdp"
+        start = replace(plain, mesh=mesh, family="odd" if three else "even")
         for reshard in (None,) if launch.threads else (None, True, False):
-            add(launch, plain, mesh=mesh, reshard=reshard)
+            add(launch, start, reshard=reshard)
         if launch.threads:
-            add(launch, plain, mesh=mesh, family="odd", param="bf16", reduce="fp32")
+            add(launch, start, family="odd", param="bf16", reduce="fp32")
         elif mesh != "flat":
-            add(launch, plain, mesh=mesh, family="odd", wrap="deep", optimizer="adamw")
-            add(launch, plain, mesh=mesh, clip=True, state="copy")
-            add(launch, plain, mesh=mesh, schedule="no_sync", param="bf16", reduce="fp32")
+            add(launch, start, family="odd", wrap="deep", optimizer="adamw")
+            add(launch, start, clip=True, state="copy")
+            mixed = {"reduce": "bf16"} if three else {"param": "bf16", "reduce": "fp32"}
+            add(launch, start, schedule="no_sync", **mixed)
     for schedule in WIDE_SCHEDULES:
         for reduce in (None, "fp32"):
             param = "bf16" if reduce else None
