@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from launch import run_ranks
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 MODULES = (
@@ -168,12 +169,59 @@ def whole(tensor: Any) -> torch.Tensor:
     return full.detach().clone()
 
 
+def all_whole(tensors: dict[str, Any]) -> dict[str, Any]:
+    """``whole`` of each, or None. Rows that one group shards plainly travel in one collective: with
+    DTensor's own, one for each, they took a sixth of all scenarios' time."""
+    together: dict[dist.ProcessGroup, list[str]] = {}
+    for name, tensor in tensors.items():
+        if _has_plain_rows(tensor):
+            together.setdefault(tensor.device_mesh.get_group(), []).append(name)
+    found: dict[str, Any] = {}
+    for group, names in together.items():
+        found |= _gathered({name: tensors[name] for name in names}, group)
+    for name in tensors.keys() - found.keys():
+        found[name] = None if tensors[name] is None else whole(tensors[name])
+    return {name: found[name] for name in tensors}
+
+
+def _has_plain_rows(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, DTensor)
+        and tensor.device_mesh.ndim == 1
+        and type(tensor.placements[0]) is Shard
+        and tensor.placements[0].dim == 0
+        and type(tensor._local_tensor) is torch.Tensor
+    )
+
+
+def _gathered(tensors: dict[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """The rows of all ranks, by name."""
+    world, rank = group.size(), group.rank()
+    parts = []
+    for name, tensor in tensors.items():
+        rows = -(-len(tensor) // world)
+        own = min(rows, max(len(tensor) - rank * rows, 0))
+        local = tensor._local_tensor.detach()
+        assert local.shape == (own, *tensor.shape[1:]), (name, local.shape)
+        part = local.new_zeros((rows, *tensor.shape[1:]))
+        part[:own] = local
+        parts.append(part.view(-1).view(torch.uint8))
+    row = torch.cat(parts)
+    everything = [torch.empty_like(row) for _ in range(world)]
+    dist.all_gather(everything, row, group=group)
+    columns = zip(*(one.split([len(part) for part in parts]) for one in everything))
+    return {
+        name: torch.cat(column).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        for (name, tensor), column in zip(tensors.items(), columns)
+    }
+
+
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return all_whole(dict(model.named_parameters()))
 
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    return all_whole({name: p.grad for name, p in model.named_parameters()})
 
 
 def train(
