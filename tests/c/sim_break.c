@@ -125,8 +125,8 @@ static int64_t setting(const char *name, int64_t standard) {
 }
 
 /* Calls from one that fails to the next, and the first: another for each pair of names. */
-static int64_t stride_of(const sim_breakage *b) {
-    return b->thin && getenv("SWEEP_WHOLE") == NULL ? 3 : 1;
+static int64_t stride_of(const sim_breakage *b, int step) {
+    return (b->thin || step > 0) && getenv("SWEEP_WHOLE") == NULL ? 3 : 1;
 }
 
 static int64_t first_of(const char *scenario, const char *device, int64_t stride) {
@@ -145,15 +145,16 @@ void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b,
     double digest = 0.0;
     s.device.seed = (uint64_t)first_seed;
     assert_int_equal(broken_run(&s, device, &(sim_breakage){.nth = 0}, &unfailed), SIM_BREAK_STEPS);
-    const int64_t stride = stride_of(&b);
-    b.nth = only_call > 0 ? only_call : first_of(s.name, device, stride);
-    for (; only_call == 0 || b.nth == only_call; b.nth += stride) {
+    b.nth = only_call > 0 ? only_call : first_of(s.name, device, stride_of(&b, 0));
+    while (only_call == 0 || b.nth == only_call) {
         s.device.seed =
             (uint64_t)(first_seed + b.nth); /* another schedule each time; the parameters stay */
-        if (broken_run(&s, device, &b, &digest) >= steps) {
+        int step = broken_run(&s, device, &b, &digest);
+        if (step >= steps) {
             break;
         }
         assert_true(digest == unfailed);
+        b.nth += stride_of(&b, step);
     }
     assert_true(b.nth > 10 || s.shape_count == 0 || only_call > 0);
 }

@@ -6,10 +6,10 @@
  * what an unfailed run gives, nothing leaks, and no buffer was used out of order at any time,
  * cleaning up included.
  *
- * Where a breakage asks for every third call only, which ones depends on the scenario and the
- * device; SWEEP_WHOLE in the environment has all of them. SWEEP_SEED draws other schedules. A
- * failure says what it needs to be seen again: SWEEP_SCENARIO is the only scenario that runs,
- * SWEEP_CALL the only call that fails. */
+ * In later steps than the first, and everywhere where a breakage asks for that, only every third
+ * call fails. Which ones depends on the scenario and the device; SWEEP_WHOLE in the environment
+ * has all of them. SWEEP_SEED draws other schedules. A failure says what it needs to be seen again:
+ * SWEEP_SCENARIO is the only scenario that runs, SWEEP_CALL the only call that fails. */
 #ifndef FSDP_C_TESTS_SIM_BREAK_H
 #define FSDP_C_TESTS_SIM_BREAK_H
 
@@ -28,8 +28,8 @@ typedef struct sim_breakage {
     bool thin;     /* not at every call */
 } sim_breakage;
 
-/* Runs once for every call of the first `steps` steps, with that call failing as b says; a thin
- * sweep for every third of them. */
+/* Runs once for every call of the first step and every third of the others of the first `steps`
+ * steps, with that call failing as b says; a thin sweep for every third call of all of them. */
 void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b, int steps);
 
 #endif

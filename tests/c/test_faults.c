@@ -4,7 +4,7 @@
 #include "sim_break.h"
 
 /* Later steps make no call that the first does not, but find plans, memory and events that are
- * there already. */
+ * there already: every third of their calls is made to fail, unless SWEEP_WHOLE is set. */
 static void sweep(const sim_scenario *scenario, const char *device) {
     sim_sweep(scenario, device, (sim_breakage){.span = SIM_ONCE},
               scenario->device.no_kernels ? 1 : SIM_BREAK_STEPS);
