@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("mutations")  # one worker builds the C tests
 ROOT = Path(__file__).resolve().parents[2]
 C_TESTS = ROOT / "tests/c"
 BUILD = ROOT / "build/tests-c/address,undefined"
