@@ -16,7 +16,8 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
 
 import fsdp_c._C as _C
 
-_DEFAULTS = (stock.DefaultAllGather, stock.DefaultReduceScatter)
+_GATHERS = (stock.DefaultAllGather, stock.ProcessGroupAllocAllGather)
+_DEFAULTS = (*_GATHERS, stock.DefaultReduceScatter, stock.ProcessGroupAllocReduceScatter)
 
 
 @contextlib.contextmanager
@@ -26,7 +27,7 @@ def direct(group: Any, device: torch.device, comm: Any) -> Iterator[None]:
     ``comm`` is what calls them: an object of the user's has its own way on all ranks.
     """
     may = device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS
-    entered = _C.enter_direct(group, type(comm) is stock.DefaultAllGather) if may else None
+    entered = _C.enter_direct(group, type(comm) in _GATHERS) if may else None
     try:
         yield
     finally:

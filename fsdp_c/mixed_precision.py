@@ -11,6 +11,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 
 _HAS_OVERRIDE = any(
     field.name == "param_dtype_override_fn"
@@ -143,3 +144,25 @@ def widest_stored(params: Iterable[Any]) -> torch.dtype | None:
     if not REDUCES_AS_STORED or not all(dtype.is_floating_point for dtype in dtypes):
         return None
     return functools.reduce(torch.promote_types, dtypes)
+
+
+class CastingParam:
+    """A parameter as torch's reduction is handed it where the row has no dtype of its own: its part
+    of the row is cast to its dtype when it becomes a gradient; all else is the parameter."""
+
+    pin_memory = False  # what is copied to the CPU is to be there when it is cast
+    sharded_grad_dtype = None  # torch 2.15: leaves it to to_sharded_dtensor()
+
+    def __init__(self, param: Any) -> None:
+        vars(self)["_param"] = param
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._param, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._param, name, value)
+
+    def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
+        dtype = self._param.orig_dtype
+        real = tensor if dtype.is_complex else torch.real(tensor)
+        return self._param.to_sharded_dtensor(real.to(dtype).contiguous())

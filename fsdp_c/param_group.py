@@ -23,7 +23,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     TrainingState,
 )
-from torch.distributed.tensor import DTensor
 
 import fsdp_c._C as _C
 
@@ -32,7 +31,7 @@ from .compat import GroupOfOlderTorch, row_dtype
 from .direct import direct
 from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
-from .mixed_precision import widest_stored
+from .mixed_precision import CastingParam, widest_stored
 from .param import Param, still_on_meta
 from .saved import detach_quickly
 from .specs import has_no_values
@@ -53,26 +52,12 @@ def _as_normal_tensors(function: Callable[..., Result]) -> Callable[..., Result]
     return outside
 
 
-class _CastingParam:
-    """A parameter as torch's reduction is handed it where the row has no dtype of its own: its part
-    of the row is cast to its dtype when it becomes a gradient; all else is the parameter."""
-
-    pin_memory = False  # what is copied to the CPU is to be there when it is cast
-    sharded_grad_dtype = None  # torch 2.15: leaves it to to_sharded_dtensor()
-
-    def __init__(self, param: Param) -> None:
-        vars(self)["_param"] = param
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._param, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._param, name, value)
-
-    def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        dtype = self._param.orig_dtype
-        real = tensor if dtype.is_complex else torch.real(tensor)
-        return self._param.to_sharded_dtensor(real.to(dtype).contiguous())
+def _memory_of(comm: Any, cls: type) -> Any:
+    """The process group that torch's ``comm`` of this class takes memory from; None: not torch's,
+    or changed."""
+    group = getattr(comm, "_group", None)
+    is_torchs = type(comm) is cls and vars(comm).keys() == {"_group"}
+    return group if is_torchs and isinstance(group, dist.ProcessGroup) else None
 
 
 @shows(stock.FSDPParamGroup)
@@ -299,6 +284,11 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         foreign = any(g is not None and not isinstance(g, dist.ProcessGroup) for g in groups)
         elastic = replicas is not None and has_own_size(replicas)
         hosted = fake or foreign
+        memory = [
+            _memory_of(self._all_gather_comm, stock.ProcessGroupAllocAllGather),
+            _memory_of(self._reduce_scatter_comm, stock.ProcessGroupAllocReduceScatter),
+        ]
+        self._set_memory(*memory)
         self._param_calls = 0
         for param in self.fsdp_params:
             self._param_calls |= overridden_by(param, Param)
@@ -306,13 +296,13 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             hosted
             or extended
             or self._param_calls & _C.CALL_GATHER != 0
-            or type(self._all_gather_comm) is not stock.DefaultAllGather
+            or not (memory[0] or type(self._all_gather_comm) is stock.DefaultAllGather)
         )
         self._hosted_reduce = (
             hosted
             or elastic
             or self._param_calls & _C.CALL_REDUCE != 0
-            or type(self._reduce_scatter_comm) is not stock.DefaultReduceScatter
+            or not (memory[1] or type(self._reduce_scatter_comm) is stock.DefaultReduceScatter)
         )
 
     # ---- data movement by torch's functions (called by the core, see csrc/core/host.h) ----
@@ -419,7 +409,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         comm.release_inputs(keep=comm.reduce_scatter_max_input_buffers - 1)
         hooked: list[torch.Tensor] = []
         several = len({param.orig_dtype for param in params}) > 1
-        seen: list[Any] = [_CastingParam(p) for p in params] if several else [*params]
+        seen: list[Any] = [CastingParam(p) for p in params] if several else [*params]
         scatter = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
         with direct(group, self.device, scatter):

@@ -117,14 +117,21 @@ done:
 }
 
 /* Whether rows come in pieces: where some are worth it, whoever sends them can, and parameters may
- * come to other addresses. */
+ * come to other addresses; a group that has memory has it for whole rows. */
 static fc_status choose_pieces(const fc_gather *a, fc_flight *flight) {
     const fc_members *m = a->members;
+    fc_status status = FC_OK;
+    bool whole =
+        flight->plan->cut_count == 0 || a->keep_storage || fck_backend_of(m->device.type) == NULL;
     flight->in_pieces = false;
-    if (flight->plan->cut_count == 0 || a->keep_storage || fck_backend_of(m->device.type) == NULL) {
-        return FC_OK;
+    if (!whole) {
+        FC_TRY(fc_members_has_memory(m, m->gather_memory, &whole));
     }
-    return fc_link_takes_pieces(flight->link, m->device, FC_ALL_GATHER, &flight->in_pieces);
+    if (!whole) {
+        FC_TRY(fc_link_takes_pieces(flight->link, m->device, FC_ALL_GATHER, &flight->in_pieces));
+    }
+done:
+    return status;
 }
 
 /* Memory for the pieces, and for the rest of the rows. */
@@ -195,8 +202,8 @@ static fc_status make_buffer(fc_gather *a, fc_flight *flight, fct_tensor **input
         FC_TRY_RAISED(fct_tensor_empty(plan->row_numel, plan->dtype, m->device, &row));
         FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, row, NULL, 0, &m->comm->error));
     }
-    FC_TRY_RAISED(
-        fct_tensor_empty(plan->world * plan->row_numel, plan->dtype, m->device, &flight->buffer));
+    FC_TRY(fc_members_buffer(m, m->gather_memory, plan->world * plan->row_numel, plan->dtype,
+                             &flight->buffer));
     if (!before) {
         FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, flight->buffer, NULL, rank,
                                 &m->comm->error));

@@ -24,6 +24,7 @@ void fc_members_fini(fc_members *m) {
     fc_link_fini(&m->scatter);
     fc_link_fini(&m->replicate);
     fc_link_fini(&m->post_forward);
+    fc_members_set_memory(m, NULL, NULL);
     free((void *)m->params);
     memset(m, 0, sizeof *m);
 }
@@ -44,6 +45,30 @@ fc_status fc_members_open_reduction(fc_members *m) {
     if (m->replicate.name != NULL && m->replicate.world > 1) {
         FC_TRY(fc_link_open(&m->replicate));
     }
+done:
+    return status;
+}
+
+void fc_members_set_memory(fc_members *m, fct_pg *gather, fct_pg *reduce) {
+    fct_pg *const before[2] = {m->gather_memory, m->reduce_memory};
+    m->gather_memory = gather;
+    m->reduce_memory = reduce;
+    fct_pg_release(before[0]);
+    fct_pg_release(before[1]);
+}
+
+fc_status fc_members_has_memory(const fc_members *m, fct_pg *memory, bool *has) {
+    *has = false;
+    return memory == NULL || fct_pg_allocates(memory, m->device, has) == 0 ? FC_OK : FC_ERAISED;
+}
+
+fc_status fc_members_buffer(const fc_members *m, fct_pg *memory, int64_t numel, fct_dtype dtype,
+                            fct_tensor **out) {
+    fc_status status = FC_OK;
+    bool has = false;
+    FC_TRY(fc_members_has_memory(m, memory, &has));
+    FC_TRY_RAISED(has ? fct_pg_empty(memory, numel, dtype, m->device, out)
+                      : fct_tensor_empty(numel, dtype, m->device, out));
 done:
     return status;
 }

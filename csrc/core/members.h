@@ -1,6 +1,6 @@
-/* Who is in a parameter group and whom it talks to. Fixed within a step: what changes from one
- * transition to the next is in the rooms above (gather, reducer, buckets, group), which borrow
- * this. */
+/* Who is in a parameter group, whom it talks to, and whose memory that takes. Fixed within a step:
+ * what changes from one transition to the next is in the rooms above (gather, reducer, buckets,
+ * group), which borrow this. */
 #ifndef FSDP_C_CORE_MEMBERS_H
 #define FSDP_C_CORE_MEMBERS_H
 
@@ -27,6 +27,10 @@ typedef struct fc_members {
     fc_link scatter;      /* reduce-scatters where they have a group of their own */
     fc_link replicate;    /* all-reduces after the reduce-scatter (HSDP, replicate) */
     fc_link post_forward; /* gathers in backward, where forward reshards to a smaller group */
+    /* Whose allocator the buffers of gathers and of reduce-scatters are from, where it has one;
+     * counted. NULL: torch's. */
+    fct_pg *gather_memory;
+    fct_pg *reduce_memory;
 } fc_members;
 
 /* Takes the array of `count` borrowed parameters (freed by fini). */
@@ -41,6 +45,14 @@ fc_link *fc_members_scatter_link(fc_members *m);
 /* Opens the links that only a reduction uses. Backward may run in another thread than forward,
  * where ranks that are threads of one process cannot look their groups up. */
 FC_CHECK fc_status fc_members_open_reduction(fc_members *m);
+/* Takes both, which may be NULL. */
+void fc_members_set_memory(fc_members *m, fct_pg *gather, fct_pg *reduce);
+/* Whether a group, one of the two above, has memory to give. Asked each time, as torch asks. */
+FC_CHECK fc_status fc_members_has_memory(const fc_members *m, fct_pg *memory, bool *has);
+/* New 1-D tensor of uninitialised elements on the current stream: the group's memory where it has
+ * any, else torch's. */
+FC_CHECK fc_status fc_members_buffer(const fc_members *m, fct_pg *memory, int64_t numel,
+                                     fct_dtype dtype, fct_tensor **out);
 /* Whether gradients are all-reduced over replicas. */
 bool fc_members_replicated(const fc_members *m);
 /* Whether the host moves the data, see fc_host.moves. */

@@ -126,7 +126,7 @@ static fc_status scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide
         fct_tensor_retain(r->output);
         return FC_OK;
     }
-    FC_TRY_RAISED(fct_tensor_empty(total, plan->dtype, m->device, &r->output));
+    FC_TRY(fc_members_buffer(m, m->reduce_memory, total, plan->dtype, &r->output));
     if (plan->row_numel == 0) {
         return FC_OK;
     }
@@ -260,17 +260,24 @@ static fc_divide divide_of(fc_reducer *d, fct_dtype dtype) {
     return fc_divide_split(&rule);
 }
 
-/* Whether the row goes in pieces: where some are worth it, and whoever sends them can. */
+/* Whether the row goes in pieces: where some are worth it, and whoever sends them can; a group that
+ * has memory has it for whole rows. */
 static fc_status choose_pieces(fc_reducer *d, const fc_divide *divide, bool *in_pieces) {
     const fc_members *m = d->members;
+    fc_status status = FC_OK;
     const fc_reduce_plan *plan = &d->plan;
+    bool whole = plan->cut_count == 0 || m->device.type != FCT_DEVICE_CPU || !plan->native ||
+                 divide->op == FCT_PREMUL_SUM || fck_backend_of(m->device.type) == NULL;
     *in_pieces = false;
-    if (plan->cut_count == 0 || m->device.type != FCT_DEVICE_CPU || !plan->native ||
-        divide->op == FCT_PREMUL_SUM || fck_backend_of(m->device.type) == NULL) {
-        return FC_OK;
+    if (!whole) {
+        FC_TRY(fc_members_has_memory(m, m->reduce_memory, &whole));
     }
-    return fc_link_takes_pieces(fc_members_scatter_link(d->members), m->device, FC_REDUCE_SCATTER,
-                                in_pieces);
+    if (!whole) {
+        FC_TRY(fc_link_takes_pieces(fc_members_scatter_link(d->members), m->device,
+                                    FC_REDUCE_SCATTER, in_pieces));
+    }
+done:
+    return status;
 }
 
 /* Whether what is sent may be the gradient itself: it is what the row would hold, nobody changes it
@@ -356,8 +363,8 @@ static fc_status pack(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
     if (in_pieces) {
         FC_TRY(pack_pieces(d, r, divide));
     } else {
-        FC_TRY_RAISED(
-            fct_tensor_empty(m->shard.world * plan->row_numel, plan->dtype, m->device, &r->input));
+        FC_TRY(fc_members_buffer(m, m->reduce_memory, m->shard.world * plan->row_numel, plan->dtype,
+                                 &r->input));
         FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, FC_ALL_GRADIENTS, m->shard.world,
                                           r->input, &m->comm->error));
     }

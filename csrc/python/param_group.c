@@ -353,6 +353,23 @@ static PyObject *group_set_link(PyObject *obj, PyObject *args) {
     return PyErr_Format(PyExc_ValueError, "no such link: '%s'", kind);
 }
 
+/* _set_memory(gather, reduce) */
+static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
+    PyObject *groups[2] = {NULL, NULL};
+    fct_pg *handles[2] = {NULL, NULL};
+    if (!PyArg_ParseTuple(args, "OO", &groups[0], &groups[1]) || !fcpy_group_ready(as_group(obj))) {
+        return NULL;
+    }
+    for (int i = 0; i < 2; i++) {
+        if (groups[i] != Py_None && fct_py_pg(groups[i], &handles[i]) != 0) {
+            fct_pg_release(handles[0]);
+            return NULL;
+        }
+    }
+    fc_members_set_memory(&as_group(obj)->core.members, handles[0], handles[1]);
+    Py_RETURN_NONE;
+}
+
 /* _set_unit(unit, index, siblings) */
 static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
     fc_group *g = &as_group(obj)->core;
@@ -383,6 +400,9 @@ static PyMethodDef group_methods[] = {
      "'replicate' or 'post_forward' collectives, looked up by name where it is not given; name "
      "None: "
      "none."},
+    {"_set_memory", group_set_memory, METH_VARARGS,
+     "_set_memory(gather, reduce): the process groups that the buffers of all-gathers and of "
+     "reduce-scatters are from, where their backends have memory to give; None: torch's."},
     {"_set_unit", group_set_unit, METH_VARARGS,
      "_set_unit(unit, index, siblings): which of the groups of one fully_shard call this is."},
     {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,

@@ -1,10 +1,8 @@
-/* Process groups, collectives and their works.
+/* Collectives and their works.
  *
- * A group is resolved once, by name, and remembers what its backends can do. A group written in C++
- * is called through ProcessGroup's methods (and so through the c10d ops); one that is a Python
- * class is called through its Python methods, as torch.distributed would: its overrides are not
- * visible from C++. The GIL is released while a collective is issued and while a work is waited
- * for.
+ * A group (group.h) written in C++ is called through ProcessGroup's methods (and so through the
+ * c10d ops); one that is a Python class is called through its Python methods, as torch.distributed
+ * would. The GIL is released while a collective is issued and while a work is waited for.
  *
  * Waiting on gloo must stay interruptible, and its works see no signals. Most of them can be polled
  * and are waited for in slices. Its reduce-scatter and our direct exchanges cannot: their works do
@@ -13,35 +11,29 @@
  * background and pollable like the others. The helper shares ownership of what it touches and calls
  * no Python; when a group is released it ends by itself after its last work. Works of all other
  * backends are waited for in one call: they return at once (streams) or cannot be asked. */
-#include "bridge.h"
 #include "direct.h"
 #include "exchange.h"
-#include "waiter.h"
+#include "group.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
-#include <array>
 #include <memory>
 #include <optional>
 #include <system_error>
-#include <unordered_map>
 
 using fct::Borrowed;
 using fct::guarded;
+using fct::Kind;
+using fct::kind_for;
+using fct::open_object;
 
 namespace {
-
-/* How the backend that serves a device behaves. */
-enum class Kind : uint8_t { unknown = 0, gloo, nccl_like, fake, python, other };
-
-constexpr size_t kDeviceTypes = static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES);
 
 #if FCT_TORCH_AT_LEAST(2, 13)
 constexpr const char *kAllGather = "all_gather_single";
@@ -53,16 +45,6 @@ constexpr const char *kReduceScatter = "_reduce_scatter_base";
 
 } // namespace
 
-struct fct_pg {
-    c10::intrusive_ptr<c10d::ProcessGroup> group;
-    pybind11::object python; /* the Python object where the group is a Python class, else empty */
-    std::array<Kind, kDeviceTypes> kinds{};        /* by device type; filled when asked for */
-    std::shared_ptr<fct::Agreement> agreement;     /* once rows have been moved on the CPU */
-    c10::intrusive_ptr<c10d::ProcessGroup> direct; /* where it was agreed upon */
-    fct::Helper helper;
-    size_t owners = 1;
-};
-
 struct fct_work {
     c10::intrusive_ptr<c10d::Work> work;
     pybind11::object python; /* instead of work where the group is a Python class */
@@ -71,41 +53,6 @@ struct fct_work {
 };
 
 namespace {
-
-Kind kind_of_name(const std::string &name) {
-    if (name == "gloo") {
-        return Kind::gloo;
-    }
-    if (name == "fake") {
-        return Kind::fake;
-    }
-    for (const char *relative : {"nccl", "ncclx", "rccl", "xccl", "hccl", "mccl"}) {
-        if (name == relative) {
-            return Kind::nccl_like;
-        }
-    }
-    return Kind::other;
-}
-
-Kind kind_for(fct_pg *pg, c10::DeviceType type) {
-    if (pg->python) {
-        return Kind::python;
-    }
-    const auto index = static_cast<size_t>(type);
-    if (index >= kDeviceTypes) {
-        return Kind::other;
-    }
-    if (pg->kinds[index] == Kind::unknown) {
-        Kind kind = Kind::other;
-        try {
-            kind = kind_of_name(pg->group->getBackend(type)->getBackendName());
-        } catch (...) {
-            /* No backend for this device: the collective itself will say so. */
-        }
-        pg->kinds[index] = kind;
-    }
-    return pg->kinds[index];
-}
 
 c10d::ReduceOp reduce_op(fct_reduce_op op, double factor) {
     switch (op) {
@@ -353,73 +300,9 @@ bool python_work_can_tell(pybind11::handle work) {
     return own.is(base) || !own.attr("is_completed").is(base.attr("is_completed"));
 }
 
-/* All handles there are: who talks to the same group shares one, and its helper. Read and written
- * with the GIL. */
-using Handles = std::unordered_map<const c10d::ProcessGroup *, fct_pg *>;
-
-Handles &handles() {
-    static auto *const all = new Handles();
-    return *all;
-}
-
-/* A handle, new or shared; `object` is what Python knows the group as. */
-fct_pg *open(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object object) {
-    const auto found = handles().find(group.get());
-    if (found != handles().end()) {
-        found->second->owners++;
-        return found->second;
-    }
-    auto pg = std::make_unique<fct_pg>();
-    pg->group = std::move(group);
-    const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
-    if (!own.is(pybind11::type::of<c10d::ProcessGroup>())) {
-        pg->python = std::move(object);
-    }
-    handles().emplace(pg->group.get(), pg.get());
-    return pg.release();
-}
-
-using Handle = std::unique_ptr<fct_pg, decltype(&fct_pg_release)>;
-
-Handle open_object(PyObject *obj) {
-    auto object = pybind11::reinterpret_borrow<pybind11::object>(obj);
-    auto group = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(object);
-    return {open(std::move(group), std::move(object)), &fct_pg_release};
-}
-
 } // namespace
 
 extern "C" {
-
-int fct_pg_resolve(const char *name, fct_pg **out) {
-    return guarded("fct_pg_resolve", [&] {
-        auto group = c10d::resolve_process_group(name);
-        pybind11::object object = pybind11::cast(group);
-        *out = open(std::move(group), std::move(object));
-    });
-}
-
-int fct_py_pg(PyObject *obj, fct_pg **out) {
-    return guarded("fct_py_pg", [&] { *out = open_object(obj).release(); });
-}
-
-int fct_pg_announce_user(const char *name) {
-    return guarded("fct_pg_announce_user", [&] { fct::announce_user(name); });
-}
-
-void fct_pg_release(fct_pg *pg) {
-    if (pg == nullptr || --pg->owners > 0) {
-        return;
-    }
-    handles().erase(pg->group.get());
-    auto group = std::move(pg->group);
-    auto direct = std::move(pg->direct);
-    delete pg;
-    /* The end of a group joins threads that may want the GIL. */
-    pybind11::gil_scoped_release released;
-    direct.reset();
-    group.reset();
-}
 
 int fct_py_pg_direct(PyObject *group, PyObject **out) {
     return guarded("fct_py_pg_direct", [&] {
@@ -446,12 +329,6 @@ void fct_py_pg_leave_direct(void *entered) {
 int fct_py_pg_pause_direct(PyObject *group, bool paused) {
     return guarded("fct_py_pg_pause_direct",
                    [&] { agreement_of(open_object(group).get()).paused = paused; });
-}
-
-/* torch's FSDP2 never asks: it gives premultiplied sums to whoever it is, who refuses them or not.
- * Only of gloo we know that it has none, and divide ourselves. */
-bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
-    return kind_for(pg, static_cast<c10::DeviceType>(device.type)) != Kind::gloo;
 }
 
 int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,

@@ -187,6 +187,13 @@ FCT_CHECK int fct_pg_announce_user(const char *name);
  * has none. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device);
 
+/* Whether the backend that serves `device` has an allocator of its own (NCCL's memory is registered
+ * with the network). Then: a new 1-D tensor of `numel` uninitialised elements from it, on the
+ * device's current stream; a normal one in inference mode, too. */
+FCT_CHECK int fct_pg_allocates(fct_pg *pg, fct_device device, bool *allocates);
+FCT_CHECK int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device,
+                           fct_tensor **out);
+
 /* Each issues one asynchronous collective; *work is new, or NULL where the backend finished at
  * once. The tensors are 1-D contiguous; the backend keeps its own references until it is done.
  * `factor` only for FCT_PREMUL_SUM. */

@@ -31,6 +31,16 @@ def test_never_more_than_stock(
 
 
 @pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("variant", figures.VARIANTS)
+def test_as_many_buffers_are_the_groups_as_with_stock(
+    found: dict[str, dict[str, Figures]], variant: str, ours: str
+) -> None:
+    stock, mine = found[variant]["stock"], found[variant][ours]
+    assert mine.given == stock.given
+    assert (mine.given > 0) == ("memory from group" in variant)
+
+
+@pytest.mark.parametrize("ours", OURS)
 def test_buckets_bound_what_the_largest_unit_needs(
     found: dict[str, dict[str, Figures]], ours: str
 ) -> None:

@@ -115,8 +115,8 @@ const char *sim_error_explanation(void);
 /* ---- data ---- */
 
 double sim_round(fct_dtype dtype, double value); /* to the nearest value of the type */
-/* New tensor of the given shape (contiguous, on the simulated device) holding values; cannot
- * fail. */
+/* New tensor of the given shape (contiguous, on the simulated device) holding values (NULL:
+ * anything); cannot fail. */
 fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes,
                            const double *values);
 /* The same, 1-D, in the memory of the host beside a device with streams. */
@@ -152,6 +152,9 @@ void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn r
 /* In its reductions rank k's values are base + k * step times a common unit; 1 and 1 if nobody
  * says so. */
 void sim_pg_weigh(const char *name, double base, double step);
+/* Its all-gathers and reduce-scatters are to be over memory that groups have given; whether it has
+ * some itself. */
+void sim_pg_has_memory(const char *name, bool gives);
 /* Collectives stay unfinished until someone waits for them or this is switched off. */
 void sim_collectives_stall(bool stall);
 

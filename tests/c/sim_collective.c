@@ -21,6 +21,8 @@ struct fct_pg {
     double base, step;
     int stream;
     size_t refs;
+    bool gives; /* memory */
+    bool takes; /* only such memory */
 };
 
 struct fct_work {
@@ -71,6 +73,52 @@ void sim_pg_weigh(const char *name, double base, double step) {
     fct_pg *pg = find(name);
     pg->base = base;
     pg->step = step;
+}
+
+void sim_pg_has_memory(const char *name, bool gives) {
+    fct_pg *pg = find(name);
+    pg->gives = gives;
+    pg->takes = true;
+}
+
+int fct_pg_allocates(fct_pg *pg, fct_device device, bool *allocates) {
+    (void)device;
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_allocates")) {
+        return -1;
+    }
+    *allocates = pg->gives;
+    return 0;
+}
+
+int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
+    sim_tick();
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_empty")) {
+        return -1;
+    }
+    if (!pg->gives || device.type != sim_device().type || numel < 0) {
+        sim_fail("%s is asked for %lld elements of memory", pg->name, (long long)numel);
+    }
+    *out = sim_tensor_new(dtype, 1, &numel, NULL);
+    if (sim_tensor_block(*out) != NULL) {
+        sim_tensor_block(*out)->of_group = true;
+    }
+    return 0;
+}
+
+/* Where rows are to be the memory of groups, they are, whole and exactly. */
+static void check_memory(const fct_pg *pg, const fct_tensor *row, bool whole, const char *what) {
+    const sim_block *block = sim_tensor_block(row);
+    fct_facts facts;
+    fct_tensor_facts(row, &facts);
+    if (!pg->takes || facts.numel == 0) {
+        return;
+    }
+    if (block == NULL || !block->of_group) {
+        sim_fail("%s of %s over memory that no group has given", what, pg->name);
+    } else if (whole && facts.storage_bytes != facts.numel * facts.itemsize) {
+        sim_fail("%s of %s over a part of %lld bytes", what, pg->name,
+                 (long long)facts.storage_bytes);
+    }
 }
 
 int fct_pg_resolve(const char *name, fct_pg **out) {
@@ -274,6 +322,7 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
         pg->row(pg->context, r, g->rows + r * row_bytes, row_bytes);
     }
     pg->row(pg->context, pg->rank, g->rows + pg->world * row_bytes, row_bytes);
+    check_memory(pg, output, true, "an all-gather");
     sim_log("gather:%s", pg->name);
     *work = issue(pg, output, input, async_op,
                   (sim_op){.what = "an all-gather", .run = run_all_gather, .args = g});
@@ -310,6 +359,7 @@ int fct_gather_pieces(fct_pg *pg, fct_tensor *const *pieces, size_t count, fct_w
     if (count != expected) {
         sim_fail("a row of %zu pieces comes in %zu", expected, count);
     }
+    check_memory(pg, pieces[0], false, "pieces");
     *work = NULL;
     for (size_t k = 0; k < count; k++) {
         sim_view to = sim_view_of(pieces[k], "a gather of pieces");
@@ -385,6 +435,8 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
         r->output.numel = 0;
     }
     r->first = pg->rank * r->output.numel;
+    check_memory(pg, input, true, "a reduce-scatter");
+    check_memory(pg, output, false, "a reduce-scatter");
     sim_log("scatter:%s", pg->name);
     *work = issue(pg, output, input, async_op,
                   (sim_op){.what = "a reduce-scatter", .run = run_reduce, .args = r});
@@ -403,6 +455,7 @@ int fct_reduce_pieces(fct_pg *pg, fct_tensor *output, fct_tensor *const *pieces,
     if (count != expected) {
         sim_fail("a row of %zu pieces comes in %zu", expected, count);
     }
+    check_memory(pg, pieces[0], false, "pieces");
     *work = NULL;
     for (size_t i = 0; i < run_count; i++) {
         const run *one = &runs[i];

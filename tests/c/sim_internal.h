@@ -24,8 +24,9 @@ typedef struct sim_block {
     size_t capacity;
     size_t size; /* asked for */
     bool live;
-    bool of_host; /* beside a device with streams: memory that the host uses by itself */
-    int stream;   /* whose pool it belongs to */
+    bool of_host;  /* beside a device with streams: memory that the host uses by itself */
+    bool of_group; /* the memory of a process group */
+    int stream;    /* whose pool it belongs to */
     uint64_t freed_at;
     sim_access written;
     sim_access read[SIM_STREAMS_MAX];

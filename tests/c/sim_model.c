@@ -246,6 +246,22 @@ static void links_init(sim_group *g, const sim_scenario *s) {
     }
 }
 
+/* The memory of the groups that gather and reduce-scatter; others gather over it, too. */
+static void memory_init(sim_group *g, const sim_scenario *s) {
+    const char *const names[2] = {g->pg_names[0], g->pg_names[s->own_scatter ? 1 : 0]};
+    fct_pg *groups[2] = {NULL, NULL};
+    for (size_t i = 0; i < 2; i++) {
+        assert_int_equal(fct_pg_resolve(names[i], &groups[i]), 0);
+        if (!s->without_memory) {
+            sim_pg_has_memory(names[i], true);
+        }
+    }
+    if (s->post_forward_world > 0 && !s->without_memory) {
+        sim_pg_has_memory(g->pg_names[3], false);
+    }
+    fc_members_set_memory(&g->core.members, groups[0], groups[1]);
+}
+
 static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     const sim_scenario *s = &m->scenario;
     fc_param **params = (fc_param **)malloc((s->shape_count + 1) * sizeof *params);
@@ -263,6 +279,9 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
                   s->rank);
     g->core.members.name = g->name;
     links_init(g, s);
+    if (s->memory_of_groups) {
+        memory_init(g, s);
+    }
     g->core.place.unit = &m->layers[layer];
     g->core.place.index = index;
     g->core.place.siblings = m->layers[layer].group_count;

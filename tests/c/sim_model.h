@@ -71,6 +71,8 @@ typedef struct sim_scenario {
     bool twice;           /* each parameter's gradient comes in two parts */
     bool offload;         /* shards and gradients are in the host's memory: pinned, if not */
     bool unpinned;
+    bool memory_of_groups; /* buffers are from the process groups */
+    bool without_memory;   /* which turn out to have none */
 } sim_scenario;
 
 typedef struct sim_param {

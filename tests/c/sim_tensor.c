@@ -567,7 +567,9 @@ fct_tensor *sim_tensor_new(fct_dtype dtype, int32_t ndim, const int64_t *sizes,
     }
     fct_tensor *t =
         tensor_over(storage_new(numel * sim_itemsize(dtype)), dtype, ndim, sizes, NULL, 0);
-    queue_transfer(t, values, NULL, run_write, "a new tensor's write");
+    if (values != NULL) {
+        queue_transfer(t, values, NULL, run_write, "a new tensor's write");
+    }
     return t;
 }
 

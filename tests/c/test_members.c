@@ -70,6 +70,59 @@ static void every_link_is_let_go_at_the_end(void **state) {
     end(&m); /* which fails where one is left */
 }
 
+static void buffers_are_the_groups_where_it_has_memory(void **state) {
+    (void)state;
+    fc_members m = begin(&(const fc_host){.log = NULL}, false);
+    fct_pg *groups[2] = {NULL, NULL};
+    sim_pg_register("world", 4, 2, NULL, NULL);
+    for (size_t i = 0; i < 2; i++) {
+        assert_int_equal(fct_pg_resolve("world", &groups[i]), 0);
+    }
+    fc_members_set_memory(&m, groups[0], groups[1]);
+    for (int gives = 0; gives < 2; gives++) {
+        fct_tensor *buffer = NULL;
+        bool has = !gives;
+        sim_pg_has_memory("world", gives != 0);
+        assert_int_equal(fc_members_has_memory(&m, m.gather_memory, &has), FC_OK);
+        assert_int_equal(has, gives);
+        sim_calls_clear();
+        assert_int_equal(fc_members_buffer(&m, m.reduce_memory, 5, FCK_FLOAT32, &buffer), FC_OK);
+        assert_string_equal(sim_calls_text(), gives ? "fct_pg_allocates fct_pg_empty"
+                                                    : "fct_pg_allocates fct_tensor_empty");
+        assert_int_equal(sim_tensor_numel(buffer), 5);
+        fct_tensor_release(buffer);
+    }
+    assert_int_equal(fct_pg_resolve("world", &groups[1]), 0);
+    fc_members_set_memory(&m, NULL, groups[1]);
+    fct_tensor *buffer = NULL;
+    sim_calls_clear();
+    assert_int_equal(fc_members_buffer(&m, m.gather_memory, 5, FCK_FLOAT32, &buffer), FC_OK);
+    assert_string_equal(sim_calls_text(), "fct_tensor_empty"); /* nobody is asked */
+    fct_tensor_release(buffer);
+    end(&m);
+}
+
+static void a_group_that_cannot_say_or_give_is_a_failure(void **state) {
+    (void)state;
+    fc_members m = begin(&(const fc_host){.log = NULL}, false);
+    fct_pg *group = NULL;
+    sim_pg_register("world", 4, 2, NULL, NULL);
+    sim_pg_has_memory("world", true);
+    assert_int_equal(fct_pg_resolve("world", &group), 0);
+    fc_members_set_memory(&m, group, NULL);
+    for (int64_t nth = 1; nth <= 2; nth++) {
+        fct_tensor *buffer = NULL;
+        const char *name = NULL;
+        sim_fault_arm(nth, SIM_ONCE);
+        assert_int_equal(fc_members_buffer(&m, group, 5, FCK_FLOAT32, &buffer), FC_ERAISED);
+        assert_int_equal(sim_fault_fired(&name), SIM_FAULT_BOUNDARY);
+        assert_string_equal(name, nth == 1 ? "fct_pg_allocates" : "fct_pg_empty");
+        assert_null(buffer);
+        sim_fault_arm(0, SIM_ONCE);
+    }
+    end(&m);
+}
+
 static void the_host_is_asked_for_each_move(void **state) {
     (void)state;
     const fc_host host = {.moves = moves_gathers};
@@ -113,6 +166,8 @@ int main(void) {
         cmocka_unit_test(the_first_link_is_to_those_who_share_the_parameters),
         cmocka_unit_test(reductions_go_over_a_link_of_their_own_where_there_is_one),
         cmocka_unit_test(every_link_is_let_go_at_the_end),
+        cmocka_unit_test(buffers_are_the_groups_where_it_has_memory),
+        cmocka_unit_test(a_group_that_cannot_say_or_give_is_a_failure),
         cmocka_unit_test(the_host_is_asked_for_each_move),
         cmocka_unit_test(ranges_have_the_names_of_the_modules),
         cmocka_unit_test(nothing_is_said_where_nobody_listens),

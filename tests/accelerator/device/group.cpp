@@ -116,6 +116,10 @@ class Group final : public c10d::Backend {
         return true;
     }
     at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+        {
+            const Lock lock(world().mutex);
+            journal().counts["group memory"]++;
+        }
         return at::empty({size}, options);
     }
 

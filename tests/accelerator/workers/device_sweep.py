@@ -45,6 +45,13 @@ def _hooked(model: nn.Sequential) -> Any:
     return model
 
 
+def _from_the_group(model: nn.Sequential) -> Any:
+    _shard(model, mp_policy=MIXED)
+    for unit in (*list(model)[:3], model):
+        unit.set_allocate_memory_from_process_group_for_comm(True)
+    return model
+
+
 def _prefetched(model: nn.Sequential) -> Any:
     _shard(model, mp_policy=MIXED)
     for now, then in itertools.pairwise(list(model)[:3]):
@@ -66,6 +73,7 @@ VARIANTS: dict[str, tuple[int, Callable[[nn.Sequential], Any]]] = {
     "prefetched": (1, _prefetched),
     "hsdp": (2, lambda m: _shard(m, mesh=_grid("replicate", "shard"), mp_policy=HALF)),
     "offload": (1, lambda m: _shard(m, offload_policy=CPUOffloadPolicy())),
+    "memory from the group": (1, _from_the_group),
     "reduce hook": (1, _hooked),
     "replicate": (2, lambda m: replicate(m, mp_policy=MIXED, bucket_cap_mb=100 / 2**20)),
 }

@@ -29,6 +29,7 @@ WIDTH = 64
 STEPS = 2
 OFFLOAD = CPUOffloadPolicy()
 NO_LAUNCH = ("record", "wait", "work wait", "free", "current", "allocate", "jobs", "synchronize")
+NO_LAUNCH += ("group memory",)
 
 
 class Figures(NamedTuple):
@@ -39,6 +40,8 @@ class Figures(NamedTuple):
     waited: float
     peak: float
     """KiB"""
+    given: float
+    """Buffers that process groups have given."""
 
 
 class Block(nn.Module):
@@ -76,6 +79,12 @@ def _two_dtypes() -> nn.Sequential:
     return model
 
 
+def _from_the_group(model: nn.Sequential) -> nn.Sequential:
+    for unit in (*model, model):
+        unit.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+    return model
+
+
 VARIANTS = {
     "Shard(0)": lambda t: t.shard(_model()),
     "Shard(0), bf16": lambda t: t.shard(_model(), mp_policy=MIXED),
@@ -93,6 +102,11 @@ VARIANTS = {
     ),
     "offload, replicate, bf16": lambda t: t.replicate(
         _model(), mesh=t.flat(), offload_policy=OFFLOAD, mp_policy=MIXED
+    ),
+    "memory from group": lambda t: _from_the_group(t.shard(_model())),
+    "memory from group, bf16": lambda t: _from_the_group(t.shard(_model(), mp_policy=MIXED)),
+    "memory from group, HSDP": lambda t: _from_the_group(
+        t.shard(_model(), mesh=t.mesh("replicate", "shard"), mp_policy=MIXED)
     ),
     "kept after forward": lambda t: t.shard(_model(), reshard_after_forward=False),
     "replicate": lambda t: t.replicate(_model(), mesh=t.flat()),
@@ -153,6 +167,7 @@ def measure(variant: str, implementation: str, kernels: bool) -> Figures:
         counts.get("record", 0) / STEPS / UNITS,
         counts.get("wait", 0) / STEPS / UNITS,
         (device.max_memory_allocated(0) - before) / 1024,
+        counts.get("group memory", 0) / STEPS / UNITS,
     )
 
 
@@ -185,12 +200,12 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, Figures]]:
 def main() -> None:
     warnings.simplefilter("ignore")
     print(f"{UNITS} units, {sim_tools.WORLD} ranks; per unit and step, peak in KiB")
-    print(f"{'':20s} {'':18s} launches  recorded  waited      peak")
+    print(f"{'':24s} {'':18s} launches  recorded  waited      peak  from group")
     for variant, runs in all_figures().items():
         for name, f in runs.items():
             print(
-                f"{variant:20s} {name:18s} {f.launches:8.2f}  {f.recorded:8.2f}  {f.waited:6.2f}"
-                f"  {f.peak:8.1f}"
+                f"{variant:24s} {name:18s} {f.launches:8.2f}  {f.recorded:8.2f}  {f.waited:6.2f}"
+                f"  {f.peak:8.1f}  {f.given:10.2f}"
             )
 
 

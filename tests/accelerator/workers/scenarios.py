@@ -266,6 +266,28 @@ def memory_from_the_group(tools: SimTools) -> Record:
 
 
 @scenario
+def memory_from_groups_with_replicas(tools: SimTools) -> Record:
+    """Rows that wait for an all-reduce."""
+    mesh = tools.mesh("replicate", "shard")
+    model = tools.shard(blocks(), mesh=mesh, mp_policy=MIXED)
+    for unit in (*model, model):
+        unit.set_allocate_memory_from_process_group_for_comm(True)
+    return tools.train(model, micro=3, sync=features._all_reduce)
+
+
+@scenario
+def memory_from_the_group_smaller_group(tools: SimTools) -> Record:
+    """Whose gathers are over the whole group's memory; switched off before the last training."""
+    model = tools.shard(blocks(), reshard_after_forward=2, offload_policy=CPUOffloadPolicy())
+    record: Record = []
+    for enabled in (True, False):
+        for unit in (*model, model):
+            unit.set_allocate_memory_from_process_group_for_comm(enabled)
+        record += tools.train(model)
+    return record
+
+
+@scenario
 def own_group_for_reduce_scatters(tools: SimTools) -> Record:
     model = tools.shard(blocks())
     model.set_separate_reduce_scatter_group(True)

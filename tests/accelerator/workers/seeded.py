@@ -100,6 +100,34 @@ BUGS = {
     "the end of a backward runs on a thread with another stream": Bug(
         "half", "other stream", "current", ("fc_reduce_settle", "fc_iteration_end_backward")
     ),
+    "a gather buffer of the group's is freed as soon as it is issued": Bug(
+        "memory_from_the_group",
+        "early free",
+        "allocate",
+        ("issue_gather", "fc_group_pre_forward"),
+        "allocation",
+    ),
+    "a reduce-scatter's input of the group's is freed when it is issued": Bug(
+        "memory_from_the_group",
+        "early free",
+        "allocate",
+        ("fc_reduce_run", "call_post_backward"),
+        "allocation",
+    ),
+    "the copy-out does not wait for a gather over the group's memory": Bug(
+        "memory_from_the_group",
+        "drop",
+        "wait",
+        ("fc_gather_await", "fc_group_pre_forward"),
+        "unpack",
+    ),
+    "a reduction over the group's memory does not wait for the gradients": Bug(
+        "memory_from_the_group",
+        "drop",
+        "wait",
+        ("fc_comm_order_streams", "fc_reduce_run"),
+        "reduce_scatter",
+    ),
     "an offloaded group's gather does not wait for its copy-in": Bug(
         "offload", "drop", "wait", ("fc_comm_order_streams", "issue_gather"), "all_gather"
     ),

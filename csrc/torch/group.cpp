@@ -1,0 +1,172 @@
+/* Handles of process groups, how their backends behave, and the memory that they have to give.
+ *
+ * A group is resolved once, by name, and remembers what its backends can do. One that is a Python
+ * class is asked through its Python methods: its overrides are not visible from C++. */
+#include "group.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <unordered_map>
+
+using fct::guarded;
+using fct::Kind;
+
+namespace {
+
+Kind kind_of_name(const std::string &name) {
+    if (name == "gloo") {
+        return Kind::gloo;
+    }
+    if (name == "fake") {
+        return Kind::fake;
+    }
+    for (const char *relative : {"nccl", "ncclx", "rccl", "xccl", "hccl", "mccl"}) {
+        if (name == relative) {
+            return Kind::nccl_like;
+        }
+    }
+    return Kind::other;
+}
+
+/* All handles there are: who talks to the same group shares one, and its helper. Read and written
+ * with the GIL. */
+using Handles = std::unordered_map<const c10d::ProcessGroup *, fct_pg *>;
+
+Handles &handles() {
+    static auto *const all = new Handles();
+    return *all;
+}
+
+/* A handle, new or shared; `object` is what Python knows the group as. */
+fct_pg *open(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object object) {
+    const auto found = handles().find(group.get());
+    if (found != handles().end()) {
+        found->second->owners++;
+        return found->second;
+    }
+    auto pg = std::make_unique<fct_pg>();
+    pg->group = std::move(group);
+    const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
+    if (!own.is(pybind11::type::of<c10d::ProcessGroup>())) {
+        pg->python = std::move(object);
+    }
+    handles().emplace(pg->group.get(), pg.get());
+    return pg.release();
+}
+
+c10::intrusive_ptr<c10d::Backend> backend_of(fct_pg *pg, c10::Device device) {
+    return pg->group->getBackend(device.type());
+}
+
+pybind11::object python_backend(fct_pg *pg, c10::Device device) {
+    return pg->python.attr("_get_backend")(device);
+}
+
+at::Tensor allocated(fct_pg *pg, int64_t numel, c10::ScalarType type, c10::Device device) {
+    using namespace pybind11::literals;
+    if (pg->python) {
+        return python_backend(pg, device)
+            .attr("allocate_tensor")(numel, "dtype"_a = type, "device"_a = device)
+            .cast<at::Tensor>();
+    }
+    const auto backend = backend_of(pg, device);
+    pybind11::gil_scoped_release released; /* it may register new memory with the network */
+    return backend->allocateTensor(numel, at::dtype(type).device(device));
+}
+
+} // namespace
+
+namespace fct {
+
+Kind kind_for(fct_pg *pg, c10::DeviceType type) {
+    if (pg->python) {
+        return Kind::python;
+    }
+    const auto index = static_cast<size_t>(type);
+    if (index >= kDeviceTypes) {
+        return Kind::other;
+    }
+    if (pg->kinds[index] == Kind::unknown) {
+        Kind kind = Kind::other;
+        try {
+            kind = kind_of_name(pg->group->getBackend(type)->getBackendName());
+        } catch (...) {
+            /* No backend for this device: the collective itself will say so. */
+        }
+        pg->kinds[index] = kind;
+    }
+    return pg->kinds[index];
+}
+
+Handle open_object(PyObject *obj) {
+    auto object = pybind11::reinterpret_borrow<pybind11::object>(obj);
+    auto group = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(object);
+    return {open(std::move(group), std::move(object)), &fct_pg_release};
+}
+
+} // namespace fct
+
+extern "C" {
+
+int fct_pg_resolve(const char *name, fct_pg **out) {
+    return guarded("fct_pg_resolve", [&] {
+        auto group = c10d::resolve_process_group(name);
+        pybind11::object object = pybind11::cast(group);
+        *out = open(std::move(group), std::move(object));
+    });
+}
+
+int fct_py_pg(PyObject *obj, fct_pg **out) {
+    return guarded("fct_py_pg", [&] { *out = fct::open_object(obj).release(); });
+}
+
+int fct_pg_announce_user(const char *name) {
+    return guarded("fct_pg_announce_user", [&] { fct::announce_user(name); });
+}
+
+void fct_pg_release(fct_pg *pg) {
+    if (pg == nullptr || --pg->owners > 0) {
+        return;
+    }
+    handles().erase(pg->group.get());
+    auto group = std::move(pg->group);
+    auto direct = std::move(pg->direct);
+    delete pg;
+    /* The end of a group joins threads that may want the GIL. */
+    pybind11::gil_scoped_release released;
+    direct.reset();
+    group.reset();
+}
+
+/* torch's FSDP2 never asks: it gives premultiplied sums to whoever it is, who refuses them or not.
+ * Only of gloo we know that it has none, and divide ourselves. */
+bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
+    return fct::kind_for(pg, static_cast<c10::DeviceType>(device.type)) != Kind::gloo;
+}
+
+int fct_pg_allocates(fct_pg *pg, fct_device device, bool *allocates) {
+    return guarded("fct_pg_allocates", [&] {
+        const c10::Device where = fct::device(device);
+        *allocates =
+            pg->python ? python_backend(pg, where).attr("supports_tensor_alloc")(where).cast<bool>()
+                       : backend_of(pg, where)->supportsTensorAlloc(where.index());
+    });
+}
+
+int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
+    return guarded("fct_pg_empty", [&] {
+        const c10::InferenceMode never(false);
+        const fct::Quiet quiet;
+        const c10::Device where = fct::device(device);
+        const c10::ScalarType type = fct::scalar_type(dtype);
+        at::Tensor made = allocated(pg, numel, type, where);
+        TORCH_CHECK(made.numel() == numel && made.scalar_type() == type && made.dim() == 1 &&
+                        made.device() == where && made.is_contiguous(),
+                    "the process group was asked for ", numel, " elements of ", type, " on ", where,
+                    " and gave ", made.sizes(), " of ", made.scalar_type(), " on ", made.device());
+        *out = fct::give(std::move(made));
+    });
+}
+
+} // extern "C"
