@@ -51,8 +51,8 @@ def load(driver: ctypes.CDLL, code: bytes) -> tuple[int, int, int]:
     return launch, functions[0], functions[1]
 
 
-def compile_for(device: torch.device) -> None:
-    """Makes the kernels of CUDA devices, for the architecture of ``device``.
+def kernels_for(device: torch.device) -> tuple[int, int, int]:
+    """Compiles them for the architecture of ``device``; gives what :func:`load` gives.
 
     Raises:
         RuntimeError, OSError, AttributeError: what is not there or does not work.
@@ -63,4 +63,9 @@ def compile_for(device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     code = Nvrtc(libraries[-1]).compile(10 * major + minor)
     torch.cuda.init()
-    _C.use_jit(*load(ctypes.CDLL("libcuda.so.1"), code))
+    return load(ctypes.CDLL("libcuda.so.1"), code)
+
+
+def compile_for(device: torch.device) -> None:
+    """Makes the kernels of CUDA devices; raises as :func:`kernels_for`."""
+    _C.use_jit(*kernels_for(device))

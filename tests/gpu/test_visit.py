@@ -20,8 +20,8 @@ import pytest
 
 GPU = Path(__file__).resolve().parent
 WORKERS = GPU / "workers"
-STEPS = "facts build kernels memcheck initcheck races parity graphs bandwidth host gpt traces"
-ON_CUDA_ONLY = {"memcheck", "initcheck", "graphs"}
+STEPS = "facts build kernels jit memcheck initcheck races parity graphs bandwidth host gpt traces"
+ON_CUDA_ONLY = {"jit", "memcheck", "initcheck", "graphs"}
 LINE = re.compile(r"(PASS|FAIL|SKIP) (\w+) +([\d.]+) s  (.+)")
 
 pytestmark = pytest.mark.timeout(900)
@@ -69,7 +69,7 @@ def test_all_that_can_run_without_cuda_passes(whole: Visit) -> None:
     expected = {step: "SKIP" if step in ON_CUDA_ONLY else "PASS" for step in STEPS.split()}
     assert verdicts == expected, whole.log
     assert whole.status == 0
-    assert whole.end.startswith("9 PASS, 0 FAIL, 3 SKIP in ")
+    assert whole.end.startswith("9 PASS, 0 FAIL, 4 SKIP in ")
 
 
 @pytest.mark.xdist_group("visit")
@@ -143,6 +143,43 @@ def test_kernels_that_are_wrong_are_found(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert "unpack, seed " in done.stdout, done.stderr
     assert "pack, seed " not in re.sub("unpack", "", done.stdout)
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(False, []), (True, ["pack", "mixed", "uneven"])])
+def test_kernels_of_nvrtc_are_compared(tmp_path: Path, wrong: bool, said: list[str]) -> None:
+    """check_jit.py on a driver that runs their source on this processor, or leaves out a part."""
+    folder = GPU.parent / "c/fake_cuda"
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+    command += [f"-I{folder}", f"-I{GPU.parents[1] / 'csrc'}", str(folder / "driver.cpp")]
+    subprocess.run([*command, "-o", str(tmp_path / "libcuda.so")], check=True)
+    script = textwrap.dedent(
+        f"""
+        import ctypes
+        import check_jit, check_kernels, kernel_library, loop_group, variants
+        from fsdp_c import jit
+        from outcome import start_device
+
+        driver = ctypes.CDLL({str(tmp_path / "libcuda.so")!r})
+        driver.skew({int(wrong)})
+        kernels, address = kernel_library.jit(*jit.load(driver, b"\x7fELF of no machine"))
+        check_jit.TRAININGS = ("mixed", "uneven")
+        device = start_device()
+        loop_group.join(variants.WORLD, device)
+        driver.take_launches()
+        found = check_kernels.differences(4, False, kernels)[:1]
+        found += check_jit.trained_apart(device, address)
+        assert driver.take_launches() > 50
+        print("FOUND", *found, sep="\\n")
+        """
+    )
+    folders = ("gpu", "parity")
+    path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
+    env = os.environ | {"VISIT_DEVICE": "cpu", "PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    lines = done.stdout.partition("FOUND\n")[2].splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == len(said), lines
+    assert all(word in line for word, line in zip(said, lines))
 
 
 def test_a_graph_that_does_not_run_is_found() -> None:

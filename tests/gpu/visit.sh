@@ -15,7 +15,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-ALL="facts build kernels memcheck initcheck races parity graphs bandwidth host gpt traces"
+ALL="facts build kernels jit memcheck initcheck races parity graphs bandwidth host gpt traces"
 device=cuda
 only=$ALL
 while [ $# -gt 0 ]; do
@@ -80,6 +80,7 @@ cuda_step() {
 step facts 40 "$python" $workers/facts.py
 step build 180 "$python" $workers/build.py
 step kernels 60 "$python" $workers/check_kernels.py
+cuda_step jit 60 "$python" $workers/check_jit.py
 cuda_step memcheck 60 "$python" $workers/check_kernels.py --under memcheck
 cuda_step initcheck 60 "$python" $workers/check_kernels.py --under initcheck
 step races 130 "$python" $workers/races.py

@@ -40,7 +40,8 @@ def build() -> subprocess.Popen[bytes] | None:
         return None
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
     env = os.environ | {"FSDP_C_CUDA_ARCH": kernel_library.ARCH, "MAX_JOBS": jobs}
-    env |= {"TORCH_CUDA_ARCH_LIST": "9.0"}
+    # A warning of a compiler that is newer than ours is no reason to see nothing else.
+    env |= {"TORCH_CUDA_ARCH_LIST": "9.0", "FSDP_C_LENIENT": "1"}
     return subprocess.Popen(command(), cwd=ROOT, env=env)
 
 

@@ -21,6 +21,7 @@ import kernel_cases
 import kernel_library
 import numpy as np
 from kernel_cases import Case, Run
+from kernel_library import Backend
 from outcome import ON_CUDA, conclude, skip
 
 POISON = 0xA5
@@ -77,8 +78,9 @@ def _on_the_cpu(case: Case, poison: int) -> Any:
     return target
 
 
-def actual(case: Case, bare: bool) -> Any:
-    """The destination after the GPU's; ``bare``: nothing is written but what the launch reads."""
+def actual(case: Case, bare: bool, kernels: Backend | None = None) -> Any:
+    """The destination after the GPU's (``kernels``: after those); ``bare``: nothing is written but
+    what the launch reads."""
     source, target = Memory(len(case.source)), Memory(case.size)
     found = np.full(max(case.size, 1), POISON, np.uint8)
     whole = [(0, len(found))] if case.size else []
@@ -87,7 +89,7 @@ def actual(case: Case, bare: bool) -> Any:
     else:
         source.write(case.source, [(0, len(case.source))])
         target.write(found, whole)
-    case.launch(kernel_library.cuda(), source.address, target.address)
+    case.launch(kernels or kernel_library.cuda(), source.address, target.address)
     if kernel_library.load().visit_synchronize():
         raise RuntimeError(f"{case.name}: the launch failed")
     target.read(found, case.written if bare else whole)
@@ -96,13 +98,13 @@ def actual(case: Case, bare: bool) -> Any:
     return found
 
 
-def differences(rounds: int, bare: bool) -> list[str]:
+def differences(rounds: int, bare: bool, kernels: Backend | None = None) -> list[str]:
     """What differs, by round; stops at the fifth."""
     found: list[str] = []
     for seed in range(rounds):
         for kind in kernel_cases.KINDS:
             case = kind(np.random.default_rng([seed, kernel_cases.KINDS.index(kind)]))
-            wrong = np.flatnonzero(expected(case) != actual(case, bare))
+            wrong = np.flatnonzero(expected(case) != actual(case, bare, kernels))
             if len(wrong):
                 where = f"byte {wrong[0]} of {case.size}, {len(wrong)} in all"
                 found.append(f"{case.name}, seed {seed}: {where}")

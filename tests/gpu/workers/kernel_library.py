@@ -117,7 +117,7 @@ def _commands(target: Path) -> list[list[str]]:
     """What compiles it."""
     cpu = target.with_suffix(".cpu.o")
     c_compiler = shlex.split(os.environ.get("CC") or "gcc")
-    sources = [str(KERNELS / "kernels_cuda.cu"), str(MEMORY)]
+    sources = [str(KERNELS / "kernels_cuda.cu"), str(KERNELS / "kernels_jit.cpp"), str(MEMORY)]
     if ON_CUDA:
         options = [f"-arch={ARCH}", "-Xcompiler", "-fPIC"]
         cuda = ["nvcc", "-shared", "-O3", "-DNDEBUG", "-lineinfo", *options]
@@ -134,9 +134,9 @@ def _commands(target: Path) -> list[list[str]]:
 
 
 def library() -> Path:
-    """The library; compiled where a source has changed."""
+    """The library; compiled where a source or a command has changed."""
     files = [*sorted(KERNELS.iterdir()), MEMORY]
-    text = "".join(path.read_text() for path in files) + ARCH
+    text = "".join(path.read_text() for path in files) + str(_commands(Path("any.so")))
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     target = BUILT / f"kernels-{'cuda' if ON_CUDA else 'host'}-{digest}.so"
     if not target.exists():
@@ -152,7 +152,8 @@ def library() -> Path:
 def load() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library()))
     loaded.visit_allocate.restype = ctypes.c_void_p
-    loaded.fck_cpu.restype = loaded.fck_cuda.restype = ctypes.c_void_p
+    for function in (loaded.fck_cpu, loaded.fck_cuda, loaded.fck_jit):
+        function.restype = ctypes.c_void_p
     return loaded
 
 
@@ -164,3 +165,10 @@ def cpu() -> Backend:
 @functools.cache
 def cuda() -> Backend:
     return Backend(load().fck_cuda())
+
+
+def jit(launch: int, moves: int, casts: int) -> tuple[Backend, int]:
+    """The GPU's as NVRTC has made them, by what fsdp_c.jit.load gives; and their fck_backend."""
+    pointers = (ctypes.c_void_p(one) for one in (launch, moves, casts))
+    address = load().fck_jit(*pointers)
+    return Backend(address), address

@@ -123,7 +123,7 @@ def in_processes(seeds: int, seconds: float) -> tuple[Digests, list[str], Any]:
             if some
         ]
         digests, wrong = gather([(who, part.result()) for who, part in parts])
-        return digests, wrong, start_controls(folder, 35).result()
+        return digests, wrong, start_controls(folder, 28).result()
 
 
 def in_this_process(seeds: int, seconds: float) -> tuple[Digests, list[str], Any]:
@@ -141,7 +141,7 @@ def in_this_process(seeds: int, seconds: float) -> tuple[Digests, list[str], Any
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=SEEDS if ON_CUDA else 1)
-    parser.add_argument("--seconds", type=float, default=80)
+    parser.add_argument("--seconds", type=float, default=70)
     options = parser.parse_args()
     run = in_processes if ON_CUDA else in_this_process
     digests, wrong, controls = run(options.seeds, options.seconds)

@@ -50,7 +50,10 @@ def snapshot(job: Job, name: str) -> bool:
     torch.cuda.memory._record_memory_history(max_entries=50_000, stacks="python")
     job.step()
     torch.cuda.synchronize()
-    torch.cuda.memory._dump_snapshot(str(out_file(f"memory-{name}.pickle")))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "memory.pickle")
+        torch.cuda.memory._dump_snapshot(str(path))
+        out_file(f"memory-{name}.pickle.gz").write_bytes(gzip.compress(path.read_bytes()))
     torch.cuda.memory._record_memory_history(enabled=None)
     return True
 

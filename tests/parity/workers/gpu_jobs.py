@@ -93,6 +93,15 @@ def prefetched_by_hand(tools: GpuTools) -> Record:
 
 
 @case
+def memory_from_the_group(tools: GpuTools) -> Record:
+    """NCCL has memory to give where the device has multicast, gloo has none."""
+    model = tools.shard(blocks(), mesh=tools.flat(), mp_policy=MIXED)
+    for unit in (*model, model):
+        unit.set_allocate_memory_from_process_group_for_comm(True)
+    return tools.train(model)
+
+
+@case
 def replicated(tools: GpuTools) -> Record:
     model = blocks().to(DEVICE)
     for block in model:
