@@ -198,7 +198,9 @@ class ParamOfOlderTorch:
     _release_all_gather_outputs_after_post_all_gather = False  # Param does it: _release_outputs()
 
     mesh_info: Any
+    reduce_dtype: torch.dtype | None
     unsharded_accumulated_grad: torch.Tensor | None
+    _unsharded_param: nn.Parameter
     _unsharded_dtensor_spec: DTensorSpec | None
 
     @property
@@ -217,6 +219,21 @@ class ParamOfOlderTorch:
         if grad is None:
             raise AssertionError("Expects unsharded_accumulated_grad to not be None")
         return self._get_grad_inner_tensor(grad)  # type: ignore[attr-defined]
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """Lets the gradient wait in the reduce dtype (called by the core for patched methods)."""
+        param, dtype = self._unsharded_param, self.reduce_dtype
+        grad = param.grad
+        if grad is not None and dtype is not None and grad.dtype != dtype:
+            param.grad = None
+            self.unsharded_accumulated_grad = grad.to(dtype)
+
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """Adds the gradient to the one that waits."""
+        param, waiting = self._unsharded_param, self.unsharded_accumulated_grad
+        if waiting is not None and param.grad is not None:
+            waiting += param.grad
+            param.grad = None
 
     def _init_shard_mesh(self) -> DeviceMesh:
         return self.shard_mesh  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_state as stock
 import torch.nn as nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import Variable
 from torch.autograd.graph import _MultiHandle
 from torch.distributed._composable_state import _get_module_state, _insert_module_state
 from torch.distributed.device_mesh import _get_device_handle
@@ -290,6 +291,12 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 f"them all to the root; fsdp_c.auto_shard does so.",
             )
             raise
+
+    def _register_root_post_backward_final_callback(self) -> None:
+        """Queues the end of backward, for a patch of this method that calls what it replaced."""
+        if not self._state_ctx.post_backward_final_callback_queued:
+            self._state_ctx.post_backward_final_callback_queued = True
+            Variable._execution_engine.queue_callback(self._root_post_backward_final_callback)
 
     def _init_shared_state(self) -> None:
         groups = []

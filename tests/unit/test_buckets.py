@@ -61,7 +61,7 @@ def test_buckets_are_cut_from_the_last_parameter_on(fake_group: int) -> None:
 
 
 def test_the_cut_follows_the_reduce_type_and_what_is_trained(fake_group: int) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     module = replicate(model(), mp_policy=policy, bucket_cap_mb=80 / MIB)
     x = torch.ones(2, 4)
     module(x).sum().backward()

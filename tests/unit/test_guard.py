@@ -501,7 +501,10 @@ def test_post_backward_outside_of_autograd() -> None:
             group.post_backward()
             group._training_state = TrainingState.IDLE
         for module in model.modules():
-            module._get_fsdp_state()._root_post_backward_final_callback()
+            state = module._get_fsdp_state()
+            if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # torch 2.15's
+                state._state_ctx.manual_backward_finalization_active = False
+            state._root_post_backward_final_callback()
         found.append([parameter.grad.to_local() for parameter in model.parameters()])
         return found
 

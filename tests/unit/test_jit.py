@@ -47,6 +47,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def on_the_driver(driver: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     """The compiled kernels serve the CPU."""
+    if _C.CUDA_KERNELS:
+        pytest.skip("built with nvcc, whose kernels come first")
     _C.use_jit(*jit.load(driver, CODE))
     _C._testing.simulate_kernels(_C._testing.kernels(1))
     _C._testing.hide_kernels(True)

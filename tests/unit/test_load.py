@@ -434,6 +434,7 @@ class TestSources:
 
 class TestProgress:
     def test_is_shown_in_bytes_if_asked(self, fake_group: int, capsys: Any) -> None:
+        pytest.importorskip("tqdm")
         load_full_state_dict(sharded(), values(), progress=True)
         assert re.search(r"loading: 100%.*\d+/\d+", capsys.readouterr().err)
 

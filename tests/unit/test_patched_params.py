@@ -74,7 +74,11 @@ def train(model: Any, calls: Counter[str] | None = None) -> list[torch.Tensor]:
     return [param.grad._local_tensor for param in model.parameters()]
 
 
-METHODS = sorted(set(guard.PARAM_METHODS) - {"to_sharded_post_forward"})
+METHODS = sorted(
+    name
+    for name in set(guard.PARAM_METHODS) - {"to_sharded_post_forward"}
+    if hasattr(FSDPParam, name)  # 2.15 has fewer
+)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -95,8 +99,8 @@ def test_a_method_patched_on_the_class(name: str, when: str) -> None:
 
     (theirs, expected), (ours, grads) = map(scenario, IMPLEMENTATIONS)
     if name in ("all_gather_inputs", "unsharded_grad_data"):
-        # torch casts such shards without asking, and takes what was accumulated.
-        assert ours == theirs == {}
+        # torch casts such shards without asking, and takes what was accumulated (before 2.15).
+        assert ours == {} and (theirs == {} or releases.has("2.15"))
     else:
         assert ours == theirs and ours[name] > 0
     assert all(map(torch.equal, grads, expected))

@@ -320,6 +320,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     (tmp_path / "mine.py").write_text(
         "import torch.nn as nn\n"
         "def model():\n"

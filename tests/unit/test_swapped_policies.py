@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import releases
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -47,4 +48,6 @@ def swapped(shard: Any, where: str, used: bool) -> list[Any]:
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("where", ["state", "group", "state and group"])
 def test_another_policy(fake_group: int, where: str, used: bool) -> None:
+    if releases.has("2.15") and (used or where != "state"):
+        pytest.skip("from 2.15 on parameters have policies, groups none; resets drop gradients")
     assert swapped(ours, where, used) == swapped(torchs, where, used)
