@@ -50,7 +50,7 @@ def release(version: str) -> str:
 
 def command(found: Build | None) -> str:
     """The command that builds it anew."""
-    source = found.source if found is not None else ""
+    source = found.source if found is not None else str(NOTE.parents[1])
     if not (Path(source) / "setup.py").is_file():
         source = "PATH/TO/A/CLONE/OF/fsdp_c"
     options = "--no-build-isolation --no-deps --force-reinstall"
@@ -59,6 +59,7 @@ def command(found: Build | None) -> str:
 
 def what_is_wrong(found: Build | None, has_extension: bool) -> str | None:
     """One sentence with the command that mends it; ``None``: nothing is wrong."""
+    clone = NOTE.parents[1]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     if found is not None and release(found.torch) != release(torch.__version__):
         return (
@@ -66,6 +67,12 @@ def what_is_wrong(found: Build | None, has_extension: bool) -> str | None:
             f"build it again with  {command(found)}"
         )
     if not has_extension:
+        if found is None and (clone / "setup.py").is_file():
+            return (
+                f"this is the source of fsdp_c, in {clone}: to use what pip has installed, leave "
+                f"that folder (cd ..); to build here, run  {sys.executable} -m pip install "
+                f"--no-build-isolation --no-deps -e {clone}"
+            )
         other = f", but for Python {found.python}" if found and found.python != python else ""
         return (
             f"fsdp_c has no extension for Python {python}{other}: build it with  {command(found)}"

@@ -16,6 +16,7 @@ from .fake_step import Trace, record
 from .forecast import Sharding
 from .optimizer_memory import live_states, optimizer_bytes
 from .report import Explanation, make_explanation
+from .units import require_module
 
 
 def explain(
@@ -49,8 +50,13 @@ def explain(
         What was printed, as data; ``.plot("memory.png")`` draws it.
 
     Raises:
-        ValueError: nothing in ``model`` is sharded; forward asks for values; ``memory`` is no size.
+        ValueError: nothing in ``model`` is sharded; forward cannot be run on the batch, or asks for
+            values; ``memory`` is no size.
+        TypeError: ``model`` is no module, or ``optimizer`` none.
     """
+    require_module(model, "explain")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"explain expects the model's optimizer, not {optimizer!r}")
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"nothing in {type(model).__name__} is sharded: call fully_shard first")
     groups = [(name, group) for name, _, group in suspicions.groups_of(model)]

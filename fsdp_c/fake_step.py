@@ -8,6 +8,7 @@ reduce. What that costs is the forecast's business.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,6 +146,7 @@ def record(
         _hook_pieces(pieces, trace, storages, undo)
         _hook_gradients(pieces, params, trace, storages, undo)
         undo.enter_context(storages)
+        undo.enter_context(_quiet())
         try:
             output = model(*args, **kwargs)
             total = (loss or _loss)(output)
@@ -153,12 +155,24 @@ def record(
             total.backward()
         except Exception as error:
             raise ValueError(
-                f"{type(model).__name__} cannot be run on tensors without values, to see what it "
-                f"allocates: {type(error).__name__}: {error}"
+                f"{type(model).__name__} cannot be run on tensors without values, of the batch's "
+                f"sizes and dtypes, to see what it allocates: {type(error).__name__}: {error}"
             ) from error
         del total
         trace.note("end")
     return trace
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the traceback that torch logs for an operator which fails: the exception says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _imitate(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -37,11 +38,19 @@ def optimizer_bytes(wanted: Wanted, dtype: torch.dtype, on_cpu: bool) -> Optimiz
         on_cpu: Where its step runs: elsewhere torch's default is ``foreach``.
 
     Raises:
-        ValueError: there is no such class.
+        ValueError: there is no such class, or its step asks for more than gradients.
+        TypeError: ``wanted`` is nothing of the kind.
     """
     make = _maker(wanted, on_cpu)
-    once, optimizer, parameters = _measure(make, 1, dtype)
-    twice = _measure(make, 2, dtype)[0]
+    try:
+        once, optimizer, parameters = _measure(make, 1, dtype)
+        twice = _measure(make, 2, dtype)[0]
+    except Exception as error:
+        name = getattr(wanted, "__name__", wanted)
+        raise ValueError(
+            f"{name} cannot make a step of two small parameters, to see what it allocates: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     size = parameters[0].numel() * dtype.itemsize
     states = sum(
         value.numel() * value.itemsize
@@ -68,20 +77,30 @@ def _maker(wanted: Wanted, on_cpu: bool) -> Callable[[list[torch.Tensor]], Optim
         wanted = torch.optim.AdamW
     if isinstance(wanted, str):
         named = {name.lower(): cls for name, cls in vars(torch.optim).items()}
+        named = {name: cls for name, cls in named.items() if _is_optimizer(cls)}
         if wanted.lower() not in named:
-            raise ValueError(f"torch.optim has no optimizer '{wanted}'")
+            like = difflib.get_close_matches(wanted.lower(), named, 1)
+            mean = f": did you mean {named[like[0]].__name__}?" if like else ""
+            raise ValueError(f"torch.optim has no optimizer '{wanted}'{mean}")
         wanted = named[wanted.lower()]
     if isinstance(wanted, Optimizer):
         known = inspect.signature(type(wanted).__init__).parameters
         settings = {key: value for key, value in wanted.defaults.items() if key in known}
         wanted = type(wanted)
-    assert callable(wanted)
+    if not callable(wanted):
+        raise TypeError(
+            f"an optimizer is a class, its name, or a function that makes one, not {wanted!r}"
+        )
     if not on_cpu and isinstance(wanted, type):
         known = inspect.signature(wanted).parameters
         if "foreach" in known and not settings.get("fused") and settings.get("foreach") is None:
             settings["foreach"] = True
     called = wanted
     return lambda parameters: called(parameters, **settings)
+
+
+def _is_optimizer(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
 
 
 def _measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
@@ -13,8 +14,10 @@ from typing_extensions import Unpack
 from . import sizes, wrap
 from .explain import optimizer_cost, traced
 from .forecast import Sharding
+from .fully_shard import fully_shard
 from .optimizer_memory import Wanted, optimizer_bytes
-from .report import Explanation, make_explanation
+from .report import Explanation, bytes_of, make_explanation
+from .units import require_module
 from .wrap import Policy, UnitKwargs
 
 
@@ -56,10 +59,15 @@ def plan(
 
     Raises:
         ValueError: neither ``world_size`` nor a mesh; a mesh of more than two dimensions; what
-            ``auto_shard`` raises before it shards; forward asks for values.
+            ``auto_shard`` raises before it shards; forward cannot be run on the batch, or asks for
+            values.
+        TypeError: an argument of another type, or one that ``fully_shard`` does not have.
     """
+    require_module(model, "plan")
     shape = _shape(world_size, mesh)
     kwargs: dict[str, Any] = dict(fully_shard_kwargs)
+    inspect.signature(fully_shard).bind(model, **kwargs)
+    limit = None if memory is None else bytes_of(memory)
     units = wrap.plan(
         model,
         policy,
@@ -71,7 +79,7 @@ def plan(
         **kwargs,
     )
     layout = sizes.layout_for(model, units, shape)
-    on_cpu = torch.device(device).type == "cpu"
+    on_cpu = _type_of(device) == "cpu"
     states, step = optimizer_cost(optimizer, layout, on_cpu)
     sharding = Sharding(
         units=tuple(layout.units),
@@ -88,10 +96,17 @@ def plan(
         sharding=sharding,
         trace=traced(model, layout, batch, loss),
         optimizer=optimizer_bytes(optimizer, torch.float32, on_cpu).name,
-        memory=memory,
+        memory=limit,
     )
     print(explanation, file=file)
     return explanation
+
+
+def _type_of(device: str | torch.device) -> str:
+    try:
+        return torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device is a torch.device or its name, as 'cuda', not {device!r}") from None
 
 
 def _shape(world_size: int | None, mesh: DeviceMesh | tuple[int, ...] | None) -> tuple[int, int]:
@@ -102,11 +117,17 @@ def _shape(world_size: int | None, mesh: DeviceMesh | tuple[int, ...] | None) ->
         world_size = torch.distributed.get_world_size()
     shape: tuple[int | None, ...] = (world_size,)
     if mesh is not None:
+        if not isinstance(mesh, (DeviceMesh, tuple, list)):
+            raise TypeError(f"mesh is a DeviceMesh or a shape such as (2, 4), not {mesh!r}")
         shape = tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
-    sizes_of = [int(size or 0) for size in shape]
-    if not 1 <= len(sizes_of) <= 2 or min(sizes_of) < 1:
+    for size in (*shape, world_size):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise TypeError(f"a number of ranks is an integer, not {size!r}")
+        if size is not None and size < 1:
+            raise ValueError(f"a number of ranks is positive, not {size}")
+    if not 1 <= len(shape) <= 2:
         raise ValueError(f"plan expects a mesh of one or two dimensions, not {shape}")
-    replicas, ranks = [1, *sizes_of][-2:]
+    replicas, ranks = [1, *(size or 0 for size in shape)][-2:]
     if world_size is not None and replicas * ranks != world_size:
         raise ValueError(f"a mesh of {shape} has {replicas * ranks} ranks, not {world_size}")
     return replicas, ranks

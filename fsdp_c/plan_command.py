@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         found = plan(
             _model(options.model),
             options.policy if not options.policy[:1].isdigit() else bytes_of(options.policy),
-            mesh=tuple(int(size) for size in options.ranks.split("x")),
+            mesh=_ranks(options.ranks),
             batch=tuple(_tensor(text) for text in options.batch) or None,
             memory=options.memory,
             optimizer=options.optimizer,
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         if options.plot is not None:
             found.plot(options.plot)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
     return int(found.fits is False)
 
@@ -60,14 +60,30 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", help="of a rank, for a verdict: 80GiB")
     add("--policy", default="blocks", help='"blocks" (the default), or units of so much: 512MiB')
     add("--max-transient", help="what a unit may need for a while: 2GiB")
-    add("--param-dtype", type=dtype_named, help="compute in it: bfloat16")
-    add("--reduce-dtype", type=dtype_named, help="reduce gradients in it: float32")
+    add("--param-dtype", type=_dtype, help="compute in it: bfloat16")
+    add("--reduce-dtype", type=_dtype, help="reduce gradients in it: float32")
     add("--optimizer", default="AdamW", help="of torch.optim")
     add("--no-reshard", action="store_true", help="reshard_after_forward=False")
     add("--offload", action="store_true", help="shards and states in CPU memory")
     add("--device", default="cuda")
     add("--plot", help="a picture of the memory of a step: memory.png")
     return parser
+
+
+def _dtype(name: str) -> torch.dtype:
+    try:
+        return dtype_named(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.split("x"))
+    except ValueError:
+        raise ValueError(
+            f"ranks are a number, 8, or replicas by ranks to shard over, 2x4, not {text!r}"
+        ) from None
 
 
 def _model(name: str) -> nn.Module:
@@ -77,8 +93,11 @@ def _model(name: str) -> nn.Module:
     make = getattr(importlib.import_module(module), attribute, None)
     if not callable(make):
         raise ValueError(f"{module} has no function or class '{attribute}'")
-    with torch.device("meta"):
-        model = make()
+    try:
+        with torch.device("meta"):
+            model = make()
+    except Exception as error:
+        raise ValueError(f"{name}() raises {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name} makes a {type(model).__name__}, not a module")
     return model

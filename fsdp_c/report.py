@@ -141,7 +141,7 @@ def bytes_of(size: int | str) -> int:
     Raises:
         ValueError: it is none.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     found = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", str(size).lower())
     if found is None or found[2] not in _SIZES:

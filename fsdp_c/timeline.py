@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from . import spans, timeline_picture
 from .spans import GATHER, REDUCE, WAITS, Event, Span
-from .units import units_of
+from .units import require_module, units_of
 
 _MS = 1e6  # nanoseconds
 
@@ -40,7 +40,7 @@ class StepTrace:
         Rank 0 writes it; elsewhere nothing happens.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was sharded in it.
+            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
             ImportError: matplotlib is not installed.
         """
         self._check()
@@ -51,7 +51,7 @@ class StepTrace:
         """Draws the timeline into axes of matplotlib, on whichever rank asks.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was sharded in it.
+            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
         """
         self._check()
         timeline_picture.draw_into(axes, self.summary(), self.ranks, legend)
@@ -62,7 +62,7 @@ class StepTrace:
         Rank 0 writes it; elsewhere nothing happens.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was sharded in it.
+            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
         """
         self._check()
         if _writes():
@@ -73,7 +73,7 @@ class StepTrace:
         """One or two sentences that say where the time went.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was sharded in it.
+            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
         """
         self._check()
         return f"{_shares(self.ranks)}. {_communication(self.ranks)}."
@@ -90,19 +90,24 @@ class StepTrace:
     def __str__(self) -> str:
         """The summary, and a table of milliseconds by unit, the mean over the ranks."""
         if not self._closed:
-            return "a trace that is still open"
+            return "a trace that an exception has ended" if self._left else "a trace that is still open"
         if not self._has_units():
             return "a trace without steps"
         return f"{self.summary()}\n{_table(self.seconds())}"
 
     _closed = False
+    _left = False  # by an exception
 
     def _has_units(self) -> bool:
         return any(span.unit for rank in self.ranks for span in rank)
 
     def _check(self) -> None:
         if not self._closed:
-            raise RuntimeError("the trace is still open: ask it after the with-block")
+            raise RuntimeError(
+                "nothing was traced: an exception has left the with-block"
+                if self._left
+                else "the trace is still open: ask it after the with-block"
+            )
         if not self._has_units():
             raise RuntimeError(
                 "nothing was traced: no forward or backward of a sharded model ran inside of "
@@ -140,8 +145,7 @@ def trace(model: nn.Module) -> Iterator[StepTrace]:
         TypeError: ``model`` is no module.
         RuntimeError: a profiler is active already.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"trace expects a module, not {type(model).__name__}")
+    require_module(model, "trace")
     devices = {group.device.type for group in units_of(model, "trace")}
     if torch.autograd.profiler._is_profiler_enabled:
         raise RuntimeError("trace cannot run while another profiler is active")
@@ -151,7 +155,11 @@ def trace(model: nn.Module) -> Iterator[StepTrace]:
         if together:
             dist.barrier()
         with record_function(spans.BLOCK):
-            yield found
+            try:
+                yield found
+            except BaseException:
+                found._left = True
+                raise
             if devices - {"cpu", "meta"}:
                 torch.accelerator.synchronize()
     own = spans.spans_of(_events(profiler))

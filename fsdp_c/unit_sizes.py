@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from .mixed_precision import reduce_dtype
-from .wrap_policy import Kwargs, bounded
+from .wrap_policy import Kwargs, bounded, padded
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,52 +33,66 @@ class Unit:
 def within(
     units: list[Unit],
     max_transient: int,
-    ranks: int | None,
+    ranks: int,
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
     names: dict[nn.Module, str],
 ) -> list[Unit]:
-    """``units``, those divided that would need more than ``max_transient`` bytes for a while."""
+    """``units``, those divided that would need more than ``max_transient`` bytes for a while, as
+    far as that can be done."""
     found: list[Unit] = []
     taken = {module for unit in units for module in unit.modules}
     for unit in units:
         inside = {m for one in unit.modules for m in one.modules()}
-        budget = _budget(unit, max_transient, ranks)
-        others = ((taken - set(unit.modules)) & inside) | ignored_modules
         policy = unit.kwargs.get("mp_policy")
-        parts = bounded(unit.modules, budget, others, ignored_params, policy)
+        params = {p for module in unit.modules for p in module.parameters()}
+        budget = max(1, int(max_transient / _transient_of_a_byte(params, policy, ranks)))
+        others = ((taken - set(unit.modules)) & inside) | ignored_modules
+        parts = bounded(unit.modules, budget, others, ignored_params, policy, ranks)
         found += [
             replace(unit, modules=part, names=tuple(names[m] for m in part), regathers=True)
             for part in parts
         ]
         found.append(unit)
-    taken = {module for unit in found for module in unit.modules}
-    for unit in found:
-        _refuse_larger(unit, _budget(unit, max_transient, ranks), taken, ignored_params)
     return found
 
 
-def _budget(unit: Unit, max_transient: int, ranks: int | None) -> int:
-    """Bytes that the unit may gather."""
-    params = {p for module in unit.modules for p in module.parameters()}
-    policy = unit.kwargs.get("mp_policy")
-    return max(1, int(max_transient / _transient_of_a_byte(params, policy, ranks)))
-
-
-def _refuse_larger(
-    unit: Unit, budget: int, taken: set[nn.Module], ignored_params: set[nn.Parameter]
+def refuse_larger(
+    owned: Mapping[Unit, Collection[nn.Parameter]], max_transient: int, ranks: int
 ) -> None:
-    inside = {m for one in unit.modules for m in one.modules() if m is not one}
-    below = {p for module in inside & taken for p in module.parameters()} | ignored_params
-    own = [p for m in unit.modules for p in m.parameters() if p not in below]
-    size = sum(p.numel() * compute_dtype(p, unit.kwargs.get("mp_policy")).itemsize for p in own)
-    if size > budget:
-        largest = max(own, key=lambda param: param.numel())
-        name = next(n for m in unit.modules for n, p in m.named_parameters() if p is largest)
-        raise ValueError(
-            f"max_transient is too small for the unit {unit}, which cannot be divided: it gathers "
-            f"{size} bytes, '{name}' {tuple(largest.shape)} the most of them, and {budget} would do"
-        )
+    """Refuses units that need more than ``max_transient`` bytes for a while.
+
+    Raises:
+        ValueError: names the first such unit and its largest parameter.
+    """
+    for unit, params in owned.items():
+        needed = transient(params, unit.kwargs.get("mp_policy"), ranks)
+        if needed > max_transient:
+            largest = max(params, key=lambda param: param.numel())
+            name = next(n for m in unit.modules for n, p in m.named_parameters() if p is largest)
+            raise ValueError(
+                f"max_transient={max_transient} is too small for the unit {unit}, which cannot be "
+                f"divided: it needs {needed} bytes for a while, for '{name}' "
+                f"{tuple(largest.shape)} most of them"
+            )
+
+
+def transient(params: Iterable[nn.Parameter], mp_policy: Any, ranks: int) -> int:
+    """Bytes that a unit of these parameters needs for a while at most, beyond its shard."""
+    gathered, rows, whole = 0, 0, 0
+    for param in params:
+        computed = compute_dtype(param, mp_policy)
+        elements = padded(param, ranks)
+        gathered += elements * computed.itemsize
+        if param.requires_grad:
+            rows += elements * _reduced_in(param, computed, mp_policy).itemsize
+            whole += param.numel() * computed.itemsize
+    return max(2 * gathered, whole + rows + rows // ranks)
+
+
+def _reduced_in(param: nn.Parameter, computed: torch.dtype, mp_policy: Any) -> torch.dtype:
+    wanted = reduce_dtype(mp_policy, param.dtype, computed) if mp_policy is not None else None
+    return wanted or computed
 
 
 def compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
@@ -88,26 +101,28 @@ def compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
 
 
 def _transient_of_a_byte(
-    params: Collection[nn.Parameter], mp_policy: Any, ranks: int | None
+    params: Collection[nn.Parameter], mp_policy: Any, ranks: int
 ) -> float:
     """Bytes that a unit needs for a while, for each byte that it gathers: parameters and buffer, or
     gradients, all rows to reduce and this rank's."""
-    if ranks is None:
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
     reduced = 0.0
     for param in params:
         computed = compute_dtype(param, mp_policy)
-        wanted = reduce_dtype(mp_policy, param.dtype, computed) if mp_policy is not None else None
-        row = (wanted or computed).itemsize
+        row = _reduced_in(param, computed, mp_policy).itemsize
         if param.requires_grad:
             reduced = max(reduced, 1 + row * (1 + 1 / ranks) / computed.itemsize)
     return max(2.0, reduced)
 
 
 def joined(
-    units: Iterable[Unit], owned: Mapping[Unit, Collection[nn.Parameter]], smallest: int
+    units: Iterable[Unit],
+    owned: Mapping[Unit, Collection[nn.Parameter]],
+    smallest: int,
+    max_transient: int | None,
+    ranks: int,
 ) -> list[Unit]:
-    """``units`` in their order, with neighbours joined until they gather ``smallest`` bytes.
+    """``units`` in their order, with neighbours joined until they gather ``smallest`` bytes, or
+    would need more than ``max_transient`` bytes for a while.
 
     A collective costs tens of microseconds whatever it moves, and a model of many small layers
     pays that for each of them three times a step; ``fully_shard([a, b])`` makes one unit of both.
@@ -122,6 +137,11 @@ def joined(
         policy = unit.kwargs.get("mp_policy")
         return sum(p.numel() * compute_dtype(p, policy).itemsize for p in owned[unit])
 
+    def fit(parent: str, unit: Unit) -> bool:
+        params = [param for one in (*waiting[parent], unit) for param in owned[one]]
+        needed = transient(params, unit.kwargs.get("mp_policy"), ranks)
+        return max_transient is None or needed <= max_transient
+
     def close(parent: str) -> None:
         group = waiting.pop(parent, [])
         if group:
@@ -134,7 +154,7 @@ def joined(
             close(parent)
             found.append(unit)
             continue
-        if parent in waiting and not _alike(waiting[parent][0], unit):
+        if parent in waiting and not (_alike(waiting[parent][0], unit) and fit(parent, unit)):
             close(parent)
         waiting.setdefault(parent, []).append(unit)
         if sum(map(gathered, waiting[parent])) >= smallest:

@@ -8,6 +8,19 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 
+def require_module(model: Any, caller: str) -> None:
+    """Refuses what is no module; names ``caller``.
+
+    Raises:
+        TypeError: ``model`` is none.
+    """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        name = model.__name__
+        raise TypeError(f"{caller} expects a module, not the class {name}: {name}(...) is one")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller} expects a module, not {type(model).__name__}")
+
+
 def sharded_modules(model: nn.Module) -> list[Any]:
     """The modules below ``model`` (and itself) that ``fully_shard`` was applied to."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, _common_utils
@@ -25,9 +26,11 @@ from typing_extensions import Unpack
 
 from .compat import ShardPlacementFnResult
 from .fully_shard import fully_shard
-from .notes import add
+from .mixed_precision import no_dtype
+from .notes import add, noted
 from .undo import Snapshot
-from .unit_sizes import Unit, joined, within
+from .unit_sizes import Unit, joined, refuse_larger, within
+from .units import require_module
 from .wrap_policy import Kwargs, Policy, children_first, run_policy
 
 if TYPE_CHECKING:
@@ -100,6 +103,7 @@ def auto_shard(
         min_unit: Bytes that a unit should gather at least. Smaller ones that are neighbours in one
             container share a gather and a reduction, as with ``fully_shard([a, b])``: fewer
             collectives, which is what many small layers wait for. They should all be called.
+            ``max_transient`` comes first.
         keep_originals: Keep the full parameters until the last unit is sharded, so that a failure
             can be undone. ``False`` frees those of each unit at once, as separate ``fully_shard``
             calls do; what can be checked beforehand is still all or nothing.
@@ -116,8 +120,9 @@ def auto_shard(
         ValueError: FSDP was applied to a part of the model already; the policy finds nothing or
             selects a container without forward; tied weights whose units have different arguments
             (the message names both); ``frozen="error"`` and a unit has parameters of both kinds;
-            a unit that ``max_transient`` is too small for and that cannot be divided.
-        TypeError: ``policy`` is no policy.
+            a unit that ``max_transient`` is too small for and that cannot be divided; a bound
+            that is not positive.
+        TypeError: ``model`` is no module, ``policy`` no policy, a bound no number.
 
     Whatever is raised, by the policy or by ``fully_shard``: the model is as it was. What was made
     is one INFO line of torch's logger of FSDP2, on rank 0.
@@ -218,6 +223,7 @@ def _plan(
     min_unit: int | None = None,
 ) -> tuple[list[Unit], set[nn.Parameter]]:
     """The units, and all parameters that are ignored."""
+    _check_arguments(model, kwargs.get("mp_policy"), max_transient, min_unit)
     check_nested_wrapping(model)
     ignored_modules = {inner for module in ignored_modules for inner in module.modules()}
     ignored_params = ignored_params | {
@@ -238,6 +244,8 @@ def _plan(
         if unit.modules == (model,):  # a CustomPolicy may have arguments for the root
             root = unit
     units = [unit for unit in units if unit is not root] + [root]
+    if ranks is None:
+        ranks = _ranks(kwargs.get("mesh"))
     if max_transient is not None:
         units = within(units, max_transient, ranks, ignored_modules, ignored_params, names)
     if overridden:
@@ -245,8 +253,35 @@ def _plan(
         units = _with_full_precision(model, units, overridden)
     units = _ordered(model, _untie(model, units, ignored_params))
     if min_unit is not None:
-        units = _ordered(model, joined(units, _owned_params(model, units), min_unit))
+        owned = _owned_params(model, units, ignored_params)
+        units = _ordered(model, joined(units, owned, min_unit, max_transient, ranks))
+    if max_transient is not None:
+        refuse_larger(_owned_params(model, units, ignored_params), max_transient, ranks)
     return units, ignored_params
+
+
+def _check_arguments(
+    model: Any, mp_policy: Any, max_transient: int | None, min_unit: int | None
+) -> None:
+    require_module(model, "auto_shard")
+    dtype = getattr(mp_policy, "param_dtype", None)
+    if isinstance(dtype, str):
+        note = f"mp_policy.param_dtype: a torch.dtype, not {dtype!r}: torch.bfloat16, for example."
+        raise noted(no_dtype(dtype), note)
+    for name, size in (("max_transient", max_transient), ("min_unit", min_unit)):
+        if size is None:
+            continue
+        if isinstance(size, bool) or not isinstance(size, (int, float)):
+            raise TypeError(f"{name} is a number of bytes, such as 2 * 2**30, not {size!r}")
+        if not size > 0:
+            raise ValueError(f"{name} is a positive number of bytes, not {size}")
+
+
+def _ranks(mesh: DeviceMesh | None) -> int:
+    """Those that a parameter is sharded over."""
+    if isinstance(mesh, DeviceMesh) and mesh.ndim <= 2:
+        return mesh.size(mesh.ndim - 1)
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 # ---- embeddings and heads
@@ -514,8 +549,10 @@ def _ordered(model: nn.Module, units: list[Unit]) -> list[Unit]:
     return list(ordered)
 
 
-def _owned_params(model: nn.Module, units: list[Unit]) -> dict[Unit, list[nn.Parameter]]:
+def _owned_params(
+    model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter] = ()
+) -> dict[Unit, list[nn.Parameter]]:
     owned: dict[Unit, list[nn.Parameter]] = {unit: [] for unit in units}
-    for param, found in _owners(model, units).items():
+    for param, found in _owners(model, units, ignored_params).items():
         owned[next(iter(found))].append(param)
     return owned

@@ -246,13 +246,14 @@ def bounded(
     others: set[nn.Module],
     ignored_params: set[nn.Parameter],
     mp_policy: Any,
+    ranks: int,
 ) -> list[tuple[nn.Module, ...]]:
     """Units of at most ``budget`` bytes out of one unit, besides those of ``others`` inside of it.
 
     Empty where it is small enough already.
     """
     taken = {p for module in others for p in module.parameters()}
-    size_of = _SizeOf(ignored_params | taken, mp_policy)
+    size_of = _SizeOf(ignored_params | taken, mp_policy, ranks)
     if size_of({p for module in modules for p in module.parameters()}) <= budget:
         return []
     return [unit for module in modules for unit in budget_units(module, budget, others, size_of)]
@@ -311,10 +312,12 @@ def _is_sealed(module: nn.Module) -> bool:
 
 @dataclasses.dataclass
 class _SizeOf:
-    """Bytes that parameters take while they are gathered: in the dtype of computation."""
+    """Bytes that parameters take while they are gathered: in the dtype of computation, with rows
+    for all ranks."""
 
     ignored_params: set[nn.Parameter]
     mp_policy: Any = None
+    ranks: int = 1
 
     def __call__(self, params: Iterable[nn.Parameter]) -> int:
         dtype: torch.dtype | None = getattr(self.mp_policy, "param_dtype", None)
@@ -322,8 +325,14 @@ class _SizeOf:
         for param in params:
             if param not in self.ignored_params:
                 computed = dtype if dtype and param.is_floating_point() else param.dtype
-                total += param.numel() * computed.itemsize
+                total += padded(param, self.ranks) * computed.itemsize
         return total
+
+
+def padded(param: nn.Parameter, ranks: int) -> int:
+    """Elements of a parameter with as many rows on each rank."""
+    rows = param.size(0) if param.ndim else 1
+    return -(-rows // ranks) * ranks * (param.numel() // max(rows, 1))
 
 
 @dataclasses.dataclass

@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from wrap_models import Transformer, bytes_of, units_of
 
 import fsdp_c
-from fsdp_c import Explanation, auto_shard, forecast, report, wrap
+from fsdp_c import Explanation, auto_shard, forecast, plan_command, report, wrap
 from fsdp_c.optimizer_memory import optimizer_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -397,3 +397,130 @@ def test_units_stay_within_the_bound(policy: Any, bound: int) -> None:
 def test_a_bound_that_nothing_exceeds_changes_nothing() -> None:
     model = Words()
     assert names(model, max_transient=4 * bytes_of(model.parameters())) == names(model)
+
+
+@pytest.mark.parametrize("policy", ["blocks", {Block}, 10**9])
+@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
+@pytest.mark.parametrize("min_unit", [None, 2**20])
+def test_a_sharded_model_stays_within_the_bound(
+    policy: Any, mp_policy: MixedPrecisionPolicy, min_unit: int | None, fake_group: int
+) -> None:
+    largest = {}
+    for bound in (10**6, 2000):
+        model = auto_shard(
+            Model(blocks=6), policy, max_transient=bound, min_unit=min_unit, mp_policy=mp_policy
+        )
+        found = fsdp_c.explain(model, file=io.StringIO())
+        largest[bound] = max(unit.transient for unit in found.units)
+    assert largest[2000] <= 2000
+    assert largest[10**6] > 2000 or (min_unit is None and policy != 10**9)
+
+
+def test_the_bound_counts_rows_for_all_ranks(fake_group: int) -> None:
+    def narrow() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(64, 1, bias=False) for _ in range(4)))
+
+    with pytest.raises(ValueError, match=r"it needs (\d+) bytes for a while") as caught:
+        auto_shard(narrow(), 10**9, max_transient=1000)
+    needed = int(re.findall(r"needs (\d+)", str(caught.value))[0])
+    model = auto_shard(narrow(), 10**9, max_transient=needed)
+    found = fsdp_c.explain(model, file=io.StringIO())
+    assert max(unit.transient for unit in found.units) <= needed
+
+
+def test_a_bound_that_cannot_be_kept_names_the_unit_and_leaves_the_model(fake_group: int) -> None:
+    model = Words()
+    match = (
+        r"max_transient=100000 is too small for the unit 'embed', which cannot be divided: it "
+        r"needs \d+ bytes for a while, for 'weight' \(4000, 16\) most of them"
+    )
+    with pytest.raises(ValueError, match=match):
+        auto_shard(model, max_transient=100_000)
+    assert type(model) is Words and not model._forward_pre_hooks
+    with pytest.raises(ValueError, match="too small for the unit"):  # tied: one unit of both
+        auto_shard(Words(tied=True), {type(model.layers[0])}, max_transient=100_000)
+
+
+@pytest.mark.parametrize("name", ["max_transient", "min_unit"])
+def test_bounds_are_positive_numbers(name: str, fake_group: int) -> None:
+    for shard in (auto_shard, partial(planned, world_size=8)):
+        for wrong in (0, -1):
+            with pytest.raises(ValueError, match=f"{name} is a positive number of bytes, not"):
+                shard(Words(), **{name: wrong})
+        for other in ("1GiB", True):
+            with pytest.raises(TypeError, match=f"{name} is a number of bytes, such as"):
+                shard(Words(), **{name: other})
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"world_size": -2}, ValueError, "a number of ranks is positive, not -2"),
+        ({"world_size": 1.5}, TypeError, "a number of ranks is an integer, not 1.5"),
+        ({"world_size": "8"}, TypeError, "a number of ranks is an integer, not '8'"),
+        ({"world_size": None, "mesh": 8}, TypeError, r"mesh is .* a shape such as \(2, 4\), not 8"),
+        ({"world_size": None, "mesh": "2x4"}, TypeError, "mesh is a DeviceMesh or a shape"),
+        ({"optimizer": "Adamm"}, ValueError, "no optimizer 'Adamm': did you mean Adam?"),
+        ({"optimizer": "Optimizer"}, ValueError, "torch.optim has no optimizer 'Optimizer'"),
+        ({"optimizer": 3}, TypeError, "an optimizer is a class, its name, or a function"),
+        ({"optimizer": "LBFGS"}, ValueError, "LBFGS cannot make a step .*closure"),
+        ({"memory": -3}, ValueError, "expected a number of bytes such as '80GiB', not -3"),
+        ({"device": "gpu"}, ValueError, "device is a torch.device or its name, as 'cuda'"),
+        ({"reshard": True}, TypeError, "unexpected keyword argument 'reshard'"),
+        ({"mp_policy": MixedPrecisionPolicy("bfloat16")}, Exception, "bfloat16|is_floating_point"),
+    ],
+)
+def test_arguments_that_a_plan_does_not_understand(
+    kwargs: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        planned(on_meta(), **kwargs)
+
+
+@pytest.mark.parametrize("call", [planned, fsdp_c.explain, auto_shard])
+def test_what_is_no_module(call: Any, fake_group: int) -> None:
+    with pytest.raises(TypeError, match="expects a module, not int"):
+        call(3)
+    with pytest.raises(TypeError, match=r"expects a module, not the class Words: Words\(...\) is"):
+        call(Words)
+
+
+def test_explain_takes_the_optimizer_itself(fake_group: int) -> None:
+    wrong: Any = "AdamW"
+    with pytest.raises(TypeError, match="explain expects the model's optimizer, not 'AdamW'"):
+        fsdp_c.explain(auto_shard(Words()), wrong)
+
+
+def test_a_batch_that_does_not_fit_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="of the batch's sizes and dtypes, to see .*RuntimeError"):
+        planned(on_meta(), batch=torch.ones(2, 8))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("eight",), "ranks are a number, 8, or replicas by ranks to shard over, 2x4, not 'eight'"),
+        (("8", "--param-dtype", "bf17"), "argument --param-dtype: torch has no dtype 'bf17'"),
+        (("8", "--device", "gpu"), "device is a torch.device or its name"),
+        (("8", "--optimizer", "LBFGS"), "LBFGS cannot make a step"),
+    ],
+)
+def test_arguments_that_the_command_does_not_understand(
+    arguments: tuple[str, ...], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        plan_command.main(["test_plan:Words", *arguments])
+    assert caught.value.code == 2 and match in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_made_is_told_from_one_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        plan_command.main(["torch.nn:Linear", "8"])
+    assert caught.value.code == 2
+    assert "torch.nn:Linear() raises TypeError: Linear.__init__()" in capsys.readouterr().err
