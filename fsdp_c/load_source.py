@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from . import objects
 from .names import clean_tensor_name
 from .safetensors import open_safetensors
 
@@ -61,9 +62,7 @@ class Link:
         """The source rank's message, which it can pickle."""
         if self.size == 1:
             return message
-        box = [message]
-        dist.broadcast_object_list(box, src=self.src, group=self.group)
-        return box[0]
+        return objects.broadcast(message, self.src, self.group)
 
     def agree(self, failure: Exception | None, elsewhere: str) -> None:
         """Raises on all ranks if one has failed: its failure there, ``elsewhere`` on the rest."""

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from . import spans, timeline_picture
+from . import objects, spans, timeline_picture
 from .spans import GATHER, REDUCE, WAITS, Event, Span
 from .units import require_module, units_of
 
@@ -217,8 +217,7 @@ def _gathered(own: list[Span]) -> list[list[Span]]:
     ranks leave the barrier at the beginning when those of rank 0's do.
     """
     machine = socket.gethostname()
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (machine, _start(own), own))
+    parts = objects.gather((machine, _start(own), own))
     starts: dict[str, int] = {}
     for where, start, _ in parts:
         starts[where] = min(start, starts.get(where, start))

@@ -21,6 +21,10 @@ def test_full_weights_are_loaded_from_a_rank_or_a_file(world: int, tmp_path: Pat
     run_ranks(conveniences.load, world, (str(tmp_path),))
 
 
+def test_nothing_needs_numpy() -> None:
+    run_ranks(conveniences.without_numpy, 2)
+
+
 def test_embeddings_and_heads_of_their_own_train_to_the_same_bits() -> None:
     run_ranks(conveniences.separate_ends, 2)
 

@@ -74,6 +74,12 @@ def test_another_python_is_named() -> None:
     assert wrong is not None and ", but for Python 3.8: build it with" in wrong
 
 
+def test_the_source_is_told_from_what_pip_has_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = built_for.what_is_wrong(None, False)
+    assert wrong is not None and wrong.startswith(f"this is the source of fsdp_c, in {ROOT}: ")
+    assert "leave that folder (cd ..)" in wrong and wrong.endswith(f"-e {ROOT}")
+
+
 @pytest.fixture
 def misfit(tmp_path: Path) -> dict[str, str]:
     """The environment of a process whose fsdp_c was built for torch 1.0."""

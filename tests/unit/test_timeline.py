@@ -185,11 +185,14 @@ def test_an_exception_leaves_nothing_behind(fake_group: int) -> None:
     model = sharded()
     step(model)
     before = _state(model)
-    with pytest.raises(KeyError, match="mine"), fsdp_c.trace(model):
+    with pytest.raises(KeyError, match="mine"), fsdp_c.trace(model) as found:
         step(model)
         raise KeyError("mine")
     assert not torch.autograd.profiler._is_profiler_enabled
     assert _overrides(model) == 0 and _state(model) == before
+    assert str(found) == "a trace that an exception has ended"
+    with pytest.raises(RuntimeError, match="nothing was traced: an exception has left"):
+        found.summary()
     with fsdp_c.trace(model) as again:
         step(model)
     assert again.ranks[0]

@@ -28,6 +28,7 @@ from fsdp_c import (
     load_full_state_dict,
     names,
     no_sync,
+    trace,
 )
 from fsdp_c import load as load_module
 
@@ -213,6 +214,18 @@ def load(rank: int, world: int, folder: str) -> None:
     backward(model, rank)
     load_like_torch(rank, full)
     load_and_fail(rank, full)
+
+
+def without_numpy(rank: int, world: int) -> None:
+    """torch's own collectives of objects fail so where there is none."""
+    full, model = full_values(), sharded_net()
+    missing = RuntimeError("Numpy is not available")
+    with unittest.mock.patch.object(torch.Tensor, "numpy", side_effect=missing):
+        load_full_state_dict(model, full if rank == world - 1 else None, src=world - 1)
+        assert_holds(model, full)
+        with trace(model) as found:
+            backward(model, rank)
+    assert len(found.ranks) == world and f"on {world} ranks" in found.summary()
 
 
 def load_like_torch(rank: int, full: dict[str, torch.Tensor]) -> None:

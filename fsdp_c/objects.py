@@ -1,0 +1,49 @@
+"""Python objects that ranks send each other. torch's own functions for that need numpy, which an
+environment with torch need not have."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
+
+
+def gather(item: Any) -> list[Any]:
+    """Every rank's item, on all ranks of the default group."""
+    device = torch.device(_get_object_coll_device())
+    own = _packed(item).to(device)
+    count = torch.tensor([own.numel()], device=device)
+    counts = [torch.empty_like(count) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, count)
+    sizes = [int(size) for size in counts]
+    row = own.new_zeros(max(sizes))
+    row[: own.numel()] = own
+    rows = [torch.empty_like(row) for _ in sizes]
+    dist.all_gather(rows, row)
+    return [_unpacked(row[:size]) for row, size in zip(rows, sizes)]
+
+
+def broadcast(item: Any, src: int, group: dist.ProcessGroup | None) -> Any:
+    """The item of the rank ``src``, on all ranks of the group."""
+    device = torch.device(_get_object_coll_device(group))
+    is_source = dist.get_rank() == src
+    data = _packed(item).to(device) if is_source else torch.empty(0, dtype=torch.uint8)
+    count = torch.tensor([data.numel()], device=device)
+    dist.broadcast(count, src=src, group=group)
+    if not is_source:
+        data = torch.empty(int(count), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=src, group=group)
+    return item if is_source else _unpacked(data)
+
+
+def _packed(item: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+
+
+def _unpacked(data: torch.Tensor) -> Any:
+    held = data.cpu().contiguous()
+    return pickle.loads(ctypes.string_at(held.data_ptr(), held.numel()))
