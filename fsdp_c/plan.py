@@ -106,7 +106,7 @@ def _type_of(device: str | torch.device) -> str:
     try:
         return torch.device(device).type
     except RuntimeError:
-        raise ValueError(f"device is a torch.device or its name, as 'cuda', not {device!r}") from None
+        raise ValueError(f"device is a torch.device or its name, not {device!r}") from None
 
 
 def _shape(world_size: int | None, mesh: DeviceMesh | tuple[int, ...] | None) -> tuple[int, int]:

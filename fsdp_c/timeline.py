@@ -90,7 +90,7 @@ class StepTrace:
     def __str__(self) -> str:
         """The summary, and a table of milliseconds by unit, the mean over the ranks."""
         if not self._closed:
-            return "a trace that an exception has ended" if self._left else "a trace that is still open"
+            return f"a trace that {'an exception has ended' if self._left else 'is still open'}"
         if not self._has_units():
             return "a trace without steps"
         return f"{self.summary()}\n{_table(self.seconds())}"

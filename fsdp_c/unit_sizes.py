@@ -100,9 +100,7 @@ def compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
     return dtype if dtype is not None and param.is_floating_point() else param.dtype
 
 
-def _transient_of_a_byte(
-    params: Collection[nn.Parameter], mp_policy: Any, ranks: int
-) -> float:
+def _transient_of_a_byte(params: Collection[nn.Parameter], mp_policy: Any, ranks: int) -> float:
     """Bytes that a unit needs for a while, for each byte that it gathers: parameters and buffer, or
     gradients, all rows to reduce and this rank's."""
     reduced = 0.0

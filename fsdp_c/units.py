@@ -40,8 +40,16 @@ def units_of(model: nn.Module, caller: str) -> list[Any]:
         )
     groups: dict[Any, None] = {}
     for module in modules:
-        groups.update(dict.fromkeys(module._get_fsdp_state()._fsdp_param_groups))
+        groups.update(dict.fromkeys(groups_of(module._get_fsdp_state())))
     return list(groups)
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of a state of torch's or ours; torch 2.11's have one at most."""
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:
+        found = [state._fsdp_param_group]
+    return [group for group in found if group is not None]
 
 
 def reshard(model: nn.Module) -> None:

@@ -387,13 +387,13 @@ static PyMethodDef state_methods[] = {
      "Waits for all reductions and ends the iteration."},
     {"_reset_iter_state", state_reset, METH_NOARGS,
      "Recovers after an exception in forward or backward; root only."},
+    {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
+     "What runs at the end of a backward."},
     /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
     {"_root_pre_forward", state_root_pre_forward, METH_VARARGS,
      "_root_pre_forward(module, args, kwargs) -> (args, kwargs): once per iteration."},
     {"_pre_backward", state_pre_backward, METH_O,
      "_pre_backward(grad) -> grad: unshards for backward."},
-    {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
-     "What runs at the end of a backward."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import releases
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -54,9 +55,14 @@ def test_there_are_as_many_as_we_know_of() -> None:
     assert len(MISTAKES) >= 48
 
 
+OF_2_13 = {"a_number_for_a_placement", "weights_tied_across_units"}
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake(name: str, processes: None) -> None:
+    if name in OF_2_13 and not releases.has("2.13"):
+        pytest.skip("the installed torch raises something else, or nothing")
     mistake = MISTAKES[name]
     stock = raised(mistake, Api(stock_fully_shard, stock_replicate))
     ours = raised(mistake, Api(fsdp_c.fully_shard, fsdp_c.replicate))

@@ -468,7 +468,7 @@ def test_bounds_are_positive_numbers(name: str, fake_group: int) -> None:
         ({"optimizer": 3}, TypeError, "an optimizer is a class, its name, or a function"),
         ({"optimizer": "LBFGS"}, ValueError, "LBFGS cannot make a step .*closure"),
         ({"memory": -3}, ValueError, "expected a number of bytes such as '80GiB', not -3"),
-        ({"device": "gpu"}, ValueError, "device is a torch.device or its name, as 'cuda'"),
+        ({"device": "gpu"}, ValueError, "device is a torch.device or its name, not 'gpu'"),
         ({"reshard": True}, TypeError, "unexpected keyword argument 'reshard'"),
         ({"mp_policy": MixedPrecisionPolicy("bfloat16")}, Exception, "bfloat16|is_floating_point"),
     ],
@@ -495,7 +495,7 @@ def test_explain_takes_the_optimizer_itself(fake_group: int) -> None:
 
 
 def test_a_batch_that_does_not_fit_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="of the batch's sizes and dtypes, to see .*RuntimeError"):
+    with pytest.raises(ValueError, match=r"of the batch's sizes and dtypes, to see .*RuntimeError"):
         planned(on_meta(), batch=torch.ones(2, 8))
     assert caplog.messages == []
 

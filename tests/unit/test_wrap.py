@@ -248,6 +248,7 @@ class TestSmallUnits:
         found = wrap.plan(model, {Block, nn.Linear}, min_unit=10**6)
         assert [len(unit.modules) for unit in found if Block in map(type, unit.modules)] == [3]
 
+    @pytest.mark.torch("2.13")  # fake groups of before leave what is reduced unwritten
     def test_a_step_has_fewer_collectives_and_the_same_gradients(self, fake_group: int) -> None:
         def step(min_unit: int | None) -> tuple[int, list[torch.Tensor]]:
             torch.manual_seed(0)
