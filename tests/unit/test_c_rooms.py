@@ -87,6 +87,7 @@ _TABLE = re.compile(r"^(?:static )?Py(?:GetSet|Method)Def \w+\[\] = .*?^};", re.
 _ENTRY = re.compile(r'^    (?:\{|GROUP_FLAG\()"(\w+)",', re.M)
 
 
+@pytest.mark.torch("2.13")  # the names of that release
 def test_what_only_torchs_internals_need_stands_under_a_divider() -> None:
     """Names that nothing of fsdp_c uses are there because torch has them; all of them say so."""
     files = [path for path in sorted((ROOT / "fsdp_c").glob("*.py")) if path.name not in MODELS]

@@ -496,7 +496,7 @@ def test_explain_takes_the_optimizer_itself(fake_group: int) -> None:
 
 def test_a_batch_that_does_not_fit_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"of the batch's sizes and dtypes, to see .*RuntimeError"):
-        planned(on_meta(), batch=torch.ones(2, 8))
+        planned(Model(), batch=torch.ones(2, 9))
     assert caplog.messages == []
 
 
