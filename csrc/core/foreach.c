@@ -142,7 +142,7 @@ static fc_status add_shard(fc_foreach *f, const fc_gather_plan *plan, size_t i, 
     const fc_slot *slot = &plan->slots[i];
     fct_facts facts;
     fct_tensor *cast = NULL;
-    const fct_tensor *source = fc_gather_plan_source(plan, p);
+    const fct_tensor *source = fc_param_shard(p, plan->post_forward);
     int32_t size = fc_dtype_size(slot->compute);
     bool casts = slot->source != slot->compute;
     bool apart = at % size != 0 ||
@@ -153,7 +153,7 @@ static fc_status add_shard(fc_foreach *f, const fc_gather_plan *plan, size_t i, 
                         target, at / size, slot->numel);
     }
     if (casts) { /* no element starts there among bytes, or the real parts are meant */
-        FC_TRY_RAISED(fct_tensor_cast(fc_gather_plan_source(plan, p), slot->compute, &cast));
+        FC_TRY_RAISED(fct_tensor_cast(fc_param_shard(p, plan->post_forward), slot->compute, &cast));
         source = cast;
         fct_tensor_facts(cast, &facts);
     }

@@ -134,12 +134,14 @@ static const char *unfit(const fct_facts *facts, int64_t numel, fct_dtype dtype)
     return NULL;
 }
 
+fct_tensor *fc_param_shard(const fc_param *p, bool post_forward) {
+    return post_forward ? p->post_forward_data : p->staged != NULL ? p->staged : p->sharded_data;
+}
+
 fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *facts,
                                fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
-    const fct_tensor *data = post_forward        ? p->post_forward_data
-                             : p->staged != NULL ? p->staged
-                                                 : p->sharded_data;
+    const fct_tensor *data = fc_param_shard(p, post_forward);
     int64_t numel = post_forward ? p->post_forward_layout.padded_numel : p->layout.padded_numel;
     fct_dtype dtype = post_forward ? fc_param_compute_dtype(p) : p->orig_dtype;
     if (data == NULL) {

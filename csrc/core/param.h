@@ -76,8 +76,11 @@ void fc_param_forget_unsharded(fc_param *p);
 
 /* The type that is gathered and computed in. */
 fct_dtype fc_param_compute_dtype(const fc_param *p);
-/* Checks the shard and reads its facts: padded_numel contiguous elements of orig_dtype inside their
- * storage. `post_forward`: the smaller group's shard, in the compute type. */
+/* What is gathered of the parameter: its shard, or the copy of it on the device. `post_forward`:
+ * the smaller group's shard, in the compute type. Borrowed. */
+fct_tensor *fc_param_shard(const fc_param *p, bool post_forward);
+/* Checks the shard and reads its facts: padded_numel contiguous elements of orig_dtype (of the
+ * compute type) inside their storage. */
 FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *facts,
                                         fc_error *err);
 /* Copies this rank's part of flat into a new post_forward_data. */

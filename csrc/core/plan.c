@@ -164,12 +164,6 @@ fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *para
     return current ? FC_OK : fc_error_set(err, FC_ESTATE, "a gather plan is stale");
 }
 
-fct_tensor *fc_gather_plan_source(const fc_gather_plan *plan, const fc_param *p) {
-    return plan->post_forward  ? p->post_forward_data
-           : p->staged != NULL ? p->staged
-                               : p->sharded_data;
-}
-
 fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
     if (capacity <= plan->capacity) {
         return FC_OK;

@@ -84,8 +84,6 @@ void fc_pieces_from(int64_t bytes);
 /* How the plan's rows are cut; borrows from it. */
 fct_cuts fc_gather_plan_cuts(const fc_gather_plan *plan);
 fct_cuts fc_reduce_plan_cuts(const fc_reduce_plan *plan);
-/* What the plan packs of a parameter: its shard, or the copy of it on the device. Borrowed. */
-fct_tensor *fc_gather_plan_source(const fc_gather_plan *plan, const fc_param *p);
 
 /* Room for `capacity` gradients. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);

@@ -114,7 +114,7 @@ static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *pa
             continue;
         }
         FC_TRY_RAISED(
-            fct_tensor_cast(fc_gather_plan_source(plan, params[i]), s->dst_dtype, &made[i]));
+            fct_tensor_cast(fc_param_shard(params[i], plan->post_forward), s->dst_dtype, &made[i]));
         FC_TRY(buffer_facts(made[i], s->count * fc_dtype_size(s->dst_dtype), &facts, err));
         s->src = facts.data;
         s->src_dtype = s->dst_dtype;

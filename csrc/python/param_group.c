@@ -357,8 +357,7 @@ static PyObject *group_set_link(PyObject *obj, PyObject *args) {
 static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
     PyObject *groups[2] = {NULL, NULL};
     fct_pg *handles[2] = {NULL, NULL};
-    if (!fcpy_group_ready(as_group(obj)) ||
-        !PyArg_ParseTuple(args, "OO", &groups[0], &groups[1])) {
+    if (!fcpy_group_ready(as_group(obj)) || !PyArg_ParseTuple(args, "OO", &groups[0], &groups[1])) {
         return NULL;
     }
     for (int i = 0; i < 2; i++) {

@@ -73,12 +73,12 @@ static void others_are_staged_for_the_pack(void **state) {
     assert_true(f.plan.casts);
     assert_int_equal(fc_offload_stage(&f.plan, f.list, sim_device(), &f.err), FC_OK);
     for (int i = 0; i < 2; i++) {
-        assert_ptr_equal(fc_gather_plan_source(&f.plan, f.list[i]), f.params[i].staged);
+        assert_ptr_equal(fc_param_shard(f.list[i], f.plan.post_forward), f.params[i].staged);
         sim_tensor_expect(f.params[i].staged, SHARDS[i], "a staged shard");
     }
     fc_offload_unstage(&f.plan, f.list);
     for (int i = 0; i < 2; i++) {
-        assert_ptr_equal(fc_gather_plan_source(&f.plan, f.list[i]), f.params[i].sharded_data);
+        assert_ptr_equal(fc_param_shard(f.list[i], f.plan.post_forward), f.params[i].sharded_data);
     }
     end(&f);
 }
