@@ -28,7 +28,7 @@ DEMO_ARGS ?=
 # BENCH_ARGS=--quick tries the machinery on tiny models.
 BENCH_ARGS ?=
 # Tests that share an expensive fixture are one group, for one worker.
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n 3 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
 WHEELS ?=
 WHEEL_PYTHONS ?= $(if $(WHEELS),,$(PY))
@@ -101,7 +101,8 @@ demo: build
 # ---- tests ------------------------------------------------------------------------------------------------
 
 test: export FSDP_C_STOCK_OUTCOMES := $(STOCK_OUTCOMES)
-test: build test-c test-assert
+test: build
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-c test-assert
 	$(PY) -m pytest $(PYTEST_ARGS) tests
 
 # What goes through most transitions of the core, with the assertions of csrc/core on: see fc_group_check.

@@ -4,10 +4,12 @@
 #include "sim_break.h"
 
 /* Later steps make no call that the first does not, but find plans, memory and events that are
- * there already: every third of their calls is made to fail, unless SWEEP_WHOLE is set. */
+ * there already; without kernels only the packing differs. There every third call is made to fail,
+ * unless SWEEP_WHOLE is set. */
 static void sweep(const sim_scenario *scenario, const char *device) {
-    sim_sweep(scenario, device, (sim_breakage){.span = SIM_ONCE},
-              scenario->device.no_kernels ? 1 : SIM_BREAK_STEPS);
+    const bool no_kernels = scenario->device.no_kernels;
+    sim_sweep(scenario, device, (sim_breakage){.span = SIM_ONCE, .thin = no_kernels},
+              no_kernels ? 1 : SIM_BREAK_STEPS);
 }
 
 static void after_any_single_failure_the_step_can_be_repeated(void **state) {
