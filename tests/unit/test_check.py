@@ -75,6 +75,7 @@ def test_another_python_is_named() -> None:
 
 
 def test_the_source_is_told_from_what_pip_has_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(built_for, "NOTE", ROOT / "fsdp_c" / built_for.NOTE.name)
     wrong = built_for.what_is_wrong(None, False)
     assert wrong is not None and wrong.startswith(f"this is the source of fsdp_c, in {ROOT}: ")
     assert "leave that folder (cd ..)" in wrong and wrong.endswith(f"-e {ROOT}")
