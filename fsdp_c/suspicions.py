@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from . import units
 from .notes import class_name, some
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
@@ -210,7 +211,7 @@ def groups_of(model: nn.Module) -> Iterator[tuple[str, FSDPState, Any]]:
         if state is not None:
             names.setdefault(state, []).append(name or "(root)")
     for state, of_state in names.items():
-        groups = state._fsdp_param_groups
+        groups = units.groups_of(state)
         for index, group in enumerate(groups):
             suffix = f" [{index}]" if len(groups) > 1 else ""
             yield ", ".join(of_state) + suffix, state, group
