@@ -132,14 +132,13 @@ def synchronised_backwards_are_not_reduced_again(api: Api) -> Found:
     model.set_manual_backward_finalization(True)
     with Collectives() as mode:
         loss_of(model(batch(api.rank))).backward()
-        in_flight = model._get_fsdp_state()._comm_ctx.reductions_in_flight
+        before = mode.seen["_reduce_scatter_base_"]
         model.finalize_backward()
     return {
         "found": grads(model),
         "expected": reference(api.rank, 1),
-        "counts": mode.seen["_reduce_scatter_base_"],
-        "in flight": in_flight,
-        "then": model._get_fsdp_state()._comm_ctx.reductions_in_flight,
+        "counts": [before, mode.seen["_reduce_scatter_base_"]],
+        "in flight": model._get_fsdp_state()._comm_ctx.reductions_in_flight,
     }
 
 
