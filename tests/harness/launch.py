@@ -79,7 +79,7 @@ def run_ranks(
     timeout: float = 120.0,
     env: dict[str, str] | None = None,
     backend: str = "gloo",
-    collective_timeout: float = 30.0,
+    collective_timeout: float = 90.0,
     fresh: bool = False,
 ) -> list[Any]:
     """Run ``target`` on ``world_size`` ranks and return their results in rank order.
