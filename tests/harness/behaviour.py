@@ -131,8 +131,16 @@ def run_scenarios(
                 results[title] = function(Api(name, rank, world, Path(folder)))
         except Exception as error:
             results[title] = Raised(type(error).__name__, traceback.format_exc())
-        dist.barrier()
+        _meet(rank, world, title)
     return results
+
+
+def _meet(rank: int, world: int, title: str) -> None:
+    """All ranks have run the scenario. gloo's barrier would raise what a collective of it that is
+    still in flight raises, which torch's own FSDP2 does not wait for after an error."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{title}/{rank}", "")
+    store.wait([f"{title}/{peer}" for peer in range(world)])
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 import fsdp_c
 
-LATE = 0.3  # seconds
+LATE = 1.0  # seconds: longer than what a busy machine keeps the other rank waiting for
 
 
 class Late(nn.Linear):
