@@ -61,3 +61,13 @@ def test_state_dicts_on_one_rank() -> None:
     assert set(found["kinds"]) == {"DTensor"}
     assert differences(found["weights"], found["full"]) == []
     assert differences(found["went on"], found["loaded"]) == []
+
+
+def test_what_a_forward_writes_stays_where_parameters_are_whole() -> None:
+    """As in a plain model. Torch's own copies of one rank's parameters lose it."""
+    (ours,) = returned("writes_in_forward_alone", "fsdp_c", world=1)
+    (theirs,) = returned("writes_in_forward_alone", "torch", world=1)
+    assert differences(ours["before"], ours["not sharded"]) != []
+    assert differences(ours["not sharded"], ours["sharded"]) == []
+    for lost in (ours["cast"], theirs["sharded"], theirs["cast"]):
+        assert differences(ours["before"], lost) == []

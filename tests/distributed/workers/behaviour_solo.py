@@ -163,3 +163,27 @@ def state_dict_alone(api: Api) -> dict[str, Any]:
         for param in model.parameters():
             nn.init.ones_(param)
     return found | {"emptied": train(model, 0, 1)}
+
+
+@solo()
+def writes_in_forward_alone(api: Api) -> dict[str, Any]:
+    """A hook clamps a block's weight before each forward: what it is after one, by whether it is
+    cast; and in a model that is not sharded."""
+
+    def clamp(block: Any, args: Any) -> None:
+        with torch.no_grad():
+            block.linear.weight.clamp_(-0.01, 0.01)
+
+    def forward(model: nn.Sequential) -> torch.Tensor:
+        model[0].register_forward_pre_hook(clamp)
+        with torch.no_grad():
+            model(batch(0))
+        return weights(model)["0.linear.weight"]
+
+    cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return {
+        "before": weights(plain())["0.linear.weight"],
+        "not sharded": forward(plain()),
+        "sharded": forward(shard(api, plain())),
+        "cast": forward(shard(api, plain(), mp_policy=cast)),
+    }
