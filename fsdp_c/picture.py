@@ -18,14 +18,9 @@ def draw(title: str, timeline: Timeline, memory: int | None, path: str | os.Path
 
     Args:
         memory: Bytes of the rank: a line, where it is not far above.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     samples = _fewer([sample for sample in timeline.samples if sample.phase != BEFORE])
     scale, unit = (2**30, "GiB") if timeline.peak.total >= 2**30 else (2**20, "MiB")
     figure = Figure(figsize=(11, 5.5), layout="constrained")

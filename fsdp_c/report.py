@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .advice import Change, changes
+from .drawing import require_matplotlib
 from .fake_step import Trace
 from .forecast import KINDS, Sample, Sharding, Timeline, UnitSizes, forecast, synthetic
 from .sizes import Layout, ParamSize
@@ -99,6 +100,7 @@ class Explanation:
         """
         from .picture import draw
 
+        require_matplotlib()
         draw(self.title, self.timeline, self.memory, path)
 
     def __str__(self) -> str:

@@ -17,6 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from . import objects, spans, timeline_picture
+from .drawing import require_matplotlib
 from .spans import GATHER, REDUCE, WAITS, Event, Span
 from .units import require_module, units_of
 
@@ -41,9 +42,10 @@ class StepTrace:
 
         Raises:
             RuntimeError: the ``with`` block is still open, or nothing was traced in it.
-            ImportError: matplotlib is not installed.
+            ImportError: matplotlib is not installed; on every rank, whoever writes.
         """
         self._check()
+        require_matplotlib()
         if _writes():
             timeline_picture.draw(self.summary(), self.ranks, path)
 

@@ -26,15 +26,9 @@ _MOST_RANKS = 8
 
 
 def draw(title: str, ranks: list[list[Span]], path: str | os.PathLike[str]) -> None:
-    """Draws the spans of the first ranks into a file, whose ending says which format.
+    """Draws the spans of the first ranks into a file, whose ending says which format."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
     rows = len(_lanes(ranks)) * min(len(ranks), _MOST_RANKS)
     figure = Figure(figsize=(15, 1.9 + 0.42 * rows), layout="constrained")
     draw_into(figure.add_subplot(), title, ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import readme
 from launch import run_ranks
 
@@ -29,11 +30,21 @@ with fsdp_c.full_params(model) as full:
 BROKEN = f"Words.\n{FIRST}\n{WRITES}\n```python\nnothing_of_this_name\n```\n```\nno Python\n```\n"
 
 
-def test_blocks_run_and_leave_models_that_train(tmp_path: Path) -> None:
+def assert_run(folder: Path, draw: bool) -> None:
+    """Of all blocks those that draw a picture, or the others."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
-    assert len(readme.blocks(texts["README.md"])) >= 5
-    for wrong in run_ranks(readme.run_blocks, 2, (texts, str(tmp_path))):
+    for wrong in run_ranks(readme.run_blocks, 2, (texts, str(folder), draw)):
         assert wrong == [], "\n".join(wrong)
+
+
+def test_blocks_run_and_leave_models_that_train(tmp_path: Path) -> None:
+    assert_run(tmp_path, draw=False)
+
+
+def test_blocks_that_draw_run_and_leave_models_that_train(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert_run(tmp_path, draw=True)
+    assert {path.name for path in tmp_path.glob("*.png")} == {"memory.png", "step.png"}
 
 
 def test_blocks_that_fail_are_found(tmp_path: Path) -> None:
@@ -52,6 +63,7 @@ def test_blocks_that_fail_are_found(tmp_path: Path) -> None:
 
 def test_no_block_is_overlooked() -> None:
     """Every fence of Python opens a block that is run."""
+    assert len(readme.blocks((ROOT / "README.md").read_text())) >= 5
     for path in DOCUMENTS:
         text = path.read_text()
         assert text.count("```python") + text.count("```py\n") == len(readme.blocks(text)), path

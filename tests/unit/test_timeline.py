@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn as nn
 from test_explain import sharded
 
 import fsdp_c
-from fsdp_c import _C, spans
+from fsdp_c import _C, spans, timeline
 from fsdp_c.spans import BLOCK, COMPUTE, GATHER, HOST, REDUCE, Event, Span, spans_of
 from fsdp_c.timeline import StepTrace
 
@@ -179,6 +180,22 @@ def _check_files(found: StepTrace, folder: Path) -> None:
     shown = [event for event in saved["traceEvents"] if event["ph"] == "X"]
     assert len(shown) == len(found.ranks[0])
     assert saved["otherData"]["summary"] == found.summary()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_missing_matplotlib_is_missed_on_every_rank(
+    fake_group: int, writes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else the rank that draws would stop, and the others wait for it."""
+    model = sharded()
+    with fsdp_c.trace(model) as found:
+        step(model)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(timeline, "_writes", lambda: writes)
+    for picture in (found, fsdp_c.explain(model)):
+        with pytest.raises(ImportError, match="a picture needs matplotlib: pip install matplotl"):
+            picture.plot(tmp_path / "step.png")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_exception_leaves_nothing_behind(fake_group: int) -> None:
