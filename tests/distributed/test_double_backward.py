@@ -14,6 +14,7 @@ import pytest
 import torch
 from behaviour import differences
 from launch import RanksFailed, run_ranks
+from releases import has
 from test_stock_bugs import apart
 
 SCENARIOS = ("double_backward",)
@@ -33,7 +34,23 @@ IN_BITS = [
     "an_error_between_both_backwards",
     "penalty_in_a_backward_that_is_finished_by_hand",
 ]
+SUMMED_IN = {
+    "penalty_in_mixed_precision": torch.bfloat16,
+    "penalty_with_a_reduce_dtype_and_accumulation": torch.float32,
+}
+"""What ours adds up gradients of a norm in, which come from both backwards; stock, with which these
+are compared, takes the wider dtype of the reduction from 2.15 on (test_behaviour_dtypes.py)."""
 SEVERAL_REDUCTIONS = ["penalty_of_critics", "backward_that_keeps_its_graph"]
+
+
+def assert_same_but_sums(expected: Any, found: Any, summed_in: torch.dtype) -> None:
+    """Bits, but for the norms' weights: these within two roundings of the narrower sum."""
+    sums = [name for name in expected if name.endswith("norm.weight")]
+    for name in sums:
+        right = expected.pop(name)
+        limit = 2 * torch.finfo(summed_in).eps * right.abs().max().item()
+        torch.testing.assert_close(found.pop(name), right, rtol=0, atol=limit)
+    assert sums and differences(expected, found) == []
 
 
 def ours(name: str, world: int = 2) -> list[Any]:
@@ -63,6 +80,9 @@ def test_b8_torch_reads_freed_parameters() -> None:
 @pytest.mark.parametrize("name", IN_BITS)
 def test_gradients_are_those_of_the_plain_model(name: str) -> None:
     for rank, result in enumerate(ours(name)):
+        if has("2.15") and name in SUMMED_IN:
+            assert_same_but_sums(dict(result["expected"]), dict(result["found"]), SUMMED_IN[name])
+            continue
         wrong = differences(result["expected"], result["found"], f"rank {rank}")
         assert not wrong, "\n".join(wrong[:20])
     if name != "penalty_that_never_reshards":

@@ -163,3 +163,33 @@ def frozen_parameters_of_one_dtype(api: Api) -> dict[str, bool]:
         model = api.fully_shard(Frozen(dtype))
         found[str(dtype)] = torch.equal(model(), expected)
     return found
+
+
+class Twice(nn.Module):
+    """A norm that each forward uses twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(self.norm(x)).tanh())
+
+
+@scenario()
+def parameters_used_twice(api: Api) -> dict[int, list[torch.Tensor]]:
+    """Gradients computed in bfloat16 and reduced in float32, by how many microbatches wait."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = {}
+    for waiting in range(3):
+        torch.manual_seed(3)
+        model = nn.Sequential(Twice(), Twice())
+        for layer in (*model, model):
+            api.fully_shard(layer, mp_policy=policy)
+        torch.manual_seed(10 + api.rank)
+        for step in range(waiting + 1):
+            model.set_requires_gradient_sync(step == waiting)
+            model(torch.randn(3, WIDTH)).square().mean().backward()
+        found[waiting] = [whole(param.grad) for param in model.parameters()]
+    return found
