@@ -114,14 +114,20 @@ def scenario(world: int = 2) -> Callable[[Scenario], Scenario]:
 
 
 def run_scenarios(
-    rank: int, world: int, name: str, folder: str, modules: tuple[str, ...] = MODULES
+    rank: int,
+    world: int,
+    name: str,
+    folder: str,
+    modules: tuple[str, ...] = MODULES,
+    only: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Runs every scenario of ``modules`` for ``world`` ranks under one implementation."""
+    """Runs the scenarios of ``modules`` for ``world`` ranks under one implementation: all, or the
+    named ones."""
     results: dict[str, Any] = {}
     for module in modules:
         importlib.import_module(module)
     for title, function in _scenarios[world].items():
-        if function.__module__ not in modules:
+        if function.__module__ not in modules or (only and title not in only):
             continue
         print("scenario", title, flush=True)
         torch.manual_seed(0)
@@ -263,12 +269,14 @@ def collectives(run: Callable[[], Any]) -> Counter[str]:
 # ---- in the tests ----
 
 
-def folder_of(implementation: str, world: int, modules: tuple[str, ...]) -> Path:
+def folder_of(
+    implementation: str, world: int, modules: tuple[str, ...], only: tuple[str, ...] = ()
+) -> Path:
     """Where the test workers of this run share outcomes. Its name is short whatever the number of
     modules: file systems allow 255 bytes. Torch's own stay for the runs that come after where
     FSDP_C_STOCK_OUTCOMES names a folder: `make test` runs scenarios on two builds of ours."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
-    which = hashlib.sha256(" ".join(modules).encode()).hexdigest()[:16]
+    which = hashlib.sha256(" ".join(modules + only).encode()).hexdigest()[:16]
     kept = os.environ.get("FSDP_C_STOCK_OUTCOMES")
     if kept and implementation == "torch":
         return Path(kept) / f"{which}_{world}"
@@ -277,11 +285,15 @@ def folder_of(implementation: str, world: int, modules: tuple[str, ...]) -> Path
 
 @functools.cache
 def outcomes(
-    implementation: str, world: int, modules: tuple[str, ...] = MODULES
+    implementation: str,
+    world: int,
+    modules: tuple[str, ...] = MODULES,
+    only: tuple[str, ...] = (),
+    timeout: float = 240,
 ) -> list[dict[str, Any]]:
     """For each rank: name of the scenario -> what it returned, or Raised. Run by one test worker,
-    read by all."""
-    folder = folder_of(implementation, world, modules)
+    read by all; ``only`` the named ones, if any are named."""
+    folder = folder_of(implementation, world, modules, only)
     folder.mkdir(exist_ok=True, parents=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -290,7 +302,10 @@ def outcomes(
             files = folder / "files"
             files.mkdir(exist_ok=True)
             found = run_ranks(
-                run_scenarios, world, (implementation, str(files), modules), timeout=240
+                run_scenarios,
+                world,
+                (implementation, str(files), modules, only),
+                timeout=timeout,
             )
             saved.write_bytes(pickle.dumps(found))
         return pickle.loads(saved.read_bytes())
