@@ -123,7 +123,8 @@ test-fast: build
 		$(NOT_FAST:%=--ignore=tests/unit/test_%.py) tests/unit \
 		tests/distributed/test_behaviour_*.py tests/parity/test_parity.py -k 'not smaller_mesh and not on_four and not cuda'
 
-# The whole grid of parity, 600 settings in a quarter of an hour; `make test` runs 260 of them.
+# The whole grid of parity, 600 settings in a quarter of an hour, and all scripts; `make test` runs 260 settings and the
+# cheap scripts.
 parity: build
 	FSDP_C_PARITY_COUNT=600 FSDP_C_PARITY_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/parity
 

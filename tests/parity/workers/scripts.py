@@ -1,0 +1,162 @@
+"""Scripts: unusual things that users do around FSDP2, on two ranks and over small models.
+
+A module ``scripts_*.py`` defines functions marked ``@script()``; each takes a ``Script`` and
+returns what it saw. All of them run in one launch for each implementation (``behaviour.py``). Of a
+script marked ``wide`` there is a second one, ``name_wide``, over parameters that are large enough
+to be moved by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn as nn
+from behaviour import DIM, Api, Raised, scenario
+
+MODULES = (
+    "scripts_autograd",
+    "scripts_gradients",
+    "scripts_modules",
+    "scripts_optimizers",
+    "scripts_parallel",
+    "scripts_runs",
+    "scripts_state",
+    "scripts_writes",
+)
+WIDE = 300
+"""Width of the large models: a weight of 360,000 bytes."""
+SHOWN = 4096
+"""Bytes of a tensor that is handed back as it is; of a larger one, a digest."""
+
+Loss = Callable[[int], torch.Tensor]
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Script(Api):
+    """One implementation, and what most scripts begin with: a model, its data, its training."""
+
+    width: int = DIM
+
+    def blocks(self, count: int = 3, seed: int = 0) -> nn.Sequential:
+        torch.manual_seed(seed)
+        width = self.width
+        return nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count))
+        )
+
+    def shard(self, model: Any, units: Iterable[nn.Module] | None = None, **kwargs: Any) -> Any:
+        """The units (the children that have parameters), then the model itself."""
+        if units is None:
+            children = list(model.children())
+            units = [child for child in children if next(child.parameters(), None) is not None]
+        for unit in units:
+            self.fully_shard(unit, **kwargs)
+        return self.fully_shard(model, **kwargs)
+
+    def sharded(self, **kwargs: Any) -> Any:
+        return self.shard(self.blocks(), **kwargs)
+
+    def rows(self, step: int = 0, count: int = 4) -> torch.Tensor:
+        """Other rows in each step, and on each rank."""
+        generator = torch.Generator().manual_seed(100 * self.rank + step)
+        return torch.randn(count, self.width, generator=generator)
+
+    def loss(self, model: nn.Module, step: int = 0) -> torch.Tensor:
+        return model(self.rows(step)).square().mean()
+
+    def train(
+        self,
+        model: nn.Module,
+        loss: Loss | None = None,
+        steps: int = 2,
+        optimizer: Optimizer | None = None,
+    ) -> list[Any]:
+        """Loss and gradients of each step, then the weights: this rank's part of them."""
+        params = list(model.parameters())
+        chosen = optimizer(params) if optimizer else torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        seen: list[Any] = []
+        for step in range(steps):
+            value = loss(step) if loss else self.loss(model, step)
+            value.backward()
+            seen += [copy_of(value), gradients(model)]
+            chosen.step()
+            chosen.zero_grad()
+        return [*seen, weights(model)]
+
+
+def copy_of(tensor: Any) -> Any:
+    """This rank's part of a tensor as it is now."""
+    if tensor is None:
+        return None
+    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach().clone()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [copy_of(param) for param in model.parameters()]
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [copy_of(param.grad) for param in model.parameters()]
+
+
+def returnable(value: Any) -> Any:
+    """What a script saw, with this rank's parts of tensors, digests of large ones."""
+    if isinstance(value, torch.Tensor):
+        part = copy_of(value)
+        if part.nbytes <= SHOWN:
+            return part
+        data = part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [str(part.dtype), tuple(part.shape), hashlib.sha256(data).hexdigest()]
+    if isinstance(value, dict):
+        return {name: returnable(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [returnable(item) for item in value]
+    return value
+
+
+def attempted(run: Callable[[], Any]) -> Any:
+    """What ``run()`` returns, or the exception that it raises: its type and first line."""
+    try:
+        return returnable(run())
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return Raised(type(error).__name__, lines[0])
+
+
+Function = Callable[[Script], Any]
+CHEAP: list[str] = []
+COSTLY: list[str] = []
+"""The names of all scripts, of the modules that have been imported."""
+
+
+def script(wide: bool = False, costly: bool = False) -> Callable[[Function], Function]:
+    """Registers a function to be run on two ranks. ``wide``: over large parameters too;
+    ``costly``: ranks spend more than a seventh of a second on it, and `make test` leaves it out."""
+
+    def register(function: Function) -> Function:
+        widths = {function.__name__: DIM}
+        if wide:
+            widths[f"{function.__name__}_wide"] = WIDE
+        for name, width in widths.items():
+            _register(function, name, width)
+            (COSTLY if costly else CHEAP).append(name)
+        return function
+
+    return register
+
+
+def _register(function: Function, name: str, width: int) -> None:
+    @functools.wraps(function)
+    def run(api: Api) -> Any:
+        given = {field.name: getattr(api, field.name) for field in fields(Api)}
+        return attempted(lambda: function(Script(**given, width=width)))
+
+    run.__name__ = name
+    scenario()(run)
