@@ -135,25 +135,25 @@ done:
     return status;
 }
 
-/* Parameter i's shard, to `at` bytes into the storage of `target`. */
-static fc_status add_shard(fc_foreach *f, const fc_gather_plan *plan, size_t i, const fc_param *p,
-                           const fct_tensor *target, int64_t at, fc_error *err) {
+/* A slot's input, to `at` bytes into the storage of `target`. */
+static fc_status add_input(fc_foreach *f, const fc_gather_plan *plan, const fc_slot *slot,
+                           fc_param *const *params, const fct_tensor *target, int64_t at,
+                           fc_error *err) {
     fc_status status = FC_OK;
-    const fc_slot *slot = &plan->slots[i];
     fct_facts facts;
     fct_tensor *cast = NULL;
-    const fct_tensor *source = fc_param_shard(p, plan->post_forward);
+    const fct_tensor *source = fc_slot_input(plan, slot, params);
     int32_t size = fc_dtype_size(slot->compute);
     bool casts = slot->source != slot->compute;
     bool apart = at % size != 0 ||
                  (fc_dtype_is_complex(slot->source) && !fc_dtype_is_complex(slot->compute));
-    FC_TRY(fc_param_shard_facts(p, plan->post_forward, &facts, err));
+    FC_TRY(fc_slot_input_facts(plan, slot, params, &facts, err));
     if (casts && !apart) {
         return add_copy(f, slot->source, source, facts.offset_bytes / facts.itemsize, slot->compute,
                         target, at / size, slot->numel);
     }
     if (casts) { /* no element starts there among bytes, or the real parts are meant */
-        FC_TRY_RAISED(fct_tensor_cast(fc_param_shard(p, plan->post_forward), slot->compute, &cast));
+        FC_TRY_RAISED(fct_tensor_cast(fc_slot_input(plan, slot, params), slot->compute, &cast));
         source = cast;
         fct_tensor_facts(cast, &facts);
     }
@@ -170,10 +170,11 @@ fc_status fc_foreach_pack(fc_foreach *f, const fc_gather_plan *plan, fc_param *c
     fc_status status = FC_OK;
     FC_TRY(reserve(f, plan->count));
     for (size_t i = 0; i < plan->count; i++) {
-        const fct_tensor *target = buffer != NULL ? buffer : params[i]->flat;
-        int64_t at = buffer != NULL ? start + plan->slots[i].offset : 0;
-        if (plan->slots[i].numel > 0) {
-            FC_TRY(add_shard(f, plan, i, params[i], target, at, err));
+        const fc_slot *slot = &plan->slots[i];
+        const fct_tensor *target = buffer != NULL ? buffer : fc_slot_output(slot, params);
+        int64_t at = buffer != NULL ? start + slot->offset : 0;
+        if (slot->numel > 0) {
+            FC_TRY(add_input(f, plan, slot, params, target, at, err));
         }
     }
     FC_TRY(copy_all(f));
@@ -189,17 +190,17 @@ static int64_t slot_units(const fc_gather_plan *plan, const fc_slot *slot) {
     return slot->numel * fc_dtype_size(slot->compute) / fc_dtype_size(plan->dtype);
 }
 
-/* One slot's blocks, from where they stand in rows to the flat tensor. */
-static fc_status unpack_blocks(const fc_gather_plan *plan, size_t i, const fc_param *p,
-                               const fct_tensor *rows, int64_t offset, int64_t pitch) {
-    const fc_slot *slot = &plan->slots[i];
+/* One slot's blocks, from where they stand in rows to the output. */
+static fc_status unpack_blocks(const fc_gather_plan *plan, const fc_slot *slot,
+                               fc_param *const *params, const fct_tensor *rows, int64_t offset,
+                               int64_t pitch) {
     int64_t chunk = slot_units(plan, slot) / slot->outer;
     const blocks from = {rows, offset, pitch, chunk, plan->dtype};
-    const blocks to = {p->flat, 0, chunk, plan->world * chunk, plan->dtype};
+    const blocks to = {fc_slot_output(slot, params), 0, chunk, plan->world * chunk, plan->dtype};
     return copy_blocks(&from, &to, plan->world, slot->outer, chunk);
 }
 
-/* What the split has to write besides the flat tensors, in elements of one row. */
+/* What the split has to write besides the outputs, in elements of one row. */
 typedef struct spare_room {
     int64_t blocks; /* of slots with several blocks, one after the other: copied from there */
     int64_t gap;    /* the widest between two slots: nobody reads it */
@@ -221,7 +222,7 @@ static spare_room room_beside(const fc_gather_plan *plan) {
     return a;
 }
 
-/* The parts of a row: flat tensors, blocks that are put aside, gaps behind those. */
+/* The parts of a row: outputs, blocks that are put aside, gaps behind those. */
 static fc_status list_parts(fc_foreach *f, const fc_gather_plan *plan, fc_param *const *params,
                             const fct_tensor *spare, int64_t blocks_end) {
     fc_status status = FC_OK;
@@ -242,7 +243,7 @@ static fc_status list_parts(fc_foreach *f, const fc_gather_plan *plan, fc_param 
         }
         int64_t units = slot_units(plan, slot);
         size_t at = append(f, units);
-        const fct_tensor *base = slot->outer == 1 ? params[i]->flat : spare;
+        const fct_tensor *base = slot->outer == 1 ? fc_slot_output(slot, params) : spare;
         FC_TRY(table(base, plan->dtype, plan->world, units, units,
                      slot->outer == 1 ? 0 : plan->world * put, &f->dst[at]));
         put += slot->outer == 1 ? 0 : units;
@@ -270,9 +271,10 @@ static fc_status unpack_split(fc_foreach *f, const fc_gather_plan *plan, fc_para
     FC_TRY(list_parts(f, plan, params, spare, a.blocks));
     FC_TRY_RAISED(fct_split_copy(rows, f->sizes, f->dst, f->count));
     for (size_t i = 0; i < plan->count; i++) {
-        int64_t units = slot_units(plan, &plan->slots[i]);
-        if (plan->slots[i].outer != 1 && units > 0) {
-            FC_TRY(unpack_blocks(plan, i, params[i], spare, plan->world * put, units));
+        const fc_slot *slot = &plan->slots[i];
+        int64_t units = slot_units(plan, slot);
+        if (slot->outer != 1 && units > 0) {
+            FC_TRY(unpack_blocks(plan, slot, params, spare, plan->world * put, units));
             put += units;
         }
     }
@@ -301,8 +303,9 @@ fc_status fc_foreach_unpack(fc_foreach *f, const fc_gather_plan *plan, fc_param 
         return unpack_split(f, plan, params, buffer, start / unit, device);
     }
     for (size_t i = 0; i < plan->count; i++) {
-        if (plan->slots[i].numel > 0) {
-            FC_TRY(unpack_blocks(plan, i, params[i], buffer, (start + plan->slots[i].offset) / unit,
+        const fc_slot *slot = &plan->slots[i];
+        if (slot->numel > 0) {
+            FC_TRY(unpack_blocks(plan, slot, params, buffer, (start + slot->offset) / unit,
                                  plan->row_numel));
         }
     }

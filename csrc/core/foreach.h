@@ -17,12 +17,12 @@ typedef struct fc_foreach {
 
 void fc_foreach_fini(fc_foreach *f);
 
-/* The shards, cast, into the row of `buffer` that starts `start` bytes into its storage; buffer
- * NULL: each into its flat tensor. One launch for each pair of dtypes. */
+/* The inputs, cast, into the row of `buffer` that starts `start` bytes into its storage; buffer
+ * NULL: each into its output. One launch for each pair of dtypes. */
 FC_CHECK fc_status fc_foreach_pack(fc_foreach *f, const fc_gather_plan *plan,
                                    fc_param *const *params, const fct_tensor *buffer, int64_t start,
                                    fc_error *err);
-/* The rows of `buffer`, from `start` bytes into its storage on, to the flat tensors. One launch,
+/* The rows of `buffer`, from `start` bytes into its storage on, to the outputs. One launch,
  * and one for each parameter that is cut on another dim than 0. */
 FC_CHECK fc_status fc_foreach_unpack(fc_foreach *f, const fc_gather_plan *plan,
                                      fc_param *const *params, const fct_tensor *buffer,

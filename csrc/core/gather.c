@@ -142,10 +142,11 @@ static fc_status make_pieces(fc_gather *a, fc_flight *flight) {
     const int64_t rest = plan->rest_bytes / fc_dtype_size(plan->dtype);
     FC_TRY(fc_pieces_begin(&a->pieces, plan->cut_count + 1));
     for (size_t i = 0; i < plan->count; i++) {
+        const fc_slot *slot = &plan->slots[i];
         fct_tensor *piece = NULL;
-        if (plan->slots[i].rest == FC_OWN_PIECE) {
-            FC_TRY_RAISED(
-                fct_tensor_empty(m->params[i]->flat_numel, plan->dtype, m->device, &piece));
+        if (slot->rest == FC_OWN_PIECE) {
+            FC_TRY_RAISED(fct_tensor_empty(m->params[slot->param]->flat_numel, plan->dtype,
+                                           m->device, &piece));
             fc_pieces_add(&a->pieces, piece);
         }
     }
@@ -334,18 +335,19 @@ done:
     return status;
 }
 
-/* Memory for the flat tensors: that of the pieces which came, with what is in it, and fresh. */
+/* Memory for the outputs: that of the pieces which came, with what is in it, and fresh. */
 static fc_status give_memory(fc_gather *a, const fc_gather_plan *plan) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
     size_t piece = 0;
-    for (size_t i = 0; i < m->count; i++) {
+    for (size_t i = 0; i < plan->count; i++) {
+        const fc_slot *slot = &plan->slots[i];
+        fc_param *p = m->params[slot->param];
         fct_facts facts;
-        if (!a->flight.in_pieces || plan->slots[i].rest != FC_OWN_PIECE) {
-            FC_TRY(fc_param_alloc_flat(m->params[i], m->device, &facts, &m->comm->error));
+        if (!a->flight.in_pieces || slot->rest != FC_OWN_PIECE) {
+            FC_TRY(fc_param_alloc_flat(p, m->device, &facts, &m->comm->error));
         } else if (piece < a->pieces.count) {
-            FC_TRY(fc_param_adopt_flat(m->params[i], m->device, a->pieces.tensors[piece++],
-                                       &m->comm->error));
+            FC_TRY(fc_param_adopt_flat(p, m->device, a->pieces.tensors[piece++], &m->comm->error));
         }
     }
 done:
@@ -357,8 +359,9 @@ static void take_memory_back(fc_gather *a) {
     fc_members *m = a->members;
     size_t piece = 0;
     for (size_t i = 0; a->flight.in_pieces && i < a->flight.plan->count; i++) {
-        if (a->flight.plan->slots[i].rest == FC_OWN_PIECE && piece < a->pieces.count) {
-            fc_param_return_flat(m->params[i], a->pieces.tensors[piece++]);
+        const fc_slot *slot = &a->flight.plan->slots[i];
+        if (slot->rest == FC_OWN_PIECE && piece < a->pieces.count) {
+            fc_param_return_flat(m->params[slot->param], a->pieces.tensors[piece++]);
         }
     }
 }

@@ -37,7 +37,7 @@ fc_status fc_offload_place(const fc_gather_plan *plan, fc_param *const *params,
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        FC_TRY(upload(params[i], slot, plan->dtype, buffer, start + slot->offset, err));
+        FC_TRY(upload(params[slot->param], slot, plan->dtype, buffer, start + slot->offset, err));
     }
 done:
     return status;
@@ -70,7 +70,7 @@ fc_status fc_offload_stage(const fc_gather_plan *plan, fc_param *const *params, 
                            fc_error *err) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
-        FC_TRY(stage(params[i], &plan->slots[i], device, err));
+        FC_TRY(stage(params[plan->slots[i].param], &plan->slots[i], device, err));
     }
 done:
     return status;
@@ -78,7 +78,7 @@ done:
 
 void fc_offload_unstage(const fc_gather_plan *plan, fc_param *const *params) {
     for (size_t i = 0; i < plan->count; i++) {
-        unstage(params[i]);
+        unstage(params[plan->slots[i].param]);
     }
 }
 
@@ -111,7 +111,7 @@ fc_status fc_offload_fill(const fc_gather_plan *plan, fc_param *const *params, f
                           fc_error *err) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
-        FC_TRY(fill(params[i], &plan->slots[i], device, err));
+        FC_TRY(fill(params[plan->slots[i].param], &plan->slots[i], device, err));
     }
 done:
     return status;

@@ -84,7 +84,8 @@ static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, in
         return fc_error_set(err, FC_EASSERT, "the gather buffer's size overflows at parameter '%s'",
                             name);
     }
-    plan->slots[i] = (fc_slot){.offset = offset,
+    plan->slots[i] = (fc_slot){.param = i,
+                               .offset = offset,
                                .numel = layout->padded_numel,
                                .outer = layout->outer,
                                .source = source,
@@ -102,9 +103,10 @@ static void cut_row(fc_gather_plan *plan, fc_param *const *params, fct_device de
     plan->rest_bytes = 0;
     for (size_t i = 0; i < plan->count; i++) {
         fc_slot *slot = &plan->slots[i];
+        const fc_param *p = params[slot->param];
         const int64_t size = fc_dtype_size(slot->compute);
-        if (cuttable && slot->numel * plan->world == params[i]->flat_numel &&
-            is_own_piece(layout_of(params[i], plan->post_forward), slot->compute, plan->world)) {
+        if (cuttable && slot->numel * plan->world == p->flat_numel &&
+            is_own_piece(layout_of(p, plan->post_forward), slot->compute, plan->world)) {
             plan->cuts[plan->cut_count++] =
                 (fct_cut){.offset = slot->offset / size, .numel = slot->numel};
             slot->rest = FC_OWN_PIECE;
@@ -157,11 +159,26 @@ fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *para
         const fc_param *p = params[i];
         const fc_slot *slot = &plan->slots[i];
         fct_dtype compute = fc_param_compute_dtype(p);
-        current = slot->numel == layout_of(p, plan->post_forward)->padded_numel &&
+        current = slot->param == i &&
+                  slot->numel == layout_of(p, plan->post_forward)->padded_numel &&
                   slot->compute == compute &&
                   slot->source == (plan->post_forward ? compute : p->orig_dtype);
     }
     return current ? FC_OK : fc_error_set(err, FC_ESTATE, "a gather plan is stale");
+}
+
+fct_tensor *fc_slot_input(const fc_gather_plan *plan, const fc_slot *slot,
+                          fc_param *const *params) {
+    return fc_param_shard(params[slot->param], plan->post_forward);
+}
+
+fct_tensor *fc_slot_output(const fc_slot *slot, fc_param *const *params) {
+    return params[slot->param]->flat;
+}
+
+fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot *slot,
+                              fc_param *const *params, fct_facts *facts, fc_error *err) {
+    return fc_param_shard_facts(params[slot->param], plan->post_forward, facts, err);
 }
 
 fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {

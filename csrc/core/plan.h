@@ -1,10 +1,10 @@
 /* Transfer plans: what does not change between steps, computed once. They hold no address, and who
  * uses one does not change it.
  *
- * A gather plan lays a group's shards out in one row (the parameters' padded shards one after the
- * other); rank r's row stands at r * row_bytes of the gather buffer. Where all compute types are
- * equal the buffer has that type, else it is bytes. A parameter's slot is `outer` blocks of equal
- * size (one, where dim 0 is cut). On CUDA slots and rows start at multiples of 16 bytes, so that a
+ * A gather plan lays what a rank sends out in one row: the inputs of a group's parameters, one after
+ * the other. A parameter's only input is its padded shard. Rank r's row stands at r * row_bytes of
+ * the gather buffer. Where all compute types are equal the buffer has that type, else it is bytes.
+ * An input's slot is `outer` blocks of equal size (one, where dim 0 is cut). On CUDA slots and rows start at multiples of 16 bytes, so that a
  * parameter of one element does not slow down all that stand behind it; what is between two slots
  * means nothing. Which kernels there are is not asked: all ranks lay out the same.
  *
@@ -24,13 +24,14 @@
 #include "param.h"
 #include "status.h"
 
-/* Where one parameter's padded shard stands in a row. */
+/* Where one input stands in a row. */
 typedef struct fc_slot {
+    size_t param;      /* whose it is: an index into the parameters */
     int64_t offset;    /* in bytes */
     int64_t rest;      /* in bytes, in a row of the rest; FC_OWN_PIECE: it is not there */
     int64_t numel;     /* elements, of all blocks */
     int64_t outer;     /* blocks */
-    fct_dtype source;  /* the shard's type */
+    fct_dtype source;  /* the input's type */
     fct_dtype compute; /* the row's */
 } fc_slot;
 
@@ -48,7 +49,7 @@ typedef struct fc_gather_plan {
     int64_t row_numel; /* elements of dtype in a row */
     int64_t row_bytes;
     int64_t rest_bytes; /* of a row of what is not a piece of its own */
-    fc_slot *slots;     /* [count] of the parameters */
+    fc_slot *slots;     /* [count] of the inputs, in the order of the parameters */
     fct_cut *cuts;      /* [count] of which cut_count are used: the pieces, in elements of dtype */
     size_t count;
     size_t cut_count;
@@ -78,6 +79,12 @@ FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *p
 FC_CHECK fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *params,
                                         size_t count, fc_error *err);
 void fc_gather_plan_fini(fc_gather_plan *plan);
+/* What is sent of a slot, and what the parts of all ranks are copied to. Borrowed. */
+fct_tensor *fc_slot_input(const fc_gather_plan *plan, const fc_slot *slot, fc_param *const *params);
+fct_tensor *fc_slot_output(const fc_slot *slot, fc_param *const *params);
+/* Checks the input and reads its facts, see fc_param_shard_facts(). */
+FC_CHECK fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot *slot,
+                                       fc_param *const *params, fct_facts *facts, fc_error *err);
 /* Parameters from `bytes` bytes on are pieces of their own, in plans that are made from now on: on
  * all ranks the same. For tests; a quarter of a mebibyte at the start. */
 void fc_pieces_from(int64_t bytes);

@@ -98,7 +98,7 @@ static void release_all(fct_tensor **tensors, size_t count) {
     free((void *)tensors);
 }
 
-/* Casts the shards that no kernel can cast, with torch, and points the segments at the casts.
+/* Casts the inputs that no kernel can cast, with torch, and points the segments at the casts.
  * *casts: new array of [count], NULL where none was needed. */
 static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params,
                                  fck_segment *segments, fct_tensor ***casts, fc_error *err) {
@@ -114,7 +114,7 @@ static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *pa
             continue;
         }
         FC_TRY_RAISED(
-            fct_tensor_cast(fc_param_shard(params[i], plan->post_forward), s->dst_dtype, &made[i]));
+            fct_tensor_cast(fc_slot_input(plan, &plan->slots[i], params), s->dst_dtype, &made[i]));
         FC_TRY(buffer_facts(made[i], s->count * fc_dtype_size(s->dst_dtype), &facts, err));
         s->src = facts.data;
         s->src_dtype = s->dst_dtype;
@@ -144,11 +144,13 @@ done:
     return status;
 }
 
-/* The shard's facts; a kernel can read it only on its own device. */
-static fc_status source_facts(const fc_gather_plan *plan, const fc_param *p, fct_device device,
-                              fct_facts *facts, fc_error *err) {
-    fc_status status = fc_param_shard_facts(p, plan->post_forward, facts, err);
+/* The input's facts; a kernel can read it only on its own device. */
+static fc_status source_facts(const fc_gather_plan *plan, const fc_slot *slot,
+                              fc_param *const *params, fct_device device, fct_facts *facts,
+                              fc_error *err) {
+    fc_status status = fc_slot_input_facts(plan, slot, params, facts, err);
     if (status == FC_OK && facts->device.type != device.type) {
+        const fc_param *p = params[slot->param];
         return fc_error_set(err, FC_EASSERT,
                             "sharded data of parameter '%s' is not on its group's device any more",
                             p->name != NULL ? p->name : "?");
@@ -165,7 +167,7 @@ static fck_segment segment_of(const fc_slot *slot, const fct_facts *source, void
                          .dst_dtype = slot->compute};
 }
 
-/* The shards' segments, to where they go in pieces. */
+/* The inputs' segments, to where they go in pieces. */
 static fc_status describe_pieces(const fc_gather_plan *plan, fc_param *const *params,
                                  fct_tensor *buffer, fct_tensor *const *own, int64_t row,
                                  fck_segment *segments, fc_error *err) {
@@ -181,7 +183,8 @@ static fc_status describe_pieces(const fc_gather_plan *plan, fc_param *const *pa
         fct_facts source;
         fct_facts target;
         void *to = NULL;
-        FC_TRY(source_facts(plan, params[i], (fct_device){.type = FCT_DEVICE_CPU}, &source, err));
+        FC_TRY(
+            source_facts(plan, slot, params, (fct_device){.type = FCT_DEVICE_CPU}, &source, err));
         if (slot->rest == FC_OWN_PIECE) {
             FC_TRY(buffer_facts(own[piece++], (row + 1) * bytes, &target, err));
             to = (char *)target.data + row * bytes;
@@ -207,7 +210,7 @@ done:
     return status;
 }
 
-/* The shards into the row that starts `start` bytes into the buffer, whose facts are `target`. */
+/* The inputs into the row that starts `start` bytes into the buffer, whose facts are `target`. */
 static fc_status pack_row(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
                           const fct_tensor *buffer, fct_facts target, int64_t start,
                           fc_error *err) {
@@ -221,7 +224,7 @@ static fc_status pack_row(fc_transfer *t, const fc_gather_plan *plan, fc_param *
     fck_segment *segments = (fck_segment *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        FC_TRY(source_facts(plan, params[i], target.device, &source, err));
+        FC_TRY(source_facts(plan, slot, params, target.device, &source, err));
         segments[i] = segment_of(slot, &source, (char *)target.data + start + slot->offset);
     }
     FC_TRY(pack_segments(plan, params, segments, kernels, target.device, err));
@@ -268,9 +271,9 @@ fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan, fc_param 
     fck_segment *segments = (fck_segment *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        FC_TRY(source_facts(plan, params[i], device, &source, err));
-        FC_TRY(buffer_facts(params[i]->flat, slot->numel * fc_dtype_size(slot->compute), &target,
-                            err));
+        FC_TRY(source_facts(plan, slot, params, device, &source, err));
+        FC_TRY(buffer_facts(fc_slot_output(slot, params),
+                            slot->numel * fc_dtype_size(slot->compute), &target, err));
         segments[i] = segment_of(slot, &source, target.data);
     }
     FC_TRY(pack_segments(plan, params, segments, kernels, device, err));
@@ -302,7 +305,8 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
         }
         int64_t itemsize = fc_dtype_size(slot->compute);
         int64_t bytes = slot->outer > 0 ? slot->numel / slot->outer * itemsize : 0;
-        FC_TRY(buffer_facts(params[i]->flat, plan->world * slot->numel * itemsize, &target, err));
+        FC_TRY(buffer_facts(fc_slot_output(slot, params), plan->world * slot->numel * itemsize,
+                            &target, err));
         columns[count++] = (fck_column){.dst = target.data,
                                         .offset = rest ? slot->rest : slot->offset,
                                         .bytes = bytes,

@@ -17,16 +17,16 @@ typedef struct fc_transfer {
 
 void fc_transfer_fini(fc_transfer *t);
 
-/* Casts and packs the shards into row `row` of buffer (rows of plan->row_numel elements of
+/* Casts and packs the inputs into row `row` of buffer (rows of plan->row_numel elements of
  * plan->dtype). With `own`, as many tensors as the plan has cuts, those of pieces of their own go
  * into row `row` of those, and buffer (NULL where there is no rest) has rows of the rest. */
 FC_CHECK fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan,
                                     fc_param *const *params, fct_tensor *buffer,
                                     fct_tensor *const *own, int64_t row, fc_error *err);
-/* Casts every shard straight into its flat tensor: the unshard of a group of one rank. */
+/* Casts every input straight into its output: the unshard of a group of one rank. */
 FC_CHECK fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan,
                                     fc_param *const *params, fct_device device, fc_error *err);
-/* Copies the gathered rows (plan->world of them) out into the flat tensors of the parameters.
+/* Copies the gathered rows (plan->world of them) out into the outputs of the parameters.
  * `rest`: they are rows of the rest, and other parameters have theirs. */
 FC_CHECK fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan,
                                       fc_param *const *params, const fct_tensor *buffer, bool rest,
