@@ -20,7 +20,7 @@ FLOORS = {
         {"param", "comm"},
         {"host", "plan"},
         {"members", "foreach", "offload"},
-        {"transfer"},
+        {"transfer", "unsharded"},
         {"bucket", "gather", "gradient", "reduction"},
         {"reduce"},
         {"group"},

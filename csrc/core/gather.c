@@ -63,17 +63,8 @@ void fc_gather_abandon(fc_gather *a) {
 }
 
 void fc_gather_free(fc_gather *a) {
-    fc_members *m = a->members;
-    if (a->keep_storage) {
-        return;
-    }
-    bool watched = fc_members_host_moves(m, FC_MOVE_FREE);
-    for (size_t i = 0; i < m->count; i++) {
-        fc_param *p = m->params[i];
-        if (p->hosted || (watched && !p->aliased)) {
-            m->host->free_unsharded(p->owner);
-        }
-        fc_param_free_flat(p);
+    if (!a->keep_storage) {
+        fc_unsharded_free(a->members);
     }
 }
 
@@ -319,51 +310,12 @@ done:
     return status;
 }
 
-/* One rank: the unsharded parameters may be the shards. All of them, or none: an alias that is made
- * and given up again would cost the parameter the leaf that autograd knows. */
-static fc_status alias_all(fc_gather *a, bool *all) {
-    fc_members *m = a->members;
-    fc_status status = FC_OK;
-    *all = true;
-    for (size_t i = 0; *all && i < m->count; i++) {
-        FC_TRY(fc_param_can_alias(m->params[i], m->device, all, &m->comm->error));
+/* Frees what a copy-out has given memory to; pieces get theirs back. */
+static void free_again(fc_gather *a) {
+    if (a->flight.in_pieces) {
+        fc_unsharded_return(a->members, a->flight.plan, &a->pieces);
     }
-    for (size_t i = 0; *all && i < m->count; i++) {
-        FC_TRY(fc_param_alias_flat(m->params[i]));
-    }
-done:
-    return status;
-}
-
-/* Memory for the outputs: that of the pieces which came, with what is in it, and fresh. */
-static fc_status give_memory(fc_gather *a, const fc_gather_plan *plan) {
-    fc_members *m = a->members;
-    fc_status status = FC_OK;
-    size_t piece = 0;
-    for (size_t i = 0; i < plan->count; i++) {
-        const fc_slot *slot = &plan->slots[i];
-        fc_param *p = m->params[slot->param];
-        fct_facts facts;
-        if (!a->flight.in_pieces || slot->rest != FC_OWN_PIECE) {
-            FC_TRY(fc_param_alloc_flat(p, m->device, &facts, &m->comm->error));
-        } else if (piece < a->pieces.count) {
-            FC_TRY(fc_param_adopt_flat(p, m->device, a->pieces.tensors[piece++], &m->comm->error));
-        }
-    }
-done:
-    return status;
-}
-
-/* Takes the memory back, which may be given once more. */
-static void take_memory_back(fc_gather *a) {
-    fc_members *m = a->members;
-    size_t piece = 0;
-    for (size_t i = 0; a->flight.in_pieces && i < a->flight.plan->count; i++) {
-        const fc_slot *slot = &a->flight.plan->slots[i];
-        if (slot->rest == FC_OWN_PIECE && piece < a->pieces.count) {
-            fc_param_return_flat(m->params[slot->param], a->pieces.tensors[piece++]);
-        }
-    }
+    fc_gather_free(a);
 }
 
 static fc_status move_data(fc_gather *a) {
@@ -379,7 +331,7 @@ static fc_status move_data(fc_gather *a) {
     }
     if (plan->world == 1 && !plan->post_forward) {
         bool aliased = false;
-        FC_TRY(alias_all(a, &aliased));
+        FC_TRY(fc_unsharded_alias(m, &aliased));
         if (aliased) {
             return FC_OK;
         }
@@ -390,7 +342,7 @@ static fc_status move_data(fc_gather *a) {
         return fc_error_set(&m->comm->error, FC_EASSERT,
                             "parameters were changed while they were gathered");
     }
-    FC_TRY(give_memory(a, plan));
+    FC_TRY(fc_unsharded_alloc(m, plan, a->flight.in_pieces ? &a->pieces : NULL));
     if (plan->world == 1) {
         FC_TRY(fc_transfer_fill(&a->transfer, plan, m->params, m->device, &m->comm->error));
     } else if (a->flight.buffer != NULL) {
@@ -401,60 +353,14 @@ done:
     return status;
 }
 
-/* The parameter objects over the flat tensors, which require grad as the shards do. */
-static fc_status make_parameters(fc_gather *a) {
-    fc_members *m = a->members;
-    fc_status status = FC_OK;
-    for (size_t i = 0; i < m->count; i++) {
-        fc_param *p = m->params[i];
-        if (p->unsharded == NULL) {
-            fct_tensor *made = NULL;
-            FC_TRY_RAISED(m->host->make_unsharded(p->owner, p->flat, &made));
-            fc_param_set_unsharded(p, made);
-        }
-        bool wanted = m->host->requires_grad(p->owner);
-        if (fct_tensor_requires_grad(p->unsharded) != wanted) {
-            FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
-        }
-        p->required = wanted;
-    }
-done:
-    return status;
-}
-
-static bool holds_memory(const fc_param *p) {
-    fct_facts facts = {0};
-    if (p->flat == NULL) {
-        return p->hosted && p->unsharded != NULL;
-    }
-    fct_tensor_facts(p->flat, &facts);
-    return facts.numel == 0 || facts.storage_bytes > 0;
-}
-
-fc_status fc_gather_adopt(fc_gather *a) {
-    fc_members *m = a->members;
-    for (size_t i = 0; i < m->count; i++) {
-        if (!holds_memory(m->params[i])) {
-            const char *name = m->params[i]->name;
-            return fc_error_set(&m->comm->error, FC_ESTATE, "parameter '%s' was not gathered",
-                                name != NULL ? name : "?");
-        }
-    }
-    void *pause = fct_functorch_pause();
-    fc_status status = make_parameters(a);
-    fct_functorch_resume(pause);
-    return status;
-}
-
 fc_status fc_gather_copy_out(fc_gather *a) {
     fc_status status = FC_OK;
     void *pause = fct_functorch_pause();
     FC_TRY(move_data(a));
-    FC_TRY(make_parameters(a));
+    FC_TRY(fc_unsharded_make(a->members));
 done:
     if (status != FC_OK) {
-        take_memory_back(a);
-        fc_gather_free(a);
+        free_again(a);
     }
     fct_functorch_resume(pause);
     return status;
@@ -490,28 +396,10 @@ void fc_gather_retire(fc_gather *a, fct_event *copied) {
 
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
     fc_comm_put_event(a->members->comm, copied);
-    take_memory_back(a);
-    fc_gather_free(a);
+    free_again(a);
     if (a->flight.hosted) {
         fc_gather_abandon(a); /* the host hands its rows out once */
     }
-}
-
-/* ---- the unsharded parameters ---- */
-
-fc_status fc_gather_note_requirements(fc_gather *a) {
-    fc_status status = FC_OK;
-    const fc_members *m = a->members;
-    for (size_t i = 0; i < m->count; i++) {
-        fc_param *p = m->params[i];
-        bool wanted = p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded) : p->required;
-        if (wanted != p->required) {
-            FC_TRY_RAISED(m->host->require_grad(p->owner, wanted));
-            p->required = wanted;
-        }
-    }
-done:
-    return status;
 }
 
 /* ---- the smaller group's shards ---- */
@@ -541,30 +429,6 @@ void fc_gather_drop_post_forward(fc_gather *a) {
 
 /* ---- what must hold ---- */
 
-/* Whether the parameter's memory is there while it is to be, and only then. */
-static fc_status check_memory(const fc_gather *a, size_t i, bool unsharded) {
-    const fc_param *p = a->members->params[i];
-    fct_facts facts = {0};
-    if (p->flat == NULL) {
-        return !unsharded || p->hosted
-                   ? FC_OK
-                   : fc_error_set(&a->members->comm->error, FC_ESTATE,
-                                  "unsharded, but a parameter has no unsharded tensor");
-    }
-    if (p->aliased || a->keep_storage) {
-        return FC_OK;
-    }
-    fct_tensor_facts(p->flat, &facts);
-    bool holds = facts.storage_bytes != 0;
-    bool expected = unsharded && facts.numel > 0;
-    if (holds != expected) {
-        return fc_error_set(&a->members->comm->error, FC_ESTATE,
-                            "parameter %zu holds %lld bytes while %s", i,
-                            (long long)facts.storage_bytes, expected ? "unsharded" : "sharded");
-    }
-    return FC_OK;
-}
-
 fc_status fc_gather_check(const fc_gather *a, bool unsharded) {
     fc_status status = FC_OK;
     const fc_flight *f = &a->flight;
@@ -580,9 +444,7 @@ fc_status fc_gather_check(const fc_gather *a, bool unsharded) {
     FC_TRY(fc_gather_plan_check(&a->plan, a->members->params, a->members->count, error));
     FC_TRY(
         fc_gather_plan_check(&a->post_forward_plan, a->members->params, a->members->count, error));
-    for (size_t i = 0; i < a->members->count; i++) {
-        FC_TRY(check_memory(a, i, unsharded));
-    }
+    FC_TRY(fc_unsharded_check(a->members, unsharded, a->keep_storage));
 done:
     return status;
 }

@@ -1,5 +1,5 @@
-/* The gather of a group's shards: pack, all-gather, copy out. Owns its plans, what is in flight,
- * and the memory of the unsharded parameters between copy-out and free. What the modules see is the
+/* The gather of a group's shards: pack, all-gather, copy out. Owns its plans and what is in flight,
+ * and says when the unsharded parameters get their memory and lose it. What the modules see is the
  * group's business, and so is when any of this happens. */
 #ifndef FSDP_C_CORE_GATHER_H
 #define FSDP_C_CORE_GATHER_H
@@ -8,6 +8,7 @@
 #include "pieces.h"
 #include "plan.h"
 #include "transfer.h"
+#include "unsharded.h"
 
 /* Where a gather runs on a device with streams. */
 typedef enum fc_lane {
@@ -59,9 +60,6 @@ FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
  * no unsharded parameter holds memory. */
 FC_CHECK fc_status fc_gather_copy_out(fc_gather *a);
-/* The parameter objects over what somebody else has gathered into their memory. FC_ESTATE where a
- * parameter holds none. */
-FC_CHECK fc_status fc_gather_adopt(fc_gather *a);
 /* The last that can fail: orders whoever reuses the buffer after the copy-out. *copied is set where
  * the lane leaves that to the next group's wait. */
 FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_lane lane, fct_event **copied);
@@ -76,9 +74,6 @@ void fc_gather_abandon(fc_gather *a);
 
 /* Frees the memory of the unsharded parameters, unless that is to be kept. */
 void fc_gather_free(fc_gather *a);
-/* Before unsharded parameters are taken away: whoever has frozen or unfrozen them meant the
- * parameters, and finds them so from now on. */
-FC_CHECK fc_status fc_gather_note_requirements(fc_gather *a);
 
 /* Copies this rank's rows of the smaller group, and has the host make parameters of them. After a
  * failure some may have been made: drop them. */

@@ -194,7 +194,7 @@ static fc_status mend(fc_group *g) {
 
 /* Whoever has set requires_grad on unsharded parameters meant the parameters. */
 static fc_status note_requirements(fc_group *g) {
-    return g->sharded_state == FC_UNSHARDED ? fc_gather_note_requirements(&g->gather) : FC_OK;
+    return g->sharded_state == FC_UNSHARDED ? fc_unsharded_note_requirements(&g->members) : FC_OK;
 }
 
 /* The smaller group's shards are needed no more, where there are any. */
@@ -230,7 +230,7 @@ fc_status fc_group_to_unsharded(fc_group *g) {
     if (g->sharded_state == FC_UNSHARDED) {
         return mend(g);
     }
-    FC_TRY(fc_gather_adopt(&g->gather));
+    FC_TRY(fc_unsharded_adopt(&g->members));
     FC_TRY(swap_all(g, FC_UNSHARDED));
     fc_gather_abandon(&g->gather);
     drop_forward(g);

@@ -164,7 +164,7 @@ static void what_must_not_be_is_found(void **state) {
     assert_int_equal(fc_gather_check(gather, false), FC_ESTATE); /* sharded, and holds memory */
     fc_gather_free(gather);
     assert_int_equal(fc_gather_check(gather, true), FC_ESTATE);
-    assert_int_equal(fc_gather_adopt(gather), FC_ESTATE);
+    assert_int_equal(fc_unsharded_adopt(gather->members), FC_ESTATE);
     assert_non_null(strstr(model->comm.error.message, "parameter '0.0' was not gathered"));
     end();
 }

@@ -1,0 +1,146 @@
+/* The memory of unsharded parameters; see unsharded.h. */
+#include "unsharded.h"
+
+/* ---- memory ---- */
+
+fc_status fc_unsharded_alias(fc_members *m, bool *all) {
+    fc_status status = FC_OK;
+    *all = true;
+    for (size_t i = 0; *all && i < m->count; i++) {
+        FC_TRY(fc_param_can_alias(m->params[i], m->device, all, &m->comm->error));
+    }
+    for (size_t i = 0; *all && i < m->count; i++) {
+        FC_TRY(fc_param_alias_flat(m->params[i]));
+    }
+done:
+    return status;
+}
+
+fc_status fc_unsharded_alloc(fc_members *m, const fc_gather_plan *plan, const fc_pieces *pieces) {
+    fc_status status = FC_OK;
+    size_t piece = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        const fc_slot *slot = &plan->slots[i];
+        fc_param *p = m->params[slot->param];
+        fct_facts facts;
+        if (pieces == NULL || slot->rest != FC_OWN_PIECE) {
+            FC_TRY(fc_param_alloc_flat(p, m->device, &facts, &m->comm->error));
+        } else if (piece < pieces->count) {
+            FC_TRY(fc_param_adopt_flat(p, m->device, pieces->tensors[piece++], &m->comm->error));
+        }
+    }
+done:
+    return status;
+}
+
+void fc_unsharded_return(fc_members *m, const fc_gather_plan *plan, const fc_pieces *pieces) {
+    size_t piece = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        const fc_slot *slot = &plan->slots[i];
+        if (slot->rest == FC_OWN_PIECE && piece < pieces->count) {
+            fc_param_return_flat(m->params[slot->param], pieces->tensors[piece++]);
+        }
+    }
+}
+
+void fc_unsharded_free(fc_members *m) {
+    bool watched = fc_members_host_moves(m, FC_MOVE_FREE);
+    for (size_t i = 0; i < m->count; i++) {
+        fc_param *p = m->params[i];
+        if (p->hosted || (watched && !p->aliased)) {
+            m->host->free_unsharded(p->owner);
+        }
+        fc_param_free_flat(p);
+    }
+}
+
+/* ---- parameter objects ---- */
+
+fc_status fc_unsharded_make(fc_members *m) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < m->count; i++) {
+        fc_param *p = m->params[i];
+        if (p->unsharded == NULL) {
+            fct_tensor *made = NULL;
+            FC_TRY_RAISED(m->host->make_unsharded(p->owner, p->flat, &made));
+            fc_param_set_unsharded(p, made);
+        }
+        bool wanted = m->host->requires_grad(p->owner);
+        if (fct_tensor_requires_grad(p->unsharded) != wanted) {
+            FC_TRY_RAISED(fct_tensor_set_requires_grad(p->unsharded, wanted));
+        }
+        p->required = wanted;
+    }
+done:
+    return status;
+}
+
+static bool holds_memory(const fc_param *p) {
+    fct_facts facts = {0};
+    if (p->flat == NULL) {
+        return p->hosted && p->unsharded != NULL;
+    }
+    fct_tensor_facts(p->flat, &facts);
+    return facts.numel == 0 || facts.storage_bytes > 0;
+}
+
+fc_status fc_unsharded_adopt(fc_members *m) {
+    for (size_t i = 0; i < m->count; i++) {
+        if (!holds_memory(m->params[i])) {
+            const char *name = m->params[i]->name;
+            return fc_error_set(&m->comm->error, FC_ESTATE, "parameter '%s' was not gathered",
+                                name != NULL ? name : "?");
+        }
+    }
+    void *pause = fct_functorch_pause();
+    fc_status status = fc_unsharded_make(m);
+    fct_functorch_resume(pause);
+    return status;
+}
+
+fc_status fc_unsharded_note_requirements(fc_members *m) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < m->count; i++) {
+        fc_param *p = m->params[i];
+        bool wanted = p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded) : p->required;
+        if (wanted != p->required) {
+            FC_TRY_RAISED(m->host->require_grad(p->owner, wanted));
+            p->required = wanted;
+        }
+    }
+done:
+    return status;
+}
+
+/* ---- what must hold ---- */
+
+static fc_status check_memory(const fc_members *m, size_t i, bool is, bool kept) {
+    const fc_param *p = m->params[i];
+    fct_facts facts = {0};
+    if (p->flat == NULL) {
+        return !is || p->hosted
+                   ? FC_OK
+                   : fc_error_set(&m->comm->error, FC_ESTATE,
+                                  "unsharded, but a parameter has no unsharded tensor");
+    }
+    if (p->aliased || kept) {
+        return FC_OK;
+    }
+    fct_tensor_facts(p->flat, &facts);
+    bool holds = facts.storage_bytes != 0;
+    bool expected = is && facts.numel > 0;
+    if (holds != expected) {
+        return fc_error_set(&m->comm->error, FC_ESTATE, "parameter %zu holds %lld bytes while %s",
+                            i, (long long)facts.storage_bytes, expected ? "unsharded" : "sharded");
+    }
+    return FC_OK;
+}
+
+fc_status fc_unsharded_check(const fc_members *m, bool is, bool kept) {
+    fc_status status = FC_OK;
+    for (size_t i = 0; i < m->count; i++) {
+        FC_TRY(check_memory(m, i, is, kept));
+    }
+done:
+    return status;
+}

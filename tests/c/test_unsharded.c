@@ -1,0 +1,106 @@
+/* Unsharded parameters by themselves: memory, the objects over it, and what is known of them. */
+#include "core/unsharded.h"
+
+#include <string.h>
+
+#include "sim_model.h"
+
+static sim_model *model;
+static sim_group *group;
+static fc_members *members;
+static fc_gather_plan plan;
+
+/* Of this many ranks the last: a matrix of 5 rows and a vector. */
+static void begin(int64_t world) {
+    sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 2};
+    s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};
+    s.shapes[1] = (sim_shape){.ndim = 1, .sizes = {4}};
+    s.device = (sim_config){.seed = 3};
+    sim_begin(s.device);
+    model = sim_model_new(&s);
+    group = &model->layers[1].groups[0];
+    members = &group->core.members;
+    assert_int_equal(fc_gather_plan_build(&plan, members->params, members->count, world, false,
+                                          members->device, &model->comm.error),
+                     FC_OK);
+}
+
+static void end(void) {
+    fc_gather_plan_fini(&plan);
+    sim_model_free(model);
+    sim_end();
+}
+
+static void memory_is_there_between_alloc_and_free(void **state) {
+    (void)state;
+    begin(2);
+    const size_t before = sim_live_bytes();
+    assert_int_equal(fc_unsharded_check(members, false, false), FC_OK);
+    assert_int_equal(fc_unsharded_check(members, true, false), FC_ESTATE);
+    for (int again = 0; again < 2; again++) {
+        assert_int_equal(fc_unsharded_alloc(members, &plan, NULL), FC_OK);
+        assert_int_equal(sim_live_bytes() - before, (2 * 9 + 2 * 2) * 4); /* padded */
+        assert_int_equal(fc_unsharded_check(members, true, false), FC_OK);
+        assert_int_equal(fc_unsharded_check(members, false, true), FC_OK);
+        assert_int_equal(fc_unsharded_check(members, false, false), FC_ESTATE);
+        fc_unsharded_free(members);
+        assert_int_equal(sim_live_bytes(), before);
+    }
+    end();
+}
+
+static void what_has_memory_can_be_adopted(void **state) {
+    (void)state;
+    begin(2);
+    assert_int_equal(fc_unsharded_adopt(members), FC_ESTATE);
+    assert_string_equal(model->comm.error.message, "parameter '0.0' was not gathered");
+    assert_int_equal(fc_unsharded_alloc(members, &plan, NULL), FC_OK);
+    assert_int_equal(fc_unsharded_adopt(members), FC_OK);
+    assert_ptr_equal(members->params[0]->unsharded, group->params[0].unsharded);
+    fc_unsharded_free(members);
+    assert_int_equal(fc_unsharded_adopt(members), FC_ESTATE);
+    end();
+}
+
+static void who_is_frozen_while_unsharded_is_frozen(void **state) {
+    (void)state;
+    begin(2);
+    fc_param *p = members->params[0];
+    assert_int_equal(fc_unsharded_alloc(members, &plan, NULL), FC_OK);
+    assert_int_equal(fc_unsharded_make(members), FC_OK);
+    assert_true(fct_tensor_requires_grad(p->unsharded));
+    assert_int_equal(fct_tensor_set_requires_grad(p->unsharded, false), 0);
+    assert_int_equal(fc_unsharded_note_requirements(members), FC_OK);
+    assert_false(fct_tensor_requires_grad(group->params[0].sharded));
+    assert_true(fct_tensor_requires_grad(group->params[1].sharded));
+    assert_int_equal(fc_unsharded_make(members), FC_OK);
+    assert_false(fct_tensor_requires_grad(p->unsharded));
+    fc_unsharded_free(members);
+    end();
+}
+
+static void one_rank_shares_its_shards(void **state) {
+    (void)state;
+    begin(1);
+    const size_t before = sim_live_bytes();
+    bool all = false;
+    assert_int_equal(fc_unsharded_alias(members, &all), FC_OK);
+    assert_true(all);
+    assert_int_equal(sim_live_bytes(), before);
+    fc_unsharded_free(members); /* not the shards */
+    assert_true(sim_tensor_has_memory(members->params[0]->flat));
+    members->params[1]->param_dtype = FCK_BFLOAT16;
+    assert_int_equal(fc_unsharded_alias(members, &all), FC_OK);
+    assert_false(all);
+    end();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(memory_is_there_between_alloc_and_free),
+        cmocka_unit_test(what_has_memory_can_be_adopted),
+        cmocka_unit_test(who_is_frozen_while_unsharded_is_frozen),
+        cmocka_unit_test(one_rank_shares_its_shards),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
