@@ -116,7 +116,8 @@ class Param:
     _sharded_post_forward_param_data: torch.Tensor | None
     _sharding_spec: DTensorSpec
     _param_fqn: str | None
-    _hosted: bool
+    _extended: bool
+    _unsharded_inner_tensors: list[torch.Tensor]
     offload_to_cpu: bool
     pin_memory: bool
     _swapping: bool

@@ -35,7 +35,6 @@ _ITS_OWN = (
     "_orig_param_uid",
     "_orig_attributes",
     "_adopted",
-    "_unsharded_inner_tensors",
     "_kind",
 )
 
@@ -137,7 +136,6 @@ class Maker:
             _module_info=info,
             _orig_attributes=attributes,
             _orig_param_uid=orig_param_uid(param),
-            _unsharded_inner_tensors=[],
         )
         made._sharding_spec = kind.spec
         made.orig_dtype, made.param_dtype, made.reduce_dtype = kind.dtypes

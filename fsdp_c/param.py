@@ -21,7 +21,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import (
     FSDPParam,
     ParamModuleInfo,
     ShardedState,
-    free_storage,
 )
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import fsdp_c._C as _C
 
+from . import extensions
 from .compat import ParamOfOlderTorch, dtensor_new, orig_param_uid
 from .guard import is_constructed_by_others, overridden_by, shows
 from .mixed_precision import compute_dtype, reduce_dtype, stored_dtype
@@ -37,8 +37,6 @@ from .notes import class_name, noted
 from .specs import as_parameter, placements_on, shared_spec, strides_of
 
 _STOCK_PLAIN_SPEC = vars(FSDPParam).get("_init_sharding_spec_plain")  # not in torch 2.11
-_RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
-"""A method of tensor subclasses, beside ``fsdp_post_all_gather``."""
 
 
 class _Group(Protocol):
@@ -433,9 +431,13 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
                 requires_grad=self.sharded_param.requires_grad,
             )
 
-    def _free_hosted(self) -> None:
-        """Frees what all-gather extensions made (called by the core at each reshard)."""
-        self.free_unsharded_param()
+    # Called by the core at each gather of a parameter whose shard has hooks of its own.
+
+    def _extend_inputs(self) -> list[torch.Tensor]:
+        return extensions.inputs_of(self)
+
+    def _extend_unsharded(self) -> None:
+        extensions.make_unsharded(self)
 
     # An error is an exception; torch's functions would also print it, with a stack, on every rank.
 
@@ -454,24 +456,15 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             raise AssertionError(f"Expects to be in one of {states}, not {self.sharded_state}")
 
     def init_unsharded_param(self) -> None:
-        """torch's, for gathers of the host; plain parameters are those the core makes."""
+        """torch's, for extensions and gathers of the host; plain parameters are as the core's."""
         extended = hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
         if not extended and not hasattr(self, "_unsharded_param"):
             self._unsharded_param = self._make_unsharded(self.all_gather_outputs[0])
             return
         super().init_unsharded_param()
         if extended:
-            self._hosted = True
-            self._release_outputs()
-
-    def _release_outputs(self) -> None:
-        """Frees what was gathered, where the extension says that it has made something else of it
-        (which torch asks for from release 2.15 on); not where shards are taken from it."""
-        may_release = getattr(self._sharded_local_tensor, _RELEASES_OUTPUTS, None)
-        smaller = _smaller_mesh(self.mesh_info, self.post_forward_mesh_info)
-        if may_release is not None and smaller is None and may_release():
-            for tensor in self.all_gather_outputs:
-                free_storage(tensor)
+            smaller = _smaller_mesh(self.mesh_info, self.post_forward_mesh_info)
+            extensions.release_outputs(self, smaller is not None)
 
     def reset_sharded_param(self) -> None:
         """Adopts what is registered now: ``_apply``, ``load_state_dict(assign=True)`` and the like

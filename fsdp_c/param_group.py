@@ -1,7 +1,7 @@
 """The cold side of a parameter group: process groups, lazy init, dtypes, state-dict hooks.
 
 Also the host's side of data movement (``_host_*``): torch's own functions gather and reduce where a
-group has custom collectives or all-gather extensions, with the same state machine around them.
+group has custom collectives or tensors without memory, with the same state machine around them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,27 +29,13 @@ import fsdp_c._C as _C
 from . import zero_grad
 from .compat import GroupOfOlderTorch, row_dtype
 from .direct import direct
+from .extensions import as_normal_tensors, is_extended
 from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
 from .mixed_precision import CastingParam, widest_stored
 from .param import Param, still_on_meta
 from .saved import detach_quickly
 from .specs import has_no_values
-
-Result = TypeVar("Result")
-
-
-def _as_normal_tensors(function: Callable[..., Result]) -> Callable[..., Result]:
-    """In inference mode the function runs outside it: training may use its tensors later."""
-
-    @functools.wraps(function)
-    def outside(*args: Any) -> Result:
-        if not torch.is_inference_mode_enabled():
-            return function(*args)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args)
-
-    return outside
 
 
 def _memory_of(comm: Any, cls: type) -> Any:
@@ -270,10 +256,11 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
 
     def _update_hosted(self) -> None:
         """Decides who moves the data: the core, or torch's functions called from here."""
-        # Extensions, and subclasses without memory of their own: only torch's code can read them.
-        extended = any(
-            hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
-            or not _C.has_memory(param._sharded_param_data)
+        for param in self.fsdp_params:
+            param._extended = is_extended(param)
+        # Subclasses without memory of their own: only torch's code can read them.
+        unreadable = any(
+            not param._extended and not _C.has_memory(param._sharded_param_data)
             for param in self.fsdp_params
         )
         fake = any(has_no_values(param.sharded_param) for param in self.fsdp_params)
@@ -294,7 +281,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             self._param_calls |= overridden_by(param, Param)
         self._hosted_gather = (
             hosted
-            or extended
+            or unreadable
             or self._param_calls & _C.CALL_GATHER != 0
             or not (memory[0] or type(self._all_gather_comm) is stock.DefaultAllGather)
         )
@@ -307,7 +294,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
 
     # ---- data movement by torch's functions (called by the core, see csrc/core/host.h) ----
 
-    @_as_normal_tensors
+    @as_normal_tensors
     def _host_gather(self, async_op: bool, overlaps: bool) -> None:
         info = self._gather_mesh_info
         if not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1:
@@ -322,7 +309,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
                 self.fsdp_params, group, async_op, copy_in, gather, self.device, comm
             )
 
-    @_as_normal_tensors
+    @as_normal_tensors
     def _host_copy_out(self) -> torch.Tensor | None:
         """The rows, which the core keeps until the gather streams may use their memory again."""
         if self._host_gathered == "local":

@@ -16,7 +16,7 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FLOORS = {
     "core": (
         {"status"},
-        {"layout", "order", "link", "divide", "dtype", "pieces"},
+        {"layout", "order", "link", "divide", "dtype", "pieces", "extension"},
         {"param", "comm"},
         {"host", "plan"},
         {"members", "foreach", "offload"},
@@ -31,7 +31,7 @@ FLOORS = {
         {"objects"},
         {"dtensor"},
         {"errors", "retired", "dynamo", "admit", "shard", "guard", "clip", "local_lists", "saved"},
-        {"attributes", "ready", "transitions"},
+        {"attributes", "ready", "transitions", "extension"},
         {"slots", "tree", "comm_context", "iteration_context", "group_attributes"},
         {"param", "step"},
         {"host", "hook", "state"},

@@ -80,17 +80,56 @@ fc_status fc_gather_follow(fc_gather *a) {
 
 /* ---- start ---- */
 
-/* Builds the plan where it is not valid. */
-static fc_status renew_plan(fc_gather *a, bool post_forward, int64_t world) {
-    const fc_members *m = a->members;
-    fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
-    return plan->valid ? FC_OK
-                       : fc_gather_plan_build(plan, m->params, m->count, world, post_forward,
-                                              m->device, &m->comm->error);
+static bool any_extended(const fc_members *m) {
+    bool any = false;
+    for (size_t i = 0; !any && i < m->count; i++) {
+        any = m->params[i]->extended;
+    }
+    return any;
 }
 
-/* Link, plan and order for a gather that is about to start. */
-static fc_status prepare_gather(fc_gather *a, bool post_forward, fc_flight *flight) {
+static void drop_inputs(const fc_members *m) {
+    for (size_t i = 0; i < m->count; i++) {
+        fc_extension_drop_inputs(&m->params[i]->extension);
+    }
+}
+
+/* Has extended parameters give their inputs, on the stream that those are packed on. */
+static fc_status ask_for_inputs(fc_gather *a, const fct_stream *pack_stream) {
+    const fc_members *m = a->members;
+    fc_status status = FC_OK;
+    fct_stream previous = {0};
+    if (pack_stream != NULL) {
+        previous = fct_stream_set_current(*pack_stream);
+    }
+    for (size_t i = 0; i < m->count; i++) {
+        if (m->params[i]->extended) {
+            FC_TRY(m->host->extend_inputs(m->params[i]->owner));
+        }
+    }
+done:
+    a->plan.valid = a->plan.valid && status == FC_OK; /* some may be new */
+    if (pack_stream != NULL) {
+        (void)fct_stream_set_current(previous);
+    }
+    return status;
+}
+
+/* Builds the plan where it is not valid. `extended`: nor where the inputs are others now. */
+static fc_status renew_plan(fc_gather *a, bool post_forward, int64_t world, bool extended) {
+    const fc_members *m = a->members;
+    fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
+    bool fits = plan->valid &&
+                ((!extended && !plan->extended) || fc_gather_plan_fits(plan, m->params, m->count));
+    return fits ? FC_OK
+                : fc_gather_plan_build(plan, m->params, m->count, world, post_forward, m->device,
+                                       &m->comm->error);
+}
+
+/* Link, inputs, plan and order for a gather that is about to start. One rank asks for its inputs
+ * when they are copied. */
+static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_stream *pack_stream,
+                                fc_flight *flight) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
     flight->link = post_forward ? &a->members->post_forward : &a->members->shard;
@@ -99,7 +138,12 @@ static fc_status prepare_gather(fc_gather *a, bool post_forward, fc_flight *flig
         FC_TRY(fc_link_open(flight->link));
     }
     FC_TRY(fc_members_open_reduction(m));
-    FC_TRY(renew_plan(a, post_forward, flight->link->world));
+    if (flight->extended && flight->link->world > 1) {
+        FC_TRY(ask_for_inputs(a, pack_stream));
+    }
+    if (!flight->extended || flight->link->world > 1) {
+        FC_TRY(renew_plan(a, post_forward, flight->link->world, flight->extended));
+    }
     FC_TRY(fc_comm_gather_streams_wait(m->comm, a->resharded));
     fc_gather_forget_event(a);
     fc_comm_reap(m->comm);
@@ -239,7 +283,8 @@ static fc_status host_gather(fc_gather *a, bool post_forward, bool async_op, fc_
     const fc_link *link = post_forward ? &m->post_forward : &m->shard;
     const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
     fct_cuts cuts = {0};
-    if (link->world > 1 && renew_plan(a, post_forward, link->world) == FC_OK) {
+    if (link->world > 1 && !any_extended(m) &&
+        renew_plan(a, post_forward, link->world, false) == FC_OK) {
         cuts = fc_gather_plan_cuts(plan);
     }
     const fct_cuts *around = fct_cuts_announce(&cuts);
@@ -253,6 +298,7 @@ static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc
     fc_status status = FC_OK;
     fc_flight flight = {.active = true, .async_op = async_op};
     void *range = NULL;
+    const bool overlaps = m->comm->streams_ready && !async_op && lane != FC_LANE_DIRECT;
     if (fc_members_host_moves(m, FC_MOVE_GATHER)) {
         range = fc_members_enter_range(m, "all_gather");
         FC_TRY(host_gather(a, post_forward, async_op, lane));
@@ -260,16 +306,22 @@ static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc
         a->flight = flight;
         goto done;
     }
-    FC_TRY(prepare_gather(a, post_forward, &flight));
+    flight.extended = any_extended(m);
+    if (flight.extended && m->shard.world > 1) { /* the hooks are part of it */
+        range = fc_members_enter_range(m, "all_gather");
+    }
+    FC_TRY(prepare_gather(a, post_forward, overlaps ? &m->comm->copy_in_stream : NULL, &flight));
     if (flight.link->world == 1 || flight.plan->row_bytes == 0) {
         a->flight = flight; /* nothing to send: wait copies straight from the shards */
-        return FC_OK;
+        goto done;
     }
     FC_TRY(choose_pieces(a, &flight));
-    range = fc_members_enter_range(m, "all_gather");
+    if (range == NULL) {
+        range = fc_members_enter_range(m, "all_gather");
+    }
     if (flight.in_pieces) {
         status = issue_pieces(a, &flight);
-    } else if (m->comm->streams_ready && !async_op && lane != FC_LANE_DIRECT) {
+    } else if (overlaps) {
         fct_stream previous = fct_stream_set_current(m->comm->copy_in_stream);
         status = issue_gather(a, async_op, &m->comm->gather_stream, &flight);
         (void)fct_stream_set_current(previous);
@@ -281,6 +333,9 @@ static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc
         fc_gather_abandon(a);
     }
 done:
+    if (flight.extended) {
+        drop_inputs(m);
+    }
     fct_profile_exit(range);
     return status;
 }
@@ -310,14 +365,6 @@ done:
     return status;
 }
 
-/* Frees what a copy-out has given memory to; pieces get theirs back. */
-static void free_again(fc_gather *a) {
-    if (a->flight.in_pieces) {
-        fc_unsharded_return(a->members, a->flight.plan, &a->pieces);
-    }
-    fc_gather_free(a);
-}
-
 static fc_status move_data(fc_gather *a) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
@@ -329,22 +376,28 @@ static fc_status move_data(fc_gather *a) {
         a->flight.buffer = rows;
         return FC_OK;
     }
-    if (plan->world == 1 && !plan->post_forward) {
+    const bool post_forward = plan == &a->post_forward_plan;
+    const bool extended = a->flight.extended;
+    const int64_t world = a->flight.link->world;
+    if (extended && world == 1) {
+        FC_TRY(ask_for_inputs(a, NULL));
+    } else if (world == 1 && !post_forward) {
         bool aliased = false;
         FC_TRY(fc_unsharded_alias(m, &aliased));
         if (aliased) {
             return FC_OK;
         }
     }
-    FC_TRY(renew_plan(a, plan->post_forward, plan->world));
+    FC_TRY(renew_plan(a, post_forward, world, extended));
     if (a->flight.in_pieces &&
         a->pieces.count != plan->cut_count + (plan->rest_bytes > 0 ? 1 : 0)) {
         return fc_error_set(&m->comm->error, FC_EASSERT,
                             "parameters were changed while they were gathered");
     }
     FC_TRY(fc_unsharded_alloc(m, plan, a->flight.in_pieces ? &a->pieces : NULL));
-    if (plan->world == 1) {
+    if (world == 1) {
         FC_TRY(fc_transfer_fill(&a->transfer, plan, m->params, m->device, &m->comm->error));
+        drop_inputs(m);
     } else if (a->flight.buffer != NULL) {
         FC_TRY(fc_transfer_unpack(&a->transfer, plan, m->params, a->flight.buffer,
                                   a->flight.in_pieces, &m->comm->error));
@@ -353,14 +406,27 @@ done:
     return status;
 }
 
+/* What a failed unshard leaves: no memory, and rows that can be copied out again, unless hooks or
+ * the host, who hands its rows out once, would have to do their part again. */
+static void give_back(fc_gather *a) {
+    if (a->flight.in_pieces) {
+        fc_unsharded_return(a->members, a->flight.plan, &a->pieces);
+    }
+    fc_gather_free(a);
+    if (a->flight.extended) {
+        drop_inputs(a->members);
+        fc_gather_abandon(a);
+    }
+}
+
 fc_status fc_gather_copy_out(fc_gather *a) {
     fc_status status = FC_OK;
     void *pause = fct_functorch_pause();
     FC_TRY(move_data(a));
-    FC_TRY(fc_unsharded_make(a->members));
+    FC_TRY(fc_unsharded_make(a->members, a->flight.extended));
 done:
     if (status != FC_OK) {
-        free_again(a);
+        give_back(a);
     }
     fct_functorch_resume(pause);
     return status;
@@ -396,7 +462,7 @@ void fc_gather_retire(fc_gather *a, fct_event *copied) {
 
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
     fc_comm_put_event(a->members->comm, copied);
-    free_again(a);
+    give_back(a);
     if (a->flight.hosted) {
         fc_gather_abandon(a); /* the host hands its rows out once */
     }
@@ -409,7 +475,7 @@ fc_status fc_gather_keep_post_forward(fc_gather *a) {
     fc_members *m = a->members;
     for (size_t i = 0; i < m->count; i++) {
         fc_param *p = m->params[i];
-        FC_TRY(fc_param_keep_post_forward(p, m->device));
+        FC_TRY(fc_param_keep_post_forward(p, m->device, &m->comm->error));
         FC_TRY_RAISED(m->host->make_post_forward(p->owner, p->post_forward_data));
     }
     if (m->comm->has_streams) {

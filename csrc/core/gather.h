@@ -23,6 +23,7 @@ typedef struct fc_flight {
     bool active;
     bool hosted;                /* the host has it */
     bool async_op;              /* the caller asked for a work to wait for, on its own stream */
+    bool extended;              /* hooks of extended parameters take part */
     bool in_pieces;             /* rows come into pieces, and the buffer has the rest of them */
     const fc_gather_plan *plan; /* in the gather */
     fc_link *link;              /* in the members */
@@ -58,13 +59,14 @@ FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_o
 /* Makes the current stream (or the host) see the gathered rows. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
- * no unsharded parameter holds memory. */
+ * no unsharded parameter holds memory, and where hooks take part the gather is given up: they are
+ * called once for each. */
 FC_CHECK fc_status fc_gather_copy_out(fc_gather *a);
 /* The last that can fail: orders whoever reuses the buffer after the copy-out. *copied is set where
  * the lane leaves that to the next group's wait. */
 FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_lane lane, fct_event **copied);
-/* After a failure of the last two, or of what came behind them: frees the unsharded memory. The
- * rows stay where they can be copied out again. Takes `copied`. */
+/* After a failure of the latter, or of what comes behind it: frees the unsharded memory. The rows
+ * stay where they can be copied out again. Takes `copied`. */
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied);
 /* The gather is over: its buffer is kept (until `copied`, which is taken) or freed. */
 void fc_gather_retire(fc_gather *a, fct_event *copied);

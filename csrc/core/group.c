@@ -289,6 +289,16 @@ static fc_lane lane_of(fc_training_state pass) {
     }
 }
 
+/* Hooks of extended parameters find the pass in the group's training state, as in torch. */
+static fc_status start_gather(fc_group *g, fc_training_state pass, bool async_op) {
+    const fc_training_state before = g->training_state;
+    g->training_state = pass;
+    fc_status status = fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD,
+                                       async_op, lane_of(pass));
+    g->training_state = g->training_state == pass ? before : g->training_state;
+    return status;
+}
+
 fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     fc_status status = FC_OK;
     bool between_steps = pass == FC_FORWARD || pass == FC_IDLE;
@@ -317,8 +327,7 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     if (!g->settings.unshard_in_backward && pass == FC_PRE_BACKWARD) {
         return FC_OK;
     }
-    FC_TRY(fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD, async_op,
-                           lane_of(pass)));
+    FC_TRY(start_gather(g, pass, async_op));
     g->gathered_version = version;
 done:
     return checked(g, check_face_and_memory, status);

@@ -27,6 +27,14 @@ typedef struct fc_host {
      * had to be replaced. *unsharded is borrowed from the host, which keeps it alive until it makes
      * the next one or the parameter dies. */
     int (*make_unsharded)(void *param, fct_tensor *flat, fct_tensor **unsharded);
+    /* Extended parameters (fc_param.extended); both may be NULL where there are none.
+     * Before a gather, on the stream that the inputs are packed on: gives fc_param.extension the
+     * inputs of this gather. FC_ENOMEM, FC_ERAISED. */
+    fc_status (*extend_inputs)(void *param);
+    /* In place of make_unsharded(), after each gather, once the outputs of the whole group are
+     * there: has the parameter made of its outputs, the first time a new one, which the fc_param
+     * gets, with the inner tensors. FC_ENOMEM, FC_ERAISED. */
+    fc_status (*extend_unsharded)(void *param);
     /* Makes the parameter that modules see while resharded to the smaller group, over `data` (1-D,
      * this rank's padded rows of the forward layout). The host keeps it until it makes the next or
      * `data` is NULL: then it lets it go, and does not fail. */
@@ -72,9 +80,9 @@ typedef struct fc_host {
      * Only for groups with has_hook. */
     int (*reduce_hook)(void *group, fct_tensor *row);
 
-    /* Whether the host moves the group's data itself (custom collectives, all-gather extensions,
-     * patched functions); asked once for each move: it must be cheap. NULL: it never does. Never
-     * fails. */
+    /* Whether the host moves the group's data itself (custom collectives, patched functions,
+     * tensors without memory); asked once for each move: it must be cheap. NULL: it never does.
+     * Never fails. */
     bool (*moves)(void *group, fc_move move);
     /* Starts a gather; `overlaps`: on the context's gather streams, where there are any. */
     int (*gather)(void *group, bool async_op, bool overlaps);
@@ -87,7 +95,7 @@ typedef struct fc_host {
     /* Forgets the partial results of reduce(), if there are any. NULL: there never are. Never
      * fails. */
     void (*drop_reduce)(void *group);
-    /* Frees what the host holds for an unsharded parameter. Never fails. */
+    /* Frees an unsharded parameter's memory. Only where it moves FC_MOVE_FREE. Never fails. */
     void (*free_unsharded)(void *param);
     /* Reduces `count` gradients and hands them to their parameters. Takes each gradient, as early
      * as it can, and leaves NULL in its place (what is left on failure is the caller's). */

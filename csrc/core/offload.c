@@ -48,6 +48,9 @@ static fc_status stage(fc_param *p, const fc_slot *slot, fct_device device, fc_e
     fc_status status = FC_OK;
     fct_facts facts;
     fct_tensor *staged = NULL;
+    if (slot->extended) {
+        return FC_OK;
+    }
     FC_TRY(fc_param_shard_facts(p, false, &facts, err));
     if (!p->offloaded || facts.device.type == device.type) {
         return FC_OK;
@@ -82,11 +85,19 @@ void fc_offload_unstage(const fc_gather_plan *plan, fc_param *const *params) {
     }
 }
 
-/* One shard into its flat tensor, by way of the device's memory where it is cast. */
+/* One shard into its flat tensor, by way of the device's memory where it is cast; or one input,
+ * which is there, into its output. */
 static fc_status fill(fc_param *p, const fc_slot *slot, fct_device device, fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor *to = NULL;
     fct_tensor *cast = NULL;
+    if (slot->extended) {
+        fct_facts facts;
+        FC_TRY(fc_param_input_facts(p, slot->input, slot->numel, slot->source, &facts, err));
+        FC_TRY_RAISED(fct_tensor_copy(p->extension.outputs[slot->input].tensor,
+                                      p->extension.inputs[slot->input].tensor));
+        return FC_OK;
+    }
     if (slot->source == slot->compute) {
         return upload(p, slot, slot->source, p->flat, 0, err);
     }

@@ -14,11 +14,12 @@
 #include "host.h"
 #include "plan.h"
 
-/* Queues the upload of all shards of a plan without casts: to their slots in the row of `buffer`
- * that starts `start` bytes into its storage. */
+/* Queues the upload of all shards of a plan without casts or extended parameters: to their slots in
+ * the row of `buffer` that starts `start` bytes into its storage. */
 FC_CHECK fc_status fc_offload_place(const fc_gather_plan *plan, fc_param *const *params,
                                     const fct_tensor *buffer, int64_t start, fc_error *err);
-/* Queues the upload of the shards to fc_param.staged, which is what the plan packs then, until
+/* Queues the upload of the shards, but for those of extended parameters, whose inputs are on the
+ * device, to fc_param.staged, which is what the plan packs then, until
  * fc_offload_unstage(). */
 FC_CHECK fc_status fc_offload_stage(const fc_gather_plan *plan, fc_param *const *params,
                                     fct_device device, fc_error *err);

@@ -66,6 +66,7 @@ void fc_param_fini(fc_param *p) {
     replace(&p->accumulated, NULL);
     replace(&p->partial, NULL);
     fc_param_forget_unsharded(p);
+    fc_extension_fini(&p->extension);
     free(p->local_sizes);
     p->local_sizes = NULL;
     p->strides = NULL;
@@ -104,6 +105,7 @@ void fc_param_forget_unsharded(fc_param *p) {
     end_watch(p);
     replace(&p->unsharded, NULL);
     replace(&p->flat, NULL);
+    fc_extension_forget(&p->extension);
     p->aliased = false;
 }
 
@@ -134,6 +136,25 @@ static const char *unfit(const fct_facts *facts, int64_t numel, fct_dtype dtype)
     return NULL;
 }
 
+size_t fc_param_input_count(const fc_param *p) {
+    return p->extended ? p->extension.input_count : 1;
+}
+
+fc_status fc_param_input_facts(const fc_param *p, size_t i, int64_t numel, fct_dtype dtype,
+                               fct_facts *facts, fc_error *err) {
+    const fc_extension *e = &p->extension;
+    const char *name = p->name != NULL ? p->name : "?";
+    if (i >= e->input_count || e->inputs[i].tensor == NULL) {
+        return fc_error_set(err, FC_ESTATE, "parameter '%s' has no all-gather input %zu", name, i);
+    }
+    fct_tensor_facts(e->inputs[i].tensor, facts);
+    const char *reason = unfit(facts, numel, dtype);
+    return reason == NULL
+               ? FC_OK
+               : fc_error_set(err, FC_EASSERT, "all-gather input %zu of parameter '%s' %s", i, name,
+                              reason);
+}
+
 fct_tensor *fc_param_shard(const fc_param *p, bool post_forward) {
     return post_forward ? p->post_forward_data : p->staged != NULL ? p->staged : p->sharded_data;
 }
@@ -160,15 +181,46 @@ fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *
     return FC_OK;
 }
 
-fc_status fc_param_keep_post_forward(fc_param *p, fct_device device) {
+/* What this rank's part for the smaller group is taken from. Extended parameters are cut as torch
+ * cuts them; it does not gather what comes of that. */
+static fc_status whole_of(const fc_param *p, const fct_tensor **whole, int64_t *numel,
+                          fc_error *err) {
+    const fc_extension *e = &p->extension;
+    const int64_t world = p->post_forward_layout.world;
+    fct_facts facts;
+    *whole = p->flat;
+    *numel = p->post_forward_layout.padded_numel;
+    if (p->flat != NULL) {
+        return FC_OK;
+    }
+    if (e->output_count != 1) {
+        return fc_error_set(err, FC_EASSERT, "Expected 1 all_gather_output, got %zu",
+                            e->output_count);
+    }
+    *whole = e->outputs[0].tensor;
+    fct_tensor_facts(*whole, &facts);
+    *numel = facts.numel / world;
+    return facts.numel % world == 0
+               ? FC_OK
+               : fc_error_set(err, FC_EASSERT,
+                              "All-gather output size (%lld) must be divisible by the shard world "
+                              "size (%lld)",
+                              (long long)facts.numel, (long long)world);
+}
+
+fc_status fc_param_keep_post_forward(fc_param *p, fct_device device, fc_error *err) {
     fc_status status = FC_OK;
+    const fct_tensor *whole = NULL;
     fct_tensor *part = NULL;
     fct_tensor *copy = NULL;
-    const int64_t size[1] = {p->post_forward_layout.padded_numel};
+    fct_facts facts;
+    int64_t size[1] = {0};
     const int64_t stride[1] = {1};
-    FC_TRY_RAISED(fct_tensor_empty(size[0], fc_param_compute_dtype(p), device, &copy));
+    FC_TRY(whole_of(p, &whole, &size[0], err));
+    fct_tensor_facts(whole, &facts);
+    FC_TRY_RAISED(fct_tensor_empty(size[0], facts.dtype, device, &copy));
     FC_TRY_RAISED(
-        fct_tensor_alias(p->flat, 1, size, stride, p->post_forward_layout.rank * size[0], &part));
+        fct_tensor_alias(whole, 1, size, stride, p->post_forward_layout.rank * size[0], &part));
     FC_TRY_RAISED(fct_tensor_copy(copy, part));
     replace(&p->post_forward_data, copy);
 done:
@@ -183,6 +235,10 @@ void fc_param_drop_post_forward(fc_param *p) {
 
 fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can, fc_error *err) {
     fct_facts shard;
+    if (p->extended) {
+        *can = false;
+        return FC_OK;
+    }
     fc_status status = fc_param_shard_facts(p, false, &shard, err);
     *can = status == FC_OK && p->layout.world == 1 && p->flat_numel == shard.numel &&
            shard.numel > 0 && shard.dtype == fc_param_compute_dtype(p) &&
@@ -218,7 +274,7 @@ fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, 
     fc_status status = FC_OK;
     int64_t numel = p->flat_numel;
     int64_t bytes = 0;
-    if (p->aliased) {
+    if (p->aliased || p->extension.output_count > 0) {
         fc_param_forget_unsharded(p);
     }
     if (p->flat == NULL) {
@@ -267,10 +323,18 @@ void fc_param_return_flat(fc_param *p, fct_tensor *landing) {
     }
 }
 
-void fc_param_free_flat(fc_param *p) {
+fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device, fc_error *err) {
+    if (p->flat != NULL) { /* it was not extended */
+        fc_param_forget_unsharded(p);
+    }
+    return fc_extension_alloc(&p->extension, world, device, p->name, err);
+}
+
+void fc_param_free(fc_param *p) {
     if (p->flat != NULL && !p->aliased) {
         fct_storage_free(p->flat);
     }
+    fc_extension_free(&p->extension);
 }
 
 fc_status fc_param_fold_grad(fc_param *p) {

@@ -3,6 +3,7 @@
 #define FSDP_C_CORE_PARAM_H
 
 #include "../torch/torch_abi.h"
+#include "extension.h"
 #include "layout.h"
 #include "status.h"
 
@@ -28,7 +29,7 @@ typedef struct fc_param {
     fct_dtype param_dtype;  /* compute type; FCT_NO_DTYPE: no cast */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own */
     bool aliased;   /* flat is the shard's own memory: one rank, no cast, nothing to copy or free */
-    bool hosted;    /* the host holds memory of the unsharded parameter beyond flat (extensions) */
+    bool extended;  /* hooks of the shard take part in its gather: `extension` stands for flat */
     bool required;  /* unsharded required grad when it was registered */
     bool offloaded; /* the shard is in the host's memory, and so are its gradients; on devices
                        without streams that is where all are */
@@ -43,6 +44,8 @@ typedef struct fc_param {
      * NULL. */
     fct_tensor *post_forward_data;
     fct_tensor *flat; /* flat_numel elements in the compute type; storage freed while sharded */
+    /* Of extended parameters; outputs also where others gathered into what is no flat tensor. */
+    fc_extension extension;
     /* The parameter over flat, ND; the leaf that autograd accumulates into. */
     fct_tensor *unsharded;
     fct_tensor *accumulated; /* partial gradient in reduce_dtype, of backwards without reduction */
@@ -71,20 +74,26 @@ void fc_param_set_accumulated(fc_param *p, fct_tensor *grad);
 void fc_param_set_partial(fc_param *p, fct_tensor *row);
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded);
 void fc_param_set_flat(fc_param *p, fct_tensor *flat);
-/* Drops flat and unsharded; the next unshard makes them anew. Only while sharded. */
+/* Drops outputs and unsharded; the next unshard makes them anew. Only while sharded. */
 void fc_param_forget_unsharded(fc_param *p);
 
 /* The type that is gathered and computed in. */
 fct_dtype fc_param_compute_dtype(const fc_param *p);
-/* What is gathered of the parameter: its shard, or the copy of it on the device. `post_forward`:
+/* How many tensors are gathered of the parameter; one, unless it is extended. */
+size_t fc_param_input_count(const fc_param *p);
+/* Checks input `i` of an extended parameter and reads its facts: `numel` contiguous elements. */
+FC_CHECK fc_status fc_param_input_facts(const fc_param *p, size_t i, int64_t numel, fct_dtype dtype,
+                                        fct_facts *facts, fc_error *err);
+/* What is gathered of any other: its shard, or the copy of it on the device. `post_forward`:
  * the smaller group's shard, in the compute type. Borrowed. */
 fct_tensor *fc_param_shard(const fc_param *p, bool post_forward);
 /* Checks the shard and reads its facts: padded_numel contiguous elements of orig_dtype (of the
  * compute type) inside their storage. */
 FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *facts,
                                         fc_error *err);
-/* Copies this rank's part of flat into a new post_forward_data. */
-FC_CHECK fc_status fc_param_keep_post_forward(fc_param *p, fct_device device);
+/* Copies this rank's part of flat (of an extended parameter's only output) into a new
+ * post_forward_data. FC_EASSERT where there are several, or it cannot be cut. */
+FC_CHECK fc_status fc_param_keep_post_forward(fc_param *p, fct_device device, fc_error *err);
 void fc_param_drop_post_forward(fc_param *p);
 /* Whether flat may be the shard's own memory: that has all of the parameter in the compute type on
  * `device`. */
@@ -101,7 +110,11 @@ void fc_param_return_flat(fc_param *p, fct_tensor *landing);
 /* Makes flat where there is none (or an alias), and gives it memory. On failure it holds none. */
 FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,
                                        fc_error *err);
-void fc_param_free_flat(fc_param *p); /* frees the storage, keeps the tensor */
+/* Memory for the outputs of an extended parameter's latest inputs, and for its inner tensors, see
+ * fc_extension_alloc(). */
+FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device,
+                                          fc_error *err);
+void fc_param_free(fc_param *p); /* frees all that, keeps the tensors */
 
 /* Folds .grad of the unsharded parameter into `accumulated` where there is one already. */
 FC_CHECK fc_status fc_param_fold_grad(fc_param *p);

@@ -64,41 +64,63 @@ static bool round_up(int64_t offset, int64_t align, int64_t *out) {
     return true;
 }
 
-/* The parameter's slot in the row, which has come to `offset`; *end is where it ends. */
-static fc_status add_param(fc_gather_plan *plan, size_t i, const fc_param *p, int64_t offset,
-                           int64_t *end, fc_error *err) {
+/* What the plan says of one input, but for where it stands. */
+static fc_slot describe(const fc_gather_plan *plan, size_t param, const fc_param *p, size_t input) {
     const fc_layout *layout = layout_of(p, plan->post_forward);
-    const char *name = p->name != NULL ? p->name : "?";
     fct_dtype compute = fc_param_compute_dtype(p);
-    fct_dtype source = plan->post_forward ? compute : p->orig_dtype;
-    int32_t size = fc_dtype_size(compute);
+    fc_slot slot = {.param = param,
+                    .numel = layout->padded_numel,
+                    .outer = layout->outer,
+                    .source = plan->post_forward ? compute : p->orig_dtype,
+                    .compute = compute};
+    if (p->extended) {
+        const fc_input *given = &p->extension.inputs[input];
+        slot.input = input;
+        slot.extended = true;
+        slot.outer = given->numel == layout->padded_numel ? layout->outer : 1;
+        slot.numel = given->numel;
+        slot.source = slot.compute = given->dtype;
+    }
+    return slot;
+}
+
+/* Puts the slot into the row, which has come to `offset`; *end is where it ends. */
+static fc_status place(fc_gather_plan *plan, fc_slot *slot, const fc_param *p, int64_t offset,
+                       int64_t *end, fc_error *err) {
+    const char *name = p->name != NULL ? p->name : "?";
+    int32_t size = fc_dtype_size(slot->compute);
     int64_t bytes = 0;
     int64_t total = 0;
-    if (size == 0 || fc_dtype_size(source) == 0) {
+    if (size == 0 || fc_dtype_size(slot->source) == 0) {
         return fc_error_set(err, FC_EVALUE, "parameter '%s' has a dtype that cannot be gathered",
                             name);
     }
-    if (!round_up(offset, layout->padded_numel > 0 ? plan->align : 1, &offset) ||
-        !fc_size_mul(layout->padded_numel, size, &bytes) || !fc_size_add(offset, bytes, end) ||
+    if (!round_up(offset, slot->numel > 0 ? plan->align : 1, &offset) ||
+        !fc_size_mul(slot->numel, size, &bytes) || !fc_size_add(offset, bytes, end) ||
         !round_up(*end, plan->align, &total) || !fc_size_mul(total, plan->world, &total)) {
         return fc_error_set(err, FC_EASSERT, "the gather buffer's size overflows at parameter '%s'",
                             name);
     }
-    plan->slots[i] = (fc_slot){.param = i,
-                               .offset = offset,
-                               .numel = layout->padded_numel,
-                               .outer = layout->outer,
-                               .source = source,
-                               .compute = compute};
-    plan->native = plan->native && fck_can_cast(source, compute) != 0;
-    plan->casts = plan->casts || source != compute;
-    plan->from_host = plan->from_host || (p->offloaded && !plan->post_forward);
+    slot->offset = offset;
+    plan->native = plan->native && fck_can_cast(slot->source, slot->compute) != 0;
+    plan->casts = plan->casts || slot->source != slot->compute;
+    plan->extended = plan->extended || slot->extended;
+    plan->from_host = plan->from_host || (p->offloaded && !plan->post_forward && !slot->extended);
     return FC_OK;
+}
+
+static size_t count_inputs(fc_param *const *params, size_t count) {
+    size_t inputs = 0;
+    for (size_t i = 0; i < count; i++) {
+        inputs += fc_param_input_count(params[i]);
+    }
+    return inputs;
 }
 
 /* Which slots of a plan that is laid out are pieces of their own. */
 static void cut_row(fc_gather_plan *plan, fc_param *const *params, fct_device device) {
-    const bool cuttable = device.type == FCT_DEVICE_CPU && plan->dtype != FCK_UINT8;
+    const bool cuttable =
+        device.type == FCT_DEVICE_CPU && plan->dtype != FCK_UINT8 && !plan->extended;
     plan->cut_count = 0;
     plan->rest_bytes = 0;
     for (size_t i = 0; i < plan->count; i++) {
@@ -121,64 +143,99 @@ fct_cuts fc_gather_plan_cuts(const fc_gather_plan *plan) {
     return (fct_cuts){.cuts = plan->cuts, .count = plan->cut_count, .row_numel = plan->row_numel};
 }
 
+/* All slots, one after the other; *end is where the last one ends. */
+static fc_status lay_out(fc_gather_plan *plan, fc_param *const *params, size_t count, int64_t *end,
+                         fc_error *err) {
+    fc_status status = FC_OK;
+    size_t filled = 0;
+    *end = 0;
+    for (size_t i = 0; i < count; i++) {
+        for (size_t k = 0; k < fc_param_input_count(params[i]); k++) {
+            fc_slot *slot = &plan->slots[filled++];
+            *slot = describe(plan, i, params[i], k);
+            FC_TRY(place(plan, slot, params[i], *end, end, err));
+        }
+    }
+done:
+    return status;
+}
+
+/* The type that all slots have, else bytes. */
+static fct_dtype common_dtype(const fc_gather_plan *plan) {
+    bool uniform = plan->count > 0;
+    for (size_t i = 1; i < plan->count; i++) {
+        uniform = uniform && plan->slots[i].compute == plan->slots[0].compute;
+    }
+    return uniform ? plan->slots[0].compute : (fct_dtype)FCK_UINT8;
+}
+
 fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
                                int64_t world, bool post_forward, fct_device device, fc_error *err) {
-    fc_status status = reserve_slots(plan, count);
-    if (status != FC_OK) {
-        return status;
-    }
-    int64_t offset = 0;
-    bool uniform = true;
+    fc_status status = FC_OK;
+    int64_t end = 0;
     plan->valid = false;
+    FC_TRY(reserve_slots(plan, count_inputs(params, count)));
     plan->native = true;
     plan->casts = false;
+    plan->extended = false;
     plan->from_host = false;
     plan->post_forward = post_forward;
     plan->world = world;
     plan->align = device.type == FCT_DEVICE_CUDA ? CUDA_ALIGN : 1;
-    for (size_t i = 0; i < count; i++) {
-        status = add_param(plan, i, params[i], offset, &offset, err);
-        if (status != FC_OK) {
-            return status;
-        }
-        uniform = uniform && fc_param_compute_dtype(params[i]) == fc_param_compute_dtype(params[0]);
-    }
-    plan->dtype = uniform && count > 0 ? fc_param_compute_dtype(params[0]) : (fct_dtype)FCK_UINT8;
+    FC_TRY(lay_out(plan, params, count, &end, err));
+    plan->dtype = common_dtype(plan);
     plan->from_host = plan->from_host && fct_device_has_streams(device);
-    plan->row_bytes = (offset + plan->align - 1) / plan->align * plan->align;
+    plan->row_bytes = (end + plan->align - 1) / plan->align * plan->align;
     plan->row_numel = plan->row_bytes / fc_dtype_size(plan->dtype);
     cut_row(plan, params, device);
     plan->valid = true;
-    return FC_OK;
+done:
+    return status;
+}
+
+static bool is_same_input(const fc_slot *a, const fc_slot *b) {
+    return a->param == b->param && a->input == b->input && a->extended == b->extended &&
+           a->numel == b->numel && a->outer == b->outer && a->source == b->source &&
+           a->compute == b->compute;
+}
+
+bool fc_gather_plan_fits(const fc_gather_plan *plan, fc_param *const *params, size_t count) {
+    bool fits = plan->valid && plan->count == count_inputs(params, count);
+    size_t at = 0;
+    for (size_t i = 0; i < count; i++) {
+        for (size_t k = 0; fits && k < fc_param_input_count(params[i]); k++) {
+            const fc_slot now = describe(plan, i, params[i], k);
+            fits = is_same_input(&plan->slots[at++], &now);
+        }
+    }
+    return fits;
 }
 
 fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *params, size_t count,
                                fc_error *err) {
-    bool current = !plan->valid || plan->count == count;
-    for (size_t i = 0; plan->valid && current && i < count; i++) {
-        const fc_param *p = params[i];
-        const fc_slot *slot = &plan->slots[i];
-        fct_dtype compute = fc_param_compute_dtype(p);
-        current = slot->param == i &&
-                  slot->numel == layout_of(p, plan->post_forward)->padded_numel &&
-                  slot->compute == compute &&
-                  slot->source == (plan->post_forward ? compute : p->orig_dtype);
-    }
-    return current ? FC_OK : fc_error_set(err, FC_ESTATE, "a gather plan is stale");
+    return !plan->valid || fc_gather_plan_fits(plan, params, count)
+               ? FC_OK
+               : fc_error_set(err, FC_ESTATE, "a gather plan is stale");
 }
 
 fct_tensor *fc_slot_input(const fc_gather_plan *plan, const fc_slot *slot,
                           fc_param *const *params) {
-    return fc_param_shard(params[slot->param], plan->post_forward);
+    const fc_param *p = params[slot->param];
+    return slot->extended ? p->extension.inputs[slot->input].tensor
+                          : fc_param_shard(p, plan->post_forward);
 }
 
 fct_tensor *fc_slot_output(const fc_slot *slot, fc_param *const *params) {
-    return params[slot->param]->flat;
+    const fc_param *p = params[slot->param];
+    return slot->extended ? p->extension.outputs[slot->input].tensor : p->flat;
 }
 
 fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot *slot,
                               fc_param *const *params, fct_facts *facts, fc_error *err) {
-    return fc_param_shard_facts(params[slot->param], plan->post_forward, facts, err);
+    const fc_param *p = params[slot->param];
+    return slot->extended
+               ? fc_param_input_facts(p, slot->input, slot->numel, slot->source, facts, err)
+               : fc_param_shard_facts(p, plan->post_forward, facts, err);
 }
 
 fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {

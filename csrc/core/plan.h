@@ -1,17 +1,19 @@
 /* Transfer plans: what does not change between steps, computed once. They hold no address, and who
  * uses one does not change it.
  *
- * A gather plan lays what a rank sends out in one row: the inputs of a group's parameters, one after
- * the other. A parameter's only input is its padded shard. Rank r's row stands at r * row_bytes of
- * the gather buffer. Where all compute types are equal the buffer has that type, else it is bytes.
- * An input's slot is `outer` blocks of equal size (one, where dim 0 is cut). On CUDA slots and rows start at multiples of 16 bytes, so that a
- * parameter of one element does not slow down all that stand behind it; what is between two slots
- * means nothing. Which kernels there are is not asked: all ranks lay out the same.
+ * A gather plan lays what a rank sends out in one row: the inputs of a group's parameters, one
+ * after the other. A parameter's only input is its padded shard; an extended one has those that its
+ * hook gave (extension.h), which may be others at each gather. Rank r's row stands at r * row_bytes
+ * of the gather buffer. Where all types are equal the buffer has that type, else it is bytes. An
+ * input's slot is `outer` blocks of equal size (one, where dim 0 is cut). On CUDA slots and rows
+ * start at multiples of 16 bytes, so that a parameter of one element does not slow down all that
+ * stand behind it; what is between two slots means nothing. Which kernels there are is not asked:
+ * all ranks lay out the same.
  *
  * Where rows go directly from memory to memory (the CPU), a large parameter's part is a piece of
  * its own, that comes from and goes to the parameter's own memory; all other parts are packed into
  * one more, the rest. `cuts` says which: it depends on shapes and types only, so that it is the
- * same on all ranks, whatever each of them has in its row.
+ * same on all ranks, whatever each of them has in its row. Rows with extended parameters are whole.
  *
  * A reduce plan does the same, without gaps, for the gradients that are there in this backward, in
  * the reduce type. */
@@ -26,7 +28,9 @@
 
 /* Where one input stands in a row. */
 typedef struct fc_slot {
-    size_t param;      /* whose it is: an index into the parameters */
+    size_t param; /* whose it is: an index into the parameters */
+    size_t input; /* which of an extended parameter's; else 0 */
+    bool extended;
     int64_t offset;    /* in bytes */
     int64_t rest;      /* in bytes, in a row of the rest; FC_OWN_PIECE: it is not there */
     int64_t numel;     /* elements, of all blocks */
@@ -42,6 +46,7 @@ typedef struct fc_gather_plan {
     bool post_forward; /* of the shards on the smaller group that forward left behind */
     bool native;       /* the kernels can do every cast; else torch copies do the packing */
     bool casts;        /* some compute type is another than the shard's */
+    bool extended;     /* some parameters are */
     bool from_host;    /* some shards are offloaded: they are in the host's memory */
     fct_dtype dtype;
     int64_t align;     /* of slots and rows, in bytes */
@@ -75,7 +80,9 @@ typedef struct fc_reduce_plan {
 FC_CHECK fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, size_t count,
                                         int64_t world, bool post_forward, fct_device device,
                                         fc_error *err);
-/* Whether a valid plan is what would be built now: FC_ESTATE with a message where it is not. */
+/* Whether the plan is valid, and for the inputs that the parameters have now. */
+bool fc_gather_plan_fits(const fc_gather_plan *plan, fc_param *const *params, size_t count);
+/* FC_ESTATE with a message where a valid plan is not what would be built now. */
 FC_CHECK fc_status fc_gather_plan_check(const fc_gather_plan *plan, fc_param *const *params,
                                         size_t count, fc_error *err);
 void fc_gather_plan_fini(fc_gather_plan *plan);

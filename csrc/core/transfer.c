@@ -241,7 +241,7 @@ fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param 
         return pack_pieces(t, plan, params, buffer, own, row, err);
     }
     FC_TRY(buffer_facts(buffer, start + plan->row_bytes, &target, err));
-    if (plan->from_host && !plan->casts) {
+    if (plan->from_host && !plan->casts && !plan->extended) {
         return fc_offload_place(plan, params, buffer, target.offset_bytes + start, err);
     }
     if (plan->from_host) {

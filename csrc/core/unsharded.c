@@ -23,10 +23,18 @@ fc_status fc_unsharded_alloc(fc_members *m, const fc_gather_plan *plan, const fc
         const fc_slot *slot = &plan->slots[i];
         fc_param *p = m->params[slot->param];
         fct_facts facts;
+        if (slot->extended) {
+            continue;
+        }
         if (pieces == NULL || slot->rest != FC_OWN_PIECE) {
             FC_TRY(fc_param_alloc_flat(p, m->device, &facts, &m->comm->error));
         } else if (piece < pieces->count) {
             FC_TRY(fc_param_adopt_flat(p, m->device, pieces->tensors[piece++], &m->comm->error));
+        }
+    }
+    for (size_t i = 0; plan->extended && i < m->count; i++) {
+        if (m->params[i]->extended) {
+            FC_TRY(fc_param_alloc_outputs(m->params[i], plan->world, m->device, &m->comm->error));
         }
     }
 done:
@@ -47,20 +55,22 @@ void fc_unsharded_free(fc_members *m) {
     bool watched = fc_members_host_moves(m, FC_MOVE_FREE);
     for (size_t i = 0; i < m->count; i++) {
         fc_param *p = m->params[i];
-        if (p->hosted || (watched && !p->aliased)) {
+        if (watched && !p->aliased) {
             m->host->free_unsharded(p->owner);
         }
-        fc_param_free_flat(p);
+        fc_param_free(p);
     }
 }
 
 /* ---- parameter objects ---- */
 
-fc_status fc_unsharded_make(fc_members *m) {
+fc_status fc_unsharded_make(fc_members *m, bool extends) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < m->count; i++) {
         fc_param *p = m->params[i];
-        if (p->unsharded == NULL) {
+        if (extends && p->extended) {
+            FC_TRY(m->host->extend_unsharded(p->owner));
+        } else if (p->unsharded == NULL) {
             fct_tensor *made = NULL;
             FC_TRY_RAISED(m->host->make_unsharded(p->owner, p->flat, &made));
             fc_param_set_unsharded(p, made);
@@ -78,7 +88,7 @@ done:
 static bool holds_memory(const fc_param *p) {
     fct_facts facts = {0};
     if (p->flat == NULL) {
-        return p->hosted && p->unsharded != NULL;
+        return p->extension.output_count > 0 && p->unsharded != NULL;
     }
     fct_tensor_facts(p->flat, &facts);
     return facts.numel == 0 || facts.storage_bytes > 0;
@@ -93,7 +103,7 @@ fc_status fc_unsharded_adopt(fc_members *m) {
         }
     }
     void *pause = fct_functorch_pause();
-    fc_status status = fc_unsharded_make(m);
+    fc_status status = fc_unsharded_make(m, false);
     fct_functorch_resume(pause);
     return status;
 }
@@ -117,21 +127,22 @@ done:
 static fc_status check_memory(const fc_members *m, size_t i, bool is, bool kept) {
     const fc_param *p = m->params[i];
     fct_facts facts = {0};
-    if (p->flat == NULL) {
-        return !is || p->hosted
-                   ? FC_OK
-                   : fc_error_set(&m->comm->error, FC_ESTATE,
-                                  "unsharded, but a parameter has no unsharded tensor");
+    int64_t bytes = fc_extension_bytes(&p->extension);
+    if (is && p->flat == NULL && p->unsharded == NULL) {
+        return fc_error_set(&m->comm->error, FC_ESTATE,
+                            "unsharded, but a parameter has no unsharded tensor");
     }
-    if (p->aliased || kept) {
+    if (p->aliased || kept || (is && p->flat == NULL)) {
         return FC_OK;
     }
-    fct_tensor_facts(p->flat, &facts);
-    bool holds = facts.storage_bytes != 0;
+    if (p->flat != NULL) {
+        fct_tensor_facts(p->flat, &facts);
+        bytes += facts.storage_bytes;
+    }
     bool expected = is && facts.numel > 0;
-    if (holds != expected) {
+    if ((bytes != 0) != expected) {
         return fc_error_set(&m->comm->error, FC_ESTATE, "parameter %zu holds %lld bytes while %s",
-                            i, (long long)facts.storage_bytes, expected ? "unsharded" : "sharded");
+                            i, (long long)bytes, expected ? "unsharded" : "sharded");
     }
     return FC_OK;
 }

@@ -11,14 +11,16 @@
 /* One rank: the unsharded parameters may be the shards. All of them, or none (*all is false): an
  * alias that is made and given up again would cost the parameter the leaf that autograd knows. */
 FC_CHECK fc_status fc_unsharded_alias(fc_members *m, bool *all);
-/* Memory for the outputs: that of the pieces which came, with what is in it, and fresh. `pieces` is
- * NULL where rows are whole. After a failure some outputs hold memory. */
+/* Memory for the outputs, and the inner tensors of extended parameters: that of the pieces which
+ * came, with what is in it, and fresh. `pieces` is NULL where rows are whole. After a failure some
+ * hold memory. */
 FC_CHECK fc_status fc_unsharded_alloc(fc_members *m, const fc_gather_plan *plan,
                                       const fc_pieces *pieces);
 /* Gives the pieces their memory back, with what is in it: it may be given once more. */
 void fc_unsharded_return(fc_members *m, const fc_gather_plan *plan, const fc_pieces *pieces);
-/* The parameter objects over the outputs, which require grad as the shards do. */
-FC_CHECK fc_status fc_unsharded_make(fc_members *m);
+/* The parameter objects over the outputs, which require grad as the shards do. `extends`: the hooks
+ * of extended parameters have not run yet. */
+FC_CHECK fc_status fc_unsharded_make(fc_members *m, bool extends);
 /* Likewise over what somebody else has gathered. FC_ESTATE where a parameter holds no memory. */
 FC_CHECK fc_status fc_unsharded_adopt(fc_members *m);
 void fc_unsharded_free(fc_members *m);

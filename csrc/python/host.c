@@ -2,6 +2,7 @@
  * Python layer moves itself. Owns nothing; every call-back runs with the GIL held. */
 #include "host.h"
 
+#include "extension.h"
 #include "retired.h"
 #include "shard.h"
 #include "slots.h"
@@ -285,7 +286,7 @@ static int host_collect_grad(void *owner, fct_tensor **local) {
 
 static void host_free_unsharded(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
-    call_quietly((PyObject *)self, self->mod->names._free_hosted);
+    call_quietly((PyObject *)self, self->mod->names.free_unsharded_param);
 }
 
 /* ---- a group ---- */
@@ -394,6 +395,8 @@ static int host_finalize(void *owner) {
 
 const fc_host fcpy_host = {
     .make_unsharded = host_make_unsharded,
+    .extend_inputs = fcpy_extend_inputs,
+    .extend_unsharded = fcpy_extend_unsharded,
     .make_post_forward = host_make_post_forward,
     .swap = host_swap,
     .swap_by_method = host_swap_by_method,

@@ -40,7 +40,9 @@
     X(to_accumulated_grad_if_needed)                                                               \
     X(_collect_grad)                                                                               \
     X(_follow_shard)                                                                               \
-    X(_free_hosted)                                                                                \
+    X(free_unsharded_param)                                                                        \
+    X(_extend_inputs)                                                                              \
+    X(_extend_unsharded)                                                                           \
     X(_run_reduce_hook)                                                                            \
     X(_host_gather)                                                                                \
     X(_host_copy_out)                                                                              \
@@ -107,13 +109,11 @@ typedef struct fcpy_param {
     PyObject
         *post_forward_param;   /* the one registered while resharded to a smaller mesh, or NULL */
     PyObject *unsharded_param; /* the one used for computation; NULL before the first unshard */
-    /* List of the gather's outputs where the host made others than the core would. */
-    PyObject *outputs;
-    PyObject *spec;          /* DTensorSpec of shard and gradient */
-    struct {                 /* what the core's shard was taken from; see shard.c */
-        PyObject *local;     /* sharded_param._local_tensor, counted; NULL: look again */
-        const void *storage; /* behind it; only to be compared */
-        const void *wrapper; /* behind sharded_param; likewise */
+    PyObject *spec;            /* DTensorSpec of shard and gradient */
+    struct {                   /* what the core's shard was taken from; see shard.c */
+        PyObject *local;       /* sharded_param._local_tensor, counted; NULL: look again */
+        const void *storage;   /* behind it; only to be compared */
+        const void *wrapper;   /* behind sharded_param; likewise */
     } seen;
     PyObject *fqn; /* str or NULL */
     bool swapping; /* within what overrides the registration of a face */

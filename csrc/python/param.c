@@ -7,6 +7,7 @@
 
 #include "attributes.h"
 #include "errors.h"
+#include "extension.h"
 #include "retired.h"
 #include "shard.h"
 #include "slots.h"
@@ -101,7 +102,6 @@ static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
     Py_VISIT(self->sharded_param);
     Py_VISIT(self->post_forward_param);
     Py_VISIT(self->unsharded_param);
-    Py_VISIT(self->outputs);
     Py_VISIT(self->spec);
     Py_VISIT(self->seen.local);
     Py_VISIT(self->dict);
@@ -115,7 +115,6 @@ static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
 static int param_clear(PyObject *obj) {
     fcpy_param *self = (fcpy_param *)obj;
     Py_CLEAR(self->spec);
-    Py_CLEAR(self->outputs);
     Py_CLEAR(self->dict);
     fcpy_slots_clear(self);
     return 0;
@@ -208,7 +207,7 @@ static PyObject *get_unsharded_param(PyObject *obj, void *closure) {
     return fcpy_or_none(self->unsharded_param);
 }
 
-/* What the host's gather made (extensions) replaces the core's; it has its own storages. */
+/* What hooks or the host's gather made replaces the core's; it has its own storages. */
 static int set_unsharded_param(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_param *self = (fcpy_param *)obj;
@@ -225,66 +224,6 @@ static int set_unsharded_param(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
-static PyObject *get_all_gather_outputs(PyObject *obj, void *closure) {
-    (void)closure;
-    fcpy_param *self = (fcpy_param *)obj;
-    if (self->outputs != NULL) {
-        Py_INCREF(self->outputs);
-        return self->outputs;
-    }
-    PyObject *list = PyList_New(0);
-    if (list == NULL || self->core.flat == NULL) {
-        return list;
-    }
-    PyObject *flat = tensor_or_none(self->core.flat);
-    if (flat == NULL || PyList_Append(list, flat) != 0) {
-        Py_CLEAR(list);
-    }
-    Py_XDECREF(flat);
-    return list;
-}
-
-/* Whether `tensor` is what the core would have made itself. */
-static bool is_flat(const fcpy_param *self, const fct_tensor *tensor) {
-    fct_facts facts;
-    fct_tensor_facts(tensor, &facts);
-    return facts.strided && facts.contiguous && facts.offset_bytes == 0 &&
-           facts.numel == self->core.flat_numel &&
-           facts.dtype == fc_param_compute_dtype(&self->core);
-}
-
-/* The outputs of a gather that the host makes: one that fits becomes the core's flat tensor. */
-static int set_all_gather_outputs(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
-    fcpy_param *self = (fcpy_param *)obj;
-    if (value == NULL || !PyList_Check(value)) {
-        PyErr_SetString(PyExc_TypeError, "all_gather_outputs must be a list of tensors");
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); i++) {
-        fct_tensor *handle = NULL;
-        if (tensor_or_fail(PyList_GET_ITEM(value, i), &handle, "an item of all_gather_outputs")) {
-            return -1;
-        }
-    }
-    PyObject *old = self->outputs;
-    fcpy_retire_tensor(self->mod, self->core.flat);
-    fc_param_set_flat(&self->core, NULL);
-    self->outputs = NULL;
-    fcpy_retire(self->mod, old);
-    self->core.hosted = false;
-    fct_tensor *only =
-        PyList_GET_SIZE(value) == 1 ? fct_py_tensor(PyList_GET_ITEM(value, 0)) : NULL;
-    if (only != NULL && is_flat(self, only)) {
-        fc_param_set_flat(&self->core, only);
-    } else if (PyList_GET_SIZE(value) > 0) {
-        Py_INCREF(value);
-        self->outputs = value;
-        self->core.hosted = true;
-    }
-    return 0;
-}
-
 static PyObject *get_post_forward_param(PyObject *obj, void *closure) {
     (void)closure;
     const fcpy_param *self = (fcpy_param *)obj;
@@ -294,16 +233,6 @@ static PyObject *get_post_forward_param(PyObject *obj, void *closure) {
 static PyObject *get_post_forward_data(PyObject *obj, void *closure) {
     (void)closure;
     return tensor_or_none(((fcpy_param *)obj)->core.post_forward_data);
-}
-
-static PyObject *get_hosted(PyObject *obj, void *closure) {
-    (void)closure;
-    return PyBool_FromLong(((fcpy_param *)obj)->core.hosted);
-}
-
-static int set_hosted(PyObject *obj, PyObject *value, void *closure) {
-    (void)closure;
-    return fcpy_set_bool(value, &((fcpy_param *)obj)->core.hosted);
 }
 
 static PyObject *get_wrapped(PyObject *obj, void *closure) {
@@ -389,12 +318,13 @@ static PyGetSetDef param_getset[] = {
     {"_unsharded_param", get_unsharded_param, set_unsharded_param,
      "The parameter used for computation, after the 1st unshard.", NULL},
     {"unsharded_param", get_unsharded_param, NULL, "The same as _unsharded_param.", NULL},
-    {"all_gather_outputs", get_all_gather_outputs, set_all_gather_outputs,
+    {"all_gather_outputs", fcpy_get_outputs, fcpy_set_outputs,
      "List of the 1-D tensors behind the unsharded parameter, [] before the first unshard.", NULL},
+    {"_extended", fcpy_get_flag, fcpy_set_flag,
+     "Whether _extend_inputs() and _extend_unsharded() take part in each gather.",
+     PARAM_OFFSET(extended)},
     {"_sharded_post_forward_param", get_post_forward_param, NULL,
      "The parameter registered while resharded to a smaller mesh, or None.", NULL},
-    {"_hosted", get_hosted, set_hosted,
-     "Whether _free_hosted() is to be called when the parameter is resharded.", NULL},
     {"is_dtensor", get_wrapped, set_wrapped,
      "Whether the parameter was a DTensor: its gradients go through _get_grad_inner_tensor().",
      NULL},
@@ -424,6 +354,8 @@ static PyGetSetDef param_getset[] = {
     /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
     {"_sharded_post_forward_param_data", get_post_forward_data, NULL,
      "1-D tensor behind it, or None.", NULL},
+    {"_unsharded_inner_tensors", fcpy_get_inner, fcpy_set_inner,
+     "List of the tensors that an all-gather extension has made of all_gather_outputs.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -446,14 +378,12 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_param *self = (fcpy_param *)obj;
     PyObject *param = self->unsharded_param;
-    PyObject *outputs = self->outputs;
     fcpy_retire_tensor(self->mod, self->core.unsharded);
-    fcpy_retire_tensor(self->mod, self->core.flat);
+    fcpy_retire_outputs(self);
     fc_param_drop_grad(&self->core);
     fc_param_forget_unsharded(&self->core);
-    self->unsharded_param = self->outputs = NULL;
+    self->unsharded_param = NULL;
     fcpy_retire(self->mod, param);
-    fcpy_retire(self->mod, outputs);
     Py_RETURN_NONE;
 }
 

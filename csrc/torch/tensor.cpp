@@ -357,6 +357,10 @@ void fct_storage_free(fct_tensor *t) {
     storage->set_nbytes(static_cast<size_t>(0));
 }
 
+bool fct_storage_is_shared(const fct_tensor *t) {
+    return impl(t)->has_storage() && impl(t)->unsafe_storage().use_count() != 1;
+}
+
 void fct_storage_move(fct_tensor *from, fct_tensor *to) {
     c10::StorageImpl *source = impl(from)->unsafe_storage().unsafeGetStorageImpl();
     c10::StorageImpl *target = impl(to)->unsafe_storage().unsafeGetStorageImpl();

@@ -49,34 +49,60 @@ fct_dtype sim_compute_dtype(const sim_param *p) {
     return p->shape.compute != 0 ? p->shape.compute : p->shape.dtype;
 }
 
-/* Where the next slot of the row starts, which has come to `at`. */
-static char *aligned(char *row, char *at) {
-    size_t align = sim_device().type == FCT_DEVICE_CUDA ? 16 : 1;
-    return row + ((size_t)(at - row) + align - 1) / align * align;
+/* Where the next slot of a row starts that has come to `at`. */
+static int64_t aligned(int64_t at) {
+    int64_t align = sim_device().type == FCT_DEVICE_CUDA ? 16 : 1;
+    return (at + align - 1) / align * align;
 }
 
-/* One rank's shards of all parameters one after the other, in the types that are computed in; on
- * CUDA each at a multiple of 16 bytes. */
-static void write_shards(const sim_group *g, bool forward, int64_t world, int64_t rank, void *row,
-                         int64_t bytes) {
-    char *at = (char *)row;
+/* What one rank sends of one parameter, at the place where the row has come to; row NULL: only how
+ * far that goes. `grown`: elements of inputs whose size changes. */
+static int64_t write_inputs(const sim_param *p, int32_t dim, int64_t world, int64_t rank,
+                            int64_t grown, char *row, int64_t at) {
+    int64_t padded = sim_padded_numel(p, dim, world);
+    fct_dtype dtypes[3] = {sim_compute_dtype(p)};
+    int64_t numels[3] = {padded};
+    size_t inputs = p->core.extended ? sim_extended_inputs(p, padded, grown, dtypes, numels) : 1;
+    double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
+    sim_shard_values(p, p->full, dim, world, rank, values);
+    for (size_t i = 0; i < inputs; i++) {
+        at = numels[i] > 0 ? aligned(at) : at;
+        for (int64_t k = 0; k < numels[i]; k++, at += sim_itemsize(dtypes[i])) {
+            double half = i < 2 ? sim_round(dtypes[0], values[k]) / 2.0 : 0.0;
+            if (row != NULL) {
+                sim_put(dtypes[i], row + at, p->core.extended ? half : values[k]);
+            }
+        }
+    }
+    sim_scratch_free(values);
+    return at;
+}
+
+static int64_t write_group(const sim_group *g, bool forward, int64_t world, int64_t rank,
+                           int64_t grown, char *row) {
+    int64_t at = 0;
     for (size_t i = 0; i < g->count; i++) {
         const sim_param *p = &g->params[i];
-        int32_t dim = forward ? 0 : p->shape.dim;
-        int64_t padded = sim_padded_numel(p, dim, world);
-        double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
-        sim_shard_values(p, p->full, dim, world, rank, values);
-        at = padded > 0 ? aligned((char *)row, at) : at;
-        for (int64_t k = 0; k < padded; k++, at += sim_itemsize(sim_compute_dtype(p))) {
-            sim_put(sim_compute_dtype(p), at, values[k]);
-        }
-        sim_scratch_free(values);
+        at = write_inputs(p, forward ? 0 : p->shape.dim, world, rank, grown, row, at);
     }
-    at = aligned((char *)row, at);
-    if (at - (char *)row != bytes) {
+    return aligned(at);
+}
+
+/* One rank's inputs of all parameters one after the other, in the types that are computed in; on
+ * CUDA each at a multiple of 16 bytes. Of those whose size changes there is one at most, of so many
+ * elements (of 8 bytes, two at a time) as the row has room for: which gather this is nobody knows
+ * when it was abandoned. */
+static void write_shards(const sim_group *g, bool forward, int64_t world, int64_t rank, void *row,
+                         int64_t bytes) {
+    const int64_t fixed = write_group(g, forward, world, rank, 0, NULL);
+    const int64_t grown = bytes > fixed ? (bytes - fixed) / 8 : 0;
+    const int64_t length = write_group(g, forward, world, rank, grown, NULL);
+    if (length != bytes || grown > 6) {
         sim_fail("rank %lld sends %lld bytes to an all-gather of %s, its peers expect %lld",
-                 (long long)rank, (long long)bytes, g->name, (long long)(at - (char *)row));
+                 (long long)rank, (long long)bytes, g->name, (long long)length);
+        return;
     }
+    (void)write_group(g, forward, world, rank, grown, (char *)row);
 }
 
 void sim_write_row(void *context, int64_t rank, void *row, int64_t bytes) {

@@ -13,8 +13,7 @@
 
 /* ---- host call-backs ---- */
 
-/* The parameter as a contiguous tensor over flat memory. */
-static int whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **out) {
+int sim_whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **out) {
     int64_t strides[3] = {1, 1, 1};
     fct_facts facts;
     for (int32_t d = p->shape.ndim - 1; d > 0; d--) {
@@ -31,7 +30,7 @@ static int host_make_unsharded(void *owner, fct_tensor *flat, fct_tensor **unsha
     if (sim_fault(SIM_FAULT_HOST, "make_unsharded")) {
         return -1;
     }
-    if (whole_tensor(p, flat, &made) != 0) {
+    if (sim_whole_tensor(p, flat, &made) != 0) {
         return -1;
     }
     if (fct_tensor_set_requires_grad(made, fct_tensor_requires_grad(p->sharded)) != 0) {
@@ -153,6 +152,8 @@ static int host_reduce_hook(void *group, fct_tensor *row) {
 
 const fc_host sim_host = {
     .make_unsharded = host_make_unsharded,
+    .extend_inputs = sim_extend_inputs,
+    .extend_unsharded = sim_extend_unsharded,
     .make_post_forward = host_make_post_forward,
     .reduce_hook = host_reduce_hook,
     .grad_arrived = host_grad_arrived,
@@ -201,6 +202,7 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     int64_t padded = sim_padded_numel(p, shape->dim, s->world);
     double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
     sim_shard_values(p, p->full, shape->dim, s->world, s->rank, values);
+    p->core.extended = shape->extended != SIM_NOT_EXTENDED;
     p->core.offloaded = s->offload;
     p->core.pinned = s->offload && !s->unpinned;
     fct_tensor *data = s->offload && s->device.streams

@@ -15,6 +15,14 @@
 
 enum { SIM_LAYERS_MAX = 8, SIM_LAYER_GROUPS_MAX = 2, SIM_PARAMS_MAX = 8, SIM_TAPE_MAX = 128 };
 
+/* Whose shard has hooks that take part in the gather; see sim_extension.c. */
+typedef enum sim_extended {
+    SIM_NOT_EXTENDED,
+    SIM_EXTENDED,
+    SIM_EXTENDED_TYPES, /* with inputs of two types */
+    SIM_EXTENDED_GROWS  /* and one more whose size is another at each gather */
+} sim_extended;
+
 /* One parameter. A type of 0 stands for the default. */
 typedef struct sim_shape {
     int32_t ndim;
@@ -28,6 +36,7 @@ typedef struct sim_shape {
     bool hooked;     /* has a post-accumulate-grad hook */
     bool transposed; /* its gradient is not contiguous */
     bool tied;       /* registered in two places */
+    sim_extended extended;
 } sim_shape;
 
 typedef struct sim_scenario {
@@ -90,6 +99,7 @@ typedef struct sim_param {
     fct_tensor *replacement;  /* what a user has put in the place of the shard; owned, or NULL */
     fc_sharded_state registered[2]; /* second slot only where tied */
     size_t seed;
+    size_t hooked_gathers; /* for which its first hook was called */
 } sim_param;
 
 typedef struct sim_group {
@@ -171,6 +181,17 @@ void sim_write_forward_row(void *context, int64_t rank, void *row, int64_t bytes
 double sim_gradient_weight(const sim_scenario *s);
 /* What the reduced gradient is of rank 0's, summed over backwards. */
 double sim_reduced_scale(const sim_scenario *s);
+
+/* ---- sim_extension.c: parameters whose shards have hooks ---- */
+
+fc_status sim_extend_inputs(void *param);
+fc_status sim_extend_unsharded(void *param);
+/* Types and sizes of what each rank sends; `grown`: elements of the one whose size changes. Returns
+ * how many there are, at most 3. */
+size_t sim_extended_inputs(const sim_param *p, int64_t padded, int64_t grown, fct_dtype *dtypes,
+                           int64_t *numels);
+/* The parameter as a contiguous tensor over flat memory; new. */
+int sim_whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **out);
 
 /* ---- sim_scenarios.c ---- */
 

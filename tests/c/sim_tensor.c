@@ -445,6 +445,10 @@ void fct_storage_free(fct_tensor *t) {
     t->storage->bytes = 0;
 }
 
+bool fct_storage_is_shared(const fct_tensor *t) {
+    return t->storage->refs > 1;
+}
+
 void fct_storage_move(fct_tensor *from, fct_tensor *to) {
     check_alive(from, "storage_move");
     check_alive(to, "storage_move");
@@ -456,11 +460,6 @@ void fct_storage_move(fct_tensor *from, fct_tensor *to) {
     from->storage->block = NULL;
     from->storage->bytes = 0;
 }
-
-/* The simulated device frees at once. */
-void fct_memory_round(void) {}
-
-void fct_memory_trim(void) {}
 
 /* ---- gradients ---- */
 

@@ -76,7 +76,7 @@ static void its_memory_comes_and_goes_and_the_tensor_stays(void **state) {
         assert_true(before == NULL || p.flat == before);
         assert_int_equal(facts.storage_bytes, 12 * 4);
         assert_true(sim_tensor_has_memory(p.flat));
-        fc_param_free_flat(&p);
+        fc_param_free(&p);
         assert_false(sim_tensor_has_memory(p.flat));
     }
     end(&p);
@@ -90,7 +90,7 @@ static void one_rank_may_use_the_shard_itself(void **state) {
     assert_int_equal(fc_param_can_alias(&p, sim_device(), &can, &err), FC_OK);
     assert_true(can);
     assert_int_equal(fc_param_alias_flat(&p), FC_OK);
-    fc_param_free_flat(&p); /* it is not ours to free */
+    fc_param_free(&p); /* it is not ours to free */
     assert_true(sim_tensor_has_memory(p.sharded_data));
     p.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_param_can_alias(&p, sim_device(), &can, &err), FC_OK);

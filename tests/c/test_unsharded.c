@@ -67,13 +67,13 @@ static void who_is_frozen_while_unsharded_is_frozen(void **state) {
     begin(2);
     fc_param *p = members->params[0];
     assert_int_equal(fc_unsharded_alloc(members, &plan, NULL), FC_OK);
-    assert_int_equal(fc_unsharded_make(members), FC_OK);
+    assert_int_equal(fc_unsharded_make(members, false), FC_OK);
     assert_true(fct_tensor_requires_grad(p->unsharded));
     assert_int_equal(fct_tensor_set_requires_grad(p->unsharded, false), 0);
     assert_int_equal(fc_unsharded_note_requirements(members), FC_OK);
     assert_false(fct_tensor_requires_grad(group->params[0].sharded));
     assert_true(fct_tensor_requires_grad(group->params[1].sharded));
-    assert_int_equal(fc_unsharded_make(members), FC_OK);
+    assert_int_equal(fc_unsharded_make(members, false), FC_OK);
     assert_false(fct_tensor_requires_grad(p->unsharded));
     fc_unsharded_free(members);
     end();

@@ -1,0 +1,208 @@
+/* All-gather extensions; see extension.h. Owns the lists and the references in them. */
+#include "extension.h"
+
+#include <stdlib.h>
+#include <string.h>
+/* ---- lists ---- */
+
+static void release(fc_kept_tensor **list, size_t *count) {
+    for (size_t i = 0; i < *count; i++) {
+        fct_tensor_release((*list)[i].tensor);
+    }
+    free(*list);
+    *list = NULL;
+    *count = 0;
+}
+
+/* Bytes of its storage now; NULL: none. */
+static int64_t bytes_of(const fct_tensor *t) {
+    fct_facts facts = {0};
+    if (t != NULL) {
+        fct_tensor_facts(t, &facts);
+    }
+    return facts.strided ? facts.storage_bytes : 0;
+}
+
+/* What its storage holds or, while that has no memory, would have to. */
+static int64_t bytes_needed(const fct_tensor *t) {
+    fct_facts facts;
+    fct_tensor_facts(t, &facts);
+    return !facts.strided             ? 0
+           : facts.storage_bytes != 0 ? facts.storage_bytes
+                                      : facts.offset_bytes + facts.numel * facts.itemsize;
+}
+
+/* The new tensors may be among the old ones. */
+static fc_status replace(fc_kept_tensor **list, size_t *count, fct_tensor *const *tensors,
+                         size_t new_count) {
+    fc_kept_tensor *made = NULL;
+    if (new_count > 0) {
+        made = (fc_kept_tensor *)calloc(new_count, sizeof *made);
+        if (made == NULL) {
+            return FC_ENOMEM;
+        }
+    }
+    for (size_t i = 0; i < new_count; i++) {
+        fct_tensor_retain(tensors[i]);
+        made[i] = (fc_kept_tensor){.tensor = tensors[i], .bytes = bytes_needed(tensors[i])};
+    }
+    release(list, count);
+    *list = made;
+    *count = new_count;
+    return FC_OK;
+}
+
+void fc_extension_forget_outputs(fc_extension *e) {
+    release(&e->outputs, &e->output_count);
+}
+
+void fc_extension_forget(fc_extension *e) {
+    fc_extension_forget_outputs(e);
+    release(&e->inner, &e->inner_count);
+}
+
+void fc_extension_fini(fc_extension *e) {
+    fc_extension_drop_inputs(e);
+    free(e->inputs);
+    fc_extension_forget(e);
+    memset(e, 0, sizeof *e);
+}
+
+fc_status fc_extension_set_inputs(fc_extension *e, fct_tensor *const *inputs, size_t count) {
+    fc_extension_drop_inputs(e);
+    if (count != e->input_count) {
+        fc_input *made = count > 0 ? (fc_input *)calloc(count, sizeof *made) : NULL;
+        if (made == NULL && count > 0) {
+            return FC_ENOMEM;
+        }
+        free(e->inputs);
+        e->inputs = made;
+        e->input_count = count;
+    }
+    for (size_t i = 0; i < count; i++) {
+        fct_facts facts;
+        fct_tensor_facts(inputs[i], &facts);
+        fct_tensor_retain(inputs[i]);
+        e->inputs[i] = (fc_input){.tensor = inputs[i], .numel = facts.numel, .dtype = facts.dtype};
+    }
+    return FC_OK;
+}
+
+void fc_extension_drop_inputs(fc_extension *e) {
+    for (size_t i = 0; i < e->input_count; i++) {
+        fct_tensor_release(e->inputs[i].tensor);
+        e->inputs[i].tensor = NULL;
+    }
+}
+
+fc_status fc_extension_set_outputs(fc_extension *e, fct_tensor *const *outputs, size_t count) {
+    return replace(&e->outputs, &e->output_count, outputs, count);
+}
+
+fc_status fc_extension_set_inner(fc_extension *e, fct_tensor *const *inner, size_t count) {
+    return replace(&e->inner, &e->inner_count, inner, count);
+}
+
+/* ---- memory ---- */
+
+static bool fits(const fc_kept_tensor *output, int64_t numel, fct_dtype dtype) {
+    fct_facts facts;
+    if (output->tensor == NULL) {
+        return false;
+    }
+    fct_tensor_facts(output->tensor, &facts);
+    return facts.numel == numel && facts.dtype == dtype;
+}
+
+static fc_status refuse_over_others(const fc_kept_tensor *output, const char *name, fc_error *err) {
+    if (output->tensor == NULL || !fct_storage_is_shared(output->tensor)) {
+        return FC_OK;
+    }
+    return fc_error_set(err, FC_ESTATE,
+                        "parameter '%s': fsdp_pre_all_gather returned inputs of other sizes or "
+                        "dtypes than before, but what fsdp_post_all_gather made of those lies over "
+                        "the memory that they were gathered into",
+                        name != NULL ? name : "?");
+}
+
+/* As many outputs as inputs. */
+static fc_status match_count(fc_extension *e, const char *name, fc_error *err) {
+    fc_kept_tensor *made = NULL;
+    if (e->output_count == e->input_count) {
+        return FC_OK;
+    }
+    for (size_t i = e->input_count; i < e->output_count; i++) {
+        fc_status status = refuse_over_others(&e->outputs[i], name, err);
+        if (status != FC_OK) {
+            return status;
+        }
+    }
+    if (e->input_count > 0) {
+        made = (fc_kept_tensor *)calloc(e->input_count, sizeof *made);
+        if (made == NULL) {
+            return FC_ENOMEM;
+        }
+    }
+    for (size_t i = 0; i < e->output_count && i < e->input_count; i++) {
+        made[i] = e->outputs[i];
+        e->outputs[i].tensor = NULL;
+    }
+    release(&e->outputs, &e->output_count);
+    e->outputs = made;
+    e->output_count = e->input_count;
+    return FC_OK;
+}
+
+static fc_status alloc(const fc_kept_tensor *kept) {
+    return bytes_of(kept->tensor) == kept->bytes ||
+                   fct_storage_alloc(kept->tensor, kept->bytes) == 0
+               ? FC_OK
+               : FC_ERAISED;
+}
+
+fc_status fc_extension_alloc(fc_extension *e, int64_t world, fct_device device, const char *name,
+                             fc_error *err) {
+    fc_status status = FC_OK;
+    FC_TRY(match_count(e, name, err));
+    for (size_t i = 0; i < e->input_count; i++) {
+        fc_kept_tensor *output = &e->outputs[i];
+        const int64_t numel = world * e->inputs[i].numel; /* bounded by the plan */
+        if (!fits(output, numel, e->inputs[i].dtype)) {
+            fct_tensor *made = NULL;
+            FC_TRY(refuse_over_others(output, name, err));
+            FC_TRY_RAISED(fct_tensor_empty(numel, e->inputs[i].dtype, device, &made));
+            fct_tensor_release(output->tensor);
+            *output = (fc_kept_tensor){.tensor = made, .bytes = bytes_of(made)};
+        }
+        FC_TRY(alloc(output));
+    }
+    for (size_t i = 0; i < e->inner_count; i++) {
+        FC_TRY(alloc(&e->inner[i]));
+    }
+done:
+    return status;
+}
+
+static void free_all(const fc_kept_tensor *list, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        if (bytes_of(list[i].tensor) > 0) {
+            fct_storage_free(list[i].tensor);
+        }
+    }
+}
+
+void fc_extension_free(fc_extension *e) {
+    free_all(e->outputs, e->output_count);
+    free_all(e->inner, e->inner_count);
+}
+
+int64_t fc_extension_bytes(const fc_extension *e) {
+    int64_t bytes = 0;
+    for (size_t i = 0; i < e->output_count; i++) {
+        bytes += bytes_of(e->outputs[i].tensor);
+    }
+    for (size_t i = 0; i < e->inner_count; i++) {
+        bytes += bytes_of(e->inner[i].tensor);
+    }
+    return bytes;
+}

@@ -1,0 +1,183 @@
+/* All-gather extensions: hooks of the tensor that a parameter's shard is give the inputs of its
+ * gathers and make the unsharded parameter of the outputs. What is called are methods of the Python
+ * subclass, which knows the hooks' signatures; the tensors are the core's (core/extension.h), and
+ * Python sees them as lists, new ones each time. Owns nothing. */
+#include "extension.h"
+
+#include "errors.h"
+#include "retired.h"
+
+/* ---- lists ---- */
+
+/* A sequence's tensors as handles in a new array (PyMem_Free), borrowed from *items, a new
+ * reference; `raise` says what an item is that is no tensor. */
+static int handles_of(PyObject *value, void (*raise)(PyObject *item), PyObject **items,
+                      fct_tensor ***handles) {
+    PyObject *list = PySequence_List(value);
+    if (list == NULL) {
+        return -1;
+    }
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    fct_tensor **made = PyMem_New(fct_tensor *, (size_t)count + 1);
+    if (made == NULL) {
+        PyErr_NoMemory();
+        Py_DECREF(list);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        made[i] = fct_py_tensor(PyList_GET_ITEM(list, i));
+        if (made[i] == NULL) {
+            raise(PyList_GET_ITEM(list, i));
+            PyMem_Free((void *)made);
+            Py_DECREF(list);
+            return -1;
+        }
+    }
+    *items = list;
+    *handles = made;
+    return 0;
+}
+
+/* Calls `set` with the tensors of a sequence. */
+static fc_status set_all(fc_extension *e, PyObject *value, void (*raise)(PyObject *item),
+                         fc_status (*set)(fc_extension *e, fct_tensor *const *tensors,
+                                          size_t count)) {
+    PyObject *items = NULL;
+    fct_tensor **handles = NULL;
+    if (handles_of(value, raise, &items, &handles) != 0) {
+        return FC_ERAISED;
+    }
+    fc_status status = set(e, handles, (size_t)PyList_GET_SIZE(items));
+    PyMem_Free((void *)handles);
+    Py_DECREF(items);
+    return status;
+}
+
+static PyObject *list_of(const fc_kept_tensor *kept, size_t count) {
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        PyObject *tensor = NULL;
+        if (fct_py_from_tensor(kept[i].tensor, &tensor) != 0) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, tensor);
+    }
+    return list;
+}
+
+static void raise_no_output(PyObject *item) {
+    (void)item;
+    PyErr_SetString(PyExc_TypeError, "an item of all_gather_outputs must be a tensor");
+}
+
+static void raise_no_input(PyObject *item) {
+    PyErr_Format(PyExc_TypeError, "an all-gather input is no tensor but %R", Py_TYPE(item));
+}
+
+/* As torch, which asks each of them for its storage. */
+static void raise_no_inner(PyObject *item) {
+    PyErr_Format(PyExc_AttributeError, "'%s' object has no attribute 'untyped_storage'",
+                 Py_TYPE(item)->tp_name);
+}
+
+/* ---- attributes ---- */
+
+void fcpy_retire_outputs(fcpy_param *self) {
+    const fc_extension *e = &self->core.extension;
+    fcpy_retire_tensor(self->mod, self->core.flat);
+    for (size_t i = 0; i < e->output_count; i++) {
+        fcpy_retire_tensor(self->mod, e->outputs[i].tensor);
+    }
+    for (size_t i = 0; i < e->inner_count; i++) {
+        fcpy_retire_tensor(self->mod, e->inner[i].tensor);
+    }
+}
+
+PyObject *fcpy_get_outputs(PyObject *param, void *closure) {
+    const fc_param *p = &((fcpy_param *)param)->core;
+    const fc_kept_tensor flat = {.tensor = p->flat};
+    (void)closure;
+    return p->flat != NULL ? list_of(&flat, 1)
+                           : list_of(p->extension.outputs, p->extension.output_count);
+}
+
+/* Whether `tensor` is what the core would have made itself. */
+static bool is_flat(const fc_param *p, const fct_tensor *tensor) {
+    fct_facts facts;
+    fct_tensor_facts(tensor, &facts);
+    return !p->extended && facts.strided && facts.contiguous && facts.offset_bytes == 0 &&
+           facts.numel == p->flat_numel && facts.dtype == fc_param_compute_dtype(p);
+}
+
+/* The outputs of a gather that the host makes: one that fits becomes the core's flat tensor. */
+int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
+    fcpy_param *self = (fcpy_param *)param;
+    fc_param *p = &self->core;
+    (void)closure;
+    if (value == NULL || !PyList_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "all_gather_outputs must be a list of tensors");
+        return -1;
+    }
+    fcpy_retire_outputs(self);
+    fct_tensor *only =
+        PyList_GET_SIZE(value) == 1 ? fct_py_tensor(PyList_GET_ITEM(value, 0)) : NULL;
+    if (only != NULL && is_flat(p, only)) {
+        fc_param_set_flat(p, only);
+        fc_extension_forget_outputs(&p->extension);
+        return 0;
+    }
+    fc_status status = set_all(&p->extension, value, raise_no_output, fc_extension_set_outputs);
+    if (status == FC_OK) {
+        fc_param_set_flat(p, NULL);
+    }
+    return status == FC_OK ? 0 : fcpy_raise(status, NULL);
+}
+
+PyObject *fcpy_get_inner(PyObject *param, void *closure) {
+    const fc_extension *e = &((fcpy_param *)param)->core.extension;
+    (void)closure;
+    return list_of(e->inner, e->inner_count);
+}
+
+int fcpy_set_inner(PyObject *param, PyObject *value, void *closure) {
+    fcpy_param *self = (fcpy_param *)param;
+    (void)closure;
+    if (value == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "_unsharded_inner_tensors cannot be deleted");
+        return -1;
+    }
+    fcpy_retire_outputs(self);
+    fc_status status =
+        set_all(&self->core.extension, value, raise_no_inner, fc_extension_set_inner);
+    return status == FC_OK ? 0 : fcpy_raise(status, NULL);
+}
+
+/* ---- hooks ---- */
+
+fc_status fcpy_extend_inputs(void *param) {
+    fcpy_param *self = (fcpy_param *)param;
+    PyObject *inputs = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._extend_inputs);
+    if (inputs == NULL) {
+        return FC_ERAISED;
+    }
+    fc_status status =
+        set_all(&self->core.extension, inputs, raise_no_input, fc_extension_set_inputs);
+    Py_DECREF(inputs);
+    return status;
+}
+
+fc_status fcpy_extend_unsharded(void *param) {
+    fcpy_param *self = (fcpy_param *)param;
+    PyObject *done =
+        PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._extend_unsharded);
+    if (done == NULL) {
+        return FC_ERAISED;
+    }
+    Py_DECREF(done);
+    if (self->core.unsharded == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the gather left a parameter without _unsharded_param");
+        return FC_ERAISED;
+    }
+    return FC_OK;
+}

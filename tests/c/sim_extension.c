@@ -1,0 +1,158 @@
+/* All-gather extensions of simulated parameters: the hooks, as the host would call them, and what
+ * other ranks send for such a parameter.
+ *
+ *   inputs: half of the padded shard in the compute type, as much again in another type and,
+ *           where it grows, one, two or three pairs of float64, by turns
+ *   unsharded: a tensor of its own, the sum of the first two outputs
+ *
+ * All of it is queued on the current stream, so that a hook on the wrong one is a race. */
+#include <string.h>
+
+#include "sim_internal.h"
+#include "sim_model.h"
+
+/* ---- inputs ---- */
+
+static fct_dtype second_dtype(const sim_param *p) {
+    return p->shape.extended == SIM_EXTENDED_TYPES ? (fct_dtype)FCK_FLOAT64 : sim_compute_dtype(p);
+}
+
+/* The shard, on the device. */
+static int shard_on_device(sim_param *p, fct_tensor **shard) {
+    fct_tensor *data = p->core.sharded_data;
+    fct_facts facts;
+    fct_tensor_facts(data, &facts);
+    if (facts.device.type == sim_device().type) {
+        fct_tensor_retain(data);
+        *shard = data;
+        return 0;
+    }
+    if (fct_tensor_empty(facts.numel, facts.dtype, sim_device(), shard) != 0) {
+        return -1;
+    }
+    return fct_tensor_upload(*shard, data);
+}
+
+/* New, `numel` elements: `from`, if there is one, cast and divided. */
+static int copy_of(const fct_tensor *from, int64_t numel, fct_dtype dtype, double divisor,
+                   fct_tensor **out) {
+    if (fct_tensor_empty(numel, dtype, sim_device(), out) != 0) {
+        return -1;
+    }
+    if (from == NULL) {
+        sim_tensor_assign(*out, NULL, "an input that grows");
+        return 0;
+    }
+    return fct_tensor_copy(*out, from) != 0 || fct_tensor_div(*out, divisor) != 0 ? -1 : 0;
+}
+
+fc_status sim_extend_inputs(void *owner) {
+    sim_param *p = (sim_param *)owner;
+    fct_tensor *shard = NULL;
+    fct_tensor *inputs[3] = {NULL, NULL, NULL};
+    size_t count = p->shape.extended == SIM_EXTENDED_GROWS ? 3 : 2;
+    fc_status status = FC_ERAISED;
+    if (!p->core.extended) {
+        sim_fail("%s is asked for inputs and has no hooks", p->name);
+    }
+    if (sim_fault(SIM_FAULT_HOST, "extend_inputs")) {
+        return FC_ERAISED;
+    }
+    p->hooked_gathers++;
+    sim_log("inputs:%s", p->name);
+    if (shard_on_device(p, &shard) == 0 &&
+        copy_of(shard, sim_tensor_numel(shard), sim_compute_dtype(p), 2.0, &inputs[0]) == 0 &&
+        copy_of(inputs[0], sim_tensor_numel(shard), second_dtype(p), 1.0, &inputs[1]) == 0 &&
+        (count < 3 || copy_of(NULL, (int64_t)(2 + 2 * (p->hooked_gathers % 3)), FCK_FLOAT64, 1.0,
+                              &inputs[2]) == 0)) {
+        status = fc_extension_set_inputs(&p->core.extension, inputs, count);
+    }
+    fct_tensor_release(shard);
+    for (size_t i = 0; i < count; i++) {
+        fct_tensor_release(inputs[i]);
+    }
+    return status;
+}
+
+/* ---- the unsharded parameter ---- */
+
+/* The first elements of an output: the parameter without what pads its end. */
+static int whole_of(const sim_param *p, size_t output, fct_tensor **whole) {
+    const int64_t stride[1] = {1};
+    return fct_tensor_alias(p->core.extension.outputs[output].tensor, 1, &p->numel, stride, 0,
+                            whole);
+}
+
+/* target (1-D) = first output + second. */
+static int add_up(const sim_param *p, fct_tensor *target) {
+    fct_tensor *parts[2] = {NULL, NULL};
+    int failed = -1;
+    if (whole_of(p, 0, &parts[0]) == 0 && whole_of(p, 1, &parts[1]) == 0 &&
+        fct_tensor_copy(target, parts[0]) == 0 && fct_tensor_add(target, parts[1]) == 0) {
+        failed = 0;
+    }
+    fct_tensor_release(parts[0]);
+    fct_tensor_release(parts[1]);
+    return failed;
+}
+
+static void check_outputs(const sim_param *p) {
+    const fc_extension *e = &p->core.extension;
+    if (e->output_count != e->input_count) {
+        sim_fail("%s has %zu outputs of %zu inputs", p->name, e->output_count, e->input_count);
+        return;
+    }
+    for (size_t i = 0; i < e->output_count; i++) {
+        if (sim_tensor_numel(e->outputs[i].tensor) != p->core.layout.world * e->inputs[i].numel) {
+            sim_fail("output %zu of %s has another size than its inputs", i, p->name);
+        }
+        if (e->inputs[i].tensor != NULL) {
+            sim_fail("input %zu of %s was not let go", i, p->name);
+        }
+    }
+}
+
+/* A new tensor that has the first memory there is, and the parameter over it. */
+static fc_status make_first(sim_param *p) {
+    fct_tensor *inner = NULL;
+    fct_tensor *made = NULL;
+    fc_status status = FC_ERAISED;
+    if (fct_tensor_empty(p->numel, sim_compute_dtype(p), sim_device(), &inner) == 0 &&
+        add_up(p, inner) == 0 && sim_whole_tensor(p, inner, &made) == 0 &&
+        fct_tensor_set_requires_grad(made, fct_tensor_requires_grad(p->sharded)) == 0) {
+        status = fc_extension_set_inner(&p->core.extension, &inner, 1);
+    }
+    if (status == FC_OK) {
+        fct_tensor_release(p->unsharded);
+        p->unsharded = made;
+        fct_tensor_retain(made);
+        fc_param_set_unsharded(&p->core, made);
+    }
+    fct_tensor_release(inner);
+    fct_tensor_release(made);
+    return status;
+}
+
+fc_status sim_extend_unsharded(void *owner) {
+    sim_param *p = (sim_param *)owner;
+    if (sim_fault(SIM_FAULT_HOST, "extend_unsharded")) {
+        return FC_ERAISED;
+    }
+    sim_log("made:%s", p->name);
+    check_outputs(p);
+    if (p->core.unsharded == NULL) {
+        return make_first(p);
+    }
+    return add_up(p, p->core.extension.inner[0].tensor) == 0 ? FC_OK : FC_ERAISED;
+}
+
+/* ---- what others send ---- */
+
+size_t sim_extended_inputs(const sim_param *p, int64_t padded, int64_t grown, fct_dtype *dtypes,
+                           int64_t *numels) {
+    const fct_dtype types[3] = {sim_compute_dtype(p), second_dtype(p), FCK_FLOAT64};
+    const int64_t sizes[3] = {padded, padded, grown};
+    memcpy(dtypes, types, sizeof types);
+    memcpy(numels, sizes, sizeof sizes);
+    return p->shape.extended == SIM_EXTENDED_GROWS ? 3 : 2;
+}
