@@ -143,6 +143,41 @@ MUTATIONS = {
         "test_comm",
         "rows_are_released_behind_their_casts",
     ),
+    "hooks on the stream that computes": Mutation(
+        "gather",
+        "        previous = fct_stream_set_current(*pack_stream);",
+        "        previous = fct_stream_current(m->device);",
+        "test_gather_extended",
+        "and is not ordered after it",
+    ),
+    "a plan of the inputs before": Mutation(
+        "gather",
+        "(!extended && !plan->extended) || fc_gather_plan_fits(plan, m->params, m->count)",
+        "true",
+        "test_gather_extended",
+        "[  FAILED  ] hooks_are_asked_before_the_gather",
+    ),
+    "hooks that are called once more for one gather": Mutation(
+        "gather",
+        "        drop_inputs(a->members);\n        fc_gather_abandon(a);",
+        "        drop_inputs(a->members);",
+        "test_gather_extended",
+        "a_copy_out_that_fails_gives_the_gather_up",
+    ),
+    "inner tensors that keep their memory": Mutation(
+        "extension",
+        "    free_all(e->inner, e->inner_count);",
+        "    (void)e;",
+        "test_train",
+        "bytes while sharded",
+    ),
+    "outputs replaced under what lies over them": Mutation(
+        "extension",
+        "if (output->tensor == NULL || !fct_storage_is_shared(output->tensor)) {",
+        "if (output->tensor != name) {",
+        "test_extension",
+        "what_others_lie_over_stays",
+    ),
 }
 
 
