@@ -40,6 +40,7 @@ MODULES = (
     "behaviour_solo",
     "behaviour_dtypes",
     "behaviour_subclasses",
+    "behaviour_extensions",
     "behaviour_replicate",
     "behaviour_groups",
     "behaviour_internals",
