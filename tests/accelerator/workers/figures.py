@@ -17,6 +17,7 @@ import sim_tools
 import simulated
 import torch
 import torch.nn as nn
+from extensions import One
 from features import MIXED
 from sim_tools import SimTools
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -79,6 +80,15 @@ def _two_dtypes() -> nn.Sequential:
     return model
 
 
+def _extended() -> nn.Sequential:
+    """Matrices that send a second input, and are multiplied when they have come."""
+    model = _model()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(One(module.weight.detach().to("sim")))
+    return model.to("sim")
+
+
 def _from_the_group(model: nn.Sequential) -> nn.Sequential:
     for unit in (*model, model):
         unit.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
@@ -108,6 +118,9 @@ VARIANTS = {
     "memory from group, HSDP": lambda t: _from_the_group(
         t.shard(_model(), mesh=t.mesh("replicate", "shard"), mp_policy=MIXED)
     ),
+    "extensions": lambda t: t.shard(_extended()),
+    "extensions, HSDP": lambda t: t.shard(_extended(), mesh=t.mesh("replicate", "shard")),
+    "extensions, offload": lambda t: t.shard(_extended(), offload_policy=OFFLOAD),
     "kept after forward": lambda t: t.shard(_model(), reshard_after_forward=False),
     "replicate": lambda t: t.replicate(_model(), mesh=t.flat()),
 }
@@ -155,6 +168,7 @@ def measure(variant: str, implementation: str, kernels: bool) -> Figures:
     model = make(SimTools(0, sim_tools.WORLD, implementation))
     for step in range(STEPS + 1):
         if step == 1:
+            gc.collect()  # what is left of the model before it was sharded
             device.clear_counts()
             device.reset_peak(0)
         model(x).sum().backward()

@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 import bucket_scenarios as bucket_scenarios  # which are on the list, too
+import extension_scenarios as extension_scenarios  # likewise
 import features
 import torch
 import torch.distributed.fsdp as fsdp
