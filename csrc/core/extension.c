@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+
 /* ---- lists ---- */
 
 static void release(fc_kept_tensor **list, size_t *count) {

@@ -5,16 +5,15 @@ notes it."""
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import features
 import torch
 import torch.nn as nn
 from extensions import One
-from features import MIXED, Record, blocks, digest
+from features import MIXED, Record, blocks
 from releases import groups_of
-from sim_tools import SimTools, scenario
+from sim_tools import SimTools, prefetch_neighbours, scenario
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 _COMPUTES: list[torch.Stream] = []
@@ -106,9 +105,7 @@ def extension_hooks_accumulated(tools: SimTools) -> Record:
 @scenario
 def extension_hooks_prefetched(tools: SimTools) -> Record:
     model = tools.shard(blocks())
-    for now, then in itertools.pairwise(model):
-        now.set_modules_to_forward_prefetch([then])
-        then.set_modules_to_backward_prefetch([now])
+    prefetch_neighbours(model)
     return _train(tools, model)
 
 
@@ -139,9 +136,4 @@ def extension_offloaded(tools: SimTools) -> Record:
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(One(module.weight.detach()))
     tools.shard(model, offload_policy=CPUOffloadPolicy())
-    record: Record = []
-    for step in range(3):
-        loss = model(tools.input(step)).pow(2).sum()
-        loss.backward()
-        record += [loss.item(), digest(p.grad for p in model.parameters())]
-    return record
+    return tools.accumulate(model)

@@ -18,7 +18,7 @@ import torch.nn as nn
 from extensions import Negated
 from features import MIXED, Gather, Record, Scatter, blocks, digest
 from sim_tools import SCENARIOS as SCENARIOS
-from sim_tools import WORLD, SimTools, scenario
+from sim_tools import WORLD, SimTools, prefetch_neighbours, scenario
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -82,9 +82,7 @@ def smaller_group_after_forward(tools: SimTools) -> Record:
 @scenario
 def prefetched(tools: SimTools) -> Record:
     model = tools.shard(blocks())
-    for now, then in itertools.pairwise(model):
-        now.set_modules_to_forward_prefetch([then])
-        then.set_modules_to_backward_prefetch([now])
+    prefetch_neighbours(model)
     return tools.train(model)
 
 
@@ -232,9 +230,7 @@ def offload_smaller_group(tools: SimTools) -> Record:
     """Prefetched, and with hooks that read gradients on the host."""
     model = _offloaded(tools, reshard_after_forward=2)
     record: Record = []
-    for now, then in itertools.pairwise(model):
-        now.set_modules_to_forward_prefetch([then])
-        then.set_modules_to_backward_prefetch([now])
+    prefetch_neighbours(model)
     for param in list(model.parameters())[::2]:
         param.register_post_accumulate_grad_hook(lambda p: record.append(digest([p.grad])))
     return tools.train(model) + record
@@ -302,12 +298,7 @@ def all_gather_extension(tools: SimTools) -> Record:
     for block in model:
         block[0].weight = nn.Parameter(Negated(block[0].weight.detach().to("sim")))
     tools.shard(model)
-    record: Record = []
-    for step in range(3):
-        loss = model(tools.input(step)).pow(2).sum()
-        loss.backward()
-        record += [loss.item(), digest(p.grad for p in model.parameters())]
-    return record
+    return tools.accumulate(model)
 
 
 @scenario

@@ -6,6 +6,7 @@ A scenario takes ``SimTools`` of one implementation and returns a record of loss
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,13 @@ def join_loop_group() -> None:
 
 
 SCENARIOS: dict[str, Callable[[SimTools], Record]] = {}
+
+
+def prefetch_neighbours(model: Any) -> None:
+    """Each unit gathers the next one in forward and the one before in backward."""
+    for now, then in itertools.pairwise(model):
+        now.set_modules_to_forward_prefetch([then])
+        then.set_modules_to_backward_prefetch([now])
 
 
 def scenario(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Record]:

@@ -83,6 +83,15 @@ class Tools:
             optimizer.zero_grad()
         return [*record, digest(model.parameters())]
 
+    def accumulate(self, model: Any) -> Record:
+        """Three backwards whose gradients nobody steps with or drops."""
+        record: Record = []
+        for step in range(3):
+            loss = model(self.input(step)).pow(2).sum()
+            loss.backward()
+            record += [loss.item(), digest(p.grad for p in model.parameters())]
+        return record
+
 
 def blocks(seed: int = 0, width: int = WIDTH, bias: bool = True) -> nn.Sequential:
     """Three two-layer blocks of ``width``."""
@@ -450,12 +459,7 @@ def all_gather_extension(tools: Tools) -> Record:
     for block in model:
         block[0].weight = nn.Parameter(Negated(block[0].weight.detach()))
     tools.shard(model)
-    record: Record = []
-    for step in range(3):
-        loss = model(tools.input(step)).pow(2).sum()
-        loss.backward()
-        record += [loss.item(), digest(p.grad for p in model.parameters())]
-    return record
+    return tools.accumulate(model)
 
 
 @case
