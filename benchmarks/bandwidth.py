@@ -35,6 +35,7 @@ from kernel_library import Backend, Column, Gradient, Segment, array
 
 import fsdp_c._C as _C
 from fsdp_c.compat import ALL_GATHER, REDUCE_SCATTER
+from fsdp_c.ending import wait_for_threads
 
 RANKS = 2
 KIB = 1024
@@ -180,7 +181,7 @@ def main() -> None:
         write_json(options.json, "bandwidth", found)
     dist.barrier()
     dist.destroy_process_group()
-    time.sleep(0.05)
+    wait_for_threads()
 
 
 if __name__ == "__main__":

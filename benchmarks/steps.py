@@ -47,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig, next_byte_loss
 
 import fsdp_c
+from fsdp_c.ending import wait_for_threads
 
 NAMES = ("bare", "ddp", "stock", "ours")
 MIN_UNIT = 2**14
@@ -236,7 +237,7 @@ def main() -> None:
         write_json(options.json, "steps", {"ranks": options.ranks, "models": results})
     dist.barrier()
     dist.destroy_process_group()
-    time.sleep(0.05)  # gloo's threads may still want the GIL to drop their tensors
+    wait_for_threads()
 
 
 if __name__ == "__main__":

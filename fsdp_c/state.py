@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
-import time
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ import fsdp_c._C as _C
 
 from .comm_context import CommContext
 from .compat import StateOfOlderTorch, register_group_hooks
+from .ending import linger_at_exit
 from .guard import is_overridden, shows, warn_of_patches_without_effect
 from .kernels import say
 from .mixed_precision import no_dtype, refuse_others
@@ -36,17 +34,6 @@ def _moves_inputs_to(device: torch.device) -> bool:
     """Whether the root's arguments are put there, as DDP does it."""
     own = torch._C._get_privateuse1_backend_name()
     return device.type in ("cuda", "hpu", "xpu", "mtia", own)
-
-
-@functools.cache
-def _linger_at_exit() -> None:
-    """Gives gloo's threads 50 ms to finish at the end of the interpreter, where they may have run.
-
-    They take the GIL to drop tensors that Python has seen (DTensor's collectives, a script's own).
-    One that waits for it while the interpreter ends takes the process down (SIGABRT, "terminate
-    called without an active exception"): a job that had ended well would count as failed.
-    """
-    atexit.register(time.sleep, 0.05)
 
 
 def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
@@ -247,8 +234,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 "whole model, too, last.",
             )
         warn_of_patches_without_effect()
-        if self._device.type == "cpu":
-            _linger_at_exit()
+        linger_at_exit()
         states = self._states_below()
         groups = [group for state in states for group in state._fsdp_param_groups]
         self._is_root = True

@@ -43,7 +43,7 @@ def visit(out: Path, only: str = STEPS, **environment: str) -> Visit:
     env = os.environ | {"OUT": str(out), "PYTHON": sys.executable} | environment
     command = [str(GPU / "visit.sh"), "--device", "sim", "--only", only]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=380)
-    assert done.stderr == ""
+    assert done.stderr == "", (out / "log.txt").read_text()
     *lines, end = (out / "summary.txt").read_text().splitlines()
     assert done.stdout.splitlines() == [*lines, end]
     found = [LINE.fullmatch(line) for line in lines]

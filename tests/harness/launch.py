@@ -36,6 +36,8 @@ from typing import Any
 
 import fork_server
 
+ENDING = Path(__file__).resolve().parents[2] / "fsdp_c/ending.py"
+
 OUTPUT_SHOWN = 6000
 """Characters of a failed rank's output that its report keeps (the end of it)."""
 
@@ -271,8 +273,8 @@ def _main(folder: Path, rank: int) -> None:
 def _let_threads_finish() -> None:
     """gloo's threads take the GIL to drop tensors that Python has seen, and DTensor's caches keep
     their group alive after its end. One that waits for the GIL when the interpreter ends aborts the
-    process, under torch as under fsdp_c."""
-    time.sleep(0.05)
+    process, under torch as under fsdp_c: ranks of both end as fsdp_c's do."""
+    runpy.run_path(str(ENDING))["wait_for_threads"]()
 
 
 def _die_with_parent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
@@ -23,6 +24,11 @@ SKIPPED = 77
 faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
 
 
+def _let_threads_finish() -> None:
+    """Before the interpreter ends: threads that want the GIL then would abort it."""
+    runpy.run_path(str(ROOT / "fsdp_c/ending.py"))["wait_for_threads"]()
+
+
 def _write(line: str, figures: dict[str, Any]) -> None:
     """Where summary.py finds it; on the screen where a step is run by hand."""
     print(json.dumps(figures, indent=1, default=str))
@@ -35,6 +41,7 @@ def _write(line: str, figures: dict[str, Any]) -> None:
 def conclude(good: bool, line: str, **figures: Any) -> NoReturn:
     """Ends the step: PASS or FAIL with this line."""
     _write(line, figures)
+    _let_threads_finish()
     sys.exit(0 if good else 1)
 
 
