@@ -58,10 +58,12 @@ void Waiter::run() {
         error = std::current_exception();
     }
     work_.reset();
-    const std::lock_guard<std::mutex> lock(mutex_);
-    error_ = std::move(error);
-    done_ = true;
-    changed_.notify_all();
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        error_ = std::move(error);
+        done_ = true;
+    }
+    changed_.notify_all(); /* who wakes up finds the mutex free */
 }
 
 struct Helper::Queue {
@@ -94,8 +96,10 @@ std::shared_ptr<Waiter> Helper::add(c10::intrusive_ptr<c10d::Work> work) {
         std::thread([queue] { run(*queue); }).detach();
         queue_ = std::move(queue);
     }
-    const std::lock_guard<std::mutex> lock(queue_->mutex);
-    queue_->waiters.push_back(waiter);
+    {
+        const std::lock_guard<std::mutex> lock(queue_->mutex);
+        queue_->waiters.push_back(waiter);
+    }
     queue_->changed.notify_one();
     return waiter;
 }
