@@ -229,6 +229,7 @@ class Direct : public c10d::Backend {
     /* Sends this rank's rows of the pieces and receives the others'. */
     WorkPtr exchange_rows(c10::intrusive_ptr<Exchange> exchange, const Tensors &pieces) {
         const at::DisableRecordFunctionGuard unseen;
+        exchange->wait_at_most(engine_->getBackendOptions()->timeout);
         const std::vector<int> tags = next_tags(pieces.size());
         for (size_t i = 0; i < pieces.size(); i++) {
             for (int peer : peers()) {
@@ -294,6 +295,7 @@ class Direct : public c10d::Backend {
             exchange->drop_when_over();
         }
         const at::DisableRecordFunctionGuard unseen;
+        exchange->wait_at_most(engine_->getBackendOptions()->timeout);
         const auto all = peers();
         const std::vector<int> tags = next_tags(pieces.size());
         for (size_t i = 0; i < pieces.size(); i++) {
