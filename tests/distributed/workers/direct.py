@@ -299,3 +299,14 @@ def shorter_time_limit(rank: int, world: int) -> tuple[str, float]:
     failure = _failure(lambda: _step(model))
     store.set("given up", "")
     return failure
+
+
+def evaluates_alone(rank: int, world: int) -> tuple[str, float]:
+    """How a step ends of which rank 0 runs the forward twice: gathers meet reductions."""
+    model = _model()
+    _train(model, rank)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
+    if rank == 0:
+        with torch.no_grad():
+            model(torch.ones(5, 33))
+    return _failure(lambda: _step(model))
