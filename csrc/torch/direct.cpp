@@ -42,9 +42,12 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-/* User's messages rarely have tags as large as these. The lowest bits count. */
+/* User's messages rarely have tags as large as these. The lowest bits count. A rank that gathers
+ * while another one reduces takes nothing from it: both wait in vain until their time is over, as
+ * they do for gloo's own collectives. */
 constexpr uint32_t kTagBase = 0x46000000;
-constexpr uint32_t kTagCount = 0x00ffffff;
+constexpr uint32_t kTagReduces = 0x00800000;
+constexpr uint32_t kTagCount = 0x007fffff;
 
 using fct::Exchange;
 using fct::numel_of;
@@ -229,7 +232,8 @@ class Direct : public c10d::Backend {
     /* Sends this rank's rows of the pieces and receives the others'. */
     WorkPtr exchange_rows(c10::intrusive_ptr<Exchange> exchange, const Tensors &pieces) {
         const at::DisableRecordFunctionGuard unseen;
-        const std::vector<int> tags = next_tags(pieces.size());
+        exchange->wait_at_most(engine_->getBackendOptions()->timeout);
+        const std::vector<int> tags = next_tags(pieces.size(), 0);
         for (size_t i = 0; i < pieces.size(); i++) {
             for (int peer : peers()) {
                 exchange->received_by(i, receive(pieces[i][peer], peer, tags[i]));
@@ -294,8 +298,9 @@ class Direct : public c10d::Backend {
             exchange->drop_when_over();
         }
         const at::DisableRecordFunctionGuard unseen;
+        exchange->wait_at_most(engine_->getBackendOptions()->timeout);
         const auto all = peers();
-        const std::vector<int> tags = next_tags(pieces.size());
+        const std::vector<int> tags = next_tags(pieces.size(), kTagReduces);
         for (size_t i = 0; i < pieces.size(); i++) {
             for (size_t hop = 0; hop < all.size(); hop++) {
                 exchange->received_by(i, receive(arriving[i][hop], all[hop], tags[i]));
@@ -316,10 +321,11 @@ class Direct : public c10d::Backend {
                one.numel() > 0;
     }
 
-    std::vector<int> next_tags(size_t count) {
+    std::vector<int> next_tags(size_t count, uint32_t kind) {
         std::vector<int> tags;
         for (size_t i = 0; i < count; i++) {
-            tags.push_back(static_cast<int>(kTagBase + (agreement_->messages++ & kTagCount)));
+            const uint32_t number = agreement_->messages++ & kTagCount;
+            tags.push_back(static_cast<int>(kTagBase | kind | number));
         }
         return tags;
     }

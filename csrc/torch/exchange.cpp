@@ -64,6 +64,10 @@ void Exchange::drop_when_over() {
     drops_ = true;
 }
 
+void Exchange::wait_at_most(std::chrono::milliseconds timeout) {
+    timeout_ = timeout;
+}
+
 void Exchange::arrived(size_t piece) {
     (void)piece;
 }
@@ -77,6 +81,7 @@ static void wait_for(const std::vector<Exchange::Message> &messages,
 
 bool Exchange::wait(std::chrono::milliseconds timeout) {
     if (!isCompleted()) {
+        timeout = timeout == kNoTimeout ? timeout_ : timeout;
         std::exception_ptr error;
         try {
             for (size_t piece = 0; piece < receives_.size(); piece++) {

@@ -47,6 +47,9 @@ class Exchange : public c10d::Work {
      * exchange is over, and not when somebody asks. What failed keeps it: gloo may still write. */
     void drop_when_over();
 
+    /* How long a wait without a time-out of its own waits for each message. */
+    void wait_at_most(std::chrono::milliseconds timeout);
+
   protected:
     /* All rows of the piece are here. */
     virtual void arrived(size_t piece);
@@ -59,6 +62,7 @@ class Exchange : public c10d::Work {
     std::vector<std::vector<Message>> receives_; /* go before what they use */
     std::vector<Message> sends_;
     bool drops_ = false;
+    std::chrono::milliseconds timeout_ = kNoTimeout; /* the connections' */
 };
 
 /* Whole rows of an all-gather, [ranks, row], whose rest, [ranks, rest], goes back to its places. */

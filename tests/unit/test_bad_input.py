@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import resource
 from typing import Any
 
 import pytest
@@ -208,6 +210,27 @@ def test_a_call_that_fails_in_the_middle_leaves_the_module_as_it_was(
         refused(module, MemoryError, "no memory")
     fully_shard(module)
     train(module)
+
+
+@pytest.mark.skipif(
+    os.environ.get("FSDP_C_SANITIZE", "") not in ("", "0"), reason="sanitizers end the process"
+)
+def test_a_buffer_that_there_is_no_memory_for_is_torchs_error_and_the_model_trains_on(
+    fake_group: int,
+) -> None:
+    """Who retries with smaller batches looks for torch's words (accelerate does)."""
+    module = fully_shard(nn.Linear(4096, 4096, bias=False))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**24, limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):
+            module(torch.ones(1, 4096))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    module.reset_iter_state()
+    module(torch.ones(1, 4096)).sum().backward()
 
 
 def test_uninitialised_process_group_is_refused_with_torchs_error() -> None:

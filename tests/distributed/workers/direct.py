@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -269,3 +271,42 @@ def by_both_ways(rank: int, world: int) -> list[bool]:
         optimizer.zero_grad()
     mixed = [parameter.to_local().detach().clone() for parameter in model.parameters()]
     return [*followed, _C.direct_group(group) is not None, *map(torch.equal, direct, mixed)]
+
+
+def _failure(run: Callable[[], object]) -> tuple[str, float]:
+    """What a call that must fail said, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    raise AssertionError("nothing was raised")
+
+
+def _step(model: nn.Module) -> None:
+    model(torch.ones(5, 33)).square().mean().backward()
+
+
+def shorter_time_limit(rank: int, world: int) -> tuple[str, float]:
+    """How a step ends that waits for its peer beyond a limit set once exchanges ran."""
+    model = _model()
+    _train(model, rank)
+    assert _C.direct_group(dist.group.WORLD) is not None
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["given up"])
+    failure = _failure(lambda: _step(model))
+    store.set("given up", "")
+    return failure
+
+
+def evaluates_alone(rank: int, world: int) -> tuple[str, float]:
+    """How a step ends of which rank 0 runs the forward twice: gathers meet reductions."""
+    model = _model()
+    _train(model, rank)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
+    if rank == 0:
+        with torch.no_grad():
+            model(torch.ones(5, 33))
+    return _failure(lambda: _step(model))
