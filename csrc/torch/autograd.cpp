@@ -6,6 +6,7 @@
  * backward(). Owners are released wherever a graph happens to die (see HookRef). */
 #include "bridge.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -110,9 +111,27 @@ bool plain(const at::Tensor &t) {
     return view == nullptr || (view->shared_view_info() && view->has_bw_view());
 }
 
+/* t.view_as(t) by Python's method, which asks modes and subclasses with __torch_function__. */
+at::Tensor view_by_method(const py::handle tensor) {
+    const at::NoGradGuard no_grad;
+    const py::object view = tensor.attr("view_as")(tensor);
+    if (!THPVariable_Check(view.ptr())) {
+        throw py::type_error("view_as must return a tensor");
+    }
+    return THPVariable_Unpack(view.ptr());
+}
+
 /* t.view_as(t) under no_grad, which is what torch.autograd.Function makes of an input that is
- * returned as it is. */
+ * returned as it is; of a subclass it makes what that makes of the call, mostly one of its own. */
 at::Tensor view_of(const at::Tensor &t) {
+    const auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
+    if (!tensor) {
+        fct::throw_python_error();
+    }
+    if (at::impl::torch_function_mode_enabled() ||
+        !THPVariable_CheckTypeExact(Py_TYPE(tensor.ptr()))) {
+        return view_by_method(tensor);
+    }
     if (!plain(t)) {
         const at::NoGradGuard no_grad;
         return t.view_as(t);

@@ -286,3 +286,9 @@ def test_an_evaluation_on_a_smaller_group_leaves_no_stale_weights() -> None:
         assert not apart(found["expected"][0], found["found"][0])
         assert apart(found["expected"][1], found["found"][1])
     assert_near("evaluation_on_a_smaller_group")
+
+
+def test_reentrant_checkpoints_of_two_forwards_leave_no_stale_weights() -> None:
+    for found in stocks("reentrant_checkpoints_of_two_forwards"):
+        assert not torch.equal(found["expected"], found["found"])
+    assert_right("reentrant_checkpoints_of_two_forwards")

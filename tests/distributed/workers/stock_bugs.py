@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     share_comm_ctx,
 )
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Gradients = dict[str, torch.Tensor | None]
@@ -570,3 +571,24 @@ def reset_in_accumulation(api: Api) -> dict[str, Any]:
         found["found"].append(grads(model))
         found["expected"].append(average(local(reference)))
     return found
+
+
+class Recomputed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@scenario()
+def reentrant_checkpoints_of_two_forwards(api: Api) -> dict[str, Any]:
+    """Two forwards, one backward through both, a step: the next forward has the new weights."""
+    models = [shard(api, Recomputed(*plain())) for _ in range(2)]
+    model, fresh = models
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model(batch(api.rank, 0)) + model(batch(api.rank, 1))).backward()
+    optimizer.step()
+    found = model(batch(api.rank, 2)).detach()
+    fresh.load_state_dict(model.state_dict())
+    return {"found": found, "expected": fresh(batch(api.rank, 2)).detach()}

@@ -385,3 +385,28 @@ def branches_chosen_by_keyword(run: Script) -> Any:
         return output["output"].square().mean()
 
     return run.train(model, loss)
+
+
+class Named(torch.Tensor):
+    """Of no other behaviour: what is computed with one is one, too."""
+
+
+@script()
+def tensors_of_a_subclass(run: Script) -> Any:
+    """Inputs of units keep their class where they get the post-backward node, too."""
+    seen: list[Any] = []
+
+    def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        seen.append((type(args[0]).__name__, type(output).__name__, args[0].requires_grad))
+
+    model = run.sharded()
+    for block in model:
+        block.register_forward_hook(note)
+
+    def loss(step: int) -> torch.Tensor:
+        rows = run.rows(step).as_subclass(Named).requires_grad_(step == 1)
+        output = model(rows)
+        seen.append(type(output).__name__)
+        return output.as_subclass(torch.Tensor).square().mean()
+
+    return [run.train(model, loss), seen]
