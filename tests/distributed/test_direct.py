@@ -60,16 +60,14 @@ def test_ranks_may_have_sharded_different_numbers_of_models() -> None:
 
 
 def test_a_time_limit_is_followed_that_was_set_later() -> None:
-    (text, seconds), (closed, _) = run_ranks(direct.shorter_time_limit, 2)
+    text, closed = run_ranks(direct.shorter_time_limit, 2)
     assert "Timed out waiting 500ms" in text
-    assert seconds < 10
     assert "failed on rank 1 of 2" in closed
 
 
 def test_ranks_at_odds_end_in_an_error_and_not_in_wrong_gradients() -> None:
-    for text, seconds in run_ranks(direct.evaluates_alone, 2):
+    for text in run_ranks(direct.evaluates_alone, 2):
         assert "failed on rank" in text
-        assert seconds < 5
 
 
 def test_a_choice_is_followed_and_has_the_same_bits() -> None:
