@@ -129,6 +129,7 @@ def headers() -> list[str]:
 def c_sources() -> list[str]:
     """The C (and, with CUDA, .cu) files that BuildC compiles itself, relative to the repository."""
     files = [*CSRC.glob("core/*.c"), *CSRC.glob("python/*.c"), *CSRC.glob("kernels/*_cpu.c")]
+    files += [*CSRC.glob("board/*.c")]
     files += [CSRC / "kernels/backends.c", CSRC / "kernels/kernels_jit.cpp"]
     files.append(ROOT / (CUDA_SOURCE if CUDART else NO_CUDA_SOURCE))
     return sorted(str(path.relative_to(ROOT)) for path in files)

@@ -3,7 +3,8 @@ they bite.
 
 A mutation is one replacement in one file of ``csrc/core``. The file is compiled with it, linked
 with everything else as it is (what ``make test-c`` has built), and a C test is run: it has to end
-by the assertion that is named. A new check gets a bug that it catches, here.
+by the assertion that is named. A new check gets a bug that it catches, here. So do the tests of
+boards, which include the source.
 """
 
 from __future__ import annotations
@@ -180,6 +181,80 @@ MUTATIONS = {
     ),
 }
 
+BOARD = {
+    "memory of a message that the slowest has not read": Mutation(
+        "board",
+        "        if (left > most) {",
+        "        if (most == 0) {",
+        "test_board",
+        "[  FAILED  ] the_slowest_decides_whether_there_is_room",
+    ),
+    "one letter too many": Mutation(
+        "board",
+        "    if (waiting >= LETTERS) {",
+        "    if (waiting > LETTERS) {",
+        "test_board",
+        "[  FAILED  ] there_are_so_many_letters",
+    ),
+    "a lock that is not taken": Mutation(
+        "board",
+        "        fcntl(file, F_SETLK, &lock) == 0) {",
+        "        lock.l_len == 1) {",
+        "test_board",
+        "[  FAILED  ] the_end_of_a_child_is_not_its_parents",
+    ),
+    "a child that closes its parent's board": Mutation(
+        "board",
+        "    if (board->process == (int64_t)getpid()) {\n        atomic_store",
+        "    {\n        atomic_store",
+        "test_board",
+        "[  FAILED  ] the_end_of_a_child_is_not_its_parents",
+    ),
+    "a sleeper that reads its bell after looking": Mutation(
+        "board",
+        "        const uint32_t rung = atomic_load(&own->bell);\n"
+        "        const int64_t left = until - now_ns();\n"
+        "        if (left <= 0 || fcb_news(board) != known) {\n"
+        "            break;\n"
+        "        }\n",
+        "        const int64_t left = until - now_ns();\n"
+        "        if (left <= 0 || fcb_news(board) != known) {\n"
+        "            break;\n"
+        "        }\n"
+        "        const uint32_t rung = atomic_load(&own->bell);\n",
+        "test_board_sleep",
+        "[  FAILED  ] news_at_any_step_of_a_sleeper_keep_it_awake",
+    ),
+    "a post that is late": Mutation(
+        "board",
+        "    atomic_store(&own->posted, number + 1);",
+        "    atomic_store_explicit(&own->posted, number + 1, memory_order_release);",
+        "test_board_sleep",
+        "[  FAILED  ] who_falls_asleep_at_any_step_of_news_is_woken",
+    ),
+    "an end that is seen before the last post": Mutation(
+        "board",
+        "        return closed != 0 ? FCB_GONE",
+        "        return atomic_load(&theirs->page->closed) != 0 ? FCB_GONE",
+        "test_board_sleep",
+        "[  FAILED  ] a_look_while_a_rank_posts_and_gives_up_misses_nothing",
+    ),
+    "a length that leads out of the room": Mutation(
+        "board",
+        "got.bytes > board->room - got.at",
+        "got.at + got.bytes > board->room",
+        "test_board_strangers",
+        "[  FAILED  ] a_letter_that_cannot_be_is_not_believed",
+    ),
+    "memory that its owner could make smaller": Mutation(
+        "board",
+        "seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ",
+        "seals != 0x1000 && ",
+        "test_board_strangers",
+        "[  FAILED  ] other_files_are_no_boards",
+    ),
+}
+
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -196,21 +271,44 @@ def objects() -> Path:
     return BUILD
 
 
+def mutate(mutation: Mutation, folder: Path, to: Path) -> Path:
+    """The source of a room with its bug, in another folder."""
+    source = folder / f"{mutation.room}.c"
+    text = source.read_text()
+    assert text.count(mutation.right) == 1, "the mutation no longer fits the code"
+    mutated = to / source.name
+    mutated.write_text(text.replace(mutation.right, mutation.wrong))
+    return mutated
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_seeded_bug_is_caught_by_an_assertion(name: str, objects: Path, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
-    source = ROOT / "csrc/core" / f"{mutation.room}.c"
-    text = source.read_text()
-    assert text.count(mutation.right) == 1, "the mutation no longer fits the code"
-    mutated = tmp_path / source.name
-    mutated.write_text(text.replace(mutation.right, mutation.wrong))
+    mutated = mutate(mutation, ROOT / "csrc/core", tmp_path)
     core = [path for path in sorted((objects / "core").glob("*.o")) if path.stem != mutation.room]
     core = [path for path in core if (ROOT / "csrc/core" / f"{path.stem}.c").exists()]
     simulation = [objects / "tests" / f"{path.stem}.o" for path in sorted(C_TESTS.glob("sim*.c"))]
     linked = run(
-        *("gcc", *FLAGS, f"-I{source.parent}", *WRAPS, mutated, *core, *simulation),
+        *("gcc", *FLAGS, f"-I{ROOT / 'csrc/core'}", *WRAPS, mutated, *core, *simulation),
         *(objects / f"kernels/{name}.o" for name in ("kernels_cpu", "backends")),
         objects / "tests" / f"{mutation.test}.o",
+        *(*LIBRARIES, "-o", tmp_path / "mutated"),
+    )
+    assert linked.returncode == 0, linked.stderr
+    done = run(tmp_path / "mutated")
+    assert done.returncode != 0
+    assert mutation.caught in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", BOARD)
+def test_a_seeded_bug_of_the_board_is_caught(name: str, tmp_path: Path) -> None:
+    mutation = BOARD[name]
+    folder = tmp_path / "board"
+    folder.mkdir()
+    (folder / "board.h").write_text((ROOT / "csrc/board/board.h").read_text())
+    mutate(mutation, ROOT / "csrc/board", folder)
+    linked = run(
+        *("gcc", f"-I{tmp_path}", *FLAGS, C_TESTS / f"{mutation.test}.c"),
         *(*LIBRARIES, "-o", tmp_path / "mutated"),
     )
     assert linked.returncode == 0, linked.stderr
