@@ -5,8 +5,8 @@
  * would. The GIL is released while a collective is issued and while a work is waited for.
  *
  * Waiting on gloo must stay interruptible, and its works see no signals. Most of them can be polled
- * and are waited for in slices. Its reduce-scatter and our direct exchanges cannot: their works do
- * the rest of their job inside wait(), have no completion flag and ignore the timeout. Such works
+ * and are waited for in slices. Its reduce-scatter cannot, nor can direct exchanges but those
+ * that are all in shared memory: their works do the rest of their job inside wait(). Such works
  * go to a helper thread of the group as soon as they are issued, which makes them progress in the
  * background and pollable like the others. The helper shares ownership of what it touches and calls
  * no Python; when a group is released it ends by itself after its last work. Works of all other
@@ -144,7 +144,8 @@ bool goes_directly(fct_pg *pg, fct::Use use) {
         return false;
     }
     const ContextAside aside; /* of the question */
-    return fct::goes_directly(*pg->agreement, pg->group, use);
+    return fct::goes_directly(*pg->agreement, pg->group, use,
+                              [pg] { return fct::attach(*pg->group, pg->agreement); });
 }
 
 /* The group that moves rows on a device: on the CPU, where all ranks agree, one without gloo's

@@ -20,20 +20,13 @@
 #include "direct.h"
 
 #include "../kernels/ring.h"
-#include "bridge.h"
 #include "exchange.h"
 #include "memory.h"
-#include "waiter.h"
 
 #include <ATen/record_function.h>
-#include <torch/csrc/distributed/c10d/debug.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
-#include <typeinfo>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -62,6 +55,11 @@ class Direct : public c10d::Backend {
     Direct(c10::intrusive_ptr<c10d::Backend> engine, std::shared_ptr<fct::Agreement> agreement)
         : Backend(engine->getRank(), engine->getSize()), engine_(std::move(engine)),
           agreement_(std::move(agreement)) {}
+    Direct(const Direct &) = delete;
+    Direct &operator=(const Direct &) = delete;
+    ~Direct() override {
+        close_office();
+    }
 
     const std::string getBackendName() const override {
         return engine_->getBackendName();
@@ -82,12 +80,12 @@ class Direct : public c10d::Backend {
         held.push_back(input);
         c10::intrusive_ptr<Exchange> exchange;
         if (cut.back().size() == 1) {
-            exchange = c10::make_intrusive<Exchange>("gloo:all_gather", std::move(held));
+            exchange = c10::make_intrusive<Exchange>(Exchange::Does::gathers, std::move(held));
         } else {
-            exchange = c10::make_intrusive<Scatter>("gloo:all_gather", std::move(held), rows,
-                                                    pieces.back(), cut.back());
+            exchange =
+                c10::make_intrusive<Scatter>(std::move(held), rows, pieces.back(), cut.back());
         }
-        return exchange_rows(std::move(exchange), pieces);
+        return gather_rows(std::move(exchange), pieces);
     }
 
     WorkPtr _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
@@ -105,9 +103,9 @@ class Direct : public c10d::Backend {
     /* Pieces are 1-D: the parts of all ranks, one after the other. */
     WorkPtr gather_pieces(const Tensors &pieces) {
         const Tensors rows = by_rank(pieces);
-        auto exchange = c10::make_intrusive<Exchange>("gloo:all_gather", rows);
+        auto exchange = c10::make_intrusive<Exchange>(Exchange::Does::gathers, rows);
         exchange->drop_when_over();
-        return exchange_rows(std::move(exchange), rows);
+        return gather_rows(std::move(exchange), rows);
     }
     WorkPtr reduce_pieces(const at::Tensor &output, const Tensors &pieces, bool average) {
         return sum_rows(output, by_rank(pieces), average, true);
@@ -194,10 +192,22 @@ class Direct : public c10d::Backend {
     }
     /* A group that this was put into tells the engine itself. */
     void setTimeout(std::chrono::milliseconds) override {}
-    void shutdown() override {}
-    void abort() override {}
+    void shutdown() override {
+        close_office();
+    }
+    void abort() override {
+        close_office();
+    }
 
   private:
+    /* With the group's end, whatever still has the group. Who goes on does so by messages. */
+    void close_office() {
+        agreement_->offers.clear();
+        if (const auto office = std::exchange(agreement_->office, nullptr)) {
+            office->give_up("the process group has ended");
+        }
+    }
+
     /* All other ranks, each rank's next one first, so that no rank is everybody's first. */
     std::vector<int> peers() const {
         std::vector<int> all;
@@ -229,21 +239,52 @@ class Direct : public c10d::Backend {
         return rows;
     }
 
+    /* All ranks' rows of one piece but this one's, in the order of peers(). */
+    Tensors rows_of_peers(const at::Tensor &piece) const {
+        Tensors rows;
+        for (const int peer : peers()) {
+            rows.push_back(piece[peer]);
+        }
+        return rows;
+    }
+
     /* Sends this rank's rows of the pieces and receives the others'. */
-    WorkPtr exchange_rows(c10::intrusive_ptr<Exchange> exchange, const Tensors &pieces) {
+    WorkPtr gather_rows(c10::intrusive_ptr<Exchange> exchange, const Tensors &pieces) {
+        if (auto office = fct::office_of(*agreement_, *engine_, fct::Use::gather)) {
+            return post(std::move(exchange), std::move(office), pieces);
+        }
+        std::vector<Tensors> arriving, leaving;
+        for (const at::Tensor &piece : pieces) {
+            arriving.push_back(rows_of_peers(piece));
+            leaving.emplace_back(arriving.back().size(), piece[rank_]);
+        }
+        return swap(std::move(exchange), arriving, leaving, 0);
+    }
+
+    /* Receives rows of each piece and sends others, both in the order of peers(). */
+    WorkPtr swap(c10::intrusive_ptr<Exchange> exchange, const std::vector<Tensors> &arriving,
+                 const std::vector<Tensors> &leaving, uint32_t kind) {
         const at::DisableRecordFunctionGuard unseen;
         exchange->wait_at_most(engine_->getBackendOptions()->timeout);
-        const std::vector<int> tags = next_tags(pieces.size(), 0);
-        for (size_t i = 0; i < pieces.size(); i++) {
-            for (int peer : peers()) {
-                exchange->received_by(i, receive(pieces[i][peer], peer, tags[i]));
+        const std::vector<int> all = peers(), tags = next_tags(arriving.size(), kind);
+        for (size_t i = 0; i < arriving.size(); i++) {
+            for (size_t hop = 0; hop < all.size(); hop++) {
+                exchange->received_by(i, receive(arriving[i][hop], all[hop], tags[i]));
             }
         }
-        for (size_t i = 0; i < pieces.size(); i++) {
-            for (int peer : peers()) {
-                exchange->sent_by(send(pieces[i][rank_], peer, tags[i]));
+        for (size_t i = 0; i < leaving.size(); i++) {
+            for (size_t hop = 0; hop < all.size(); hop++) {
+                exchange->sent_by(send(leaving[i][hop], all[hop], tags[i]));
             }
         }
+        return exchange;
+    }
+
+    WorkPtr post(c10::intrusive_ptr<Exchange> exchange, std::shared_ptr<fct::Office> office,
+                 const Tensors &pieces) {
+        const at::DisableRecordFunctionGuard unseen;
+        exchange->wait_at_most(engine_->getBackendOptions()->timeout);
+        exchange->post(std::move(office), pieces, rank_);
         return exchange;
     }
 
@@ -263,11 +304,12 @@ class Direct : public c10d::Backend {
         return rows;
     }
 
-    /* Where the rows of all ranks are: this one's in the piece, the others' where they arrive. */
+    /* Where the rows of all ranks are: this one's in the piece, the others' where they arrive, if
+     * that is known. */
     Sum::Part part_of(const Spans &spans, const at::Tensor &piece, const Tensors &arriving) const {
         Sum::Part part{spans, std::vector<const char *>(static_cast<size_t>(size_))};
         const auto all = peers();
-        for (size_t hop = 0; hop < all.size(); hop++) {
+        for (size_t hop = 0; hop < arriving.size(); hop++) {
             part.rows[static_cast<size_t>(all[hop])] =
                 static_cast<const char *>(arriving[hop].const_data_ptr());
         }
@@ -281,37 +323,31 @@ class Direct : public c10d::Backend {
         const auto cut = pieces_of(output.numel());
         TORCH_CHECK(cut.size() == pieces.size(), "a row of ", cut.size(), " pieces came in ",
                     pieces.size());
-        Tensors held{output};
-        std::vector<Sum::Part> parts;
-        std::vector<Tensors> arriving;
         for (size_t i = 0; i < pieces.size(); i++) {
             TORCH_CHECK(pieces[i].size(1) == numel_of(cut[i]), "a piece of ", numel_of(cut[i]),
                         " elements has ", pieces[i].size(1));
-            arriving.push_back(landing(output, cut[i]));
-            parts.push_back(part_of(cut[i], pieces[i], arriving[i]));
-            held.push_back(pieces[i]);
-            held.insert(held.end(), arriving[i].begin(), arriving[i].end());
         }
-        auto exchange = c10::make_intrusive<Sum>("gloo:reduce_scatter", std::move(held),
-                                                 std::move(parts), rank_, average);
+        auto office = fct::office_of(*agreement_, *engine_, fct::Use::reduce);
+        Tensors held{output};
+        std::vector<Sum::Part> parts;
+        std::vector<Tensors> arriving, leaving;
+        for (size_t i = 0; i < pieces.size(); i++) {
+            if (!office) {
+                arriving.push_back(landing(output, cut[i]));
+                leaving.push_back(rows_of_peers(pieces[i]));
+                held.insert(held.end(), arriving[i].begin(), arriving[i].end());
+            }
+            parts.push_back(part_of(cut[i], pieces[i], office ? Tensors() : arriving[i]));
+            held.push_back(pieces[i]);
+        }
+        auto exchange = c10::make_intrusive<Sum>(std::move(held), std::move(parts), rank_, average);
         if (drops) {
             exchange->drop_when_over();
         }
-        const at::DisableRecordFunctionGuard unseen;
-        exchange->wait_at_most(engine_->getBackendOptions()->timeout);
-        const auto all = peers();
-        const std::vector<int> tags = next_tags(pieces.size(), kTagReduces);
-        for (size_t i = 0; i < pieces.size(); i++) {
-            for (size_t hop = 0; hop < all.size(); hop++) {
-                exchange->received_by(i, receive(arriving[i][hop], all[hop], tags[i]));
-            }
+        if (office) {
+            return post(std::move(exchange), std::move(office), pieces);
         }
-        for (size_t i = 0; i < pieces.size(); i++) {
-            for (int peer : all) {
-                exchange->sent_by(send(pieces[i][peer], peer, tags[i]));
-            }
-        }
-        return exchange;
+        return swap(std::move(exchange), arriving, leaving, kTagReduces);
     }
 
     /* What gloo would refuse, too, is left to it. */
@@ -344,25 +380,6 @@ class Direct : public c10d::Backend {
     std::shared_ptr<fct::Agreement> agreement_;
 };
 
-bool set(const char *variable) {
-    const char *value = std::getenv(variable);
-    return value != nullptr && value[0] != '\0' && std::string(value) != "0";
-}
-
-/* Whether this rank wants it: not where somebody looks at what gloo itself does. */
-bool wanted() {
-    const char *choice = std::getenv("FSDP_C_TRANSPORT");
-    return (choice == nullptr || std::string(choice) != "gloo") &&
-           c10d::debug_level() == c10d::DebugLevel::Off && !set("TORCH_FR_BUFFER_SIZE") &&
-           !set("TORCH_NCCL_TRACE_BUFFER_SIZE");
-}
-
-/* The backend itself, and not what wraps or replaces it under its name: its class is not in the
- * headers that can be included. */
-bool is_gloo(const c10d::Backend &backend) {
-    return std::string(typeid(backend).name()) == "N4c10d16ProcessGroupGlooE";
-}
-
 } // namespace
 
 namespace fct {
@@ -381,76 +398,50 @@ c10::intrusive_ptr<c10d::Work> reduce_pieces(c10d::ProcessGroup &direct, const a
     return backend_of(direct).reduce_pieces(output, pieces, average);
 }
 
-std::shared_ptr<Agreement> agreement_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
-    struct Entry {
-        c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
-        std::shared_ptr<Agreement> agreement;
-    };
-    static auto *const known = new std::unordered_map<const c10d::ProcessGroup *, Entry>();
-    for (auto it = known->begin(); it != known->end();) {
-        it = it->second.group.expired() ? known->erase(it) : std::next(it);
+using Type = c10d::ProcessGroup::BackendType;
+
+static c10::intrusive_ptr<c10d::Backend> backend_at(const c10d::ProcessGroup &group, Type type) {
+    try {
+        return group.getBackend(type);
+    } catch (const std::exception &) {
+        return nullptr; /* there is none */
     }
-    const auto found = known->find(group.get());
-    if (found != known->end()) {
-        return found->second.agreement;
-    }
-    auto made = std::make_shared<Agreement>();
-    known->emplace(group.get(), Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), made});
-    return made;
 }
 
-/* Parameter groups by the names of process groups, until those are asked. */
-static std::unordered_map<std::string, int64_t> &users() {
-    static auto *const all = new std::unordered_map<std::string, int64_t>();
-    return *all;
-}
-
-void announce_user(const std::string &name) {
-    users()[name]++;
-}
-
-/* An answer is how many gathers will be torch's for this rank, 0: all. */
-static void ask(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &group) {
-    const auto engine = group->getBackend(c10::DeviceType::CPU);
-    if (group->getSize() < 2 || !is_gloo(*engine)) {
-        agreement.state = Agreement::State::declined;
-        return;
+/* A type under which the group has no backend, or has the direct one from before. */
+static Type free_type(const c10d::ProcessGroup &group) {
+    for (const Type type : {Type::UCC, Type::MPI, Type::CUSTOM}) {
+        const auto found = backend_at(group, type);
+        if (!found || dynamic_cast<Direct *>(found.get()) != nullptr) {
+            return type;
+        }
     }
-    const auto found = users().extract(group->getGroupName());
-    agreement.first = std::max(agreement.first, found.empty() ? 1 : found.mapped());
-    at::Tensor answer = at::full({1}, wanted() ? agreement.first : 0, at::kLong);
-    agreement.answers = at::empty({group->getSize()}, at::kLong);
-    pybind11::gil_scoped_release released;
-    agreement.question = engine->_allgather_base(agreement.answers, answer);
+    TORCH_CHECK(false, "the process group has backends of all types");
 }
 
-static void take_answers(Agreement &agreement) {
-    const auto held = agreement.question;
-    wait_in_slices(*held);
-    agreement.state = agreement.answers.all().item<bool>() ? Agreement::State::direct
-                                                           : Agreement::State::declined;
-    agreement.first = agreement.answers.max().item<int64_t>();
-    agreement.question.reset();
-    agreement.answers.reset();
+/* The group has gloo's already and takes it again. */
+static void put_gloo_back(c10d::ProcessGroup &group) {
+    group.setBackend(c10::DeviceType::CPU, Type::GLOO, group.getBackend(Type::GLOO));
 }
 
-bool goes_directly(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &group,
-                   Use use) {
-    using State = Agreement::State;
-    if (agreement.state == State::open && !agreement.question) {
-        ask(agreement, group);
+bool attach(c10d::ProcessGroup &group, const std::shared_ptr<Agreement> &agreement) {
+    if (backend_at(group, Type::GLOO) != group.getBackend(c10::DeviceType::CPU)) {
+        return false;
     }
-    const auto early = [&] { return use == Use::gather && agreement.gathers < agreement.first; };
-    if (agreement.state == State::open && !early()) {
-        take_answers(agreement);
-    }
-    return agreement.state == State::direct && !early();
+    group.setBackend(
+        c10::DeviceType::CPU, free_type(group),
+        c10::make_intrusive<Direct>(group.getBackend(c10::DeviceType::CPU), agreement));
+    put_gloo_back(group);
+    return true;
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> direct(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
                                               std::shared_ptr<Agreement> agreement) {
-    auto backend =
-        c10::make_intrusive<Direct>(group->getBackend(c10::DeviceType::CPU), std::move(agreement));
+    auto backend = backend_at(*group, free_type(*group));
+    if (!backend) {
+        backend = c10::make_intrusive<Direct>(group->getBackend(c10::DeviceType::CPU),
+                                              std::move(agreement));
+    }
     auto made = c10::make_intrusive<c10d::ProcessGroup>(group->getStore(), group->getRank(),
                                                         group->getSize());
     made->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, backend);
@@ -458,21 +449,6 @@ c10::intrusive_ptr<c10d::ProcessGroup> direct(const c10::intrusive_ptr<c10d::Pro
     made->setGroupName(group->getGroupName());
     made->setGroupDesc(group->getGroupDesc());
     return made;
-}
-
-/* A type under which the group has no backend, or has the direct one from before. */
-static c10d::ProcessGroup::BackendType free_type(const c10d::ProcessGroup &group) {
-    using Type = c10d::ProcessGroup::BackendType;
-    for (const Type type : {Type::CUSTOM, Type::MPI, Type::UCC}) {
-        try {
-            if (dynamic_cast<Direct *>(group.getBackend(type).get()) != nullptr) {
-                return type;
-            }
-        } catch (const std::exception &) {
-            return type; /* there is none */
-        }
-    }
-    TORCH_CHECK(false, "the process group has backends of all types");
 }
 
 DirectBackendIn::DirectBackendIn(c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -487,9 +463,7 @@ DirectBackendIn::DirectBackendIn(c10::intrusive_ptr<c10d::ProcessGroup> group,
 
 DirectBackendIn::~DirectBackendIn() {
     if (group_) {
-        /* The group has this one already and takes it again. */
-        using Type = c10d::ProcessGroup::BackendType;
-        group_->setBackend(c10::DeviceType::CPU, Type::GLOO, group_->getBackend(Type::GLOO));
+        put_gloo_back(*group_);
     }
 }
 

@@ -3,10 +3,16 @@
 
 #include "../kernels/ring.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace fct {
+
+constexpr auto kSlice = std::chrono::milliseconds(100);
 
 /* ---- cuts ---- */
 
@@ -48,17 +54,12 @@ int64_t numel_of(const Spans &spans) {
 
 /* ---- any exchange ---- */
 
-Exchange::Exchange(const char *title, std::vector<at::Tensor> held)
-    : Work(-1, c10d::OpType::UNKNOWN, title), held_(std::move(held)) {}
-
-void Exchange::received_by(size_t piece, Message message) {
-    receives_.resize(std::max(receives_.size(), piece + 1));
-    receives_[piece].push_back(std::move(message));
+static const char *title_of(Exchange::Does does) {
+    return does == Exchange::Does::gathers ? "gloo:all_gather" : "gloo:reduce_scatter";
 }
 
-void Exchange::sent_by(Message message) {
-    sends_.push_back(std::move(message));
-}
+Exchange::Exchange(Does does, std::vector<at::Tensor> held)
+    : Work(-1, c10d::OpType::UNKNOWN, title_of(does)), held_(std::move(held)), does_(does) {}
 
 void Exchange::drop_when_over() {
     drops_ = true;
@@ -72,33 +73,20 @@ void Exchange::arrived(size_t piece) {
     (void)piece;
 }
 
-static void wait_for(const std::vector<Exchange::Message> &messages,
-                     std::chrono::milliseconds timeout) {
-    for (const Exchange::Message &message : messages) {
-        TORCH_CHECK(message->wait(timeout), "an exchange of rows was aborted");
-    }
+void Exchange::drop() {
+    receives_.clear();
+    sends_.clear();
+    pieces_.clear();
+    held_.clear();
 }
 
 bool Exchange::wait(std::chrono::milliseconds timeout) {
     if (!isCompleted()) {
-        timeout = timeout == kNoTimeout ? timeout_ : timeout;
-        std::exception_ptr error;
-        try {
-            for (size_t piece = 0; piece < receives_.size(); piece++) {
-                wait_for(receives_[piece], timeout);
-                arrived(piece);
-            }
-            wait_for(sends_, timeout);
-            over();
-            if (drops_) {
-                receives_.clear();
-                sends_.clear();
-                held_.clear();
-            }
-        } catch (...) {
-            error = std::current_exception();
+        if (office_) {
+            wait_for_office(timeout);
+        } else {
+            wait_for_messages(timeout == kNoTimeout ? timeout_ : timeout);
         }
-        finish(error);
     }
     if (exception()) {
         std::rethrow_exception(exception());
@@ -106,11 +94,213 @@ bool Exchange::wait(std::chrono::milliseconds timeout) {
     return true;
 }
 
+bool Exchange::isCompleted() {
+    if (office_ && !Work::isCompleted()) {
+        office_->progress();
+    }
+    return Work::isCompleted();
+}
+
+/* ---- by messages ---- */
+
+void Exchange::received_by(size_t piece, Message message) {
+    receives_.resize(std::max(receives_.size(), piece + 1));
+    receives_[piece].push_back(std::move(message));
+}
+
+void Exchange::sent_by(Message message) {
+    sends_.push_back(std::move(message));
+}
+
+static void wait_for(const std::vector<Exchange::Message> &messages,
+                     std::chrono::milliseconds timeout) {
+    for (const Exchange::Message &message : messages) {
+        TORCH_CHECK(message->wait(timeout), "an exchange of rows was aborted");
+    }
+}
+
+void Exchange::wait_for_messages(std::chrono::milliseconds timeout) {
+    std::exception_ptr error;
+    try {
+        for (size_t piece = 0; piece < receives_.size(); piece++) {
+            wait_for(receives_[piece], timeout);
+            arrived(piece);
+        }
+        wait_for(sends_, timeout);
+        over();
+        if (drops_) {
+            drop();
+        }
+    } catch (...) {
+        error = std::current_exception();
+    }
+    finish(error);
+}
+
+/* ---- by shared memory ---- */
+
+static size_t bytes_of_row(const at::Tensor &piece) {
+    return static_cast<size_t>(piece.size(1)) * piece.element_size();
+}
+
+/* How far apart the rows of a piece are: it may be a part of whole rows. */
+static size_t bytes_to_next(const at::Tensor &piece) {
+    return static_cast<size_t>(piece.stride(0)) * piece.element_size();
+}
+
+void Exchange::post(std::shared_ptr<Office> office, const std::vector<at::Tensor> &pieces,
+                    int64_t rank) {
+    constexpr size_t kLine = 64; /* no element is cut */
+    const auto rows = does_ == Does::reduces ? static_cast<size_t>(pieces[0].size(0)) : 1;
+    part_bytes_ = Office::kLargest / rows / kLine * kLine;
+    office_ = std::move(office);
+    pieces_ = pieces;
+    for (const at::Tensor &piece : pieces) {
+        TORCH_CHECK(piece.dim() == 2 && piece.stride(1) == 1 &&
+                        piece.scalar_type() == pieces[0].scalar_type(),
+                    "a piece of rows is a tensor [ranks, elements], each row in one run");
+        row_bytes_ += bytes_of_row(piece);
+    }
+    rank_ = rank;
+    begin_ = std::chrono::steady_clock::now();
+    auto self = c10::intrusive_ptr<c10::intrusive_ptr_target>::reclaim_copy(this);
+    if (office_->add(*this, std::move(self))) {
+        opType_ = does_ == Does::gathers ? c10d::OpType::_ALLGATHER_BASE
+                                         : c10d::OpType::_REDUCE_SCATTER_BASE;
+    }
+}
+
+uint32_t Exchange::kind() const {
+    return static_cast<uint32_t>(pieces_[0].scalar_type()) << 1 |
+           static_cast<uint32_t>(does_ == Does::reduces);
+}
+
+std::string Exchange::name_of(uint32_t kind) const {
+    const char *does = (kind & 1) != 0 ? "reduces " : "gathers ";
+    const auto type = kind >> 1 < static_cast<uint32_t>(c10::ScalarType::NumOptions)
+                          ? static_cast<c10::ScalarType>(kind >> 1)
+                          : c10::ScalarType::Undefined;
+    return does + std::string(c10::toString(type));
+}
+
+size_t Exchange::messages() const {
+    return (row_bytes_ + part_bytes_ - 1) / part_bytes_;
+}
+
+/* Bytes of a row in a message. */
+size_t Exchange::part_of(size_t message) const {
+    return std::min(part_bytes_, row_bytes_ - message * part_bytes_);
+}
+
+/* A gather's message has a part of this rank's row; a reduction's has parts of all ranks', of which
+ * this one's is left as it was. */
+size_t Exchange::bytes_of(size_t message) const {
+    const auto rows = does_ == Does::reduces ? static_cast<size_t>(pieces_[0].size(0)) : 1;
+    return rows * part_of(message);
+}
+
+/* A row is what its pieces are, one after the other. */
+void Exchange::copy_row(int64_t row, size_t at, size_t bytes, char *to) const {
+    size_t begin = 0; /* of the piece, in the row */
+    for (const at::Tensor &piece : pieces_) {
+        const size_t in_row = bytes_of_row(piece);
+        const size_t from = std::max(begin, at), until = std::min(begin + in_row, at + bytes);
+        if (from < until) {
+            const auto *rows = static_cast<const char *>(piece.const_data_ptr());
+            const char *mine = rows + static_cast<size_t>(row) * bytes_to_next(piece);
+            std::memcpy(to + (from - at), mine + (from - begin), until - from);
+        }
+        begin += in_row;
+    }
+}
+
+void Exchange::write(size_t message, char *room) {
+    const size_t at = message * part_bytes_, bytes = part_of(message);
+    if (does_ == Does::gathers) {
+        copy_row(rank_, at, bytes, room);
+        return;
+    }
+    for (int64_t row = 0; row < pieces_[0].size(0); row++) {
+        if (row != rank_) {
+            copy_row(row, at, bytes, room + static_cast<size_t>(row) * bytes);
+        }
+    }
+}
+
+void Exchange::read(size_t message, const std::vector<const char *> &written) {
+    const size_t at = message * part_bytes_, bytes = part_of(message);
+    const size_t mine = does_ == Does::reduces ? static_cast<size_t>(rank_) * bytes : 0;
+    std::vector<const char *> rows(written.size(), nullptr);
+    size_t begin = 0;
+    for (size_t i = 0; i < pieces_.size(); i++) {
+        const size_t in_row = bytes_of_row(pieces_[i]), size = pieces_[i].element_size();
+        const size_t from = std::max(begin, at), until = std::min(begin + in_row, at + bytes);
+        if (from < until) {
+            for (size_t rank = 0; rank < rows.size(); rank++) {
+                const char *theirs = written[rank];
+                rows[rank] = theirs == nullptr ? nullptr : theirs + mine + (from - at);
+            }
+            take(i, static_cast<int64_t>((from - begin) / size),
+                 static_cast<int64_t>((until - from) / size), rows);
+        }
+        begin += in_row;
+    }
+}
+
+void Exchange::take(size_t piece, int64_t from, int64_t count,
+                    const std::vector<const char *> &rows) {
+    const size_t size = pieces_[piece].element_size(), next = bytes_to_next(pieces_[piece]);
+    auto *to = static_cast<char *>(pieces_[piece].mutable_data_ptr());
+    for (size_t rank = 0; rank < rows.size(); rank++) {
+        if (rows[rank] != nullptr) {
+            std::memcpy(to + rank * next + static_cast<size_t>(from) * size, rows[rank],
+                        static_cast<size_t>(count) * size);
+        }
+    }
+}
+
+void Exchange::end(const std::exception_ptr &error) {
+    std::exception_ptr outcome = error;
+    if (!outcome) {
+        try {
+            const c10::AutoGradMode no_grad(false);
+            const at::AutoDispatchBelowADInplaceOrView below;
+            over();
+            if (drops_) {
+                drop();
+            }
+        } catch (...) {
+            outcome = std::current_exception();
+        }
+    }
+    finish(outcome);
+}
+
+/* For as long as gloo would wait for a message, from its issue on; then nothing more will come. A
+ * wait that has a time-out of its own leaves the exchange as it is. */
+void Exchange::wait_for_office(std::chrono::milliseconds timeout) {
+    using std::chrono::milliseconds;
+    const auto begin = std::chrono::steady_clock::now();
+    while (!isCompleted()) {
+        const auto now = std::chrono::steady_clock::now();
+        auto left = timeout_ - std::chrono::duration_cast<milliseconds>(now - begin_);
+        if (left <= milliseconds(0)) {
+            office_->give_up(
+                c10::str("Timed out waiting ", timeout_.count(), "ms for the rows of other ranks"));
+            return;
+        }
+        if (timeout != kNoTimeout) {
+            left = std::min(left, timeout - std::chrono::duration_cast<milliseconds>(now - begin));
+            TORCH_CHECK(left > milliseconds(0), "Timed out waiting ", timeout.count(), "ms");
+        }
+        office_->progress_or_sleep(std::min(left, kSlice), [this] { return Work::isCompleted(); });
+    }
+}
+
 /* ---- all-gathers of whole rows ---- */
 
-Scatter::Scatter(const char *title, std::vector<at::Tensor> held, at::Tensor rows, at::Tensor rest,
-                 Spans spans)
-    : Exchange(title, std::move(held)), rows_(std::move(rows)), rest_(std::move(rest)),
+Scatter::Scatter(std::vector<at::Tensor> held, at::Tensor rows, at::Tensor rest, Spans spans)
+    : Exchange(Does::gathers, std::move(held)), rows_(std::move(rows)), rest_(std::move(rest)),
       spans_(std::move(spans)) {}
 
 void Scatter::over() {
@@ -121,24 +311,35 @@ void Scatter::over() {
 
 /* ---- reduce-scatters ---- */
 
-Sum::Sum(const char *title, std::vector<at::Tensor> held, std::vector<Part> parts, int64_t rank,
-         bool average)
-    : Exchange(title, std::move(held)), parts_(std::move(parts)), rank_(rank), average_(average) {}
+Sum::Sum(std::vector<at::Tensor> held, std::vector<Part> parts, int64_t rank, bool average)
+    : Exchange(Does::reduces, std::move(held)), parts_(std::move(parts)), rank_(rank),
+      average_(average) {}
 
 void Sum::arrived(size_t piece) {
+    take(piece, 0, numel_of(parts_[piece].spans), parts_[piece].rows);
+}
+
+void Sum::take(size_t piece, int64_t from, int64_t count, const std::vector<const char *> &rows) {
     const at::Tensor &output = held_[0];
     const Part &part = parts_[piece];
-    const auto world = static_cast<int64_t>(part.rows.size());
+    const auto world = static_cast<int64_t>(rows.size());
     const auto size = static_cast<int64_t>(output.element_size());
-    std::vector<const void *> rows(part.rows.size());
+    const auto mine = static_cast<size_t>(rank_);
+    std::vector<const void *> at(rows.size());
     for (const Span &span : part.spans) {
-        for (size_t rank = 0; rank < rows.size(); rank++) {
-            rows[rank] = part.rows[rank] + span.in_piece * size;
+        const int64_t begin = std::max(from, span.in_piece);
+        const int64_t end = std::min(from + count, span.in_piece + span.numel);
+        if (begin >= end) {
+            continue;
         }
+        for (size_t rank = 0; rank < rows.size(); rank++) {
+            at[rank] =
+                rank == mine ? part.rows[mine] + begin * size : rows[rank] + (begin - from) * size;
+        }
+        const int64_t in_row = span.in_row + begin - span.in_piece;
         fck_ring_sum(static_cast<fck_dtype>(output.scalar_type()),
-                     static_cast<char *>(output.mutable_data_ptr()) + span.in_row * size,
-                     rows.data(), world, world * output.numel(),
-                     rank_ * output.numel() + span.in_row, span.numel);
+                     static_cast<char *>(output.mutable_data_ptr()) + in_row * size, at.data(),
+                     world, world * output.numel(), rank_ * output.numel() + in_row, end - begin);
     }
 }
 

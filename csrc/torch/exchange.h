@@ -3,12 +3,15 @@
 #ifndef FSDP_C_TORCH_EXCHANGE_H
 #define FSDP_C_TORCH_EXCHANGE_H
 
+#include "office.h"
 #include "torch_abi.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace fct {
@@ -29,19 +32,27 @@ std::vector<Spans> pieces_of(int64_t numel);
 /* Elements of a piece. */
 int64_t numel_of(const Spans &spans);
 
-/* One exchange: the messages of its pieces, and the memory that they use. */
-class Exchange : public c10d::Work {
+/* One exchange: how its rows come, and the memory that they use. Either it is given the messages of
+ * its pieces, which only a wait waits for: its operation type is unknown, as that of gloo's
+ * reduce-scatter. Or an office has it land; then it can be polled. */
+class Exchange : public c10d::Work, private Correspondent {
   public:
     using Message = c10::intrusive_ptr<c10d::Work>;
+    enum class Does : uint8_t { gathers, reduces };
 
-    Exchange(const char *title, std::vector<at::Tensor> held);
+    Exchange(Does does, std::vector<at::Tensor> held);
 
     void received_by(size_t piece, Message message);
     void sent_by(Message message);
 
+    /* By the office's memory. `pieces` are those of whole rows, [ranks, elements of the piece], of
+     * which a gather sends this rank's row and a reduction the others'. */
+    void post(std::shared_ptr<Office> office, const std::vector<at::Tensor> &pieces, int64_t rank);
+
     /* By the helper, or by torch's functions on the caller's thread; later calls know how it ended,
      * for a message can be waited for only once. */
     bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+    bool isCompleted() override;
 
     /* Of memory that Python has never seen, so that any thread may drop it: it goes when the
      * exchange is over, and not when somebody asks. What failed keeps it: gloo may still write. */
@@ -51,16 +62,41 @@ class Exchange : public c10d::Work {
     void wait_at_most(std::chrono::milliseconds timeout);
 
   protected:
-    /* All rows of the piece are here. */
+    /* All rows of the piece are where the messages put them. */
     virtual void arrived(size_t piece);
+    /* Elements from `from` on, `count` of them, of a piece's row of each rank, nothing for this
+     * one's; posted by the others. */
+    virtual void take(size_t piece, int64_t from, int64_t count,
+                      const std::vector<const char *> &rows);
     /* All rows are here, and have left. */
     virtual void over() {}
 
     std::vector<at::Tensor> held_;
 
   private:
+    uint32_t kind() const override;
+    std::string name_of(uint32_t kind) const override;
+    size_t messages() const override;
+    size_t bytes_of(size_t message) const override;
+    void write(size_t message, char *room) override;
+    void read(size_t message, const std::vector<const char *> &written) override;
+    void end(const std::exception_ptr &error) override;
+
+    size_t part_of(size_t message) const;
+    void copy_row(int64_t row, size_t at, size_t bytes, char *to) const;
+    void wait_for_messages(std::chrono::milliseconds timeout);
+    void wait_for_office(std::chrono::milliseconds timeout);
+    void drop();
+
+    const Does does_;
     std::vector<std::vector<Message>> receives_; /* go before what they use */
     std::vector<Message> sends_;
+    std::shared_ptr<Office> office_;
+    std::vector<at::Tensor> pieces_; /* of a posted one, in a row of so many bytes */
+    size_t row_bytes_ = 0;
+    size_t part_bytes_ = 0; /* of a row, in one message */
+    int64_t rank_ = 0;
+    std::chrono::steady_clock::time_point begin_; /* when it was posted */
     bool drops_ = false;
     std::chrono::milliseconds timeout_ = kNoTimeout; /* the connections' */
 };
@@ -68,8 +104,7 @@ class Exchange : public c10d::Work {
 /* Whole rows of an all-gather, [ranks, row], whose rest, [ranks, rest], goes back to its places. */
 class Scatter : public Exchange {
   public:
-    Scatter(const char *title, std::vector<at::Tensor> held, at::Tensor rows, at::Tensor rest,
-            Spans spans);
+    Scatter(std::vector<at::Tensor> held, at::Tensor rows, at::Tensor rest, Spans spans);
 
   protected:
     void over() override;
@@ -84,14 +119,16 @@ class Sum : public Exchange {
   public:
     struct Part {
         Spans spans;
-        std::vector<const char *> rows; /* of the piece, on each rank; in what is held */
+        /* The piece's row of each rank, in what is held; of a posted one this rank's only. */
+        std::vector<const char *> rows;
     };
 
-    Sum(const char *title, std::vector<at::Tensor> held, std::vector<Part> parts, int64_t rank,
-        bool average);
+    Sum(std::vector<at::Tensor> held, std::vector<Part> parts, int64_t rank, bool average);
 
   protected:
     void arrived(size_t piece) override;
+    void take(size_t piece, int64_t from, int64_t count,
+              const std::vector<const char *> &rows) override;
     void over() override;
 
   private:

@@ -1,0 +1,357 @@
+"""Ranks of one host exchange rows in shared memory: what is moved, who falls back, what ends.
+
+Run by ``test_shared_memory.py`` on gloo ranks. What several ranks do on a group of their own is
+compared with the same over gloo's sends and receives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
+
+import fsdp_c
+
+Tensors = list[torch.Tensor]
+
+
+def boards() -> int:
+    """Ranks whose board this process has mapped: with a group's last, all of them or none."""
+    with open("/proc/self/maps") as maps:
+        return sum("fsdp_c board" in line for line in maps)
+
+
+def descriptors() -> int:
+    """Of boards, open here."""
+    with os.scandir("/proc/self/fd") as entries:
+        return sum("fsdp_c board" in os.readlink(e.path) for e in entries if e.is_symlink())
+
+
+def model_of(group: dist.ProcessGroup, widths: list[int]) -> nn.Sequential:
+    torch.manual_seed(0)
+    linears = (nn.Linear(*pair) for pair in itertools.pairwise(widths))
+    model = nn.Sequential(*(nn.Sequential(linear, nn.Tanh()) for linear in linears))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in model:
+        fsdp_c.fully_shard(block, mesh=mesh)
+    return fsdp_c.fully_shard(model, mesh=mesh)
+
+
+def train(model: nn.Sequential, steps: int) -> Tensors:
+    """Losses, gradients, and the weights in the end: this rank's shards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen: Tensors = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+        loss = model(torch.randn(3, model[0][0].in_features, generator=generator)).square().mean()
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(p.to_local().detach().clone() for p in model.parameters())]
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def new_group() -> dist.ProcessGroup:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    assert group is not None
+    return group
+
+
+@contextlib.contextmanager
+def by_sockets() -> Iterator[None]:
+    """For groups whose ranks agree meanwhile."""
+    os.environ["FSDP_C_TRANSPORT"] = "sockets"
+    try:
+        yield
+    finally:
+        del os.environ["FSDP_C_TRANSPORT"]
+
+
+# ---- what is moved ----
+
+
+def small(group: dist.ProcessGroup) -> Tensors:
+    return train(model_of(group, [33] * 5), 4)
+
+
+def more_units_than_a_board_has_letters(group: dist.ProcessGroup) -> Tensors:
+    return _in_flight(model_of(group, [40] * 72))
+
+
+def larger_than_a_board(group: dist.ProcessGroup) -> Tensors:
+    return train(model_of(group, [8, 2600, 2600, 8]), 3)
+
+
+def large_in_flight(group: dist.ProcessGroup) -> Tensors:
+    return _in_flight(model_of(group, [700] * 8))
+
+
+def _in_flight(model: nn.Sequential) -> Tensors:
+    """All units are gathered at once, and waited for in the other order."""
+    seen = train(model, 2)
+    handles = [unit.unshard(async_op=True) for unit in model]
+    for handle in reversed(handles):
+        handle.wait()
+    seen += [p.detach().clone() for p in model.parameters()]
+    for unit in model:
+        unit.reshard()
+    return seen + train(model, 1)
+
+
+def observed_on_one_rank(group: dist.ProcessGroup) -> Tensors:
+    """One rank has rows in one piece, where a mode or a profiler watches, and the others have not:
+    large matrices are pieces of their own."""
+    model = model_of(group, [300] * 4)
+    seen = train(model, 2)
+    watching = contextlib.ExitStack()
+    if dist.get_rank() == 0:
+        watching.enter_context(CommDebugMode())
+        watching.enter_context(profile(activities=[ProfilerActivity.CPU]))
+    with watching:
+        seen += train(model, 1)
+    return seen + train(model, 1)
+
+
+MOVED = (
+    small,
+    more_units_than_a_board_has_letters,
+    larger_than_a_board,
+    large_in_flight,
+    observed_on_one_rank,
+)
+
+
+def moved(rank: int, world: int) -> dict[str, tuple[int, bool]]:
+    """By case: how many boards it had mapped, and whether its bits are those by sockets."""
+    found = {}
+    for case in MOVED:
+        group = new_group()
+        seen = case(group)
+        mapped = boards()
+        dist.destroy_process_group(group)
+        with by_sockets():
+            expected = case(new_group())
+        assert boards() == 0
+        found[case.__name__] = mapped, same(seen, expected)
+    return found
+
+
+# ---- who falls back ----
+
+
+@contextlib.contextmanager
+def lowered(limit: int, value: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+
+
+def no_files_so_large() -> contextlib.AbstractContextManager[None]:
+    return lowered(resource.RLIMIT_FSIZE, 1 << 20)
+
+
+@contextlib.contextmanager
+def one_descriptor_left() -> Iterator[None]:
+    """Enough for this rank's board, and not for those of the others."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    held = []
+    with lowered(resource.RLIMIT_NOFILE, highest + 2):
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        os.close(held.pop())
+        try:
+            yield
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+
+
+OBSTACLES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "nothing": contextlib.nullcontext,
+    "sockets are chosen": by_sockets,
+    "no memory": no_files_so_large,
+    "no way to the others": one_descriptor_left,
+}
+
+
+def hindered(rank: int, world: int) -> dict[str, tuple[int, bool]]:
+    """The same, where something is in the way of the last rank alone."""
+    with by_sockets():
+        expected = small(new_group())
+    found = {}
+    for name, obstacle in OBSTACLES.items():
+        group = new_group()
+        with obstacle() if rank == world - 1 else contextlib.nullcontext():
+            seen = small(group)
+        found[name] = boards(), same(seen, expected)
+        dist.destroy_process_group(group)
+    return found
+
+
+def forked(rank: int, world: int) -> tuple[list[str], bool]:
+    """What a child of fork() is told that trains, in its parent's place; and whether its parent
+    trains on as if there had been none."""
+    model, other = model_of(dist.group.WORLD, [33] * 4), model_of(new_group(), [33] * 4)
+    assert same(train(model, 3), train(other, 3)) and boards() == 2 * world
+    told = []
+    for act in (lambda: train(model, 1), dist.destroy_process_group):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, failure(act).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writing)
+        with os.fdopen(reading) as text:
+            told.append(text.read())
+    return told, same(train(model, 2), train(other, 2))
+
+
+# ---- what ends ----
+
+
+def failure(run: Callable[[], object]) -> str:
+    """What a call said that failed."""
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _sizes_differ(group: dist.ProcessGroup) -> Callable[[], object]:
+    other = model_of(group, [40 + 4 * dist.get_rank()] * 4)
+    return lambda: train(other, 1)
+
+
+def _one_evaluates(group: dist.ProcessGroup) -> Callable[[], object]:
+    model = model_of(group, [33] * 4)
+
+    def run() -> None:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(torch.ones(1, 33))
+        train(model, 2)
+
+    return run
+
+
+def _one_ends_the_group(group: dist.ProcessGroup) -> Callable[[], object]:
+    model = model_of(group, [33] * 4)
+    train(model, 1)
+
+    def run() -> None:
+        if dist.get_rank() == 0:
+            dist.destroy_process_group(group)
+        else:
+            train(model, 1)
+
+    return run
+
+
+FAILING = (_sizes_differ, _one_evaluates, _one_ends_the_group)
+
+
+def failing(rank: int, world: int) -> dict[str, str]:
+    """What ranks are told that do not do the same: nobody waits for a time limit."""
+    found = {}
+    for case in FAILING:
+        group = new_group()
+        train(model_of(group, [33] * 4), 3)
+        found[case.__name__] = failure(case(group))
+        dist.barrier()
+    return found
+
+
+def killed(rank: int, world: int) -> None:
+    """The last rank is killed in its step, which the others' waits end with."""
+    model = model_of(dist.group.WORLD, [33] * 4)
+    train(model, 3)
+    assert boards() == world
+
+    def die(*unused: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == world - 1:
+        model[1].register_forward_pre_hook(die)
+    train(model, 1)
+
+
+def stopped(rank: int, world: int) -> bool:
+    """Whether all goes on when a rank that was stopped does."""
+    model = model_of(dist.group.WORLD, [33] * 4)
+    with by_sockets():
+        other = model_of(new_group(), [33] * 4)
+        expected = [*train(other, 3), *train(other, 3)]
+    seen = train(model, 3)
+    processes: list[Any] = [None] * world
+    dist.all_gather_object(processes, os.getpid())
+    if rank != 0:
+        return same([*seen, *train(model, 3)], expected)
+
+    def let_go() -> None:
+        time.sleep(0.3)
+        os.kill(processes[1], signal.SIGCONT)
+
+    os.kill(processes[1], signal.SIGSTOP)
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    seen += train(model, 3)
+    thread.join()
+    return same(seen, expected)
+
+
+def groups_come_and_go(rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """Boards and their descriptors after a group's end, by what is kept of what used it."""
+    found = {}
+    for kept in ("nothing", "the model", "the group", "nothing, a gather under way"):
+        group = new_group()
+        model = model_of(group, [33] * 4)
+        train(model, 3)
+        assert boards() == descriptors() == world
+        keeps: list[Any] = {"the model": [model], "the group": [group]}.get(kept, [])
+        if kept == "nothing, a gather under way":
+            model[0].unshard(async_op=True)
+        del model
+        gc.collect()
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        found[kept] = boards(), descriptors()
+        keeps.clear()
+    return found
+
+
+def main() -> None:
+    """A script that ends without a word to its group, a gather under way."""
+    dist.init_process_group("gloo")
+    model = model_of(dist.group.WORLD, [700] * 4)
+    train(model, 3)
+    model.handles = [unit.unshard(async_op=True) for unit in model]  # type: ignore[assignment]
+    print(boards())
+
+
+if __name__ == "__main__":
+    main()
