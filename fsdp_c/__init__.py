@@ -34,7 +34,7 @@ from .no_sync import no_sync
 from .param_group import ParamGroup as ParamGroup
 from .replicate import replicate
 from .state import State as State
-from .transport import release_memory, set_bucket_cap, set_transport
+from .transport import release_memory, set_bucket_cap, set_reduction_overlap, set_transport
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ __all__ = [
     "release_memory",
     "replicate",
     "set_bucket_cap",
+    "set_reduction_overlap",
     "set_transport",
     "trace",
     "uninstall",

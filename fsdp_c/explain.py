@@ -72,11 +72,12 @@ def explain(
     ]
     layout = sizes.layout_of(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
+    overlap = not on_cpu and not all(group._reduces_at_once for _, group in groups)
     explanation = make_explanation(
         title=suspicions.original_class(model).__name__,
         warnings=found,
         layout=layout,
-        sharding=_sharding(layout, model, optimizer, on_cpu),
+        sharding=_sharding(layout, model, optimizer, on_cpu, overlap),
         trace=traced(model, layout, batch, loss),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         memory=memory,
@@ -116,6 +117,7 @@ def _sharding(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     on_cpu: bool,
+    overlap: bool,
 ) -> Sharding:
     states, step = 0, 0
     if optimizer is not None:
@@ -126,7 +128,7 @@ def _sharding(
         buffers=sizes.other_bytes(model, layout.dtypes),
         states=states,
         step=step,
-        overlap=not on_cpu,
+        overlap=overlap,
         streams=not on_cpu,
     )
 

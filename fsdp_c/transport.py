@@ -20,12 +20,15 @@ Transport = Literal["direct", "gloo"]
 def set_transport(model: nn.Module, transport: Transport) -> None:
     """Chooses how the all-gathers and reduce-scatters of ``model`` move rows on the CPU.
 
-    ``"direct"``, the default: from memory to memory, with sends and receives of the process group's
-    gloo backend. ``"gloo"``: by gloo's own collectives. The bits are the same; direct exchanges
-    move half the bytes and need no memory of their own. All ranks have to call it at the same point
-    of their programs. It holds for the process groups of ``model``, and so for other models over
-    the same ones. Where a rank was started with ``FSDP_C_TRANSPORT=gloo``, with a flight recorder
-    (``TORCH_FR_BUFFER_SIZE``) or ``TORCH_DISTRIBUTED_DEBUG``, the group stays with gloo.
+    ``"direct"``, the default: from memory to memory, through shared memory where all ranks are
+    processes of one host, else with sends and receives of the process group's gloo backend.
+    ``"gloo"``: by gloo's own collectives. The bits are the same; direct exchanges move half the
+    bytes and need no memory of their own but 4 MiB of shared memory for each rank and group. All
+    ranks have to call it at the same point of their programs. It holds for the process groups of
+    ``model``, and so for other models over the same ones. Where a rank was started with
+    ``FSDP_C_TRANSPORT=gloo``, with a flight recorder (``TORCH_FR_BUFFER_SIZE``) or
+    ``TORCH_DISTRIBUTED_DEBUG``, the group stays with gloo; with ``FSDP_C_TRANSPORT=sockets`` on one
+    of them no rank uses shared memory.
 
     Raises:
         ValueError: ``transport`` is neither, or ``fully_shard`` was applied to no part of
@@ -69,15 +72,39 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
         TypeError: a part of ``model`` was sharded by torch's ``fully_shard``.
     """
     limit = bucket_bytes(bucket_cap_mb)
-    units = units_of(model, "set_bucket_cap")
+    for unit in _own_units(model, "set_bucket_cap"):
+        unit._bucket_bytes = limit
+
+
+def set_reduction_overlap(model: nn.Module, overlap: bool) -> None:
+    """Chooses whether backward goes on while a unit's gradients are reduced.
+
+    With ``overlap``, the default, and as torch does it, a unit's gradients are reduced while the
+    next unit's are computed, so that two units' gradients are there at once. Without it a reduction
+    ends before backward goes on: one unit's gradients less at the peak of a backward, for the time
+    that the reductions take. The bits are the same. Ranks may differ.
+
+    Args:
+        model: what ``fully_shard`` or ``replicate`` was applied to, or a module around it.
+
+    Raises:
+        ValueError: ``fully_shard`` was applied to no part of ``model``.
+        TypeError: a part of ``model`` was sharded by torch's ``fully_shard``.
+    """
+    for unit in _own_units(model, "set_reduction_overlap"):
+        unit._reduces_at_once = not overlap
+
+
+def _own_units(model: nn.Module, function: str) -> list[ParamGroup]:
+    """Units of ``model``, all of which are fsdp_c's."""
+    units = list(units_of(model, function))
     for unit in units:
         if not isinstance(unit, ParamGroup):
             raise TypeError(
-                "set_bucket_cap expects units of fsdp_c's fully_shard; "
+                f"{function} expects units of fsdp_c's fully_shard; "
                 f"'{unit._module_fqn}' is a unit of torch's"
             )
-    for unit in units:
-        unit._bucket_bytes = limit
+    return units
 
 
 def release_memory() -> None:

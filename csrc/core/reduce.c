@@ -432,8 +432,8 @@ static fc_status start_reduction(fc_reducer *d, fc_span span, bool order_compute
     }
     FC_TRY(start(d, r, order_compute));
     fc_reduction_append(r);
-    return !c->has_streams && fc_reduction_wanted_now(r) ? fc_reduction_recycle(c, 0)
-                                                         : fc_reduction_poll(c);
+    const bool now = d->at_once || (!c->has_streams && fc_reduction_wanted_now(r));
+    return now ? fc_reduction_recycle(c, 0) : fc_reduction_poll(c);
 done:
     if (r != NULL) {
         fc_reduction_abandon(r);

@@ -11,7 +11,8 @@
  *
  * On devices with streams run and finish happen in one go on the reduce stream. Without streams the
  * collective runs in the background while backward goes on, and finish comes with the next group's
- * reduction, at the end of backward, or at once where a parameter's hooks want the gradient now. */
+ * reduction, at the end of backward, or at once where a parameter's hooks want the gradient now.
+ * With `at_once` a reduction ends before the backward that comes after it, on any device. */
 #ifndef FSDP_C_CORE_REDUCE_H
 #define FSDP_C_CORE_REDUCE_H
 
@@ -36,6 +37,7 @@ typedef struct fc_reducer {
     bool all_reduce_grads; /* false: with replicas, only reduce-scatter */
     bool reduce_unused;    /* zeros for parameters without gradient */
     bool has_hook;         /* host->reduce_hook is to be called */
+    bool at_once;          /* finished before backward goes on: less memory, no overlap */
 } fc_reducer;
 
 void fc_reducer_init(fc_reducer *d, fc_members *members);

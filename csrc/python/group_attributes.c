@@ -254,6 +254,8 @@ PyGetSetDef fcpy_group_getset[] = {
      (void *)offsetof(fcpy_group, hosted_gather)},
     {"_hosted_reduce", fcpy_get_flag, fcpy_set_flag, "Whether _host_reduce() reduces.",
      (void *)offsetof(fcpy_group, hosted_reduce)},
+    GROUP_FLAG("_reduces_at_once", reducer.at_once,
+               "Whether backward goes on only after the reduction."),
     GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether _run_reduce_hook() is called."),
     {"_bucket_bytes", group_get_bucket_bytes, group_set_bucket_bytes,
      "Bytes of gradients at which a bucket is full; 0: all are reduced at once.", NULL},

@@ -228,6 +228,27 @@ static void it_is_reduced_as_zeros_where_that_is_asked_for(void **state) {
     end(&f);
 }
 
+static void a_reduction_that_is_not_to_overlap_is_over_before_backward_goes_on(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        sim_scenario scenario = two_ranks;
+        scenario.device.streams = streams != 0;
+        for (int at_once = 0; at_once < 2; at_once++) {
+            scenario.reduce_at_once = at_once != 0;
+            fixture f = begin(scenario);
+            if (scenario.device.streams) {
+                assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
+            }
+            compute_gradients(&f, 2.0);
+            post_backward(&f);
+            assert_int_equal(f.model->comm.reductions, at_once ? 0 : 1);
+            finish(&f);
+            expect_grad(&f, 0, 3.0);
+            end(&f);
+        }
+    }
+}
+
 static void without_any_gradient_there_is_no_collective(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
@@ -479,6 +500,7 @@ int main(void) {
         cmocka_unit_test(without_all_reduce_rows_stay_with_the_parameter),
         cmocka_unit_test(a_parameter_without_a_gradient_stays_without),
         cmocka_unit_test(it_is_reduced_as_zeros_where_that_is_asked_for),
+        cmocka_unit_test(a_reduction_that_is_not_to_overlap_is_over_before_backward_goes_on),
         cmocka_unit_test(without_any_gradient_there_is_no_collective),
         cmocka_unit_test(an_unsharded_parameter_lets_its_gradient_go),
         cmocka_unit_test(on_the_cpu_a_reduction_runs_while_backward_goes_on),

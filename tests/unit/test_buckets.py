@@ -104,6 +104,21 @@ def test_a_cap_is_set_for_all_units_or_for_none(fake_group: int) -> None:
     assert group_of(stock[0])._bucket_bytes == BUCKET_LIMIT
 
 
+def test_reductions_overlap_where_they_may(fake_group: int) -> None:
+    module = model()
+    fully_shard(module[0])
+    fully_shard(module)
+    units = [group_of(module), group_of(module[0])]
+    assert [unit._reduces_at_once for unit in units] == [False] * 2
+    fsdp_c.set_reduction_overlap(module, overlap=False)
+    assert [unit._reduces_at_once for unit in units] == [True] * 2
+    module(torch.ones(2, 4)).sum().backward()
+    fsdp_c.set_reduction_overlap(module, overlap=True)
+    assert [unit._reduces_at_once for unit in units] == [False] * 2
+    with pytest.raises(ValueError, match="set_reduction_overlap expects a model"):
+        fsdp_c.set_reduction_overlap(model(), overlap=False)
+
+
 def test_a_forecast_deals_as_the_core_does(fake_group: int) -> None:
     module = fully_shard(model())
     for size in (1000, 80, 81, 1):

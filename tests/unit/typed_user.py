@@ -40,6 +40,7 @@ from fsdp_c import (
     release_memory,
     replicate,
     set_bucket_cap,
+    set_reduction_overlap,
     set_transport,
     trace,
 )
@@ -142,6 +143,7 @@ def look() -> None:
     found.save("step.json")
     set_transport(model, "gloo")
     set_bucket_cap(model, 256.0)
+    set_reduction_overlap(model, overlap=False)
     release_memory()
 
 
