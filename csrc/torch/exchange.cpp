@@ -139,6 +139,8 @@ void Exchange::wait_for_messages(std::chrono::milliseconds timeout) {
 
 /* ---- by shared memory ---- */
 
+constexpr size_t kLine = 64; /* parts of rows are multiples of it: no element is cut */
+
 static size_t bytes_of_row(const at::Tensor &piece) {
     return static_cast<size_t>(piece.size(1)) * piece.element_size();
 }
@@ -150,7 +152,6 @@ static size_t bytes_to_next(const at::Tensor &piece) {
 
 void Exchange::post(std::shared_ptr<Office> office, const std::vector<at::Tensor> &pieces,
                     int64_t rank) {
-    constexpr size_t kLine = 64; /* no element is cut */
     const auto rows = does_ == Does::reduces ? static_cast<size_t>(pieces[0].size(0)) : 1;
     part_bytes_ = Office::kLargest / rows / kLine * kLine;
     office_ = std::move(office);
@@ -170,17 +171,20 @@ void Exchange::post(std::shared_ptr<Office> office, const std::vector<at::Tensor
     }
 }
 
+/* Operation, element type, and the length of a row in lines: rows of several messages differ, be it
+ * that some of the messages have the same size. */
 uint32_t Exchange::kind() const {
-    return static_cast<uint32_t>(pieces_[0].scalar_type()) << 1 |
-           static_cast<uint32_t>(does_ == Does::reduces);
+    const auto lines = static_cast<uint32_t>((row_bytes_ + kLine - 1) / kLine);
+    const auto type = static_cast<uint32_t>(pieces_[0].scalar_type());
+    return lines << 8 | type << 1 | static_cast<uint32_t>(does_ == Does::reduces);
 }
 
 std::string Exchange::name_of(uint32_t kind) const {
-    const char *does = (kind & 1) != 0 ? "reduces " : "gathers ";
-    const auto type = kind >> 1 < static_cast<uint32_t>(c10::ScalarType::NumOptions)
-                          ? static_cast<c10::ScalarType>(kind >> 1)
-                          : c10::ScalarType::Undefined;
-    return does + std::string(c10::toString(type));
+    const uint32_t type = kind >> 1 & 0x7f;
+    const auto known = static_cast<uint32_t>(c10::ScalarType::NumOptions);
+    return c10::str((kind & 1) != 0 ? "reduces" : "gathers", " rows of ",
+                    type < known ? c10::toString(static_cast<c10::ScalarType>(type)) : "?",
+                    ", up to ", (kind >> 8) * kLine, " bytes,");
 }
 
 size_t Exchange::messages() const {

@@ -246,6 +246,20 @@ def _sizes_differ(group: dist.ProcessGroup) -> Callable[[], object]:
     return lambda: train(other, 1)
 
 
+def _lengths_differ(group: dist.ProcessGroup) -> Callable[[], object]:
+    """Two rows of one message, and one row of two: messages of a mebibyte on either rank."""
+    width = 511 if dist.get_rank() == 0 else 1023
+    model = model_of(group, [width, 1024])
+    x = torch.ones(1, width)
+
+    @torch.no_grad()
+    def run() -> None:
+        for _ in range(1024 // (width + 1)):
+            model(x)
+
+    return run
+
+
 def _one_evaluates(group: dist.ProcessGroup) -> Callable[[], object]:
     model = model_of(group, [33] * 4)
 
@@ -271,7 +285,7 @@ def _one_ends_the_group(group: dist.ProcessGroup) -> Callable[[], object]:
     return run
 
 
-FAILING = (_sizes_differ, _one_evaluates, _one_ends_the_group)
+FAILING = (_sizes_differ, _lengths_differ, _one_evaluates, _one_ends_the_group)
 
 
 def failing(rank: int, world: int) -> dict[str, str]:
