@@ -6,8 +6,9 @@ memory (``VmHWM``, reset at the begin of each group's forward and backward) abov
 begin, less the gradient shards that are there already when it is read: those are produced to stay.
 A unit is a group's full parameters in the dtype of the computation. After two steps of warm-up the
 least of three steps counts: memory that the C library keeps free is given back before each, and so
-are the buffers that fsdp_c keeps. ``memory.py`` counts allocations instead, over a fake group that
-needs no memory of its own.
+are the buffers that fsdp_c keeps. Ours is measured twice, the second time with reductions that do
+not overlap with backward (``set_reduction_overlap``). ``memory.py`` counts allocations instead,
+over a fake group that needs no memory of its own.
 
     python benchmarks/units.py [--groups N] [--side N] [--rows N] [--ranks N] [--json FILE]
 """
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_c
 
 STEPS = 3
+NO_OVERLAP = "without overlap"
 
 
 class Watched:
@@ -92,18 +94,23 @@ def main() -> None:
     lines = []
     for precision in POLICIES:
         found = {}
-        for name, shard in implementations().items():
+        shards = implementations()
+        for name in [*shards, NO_OVERLAP]:
+            shard = shards.get(name, fsdp_c.fully_shard)
             watched = Watched(shard, precision, options.groups, options.side, options.rows)
+            if name == NO_OVERLAP:
+                fsdp_c.set_reduction_overlap(watched.model, overlap=False)
             steps = [watched.step() for _ in range(2 + STEPS)][2:]
             found[name] = dict(zip(("forward", "backward"), map(min, zip(*steps))))
             del watched
         results[precision] = found
         for phase in ("forward", "backward"):
             stock, ours = found["stock"][phase], found["ours"][phase]
-            lines.append([precision, phase, stock, ours, stock / ours])
+            lines.append([precision, phase, stock, ours, stock / ours, found[NO_OVERLAP][phase]])
     if dist.get_rank() == 0:
         print("peak resident memory of a step, in units of one group's full parameters")
-        print(table(["precision", "phase", "stock", "ours", "stock/ours"], lines))
+        titles = ["precision", "phase", "stock", "ours", "stock/ours", NO_OVERLAP]
+        print(table(titles, lines))
         write_json(options.json, "units", results)
     dist.destroy_process_group()
 
