@@ -342,9 +342,13 @@ static uint64_t place(const fcb_board *board, uint64_t bytes) {
     return bytes <= begin - board->end ? board->end : none;
 }
 
+/* What a message takes of the room: whole lines, and an empty one a line as well. */
+static uint64_t whole_lines(uint64_t bytes) {
+    return bytes == 0 ? LINE : (bytes + LINE - 1) / LINE * LINE;
+}
+
 char *fcb_room(fcb_board *board, size_t bytes) {
-    const uint64_t lines = bytes == 0 ? LINE : ((uint64_t)bytes + LINE - 1) / LINE * LINE;
-    const uint64_t at = place(board, lines);
+    const uint64_t at = place(board, whole_lines(bytes));
     if (at == board->room) {
         return NULL;
     }
@@ -358,8 +362,7 @@ void fcb_post(fcb_board *board, uint32_t kind) {
     const uint32_t number = atomic_load_explicit(&own->posted, memory_order_relaxed);
     own->letters[number % LETTERS] = (fcb_letter){kind, board->next, board->next_bytes};
     board->begins[number % LETTERS] = board->next;
-    const uint64_t bytes = board->next_bytes == 0 ? LINE : board->next_bytes;
-    board->end = board->next + (bytes + LINE - 1) / LINE * LINE;
+    board->end = board->next + whole_lines(board->next_bytes);
     atomic_store(&own->posted, number + 1);
     wake_others(board);
 }

@@ -101,6 +101,24 @@ bool Exchange::isCompleted() {
     return Work::isCompleted();
 }
 
+/* All rows are here, or will not come. */
+void Exchange::end(const std::exception_ptr &error) {
+    std::exception_ptr outcome = error;
+    if (!outcome) {
+        try {
+            const c10::AutoGradMode no_grad(false);
+            const at::AutoDispatchBelowADInplaceOrView below;
+            over();
+            if (drops_) {
+                drop();
+            }
+        } catch (...) {
+            outcome = std::current_exception();
+        }
+    }
+    finish(outcome);
+}
+
 /* ---- by messages ---- */
 
 void Exchange::received_by(size_t piece, Message message) {
@@ -127,14 +145,10 @@ void Exchange::wait_for_messages(std::chrono::milliseconds timeout) {
             arrived(piece);
         }
         wait_for(sends_, timeout);
-        over();
-        if (drops_) {
-            drop();
-        }
     } catch (...) {
         error = std::current_exception();
     }
-    finish(error);
+    end(error);
 }
 
 /* ---- by shared memory ---- */
@@ -152,10 +166,9 @@ static size_t bytes_to_next(const at::Tensor &piece) {
 
 void Exchange::post(std::shared_ptr<Office> office, const std::vector<at::Tensor> &pieces,
                     int64_t rank) {
-    const auto rows = does_ == Does::reduces ? static_cast<size_t>(pieces[0].size(0)) : 1;
-    part_bytes_ = Office::kLargest / rows / kLine * kLine;
     office_ = std::move(office);
     pieces_ = pieces;
+    part_bytes_ = Office::kLargest / rows_in_message() / kLine * kLine;
     for (const at::Tensor &piece : pieces) {
         TORCH_CHECK(piece.dim() == 2 && piece.stride(1) == 1 &&
                         piece.scalar_type() == pieces[0].scalar_type(),
@@ -198,57 +211,59 @@ size_t Exchange::part_of(size_t message) const {
 
 /* A gather's message has a part of this rank's row; a reduction's has parts of all ranks', of which
  * this one's is left as it was. */
+size_t Exchange::rows_in_message() const {
+    return does_ == Does::reduces ? static_cast<size_t>(pieces_[0].size(0)) : 1;
+}
+
 size_t Exchange::bytes_of(size_t message) const {
-    const auto rows = does_ == Does::reduces ? static_cast<size_t>(pieces_[0].size(0)) : 1;
-    return rows * part_of(message);
+    return rows_in_message() * part_of(message);
 }
 
 /* A row is what its pieces are, one after the other. */
-void Exchange::copy_row(int64_t row, size_t at, size_t bytes, char *to) const {
+template <typename Each> void Exchange::for_each_overlap(size_t message, Each &&each) const {
+    const size_t at = message * part_bytes_, end = at + part_of(message);
     size_t begin = 0; /* of the piece, in the row */
-    for (const at::Tensor &piece : pieces_) {
-        const size_t in_row = bytes_of_row(piece);
-        const size_t from = std::max(begin, at), until = std::min(begin + in_row, at + bytes);
+    for (size_t piece = 0; piece < pieces_.size(); piece++) {
+        const size_t next = begin + bytes_of_row(pieces_[piece]);
+        const size_t from = std::max(begin, at), until = std::min(next, end);
         if (from < until) {
-            const auto *rows = static_cast<const char *>(piece.const_data_ptr());
-            const char *mine = rows + static_cast<size_t>(row) * bytes_to_next(piece);
-            std::memcpy(to + (from - at), mine + (from - begin), until - from);
+            each(piece, from - begin, until - from, from - at);
         }
-        begin += in_row;
+        begin = next;
     }
 }
 
+void Exchange::copy_row(size_t message, size_t row, char *to) const {
+    for_each_overlap(message, [&](size_t i, size_t from, size_t bytes, size_t in_part) {
+        const auto *rows = static_cast<const char *>(pieces_[i].const_data_ptr());
+        std::memcpy(to + in_part, rows + row * bytes_to_next(pieces_[i]) + from, bytes);
+    });
+}
+
 void Exchange::write(size_t message, char *room) {
-    const size_t at = message * part_bytes_, bytes = part_of(message);
+    const auto own = static_cast<size_t>(rank_);
     if (does_ == Does::gathers) {
-        copy_row(rank_, at, bytes, room);
+        copy_row(message, own, room);
         return;
     }
-    for (int64_t row = 0; row < pieces_[0].size(0); row++) {
-        if (row != rank_) {
-            copy_row(row, at, bytes, room + static_cast<size_t>(row) * bytes);
+    for (size_t row = 0; row < rows_in_message(); row++) {
+        if (row != own) {
+            copy_row(message, row, room + row * part_of(message));
         }
     }
 }
 
 void Exchange::read(size_t message, const std::vector<const char *> &written) {
-    const size_t at = message * part_bytes_, bytes = part_of(message);
-    const size_t mine = does_ == Does::reduces ? static_cast<size_t>(rank_) * bytes : 0;
+    const size_t mine = does_ == Does::reduces ? static_cast<size_t>(rank_) * part_of(message) : 0;
     std::vector<const char *> rows(written.size(), nullptr);
-    size_t begin = 0;
-    for (size_t i = 0; i < pieces_.size(); i++) {
-        const size_t in_row = bytes_of_row(pieces_[i]), size = pieces_[i].element_size();
-        const size_t from = std::max(begin, at), until = std::min(begin + in_row, at + bytes);
-        if (from < until) {
-            for (size_t rank = 0; rank < rows.size(); rank++) {
-                const char *theirs = written[rank];
-                rows[rank] = theirs == nullptr ? nullptr : theirs + mine + (from - at);
-            }
-            take(i, static_cast<int64_t>((from - begin) / size),
-                 static_cast<int64_t>((until - from) / size), rows);
+    for_each_overlap(message, [&](size_t i, size_t from, size_t bytes, size_t in_part) {
+        for (size_t rank = 0; rank < rows.size(); rank++) {
+            const char *theirs = written[rank];
+            rows[rank] = theirs == nullptr ? nullptr : theirs + mine + in_part;
         }
-        begin += in_row;
-    }
+        const size_t size = pieces_[i].element_size();
+        take(i, static_cast<int64_t>(from / size), static_cast<int64_t>(bytes / size), rows);
+    });
 }
 
 void Exchange::take(size_t piece, int64_t from, int64_t count,
@@ -261,23 +276,6 @@ void Exchange::take(size_t piece, int64_t from, int64_t count,
                         static_cast<size_t>(count) * size);
         }
     }
-}
-
-void Exchange::end(const std::exception_ptr &error) {
-    std::exception_ptr outcome = error;
-    if (!outcome) {
-        try {
-            const c10::AutoGradMode no_grad(false);
-            const at::AutoDispatchBelowADInplaceOrView below;
-            over();
-            if (drops_) {
-                drop();
-            }
-        } catch (...) {
-            outcome = std::current_exception();
-        }
-    }
-    finish(outcome);
 }
 
 /* For as long as gloo would wait for a message, from its issue on; then nothing more will come. A

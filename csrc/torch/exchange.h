@@ -34,7 +34,7 @@ int64_t numel_of(const Spans &spans);
 
 /* One exchange: how its rows come, and the memory that they use. Either it is given the messages of
  * its pieces, which only a wait waits for: its operation type is unknown, as that of gloo's
- * reduce-scatter. Or an office has it land; then it can be polled. */
+ * reduce-scatter. Or an office posts it: if all of it at once, it can be polled. */
 class Exchange : public c10d::Work, private Correspondent {
   public:
     using Message = c10::intrusive_ptr<c10d::Work>;
@@ -82,8 +82,12 @@ class Exchange : public c10d::Work, private Correspondent {
     void read(size_t message, const std::vector<const char *> &written) override;
     void end(const std::exception_ptr &error) override;
 
+    /* Calls each(piece, from, bytes, in_part) for what a message has of a piece's row: from where
+     * on in that, how much, and where in the message's part of the whole row; in bytes. */
+    template <typename Each> void for_each_overlap(size_t message, Each &&each) const;
+    size_t rows_in_message() const;
     size_t part_of(size_t message) const;
-    void copy_row(int64_t row, size_t at, size_t bytes, char *to) const;
+    void copy_row(size_t message, size_t row, char *to) const;
     void wait_for_messages(std::chrono::milliseconds timeout);
     void wait_for_office(std::chrono::milliseconds timeout);
     void drop();
