@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test draws what it draws alone, whichever tests ran before it in its process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture
