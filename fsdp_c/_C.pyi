@@ -176,7 +176,7 @@ class ParamGroup:
     _partial_reduce_output: Any
     _param_group_index: int
     _bucket_bytes: int
-    _reduces_at_once: bool
+    _reduction_overlap: bool | None
     @property
     def _buckets(self) -> list[tuple[int, int]]: ...
     _num_param_groups: int

@@ -72,7 +72,7 @@ def explain(
     ]
     layout = sizes.layout_of(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
-    overlap = not on_cpu and not all(group._reduces_at_once for _, group in groups)
+    overlap = not on_cpu and any(group._reduction_overlap is not False for _, group in groups)
     explanation = make_explanation(
         title=suspicions.original_class(model).__name__,
         warnings=found,

@@ -76,23 +76,26 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
         unit._bucket_bytes = limit
 
 
-def set_reduction_overlap(model: nn.Module, overlap: bool) -> None:
+def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
     """Chooses whether backward goes on while a unit's gradients are reduced.
 
-    With ``overlap``, the default, and as torch does it, a unit's gradients are reduced while the
-    next unit's are computed, so that two units' gradients are there at once. Without it a reduction
-    ends before backward goes on: one unit's gradients less at the peak of a backward, for the time
-    that the reductions take. The bits are the same. Ranks may differ.
+    With overlap, as torch does it, a unit's gradients are reduced while the next unit's are
+    computed, so that two units' gradients are there at once. Without it a reduction ends before
+    backward goes on: one unit's gradients less at the peak of a backward, for the time that the
+    reductions take. The bits are the same. Ranks may differ.
 
     Args:
         model: what ``fully_shard`` or ``replicate`` was applied to, or a module around it.
+        overlap: ``None``, as it is at first: overlap, but not of rows over 4 MiB, those for all
+            ranks together, that go through the shared memory of one host. Processors copy these,
+            and computation hardly gains by going on beside it.
 
     Raises:
         ValueError: ``fully_shard`` was applied to no part of ``model``.
         TypeError: a part of ``model`` was sharded by torch's ``fully_shard``.
     """
     for unit in _own_units(model, "set_reduction_overlap"):
-        unit._reduces_at_once = not overlap
+        unit._reduction_overlap = overlap
 
 
 def _own_units(model: nn.Module, function: str) -> list[ParamGroup]:

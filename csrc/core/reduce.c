@@ -414,6 +414,22 @@ done:
     return status;
 }
 
+/* Whether it has to end before backward goes on. */
+static bool ends_now(const fc_reducer *d, const fc_reduction *r) {
+    switch (d->overlap) {
+    case FC_OVERLAP_NEVER:
+        return true;
+    case FC_OVERLAP_UNLESS_COPIED:
+        if (r->work != NULL && fct_work_is_copied(r->work)) {
+            return true;
+        }
+        break;
+    case FC_OVERLAP_ALWAYS:
+        break;
+    }
+    return !d->members->comm->has_streams && fc_reduction_wanted_now(r);
+}
+
 /* What could not be started is gone. */
 static fc_status start_reduction(fc_reducer *d, fc_span span, bool order_compute) {
     fc_members *m = d->members;
@@ -432,8 +448,7 @@ static fc_status start_reduction(fc_reducer *d, fc_span span, bool order_compute
     }
     FC_TRY(start(d, r, order_compute));
     fc_reduction_append(r);
-    const bool now = d->at_once || (!c->has_streams && fc_reduction_wanted_now(r));
-    return now ? fc_reduction_recycle(c, 0) : fc_reduction_poll(c);
+    return ends_now(d, r) ? fc_reduction_recycle(c, 0) : fc_reduction_poll(c);
 done:
     if (r != NULL) {
         fc_reduction_abandon(r);

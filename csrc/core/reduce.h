@@ -12,7 +12,7 @@
  * On devices with streams run and finish happen in one go on the reduce stream. Without streams the
  * collective runs in the background while backward goes on, and finish comes with the next group's
  * reduction, at the end of backward, or at once where a parameter's hooks want the gradient now.
- * With `at_once` a reduction ends before the backward that comes after it, on any device. */
+ * A reduction that does not overlap (fc_overlap) ends before backward goes on, on any device. */
 #ifndef FSDP_C_CORE_REDUCE_H
 #define FSDP_C_CORE_REDUCE_H
 
@@ -20,6 +20,14 @@
 #include "pieces.h"
 #include "plan.h"
 #include "transfer.h"
+
+/* Whether backward goes on while a reduction is in flight. */
+typedef enum fc_overlap {
+    FC_OVERLAP_UNLESS_COPIED = 0, /* not where this process's threads would copy the rows meanwhile:
+                                     that takes as long, and two units' gradients in memory */
+    FC_OVERLAP_ALWAYS,
+    FC_OVERLAP_NEVER,
+} fc_overlap;
 
 typedef struct fc_reducer {
     fc_members *members; /* borrowed */
@@ -37,7 +45,7 @@ typedef struct fc_reducer {
     bool all_reduce_grads; /* false: with replicas, only reduce-scatter */
     bool reduce_unused;    /* zeros for parameters without gradient */
     bool has_hook;         /* host->reduce_hook is to be called */
-    bool at_once;          /* finished before backward goes on: less memory, no overlap */
+    fc_overlap overlap;
 } fc_reducer;
 
 void fc_reducer_init(fc_reducer *d, fc_members *members);

@@ -169,6 +169,29 @@ static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
 #define GROUP_OFFSET(field) ((void *)(uintptr_t)offsetof(fcpy_group, core.field))
 #define GROUP_FLAG(name, field, doc) {name, fcpy_get_flag, fcpy_set_flag, doc, GROUP_OFFSET(field)}
 
+static PyObject *group_get_overlap(PyObject *obj, void *closure) {
+    (void)closure;
+    const fc_overlap overlap = ((fcpy_group *)obj)->core.reducer.overlap;
+    if (overlap == FC_OVERLAP_UNLESS_COPIED) {
+        Py_RETURN_NONE;
+    }
+    return PyBool_FromLong(overlap == FC_OVERLAP_ALWAYS);
+}
+
+static int group_set_overlap(PyObject *obj, PyObject *value, void *closure) {
+    (void)closure;
+    fc_overlap overlap = FC_OVERLAP_UNLESS_COPIED;
+    bool always = false;
+    if (value != Py_None) {
+        if (fcpy_set_bool(value, &always) != 0) {
+            return -1;
+        }
+        overlap = always ? FC_OVERLAP_ALWAYS : FC_OVERLAP_NEVER;
+    }
+    ((fcpy_group *)obj)->core.reducer.overlap = overlap;
+    return 0;
+}
+
 /* ---- buckets ---- */
 
 static PyObject *group_get_bucket_bytes(PyObject *obj, void *closure) {
@@ -254,8 +277,8 @@ PyGetSetDef fcpy_group_getset[] = {
      (void *)offsetof(fcpy_group, hosted_gather)},
     {"_hosted_reduce", fcpy_get_flag, fcpy_set_flag, "Whether _host_reduce() reduces.",
      (void *)offsetof(fcpy_group, hosted_reduce)},
-    GROUP_FLAG("_reduces_at_once", reducer.at_once,
-               "Whether backward goes on only after the reduction."),
+    {"_reduction_overlap", group_get_overlap, group_set_overlap,
+     "Whether backward goes on while gradients are reduced; None: unless threads copy them.", NULL},
     GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether _run_reduce_hook() is called."),
     {"_bucket_bytes", group_get_bucket_bytes, group_set_bucket_bytes,
      "Bytes of gradients at which a bucket is full; 0: all are reduced at once.", NULL},

@@ -438,6 +438,10 @@ int fct_work_wait(fct_work *work) {
     });
 }
 
+bool fct_work_is_copied(const fct_work *work) {
+    return work->work && fct::is_copied(*work->work);
+}
+
 bool fct_work_done(fct_work *work) {
     if (fct_fault_left() > 0) {
         // While a test counts calls, their order must not depend on timing, or ranks would fail

@@ -384,6 +384,11 @@ class Direct : public c10d::Backend {
 
 namespace fct {
 
+bool is_copied(const c10d::Work &work) {
+    const auto *exchange = dynamic_cast<const Exchange *>(&work);
+    return exchange != nullptr && exchange->outgrows_board();
+}
+
 static Direct &backend_of(c10d::ProcessGroup &direct) {
     return dynamic_cast<Direct &>(*direct.getBackend(c10::DeviceType::CPU));
 }

@@ -27,6 +27,9 @@ c10::intrusive_ptr<c10d::Work> gather_pieces(c10d::ProcessGroup &direct,
 c10::intrusive_ptr<c10d::Work> reduce_pieces(c10d::ProcessGroup &direct, const at::Tensor &output,
                                              const std::vector<at::Tensor> &pieces, bool average);
 
+/* See fct_work_is_copied in torch_abi.h. */
+bool is_copied(const c10d::Work &work);
+
 /* While one lives, the CPU's backend of `group` itself is the direct one of `direct`: for whoever
  * looks at the group that a collective is called with. Made and ended with the GIL. */
 class DirectBackendIn {

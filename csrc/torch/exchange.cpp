@@ -219,6 +219,10 @@ size_t Exchange::bytes_of(size_t message) const {
     return rows_in_message() * part_of(message);
 }
 
+bool Exchange::outgrows_board() const {
+    return office_ && rows_in_message() * row_bytes_ > Office::kRoom;
+}
+
 /* A row is what its pieces are, one after the other. */
 template <typename Each> void Exchange::for_each_overlap(size_t message, Each &&each) const {
     const size_t at = message * part_bytes_, end = at + part_of(message);

@@ -58,6 +58,9 @@ class Exchange : public c10d::Work, private Correspondent {
      * exchange is over, and not when somebody asks. What failed keeps it: gloo may still write. */
     void drop_when_over();
 
+    /* Whether it was posted, and is more than a board has room for. */
+    bool outgrows_board() const;
+
     /* How long a wait without a time-out of its own waits for each message. */
     void wait_at_most(std::chrono::milliseconds timeout);
 

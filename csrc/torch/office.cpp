@@ -20,8 +20,6 @@
 
 namespace fct {
 
-constexpr size_t kRoom = 4 * Office::kLargest;
-
 static std::exception_ptr failure(const std::string &why) {
     try {
         TORCH_CHECK(false, why);

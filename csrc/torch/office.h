@@ -44,6 +44,8 @@ class Office {
   public:
     /* Of a message, in bytes, at most; on all ranks the same. */
     static constexpr size_t kLargest = size_t{1} << 20;
+    /* Of all that is posted, before others read it, but for what the board itself writes. */
+    static constexpr size_t kRoom = 4 * kLargest;
 
     /* Empty: there is no such memory. */
     static std::shared_ptr<Office> open();

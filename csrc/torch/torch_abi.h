@@ -244,6 +244,10 @@ FCT_CHECK int fct_reduce_pieces(fct_pg *pg, fct_tensor *output, fct_tensor *cons
 FCT_CHECK int fct_work_wait(fct_work *work);
 /* Finished, successfully or not; true where the backend cannot tell. */
 bool fct_work_done(fct_work *work);
+/* Whether threads of this process move its rows, by copying them through memory that the ranks of
+ * a host share and that is too small for all of them. Beside computation that pays only where
+ * processors have nothing to do. The same on all ranks. */
+bool fct_work_is_copied(const fct_work *work);
 void fct_work_release(fct_work *work); /* NULL is fine */
 
 /* ---- streams and events ---------------------------------------------------------------------- */

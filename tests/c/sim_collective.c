@@ -32,10 +32,12 @@ struct fct_work {
 static fct_pg groups[GROUPS_MAX];
 static size_t group_count;
 static bool sync_on_current;
+static bool copied;
 static int shared_stream;
 
 void sim_groups_begin(void) {
     group_count = 0;
+    copied = false;
     sync_on_current = sim_now.streams && sim_random() % 2 == 0;
     shared_stream = sim_stream_reserve(true);
 }
@@ -189,6 +191,15 @@ int fct_work_wait(fct_work *work) {
     }
     sim_stream_wait(sim_stream_current(), &work->end);
     return 0;
+}
+
+bool fct_work_is_copied(const fct_work *work) {
+    (void)work;
+    return copied;
+}
+
+void sim_collectives_are_copied(bool are) {
+    copied = are;
 }
 
 bool fct_work_done(fct_work *work) {

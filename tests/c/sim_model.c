@@ -294,7 +294,7 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     g->core.settings.unshard_async_op = s->async_unshard;
     g->core.reducer.force_sum = s->force_sum;
     g->core.reducer.reduce_unused = s->reduce_unused;
-    g->core.reducer.at_once = s->reduce_at_once;
+    g->core.reducer.overlap = s->overlap;
     g->core.buckets.limit = s->bucket_bytes;
     g->core.reducer.has_divide_factor = s->divide_factor != 0.0;
     g->core.reducer.divide_factor = s->divide_factor;

@@ -66,7 +66,7 @@ typedef struct sim_scenario {
     bool stay_while_unsynced;
     bool async_unshard;
     bool reduce_unused;
-    bool reduce_at_once; /* no reduction overlaps with what comes after it */
+    fc_overlap overlap; /* of reductions with what comes after them */
     bool own_scatter;    /* reduce-scatters have a process group of their own */
     bool user_reduce;    /* a user's all-reduce hook: doubles the row */
     bool recompute;      /* activation checkpointing around each layer */

@@ -228,23 +228,31 @@ static void it_is_reduced_as_zeros_where_that_is_asked_for(void **state) {
     end(&f);
 }
 
+static void end_of_a_reduction(bool streams, bool copied, fc_overlap overlap, size_t in_flight) {
+    sim_scenario scenario = two_ranks;
+    scenario.device.streams = streams;
+    scenario.overlap = overlap;
+    fixture f = begin(scenario);
+    sim_collectives_are_copied(copied);
+    if (streams) {
+        assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
+    }
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    assert_int_equal(f.model->comm.reductions, in_flight);
+    finish(&f);
+    expect_grad(&f, 0, 3.0);
+    end(&f);
+}
+
 static void a_reduction_that_is_not_to_overlap_is_over_before_backward_goes_on(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
-        sim_scenario scenario = two_ranks;
-        scenario.device.streams = streams != 0;
-        for (int at_once = 0; at_once < 2; at_once++) {
-            scenario.reduce_at_once = at_once != 0;
-            fixture f = begin(scenario);
-            if (scenario.device.streams) {
-                assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
-            }
-            compute_gradients(&f, 2.0);
-            post_backward(&f);
-            assert_int_equal(f.model->comm.reductions, at_once ? 0 : 1);
-            finish(&f);
-            expect_grad(&f, 0, 3.0);
-            end(&f);
+        for (int copied = 0; copied < 2; copied++) {
+            end_of_a_reduction(streams, copied, FC_OVERLAP_NEVER, 0);
+            end_of_a_reduction(streams, copied, FC_OVERLAP_ALWAYS, 1);
+            end_of_a_reduction(streams, copied, FC_OVERLAP_UNLESS_COPIED,
+                               copied && !streams ? 0 : 1);
         }
     }
 }

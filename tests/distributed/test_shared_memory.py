@@ -46,6 +46,19 @@ def test_a_child_of_fork_leaves_its_parents_exchanges_alone() -> None:
         assert goes_on
 
 
+def test_reductions_that_outgrow_a_board_are_waited_for_unless_asked_otherwise() -> None:
+    """Rows for both ranks of 1 and of 4.8 MB; a board has 4 MiB."""
+    found, _ = run_ranks(shared_memory.overlapping, 2)
+    assert found == {
+        "None 500": True,
+        "None 1100": False,
+        "True 500": True,
+        "True 1100": True,
+        "False 500": False,
+        "False 1100": False,
+    }
+
+
 @functools.cache
 def failing() -> list[dict[str, str]]:
     return run_ranks(shared_memory.failing, 2)

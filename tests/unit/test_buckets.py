@@ -109,12 +109,11 @@ def test_reductions_overlap_where_they_may(fake_group: int) -> None:
     fully_shard(module[0])
     fully_shard(module)
     units = [group_of(module), group_of(module[0])]
-    assert [unit._reduces_at_once for unit in units] == [False] * 2
-    fsdp_c.set_reduction_overlap(module, overlap=False)
-    assert [unit._reduces_at_once for unit in units] == [True] * 2
-    module(torch.ones(2, 4)).sum().backward()
-    fsdp_c.set_reduction_overlap(module, overlap=True)
-    assert [unit._reduces_at_once for unit in units] == [False] * 2
+    assert [unit._reduction_overlap for unit in units] == [None] * 2
+    for overlap in (False, True, None):
+        fsdp_c.set_reduction_overlap(module, overlap)
+        assert [unit._reduction_overlap for unit in units] == [overlap] * 2
+        module(torch.ones(2, 4)).sum().backward()
     with pytest.raises(ValueError, match="set_reduction_overlap expects a model"):
         fsdp_c.set_reduction_overlap(model(), overlap=False)
 

@@ -102,6 +102,13 @@ MUTATIONS = {
         "test_reduce",
         "a gradient that somebody holds",
     ),
+    "a reduction that is copied beside backward": Mutation(
+        "reduce",
+        "r->work != NULL && fct_work_is_copied(r->work)",
+        "false",
+        "test_reduce",
+        "a_reduction_that_is_not_to_overlap_is_over",
+    ),
     "pieces that a failed copy-out frees": Mutation(
         "gather",
         "        fc_unsharded_return(a->members, a->flight.plan, &a->pieces);",

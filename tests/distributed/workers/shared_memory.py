@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -227,6 +228,46 @@ def forked(rank: int, world: int) -> tuple[list[str], bool]:
         with os.fdopen(reading) as text:
             told.append(text.read())
     return told, same(train(model, 2), train(other, 2))
+
+
+# ---- reductions that are waited for ----
+
+
+def _at_gradient(module: nn.Module, run: Callable[[], None]) -> None:
+    """When backward has the gradient of the module's input, in every step."""
+
+    def watch(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        inputs[0].register_hook(lambda gradient: run())
+
+    module.register_forward_pre_hook(watch)
+
+
+def overlapping(rank: int, world: int) -> dict[str, bool]:
+    """By ``overlap`` and width: whether rank 0 computes gradients of the first unit while the last
+    one's are reduced, for which rank 1 is late."""
+    store = dist.distributed_c10d._get_default_store()
+    found = {}
+    for overlap, width in itertools.product((None, True, False), (500, 1100)):
+        key = f"{overlap} {width}"
+        overlaps = overlap or (overlap is None and width == 500)
+        group = new_group()
+        first, last = model = model_of(group, [width] * 3)
+        train(model, 3)
+        assert boards() == world
+        fsdp_c.set_reduction_overlap(model, overlap)
+        if rank == 0:
+
+            def look(key: str = key, last: nn.Module = last) -> None:
+                found[key] = last[0].weight.grad is None
+                store.set(key, "seen")
+
+            _at_gradient(first[1], look)
+        else:
+            late = partial(store.wait, [key]) if overlaps else partial(time.sleep, 0.2)
+            _at_gradient(last[0], late)
+        train(model, 1)
+        dist.destroy_process_group(group)
+    return found
 
 
 # ---- what ends ----
