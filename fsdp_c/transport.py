@@ -86,9 +86,9 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
 
     Args:
         model: what ``fully_shard`` or ``replicate`` was applied to, or a module around it.
-        overlap: ``None``, as it is at first: overlap, but not of rows over 4 MiB, those for all
-            ranks together, that go through the shared memory of one host. Processors copy these,
-            and computation hardly gains by going on beside it.
+        overlap: ``None``, as it is at first: overlap, but not where the processors that compute
+            would copy the rows meanwhile. These are rows over 4 MiB, for all ranks together, that
+            go through the shared memory of one host with fewer than two processors for each rank.
 
     Raises:
         ValueError: ``fully_shard`` was applied to no part of ``model``.

@@ -85,7 +85,7 @@ fc_status fc_bucket_cut(fc_buckets *b) {
     b->items = items;
     b->count = deal(b->members, b->limit, items);
     b->mode = FC_BUCKETS_READY;
-    return FC_OK;
+    return fc_link_announce(&b->members->replicate, b->count > 0 ? b->count - 1 : 0);
 }
 
 /* Early reductions of a sharded group would keep its gathered parameters for longer. */

@@ -17,6 +17,15 @@ fc_status fc_link_open(fc_link *link) {
     return link->pg != NULL || fct_pg_resolve(link->name, &link->pg) == 0 ? FC_OK : FC_ERAISED;
 }
 
+fc_status fc_link_announce(const fc_link *link, size_t more) {
+    for (size_t i = 0; link->name != NULL && i < more; i++) {
+        if (fct_pg_announce_user(link->name) != 0) {
+            return FC_ERAISED;
+        }
+    }
+    return FC_OK;
+}
+
 /* Puts operation, group and rank in front of the pending exception's message. */
 static fc_status explain(const fc_link *link, const char *whose, fc_operation operation) {
     static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce"};

@@ -22,6 +22,8 @@ void fc_link_set(fc_link *link, const char *name, int64_t world, int64_t rank);
 void fc_link_fini(fc_link *link);
 /* Resolves the process group where that has not been done. */
 FC_CHECK fc_status fc_link_open(fc_link *link);
+/* Says that so many of its collectives more than there are parameter groups may be in flight. */
+FC_CHECK fc_status fc_link_announce(const fc_link *link, size_t more);
 
 /* Each issues one collective, over a link that is opened where it is not; see torch_abi.h for
  * tensors and *work. `whose`: names of the modules, "" or NULL for the root. */

@@ -23,8 +23,8 @@
 
 /* Whether backward goes on while a reduction is in flight. */
 typedef enum fc_overlap {
-    FC_OVERLAP_UNLESS_COPIED = 0, /* not where this process's threads would copy the rows meanwhile:
-                                     that takes as long, and two units' gradients in memory */
+    FC_OVERLAP_UNLESS_COPIED = 0, /* not where the processors that compute copy the rows: that takes
+                                     as long, and two units' gradients in memory */
     FC_OVERLAP_ALWAYS,
     FC_OVERLAP_NEVER,
 } fc_overlap;

@@ -123,9 +123,9 @@ static int set_link(fcpy_group *self, int index, PyObject *name, long long world
     if (name != Py_None && text == NULL) {
         return -1;
     }
-    const bool gathers = index == FCPY_LINK_SHARD || index == FCPY_LINK_POST_FORWARD;
+    const bool begins = index != FCPY_LINK_SCATTER; /* what comes after gathers of another link */
     fct_pg *pg = NULL;
-    if ((gathers && text != NULL && fct_pg_announce_user(text) != 0) ||
+    if ((begins && text != NULL && fct_pg_announce_user(text) != 0) ||
         (group != Py_None && fct_py_pg(group, &pg) != 0)) {
         return -1;
     }

@@ -138,7 +138,7 @@ std::shared_ptr<Office> office_of(Agreement &agreement, c10d::Backend &engine, U
         const bool joined = office->join(engine.getRank(), engine.getSize(), offers);
         agreement.found.ask(engine, at::full({1}, joined ? 1 : 0, at::kLong));
         agreement.office = office;
-    } else if (agreement.found.is_open() && use == Use::gather &&
+    } else if (agreement.found.is_open() && use != Use::reduce &&
                agreement.direct_gathers >= agreement.first) {
         const pybind11::gil_scoped_acquire gil;
         if (!agreement.found.answers().all().item<bool>()) {
@@ -146,7 +146,7 @@ std::shared_ptr<Office> office_of(Agreement &agreement, c10d::Backend &engine, U
         }
         agreement.found = {};
     }
-    agreement.direct_gathers += use == Use::gather ? 1 : 0;
+    agreement.direct_gathers += use != Use::reduce ? 1 : 0;
     return agreement.found.is_open() ? nullptr : agreement.office;
 }
 
@@ -156,7 +156,7 @@ bool goes_directly(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessG
     if (agreement.state == State::open && !agreement.question.is_open()) {
         ask(agreement, group, attach);
     }
-    const auto early = [&] { return use == Use::gather && agreement.gathers < agreement.first; };
+    const auto early = [&] { return use != Use::reduce && agreement.gathers < agreement.first; };
     if (agreement.state == State::open && !early()) {
         take_answers(agreement);
     }

@@ -51,8 +51,9 @@ struct Agreement {
     int64_t direct_gathers = 0;     /* since then */
 };
 
-/* What is done with rows: reductions follow gathers that have been waited for, and so may wait. */
-enum class Use : uint8_t { gather, reduce };
+/* What is done with rows. Reduce-scatters follow gathers that have been waited for, and so may wait
+ * for answers. All-reduces count as gathers: there are groups that have nothing else. */
+enum class Use : uint8_t { gather, reduce, all_reduce };
 
 /* The agreement of `group`, kept while anybody has it or the group lives. Needs the GIL. */
 std::shared_ptr<Agreement> agreement_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group);

@@ -162,7 +162,8 @@ const c10::intrusive_ptr<c10d::ProcessGroup> &mover(fct_pg *pg, c10::DeviceType 
     return pg->direct;
 }
 
-/* One of torch's gathers, where that is so, towards those that come before the direct ones. */
+/* One of torch's gathers or all-reduces, where that is so, towards those that come before the
+ * direct ones. */
 void count_gather(fct_pg *pg, bool by_torch) {
     if (by_torch && pg->agreement && !pg->agreement->paused) {
         pg->agreement->gathers++;
@@ -381,9 +382,12 @@ int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double fact
         c10d::AllreduceOptions options;
         options.reduceOp = reduce_op(op, factor);
         options.asyncOp = async_op;
+        const Mover group(pg, tensors[0].device().type(), fct::Use::all_reduce);
+        const fct::OwnAllReduce own;
         *work = issue(
-            pg, tensor, [&] { return pg->group->allreduce(tensors, options); },
+            pg, tensor, [&] { return group->allreduce(tensors, options); },
             [&] { return pg->python.attr("allreduce")(tensors, options); });
+        count_gather(pg, !group.is_direct());
     });
 }
 

@@ -20,6 +20,7 @@
 #include "direct.h"
 
 #include "../kernels/ring.h"
+#include "all_reduce.h"
 #include "exchange.h"
 #include "memory.h"
 
@@ -49,6 +50,8 @@ using fct::Scatter;
 using fct::Span;
 using fct::Spans;
 using fct::Sum;
+
+thread_local bool own_all_reduce = false; /* see OwnAllReduce */
 
 class Direct : public c10d::Backend {
   public:
@@ -100,6 +103,25 @@ class Direct : public c10d::Backend {
         return sum_rows(output, split(rows, pieces_of(output.numel())), average, false);
     }
 
+    /* In shared memory; gloo's ring moves no more than it has to, either. */
+    WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
+        const bool average = options.reduceOp == c10d::ReduceOp::AVG;
+        const bool sums = average || options.reduceOp == c10d::ReduceOp::SUM;
+        if (!own_all_reduce || !sums || tensors.size() != 1 || tensors[0].numel() == 0 ||
+            !tensors[0].is_contiguous() || !fct::AllReduce::knows(tensors[0])) {
+            return engine_->allreduce(tensors, options);
+        }
+        auto office = fct::office_of(*agreement_, *engine_, fct::Use::all_reduce);
+        if (!office) {
+            return engine_->allreduce(tensors, options);
+        }
+        auto exchange = c10::make_intrusive<fct::AllReduce>(tensors[0], rank_, size_, average);
+        const at::DisableRecordFunctionGuard unseen;
+        exchange->wait_at_most(engine_->getBackendOptions()->timeout);
+        exchange->post(std::move(office));
+        return exchange;
+    }
+
     /* Pieces are 1-D: the parts of all ranks, one after the other. */
     WorkPtr gather_pieces(const Tensors &pieces) {
         const Tensors rows = by_rank(pieces);
@@ -118,9 +140,6 @@ class Direct : public c10d::Backend {
     }
     WorkPtr broadcast(Tensors &tensors, const c10d::BroadcastOptions &options) override {
         return engine_->broadcast(tensors, options);
-    }
-    WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
-        return engine_->allreduce(tensors, options);
     }
     WorkPtr allreduce_sparse(Tensors &tensors, const c10d::AllreduceOptions &options) override {
         return engine_->allreduce_sparse(tensors, options);
@@ -384,9 +403,17 @@ class Direct : public c10d::Backend {
 
 namespace fct {
 
+OwnAllReduce::OwnAllReduce() {
+    own_all_reduce = true;
+}
+
+OwnAllReduce::~OwnAllReduce() {
+    own_all_reduce = false;
+}
+
 bool is_copied(const c10d::Work &work) {
     const auto *exchange = dynamic_cast<const Exchange *>(&work);
-    return exchange != nullptr && exchange->outgrows_board();
+    return exchange != nullptr && exchange->takes_processors();
 }
 
 static Direct &backend_of(c10d::ProcessGroup &direct) {

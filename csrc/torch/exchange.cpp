@@ -54,12 +54,24 @@ int64_t numel_of(const Spans &spans) {
 
 /* ---- any exchange ---- */
 
-static const char *title_of(Exchange::Does does) {
-    return does == Exchange::Does::gathers ? "gloo:all_gather" : "gloo:reduce_scatter";
+struct Operation {
+    const char *title; /* in profiles */
+    const char *verb;  /* in messages */
+    c10d::OpType type;
+};
+
+static const Operation &operation_of(Exchange::Does does) {
+    static const Operation all[] = {
+        {"gloo:all_gather", "gathers", c10d::OpType::_ALLGATHER_BASE},
+        {"gloo:reduce_scatter", "reduces", c10d::OpType::_REDUCE_SCATTER_BASE},
+        {"gloo:all_reduce", "all-reduces", c10d::OpType::ALLREDUCE},
+    };
+    return all[static_cast<size_t>(does)];
 }
 
 Exchange::Exchange(Does does, std::vector<at::Tensor> held)
-    : Work(-1, c10d::OpType::UNKNOWN, title_of(does)), held_(std::move(held)), does_(does) {}
+    : Work(-1, c10d::OpType::UNKNOWN, operation_of(does).title), held_(std::move(held)),
+      does_(does) {}
 
 void Exchange::drop_when_over() {
     drops_ = true;
@@ -164,40 +176,57 @@ static size_t bytes_to_next(const at::Tensor &piece) {
     return static_cast<size_t>(piece.stride(0)) * piece.element_size();
 }
 
-void Exchange::post(std::shared_ptr<Office> office, const std::vector<at::Tensor> &pieces,
-                    int64_t rank) {
+void Exchange::hand_in(std::shared_ptr<Office> office, at::ScalarType type, size_t row_bytes) {
     office_ = std::move(office);
-    pieces_ = pieces;
-    part_bytes_ = Office::kLargest / rows_in_message() / kLine * kLine;
-    for (const at::Tensor &piece : pieces) {
-        TORCH_CHECK(piece.dim() == 2 && piece.stride(1) == 1 &&
-                        piece.scalar_type() == pieces[0].scalar_type(),
-                    "a piece of rows is a tensor [ranks, elements], each row in one run");
-        row_bytes_ += bytes_of_row(piece);
+    type_ = type;
+    row_bytes_ = row_bytes;
+    size_t bytes = 0;
+    for (size_t message = 0; message < messages(); message++) {
+        bytes += bytes_of(message);
     }
-    rank_ = rank;
+    outgrows_ = bytes > Office::kRoom;
     begin_ = std::chrono::steady_clock::now();
     auto self = c10::intrusive_ptr<c10::intrusive_ptr_target>::reclaim_copy(this);
     if (office_->add(*this, std::move(self))) {
-        opType_ = does_ == Does::gathers ? c10d::OpType::_ALLGATHER_BASE
-                                         : c10d::OpType::_REDUCE_SCATTER_BASE;
+        opType_ = operation_of(does_).type;
     }
+}
+
+bool Exchange::takes_processors() const {
+    return outgrows_ && office_->is_crowded();
 }
 
 /* Operation, element type, and the length of a row in lines: rows of several messages differ, be it
  * that some of the messages have the same size. */
 uint32_t Exchange::kind() const {
     const auto lines = static_cast<uint32_t>((row_bytes_ + kLine - 1) / kLine);
-    const auto type = static_cast<uint32_t>(pieces_[0].scalar_type());
-    return lines << 8 | type << 1 | static_cast<uint32_t>(does_ == Does::reduces);
+    return lines << 8 | static_cast<uint32_t>(type_) << 2 | static_cast<uint32_t>(does_);
 }
 
 std::string Exchange::name_of(uint32_t kind) const {
-    const uint32_t type = kind >> 1 & 0x7f;
+    const uint32_t does = kind & 3, type = kind >> 2 & 0x3f;
     const auto known = static_cast<uint32_t>(c10::ScalarType::NumOptions);
-    return c10::str((kind & 1) != 0 ? "reduces" : "gathers", " rows of ",
+    static_assert(static_cast<uint32_t>(c10::ScalarType::NumOptions) <= 0x40);
+    return c10::str(does < 3 ? operation_of(static_cast<Does>(does)).verb : "moves", " rows of ",
                     type < known ? c10::toString(static_cast<c10::ScalarType>(type)) : "?",
                     ", up to ", (kind >> 8) * kLine, " bytes,");
+}
+
+/* In pieces: */
+
+void Exchange::post(std::shared_ptr<Office> office, const std::vector<at::Tensor> &pieces,
+                    int64_t rank) {
+    pieces_ = pieces;
+    rank_ = rank;
+    part_bytes_ = Office::kLargest / rows_in_message() / kLine * kLine;
+    size_t bytes = 0;
+    for (const at::Tensor &piece : pieces) {
+        TORCH_CHECK(piece.dim() == 2 && piece.stride(1) == 1 &&
+                        piece.scalar_type() == pieces[0].scalar_type(),
+                    "a piece of rows is a tensor [ranks, elements], each row in one run");
+        bytes += bytes_of_row(piece);
+    }
+    hand_in(std::move(office), pieces[0].scalar_type(), bytes);
 }
 
 size_t Exchange::messages() const {
@@ -217,10 +246,6 @@ size_t Exchange::rows_in_message() const {
 
 size_t Exchange::bytes_of(size_t message) const {
     return rows_in_message() * part_of(message);
-}
-
-bool Exchange::outgrows_board() const {
-    return office_ && rows_in_message() * row_bytes_ > Office::kRoom;
 }
 
 /* A row is what its pieces are, one after the other. */

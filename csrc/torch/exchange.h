@@ -38,7 +38,7 @@ int64_t numel_of(const Spans &spans);
 class Exchange : public c10d::Work, private Correspondent {
   public:
     using Message = c10::intrusive_ptr<c10d::Work>;
-    enum class Does : uint8_t { gathers, reduces };
+    enum class Does : uint8_t { gathers, reduces, all_reduces };
 
     Exchange(Does does, std::vector<at::Tensor> held);
 
@@ -58,8 +58,9 @@ class Exchange : public c10d::Work, private Correspondent {
      * exchange is over, and not when somebody asks. What failed keeps it: gloo may still write. */
     void drop_when_over();
 
-    /* Whether it was posted, and is more than a board has room for. */
-    bool outgrows_board() const;
+    /* Whether it was posted, is more than a board has room for, and to copy the rest takes the time
+     * of computation. */
+    bool takes_processors() const;
 
     /* How long a wait without a time-out of its own waits for each message. */
     void wait_at_most(std::chrono::milliseconds timeout);
@@ -74,16 +75,19 @@ class Exchange : public c10d::Work, private Correspondent {
     /* All rows are here, and have left. */
     virtual void over() {}
 
+    /* Has the office post all that there are messages of, of rows of so many bytes. */
+    void hand_in(std::shared_ptr<Office> office, at::ScalarType type, size_t row_bytes);
+
     std::vector<at::Tensor> held_;
 
   private:
-    uint32_t kind() const override;
-    std::string name_of(uint32_t kind) const override;
+    uint32_t kind() const final;
+    std::string name_of(uint32_t kind) const final;
     size_t messages() const override;
     size_t bytes_of(size_t message) const override;
     void write(size_t message, char *room) override;
     void read(size_t message, const std::vector<const char *> &written) override;
-    void end(const std::exception_ptr &error) override;
+    void end(const std::exception_ptr &error) final;
 
     /* Calls each(piece, from, bytes, in_part) for what a message has of a piece's row: from where
      * on in that, how much, and where in the message's part of the whole row; in bytes. */
@@ -99,11 +103,15 @@ class Exchange : public c10d::Work, private Correspondent {
     std::vector<std::vector<Message>> receives_; /* go before what they use */
     std::vector<Message> sends_;
     std::shared_ptr<Office> office_;
-    std::vector<at::Tensor> pieces_; /* of a posted one, in a row of so many bytes */
+    /* Of a posted one: */
+    at::ScalarType type_ = at::ScalarType::Undefined;
     size_t row_bytes_ = 0;
+    bool outgrows_ = false;
+    std::chrono::steady_clock::time_point begin_;
+    /* Of one that was posted in pieces: */
+    std::vector<at::Tensor> pieces_;
     size_t part_bytes_ = 0; /* of a row, in one message */
     int64_t rank_ = 0;
-    std::chrono::steady_clock::time_point begin_; /* when it was posted */
     bool drops_ = false;
     std::chrono::milliseconds timeout_ = kNoTimeout; /* the connections' */
 };

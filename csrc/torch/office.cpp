@@ -14,6 +14,7 @@
 #include <c10/util/Exception.h>
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <atomic>
 #include <utility>
@@ -58,21 +59,46 @@ fcb_offer Office::offer() const {
     return fcb_offer_of(board_);
 }
 
+/* Processors that this process may use; one where that is not known. */
+static int processors() {
+#ifdef __linux__
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) {
+        return CPU_COUNT(&set);
+    }
+#endif
+    return 1;
+}
+
+bool Office::is_crowded() const {
+    return crowded_;
+}
+
 bool Office::join(int rank, int world, const std::vector<fcb_offer> &offers) {
     const std::lock_guard<std::mutex> lock(mutex_);
     rank_ = rank;
     world_ = world;
+    crowded_ = processors() < 2 * world;
     return fcb_join(board_, rank, world, offers.data()) != 0;
 }
 
 /* ---- writing ---- */
 
-/* False: all is written, or there is no room. */
+bool Correspondent::can_write(size_t message, size_t were_read) const {
+    (void)message;
+    (void)were_read;
+    return true;
+}
+
+/* False: all is written, there is no room, or others' messages are to be read before. */
 bool Office::write_next() {
     if (whole_ == entries_.size()) {
         return false;
     }
     Entry &entry = entries_[whole_];
+    if (!entry.one->can_write(entry.written, entry.read)) {
+        return false;
+    }
     char *room = fcb_room(board_, entry.one->bytes_of(entry.written));
     if (room == nullptr) {
         return false;
@@ -135,7 +161,7 @@ bool Office::read_next(Over &over) {
     }
     Entry &first = entries_.front();
     bool done = false;
-    if (first.read < first.one->messages()) {
+    if (first.read < first.written) {
         std::vector<const char *> written(static_cast<size_t>(world_), nullptr);
         if (missing(first, &written) >= 0) {
             return false;
@@ -182,7 +208,7 @@ int Office::late() const {
         return -1;
     }
     const Entry &first = entries_.front();
-    return first.read < first.one->messages() ? missing(first, nullptr) : fcb_slowest(board_);
+    return first.read < first.written ? missing(first, nullptr) : fcb_slowest(board_);
 }
 
 void Office::progress_or_sleep(std::chrono::milliseconds most,

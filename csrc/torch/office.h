@@ -28,8 +28,12 @@ class Correspondent {
     virtual size_t messages() const = 0;
     virtual size_t bytes_of(size_t message) const = 0;
 
+    /* Whether it is known what a message has, when so many of the others' were read: of as many as
+     * there are before it, always. */
+    virtual bool can_write(size_t message, size_t were_read) const;
     virtual void write(size_t message, char *room) = 0;
-    /* What each rank has written; nothing is there for this one. Ends with the call. */
+    /* What each rank has written; nothing is there for this one, which has written it, too. Ends
+     * with the call. */
     virtual void read(size_t message, const std::vector<const char *> &written) = 0;
     /* Once, at the end: all is written and read, or nothing more will be. */
     virtual void end(const std::exception_ptr &error) = 0;
@@ -57,6 +61,10 @@ class Office {
     fcb_offer offer() const;
     /* False: some rank's board was not found. */
     bool join(int rank, int world, const std::vector<fcb_offer> &offers);
+
+    /* Whether the ranks have fewer than two processors each: what threads copy in the background
+     * takes the time of computation then. */
+    bool is_crowded() const;
 
     /* Posts what there is room for now; progress() does the rest. `owner` keeps the correspondent
      * until its end. Whether all was posted. Throws what has failed before: the ranks would not
@@ -91,6 +99,7 @@ class Office {
     fcb_board *board_;
     const uint32_t forks_; /* before it was opened */
     int rank_ = 0, world_ = 0;
+    bool crowded_ = false;
     std::deque<Entry> entries_;
     size_t whole_ = 0; /* how many of them, from the first, are written */
     std::exception_ptr error_;

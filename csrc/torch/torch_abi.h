@@ -182,8 +182,9 @@ typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_
 /* A handle by the group's registered name (pg.group_name); shared by all who ask for it. */
 FCT_CHECK int fct_pg_resolve(const char *name, fct_pg **out);
 void fct_pg_release(fct_pg *pg); /* NULL is fine */
-/* Says that one parameter group more gathers over the group of that name: as many gathers as there
- * are such may be under way of which none has been waited for. */
+/* Says that one parameter group more gathers over the group of that name, or one bucket more is
+ * all-reduced: as many gathers or all-reduces as there are such may be under way of which none has
+ * been waited for. */
 FCT_CHECK int fct_pg_announce_user(const char *name);
 /* Whether the backend that serves `device` is to be given ReduceOp.PREMUL_SUM: all but gloo, which
  * has none. */
@@ -244,9 +245,9 @@ FCT_CHECK int fct_reduce_pieces(fct_pg *pg, fct_tensor *output, fct_tensor *cons
 FCT_CHECK int fct_work_wait(fct_work *work);
 /* Finished, successfully or not; true where the backend cannot tell. */
 bool fct_work_done(fct_work *work);
-/* Whether threads of this process move its rows, by copying them through memory that the ranks of
- * a host share and that is too small for all of them. Beside computation that pays only where
- * processors have nothing to do. The same on all ranks. */
+/* Whether its rows are copied in time that is computation's: by threads of this process, through
+ * memory that the ranks of a host share and that is too small for all of them, while there are
+ * fewer than two processors for each of those ranks. */
 bool fct_work_is_copied(const fct_work *work);
 void fct_work_release(fct_work *work); /* NULL is fine */
 

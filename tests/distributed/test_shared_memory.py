@@ -64,7 +64,9 @@ def failing() -> list[dict[str, str]]:
     return run_ranks(shared_memory.failing, 2)
 
 
-@pytest.mark.parametrize("case", ["_sizes_differ", "_lengths_differ", "_one_evaluates"])
+@pytest.mark.parametrize(
+    "case", ["_sizes_differ", "_lengths_differ", "_one_has_replicas", "_one_evaluates"]
+)
 def test_ranks_at_odds_are_told_what_each_of_them_does(case: str) -> None:
     for found in failing():
         assert "ranks are at odds: where rank" in found[case]

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
@@ -42,10 +43,14 @@ def descriptors() -> int:
         return sum("fsdp_c board" in os.readlink(e.path) for e in entries if e.is_symlink())
 
 
-def model_of(group: dist.ProcessGroup, widths: list[int]) -> nn.Sequential:
+def chain(widths: list[int]) -> nn.Sequential:
     torch.manual_seed(0)
     linears = (nn.Linear(*pair) for pair in itertools.pairwise(widths))
-    model = nn.Sequential(*(nn.Sequential(linear, nn.Tanh()) for linear in linears))
+    return nn.Sequential(*(nn.Sequential(linear, nn.Tanh()) for linear in linears))
+
+
+def model_of(group: dist.ProcessGroup, widths: list[int]) -> nn.Sequential:
+    model = chain(widths)
     mesh = DeviceMesh.from_group(group, "cpu")
     for block in model:
         fsdp_c.fully_shard(block, mesh=mesh)
@@ -131,7 +136,46 @@ def observed_on_one_rank(group: dist.ProcessGroup) -> Tensors:
     return seen + train(model, 1)
 
 
+def _replicas(
+    group: dist.ProcessGroup, widths: list[int], cap: float, dtype: torch.dtype | None = None
+) -> Tensors:
+    """Of a model whose gradients are all-reduced, and of what is said of the user's own."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    model = fsdp_c.replicate(chain(widths), mesh=mesh, mp_policy=policy, bucket_cap_mb=cap)
+    seen = train(model, 8)
+    own = torch.full((5,), float(dist.get_rank()))
+    dist.all_reduce(own, group=group)
+    return [*seen, own]
+
+
+def all_reduced_in_one_message(group: dist.ProcessGroup) -> Tensors:
+    return _replicas(group, [3, 5], 25) + _replicas(group, [33] * 4, 25, torch.bfloat16)
+
+
+def all_reduced_in_parts(group: dist.ProcessGroup) -> Tensors:
+    return _replicas(group, [8, 1301, 1300, 3], 25) + _replicas(group, [500] * 4, 25, torch.float64)
+
+
+def all_reduced_in_buckets(group: dist.ProcessGroup) -> Tensors:
+    return _replicas(group, [701] * 5, 0.5) + _replicas(group, [400] * 5, 0.3, torch.float16)
+
+
+def clipped(group: dist.ProcessGroup) -> Tensors:
+    model = model_of(group, [33] * 5)
+    seen = train(model, 3)
+    for step in range(3):
+        model(torch.full((2, 33), step + 1.0)).square().mean().backward()
+        seen.append(fsdp_c.clip_grad_norm_(model, 0.01))
+        seen += [p.grad.to_local().clone() for p in model.parameters()]
+    return seen
+
+
 MOVED = (
+    all_reduced_in_one_message,
+    all_reduced_in_parts,
+    all_reduced_in_buckets,
+    clipped,
     small,
     more_units_than_a_board_has_letters,
     larger_than_a_board,
@@ -244,7 +288,8 @@ def _at_gradient(module: nn.Module, run: Callable[[], None]) -> None:
 
 def overlapping(rank: int, world: int) -> dict[str, bool]:
     """By ``overlap`` and width: whether rank 0 computes gradients of the first unit while the last
-    one's are reduced, for which rank 1 is late."""
+    one's are reduced, for which rank 1 is late. There is one processor."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     store = dist.distributed_c10d._get_default_store()
     found = {}
     for overlap, width in itertools.product((None, True, False), (500, 1100)):
@@ -301,6 +346,16 @@ def _lengths_differ(group: dist.ProcessGroup) -> Callable[[], object]:
     return run
 
 
+def _one_has_replicas(group: dist.ProcessGroup) -> Callable[[], object]:
+    """One reduce-scatters the gradients that the other one all-reduces."""
+    if dist.get_rank() == 0:
+        model = model_of(group, [33] * 2)
+    else:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        model = fsdp_c.replicate(chain([33] * 2), mesh=mesh)
+    return lambda: train(model, 1)
+
+
 def _one_evaluates(group: dist.ProcessGroup) -> Callable[[], object]:
     model = model_of(group, [33] * 4)
 
@@ -326,7 +381,7 @@ def _one_ends_the_group(group: dist.ProcessGroup) -> Callable[[], object]:
     return run
 
 
-FAILING = (_sizes_differ, _lengths_differ, _one_evaluates, _one_ends_the_group)
+FAILING = (_sizes_differ, _lengths_differ, _one_has_replicas, _one_evaluates, _one_ends_the_group)
 
 
 def failing(rank: int, world: int) -> dict[str, str]:

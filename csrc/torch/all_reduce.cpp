@@ -1,0 +1,143 @@
+/* All-reduces in shared memory.
+ *
+ * A short row every rank writes whole, and sums whole: one message, and nobody waits twice. Of a
+ * longer one each rank sums a share of every part, and then the ranks swap their sums; so that they
+ * need not keep step, the next part is there before the sums of the one before it.
+ *
+ *     part 0, part 1, sums of 0, part 2, sums of 1, ...
+ *
+ * Sums go where the row was. That of a part is made when this rank, too, has posted it (office.h).
+ * All elements are added in the order of gloo's ring over the whole row. */
+#include "all_reduce.h"
+
+#include "../kernels/ring.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace fct {
+
+constexpr int64_t kLine = 64;
+
+bool AllReduce::knows(const at::Tensor &row) {
+    return fck_ring_knows(static_cast<fck_dtype>(row.scalar_type())) != 0;
+}
+
+AllReduce::AllReduce(at::Tensor row, int64_t rank, int64_t world, bool average)
+    : Exchange(Does::all_reduces, {row}), row_(std::move(row)), rank_(rank), world_(world),
+      average_(average) {}
+
+void AllReduce::post(std::shared_ptr<Office> office) {
+    plan();
+    hand_in(std::move(office), row_.scalar_type(), row_.nbytes());
+}
+
+/* ---- what is where ---- */
+
+void AllReduce::plan() {
+    const int64_t numel = row_.numel();
+    const auto largest = static_cast<int64_t>(Office::kLargest);
+    const int64_t most = largest / kLine * kLine / static_cast<int64_t>(row_.element_size());
+    whole_ = row_.nbytes() * static_cast<size_t>(world_) <= Office::kRoom;
+    size_t part_before = 0;
+    for (int64_t begin = 0; begin < numel; begin += most) {
+        const Range part{begin, std::min(begin + most, numel)};
+        const size_t here = steps_.size();
+        steps_.push_back({false, part, 0});
+        if (!whole_ && begin > 0) {
+            steps_.push_back({true, steps_[part_before].part, part_before + 1});
+        }
+        part_before = here;
+    }
+    if (!whole_) {
+        steps_.push_back({true, steps_[part_before].part, part_before + 1});
+    }
+}
+
+AllReduce::Range AllReduce::share_of(const Range &part, int64_t rank) const {
+    const int64_t share = (part.end - part.begin + world_ - 1) / world_;
+    const int64_t begin = std::min(part.begin + rank * share, part.end);
+    return {begin, std::min(begin + share, part.end)};
+}
+
+/* What this rank sums. */
+AllReduce::Range AllReduce::summed_of(const Range &part) const {
+    return whole_ ? part : share_of(part, rank_);
+}
+
+char *AllReduce::at(int64_t element) const {
+    return static_cast<char *>(row_.mutable_data_ptr()) +
+           static_cast<size_t>(element) * row_.element_size();
+}
+
+size_t AllReduce::bytes_in(const Range &range) const {
+    return static_cast<size_t>(range.end - range.begin) * row_.element_size();
+}
+
+/* ---- messages ---- */
+
+size_t AllReduce::messages() const {
+    return steps_.size();
+}
+
+/* The first rank's share is the largest; messages of sums are all as long. */
+size_t AllReduce::bytes_of(size_t message) const {
+    const Step &step = steps_[message];
+    return bytes_in(step.is_sum ? share_of(step.part, 0) : step.part);
+}
+
+bool AllReduce::can_write(size_t message, size_t were_read) const {
+    return were_read >= steps_[message].after;
+}
+
+/* Of a part that it sums a share of nobody else needs that share of this rank's. */
+void AllReduce::write(size_t message, char *room) {
+    const Step &step = steps_[message];
+    const Range own = summed_of(step.part);
+    if (step.is_sum) {
+        std::memcpy(room, at(own.begin), bytes_in(own));
+    } else if (whole_) {
+        std::memcpy(room, at(step.part.begin), bytes_in(step.part));
+    } else {
+        const size_t before = bytes_in({step.part.begin, own.begin});
+        std::memcpy(room, at(step.part.begin), before);
+        std::memcpy(room + before + bytes_in(own), at(own.end), bytes_in({own.end, step.part.end}));
+    }
+}
+
+void AllReduce::read(size_t message, const std::vector<const char *> &written) {
+    const Step &step = steps_[message];
+    if (!step.is_sum) {
+        add(step.part, written);
+        return;
+    }
+    for (int64_t rank = 0; rank < world_; rank++) {
+        if (rank != rank_) {
+            const Range share = share_of(step.part, rank);
+            std::memcpy(at(share.begin), written[static_cast<size_t>(rank)], bytes_in(share));
+        }
+    }
+}
+
+void AllReduce::add(const Range &part, const std::vector<const char *> &written) {
+    const Range own = summed_of(part);
+    if (own.begin == own.end) {
+        return;
+    }
+    std::vector<const void *> rows;
+    for (const char *theirs : written) {
+        rows.push_back(theirs == nullptr ? at(own.begin)
+                                         : theirs + bytes_in({part.begin, own.begin}));
+    }
+    fck_ring_sum(static_cast<fck_dtype>(row_.scalar_type()), at(own.begin), rows.data(), world_,
+                 row_.numel(), own.begin, own.end - own.begin);
+}
+
+void AllReduce::over() {
+    if (average_) {
+        row_.div_(world_);
+    }
+}
+
+} // namespace fct
