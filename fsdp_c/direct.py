@@ -17,6 +17,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
 import fsdp_c._C as _C
 
 _GATHERS = (stock.DefaultAllGather, stock.ProcessGroupAllocAllGather)
+_GATHER, _REDUCE, _ALL_REDUCE = range(3)
 _DEFAULTS = (*_GATHERS, stock.DefaultReduceScatter, stock.ProcessGroupAllocReduceScatter)
 
 
@@ -27,8 +28,30 @@ def direct(group: Any, device: torch.device, comm: Any) -> Iterator[None]:
     ``comm`` is what calls them: an object of the user's has its own way on all ranks.
     """
     may = device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS
-    entered = _C.enter_direct(group, type(comm) in _GATHERS) if may else None
+    use = _GATHER if type(comm) in _GATHERS else _REDUCE
+    entered = _C.enter_direct(group, use) if may else None
     try:
         yield
     finally:
         _C.leave_direct(entered)
+
+
+@contextlib.contextmanager
+def all_reduced_directly(group: Any, device: torch.device, comm: Any) -> Iterator[None]:
+    """The same of replicas, whose ``group`` (``None``: there are none) all-reduces a row inside."""
+    may = device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS
+    entered = _C.enter_direct(group, _ALL_REDUCE) if may else None
+    try:
+        yield
+    finally:
+        _C.leave_direct(entered)
+
+
+@contextlib.contextmanager
+def by_the_user() -> Iterator[None]:
+    """Inside that, what is all-reduced is no row."""
+    before = _C.all_reduces_rows(False)
+    try:
+        yield
+    finally:
+        _C.all_reduces_rows(before)

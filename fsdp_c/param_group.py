@@ -28,7 +28,7 @@ import fsdp_c._C as _C
 
 from . import zero_grad
 from .compat import GroupOfOlderTorch, row_dtype
-from .direct import direct
+from .direct import all_reduced_directly, by_the_user, direct
 from .extensions import as_normal_tensors, is_extended
 from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
@@ -399,7 +399,11 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         seen: list[Any] = [CastingParam(p) for p in params] if several else [*params]
         scatter = self._reduce_scatter_comm
         group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
-        with direct(group, self.device, scatter):
+        reduced = replicas if self.all_reduce_grads else None
+        with (
+            direct(group, self.device, scatter),
+            all_reduced_directly(reduced, self.device, scatter),
+        ):
             kept = stock.foreach_reduce(  # type: ignore[call-arg]
                 seen,
                 grads,
@@ -458,7 +462,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
 
         def run(row: torch.Tensor) -> None:
             rows.append(row)
-            hook(row)
+            with by_the_user():
+                hook(row)
 
         return run
 

@@ -174,7 +174,7 @@ static int all_reduce(const char *group, fct_tensor *values) {
     if (fct_pg_resolve(group, &pg) != 0) {
         return -1;
     }
-    int failed = fct_all_reduce(pg, values, FCT_SUM, 1.0, true, &work);
+    int failed = fct_sum_over_ranks(pg, values, &work);
     if (!failed && work != NULL) {
         failed = fct_work_wait(work);
     }

@@ -148,10 +148,15 @@ static const char entered_name[] = "fsdp_c._C.direct";
 static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *group = NULL;
-    int gathers = 0;
+    int use = 0;
     void *entered = NULL;
-    if (!PyArg_ParseTuple(args, "Op:enter_direct", &group, &gathers) ||
-        fct_py_pg_enter_direct(group, gathers != 0, &entered) != 0) {
+    if (!PyArg_ParseTuple(args, "Oi:enter_direct", &group, &use)) {
+        return NULL;
+    }
+    if (use < FCT_USE_GATHER || use > FCT_USE_ALL_REDUCE) {
+        return PyErr_Format(PyExc_ValueError, "%d is none of the uses of a group", use);
+    }
+    if (fct_py_pg_enter_direct(group, (fct_use)use, &entered) != 0) {
         return NULL;
     }
     if (entered == NULL) {
@@ -162,6 +167,12 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
         fct_py_pg_leave_direct(entered);
     }
     return capsule;
+}
+
+static PyObject *module_all_reduces_rows(PyObject *module, PyObject *value) {
+    (void)module;
+    const int rows = PyObject_IsTrue(value);
+    return rows < 0 ? NULL : PyBool_FromLong(fct_all_reduces_rows(rows != 0));
 }
 
 static PyObject *module_leave_direct(PyObject *module, PyObject *capsule) {
@@ -247,8 +258,13 @@ static PyMethodDef module_methods[] = {
      "direct_group(group): the ProcessGroup that moves the rows of a group on the CPU; None where "
      "its backend does. A collective, the first time."},
     {"enter_direct", module_enter_direct, METH_VARARGS,
-     "enter_direct(group, gathers): from now on the group itself moves its rows so, in one of its "
-     "gathers or in a reduction; gives what leave_direct is to be called with."},
+     "enter_direct(group, use): from now on the group itself moves its rows so, in one of its "
+     "gathers (0), in a reduce-scatter (1), or in this thread's all-reduce of a row (2); gives "
+     "what "
+     "leave_direct is to be called with."},
+    {"all_reduces_rows", module_all_reduces_rows, METH_O,
+     "all_reduces_rows(rows): whether this thread's all-reduces are of rows from now on; what was "
+     "before."},
     {"leave_direct", module_leave_direct, METH_O, "leave_direct(entered): ends that."},
     {"pause_direct", module_pause_direct, METH_VARARGS,
      "pause_direct(group, paused): whether a group's backend moves its rows nevertheless."},

@@ -302,6 +302,46 @@ bool python_work_can_tell(pybind11::handle work) {
     return own.is(base) || !own.attr("is_completed").is(base.attr("is_completed"));
 }
 
+/* While one lives, this thread all-reduces a row of gradients. */
+class OfRows {
+  public:
+    OfRows() = default;
+    OfRows(const OfRows &) = delete;
+    OfRows &operator=(const OfRows &) = delete;
+    ~OfRows() {
+        (void)fct::all_reduces_rows(before_);
+    }
+
+  private:
+    bool before_ = fct::all_reduces_rows(true);
+};
+
+/* What fct_py_pg_enter_direct has done. */
+struct Entered {
+    Entered(c10::intrusive_ptr<c10d::ProcessGroup> group,
+            const c10::intrusive_ptr<c10d::ProcessGroup> &direct, fct_use use)
+        : in(std::move(group), direct) {
+        if (use == FCT_USE_ALL_REDUCE) {
+            rows.emplace();
+        }
+    }
+    fct::DirectBackendIn in;
+    std::optional<OfRows> rows;
+};
+
+/* By `group`, which is that of the handle or moves its rows. */
+template <typename Group>
+fct_work *all_reduce(fct_pg *pg, const Group &group, fct_tensor *tensor, c10d::ReduceOp op,
+                     bool async_op) {
+    std::vector<at::Tensor> tensors = {numbers_of(*Borrowed(tensor))};
+    c10d::AllreduceOptions options;
+    options.reduceOp = std::move(op);
+    options.asyncOp = async_op;
+    return issue(
+        pg, tensor, [&] { return group->allreduce(tensors, options); },
+        [&] { return pg->python.attr("allreduce")(tensors, options); });
+}
+
 } // namespace
 
 extern "C" {
@@ -314,18 +354,21 @@ int fct_py_pg_direct(PyObject *group, PyObject **out) {
     });
 }
 
-int fct_py_pg_enter_direct(PyObject *group, bool gathers, void **out) {
+int fct_py_pg_enter_direct(PyObject *group, fct_use use, void **out) {
     return guarded("fct_py_pg_enter_direct", [&] {
         const auto pg = open_object(group);
-        const auto &found =
-            mover(pg.get(), c10::DeviceType::CPU, gathers ? fct::Use::gather : fct::Use::reduce);
-        *out = found != pg->group ? new fct::DirectBackendIn(pg->group, found) : nullptr;
-        count_gather(pg.get(), gathers && *out == nullptr);
+        const auto &found = mover(pg.get(), c10::DeviceType::CPU, static_cast<fct::Use>(use));
+        *out = found != pg->group ? new Entered(pg->group, found, use) : nullptr;
+        count_gather(pg.get(), use != FCT_USE_REDUCE && *out == nullptr);
     });
 }
 
 void fct_py_pg_leave_direct(void *entered) {
-    delete static_cast<fct::DirectBackendIn *>(entered);
+    delete static_cast<Entered *>(entered);
+}
+
+bool fct_all_reduces_rows(bool rows) {
+    return fct::all_reduces_rows(rows);
 }
 
 int fct_py_pg_pause_direct(PyObject *group, bool paused) {
@@ -378,16 +421,16 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
 int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
                    fct_work **work) {
     return guarded("fct_all_reduce", [&] {
-        std::vector<at::Tensor> tensors = {numbers_of(*Borrowed(tensor))};
-        c10d::AllreduceOptions options;
-        options.reduceOp = reduce_op(op, factor);
-        options.asyncOp = async_op;
-        const Mover group(pg, tensors[0].device().type(), fct::Use::all_reduce);
-        const fct::OwnAllReduce own;
-        *work = issue(
-            pg, tensor, [&] { return group->allreduce(tensors, options); },
-            [&] { return pg->python.attr("allreduce")(tensors, options); });
+        const Mover group(pg, fct::impl(tensor)->device().type(), fct::Use::all_reduce);
+        const OfRows rows;
+        *work = all_reduce(pg, group, tensor, reduce_op(op, factor), async_op);
         count_gather(pg, !group.is_direct());
+    });
+}
+
+int fct_sum_over_ranks(fct_pg *pg, fct_tensor *tensor, fct_work **work) {
+    return guarded("fct_sum_over_ranks", [&] {
+        *work = all_reduce(pg, pg->group, tensor, reduce_op(FCT_SUM, 1.0), true);
     });
 }
 

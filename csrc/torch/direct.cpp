@@ -51,7 +51,7 @@ using fct::Span;
 using fct::Spans;
 using fct::Sum;
 
-thread_local bool own_all_reduce = false; /* see OwnAllReduce */
+thread_local bool of_rows = false; /* see all_reduces_rows */
 
 class Direct : public c10d::Backend {
   public:
@@ -107,7 +107,7 @@ class Direct : public c10d::Backend {
     WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
         const bool average = options.reduceOp == c10d::ReduceOp::AVG;
         const bool sums = average || options.reduceOp == c10d::ReduceOp::SUM;
-        if (!own_all_reduce || !sums || tensors.size() != 1 || tensors[0].numel() == 0 ||
+        if (!of_rows || !sums || tensors.size() != 1 || tensors[0].numel() == 0 ||
             !tensors[0].is_contiguous() || !fct::AllReduce::knows(tensors[0])) {
             return engine_->allreduce(tensors, options);
         }
@@ -403,12 +403,8 @@ class Direct : public c10d::Backend {
 
 namespace fct {
 
-OwnAllReduce::OwnAllReduce() {
-    own_all_reduce = true;
-}
-
-OwnAllReduce::~OwnAllReduce() {
-    own_all_reduce = false;
+bool all_reduces_rows(bool rows) {
+    return std::exchange(of_rows, rows);
 }
 
 bool is_copied(const c10d::Work &work) {

@@ -21,15 +21,9 @@ bool attach(c10d::ProcessGroup &group, const std::shared_ptr<Agreement> &agreeme
 c10::intrusive_ptr<c10d::ProcessGroup> direct(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
                                               std::shared_ptr<Agreement> agreement);
 
-/* While one lives, this thread's all-reduce of a direct group is one of ours, on all of its ranks.
- * Users' own, of a group that a direct backend stands in, stay what they are. */
-class OwnAllReduce {
-  public:
-    OwnAllReduce();
-    OwnAllReduce(const OwnAllReduce &) = delete;
-    OwnAllReduce &operator=(const OwnAllReduce &) = delete;
-    ~OwnAllReduce();
-};
+/* Whether this thread's all-reduces are of rows of gradients, on all ranks: only those are direct.
+ * Others, of a group that a direct backend stands in, are the engine's. Returns what was before. */
+bool all_reduces_rows(bool rows);
 
 /* See torch_abi.h, of the same names; `direct` is a group that direct() made. */
 c10::intrusive_ptr<c10d::Work> gather_pieces(c10d::ProcessGroup &direct,

@@ -204,8 +204,11 @@ FCT_CHECK int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, 
                              fct_work **work);
 FCT_CHECK int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input,
                                  fct_reduce_op op, double factor, bool async_op, fct_work **work);
+/* Of a row of gradients, which may go directly. */
 FCT_CHECK int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor,
                              bool async_op, fct_work **work);
+/* Of anything else: the group's own all-reduce, which other ranks may call by themselves. */
+FCT_CHECK int fct_sum_over_ranks(fct_pg *pg, fct_tensor *tensor, fct_work **work);
 
 /* Parts of a rank's row that are worth a message of their own, in the order of the row; `count` of
  * them, of `row_numel` elements in all. What is between them is the rest, one message more. */
@@ -357,11 +360,15 @@ FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* The ProcessGroup that moves a group's rows on the CPU (direct.h) as a new object, or None where
  * its backend does. A collective, the first time. */
 FCT_CHECK int fct_py_pg_direct(struct _object *group, struct _object **out);
+typedef enum fct_use { FCT_USE_GATHER = 0, FCT_USE_REDUCE, FCT_USE_ALL_REDUCE } fct_use;
 /* From enter to leave the group itself moves its rows so, whoever calls its collectives: in one of
- * its gathers (`gathers`) or in a reduction. *entered is for leave; NULL (which leave takes, too)
+ * its gathers or reductions, or in this thread's all-reduce of a row of gradients. *entered is for leave; NULL (which leave takes, too)
  * where its backend moves them. */
-FCT_CHECK int fct_py_pg_enter_direct(struct _object *group, bool gathers, void **entered);
+FCT_CHECK int fct_py_pg_enter_direct(struct _object *group, fct_use use, void **entered);
 void fct_py_pg_leave_direct(void *entered);
+/* Whether all-reduces of this thread are of rows of gradients, as from enter to leave of one, or of
+ * anything else. Returns what was before. */
+bool fct_all_reduces_rows(bool rows);
 /* Whether the backend is to move them nevertheless, from now on; all ranks say so at the same point
  * of their programs. */
 FCT_CHECK int fct_py_pg_pause_direct(struct _object *group, bool paused);

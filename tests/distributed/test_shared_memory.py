@@ -59,6 +59,11 @@ def test_reductions_that_outgrow_a_board_are_waited_for_unless_asked_otherwise()
     }
 
 
+def test_an_all_reduce_waits_for_nobody_where_it_is_issued() -> None:
+    """Neither for the answers to the questions of the first ones, nor for the others' rows."""
+    assert run_ranks(shared_memory.ahead, 2) == [8] * 2
+
+
 @functools.cache
 def failing() -> list[dict[str, str]]:
     return run_ranks(shared_memory.failing, 2)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -137,12 +138,17 @@ def observed_on_one_rank(group: dist.ProcessGroup) -> Tensors:
 
 
 def _replicas(
-    group: dist.ProcessGroup, widths: list[int], cap: float, dtype: torch.dtype | None = None
+    group: dist.ProcessGroup,
+    widths: list[int],
+    cap: float,
+    dtype: torch.dtype | None = None,
+    late: float = 0,
 ) -> Tensors:
     """Of a model whose gradients are all-reduced, and of what is said of the user's own."""
     mesh = DeviceMesh.from_group(group, "cpu")
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
     model = fsdp_c.replicate(chain(widths), mesh=mesh, mp_policy=policy, bucket_cap_mb=cap)
+    model.register_forward_hook(lambda *_: time.sleep(late * dist.get_rank()))
     seen = train(model, 8)
     own = torch.full((5,), float(dist.get_rank()))
     dist.all_reduce(own, group=group)
@@ -161,6 +167,30 @@ def all_reduced_in_buckets(group: dist.ProcessGroup) -> Tensors:
     return _replicas(group, [701] * 5, 0.5) + _replicas(group, [400] * 5, 0.3, torch.float16)
 
 
+def all_reduced_with_late_ranks(group: dist.ProcessGroup) -> Tensors:
+    """Who comes late writes much at once, which the others could read that still wait for room."""
+    return _replicas(group, [8, 2100, 2100, 3], 25, late=0.05)
+
+
+def all_reduced_by_torch_on_one_rank(group: dist.ProcessGroup) -> Tensors:
+    """Somebody has patched a function there, so that torch's own move the rows. The hook's
+    all-reduces are the user's on all ranks."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = fsdp_c.replicate(chain([33] * 4), mesh=mesh)
+    heard: Tensors = []
+
+    def hook(row: torch.Tensor) -> None:
+        heard.append(row.sum())
+        dist.all_reduce(heard[-1], group=group)
+
+    model.set_all_reduce_hook(hook)
+    seen = train(model, 4)
+    patched = mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
+    with patched if dist.get_rank() == 0 else contextlib.nullcontext():
+        seen += train(model, 3)
+    return [*seen, *train(model, 2), *heard]
+
+
 def clipped(group: dist.ProcessGroup) -> Tensors:
     model = model_of(group, [33] * 5)
     seen = train(model, 3)
@@ -175,6 +205,8 @@ MOVED = (
     all_reduced_in_one_message,
     all_reduced_in_parts,
     all_reduced_in_buckets,
+    all_reduced_with_late_ranks,
+    all_reduced_by_torch_on_one_rank,
     clipped,
     small,
     more_units_than_a_board_has_letters,
@@ -313,6 +345,23 @@ def overlapping(rank: int, world: int) -> dict[str, bool]:
         train(model, 1)
         dist.destroy_process_group(group)
     return found
+
+
+def ahead(rank: int, world: int) -> int:
+    """Steps in which rank 0 computed the first layer's gradients before rank 1 began its backward:
+    in buckets of 4 kB, two of which were issued then."""
+    store = dist.distributed_c10d._get_default_store()
+    mesh = DeviceMesh.from_group(new_group(), "cpu")
+    model = fsdp_c.replicate(chain([32] * 4), mesh=mesh, bucket_cap_mb=1 / 256)
+    steps = 0
+    if rank == 0:
+        _at_gradient(model[0][1], lambda: store.set(f"step {steps}", ""))
+    else:
+        model.register_forward_hook(lambda *_: store.wait([f"step {steps}"]))
+    while steps < 8:
+        train(model, 1)
+        steps += 1
+    return steps
 
 
 # ---- what ends ----
