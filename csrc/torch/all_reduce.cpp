@@ -1,6 +1,6 @@
 /* All-reduces in shared memory.
  *
- * A short row every rank writes whole, and sums whole: one message, and nobody waits twice. Of a
+ * A short row every rank writes whole, and sums whole: nobody waits twice, and no thread. Of a
  * longer one each rank sums a share of every part, and then the ranks swap their sums; so that they
  * need not keep step, the next part is there before the sums of the one before it.
  *
@@ -17,8 +17,6 @@
 #include <utility>
 
 namespace fct {
-
-constexpr int64_t kLine = 64;
 
 bool AllReduce::knows(const at::Tensor &row) {
     return fck_ring_knows(static_cast<fck_dtype>(row.scalar_type())) != 0;
@@ -37,8 +35,7 @@ void AllReduce::post(std::shared_ptr<Office> office) {
 
 void AllReduce::plan() {
     const int64_t numel = row_.numel();
-    const auto largest = static_cast<int64_t>(Office::kLargest);
-    const int64_t most = largest / kLine * kLine / static_cast<int64_t>(row_.element_size());
+    const auto most = static_cast<int64_t>(Office::kLargest / row_.element_size());
     whole_ = row_.nbytes() * static_cast<size_t>(world_) <= Office::kRoom;
     size_t part_before = 0;
     for (int64_t begin = 0; begin < numel; begin += most) {

@@ -28,6 +28,10 @@ def test_rows_are_moved_in_shared_memory_with_the_bits_that_sockets_give(
     assert [found[case] for found in moved(world)] == [(world, True)] * world
 
 
+def test_rows_of_both_groups_of_hybrid_sharding_are_moved_so() -> None:
+    assert run_ranks(shared_memory.hybrid, 4) == [(4, True)] * 4
+
+
 @functools.cache
 def hindered() -> list[dict[str, tuple[int, bool]]]:
     return run_ranks(shared_memory.hindered, 3)

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
@@ -229,6 +229,27 @@ def moved(rank: int, world: int) -> dict[str, tuple[int, bool]]:
         assert boards() == 0
         found[case.__name__] = mapped, same(seen, expected)
     return found
+
+
+def hybrid(rank: int, world: int) -> tuple[int, bool]:
+    """The same of shards in replicas, whose gradients are reduced over two groups."""
+
+    def trained() -> Tensors:
+        model = chain([8, 1100, 1100, 3])
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+        for block in model:
+            fsdp_c.fully_shard(block, mesh=mesh)
+        model = fsdp_c.fully_shard(model, mesh=mesh)
+        seen = train(model, 4)
+        model.set_requires_all_reduce(False)
+        model(torch.full((2, 8), dist.get_rank() + 1.0)).square().mean().backward()
+        model.set_requires_all_reduce(True)
+        return seen + train(model, 2)
+
+    seen = trained()
+    mapped = boards()
+    with by_sockets():
+        return mapped, same(seen, trained())
 
 
 # ---- who falls back ----
