@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
 import torch.nn as nn
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
@@ -100,12 +104,23 @@ def _reduce(
     return own
 
 
+def _all_reduce(
+    group: dist.ProcessGroup, row: torch.Tensor, op: dist.ReduceOp.RedOpType
+) -> torch.Tensor:
+    row = row.clone()
+    options = AllreduceOptions()
+    options.reduceOp = op
+    group.allreduce([row], options).wait()
+    return row
+
+
 def differences(rank: int, world: int) -> list[Any]:
     """Settings whose bits differ; and how many were tried, last."""
     default = dist.group.WORLD
     assert default is not None
     direct = _C.direct_group(default)
     assert direct is not None and direct is not default
+    assert _C.all_reduces_rows(True) is False
     found: list[Any] = []
     tried = 0
     generator = torch.Generator().manual_seed(100 + rank)
@@ -127,6 +142,12 @@ def differences(rank: int, world: int) -> list[Any]:
                     sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
                 if not _same(*sums):
                     found.append(("reduce-scatter", numel, dtype, op))
+                tried += 1
+                sums = [_all_reduce(group, own, op) for group in (default, direct)]
+                if dtype == torch.bfloat16 and op == dist.ReduceOp.AVG:
+                    sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
+                if not _same(*sums):
+                    found.append(("all-reduce", numel, dtype, op))
             if not _same(rows, before):
                 found.append(("input written", numel, dtype))
     return [*found, tried]
