@@ -22,13 +22,8 @@ _DEFAULTS = (*_GATHERS, stock.DefaultReduceScatter, stock.ProcessGroupAllocReduc
 
 
 @contextlib.contextmanager
-def direct(group: Any, device: torch.device, comm: Any) -> Iterator[None]:
-    """Inside, ``group`` moves rows on the CPU as the ranks agreed, whoever calls its collectives.
-
-    ``comm`` is what calls them: an object of the user's has its own way on all ranks.
-    """
+def _entered(group: Any, device: torch.device, comm: Any, use: int) -> Iterator[None]:
     may = device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS
-    use = _GATHER if type(comm) in _GATHERS else _REDUCE
     entered = _C.enter_direct(group, use) if may else None
     try:
         yield
@@ -36,15 +31,19 @@ def direct(group: Any, device: torch.device, comm: Any) -> Iterator[None]:
         _C.leave_direct(entered)
 
 
-@contextlib.contextmanager
-def all_reduced_directly(group: Any, device: torch.device, comm: Any) -> Iterator[None]:
+def direct(group: Any, device: torch.device, comm: Any) -> contextlib.AbstractContextManager[None]:
+    """Inside, ``group`` moves rows on the CPU as the ranks agreed, whoever calls its collectives.
+
+    ``comm`` is what calls them: an object of the user's has its own way on all ranks.
+    """
+    return _entered(group, device, comm, _GATHER if type(comm) in _GATHERS else _REDUCE)
+
+
+def all_reduced_directly(
+    group: Any, device: torch.device, comm: Any
+) -> contextlib.AbstractContextManager[None]:
     """The same of replicas, whose ``group`` (``None``: there are none) all-reduces a row inside."""
-    may = device.type == "cpu" and isinstance(group, dist.ProcessGroup) and type(comm) in _DEFAULTS
-    entered = _C.enter_direct(group, _ALL_REDUCE) if may else None
-    try:
-        yield
-    finally:
-        _C.leave_direct(entered)
+    return _entered(group, device, comm, _ALL_REDUCE)
 
 
 @contextlib.contextmanager

@@ -259,8 +259,7 @@ static PyMethodDef module_methods[] = {
      "its backend does. A collective, the first time."},
     {"enter_direct", module_enter_direct, METH_VARARGS,
      "enter_direct(group, use): from now on the group itself moves its rows so, in one of its "
-     "gathers (0), in a reduce-scatter (1), or in this thread's all-reduce of a row (2); gives "
-     "what "
+     "gathers (0) or reduce-scatters (1), or in this thread's all-reduce of a row (2). Gives what "
      "leave_direct is to be called with."},
     {"all_reduces_rows", module_all_reduces_rows, METH_O,
      "all_reduces_rows(rows): whether this thread's all-reduces are of rows from now on; what was "
