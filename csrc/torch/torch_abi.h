@@ -362,8 +362,8 @@ FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 FCT_CHECK int fct_py_pg_direct(struct _object *group, struct _object **out);
 typedef enum fct_use { FCT_USE_GATHER = 0, FCT_USE_REDUCE, FCT_USE_ALL_REDUCE } fct_use;
 /* From enter to leave the group itself moves its rows so, whoever calls its collectives: in one of
- * its gathers or reductions, or in this thread's all-reduce of a row of gradients. *entered is for leave; NULL (which leave takes, too)
- * where its backend moves them. */
+ * its gathers or reductions, or in this thread's all-reduce of a row of gradients. *entered is for
+ * leave; NULL (which leave takes, too) where its backend moves them. */
 FCT_CHECK int fct_py_pg_enter_direct(struct _object *group, fct_use use, void **entered);
 void fct_py_pg_leave_direct(void *entered);
 /* Whether all-reduces of this thread are of rows of gradients, as from enter to leave of one, or of

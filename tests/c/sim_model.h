@@ -67,9 +67,9 @@ typedef struct sim_scenario {
     bool async_unshard;
     bool reduce_unused;
     fc_overlap overlap; /* of reductions with what comes after them */
-    bool own_scatter;    /* reduce-scatters have a process group of their own */
-    bool user_reduce;    /* a user's all-reduce hook: doubles the row */
-    bool recompute;      /* activation checkpointing around each layer */
+    bool own_scatter;   /* reduce-scatters have a process group of their own */
+    bool user_reduce;   /* a user's all-reduce hook: doubles the row */
+    bool recompute;     /* activation checkpointing around each layer */
     /* Before each backward, one that records and gives no gradients: the next goes through what
      * it recorded, too. */
     bool doubled;
