@@ -18,10 +18,6 @@
 
 namespace fct {
 
-bool AllReduce::knows(const at::Tensor &row) {
-    return fck_ring_knows(static_cast<fck_dtype>(row.scalar_type())) != 0;
-}
-
 AllReduce::AllReduce(at::Tensor row, int64_t rank, int64_t world, bool average)
     : Exchange(Does::all_reduces, {row}), row_(std::move(row)), rank_(rank), world_(world),
       average_(average) {}

@@ -9,9 +9,7 @@ namespace fct {
 /* The sum of a row of all ranks, or their mean, in place of each rank's. */
 class AllReduce : public Exchange {
   public:
-    /* Whether rows of that type can be summed. */
-    static bool knows(const at::Tensor &row);
-    /* `row` is contiguous and not empty. */
+    /* `row` is contiguous and not empty, and of a type that fck_ring_knows(). */
     AllReduce(at::Tensor row, int64_t rank, int64_t world, bool average);
     void post(std::shared_ptr<Office> office);
 

@@ -94,9 +94,7 @@ class Direct : public c10d::Backend {
     WorkPtr _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
                                  const c10d::ReduceScatterOptions &options) override {
         const bool average = options.reduceOp == c10d::ReduceOp::AVG;
-        const bool sums = (average || options.reduceOp == c10d::ReduceOp::SUM) &&
-                          fck_ring_knows(static_cast<fck_dtype>(output.scalar_type())) != 0;
-        if (!sums || !rows_fit(input, output)) {
+        if (!can_sum(output, options.reduceOp) || !rows_fit(input, output)) {
             return engine_->_reduce_scatter_base(output, input, options);
         }
         const at::Tensor rows = input.view({size_, output.numel()});
@@ -106,9 +104,8 @@ class Direct : public c10d::Backend {
     /* In shared memory; gloo's ring moves no more than it has to, either. */
     WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
         const bool average = options.reduceOp == c10d::ReduceOp::AVG;
-        const bool sums = average || options.reduceOp == c10d::ReduceOp::SUM;
-        if (!of_rows || !sums || tensors.size() != 1 || tensors[0].numel() == 0 ||
-            !tensors[0].is_contiguous() || !fct::AllReduce::knows(tensors[0])) {
+        if (!of_rows || tensors.size() != 1 || tensors[0].numel() == 0 ||
+            !tensors[0].is_contiguous() || !can_sum(tensors[0], options.reduceOp)) {
             return engine_->allreduce(tensors, options);
         }
         auto office = fct::office_of(*agreement_, *engine_, fct::Use::all_reduce);
@@ -367,6 +364,12 @@ class Direct : public c10d::Backend {
             return post(std::move(exchange), std::move(office), pieces);
         }
         return swap(std::move(exchange), arriving, leaving, kTagReduces);
+    }
+
+    /* In the order of gloo's ring. */
+    static bool can_sum(const at::Tensor &row, const c10d::ReduceOp &op) {
+        return (op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::SUM) &&
+               fck_ring_knows(static_cast<fck_dtype>(row.scalar_type())) != 0;
     }
 
     /* What gloo would refuse, too, is left to it. */

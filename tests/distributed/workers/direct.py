@@ -127,27 +127,24 @@ def differences(rank: int, world: int) -> list[Any]:
     made = {dtype: _random(SEGMENT, dtype, generator) for dtype in DTYPES}
     for numel in sizes(world):
         for dtype in dtypes_of(numel, world):
-            values = made[dtype]
-            own = _drawn(values, 1, numel, generator)
-            rows = _drawn(values, world, numel, generator)
+            own = _drawn(made[dtype], 1, numel, generator)
+            rows = _drawn(made[dtype], world, numel, generator)
             before = rows.clone()
             tried += 1
             if not _same(_gather(default, own), _gather(direct, own)):
                 found.append(("all-gather", numel, dtype))
             for op in _operations(dtype):
-                tried += 1
-                sums = [_reduce(group, rows, op) for group in (default, direct)]
-                if dtype == torch.bfloat16 and op == dist.ReduceOp.AVG:
-                    # Which NaN a division writes depends on where its vectors end in torch, too.
-                    sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
-                if not _same(*sums):
-                    found.append(("reduce-scatter", numel, dtype, op))
-                tried += 1
-                sums = [_all_reduce(group, own, op) for group in (default, direct)]
-                if dtype == torch.bfloat16 and op == dist.ReduceOp.AVG:
-                    sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
-                if not _same(*sums):
-                    found.append(("all-reduce", numel, dtype, op))
+                for name, reduce, values in (
+                    ("reduce-scatter", _reduce, rows),
+                    ("all-reduce", _all_reduce, own),
+                ):
+                    tried += 1
+                    sums = [reduce(group, values, op) for group in (default, direct)]
+                    if dtype == torch.bfloat16 and op == dist.ReduceOp.AVG:
+                        # Which NaN a division writes depends on where vectors end, in torch, too.
+                        sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
+                    if not _same(*sums):
+                        found.append((name, numel, dtype, op))
             if not _same(rows, before):
                 found.append(("input written", numel, dtype))
     return [*found, tried]
