@@ -8,8 +8,9 @@ step (read again, from the same start). Medians over the rounds on rank 0 of
 - page faults (``ru_minflt``).
 
 Peaks are taken in a second pass: of resident memory (``VmHWM``, reset before) above that at the
-step's begin, after the C library has given back what it keeps free, which would hide them (and cost
-page faults). What an implementation keeps between steps (DDP's buckets) is not in them.
+step's begin, after the C library and fsdp_c have given back what they keep free, which would hide
+them (and cost page faults). What an implementation keeps between steps (DDP's buckets) is not in
+them.
 
 ``bare`` does not communicate. Gradients are ``None`` before each step. The optimizer is AdamW with
 torch's defaults (SGD for ``wide``, whose states would fill the memory of a small machine); ours is
@@ -105,6 +106,7 @@ class Timed:
     def __init__(self, kind: str, name: str) -> None:
         torch.manual_seed(0)
         job = JOBS[kind]()
+        self.name = name
         self.loss = job.loss
         self.model: nn.Module = job.model
         if name == "ddp":
@@ -135,15 +137,22 @@ class Timed:
 
     def turns_for_peaks(self) -> None:
         for _ in range(PEAKS):
-            give_back()
+            self.optimizer.zero_grad()
+            self._give_back()
             self.turn(self.peaks)
 
     def memory(self) -> list[tuple[float, float]]:
         """Over one step, as ``memory_over`` has it."""
         self.optimizer.zero_grad()
-        give_back()
+        self._give_back()
         dist.barrier()
         return memory_over(self._step)
+
+    def _give_back(self) -> None:
+        """What is kept free would hide a peak: ours is resident again from the step's begin on."""
+        if self.name in ("ours", "shared"):
+            fsdp_c.release_memory()
+        give_back()
 
     def _step(self) -> None:
         self.loss(self.model).backward()

@@ -2,8 +2,9 @@
  * a page fault for every page that is written, and most of a step's memory is as large as the
  * memory that was given back a moment ago. Blocks that are given back wait here to be taken again.
  *
- * What waits is bounded: what is out and what waits are together never more than an eighth above
- * what was out at once in the last few rounds, so that a process holds hardly more than its peak.
+ * What waits is bounded: what is out and what waits are together never more than an eighth, or 16
+ * mebibytes, above what was out at once in the last few rounds, so that a process holds hardly more
+ * than its peak. Blocks serve one size, and the sizes of a step are not out at the same time.
  * Any thread may call; there is one pool for each process. */
 #ifndef FSDP_C_KERNELS_POOL_H
 #define FSDP_C_KERNELS_POOL_H

@@ -11,10 +11,11 @@
 enum {
     PAGE = 4096,
     HUGE_PAGE = 2 << 20,
-    HUGE_FROM = 4 << 20, /* blocks of that size on are aligned to huge pages, and want them */
-    ROUNDS = 4,          /* whose peaks count */
-    WASTE = 8,           /* a block serves what is at least (1 - 1/WASTE) of it */
-    SLACK = 8,           /* for blocks of other sizes: 1/SLACK of the peak */
+    HUGE_FROM = 4 << 20,    /* blocks of that size on are aligned to huge pages, and want them */
+    ROUNDS = 16,            /* whose peaks count: a step may have several models' rounds */
+    WASTE = 8,              /* a block serves what is at least (1 - 1/WASTE) of it */
+    SLACK = 8,              /* for blocks of other sizes: 1/SLACK of the peak, */
+    LEAST_SLACK = 16 << 20, /* and so many bytes at least */
 };
 
 static struct {
@@ -121,11 +122,18 @@ static fck_block *find(size_t bytes) {
     return NULL;
 }
 
-/* The oldest go until what is out and what waits are within the bound. Returns them as a list. */
-static fck_block *shrink(uint64_t peak) {
-    const uint64_t bound = peak + peak / SLACK;
+/* A step needs more than its peak where sizes take turns, as forward's gathers and the gradients at
+ * the end of backward do. */
+static uint64_t bound(void) {
+    const uint64_t peak = pool.facts.peak_bytes, slack = peak / SLACK;
+    return peak + (slack > LEAST_SLACK ? slack : LEAST_SLACK);
+}
+
+/* The oldest go until what is out and what waits are within that many bytes. Returns them as a
+ * list. */
+static fck_block *shrink(uint64_t most) {
     fck_block *gone = NULL;
-    while (pool.oldest != NULL && pool.facts.out_bytes + pool.facts.waiting_bytes > bound) {
+    while (pool.oldest != NULL && pool.facts.out_bytes + pool.facts.waiting_bytes > most) {
         fck_block *block = pool.oldest;
         take_out(block);
         block->older = gone;
@@ -165,7 +173,7 @@ fck_block *fck_pool_take(size_t bytes) {
     pool.facts.taken++;
     pool.facts.out_bytes += block != NULL ? block->bytes : wanted;
     note_peak();
-    gone = shrink(pool.facts.peak_bytes);
+    gone = shrink(bound());
     (void)pthread_mutex_unlock(&pool.mutex);
     unmap_all(gone);
     if (block == NULL) {
@@ -186,7 +194,7 @@ void fck_pool_give(fck_block *block) {
     (void)pthread_mutex_lock(&pool.mutex);
     pool.facts.out_bytes -= block->bytes;
     put_in(block);
-    fck_block *gone = shrink(pool.closed ? 0 : pool.facts.peak_bytes);
+    fck_block *gone = shrink(pool.closed ? 0 : bound());
     (void)pthread_mutex_unlock(&pool.mutex);
     unmap_all(gone);
 }
@@ -202,7 +210,7 @@ void fck_pool_round(void) {
         }
     }
     note_peak();
-    fck_block *gone = shrink(pool.facts.peak_bytes);
+    fck_block *gone = shrink(bound());
     (void)pthread_mutex_unlock(&pool.mutex);
     unmap_all(gone);
 }
