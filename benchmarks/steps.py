@@ -56,6 +56,8 @@ MIN_UNIT = 2**14
 MOST_ROUNDS = 40
 WARM_UP = 2
 PEAKS = 2
+SETTLING = 12
+"""Steps before them: what ours keeps follows the last eight."""
 
 
 @dataclass
@@ -136,6 +138,8 @@ class Timed:
         into["with"].append(meter.read())
 
     def turns_for_peaks(self) -> None:
+        for _ in range(SETTLING):
+            self.turn({"without": [], "with": []})
         for _ in range(PEAKS):
             self.optimizer.zero_grad()
             self._give_back()

@@ -115,6 +115,6 @@ def release_memory() -> None:
 
     fsdp_c keeps the memory of gathers, reductions and unsharded parameters from one unit for the
     next, and from one step for the next: at most an eighth, or 16 MiB, more than was in use at
-    once in the last 16 iterations. Resetting a model, and deleting one, release it, too.
+    once in the last eight iterations. Resetting a model, and deleting one, release it, too.
     """
     _C.trim_memory()

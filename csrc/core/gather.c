@@ -293,6 +293,14 @@ static fc_status host_gather(fc_gather *a, bool post_forward, bool async_op, fc_
     return failed == 0 ? FC_OK : FC_ERAISED;
 }
 
+bool fc_gather_is_copied(const fc_gather *a, bool post_forward) {
+    fc_members *m = a->members;
+    fc_link *link = post_forward ? &m->post_forward : &m->shard;
+    const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
+    return link->world > 1 && plan->valid && !plan->extended &&
+           fc_link_is_copied(link, plan->row_bytes);
+}
+
 static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc_lane lane) {
     fc_members *m = a->members;
     fc_status status = FC_OK;

@@ -56,6 +56,8 @@ FC_CHECK fc_status fc_gather_follow(fc_gather *a);
 /* Packs this rank's row and issues the collective; on failure nothing is in flight.
  * `post_forward`: from the smaller group's shards. */
 FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_lane lane);
+/* Whether processors that compute would copy its rows, so that to gather ahead gains nothing. */
+bool fc_gather_is_copied(const fc_gather *a, bool post_forward);
 /* Makes the current stream (or the host) see the gathered rows. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure

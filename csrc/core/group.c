@@ -398,17 +398,19 @@ done:
 }
 
 fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
-    void *range = NULL;
-    if (fct_profile_active()) {
-        char name[256];
-        (void)snprintf(name, sizeof name, "FSDP::%s_prefetch for %s",
-                       pass == FC_FORWARD ? "forward" : "backward",
-                       g->members.name != NULL ? g->members.name : "None");
-        range = fct_profile_enter(name);
-    }
+    const char *name = pass == FC_FORWARD ? "forward" : "backward";
+    void *range = fc_members_enter_prefetch(&g->members, name);
     fc_status status = g->via->unshard(g, pass, g->settings.unshard_async_op);
     fct_profile_exit(range);
     return status;
+}
+
+/* What backward prefetches by itself: not what the processors that compute would copy, which gains
+ * nothing and takes a unit's memory. */
+static fc_status prefetch_by_order(fc_group *g) {
+    const bool post_forward = g->sharded_state == FC_SHARDED_POST_FORWARD;
+    return fc_gather_is_copied(&g->gather, post_forward) ? FC_OK
+                                                         : fc_group_prefetch(g, FC_PRE_BACKWARD);
 }
 
 /* Of a fully_shard call with several groups, the last but one in backward order prefetches all
@@ -426,7 +428,7 @@ static fc_status prefetch_unit(const fc_group *g, size_t position) {
             break;
         }
         target = other->place.unit;
-        FC_TRY(fc_group_prefetch(other, FC_PRE_BACKWARD));
+        FC_TRY(prefetch_by_order(other));
     }
 done:
     return status;
@@ -445,7 +447,7 @@ fc_status fc_group_backward_prefetch(fc_group *g) {
         return g->place.index == 1 ? prefetch_unit(g, position) : FC_OK;
     }
     fc_group *previous = order->items[position - 1];
-    return previous != NULL ? fc_group_prefetch(previous, FC_PRE_BACKWARD) : FC_OK;
+    return previous != NULL ? prefetch_by_order(previous) : FC_OK;
 }
 
 /* Whether nothing outside of the buckets could take another place among the ranks' collectives. */

@@ -74,6 +74,13 @@ done:
     return status;
 }
 
+bool fc_link_is_copied(fc_link *link, int64_t row_bytes) {
+    void *before = fct_error_set_aside();
+    const bool open = fc_link_open(link) == FC_OK;
+    fct_error_put_back(before);
+    return open && fct_gather_is_copied(link->pg, row_bytes);
+}
+
 fc_status fc_link_takes_pieces(fc_link *link, fct_device device, fc_operation operation,
                                bool *takes) {
     fc_status status = FC_OK;

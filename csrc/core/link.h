@@ -34,6 +34,9 @@ FC_CHECK fc_status fc_link_reduce_scatter(fc_link *link, const char *whose, fct_
                                           bool async_op, fct_work **work);
 FC_CHECK fc_status fc_link_all_reduce(fc_link *link, const char *whose, fct_tensor *tensor,
                                       fct_reduce_op op, bool async_op, fct_work **work);
+/* Whether processors that compute would copy the rows of such a gather, see torch_abi.h. Opens the
+ * link, if that can be done. */
+bool fc_link_is_copied(fc_link *link, int64_t row_bytes);
 /* The first two in pieces, see torch_abi.h: where *takes. Opens the link. */
 FC_CHECK fc_status fc_link_takes_pieces(fc_link *link, fct_device device, fc_operation operation,
                                         bool *takes);

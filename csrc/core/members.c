@@ -96,6 +96,16 @@ void *fc_members_enter_range(const fc_members *m, const char *label) {
     return fct_profile_enter(name);
 }
 
+void *fc_members_enter_prefetch(const fc_members *m, const char *pass) {
+    char name[256];
+    if (!fct_profile_active()) {
+        return NULL;
+    }
+    (void)snprintf(name, sizeof name, "FSDP::%s_prefetch for %s", pass,
+                   m->name != NULL ? m->name : "None");
+    return fct_profile_enter(name);
+}
+
 void fc_members_log(const fc_members *m, const char *label) {
     if (m->host->log != NULL) {
         m->host->log(m->owner, label);

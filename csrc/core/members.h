@@ -60,6 +60,8 @@ bool fc_members_host_moves(const fc_members *m, fc_move move);
 
 /* A profiler range with stock's name, "FSDP::label (modules)"; NULL where nobody records. */
 void *fc_members_enter_range(const fc_members *m, const char *label);
+/* The same for a prefetch, as stock names it; `pass`: "forward" or "backward". */
+void *fc_members_enter_prefetch(const fc_members *m, const char *pass);
 /* A debug line with the same text, where somebody wants those. */
 void fc_members_log(const fc_members *m, const char *label);
 

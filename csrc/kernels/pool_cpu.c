@@ -12,7 +12,7 @@ enum {
     PAGE = 4096,
     HUGE_PAGE = 2 << 20,
     HUGE_FROM = 4 << 20,    /* blocks of that size on are aligned to huge pages, and want them */
-    ROUNDS = 16,            /* whose peaks count: a step may have several models' rounds */
+    ROUNDS = 8,             /* whose peaks count: a step may have several models' rounds */
     WASTE = 8,              /* a block serves what is at least (1 - 1/WASTE) of it */
     SLACK = 8,              /* for blocks of other sizes: 1/SLACK of the peak, */
     LEAST_SLACK = 16 << 20, /* and so many bytes at least */

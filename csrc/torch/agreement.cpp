@@ -8,6 +8,8 @@
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <string>
@@ -37,6 +39,17 @@ bool wanted() {
  * headers that can be included. */
 bool is_gloo(const c10d::Backend &backend) {
     return std::string(typeid(backend).name()) == "N4c10d16ProcessGroupGlooE";
+}
+
+/* That this process may use; one where that is not known. */
+int processors() {
+#ifdef __linux__
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) {
+        return CPU_COUNT(&set);
+    }
+#endif
+    return 1;
 }
 
 } // namespace
@@ -127,6 +140,19 @@ bool Question::is_open() const {
     return work_.defined();
 }
 
+/* What a rank says of the others' boards. */
+enum Found : int64_t { missing, all, all_but_crowded };
+
+static void take_found(Agreement &agreement) {
+    const at::Tensor found = agreement.found.answers();
+    if (found.min().item<int64_t>() == Found::missing) {
+        agreement.office.reset();
+    } else if (found.max().item<int64_t>() == Found::all_but_crowded) {
+        agreement.office->crowd();
+    }
+    agreement.found = {};
+}
+
 /* In two steps: at the first direct exchange each rank looks for the others' boards and says
  * whether it has found them; and when so many gathers were issued after it that one of them has
  * been waited for, all have said it. */
@@ -136,18 +162,25 @@ std::shared_ptr<Office> office_of(Agreement &agreement, c10d::Backend &engine, U
         const auto office =
             std::exchange(agreement.office, nullptr); /* none if the question fails */
         const bool joined = office->join(engine.getRank(), engine.getSize(), offers);
-        agreement.found.ask(engine, at::full({1}, joined ? 1 : 0, at::kLong));
+        const bool crowded = processors() < 2 * engine.getSize();
+        const Found found = !joined   ? Found::missing
+                            : crowded ? Found::all_but_crowded
+                                      : Found::all;
+        agreement.found.ask(engine, at::full({1}, static_cast<int64_t>(found), at::kLong));
         agreement.office = office;
     } else if (agreement.found.is_open() && use != Use::reduce &&
                agreement.direct_gathers >= agreement.first) {
         const pybind11::gil_scoped_acquire gil;
-        if (!agreement.found.answers().all().item<bool>()) {
-            agreement.office.reset();
-        }
-        agreement.found = {};
+        take_found(agreement);
     }
     agreement.direct_gathers += use != Use::reduce ? 1 : 0;
     return agreement.found.is_open() ? nullptr : agreement.office;
+}
+
+bool is_copied(const Agreement &agreement, size_t row_bytes) {
+    return agreement.state == Agreement::State::direct && !agreement.paused &&
+           agreement.offers.empty() && !agreement.found.is_open() && agreement.office &&
+           agreement.office->copies(row_bytes);
 }
 
 bool goes_directly(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &group,

@@ -47,7 +47,7 @@ struct Agreement {
     /* Of shared memory, where all may use it: */
     std::shared_ptr<Office> office; /* where this rank's is; in the end, where all's are */
     std::vector<fcb_offer> offers;  /* all ranks', until they are looked for */
-    Question found;                 /* whether all were */
+    Question found;                 /* whether all were, and who is crowded: see Found */
     int64_t direct_gathers = 0;     /* since then */
 };
 
@@ -70,6 +70,9 @@ bool goes_directly(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessG
 /* Who posts rows in shared memory, at the next direct exchange; empty: nobody. To be called once
  * for each of them, without the GIL. */
 std::shared_ptr<Office> office_of(Agreement &agreement, c10d::Backend &engine, Use use);
+
+/* Whether rows of so many bytes would be copied in computation's time, if they were posted now. */
+bool is_copied(const Agreement &agreement, size_t row_bytes);
 
 /* Counts a parameter group that gathers over the process group of that name, if it has not been
  * asked yet. Needs the GIL. */

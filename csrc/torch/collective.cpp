@@ -489,6 +489,10 @@ bool fct_work_is_copied(const fct_work *work) {
     return work->work && fct::is_copied(*work->work);
 }
 
+bool fct_gather_is_copied(const fct_pg *pg, int64_t row_bytes) {
+    return pg->agreement && fct::is_copied(*pg->agreement, static_cast<size_t>(row_bytes));
+}
+
 bool fct_work_done(fct_work *work) {
     if (fct_fault_left() > 0) {
         // While a test counts calls, their order must not depend on timing, or ranks would fail

@@ -184,7 +184,7 @@ void Exchange::hand_in(std::shared_ptr<Office> office, at::ScalarType type, size
     for (size_t message = 0; message < messages(); message++) {
         bytes += bytes_of(message);
     }
-    outgrows_ = bytes > Office::kRoom;
+    copied_ = office_->copies(bytes);
     begin_ = std::chrono::steady_clock::now();
     auto self = c10::intrusive_ptr<c10::intrusive_ptr_target>::reclaim_copy(this);
     if (office_->add(*this, std::move(self))) {
@@ -193,7 +193,7 @@ void Exchange::hand_in(std::shared_ptr<Office> office, at::ScalarType type, size
 }
 
 bool Exchange::takes_processors() const {
-    return outgrows_ && office_->is_crowded();
+    return copied_;
 }
 
 /* Operation, element type, and the length of a row in lines: rows of several messages differ, be it

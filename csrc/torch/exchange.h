@@ -106,7 +106,7 @@ class Exchange : public c10d::Work, private Correspondent {
     /* Of a posted one: */
     at::ScalarType type_ = at::ScalarType::Undefined;
     size_t row_bytes_ = 0;
-    bool outgrows_ = false;
+    bool copied_ = false;
     std::chrono::steady_clock::time_point begin_;
     /* Of one that was posted in pieces: */
     std::vector<at::Tensor> pieces_;

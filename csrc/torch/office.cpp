@@ -14,7 +14,6 @@
 #include <c10/util/Exception.h>
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <atomic>
 #include <utility>
@@ -59,26 +58,18 @@ fcb_offer Office::offer() const {
     return fcb_offer_of(board_);
 }
 
-/* Processors that this process may use; one where that is not known. */
-static int processors() {
-#ifdef __linux__
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) {
-        return CPU_COUNT(&set);
-    }
-#endif
-    return 1;
+void Office::crowd() {
+    crowded_ = true;
 }
 
-bool Office::is_crowded() const {
-    return crowded_;
+bool Office::copies(size_t bytes) const {
+    return crowded_ && bytes > kRoom;
 }
 
 bool Office::join(int rank, int world, const std::vector<fcb_offer> &offers) {
     const std::lock_guard<std::mutex> lock(mutex_);
     rank_ = rank;
     world_ = world;
-    crowded_ = processors() < 2 * world;
     return fcb_join(board_, rank, world, offers.data()) != 0;
 }
 

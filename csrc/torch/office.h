@@ -62,9 +62,12 @@ class Office {
     /* False: some rank's board was not found. */
     bool join(int rank, int world, const std::vector<fcb_offer> &offers);
 
-    /* Whether the ranks have fewer than two processors each: what threads copy in the background
-     * takes the time of computation then. */
-    bool is_crowded() const;
+    /* The ranks have fewer than two processors each: what threads copy in the background takes the
+     * time of computation. To be called before anything is added. */
+    void crowd();
+    /* Whether that is so of what a rank has so many bytes to post of: more than there is room for,
+     * so that not all of it is copied at once. */
+    bool copies(size_t bytes) const;
 
     /* Posts what there is room for now; progress() does the rest. `owner` keeps the correspondent
      * until its end. Whether all was posted. Throws what has failed before: the ranks would not

@@ -252,6 +252,9 @@ bool fct_work_done(fct_work *work);
  * memory that the ranks of a host share and that is too small for all of them, while there are
  * fewer than two processors for each of those ranks. */
 bool fct_work_is_copied(const fct_work *work);
+/* Whether a gather of rows of so many bytes would be such a work, if it were issued now. All ranks
+ * are told the same at the same point of their collectives. */
+bool fct_gather_is_copied(const fct_pg *pg, int64_t row_bytes);
 void fct_work_release(fct_work *work); /* NULL is fine */
 
 /* ---- streams and events ---------------------------------------------------------------------- */

@@ -157,7 +157,7 @@ void sim_pg_weigh(const char *name, double base, double step);
 void sim_pg_has_memory(const char *name, bool gives);
 /* Collectives stay unfinished until someone waits for them or this is switched off. */
 void sim_collectives_stall(bool stall);
-/* What fct_work_is_copied says of them. */
+/* What fct_work_is_copied and fct_gather_is_copied say of them. */
 void sim_collectives_are_copied(bool copied);
 
 /* ---- autograd ---- */

@@ -203,6 +203,11 @@ bool fct_work_is_copied(const fct_work *work) {
     return copied;
 }
 
+bool fct_gather_is_copied(const fct_pg *pg, int64_t row_bytes) {
+    (void)pg;
+    return copied && row_bytes > 0;
+}
+
 void sim_collectives_are_copied(bool are) {
     copied = are;
 }

@@ -550,6 +550,26 @@ static void backward_prefetches_the_group_whose_forward_came_before(void **state
     end(&f);
 }
 
+static void but_not_where_processors_that_compute_would_copy_it(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    fc_group *second = &f.model->layers[2].groups[0].core;
+    bool entering = false;
+    fc_group *const both[] = {f.core, second};
+    for (size_t i = 0; i < 2; i++) {
+        assert_int_equal(fc_group_pre_forward(both[i], &entering), FC_OK);
+        assert_int_equal(fc_group_post_forward(both[i]), FC_OK);
+    }
+    sim_collectives_are_copied(true);
+    sim_log_clear();
+    assert_int_equal(fc_group_pre_backward(second, true), FC_OK);
+    assert_string_equal(sim_log_text(), "gather:1");
+    expect_state(&f, FC_SHARDED, false);
+    assert_int_equal(fc_group_prefetch(f.core, FC_PRE_BACKWARD), FC_OK); /* as users ask for it */
+    assert_string_equal(sim_log_text(), "gather:1 gather:0");
+    end(&f);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(unshard_starts_a_gather_and_wait_registers_what_it_brought),
@@ -577,6 +597,7 @@ int main(void) {
         cmocka_unit_test(only_the_first_module_enters_the_forward),
         cmocka_unit_test(a_forward_inside_backward_leaves_no_place_in_the_order),
         cmocka_unit_test(backward_prefetches_the_group_whose_forward_came_before),
+        cmocka_unit_test(but_not_where_processors_that_compute_would_copy_it),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

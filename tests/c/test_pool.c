@@ -13,7 +13,7 @@ enum { KIB = 1 << 10, MIB = 1 << 20 };
 static int begin(void **state) {
     (void)state;
     fck_pool_keep(1);
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < 8; i++) {
         fck_pool_round();
     }
     fck_pool_trim();
@@ -88,7 +88,7 @@ static void sizes_that_take_turns_in_a_small_model_all_wait(void **state) {
 static void peaks_of_long_ago_do_not_count(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(160 * MIB));
-    for (int i = 0; i < 15; i++) {
+    for (int i = 0; i < 7; i++) {
         fck_pool_round();
         fck_pool_give(fck_pool_take(1 * MIB));
         assert_int_equal(fck_pool_look().peak_bytes, 160 * MIB);

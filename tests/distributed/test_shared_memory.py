@@ -63,6 +63,12 @@ def test_reductions_that_outgrow_a_board_are_waited_for_unless_asked_otherwise()
     }
 
 
+def test_gathers_that_outgrow_a_board_are_not_prefetched() -> None:
+    """Rows of 0.5 and of 4.5 MB; a board has 4 MiB. All ranks do the same, whoever looks."""
+    for found in run_ranks(shared_memory.prefetching, 2):
+        assert found == {500: ([True] * 3, True), 1500: ([False] * 3, True)}
+
+
 def test_an_all_reduce_waits_for_nobody_where_it_is_issued() -> None:
     """Neither for the answers to the questions of the first ones, nor for the others' rows."""
     assert run_ranks(shared_memory.ahead, 2) == [8] * 2

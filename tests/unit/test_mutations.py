@@ -109,6 +109,13 @@ MUTATIONS = {
         "test_reduce",
         "a_reduction_that_is_not_to_overlap_is_over",
     ),
+    "a gather that is copied beside backward": Mutation(
+        "group",
+        "fc_gather_is_copied(&g->gather, post_forward) ? FC_OK",
+        "post_forward ? FC_OK",
+        "test_group",
+        "but_not_where_processors",
+    ),
     "pieces that a failed copy-out frees": Mutation(
         "gather",
         "        fc_unsharded_return(a->members, a->flight.plan, &a->pieces);",

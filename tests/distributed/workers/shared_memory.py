@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -90,6 +91,17 @@ def by_sockets() -> Iterator[None]:
         yield
     finally:
         del os.environ["FSDP_C_TRANSPORT"]
+
+
+@contextlib.contextmanager
+def by_torchs_functions() -> Iterator[None]:
+    """Which move this rank's rows, as somebody has patched them."""
+    gather, reduce = stock.foreach_all_gather, stock.foreach_reduce
+    with (
+        mock.patch.object(stock, "foreach_all_gather", lambda *args: gather(*args)),
+        mock.patch.object(stock, "foreach_reduce", lambda *args: reduce(*args)),
+    ):
+        yield
 
 
 # ---- what is moved ----
@@ -365,6 +377,40 @@ def overlapping(rank: int, world: int) -> dict[str, bool]:
             _at_gradient(last[0], late)
         train(model, 1)
         dist.destroy_process_group(group)
+    return found
+
+
+def _in_turns(model: nn.Sequential, watchers: list[Any]) -> Tensors:
+    """A step within each of them."""
+    seen: Tensors = []
+    for watcher in watchers:
+        with watcher():
+            seen += train(model, 1)
+    return seen
+
+
+def prefetching(rank: int, world: int) -> dict[int, tuple[list[bool], bool]]:
+    """By width: whether the first unit's gather is in flight when the last unit's gradients have
+    come, in each step; and whether bits are those of sockets. The last rank has more processors,
+    where there are more; torch's functions move its rows in some steps, and it counts ops in one.
+    """
+    if rank < world - 1:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    unseen, patched = contextlib.nullcontext, by_torchs_functions
+    plain = [unseen] * 5
+    watched = [patched, patched, patched, CommDebugMode, unseen]
+    found = {}
+    for width in (500, 1500):
+        with by_sockets():
+            expected = _in_turns(model_of(new_group(), [width] * 3), plain)
+        first, last = model = model_of(new_group(), [width] * 3)
+        group = first._get_fsdp_state()._fsdp_param_group
+        ahead: list[bool] = []
+        _at_gradient(last[0], lambda g=group, s=ahead: s.append(g._all_gather_result is not None))
+        seen = _in_turns(model, watched if rank == world - 1 else plain)
+        assert boards() == world
+        found[width] = ahead[2:], same(seen, expected)
+        dist.destroy_process_group(group.mesh_info.shard_process_group)
     return found
 
 
