@@ -530,18 +530,22 @@ static void a_forward_inside_backward_leaves_no_place_in_the_order(void **state)
     end(&f);
 }
 
-static void backward_prefetches_the_group_whose_forward_came_before(void **state) {
-    (void)state;
-    fixture f = begin(plain);
-    fc_group *second = &f.model->layers[2].groups[0].core;
+/* Two groups whose forwards are over; the log is empty. Returns the second. */
+static fc_group *run_forwards(fixture *f) {
+    fc_group *const both[] = {f->core, &f->model->layers[2].groups[0].core};
     bool entering = false;
-    fc_group *const both[] = {f.core, second};
     for (size_t i = 0; i < 2; i++) {
         assert_int_equal(fc_group_pre_forward(both[i], &entering), FC_OK);
         assert_int_equal(fc_group_post_forward(both[i]), FC_OK);
     }
     sim_log_clear();
-    assert_int_equal(fc_group_pre_backward(second, true), FC_OK);
+    return both[1];
+}
+
+static void backward_prefetches_the_group_whose_forward_came_before(void **state) {
+    (void)state;
+    fixture f = begin(plain);
+    assert_int_equal(fc_group_pre_backward(run_forwards(&f), true), FC_OK);
     assert_string_equal(sim_log_text(), "gather:1 gather:0");
     expect_state(&f, FC_SHARDED, true);
     assert_int_equal(f.core->training_state, FC_IDLE); /* not its turn yet */
@@ -553,16 +557,8 @@ static void backward_prefetches_the_group_whose_forward_came_before(void **state
 static void but_not_where_processors_that_compute_would_copy_it(void **state) {
     (void)state;
     fixture f = begin(plain);
-    fc_group *second = &f.model->layers[2].groups[0].core;
-    bool entering = false;
-    fc_group *const both[] = {f.core, second};
-    for (size_t i = 0; i < 2; i++) {
-        assert_int_equal(fc_group_pre_forward(both[i], &entering), FC_OK);
-        assert_int_equal(fc_group_post_forward(both[i]), FC_OK);
-    }
     sim_collectives_are_copied(true);
-    sim_log_clear();
-    assert_int_equal(fc_group_pre_backward(second, true), FC_OK);
+    assert_int_equal(fc_group_pre_backward(run_forwards(&f), true), FC_OK);
     assert_string_equal(sim_log_text(), "gather:1");
     expect_state(&f, FC_SHARDED, false);
     assert_int_equal(fc_group_prefetch(f.core, FC_PRE_BACKWARD), FC_OK); /* as users ask for it */
