@@ -159,6 +159,8 @@ void fct_memory_trim(void);
 FCT_CHECK int fct_storage_alloc(fct_tensor *t, int64_t nbytes);
 /* Frees the storage's memory; size becomes 0. Nothing happens where it is 0 already. */
 void fct_storage_free(fct_tensor *t);
+/* Whether it may do that: not where an array (numpy()) or another process shares the memory. */
+bool fct_storage_can_free(const fct_tensor *t);
 /* Whether another tensor lies over the memory of t, or did so before that was freed. */
 bool fct_storage_is_shared(const fct_tensor *t);
 /* `to`, whose storage holds none, gets the memory of `from`'s, which holds none then. Both on one
