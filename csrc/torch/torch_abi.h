@@ -354,9 +354,9 @@ bool fct_dtype_is_floating(fct_dtype dtype);
  * anything else. */
 fct_dtype fct_py_dtype(struct _object *obj);
 FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
-/* Whether torch traces what runs on this thread: with fake, proxy or functional tensors, or by jit.
- */
-bool fct_tracing(void);
+/* Whether somebody looks at each operation that runs on this thread: traces it, with fake, proxy or
+ * functional tensors or by jit, or has a dispatch mode. */
+bool fct_watched(void);
 /* A handle of a ProcessGroup object, shared by all who ask for it. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* The ProcessGroup that moves a group's rows on the CPU (direct.h) as a new object, or None where
