@@ -29,6 +29,8 @@ from .mixed_precision import no_dtype, refuse_others
 from .notes import add, class_name, noted, some
 from .suspicions import look_over
 
+_TRACERS = tuple(getattr(_TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
 
 def _moves_inputs_to(device: torch.device) -> bool:
     """Whether the root's arguments are put there, as DDP does it."""
@@ -147,18 +149,20 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             moved_args, moved_kwargs = _to_kwargs(args, kwargs, self._device, False)
         return moved_args[0], moved_kwargs[0]
 
-    def _check_tracing(self) -> None:
-        """Called before an iteration that is traced: on fake, proxy or functional tensors, by jit.
+    def _check_modes(self) -> None:
+        """Called before an iteration under a dispatch mode, or that jit traces.
 
         What is gathered outlives the forward, so that fake tensors would stay for good.
 
         Raises:
             RuntimeError: the parameters are real, and would be used by a graph or be gathered for
-                the first time.
+                the first time, or saved tensors would be cloned that have been freed.
         """
-        modules = self._modules[0].modules()
-        found = (self._get_state_for_module(module) for module in modules)
-        states = [state for state in found if isinstance(state, State)]
+        if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
+            self._check_mutations()
+        if not (torch.jit.is_tracing() or any(map(_get_dispatch_mode, _TRACERS))):
+            return
+        states = self._all_states()
         params = [p for state in states for g in state._fsdp_param_groups for p in g.fsdp_params]
         if all(is_fake(param._sharded_param_data) for param in params):
             return
@@ -179,6 +183,24 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 "tensors: its parameters are real, and what they are gathered into is kept\n"
                 "Make and shard the model under the FakeTensorMode, or run a real forward first."
             )
+
+    def _check_mutations(self) -> None:
+        """torch's context goes by the addresses of what was saved, and clones it when something
+        else is written there: freed memory, which ends the process."""
+        for state in self._all_states():
+            stays = state is self and state._auto_reshard_after_forward
+            if not stays and any(g._reshard_after_forward for g in state._fsdp_param_groups):
+                raise RuntimeError(
+                    f"{class_name(state._modules[0])} is resharded after forward, and "
+                    "allow_mutation_on_saved_tensors() would clone parameters that were freed\n"
+                    "Pass reshard_after_forward=False to fully_shard, or leave that context."
+                )
+
+    def _all_states(self) -> list[State]:
+        """Those in the tree, whoever's root they are."""
+        modules = self._modules[0].modules()
+        found = dict.fromkeys(self._get_state_for_module(module) for module in modules)
+        return [state for state in found if isinstance(state, State)]
 
     def _states_below(self) -> list[State]:
         """All states in the root's tree, in ``named_modules()`` order; refuses other roots."""

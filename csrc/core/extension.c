@@ -184,6 +184,18 @@ done:
     return status;
 }
 
+static bool can_free(const fc_kept_tensor *list, size_t count) {
+    bool can = true;
+    for (size_t i = 0; can && i < count; i++) {
+        can = list[i].tensor == NULL || fct_storage_can_free(list[i].tensor);
+    }
+    return can;
+}
+
+bool fc_extension_can_free(const fc_extension *e) {
+    return can_free(e->outputs, e->output_count) && can_free(e->inner, e->inner_count);
+}
+
 static void free_all(const fc_kept_tensor *list, size_t count) {
     for (size_t i = 0; i < count; i++) {
         if (bytes_of(list[i].tensor) > 0) {

@@ -57,7 +57,8 @@ void fc_extension_forget(fc_extension *e);
  * one: what the second hook made would lose its memory. After a failure some may have memory. */
 FC_CHECK fc_status fc_extension_alloc(fc_extension *e, int64_t world, fct_device device,
                                       const char *name, fc_error *err);
-/* Frees the memory of outputs and inner tensors. */
+/* Frees the memory of outputs and inner tensors, where it can (fct_storage_can_free()). */
+bool fc_extension_can_free(const fc_extension *e);
 void fc_extension_free(fc_extension *e);
 /* Bytes that they hold. */
 int64_t fc_extension_bytes(const fc_extension *e);

@@ -62,6 +62,10 @@ void fc_gather_abandon(fc_gather *a) {
     drop(a);
 }
 
+fc_status fc_gather_can_free(const fc_gather *a) {
+    return a->keep_storage ? FC_OK : fc_unsharded_can_free(a->members);
+}
+
 void fc_gather_free(fc_gather *a) {
     if (!a->keep_storage) {
         fc_unsharded_free(a->members);

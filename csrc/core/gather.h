@@ -76,7 +76,9 @@ void fc_gather_retire(fc_gather *a, fct_event *copied);
  * buffer was allocated on waits first for the work that is queued on it. */
 void fc_gather_abandon(fc_gather *a);
 
-/* Frees the memory of the unsharded parameters, unless that is to be kept. */
+/* Frees the memory of the unsharded parameters, unless that is to be kept. Whether it can:
+ * fc_unsharded_can_free(). */
+FC_CHECK fc_status fc_gather_can_free(const fc_gather *a);
 void fc_gather_free(fc_gather *a);
 
 /* Copies this rank's rows of the smaller group, and has the host make parameters of them. After a

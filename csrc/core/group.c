@@ -264,15 +264,16 @@ done:
 }
 
 fc_status fc_group_reshard(fc_group *g) {
-    if (g->training_state == FC_FORWARD) {
-        if (!g->settings.reshard_after_forward) {
-            return FC_OK;
-        }
-        if (g->members.post_forward.name != NULL) {
-            return fc_group_to_sharded_post_forward(g);
-        }
+    bool in_forward = g->training_state == FC_FORWARD;
+    if (in_forward && !g->settings.reshard_after_forward) {
+        return FC_OK;
     }
-    return g->via->to_sharded(g);
+    fc_status status = fc_gather_can_free(&g->gather);
+    if (status != FC_OK) {
+        return status;
+    }
+    return in_forward && g->members.post_forward.name != NULL ? fc_group_to_sharded_post_forward(g)
+                                                              : g->via->to_sharded(g);
 }
 
 /* ---- unshard ---- */

@@ -330,7 +330,16 @@ fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device, 
     return fc_extension_alloc(&p->extension, world, device, p->name, err);
 }
 
+bool fc_param_can_free(const fc_param *p) {
+    return (p->flat == NULL || p->aliased || fct_storage_can_free(p->flat)) &&
+           fc_extension_can_free(&p->extension);
+}
+
 void fc_param_free(fc_param *p) {
+    if (!fc_param_can_free(p)) {
+        fc_param_forget_unsharded(p);
+        return;
+    }
     if (p->flat != NULL && !p->aliased) {
         fct_storage_free(p->flat);
     }

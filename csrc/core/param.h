@@ -114,7 +114,10 @@ FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts
  * fc_extension_alloc(). */
 FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device,
                                           fc_error *err);
-void fc_param_free(fc_param *p); /* frees all that, keeps the tensors */
+/* Frees all that and keeps the tensors. Where it cannot, since others share the memory, they keep
+ * that and the tensors are forgotten. */
+bool fc_param_can_free(const fc_param *p);
+void fc_param_free(fc_param *p);
 
 /* Folds .grad of the unsharded parameter into `accumulated` where there is one already. */
 FC_CHECK fc_status fc_param_fold_grad(fc_param *p);

@@ -51,6 +51,21 @@ void fc_unsharded_return(fc_members *m, const fc_gather_plan *plan, const fc_pie
     }
 }
 
+fc_status fc_unsharded_can_free(const fc_members *m) {
+    for (size_t i = 0; i < m->count; i++) {
+        const char *name = m->params[i]->name;
+        if (!fc_param_can_free(m->params[i])) {
+            return fc_error_set(&m->comm->error, FC_ESTATE,
+                                "Trying to resize storage that is not resizable\n"
+                                "The unsharded memory of parameter '%s' cannot be freed on rank "
+                                "%lld: its numpy() (or another process) shares it. Take a copy, "
+                                "param.detach().clone().numpy(), and call reset_iter_state().",
+                                name != NULL ? name : "?", (long long)m->shard.rank);
+        }
+    }
+    return FC_OK;
+}
+
 void fc_unsharded_free(fc_members *m) {
     bool watched = fc_members_host_moves(m, FC_MOVE_FREE);
     for (size_t i = 0; i < m->count; i++) {

@@ -23,6 +23,9 @@ void fc_unsharded_return(fc_members *m, const fc_gather_plan *plan, const fc_pie
 FC_CHECK fc_status fc_unsharded_make(fc_members *m, bool extends);
 /* Likewise over what somebody else has gathered. FC_ESTATE where a parameter holds no memory. */
 FC_CHECK fc_status fc_unsharded_adopt(fc_members *m);
+/* Before they are freed, while they can still be kept: FC_ESTATE, in torch's words, where one's
+ * memory cannot be freed. */
+FC_CHECK fc_status fc_unsharded_can_free(const fc_members *m);
 void fc_unsharded_free(fc_members *m);
 /* Before they are taken away: whoever has frozen or unfrozen them meant the parameters, and finds
  * them so from now on. */

@@ -45,8 +45,8 @@ static int refuse(fcpy_state *self, const char *pass) {
 }
 
 /* fsdp_c/state.py decides. */
-static int check_tracing(fcpy_state *self) {
-    PyObject *none = PyObject_CallMethod((PyObject *)self, "_check_tracing", NULL);
+static int check_modes(fcpy_state *self) {
+    PyObject *none = PyObject_CallMethod((PyObject *)self, "_check_modes", NULL);
     Py_XDECREF(none);
     return none != NULL ? 0 : -1;
 }
@@ -63,7 +63,7 @@ int fcpy_admit_forward(fcpy_state *self) {
         return refuse(self, "backward");
     }
     const bool first = it != NULL && it->core.forward_root == NULL;
-    if (first && fct_tracing() && check_tracing(self) != 0) {
+    if (first && fct_watched() && check_modes(self) != 0) {
         return -1;
     }
     self->thread = me;

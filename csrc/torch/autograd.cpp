@@ -286,13 +286,8 @@ bool fct_grad_enabled(void) {
     return at::GradMode::is_enabled();
 }
 
-bool fct_tracing(void) {
-    using c10::impl::TorchDispatchModeKey;
-    using c10::impl::TorchDispatchModeTLS;
-    return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
-           TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value() ||
-           TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value() ||
-           torch::jit::tracer::isTracing();
+bool fct_watched(void) {
+    return c10::impl::TorchDispatchModeTLS::any_modes_set() || torch::jit::tracer::isTracing();
 }
 
 bool fct_in_backward(void) {

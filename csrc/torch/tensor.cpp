@@ -337,7 +337,7 @@ int fct_storage_alloc(fct_tensor *t, int64_t nbytes) {
         TORCH_CHECK(nbytes >= 0 && now == 0, "cannot give ", nbytes,
                     " bytes to a storage that holds ", now);
         TORCH_CHECK(storage->resizable() && storage->allocator() != nullptr,
-                    "cannot give memory to a storage that is not resizable");
+                    "Trying to resize storage that is not resizable");
         c10::OptionalDeviceGuard guard;
         if (storage->device_type() != c10::DeviceType::CPU &&
             storage->device_type() != c10::DeviceType::Meta) {
@@ -355,6 +355,14 @@ void fct_storage_free(fct_tensor *t) {
     c10::StorageImpl *storage = impl(t)->unsafe_storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
     storage->set_nbytes(static_cast<size_t>(0));
+}
+
+bool fct_storage_can_free(const fct_tensor *t) {
+    if (!impl(t)->has_storage()) {
+        return true;
+    }
+    const c10::StorageImpl *storage = impl(t)->unsafe_storage().unsafeGetStorageImpl();
+    return storage->resizable() || storage->nbytes() == 0;
 }
 
 bool fct_storage_is_shared(const fct_tensor *t) {

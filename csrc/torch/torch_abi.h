@@ -159,6 +159,8 @@ void fct_memory_trim(void);
 FCT_CHECK int fct_storage_alloc(fct_tensor *t, int64_t nbytes);
 /* Frees the storage's memory; size becomes 0. Nothing happens where it is 0 already. */
 void fct_storage_free(fct_tensor *t);
+/* Whether it may do that: not where an array (numpy()) or another process shares the memory. */
+bool fct_storage_can_free(const fct_tensor *t);
 /* Whether another tensor lies over the memory of t, or did so before that was freed. */
 bool fct_storage_is_shared(const fct_tensor *t);
 /* `to`, whose storage holds none, gets the memory of `from`'s, which holds none then. Both on one
@@ -355,9 +357,9 @@ bool fct_dtype_is_floating(fct_dtype dtype);
  * anything else. */
 fct_dtype fct_py_dtype(struct _object *obj);
 FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
-/* Whether torch traces what runs on this thread: with fake, proxy or functional tensors, or by jit.
- */
-bool fct_tracing(void);
+/* Whether somebody looks at each operation that runs on this thread: traces it, with fake, proxy or
+ * functional tensors or by jit, or has a dispatch mode. */
+bool fct_watched(void);
 /* A handle of a ProcessGroup object, shared by all who ask for it. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* The ProcessGroup that moves a group's rows on the CPU (direct.h) as a new object, or None where

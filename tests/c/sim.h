@@ -139,6 +139,8 @@ void sim_tensor_read(const fct_tensor *t, double *out);
 int64_t sim_tensor_numel(const fct_tensor *t);
 size_t sim_tensor_refs(const fct_tensor *t);
 bool sim_tensor_has_memory(const fct_tensor *t);
+/* An array shares the memory from now on (numpy()): it must not be freed. */
+void sim_tensor_share(fct_tensor *t);
 /* Sets or adds to .grad as autograd does (steals grad). */
 void sim_grad_accumulate(fct_tensor *t, fct_tensor *grad);
 fct_tensor *sim_grad_peek(const fct_tensor *t); /* borrowed, NULL if none */

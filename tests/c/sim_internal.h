@@ -26,6 +26,7 @@ typedef struct sim_block {
     bool live;
     bool of_host;  /* beside a device with streams: memory that the host uses by itself */
     bool of_group; /* the memory of a process group */
+    bool shared;   /* an array has it, too, and does not count as a reference */
     int stream;    /* whose pool it belongs to */
     uint64_t freed_at;
     sim_access written;

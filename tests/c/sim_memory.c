@@ -231,6 +231,7 @@ sim_block *sim_block_alloc(size_t bytes, bool of_host) {
     block->live = true;
     block->of_host = of_host;
     block->of_group = false;
+    block->shared = false;
     block->size = bytes;
     ASAN_UNPOISON_MEMORY_REGION(block->base, block->capacity);
     if (!sim_now.streams) {
@@ -247,6 +248,9 @@ sim_block *sim_block_alloc(size_t bytes, bool of_host) {
 }
 
 void sim_block_free(sim_block *block, bool checked) {
+    if (checked && block->shared) {
+        sim_fail("%zu bytes are freed that an array shares", block->size);
+    }
     if (!sim_now.streams) {
         sim_clock now = sim_clock_of(0);
         const sim_access *race = checked ? unordered(block, true, &now) : NULL;
@@ -278,6 +282,15 @@ sim_block *sim_block_around(const void *address, int64_t bytes, const char *what
     }
     sim_fail("%s uses %lld bytes at an address where nothing is allocated", what, (long long)bytes);
     return NULL;
+}
+
+void sim_tensor_share(fct_tensor *t) {
+    sim_tensor_block(t)->shared = true;
+}
+
+bool fct_storage_can_free(const fct_tensor *t) {
+    const sim_block *block = sim_tensor_block(t);
+    return block == NULL || !block->shared;
 }
 
 /* The simulated device frees at once. */

@@ -132,10 +132,39 @@ static void a_group_stays_in_its_context_while_it_is_reduced(void **state) {
     fc_comm_fini(&other);
 }
 
+/* torch's numpy(): no reference to the storage would tell, and a reader would find freed memory. */
+static void memory_that_an_array_shares_is_kept_and_a_reset_leaves_it_to_the_array(void **state) {
+    (void)state;
+    const double values[4] = {7.0, 7.0, 7.0, 7.0};
+    for (int streams = 0; streams < 2; streams++) {
+        sim_scenario scenario = two_ranks;
+        scenario.device.streams = streams != 0;
+        fixture f = begin(scenario);
+        assert_int_equal(fc_group_unshard(core(&f), core(&f)->training_state, false), FC_OK);
+        assert_int_equal(fc_group_wait_unshard(core(&f)), FC_OK);
+        fct_tensor *flat = f.group->params[0].core.flat;
+        fct_tensor_retain(flat);
+        sim_tensor_share(flat);
+        sim_tensor_write(flat, values, "what the array shows");
+        assert_int_equal(fc_group_reshard(core(&f)), FC_ESTATE);
+        assert_int_equal(core(&f)->sharded_state, FC_UNSHARDED);
+        assert_non_null(strstr(f.model->comm.error.message, "storage that is not resizable\n"));
+        assert_int_equal(fc_state_reset(&f.model->layers[0].core), FC_OK);
+        assert_int_equal(core(&f)->sharded_state, FC_SHARDED);
+        sim_tensor_expect(flat, values, "what the array shows");
+        fct_tensor_release(flat);
+        compute_gradient(&f);
+        assert_int_equal(fc_group_post_backward(core(&f)), FC_OK);
+        finish(&f);
+        end(&f);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_hook_on_the_gradient_may_reset_everything),
         cmocka_unit_test(a_reset_leaves_what_another_root_has_in_flight),
+        cmocka_unit_test(memory_that_an_array_shares_is_kept_and_a_reset_leaves_it_to_the_array),
         cmocka_unit_test(a_group_stays_in_its_context_while_it_is_reduced),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -233,6 +233,47 @@ def test_a_buffer_that_there_is_no_memory_for_is_torchs_error_and_the_model_trai
     module(torch.ones(1, 4096)).sum().backward()
 
 
+def test_memory_that_an_array_shares_is_not_freed(fake_group: int) -> None:
+    """numpy() in a hook: torch's words, an array that stays valid, and a reset that helps."""
+    arrays: list[Any] = []
+    for shard in (stock_fully_shard, fully_shard):
+        module = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4))
+        hook = module[1].register_forward_hook(
+            lambda m, args, output: arrays.append(m.weight.detach().numpy())
+        )
+        shard(module)
+        full = torch.arange(256.0).view(4, 64)
+        with torch.no_grad():
+            module.unshard()
+            module[1].weight.copy_(full)
+        with pytest.raises(RuntimeError, match=r"^Trying to resize storage that is not resizable"):
+            module(torch.ones(1, 4)).sum().backward()
+        hook.remove()
+        torch.full((256,), -1.0)  # would get the memory that was freed
+        assert (arrays[-1] == full.numpy()).all()
+    module.reset_iter_state()
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+    train(module)
+    assert (arrays[-1] == full.numpy()).all()
+
+
+def test_what_cannot_be_freed_is_named(fake_group: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(module, reshard_after_forward=False)
+    loss = module(torch.ones(1, 4)).sum()
+    array = module[1].weight.detach().numpy()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'1\.weight' cannot be freed on rank 0"):
+            module.reshard()
+    with pytest.raises(
+        RuntimeError, match=r"(?s)param\.detach\(\)\.clone\(\)\.numpy\(\), and call"
+    ):
+        loss.backward()
+    module.reset_iter_state()
+    train(module)
+    del array
+
+
 def test_uninitialised_process_group_is_refused_with_torchs_error() -> None:
     assert not dist.is_initialized()
     module = nn.Linear(4, 4)

@@ -102,3 +102,26 @@ def test_real_make_fx_runs_the_model(single_group: int) -> None:
     model = sharded()
     make_fx(model)(X)
     expect_usable(model)
+
+
+def under_mutations(model: nn.Module, steps: int = 3) -> None:
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        for _ in range(steps):
+            model(X).sum().backward()
+
+
+def test_a_context_that_would_clone_freed_memory_is_refused(fake_group: int) -> None:
+    """It ended the process; torch's FSDP2 fails in it, too, in other words."""
+    model = sharded()
+    with pytest.raises(RuntimeError, match="Linear is resharded after forward, and allow_mutation"):
+        under_mutations(model)
+    model(X).sum().backward()
+
+
+def test_the_same_where_nothing_is_freed(fake_group: int) -> None:
+    model = fully_shard(plain())  # a root stays unsharded
+    under_mutations(model)
+    blocks = plain()
+    fully_shard(blocks[0], reshard_after_forward=False)
+    fully_shard(blocks)
+    under_mutations(blocks)
