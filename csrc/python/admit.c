@@ -44,6 +44,21 @@ static int refuse(fcpy_state *self, const char *pass) {
     return -1;
 }
 
+/* The graph of such a forward would go when torch itself has gone in parts: it ends the process. */
+static int refuse_at_the_end(fcpy_state *self) {
+    PyObject *module = describe(self);
+    if (module != NULL) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "%U cannot be trained while the interpreter shuts down\n"
+            "Train before that, in a function of atexit for example, and not in __del__ of "
+            "an object that outlives the program.",
+            module);
+        Py_DECREF(module);
+    }
+    return -1;
+}
+
 /* fsdp_c/state.py decides. */
 static int check_modes(fcpy_state *self) {
     PyObject *none = PyObject_CallMethod((PyObject *)self, "_check_modes", NULL);
@@ -63,6 +78,9 @@ int fcpy_admit_forward(fcpy_state *self) {
         return refuse(self, "backward");
     }
     const bool first = it != NULL && it->core.forward_root == NULL;
+    if (first && fct_py_ending() && fct_grad_enabled()) {
+        return refuse_at_the_end(self);
+    }
     if (first && fct_watched() && check_modes(self) != 0) {
         return -1;
     }

@@ -61,6 +61,14 @@ bool python_alive() noexcept {
 #endif
 }
 
+} // namespace fct
+
+bool fct_py_ending(void) {
+    return !fct::python_alive();
+}
+
+namespace fct {
+
 void HookRef::call() const {
     pybind11::gil_scoped_acquire gil;
     if (hook_.owner != nullptr && hook_.call(hook_.owner) != 0) {

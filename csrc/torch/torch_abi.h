@@ -360,6 +360,8 @@ FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
 /* Whether somebody looks at each operation that runs on this thread: traces it, with fake, proxy or
  * functional tensors or by jit, or has a dispatch mode. */
 bool fct_watched(void);
+/* Whether the interpreter is ending: modules are taken apart, and functions run in __del__ only. */
+bool fct_py_ending(void);
 /* A handle of a ProcessGroup object, shared by all who ask for it. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* The ProcessGroup that moves a group's rows on the CPU (direct.h) as a new object, or None where

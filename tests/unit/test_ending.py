@@ -28,6 +28,25 @@ print(ended.is_set(), time.monotonic() - begin < until - begin + 1)
 """
 
 
+LATE = """
+import sys, torch, torch.distributed as dist, torch.nn as nn
+import fsdp_c
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fsdp_c.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+x = torch.ones(2, 8)
+model(x).sum().backward()
+class Late:
+    def __del__(self, model=model, x=x, no_grad=torch.no_grad, sys=sys):
+        with no_grad():
+            model(x)
+        try:
+            model(x).sum().backward()
+        except RuntimeError as error:
+            sys.stderr.write(str(error))
+sys.modules["outlives the program"] = Late()
+"""
+
+
 def ends(seconds: float, machine: str = "Linux") -> str:
     command = [sys.executable, "-c", PROGRAM, str(seconds), machine]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -57,3 +76,12 @@ def test_a_thread_that_sleeps_is_not_waited_for(
     assert not fsdp_c.ending._others_run()
     (tmp_path / "2/stat").write_text("2 (pt_autograd_0) R 1 2 3\n")
     assert fsdp_c.ending._others_run()
+
+
+def test_a_model_is_not_trained_by_what_outlives_the_program() -> None:
+    """It was, and the process ended by SIGABRT; torch's FSDP2 raises, if in other words."""
+    found = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0
+    assert "the root module (FSDPSequential) cannot be trained while the interp" in found.stderr
