@@ -23,6 +23,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -121,7 +122,17 @@ static uint64_t random_token(void) {
     return token >> 1; /* of a number with a sign */
 }
 
+/* Whether this process may make a file so large. Who tries all the same is sent a signal, which may
+ * end it. */
+static int may_have(size_t bytes) {
+    struct rlimit most;
+    return getrlimit(RLIMIT_FSIZE, &most) != 0 || bytes <= most.rlim_cur;
+}
+
 static int make_own(fcb_board *board) {
+    if (!may_have(bytes_of(board->room))) {
+        return 0;
+    }
     const int file = beside_streams(memfd_create("fsdp_c board", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (file < 0) {
         return 0;
