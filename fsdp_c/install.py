@@ -7,6 +7,7 @@ fsdp_c script.py``, or a call of :func:`install`. All three do the same; see ``f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -85,14 +86,21 @@ def announced(name: str) -> Callable[..., Any]:
     if not _has_told and os.environ.get(ENVIRONMENT_SWITCH, "") not in ("", "0"):
         _has_told = True
         if _rank() == 0:
-            line = (
+            _tell(
                 f"fsdp_c {__version__} runs fully_shard and replicate (torch {torch.__version__})"
             )
-            print(line, file=sys.stderr, flush=True)
     optim.accelerate_all()
     clip_for_torch.redirect()
     _announce()
     return _OURS[name]
+
+
+def _tell(line: str) -> None:
+    """Writes to standard error, if there is one: daemons close it, and whoever read it may be gone,
+    of which a job that says nothing itself would not know."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

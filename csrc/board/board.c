@@ -23,6 +23,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -95,6 +96,17 @@ static void let_go(fcb_view *view, size_t room) {
     }
 }
 
+/* The same file under a number that no standard stream has, or -1: a program may have closed those,
+ * and what it prints would go onto the board. */
+static int beside_streams(int file) {
+    if (file < 0 || file > STDERR_FILENO) {
+        return file;
+    }
+    const int beside = fcntl(file, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+    (void)close(file);
+    return beside;
+}
+
 /* The lock of an owner that lives. It belongs to the process, and no child of fork() has it. */
 static struct flock life(void) {
     return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
@@ -110,8 +122,18 @@ static uint64_t random_token(void) {
     return token >> 1; /* of a number with a sign */
 }
 
+/* Whether this process may make a file so large. Who tries all the same is sent a signal, which may
+ * end it. */
+static int may_have(size_t bytes) {
+    struct rlimit most;
+    return getrlimit(RLIMIT_FSIZE, &most) != 0 || bytes <= most.rlim_cur;
+}
+
 static int make_own(fcb_board *board) {
-    const int file = memfd_create("fsdp_c board", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (!may_have(bytes_of(board->room))) {
+        return 0;
+    }
+    const int file = beside_streams(memfd_create("fsdp_c board", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (file < 0) {
         return 0;
     }
@@ -168,7 +190,7 @@ static int find(fcb_view *found, const fcb_offer *offer, size_t room) {
     if (stat(path, &facts) != 0 || !has_size(&facts, room)) {
         return 0;
     }
-    const int file = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    const int file = beside_streams(open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK));
     if (file < 0) {
         return 0;
     }

@@ -148,7 +148,7 @@ static void open_under_limits(void) {
     must(!finds(ROOM, 0, 2, &the_offer)); /* one file only */
     limit_files(files_before.rlim_cur);
     must(finds(ROOM, 0, 2, &the_offer));
-    must(signal(SIGXFSZ, SIG_IGN) != SIG_ERR);
+    must(signal(SIGXFSZ, SIG_DFL) != SIG_ERR); /* which ends a process */
     limit_bytes(ROOM);
     must(fcb_open(ROOM) == NULL);
     limit_bytes(bytes_of(ROOM));
@@ -168,6 +168,34 @@ static void limits_of_the_system_are_no_crash(void **state) {
         assert_null(fcb_open(never[i]));
     }
     fcb_close(NULL);
+}
+
+/* What the program prints is no message. */
+static void open_without_streams(void) {
+    for (int stream = 0; stream <= STDERR_FILENO; stream++) {
+        (void)close(stream);
+    }
+    const int before = open_files();
+    fcb_board *board = fcb_open(ROOM);
+    const fcb_offer offers[] = {the_offer, the_offer};
+    must(board != NULL && fcb_join(board, 0, 2, offers));
+    for (int stream = 0; stream <= STDERR_FILENO; stream++) {
+        must(fcntl(stream, F_GETFD) < 0);
+    }
+    must(fcntl(board->own.file, F_GETFD) == FD_CLOEXEC);
+    must(fcntl(board->views[1].file, F_GETFD) == FD_CLOEXEC);
+    must(!fcb_ended(board, 1));
+    fcb_close(board);
+    must(open_files() == before);
+}
+
+static void boards_are_no_standard_streams(void **state) {
+    (void)state;
+    offered = fcb_open(ROOM);
+    assert_non_null(offered);
+    the_offer = fcb_offer_of(offered);
+    in_a_child(open_without_streams);
+    fcb_close(offered);
 }
 
 /* ---- nonsense ---- */
@@ -247,6 +275,7 @@ int main(void) {
         cmocka_unit_test(only_the_board_of_an_offer_is_found),
         cmocka_unit_test(other_files_are_no_boards),
         cmocka_unit_test(limits_of_the_system_are_no_crash),
+        cmocka_unit_test(boards_are_no_standard_streams),
         cmocka_unit_test_setup_teardown(a_letter_that_cannot_be_is_not_believed, open_two,
                                         close_two),
         cmocka_unit_test_setup_teardown(a_number_that_cannot_be_is_not_believed, open_two,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import logging
 import pickle
@@ -12,7 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -190,6 +191,34 @@ def test_one_line_says_what_was_replaced(caplog: pytest.LogCaptureFixture) -> No
     assert len(lines) == 1
     assert lines[0].startswith(f"fsdp_c {fsdp_c.__version__} replaces ")
     assert "torch.distributed.fsdp._fully_shard._fully_shard.fully_shard" in lines[0]
+
+
+class _Gone(io.StringIO):
+    """Nobody reads the pipe any more."""
+
+    def write(self, text: str, /) -> int:
+        raise BrokenPipeError
+
+
+def _closed() -> IO[str]:
+    file = io.StringIO()
+    file.close()
+    return file
+
+
+@pytest.mark.parametrize("stderr", [None, _closed(), _Gone()], ids=["none", "closed", "unread"])
+def test_a_job_without_standard_error_is_switched_over_all_the_same(
+    stderr: IO[str] | None,
+    installed: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("FSDP_C", "1")
+    module = importlib.import_module("fsdp_c.install")
+    monkeypatch.setattr(module, "_has_told", False)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert module.announced("fully_shard") is fsdp_c.fully_shard
+    assert capsys.readouterr().out == ""
 
 
 # ---- a redirected function -----------------------------------------------------------------------
