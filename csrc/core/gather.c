@@ -301,7 +301,8 @@ bool fc_gather_is_copied(const fc_gather *a, bool post_forward) {
     fc_members *m = a->members;
     fc_link *link = post_forward ? &m->post_forward : &m->shard;
     const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
-    return link->world > 1 && plan->valid && !plan->extended &&
+    const bool by_processors = m->device.type == FCT_DEVICE_CPU; /* a link may have others, too */
+    return by_processors && link->world > 1 && plan->valid && !plan->extended &&
            fc_link_is_copied(link, plan->row_bytes);
 }
 

@@ -68,6 +68,22 @@ static void the_parameters_are_whole_when_it_is_over(void **state) {
     }
 }
 
+/* A process group may serve several devices. */
+static void rows_are_copied_by_processors_on_the_cpu_alone(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        begin_on((sim_config){.seed = 7, .streams = streams != 0}, 2, false);
+        sim_collectives_are_copied(true);
+        assert_false(fc_gather_is_copied(gather, false)); /* nobody knows its row yet */
+        start();
+        land();
+        assert_int_equal(fc_gather_is_copied(gather, false), !streams);
+        sim_collectives_are_copied(false);
+        assert_false(fc_gather_is_copied(gather, false));
+        end();
+    }
+}
+
 static void the_memory_of_a_gather_is_gone_when_it_is_freed(void **state) {
     (void)state;
     begin(2, false);
@@ -172,6 +188,7 @@ static void what_must_not_be_is_found(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_parameters_are_whole_when_it_is_over),
+        cmocka_unit_test(rows_are_copied_by_processors_on_the_cpu_alone),
         cmocka_unit_test(the_memory_of_a_gather_is_gone_when_it_is_freed),
         cmocka_unit_test(one_rank_sends_nothing_and_shares_its_shards_where_nothing_is_cast),
         cmocka_unit_test(given_up_its_buffer_stays_until_the_backend_is_done),
