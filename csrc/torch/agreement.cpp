@@ -140,14 +140,14 @@ bool Question::is_open() const {
     return work_.defined();
 }
 
-/* What a rank says of the others' boards. */
-enum Found : int64_t { missing, all, all_but_crowded };
+/* What a rank says: whether it has found the others' boards, and has few processors for it. */
+enum class Found : int64_t { no, yes, yes_but_crowded };
 
 static void take_found(Agreement &agreement) {
     const at::Tensor found = agreement.found.answers();
-    if (found.min().item<int64_t>() == Found::missing) {
+    if (Found(found.min().item<int64_t>()) == Found::no) {
         agreement.office.reset();
-    } else if (found.max().item<int64_t>() == Found::all_but_crowded) {
+    } else if (Found(found.max().item<int64_t>()) == Found::yes_but_crowded && agreement.office) {
         agreement.office->crowd();
     }
     agreement.found = {};
@@ -163,9 +163,7 @@ std::shared_ptr<Office> office_of(Agreement &agreement, c10d::Backend &engine, U
             std::exchange(agreement.office, nullptr); /* none if the question fails */
         const bool joined = office->join(engine.getRank(), engine.getSize(), offers);
         const bool crowded = processors() < 2 * engine.getSize();
-        const Found found = !joined   ? Found::missing
-                            : crowded ? Found::all_but_crowded
-                                      : Found::all;
+        const Found found = !joined ? Found::no : crowded ? Found::yes_but_crowded : Found::yes;
         agreement.found.ask(engine, at::full({1}, static_cast<int64_t>(found), at::kLong));
         agreement.office = office;
     } else if (agreement.found.is_open() && use != Use::reduce &&
