@@ -108,7 +108,6 @@ class Timed:
     def __init__(self, kind: str, name: str) -> None:
         torch.manual_seed(0)
         job = JOBS[kind]()
-        self.name = name
         self.loss = job.loss
         self.model: nn.Module = job.model
         if name == "ddp":
@@ -142,21 +141,15 @@ class Timed:
             self.turn({"without": [], "with": []})
         for _ in range(PEAKS):
             self.optimizer.zero_grad()
-            self._give_back()
+            give_back()
             self.turn(self.peaks)
 
     def memory(self) -> list[tuple[float, float]]:
         """Over one step, as ``memory_over`` has it."""
         self.optimizer.zero_grad()
-        self._give_back()
+        give_back()
         dist.barrier()
         return memory_over(self._step)
-
-    def _give_back(self) -> None:
-        """What is kept free would hide a peak: ours is resident again from the step's begin on."""
-        if self.name in ("ours", "shared"):
-            fsdp_c.release_memory()
-        give_back()
 
     def _step(self) -> None:
         self.loss(self.model).backward()

@@ -72,7 +72,6 @@ class Watched:
     def step(self) -> tuple[float, float]:
         """The most units in forward and in backward."""
         self.model.zero_grad(set_to_none=True)
-        fsdp_c.release_memory()
         give_back()
         dist.barrier()
         self.begin = resident()
