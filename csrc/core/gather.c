@@ -119,6 +119,15 @@ done:
     return status;
 }
 
+/* Over which link, and how: the shards, or those of the smaller group. */
+static fc_link *link_of(const fc_gather *a, bool post_forward) {
+    return post_forward ? &a->members->post_forward : &a->members->shard;
+}
+
+static const fc_gather_plan *plan_of(const fc_gather *a, bool post_forward) {
+    return post_forward ? &a->post_forward_plan : &a->plan;
+}
+
 /* Builds the plan where it is not valid. `extended`: nor where the inputs are others now. */
 static fc_status renew_plan(fc_gather *a, bool post_forward, int64_t world, bool extended) {
     const fc_members *m = a->members;
@@ -136,8 +145,8 @@ static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_strea
                                 fc_flight *flight) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
-    flight->link = post_forward ? &a->members->post_forward : &a->members->shard;
-    flight->plan = post_forward ? &a->post_forward_plan : &a->plan;
+    flight->link = link_of(a, post_forward);
+    flight->plan = plan_of(a, post_forward);
     if (flight->link->world > 1) {
         FC_TRY(fc_link_open(flight->link));
     }
@@ -284,8 +293,8 @@ done:
 /* The host's own all-gather of whole rows; it, too, may meet ranks that have pieces. */
 static fc_status host_gather(fc_gather *a, bool post_forward, bool async_op, fc_lane lane) {
     const fc_members *m = a->members;
-    const fc_link *link = post_forward ? &m->post_forward : &m->shard;
-    const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
+    const fc_link *link = link_of(a, post_forward);
+    const fc_gather_plan *plan = plan_of(a, post_forward);
     fct_cuts cuts = {0};
     if (link->world > 1 && !any_extended(m) &&
         renew_plan(a, post_forward, link->world, false) == FC_OK) {
@@ -298,10 +307,10 @@ static fc_status host_gather(fc_gather *a, bool post_forward, bool async_op, fc_
 }
 
 bool fc_gather_is_copied(const fc_gather *a, bool post_forward) {
-    fc_members *m = a->members;
-    fc_link *link = post_forward ? &m->post_forward : &m->shard;
-    const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
-    const bool by_processors = m->device.type == FCT_DEVICE_CPU; /* a link may have others, too */
+    fc_link *link = link_of(a, post_forward);
+    const fc_gather_plan *plan = plan_of(a, post_forward);
+    /* A link may have other devices, too. */
+    const bool by_processors = a->members->device.type == FCT_DEVICE_CPU;
     return by_processors && link->world > 1 && plan->valid && !plan->extended &&
            fc_link_is_copied(link, plan->row_bytes);
 }
