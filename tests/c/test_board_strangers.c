@@ -46,6 +46,15 @@ static int finds(size_t room, int rank, int world, const fcb_offer *offer) {
 static fcb_board *offered, *closed_one;
 static fcb_offer the_offer, closed_offer;
 
+/* What a child does that knows a board of its parent. */
+static void beside_an_offer(void (*does)(void)) {
+    offered = fcb_open(ROOM);
+    assert_non_null(offered);
+    the_offer = fcb_offer_of(offered);
+    in_a_child(does);
+    fcb_close(offered);
+}
+
 static fcb_offer offer_of_file(int file) {
     return (fcb_offer){(int64_t)getppid(), file, the_offer.token};
 }
@@ -158,11 +167,7 @@ static void open_under_limits(void) {
 
 static void limits_of_the_system_are_no_crash(void **state) {
     (void)state;
-    offered = fcb_open(ROOM);
-    assert_non_null(offered);
-    the_offer = fcb_offer_of(offered);
-    in_a_child(open_under_limits);
-    fcb_close(offered);
+    beside_an_offer(open_under_limits);
     const size_t never[] = {0, LINE - 1, SIZE_MAX, SIZE_MAX / 2, SIZE_MAX - sizeof(fcb_page)};
     for (size_t i = 0; i < sizeof never / sizeof never[0]; i++) {
         assert_null(fcb_open(never[i]));
@@ -191,11 +196,7 @@ static void open_without_streams(void) {
 
 static void boards_are_no_standard_streams(void **state) {
     (void)state;
-    offered = fcb_open(ROOM);
-    assert_non_null(offered);
-    the_offer = fcb_offer_of(offered);
-    in_a_child(open_without_streams);
-    fcb_close(offered);
+    beside_an_offer(open_without_streams);
 }
 
 /* ---- nonsense ---- */
