@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.utils import _apply_to_tensors
 
 import fsdp_c._C as _C
@@ -66,5 +68,14 @@ BOUND: dict[str, Any] = {
 }
 """What the extension is given."""
 
+
+def _probe() -> tuple[torch.Tensor, Any]:
+    """A local tensor with an offset, and what torch's function reads of a spec."""
+    local = torch.empty(6, device="cpu")[2:]
+    meta = TensorMeta(torch.Size((16, 2)), (2, 1), local.dtype)
+    return local, SimpleNamespace(tensor_meta=meta)
+
+
 _C.bind(**BOUND)
+_C.make_dtensors(*_probe())
 guard.bind(ParamGroup, State)

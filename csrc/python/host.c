@@ -2,6 +2,7 @@
  * Python layer moves itself. Owns nothing; every call-back runs with the GIL held. */
 #include "host.h"
 
+#include "dtensor.h"
 #include "extension.h"
 #include "retired.h"
 #include "shard.h"
@@ -130,9 +131,7 @@ static int set_new_grad(fcpy_param *self, fct_tensor *local) {
     if (fct_py_from_tensor(local, &tensor) != 0) {
         return -1;
     }
-    PyObject *const args[] = {self->mod->bound.dtensor_class, tensor, self->spec, Py_False};
-    PyObject *grad =
-        PyObject_Vectorcall(self->mod->bound.dtensor_new, args, 3, self->mod->no_grad_kwnames);
+    PyObject *grad = fcpy_dtensor_new(self->mod, tensor, self->spec);
     Py_DECREF(tensor);
     if (grad == NULL) {
         return -1;

@@ -54,7 +54,22 @@ static PyObject *module_bind(PyObject *module, PyObject *args, PyObject *kwargs)
     FCPY_BOUND(FCPY_TAKE)
 #undef FCPY_TAKE
     fcpy_dtensor_find_slots(mod);
+    mod->makes_dtensors = false;
     Py_RETURN_NONE;
+}
+
+static PyObject *module_make_dtensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    fcpy_module *mod = state_of(module);
+    if (nargs != 2 || !fct_py_is_tensor(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "make_dtensors takes a tensor and a spec");
+        return NULL;
+    }
+    if (mod->bound.dtensor_class == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "make_dtensors comes after bind");
+        return NULL;
+    }
+    mod->makes_dtensors = fcpy_dtensor_try(mod, args[0], args[1]);
+    return PyBool_FromLong(mod->makes_dtensors);
 }
 
 static PyObject *module_fault_arm(PyObject *module, PyObject *arg) {
@@ -273,6 +288,9 @@ static PyMethodDef module_methods[] = {
      "former in the last iterations, blocks taken, and how many of these the system had to map."},
     {"trim_memory", module_trim_memory, METH_NOARGS,
      "trim_memory(): gives the buffers that wait in the pool back to the system."},
+    {"make_dtensors", (PyCFunction)(void (*)(void))module_make_dtensors, METH_FASTCALL,
+     "make_dtensors(local, spec): whether the extension makes a DTensor of the two as torch's own "
+     "function does; if so, it makes its DTensors itself from now on."},
     {"save_parameters", (PyCFunction)(void (*)(void))fcpy_save_parameters, METH_FASTCALL,
      "save_parameters(parameters, destination, prefix): what nn.Module puts into a state dict for "
      "its parameters, detached."},

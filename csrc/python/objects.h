@@ -21,6 +21,9 @@
     X(_is_param)                                                                                   \
     X(detach)                                                                                      \
     X(_spec)                                                                                       \
+    X(tensor_meta)                                                                                 \
+    X(shape)                                                                                       \
+    X(stride)                                                                                      \
     X(ndim)                                                                                        \
     X(mesh)                                                                                        \
     X(placements)                                                                                  \
@@ -89,6 +92,7 @@ typedef struct fcpy_module {
     PyObject *no_grad_kwnames; /* ("requires_grad",) */
     Py_ssize_t local_offset;   /* of _local_tensor in a DTensor object; -1: it is not that simple */
     Py_ssize_t spec_offset;    /* of _spec likewise */
+    bool makes_dtensors;       /* as this torch does; else torch makes them */
     fcpy_guard guard;
     size_t calls;      /* into the extension that have not returned, on all threads */
     PyObject *retired; /* list, or NULL: see retired.c */

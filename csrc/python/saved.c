@@ -22,8 +22,7 @@ static PyObject *rewrapped(const fcpy_module *mod, PyObject *param, PyObject *lo
         fct_py_from_tensor(detached, &inner) != 0) {
         goto done;
     }
-    PyObject *const args[] = {mod->bound.dtensor_class, inner, spec, Py_False};
-    made = PyObject_Vectorcall(mod->bound.dtensor_new, args, 3, mod->no_grad_kwnames);
+    made = fcpy_dtensor_new(mod, inner, spec);
     if (made == NULL) {
         goto done;
     }

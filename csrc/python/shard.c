@@ -45,9 +45,7 @@ PyObject *fcpy_shard_note(PyObject *param, PyObject *unused) {
 
 /* `local` as a DTensor parameter; new reference. */
 static PyObject *wrapped(const fcpy_param *self, PyObject *local, bool requires_grad) {
-    PyObject *const args[] = {self->mod->bound.dtensor_class, local, self->spec, Py_False};
-    PyObject *made =
-        PyObject_Vectorcall(self->mod->bound.dtensor_new, args, 3, self->mod->no_grad_kwnames);
+    PyObject *made = fcpy_dtensor_new(self->mod, local, self->spec);
     if (made == NULL) {
         return NULL;
     }

@@ -6,6 +6,7 @@
  * and only while the interpreter is alive. */
 #include "bridge.h"
 
+#include <ATen/EmptyTensor.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -15,6 +16,41 @@
 namespace {
 
 thread_local int64_t faults_left = 0;
+
+/* THPVariable_Wrap(tensor, type) where this torch exports it, else NULL without an exception. */
+template <typename Tensor>
+auto wrap_as(const Tensor &tensor, PyTypeObject *type, int)
+    -> decltype(THPVariable_Wrap(tensor, type)) {
+    PyObject *obj = THPVariable_Wrap(tensor, type);
+    if (obj == nullptr) {
+        fct::throw_python_error();
+    }
+    return obj;
+}
+
+template <typename Tensor> PyObject *wrap_as(const Tensor &, PyTypeObject *, long) {
+    return nullptr;
+}
+
+bool is_simple(const at::Tensor &local) {
+    return local.layout() == c10::kStrided && !local.requires_grad() && !local.is_conj() &&
+           !local.is_neg();
+}
+
+/* Its storage has a size and no memory, which is how torch tells aliases of such tensors apart. */
+at::Tensor without_memory(const at::Tensor &local, c10::IntArrayRef sizes,
+                          c10::IntArrayRef strides) {
+    const int64_t offset = local.storage_offset();
+    const size_t bytes = at::detail::computeStorageNbytes(sizes, strides, local.itemsize(), offset);
+    c10::Storage storage(c10::Storage::use_byte_size_t{}, bytes,
+                         at::DataPtr(nullptr, local.device()), c10::GetAllocator(c10::kMeta), true);
+    const c10::DispatchKeySet keys(local.options().computeDispatchKey());
+    at::Tensor made =
+        at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, local.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+    made.unsafeGetTensorImpl()->set_python_dispatch(true);
+    return made;
+}
 
 } // namespace
 
@@ -143,6 +179,31 @@ int fct_py_from_tensor(fct_tensor *t, PyObject **out) {
         }
         *out = obj;
     });
+}
+
+int fct_py_wrapper(const fct_tensor *local, PyObject *type, const int64_t *sizes,
+                   const int64_t *strides, int64_t dims, PyObject **out) {
+    return guarded("fct_py_wrapper", [&] {
+        auto *class_of = reinterpret_cast<PyTypeObject *>(type);
+        TORCH_CHECK_TYPE(
+            PyType_IsSubtype(class_of, reinterpret_cast<PyTypeObject *>(THPVariableClass)),
+            "a wrapper's class must be a subclass of torch.Tensor");
+        fct::Borrowed tensor(local);
+        PyObject *made = nullptr;
+        if (is_simple(*tensor)) {
+            const auto count = static_cast<size_t>(dims);
+            made = wrap_as(without_memory(*tensor, {sizes, count}, {strides, count}), class_of, 0);
+        }
+        *out = made;
+    });
+}
+
+bool fct_tensor_is_like(const fct_tensor *t, const fct_tensor *other) {
+    const c10::TensorImpl &one = *fct::impl(t), &two = *fct::impl(other);
+    return one.sizes() == two.sizes() && one.strides() == two.strides() &&
+           one.storage_offset() == two.storage_offset() && one.dtype() == two.dtype() &&
+           one.device() == two.device() && one.key_set() == two.key_set() &&
+           one.unsafe_storage().nbytes() == two.unsafe_storage().nbytes();
 }
 
 int fct_py_grad(PyObject *param, PyObject **out) {

@@ -341,6 +341,15 @@ fct_tensor *fct_py_tensor(struct _object *obj);
 const void *fct_py_storage(struct _object *tensor);
 /* New Python object for t (the one that exists already where there is one). */
 FCT_CHECK int fct_py_from_tensor(fct_tensor *t, struct _object **out);
+/* A new object of `type`, a subclass of torch.Tensor that handles its operations itself
+ * (__torch_dispatch__): of these sizes and strides, with local's dtype, device and offset, without
+ * memory and without gradient. *out NULL, without an exception: that takes torch's own function,
+ * since this torch cannot make one here, or local is not that simple (it requires grad, say). */
+FCT_CHECK int fct_py_wrapper(const fct_tensor *local, struct _object *type, const int64_t *sizes,
+                             const int64_t *strides, int64_t dims, struct _object **out);
+/* Whether nothing but their objects tells two such tensors apart: layout, dtype, device, dispatch
+ * keys, size of the storage. */
+bool fct_tensor_is_like(const fct_tensor *t, const fct_tensor *other);
 /* param.grad as torch.Tensor has it, whatever the object's class says; new reference, None
  * without. */
 FCT_CHECK int fct_py_grad(struct _object *param, struct _object **out);
