@@ -6,6 +6,11 @@ bool fcpy_is_dtensor(const fcpy_module *mod, PyObject *obj) {
     return PyObject_TypeCheck(obj, (PyTypeObject *)mod->bound.dtensor_class);
 }
 
+bool fcpy_is_plain_tensor(const fcpy_module *mod, PyObject *obj) {
+    return Py_TYPE(obj) == ((PyTypeObject *)mod->bound.dtensor_class)->tp_base &&
+           fct_py_tensor(obj) != NULL;
+}
+
 static Py_ssize_t offset_of(const fcpy_module *mod, PyObject *name) {
     PyObject *found = _PyType_Lookup((PyTypeObject *)mod->bound.dtensor_class, name);
     return found != NULL && Py_IS_TYPE(found, &PyMemberDescr_Type)
@@ -123,7 +128,7 @@ bool fcpy_dtensor_try(const fcpy_module *mod, PyObject *local, PyObject *spec) {
     PyObject *torchs = NULL;
     PyObject *ours = NULL;
     if (mod->local_offset >= 0 && mod->spec_offset >= 0 &&
-        PyCFunction_Check(mod->bound.dtensor_new) && fct_py_tensor(local) != NULL &&
+        PyCFunction_Check(mod->bound.dtensor_new) && fcpy_is_plain_tensor(mod, local) &&
         make(mod, local, spec, &ours) == 0 && ours != NULL) {
         torchs = made_by_torch(mod, local, spec);
     }

@@ -7,6 +7,8 @@
 
 /* isinstance(obj, DTensor), once the module is bound. */
 bool fcpy_is_dtensor(const fcpy_module *mod, PyObject *obj);
+/* type(obj) is torch.Tensor, DTensor's base. */
+bool fcpy_is_plain_tensor(const fcpy_module *mod, PyObject *obj);
 /* Looks for the slots, once DTensor is bound. */
 void fcpy_dtensor_find_slots(fcpy_module *mod);
 /* obj._local_tensor without running code, borrowed; NULL where obj is no DTensor (or NULL), or it

@@ -4,12 +4,11 @@
 
 #include "dtensor.h"
 
-/* The local tensor of a DTensor that is no more than a plain tensor and a spec; borrowed, or NULL.
- * DTensor's base is torch.Tensor. */
+/* The local tensor of a DTensor that is no more than a plain tensor and a spec; borrowed, or NULL. */
 static PyObject *plain_local(const fcpy_module *mod, PyObject *param) {
-    PyTypeObject *dtensor = (PyTypeObject *)mod->bound.dtensor_class;
-    PyObject *local = Py_TYPE(param) == dtensor ? fcpy_dtensor_peek(mod, param) : NULL;
-    return local != NULL && Py_TYPE(local) == dtensor->tp_base ? local : NULL;
+    const bool plain = (PyObject *)Py_TYPE(param) == mod->bound.dtensor_class;
+    PyObject *local = plain ? fcpy_dtensor_peek(mod, param) : NULL;
+    return local != NULL && fcpy_is_plain_tensor(mod, local) ? local : NULL;
 }
 
 /* A DTensor of `local` detached; new reference. */

@@ -138,7 +138,8 @@ def test_what_it_leaves_to_torch(spec: Any) -> None:
 
 
 def test_a_local_tensor_that_is_not_plain() -> None:
-    for local in (torch.empty(2, requires_grad=True), torch.empty(2, 2).to_sparse()):
+    subclass = nn.Parameter(torch.empty(2), requires_grad=False)
+    for local in (subclass, torch.empty(2, requires_grad=True), torch.empty(2, 2).to_sparse()):
         assert not _C.make_dtensors(local, _probe()[1])
 
 
