@@ -42,6 +42,18 @@ def _warn_view_output(state: Any) -> None:
     )
 
 
+def _warn_lost_backward(state: Any) -> None:
+    """Says that a backward raised, and what the forward after it does about that."""
+    from . import suspicions  # a cold start does without
+
+    names = ", ".join(type(module).__name__ for module in state._modules) or "?"
+    suspicions.say(
+        f"the backward before this forward of {names} did not come to its end: all units of the "
+        "model are reset, gradients that were waiting for a reduction are dropped. Those of other "
+        "units are in .grad already: call zero_grad() after a backward that raised."
+    )
+
+
 BOUND: dict[str, Any] = {
     "dtensor_class": DTensor,
     "dtensor_new": dtensor_new,
@@ -49,6 +61,7 @@ BOUND: dict[str, Any] = {
     "replace_grad_tensors": replace_grad_tensors,
     "cast_tree": _cast_tree,
     "warn_view_output": _warn_view_output,
+    "warn_lost_backward": _warn_lost_backward,
     "set_eval_frame": torch._C._dynamo.eval_frame.set_eval_frame,
     "log_debug": guard.log_debug,
     "insert_node": guard.insert_node,

@@ -140,9 +140,14 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
     }
     FC_TRY(each_comm(it, c, it->manual ? prune_comm : finish_comm, last));
     it->callback_queued = false;
+    it->callback_counted = false;
     it->records = false;
 done:
     return status;
+}
+
+bool fc_iteration_is_lost(const fc_iteration *it) {
+    return it->callback_queued && it->callback_counted && it->callbacks == 0;
 }
 
 fc_status fc_iteration_finalize(fc_iteration *it) {
@@ -307,6 +312,7 @@ static fc_status enter_backward(fc_state *s, const fct_hook *at_end) {
     if (!s->iteration->callback_queued) {
         FC_TRY_RAISED(fct_autograd_at_end(at_end));
         s->iteration->callback_queued = true;
+        s->iteration->callback_counted = true;
         s->iteration->records = fct_grad_enabled();
     }
     set_course(s);
@@ -371,6 +377,7 @@ fc_status fc_state_reset(fc_state *s) {
     fc_status status = each_comm(it, s->comm, reset_comm, true);
     it->forward_root = NULL;
     it->callback_queued = false;
+    it->callback_counted = false;
     it->records = false;
     it->pending = false;
     return first == FC_OK ? status : first;

@@ -15,6 +15,8 @@ typedef struct fc_iteration {
     struct fc_state *forward_root; /* whose forward this is; NULL between forwards */
     size_t order_mark;             /* length of the post-forward order when that forward began */
     bool callback_queued;          /* end-of-backward callback, once for each backward */
+    bool callback_counted;         /* and that is among these: */
+    size_t callbacks;              /* that autograd has and may still call; the host counts */
     bool records;                  /* this backward makes a graph of itself (create_graph) */
     bool is_last_backward;
     bool manual;  /* the end of a backward finishes nothing: fc_iteration_finalize does */
@@ -42,6 +44,9 @@ void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count);
 /* End of a backward: runs the post-backwards that autograd did not reach, finishes reductions, goes
  * idle. */
 FC_CHECK fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c);
+/* Whether a backward has begun and will not come to its end: autograd has given it up, for an
+ * exception. What it left has to be reset before anything else. */
+bool fc_iteration_is_lost(const fc_iteration *it);
 /* Starts the reductions that backwards have left for later, where the groups reduce now. */
 FC_CHECK fc_status fc_iteration_finalize(fc_iteration *it);
 /* The current stream (on the CPU: the caller) waits for all reductions; the next iteration may

@@ -67,6 +67,7 @@
     X(replace_grad_tensors)                                                                        \
     X(cast_tree)                                                                                   \
     X(warn_view_output)                                                                            \
+    X(warn_lost_backward)                                                                          \
     X(set_eval_frame)                                                                              \
     X(log_debug)                                                                                   \
     X(insert_node)                                                                                 \

@@ -4,7 +4,8 @@
 
 #include "dtensor.h"
 
-/* The local tensor of a DTensor that is no more than a plain tensor and a spec; borrowed, or NULL. */
+/* The local tensor of a DTensor that is no more than a plain tensor and a spec; borrowed, or
+ * NULL. */
 static PyObject *plain_local(const fcpy_module *mod, PyObject *param) {
     const bool plain = (PyObject *)Py_TYPE(param) == mod->bound.dtensor_class;
     PyObject *local = plain ? fcpy_dtensor_peek(mod, param) : NULL;

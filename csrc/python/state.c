@@ -363,7 +363,7 @@ static int run_reset(fcpy_state *self) {
                         "reset_iter_state must be called on the root FSDP module");
         return -1;
     }
-    if (fcpy_state_forget_runs(self) != 0 || status_of(self, fc_state_reset(&self->core)) != 0) {
+    if (fcpy_state_reset(self) != 0) {
         return -1;
     }
     PyObject *none = PyObject_CallMethod((PyObject *)self, "_reset_roots_below", NULL);

@@ -34,7 +34,8 @@ static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) 
     return result;
 }
 
-int fcpy_state_forget_runs(const fcpy_state *self) {
+/* The next forward of each state that has several modules starts with none of them run. */
+static int forget_runs(const fcpy_state *self) {
     PyObject *states = ((fcpy_iteration *)self->iteration)->all_states;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(states); i++) {
         if (PySet_Clear(((fcpy_state *)PyTuple_GET_ITEM(states, i))->modules_to_run) != 0) {
@@ -44,10 +45,17 @@ int fcpy_state_forget_runs(const fcpy_state *self) {
     return 0;
 }
 
+int fcpy_state_reset(fcpy_state *self) {
+    if (forget_runs(self) != 0) {
+        return -1;
+    }
+    fc_status status = fc_state_reset(&self->core);
+    return status == FC_OK ? 0 : fcpy_state_raise(self, status);
+}
+
 int fcpy_state_end_backward(fcpy_state *self) {
     fcpy_log(self->mod, Py_None, "root_post_backward");
-    if (fcpy_state_forget_runs(self) !=
-        0) { /* of modules called by themselves, after the forward */
+    if (forget_runs(self) != 0) { /* of modules called by themselves, after the forward */
         return -1;
     }
     void *range = fct_profile_enter("FSDP::root_post_backward_callback");
@@ -69,8 +77,23 @@ static int call_end_backward(void *owner) {
     return run_untraced(((fcpy_state *)owner)->mod, run_end_backward, owner);
 }
 
+/* autograd lets a call-back go when it has called it, or has given its backward up. */
+static void retain_end(void *owner) {
+    fcpy_iteration *it = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
+    it->core.callbacks++;
+    fcpy_retain(owner);
+}
+
+static void release_end(void *owner) {
+    fcpy_iteration *it = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
+    if (it != NULL && it->core.callbacks > 0) { /* else it was replaced, or collected */
+        it->core.callbacks--;
+    }
+    fcpy_release(owner);
+}
+
 int fcpy_state_pre_backward(fcpy_state *self) {
-    const fct_hook at_end = {self, call_end_backward, fcpy_retain, fcpy_release};
+    const fct_hook at_end = {self, call_end_backward, retain_end, release_end};
     if (fcpy_admit_backward(self) != 0) {
         return -1;
     }
@@ -144,7 +167,7 @@ done:
  * inputs' gradients of the group. */
 static int run_pre_double_backward(void *owner) {
     fcpy_state *self = (fcpy_state *)((fcpy_group *)owner)->unit;
-    const fct_hook at_end = {self, call_end_backward, fcpy_retain, fcpy_release};
+    const fct_hook at_end = {self, call_end_backward, retain_end, release_end};
     if (self == NULL || !fcpy_state_ready(self)) {
         return self == NULL ? 0 : -1; /* the model is gone */
     }
@@ -337,8 +360,20 @@ static int enter_groups(fcpy_state *self, PyObject *module, PyObject **args, PyO
     return 0;
 }
 
+/* The backward before this forward has raised. Its units would take the forward for one within it,
+ * and train nothing from then on. */
+static int recover(fcpy_state *self) {
+    if (done(PyObject_CallOneArg(self->mod->bound.warn_lost_backward, (PyObject *)self)) != 0) {
+        return -1;
+    }
+    return fcpy_state_reset(self);
+}
+
 int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, PyObject **kwargs) {
     if (!fcpy_state_ready(self)) {
+        return -1;
+    }
+    if (fc_iteration_is_lost(self->core.iteration) && recover(self) != 0) {
         return -1;
     }
     if (self->core.training_state == FC_PRE_BACKWARD) {

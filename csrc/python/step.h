@@ -11,8 +11,8 @@ int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs)
 /* Lazy init where it has not been done, then the once-per-iteration part, which may replace args
  * and kwargs (owned). */
 int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwargs);
-/* The next forward of each state that has several modules starts with none of them run. */
-int fcpy_state_forget_runs(const fcpy_state *self);
+/* What an iteration has left behind goes, for all states of its root. */
+int fcpy_state_reset(fcpy_state *self);
 /* What the first gradient of an output, and the end of a backward, set off. */
 int fcpy_state_pre_backward(fcpy_state *self);
 int fcpy_state_end_backward(fcpy_state *self);

@@ -160,12 +160,35 @@ static void memory_that_an_array_shares_is_kept_and_a_reset_leaves_it_to_the_arr
     }
 }
 
+/* autograd has let the end of a backward go without calling it. */
+static void a_backward_that_was_given_up_is_told_from_one_that_runs(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    fc_state *s = &f.model->layers[0].core;
+    fc_iteration *it = s->iteration;
+    assert_false(fc_iteration_is_lost(it));
+    it->callback_queued = true; /* by somebody else, whose call-back nobody counts */
+    assert_false(fc_iteration_is_lost(it));
+    it->callback_counted = true;
+    it->callbacks = 1;
+    assert_false(fc_iteration_is_lost(it));
+    it->callbacks = 0;
+    assert_true(fc_iteration_is_lost(it));
+    assert_int_equal(fc_state_reset(s), FC_OK);
+    assert_false(fc_iteration_is_lost(it));
+    it->callback_queued = true;
+    assert_false(fc_iteration_is_lost(it));
+    assert_int_equal(fc_iteration_end_backward(it, &f.model->comm), FC_OK);
+    end(&f);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_hook_on_the_gradient_may_reset_everything),
         cmocka_unit_test(a_reset_leaves_what_another_root_has_in_flight),
         cmocka_unit_test(memory_that_an_array_shares_is_kept_and_a_reset_leaves_it_to_the_array),
         cmocka_unit_test(a_group_stays_in_its_context_while_it_is_reduced),
+        cmocka_unit_test(a_backward_that_was_given_up_is_told_from_one_that_runs),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

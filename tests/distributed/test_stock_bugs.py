@@ -16,7 +16,7 @@ import torch
 from behaviour import Raised, differences
 from releases import has
 
-BUGS = ("stock_bugs", "stock_bugs_meshes")
+BUGS = ("stock_bugs", "stock_bugs_failures", "stock_bugs_meshes")
 MENDED = has("2.15")
 """Whether the installed torch has mended B1, B2 and resets; what came sooner says so itself."""
 
@@ -219,6 +219,26 @@ def test_a_reset_drops_what_was_accumulated() -> None:
     for found in stocks("reset_in_accumulation"):
         assert bool(differences(found["expected"], found["found"])) != MENDED
     assert_right("reset_in_accumulation")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batch_left_out",
+        "batch_left_out_in_mixed_precision",
+        "batch_left_out_where_nothing_is_resharded",
+        "batch_left_out_where_forward_runs_again",
+        "batch_left_out_before_an_evaluation",
+    ],
+)
+def test_a_backward_that_raised_leaves_a_model_that_trains(name: str) -> None:
+    """Nobody resets it: torch's units take the next forwards for recomputations within it."""
+    try:
+        stock = [differences(found["expected"], found["found"]) for found in stocks(name)]
+    except AssertionError:  # it raised
+        stock = [["an exception"]]
+    assert all(stock)
+    assert_right(name)
 
 
 # ---- partial reductions with replicas (B1) ----

@@ -17,6 +17,7 @@ from test_explain import Block, Model, sharded, step
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_c
 from fsdp_c import fully_shard, suspicions
@@ -58,6 +59,72 @@ def test_a_model_without_mistakes_is_nobodys_concern(said: Said) -> None:
     model.load_state_dict(model.state_dict(), assign=True)
     train(model, torch.optim.SGD(model.parameters()))
     assert said() == []
+
+
+# ---- backwards that raise ------------------------------------------------------------------------
+
+
+def test_a_backward_that_raised_and_the_forward_after_it(said: Said) -> None:
+    model = sharded()
+    output = model(torch.ones(2, 8))
+    model.embed.register_full_backward_pre_hook(lambda *unused: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, 8)).sum().backward()
+    (line,) = said()
+    assert "the backward before this forward of FSDPModel did not come to its end" in line
+    assert "zero_grad()" in line
+    assert output.grad_fn is not None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_within_a_backward_follow_none_that_raised(said: Said, reentrant: bool) -> None:
+    model = sharded()
+    step(model)
+    x = torch.ones(2, 8, requires_grad=True)
+    for _ in range(2):
+        y = x
+        for block in model.blocks:
+            y = checkpoint(block, y, use_reentrant=reentrant)
+        checkpoint(model, y, use_reentrant=reentrant).sum().backward()
+        assert model.head.weight.grad is not None
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    model(x)
+    loss.backward()
+    model(x)
+    assert said() == []
+
+
+def test_a_backward_from_within_a_backward(said: Said) -> None:
+    model, inner = sharded(), sharded()
+
+    def nested(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            model(torch.ones(2, 8)).sum().backward()
+            inner(torch.ones(2, 8)).sum().backward()
+
+    for _ in range(2):
+        output = model(torch.ones(2, 8))
+        output.register_hook(nested)
+        output.sum().backward()
+        step(model)
+    assert said() == []
+
+
+def test_an_end_of_a_backward_that_fails(said: Said) -> None:
+    """The call-back itself raises: the next forward starts over."""
+    model = sharded()
+    with pytest.MonkeyPatch.context() as patch:
+        group = releases.groups_of(model._get_fsdp_state())[0]
+        patch.setattr(type(group), "finalize_backward", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model)
+    step(model)
+    (line,) = said()
+    assert "did not come to its end" in line
+    assert model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued is False
 
 
 # ---- optimizers ----------------------------------------------------------------------------------

@@ -1,0 +1,106 @@
+"""What stock FSDP2 gets wrong after a backward that has raised, where nobody resets anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from behaviour import Api, batch, grads, plain, scenario, shard
+from stock_bugs import MIXED, average, in_bf16, local, loss_of
+from torch.utils.checkpoint import checkpoint
+
+
+class Trap:
+    """Raises in backward, behind the second block, while it is set."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.is_set = False
+        model[1].register_forward_hook(self.watch)
+
+    def watch(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self.spring)
+
+    def spring(self, grad: torch.Tensor) -> None:
+        if self.is_set:
+            raise MemoryError("no memory for a gradient")
+
+
+class Recomputing(nn.Module):
+    """A block whose forward runs again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def recomputing(model: nn.Sequential) -> nn.Sequential:
+    for index in range(len(model) - 1):
+        model[index] = Recomputing(model[index])
+    return model
+
+
+def skipped(model: nn.Sequential, trap: Trap, x: torch.Tensor) -> None:
+    """What training loops do with a batch that there is no memory for."""
+    trap.is_set = True
+    try:
+        loss_of(model(x)).backward()
+    except MemoryError:
+        model.zero_grad()
+    trap.is_set = False
+
+
+def after_a_failure(api: Api, model: nn.Sequential, reference: nn.Sequential) -> dict[str, Any]:
+    """Gradients of a step, and of two after a batch that was left out."""
+    found: dict[str, Any] = {"found": [], "expected": []}
+    trap = Trap(model)
+    for step in range(3):
+        if step == 1:
+            skipped(model, trap, batch(api.rank, 10))
+        x = batch(api.rank, step)
+        loss_of(reference(x.to(reference[-1].weight.dtype))).backward()
+        loss_of(model(x)).backward()
+        found["found"].append(grads(model))
+        found["expected"].append(average(local(reference)))
+        model.zero_grad()
+    return found
+
+
+@scenario()
+def batch_left_out(api: Api) -> dict[str, Any]:
+    return after_a_failure(api, shard(api, plain()), plain())
+
+
+@scenario()
+def batch_left_out_in_mixed_precision(api: Api) -> dict[str, Any]:
+    return after_a_failure(api, shard(api, plain(), mp_policy=MIXED), in_bf16(plain()))
+
+
+@scenario()
+def batch_left_out_where_nothing_is_resharded(api: Api) -> dict[str, Any]:
+    return after_a_failure(api, shard(api, plain(), reshard_after_forward=False), plain())
+
+
+@scenario()
+def batch_left_out_where_forward_runs_again(api: Api) -> dict[str, Any]:
+    model = shard(api, recomputing(plain()))
+    return after_a_failure(api, model, recomputing(plain()))
+
+
+@scenario()
+def batch_left_out_before_an_evaluation(api: Api) -> dict[str, Any]:
+    """No forward with gradients comes between."""
+    model, reference = shard(api, plain()), plain()
+    loss_of(model(batch(api.rank, 0))).backward()
+    model.zero_grad()
+    skipped(model, Trap(model), batch(api.rank, 10))
+    with torch.no_grad():
+        outputs = model(batch(api.rank, 1)), reference(batch(api.rank, 1))
+    again = after_a_failure(api, model, reference)
+    again["found"].append(outputs[0])
+    again["expected"].append(outputs[1])
+    return again
