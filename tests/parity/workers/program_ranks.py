@@ -1,0 +1,211 @@
+"""Processes that run programs: for each implementation a server, which forks the ranks.
+
+    python program_ranks.py torch|fsdp_c
+
+A server reads ``{"program": [[name, arguments], ...], "world": n, "seconds": s}`` and answers with
+what each rank has seen: a list of lines for each operation, and last how the rank ended ("" is
+well). A rank that crashes or hangs has no more lines. Ranks are forked from a process that has
+imported everything, so that a program costs a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+COLLECTIVE_SECONDS = 6
+"""After which ranks that are at odds give up: below the seconds of a program."""
+
+Step = tuple[str, dict[str, Any]]
+Rank = tuple[list[list[str]], str]
+"""The lines of each operation that was reached, and how the rank ended."""
+
+
+class Server:
+    """One implementation's process, from the outside."""
+
+    def __init__(self, implementation: str) -> None:
+        self.implementation = implementation
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE), implementation],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,
+        )
+
+    def ask(self, program: list[Step], world: int, seconds: float) -> None:
+        assert self.process.stdin is not None
+        request = {"program": program, "world": world, "seconds": seconds}
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> list[Rank]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server of {self.implementation} has ended")
+        return [(lines, end) for lines, end in json.loads(line)]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+# ---- in a server ----
+
+
+def serve(implementation: str) -> None:
+    for name in ("fork_server", "programs", implementation):
+        importlib.import_module(name)
+    for name in sys.modules["fork_server"].IMPORTED:
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    gc.collect()
+    gc.freeze()
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        found = run(implementation, **json.loads(line))
+        os.write(answers, b"")
+        with os.fdopen(os.dup(answers), "wb") as stream:
+            stream.write(json.dumps(found).encode() + b"\n")
+
+
+def run(implementation: str, program: list[Any], world: int, seconds: float) -> list[Rank]:
+    """All ranks of a program, forked and waited for."""
+    with tempfile.TemporaryDirectory(prefix="fsdp_c_program_") as folder:
+        children = []
+        for rank in range(world):
+            reading, writing = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(reading)
+                become(implementation, program, rank, world, Path(folder), writing)
+            os.close(writing)
+            children.append((pid, reading))
+        return gathered(children, folder, time.monotonic() + seconds)
+
+
+def become(
+    implementation: str, program: list[Any], rank: int, world: int, folder: Path, writing: int
+) -> None:
+    """The life of a rank; it does not return."""
+    status = 1
+    try:
+        os.setsid()
+        output = os.open(folder / f"output_{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        die_with_parent()
+        with os.fdopen(writing, "w", buffering=1) as stream:
+            run_rank(implementation, program, rank, world, folder, stream)
+        status = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def die_with_parent() -> None:
+    import ctypes
+
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def run_rank(
+    implementation: str, program: list[Any], rank: int, world: int, folder: Path, stream: Any
+) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+    from behaviour import Api
+    from program_world import World, outcome
+    from programs import OPERATIONS, unpacked
+
+    store: Any = dist.FileStore(str(folder / "store"), world) if world > 1 else dist.HashStore()
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+    found = World(Api(implementation, rank, world, folder))
+    for number, (name, arguments) in enumerate(program):
+        torch.manual_seed(number)
+        random.seed(number)
+        arguments = unpacked(name, arguments)
+        print(number, name, arguments, flush=True)
+        function = OPERATIONS[name].function
+        lines = outcome(found, lambda: function(found, **arguments))  # noqa: B023
+        stream.write(json.dumps(lines) + "\n")
+        stream.flush()
+    meet(store, rank, world)
+
+
+def meet(store: Any, rank: int, world: int) -> None:
+    """No rank goes while another one may want something of it."""
+    if world > 1:
+        store.set(f"end/{rank}", "")
+        store.wait([f"end/{peer}" for peer in range(world)])
+
+
+def gathered(children: list[tuple[int, int]], folder: str, deadline: float) -> list[Rank]:
+    """What the ranks have written, and how they ended."""
+    texts = {reading: b"" for _, reading in children}
+    left = set(texts)
+    while left and (seconds := deadline - time.monotonic()) > 0:
+        for reading in select.select(list(left), [], [], seconds)[0]:
+            more = os.read(reading, 1 << 16)
+            texts[reading] += more
+            if not more:
+                left.discard(reading)
+    found = []
+    for rank, (pid, reading) in enumerate(children):
+        late = reading in left
+        if late:
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.3)
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        os.close(reading)
+        code = os.waitstatus_to_exitcode(status)
+        end = "" if code == 0 else "hung" if late else f"ended with {code}"
+        if end:
+            output = Path(folder, f"output_{rank}").read_text(errors="replace")
+            end = f"{end}\n{output[-6000:]}"
+        whole = texts[reading].decode().splitlines()
+        found.append(([json.loads(line) for line in whole if line.endswith("]")], end))
+    return found
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

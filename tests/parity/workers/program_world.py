@@ -1,0 +1,161 @@
+"""What a random program works on, and what can be seen of it after each operation.
+
+Everything seen is a line of text: types, layouts, dtypes, flags, a digest of this rank's bits, and
+the first numbers, for people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from behaviour import Api
+from program_models import DIM
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+
+class Nothing(Exception):
+    """There is nothing for an operation to work on: it is left out."""
+
+
+@dataclass
+class World:
+    """The objects of one program on one rank."""
+
+    api: Api
+    models: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    saved: list[Any] = field(default_factory=list)
+    hooks: list[Any] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    meshes: dict[str, DeviceMesh] = field(default_factory=dict)
+    known: dict[str, weakref.ref[Any]] = field(default_factory=dict)
+    drawn: int = 0
+
+    def model(self, which: int) -> Any:
+        return chosen(self.models, which)
+
+    def module(self, model: int, which: int) -> Any:
+        return chosen(list(self.model(model).modules()), which)
+
+    def units(self, model: int) -> list[Any]:
+        return [m for m in self.model(model).modules() if isinstance(m, FSDPModule)]
+
+    def unit(self, model: int, which: int) -> Any:
+        return chosen(self.units(model), which)
+
+    def parameter(self, model: int, which: int) -> Any:
+        return chosen(list(self.model(model).parameters()), which)
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Other rows each time, and on each rank."""
+        self.drawn += 1
+        generator = torch.Generator().manual_seed(1000 * self.api.rank + self.drawn)
+        return torch.randn(count, DIM, generator=generator)
+
+    def note(self, what: str, *values: Any) -> None:
+        """Something that happened within an operation."""
+        self.events.append(f"{what}: {', '.join(shown(value) for value in values)}")
+
+
+def chosen(objects: list[Any], which: int) -> Any:
+    if not objects:
+        raise Nothing
+    return objects[which % len(objects)]
+
+
+def tensors(structure: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
+
+
+def shown(value: Any) -> str:
+    """A line that says all of a value that can be compared."""
+    if isinstance(value, torch.Tensor):
+        return shown_tensor(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(shown(item) for item in value) + "]"
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return repr(value)
+    return type(value).__name__
+
+
+def shown_tensor(tensor: torch.Tensor) -> str:
+    kind = type(tensor).__name__
+    local: Any = tensor.detach()
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        layout = f"{tuple(tensor.shape)} {tensor.placements} on {tuple(mesh.shape)}"
+        kind = f"{kind} {layout} {mesh.mesh_dim_names}"
+        local = tensor._local_tensor.detach()
+    flags = [name for name in ("requires_grad", "is_inference") if asked(tensor, name)]
+    flags += [] if tensor.is_leaf else ["made"]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    text = f"{kind} {dtype} {tuple(local.shape)} {' '.join(flags)}"
+    if local.device.type == "meta":
+        return f"{text} meta"
+    if local.untyped_storage().nbytes() < local.numel() * local.element_size():
+        return f"{text} freed"
+    data = local.contiguous().view(-1).clone()  # numpy would make its storage one that stays
+    digest = hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=4).hexdigest()
+    return f"{text} {digest} {[round(number, 5) for number in data[:2].tolist()]}"
+
+
+def asked(tensor: torch.Tensor, name: str) -> bool:
+    value = getattr(tensor, name)
+    return bool(value() if callable(value) else value)
+
+
+def seen(world: World) -> Iterator[str]:
+    """The state that users can see, line by line."""
+    for number, model in enumerate(world.models):
+        for name, module in model.named_modules():
+            kind = type(module).__name__
+            if isinstance(module, FSDPModule) or not module.training:
+                yield f"{number} module {name} {kind} {'' if module.training else 'eval'}"
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            yield f"{number} {name}: {shown(parameter)} {renewed(world, number, name, parameter)}"
+            if parameter.grad is not None:
+                yield f"{number} {name}.grad: {shown(parameter.grad)}"
+        for name, buffer in model.named_buffers():
+            yield f"{number} {name}: {shown(buffer)}"
+
+
+def renewed(world: World, number: int, name: str, parameter: Any) -> str:
+    """Whether there is another object than when it was last sharded, or unsharded."""
+    key = f"{number} {name} {type(parameter).__name__}"
+    before = world.known.get(key)
+    world.known[key] = weakref.ref(parameter)
+    if before is None:
+        return ""
+    return "" if before() is parameter else "renewed"
+
+
+def outcome(world: World, run: Callable[[], Any]) -> list[str]:
+    """What an operation gave or raised, what happened within, and what is to be seen then."""
+    world.events.clear()
+    try:
+        result = f"gave {shown(run())}"
+    except Nothing:
+        return ["nothing to do"]
+    except Exception as error:
+        result = f"raised {type(error).__name__}: {first_line(error)}"
+    return [result, *world.events, *seen(world)]
+
+
+def first_line(error: BaseException) -> str:
+    """Addresses and the names of ours' classes blanked."""
+    text = (str(error).splitlines() or [""])[0]
+    return re.sub(r"0x[0-9a-f]+|\bid=\d+", "0x", text)

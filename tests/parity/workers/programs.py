@@ -1,0 +1,345 @@
+"""Random programs over FSDP2's public interface, under torch and under fsdp_c, beside each other.
+
+A program is a list of operations (``program_operations.py``, ``program_changes.py``) on models of
+all kinds (``program_models.py``). After each of them everything that users can see must be the same
+in both (``program_world.py``): results and gradients to the bit, types, layouts and flags, or what
+was raised; and after that the program goes on. What is known to differ is in ``program_known.py``.
+
+    python programs.py --count 1000 --seed 7 --world 2
+    python programs.py --show 7     # one program and what becomes of it, shortened
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import program_changes  # noqa: F401 - it registers operations
+import torch
+from program_known import known
+from program_operations import OPERATIONS
+from program_ranks import Rank, Server, Step
+
+SECONDS = 25.0
+"""After which a program hangs."""
+
+
+# ---- programs ----
+
+
+def generate(seed: int) -> list[Step]:
+    """A model, its units, mostly an optimizer, then anything."""
+    rng = random.Random(seed)
+    program = [drawn(rng, "build")]
+    if rng.random() < 0.1:
+        program.append(drawn(rng, "build"))
+    if rng.random() < 0.85:
+        program.append(drawn(rng, "shard"))
+    if rng.random() < 0.7:
+        program.append(drawn(rng, "optimizer"))
+    names = list(OPERATIONS)
+    weights = [operation.weight for operation in OPERATIONS.values()]
+    count = rng.randint(8, 36)
+    return program + [drawn(rng, name) for name in rng.choices(names, weights, k=count)]
+
+
+def drawn(rng: random.Random, name: str) -> Step:
+    """An operation with arguments: the usual one, or any."""
+    arguments = {}
+    for key, choices in OPERATIONS[name].choices.items():
+        if isinstance(choices, list):
+            value: Any = [rng.choice(some) for some in choices]
+        else:
+            value = choices[0] if rng.random() < 0.35 else rng.choice(choices)
+        arguments[key] = packed(value)
+    return name, arguments
+
+
+def packed(value: Any) -> Any:
+    """As JSON has it."""
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def unpacked(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """With the choice itself in the place of what JSON made of it; those not given are usual."""
+    found = {}
+    for key, choices in OPERATIONS[name].choices.items():
+        usual = usual_of(choices)
+        value = arguments.get(key, usual)
+        if isinstance(value, str) and value.startswith("torch."):
+            value = getattr(torch, value.removeprefix("torch."))
+        found[key] = value
+    return found
+
+
+def usual_of(choices: Any) -> Any:
+    return [some[0] for some in choices] if isinstance(choices, list) else choices[0]
+
+
+def written(program: Iterable[Step]) -> str:
+    """A program to be read: what is as usual is left out."""
+    lines = []
+    for name, arguments in program:
+        choices = OPERATIONS[name].choices
+        odd = {k: v for k, v in arguments.items() if v != packed(usual_of(choices[k]))}
+        lines.append(f"    ({name!r}, {odd!r}),")
+    return "\n".join(["[", *lines, "]"])
+
+
+# ---- comparing ----
+
+
+@dataclass
+class Difference:
+    """The first thing that is not the same: at which operation, what, and a word for its kind."""
+
+    at: int
+    kind: str
+    text: str
+    rule: str | None = None
+
+    @property
+    def counted(self) -> bool:
+        return self.rule is None
+
+
+class Pair:
+    """torch and fsdp_c, or two others."""
+
+    def __init__(self, first: str = "torch", second: str = "fsdp_c") -> None:
+        self.servers = [Server(first), Server(second)]
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    def run(self, program: list[Step], world: int, seconds: float = SECONDS) -> list[list[Rank]]:
+        """Both at the same time where that is two processes."""
+        found = []
+        for server in self.servers:
+            server.ask(program, world, seconds)
+            if world > 1:
+                found.append(server.answer())
+        return found or [server.answer() for server in self.servers]
+
+    def compare(self, program: list[Step], world: int) -> Difference | None:
+        stock, ours = self.run(program, world)
+        found = None
+        for left, right in zip(stock, ours):
+            one = difference(program, left, right)
+            if one is not None and (found is None or one.at < found.at):
+                found = one
+        return found
+
+    def steady(self, program: list[Step], world: int, found: Difference) -> bool:
+        """Whether stock itself does the same each time."""
+        server = self.servers[0]
+        runs = []
+        for _ in range(3):
+            server.ask(program, world, SECONDS)
+            runs.append([lines[: found.at + 1] for lines, _ in server.answer()])
+        return runs[0] == runs[1] == runs[2]
+
+
+def difference(program: list[Step], stock: Rank, ours: Rank) -> Difference | None:
+    (left, left_end), (right, right_end) = stock, ours
+    for at, (a, b) in enumerate(zip(left, right)):
+        if a != b:
+            return told(program, left[:at], a, b)
+    if len(left) == len(right) and left_end == right_end == "":
+        return None
+    at = min(len(left), len(right))
+    if left_end and len(left) <= len(right):
+        return Difference(at, "stock ended", f"stock {left_end}", "stock hangs or crashes")
+    return Difference(at, f"ours {right_end.splitlines()[0]}", f"ours {right_end}")
+
+
+def told(
+    program: list[Step], before: list[list[str]], stock: list[str], ours: list[str]
+) -> Difference:
+    """A difference in what one operation gave or left behind."""
+    pairs = [(a, b) for a, b in zip(stock, ours) if a != b]
+    pairs += [(a, "-") for a in stock[len(ours) :]] + [("-", b) for b in ours[len(stock) :]]
+    text = "\n".join(f"  stock: {a}\n  ours:  {b}" for a, b in pairs[:6])
+    at = len(before)
+    rule = known(program[: at + 1], before, stock, ours)
+    return Difference(at, kind_of(program[at][0], *pairs[0]), text, rule)
+
+
+def kind_of(name: str, stock: str, ours: str) -> str:
+    """Which differences are likely the same one: those are shown once."""
+    if "raised" in stock or "raised" in ours:
+        return f"{name}: {stock[:60]} | {ours[:60]}"
+    words = [a for a, b in zip(stock.split(), ours.split()) if a != b and not a.startswith("[")]
+    return f"{name}: {stock.split(':')[0].split('.')[-1]} {len(words)}"
+
+
+def shorter(
+    pair: Pair, program: list[Step], world: int, found: Difference, seconds: float
+) -> tuple[list[Step], Difference]:
+    """As few operations with as usual arguments as still differ, not by a rule."""
+    end = time.monotonic() + seconds
+    program = program[: found.at + 1]
+    size = max(1, len(program) // 2)
+
+    def tried(candidate: list[Step]) -> Difference | None:
+        one = pair.compare(candidate, world)
+        return one if one is not None and one.counted and alike(one, found) else None
+
+    while time.monotonic() < end:
+        for start in range(len(program) - size, -1, -size):
+            candidate = program[:start] + program[start + size :]
+            one = tried(candidate) if candidate else None
+            if one is not None:
+                program, found = candidate[: one.at + 1], one
+            if time.monotonic() > end:
+                break
+        if size == 1:
+            break
+        size //= 2
+    for at, (name, arguments) in enumerate(program):
+        for key, usual in simpler(name, arguments):
+            candidate = [*program]
+            candidate[at] = (name, {**program[at][1], key: usual})
+            one = tried(candidate) if time.monotonic() < end else None
+            if one is not None:
+                program, found = candidate[: one.at + 1], one
+    return program, found
+
+
+def alike(one: Difference, other: Difference) -> bool:
+    """Shortening does not go from one fault to another one."""
+    return one.kind.split(":")[0] == other.kind.split(":")[0]
+
+
+def simpler(name: str, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, choices in OPERATIONS[name].choices.items():
+        usual = packed(usual_of(choices))
+        if isinstance(choices, list):
+            value = arguments[key]
+            for index in range(len(value)):
+                if value[index]:
+                    found.append((key, value[:index] + [""] + value[index + 1 :]))
+        if arguments[key] != usual:
+            found.append((key, usual))
+    return found
+
+
+# ---- running many ----
+
+
+@dataclass
+class Report:
+    """What became of many programs."""
+
+    programs: int
+    operations: int
+    failures: dict[int, tuple[list[Step], Difference]]
+    rules: Counter[str]
+
+
+def run_many(
+    seeds: Iterable[int],
+    worlds: Callable[[int], int],
+    second: str = "fsdp_c",
+    shorten: float = 40.0,
+    say: Callable[[str], None] = lambda line: None,
+    until: float = float("inf"),
+) -> Report:
+    """Runs the programs of the seeds; each kind of difference is shortened once."""
+    pair = Pair("torch", second)
+    report = Report(0, 0, {}, Counter())
+    kinds: Counter[str] = Counter()
+    for seed in seeds:
+        if time.monotonic() > until:
+            break
+        program, world = generate(seed), worlds(seed)
+        found = pair.compare(program, world)
+        report.programs += 1
+        report.operations += len(program) if found is None else found.at
+        if found is None:
+            continue
+        if found.rule is not None:
+            report.rules[found.rule] += 1
+            continue
+        kinds[found.kind] += 1
+        if kinds[found.kind] > 1:
+            say(f"seed {seed}, world {world}: again {found.kind}")
+            report.failures[seed] = (program, found)
+            continue
+        if not pair.steady(program, world, found):
+            report.rules["stock does not do the same each time"] += 1
+            continue
+        if shorten:
+            program, found = shorter(pair, program, world, found, shorten)
+        report.failures[seed] = (program, found)
+        say(f"seed {seed}, world {world}: {found.kind}\n{written(program)}\n{found.text}\n")
+    pair.close()
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--world", type=int, default=0, help="0: one rank, each fourth two")
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--shorten", type=float, default=40.0)
+    parser.add_argument("--show", type=int)
+    parser.add_argument("--program", help="a file with a program as it is printed")
+    chosen = parser.parse_args()
+    worlds = lambda seed: chosen.world or (2 if seed % 4 == 3 else 1)  # noqa: E731
+    if chosen.program or chosen.show is not None:
+        show(chosen.program, chosen.show, worlds(chosen.show or 0))
+        return
+    began = time.monotonic()
+    seeds = range(chosen.seed, chosen.seed + chosen.count)
+    report = run_many(
+        seeds,
+        worlds,
+        shorten=chosen.shorten,
+        say=lambda line: print(line, flush=True),
+        until=began + chosen.seconds,
+    )
+    print(
+        f"{report.programs} programs, {report.operations} operations compared, "
+        f"{len(report.failures)} differ, {time.monotonic() - began:.0f} s"
+    )
+    for rule, count in report.rules.most_common():
+        print(f"  {count} {rule}")
+    sys.exit(bool(report.failures))
+
+
+def show(file: str | None, seed: int | None, world: int) -> None:
+    """One program, and all that both have seen."""
+    import ast
+
+    if file is not None:
+        with open(file) as stream:
+            program = [(name, arguments) for name, arguments in ast.literal_eval(stream.read())]
+    else:
+        program = generate(seed or 0)
+    pair = Pair()
+    stock, ours = pair.run(program, world)
+    for rank, (left, right) in enumerate(zip(stock, ours)):
+        for at, (name, arguments) in enumerate(program):
+            a, b = (lines[at] if at < len(lines) else [] for lines in (left[0], right[0]))
+            print(rank, at, name, json.dumps(arguments), a[:1] or "-", "" if a == b else b[:1])
+            for x, y in zip(a, b):
+                if x != y:
+                    print(f"    stock: {x}\n    ours:  {y}")
+        print("ends:", left[1], "|", right[1])
+    print(pair.compare(program, world))
+    pair.close()
+
+
+if __name__ == "__main__":
+    main()
