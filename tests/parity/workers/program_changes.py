@@ -194,11 +194,16 @@ def unhook(world: World, which: int) -> None:
 
 
 @operation(1.0, model=LAST, parameter=MANY, value=(False, True), whole=(0, 0, 0, 1))
-def train_parameter(world: World, model: int, parameter: int, value: bool, whole: bool) -> None:
-    if whole:
-        world.module(model, parameter).requires_grad_(value)
-    else:
-        world.parameter(model, parameter).requires_grad_(value)
+def train_parameter(world: World, model: int, parameter: int, value: bool, whole: bool) -> Any:
+    found = (world.module if whole else world.parameter)(model, parameter)
+    found.requires_grad_(value)
+    return kinds_of(found)
+
+
+def kinds_of(found: Any) -> str:
+    """Whether parameters are sharded: ``program_known.py`` asks."""
+    params = found.parameters() if isinstance(found, nn.Module) else [found]
+    return "shards" if all(isinstance(param, DTensor) for param in params) else "whole"
 
 
 @operation(0.6, model=LAST, parameter=MANY, how=("none", "ones", "double", "detach", "bad"))
@@ -219,7 +224,7 @@ def change_grad(world: World, model: int, parameter: int, how: str) -> None:
 
 
 @operation(0.6, model=LAST, parameter=MANY, how=("no_grad", "data", "new data", "local", "bare"))
-def write(world: World, model: int, parameter: int, how: str) -> None:
+def write(world: World, model: int, parameter: int, how: str) -> str:
     """Into a parameter, in the ways that users do."""
     found = world.parameter(model, parameter)
     if how == "no_grad":
@@ -234,6 +239,7 @@ def write(world: World, model: int, parameter: int, how: str) -> None:
     else:
         local = found._local_tensor if isinstance(found, DTensor) else found
         local.detach().fill_(0.125)
+    return kinds_of(found)
 
 
 @operation(0.25, model=LAST, module=range(20), how=("parameter", "extra", "none", "module", "new"))

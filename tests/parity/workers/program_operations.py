@@ -144,7 +144,7 @@ def sharding(
     return given
 
 
-@operation(1.0, model=LAST, root=(True, True, True, False), pairs=NO_YES, **SHARDING)
+@operation(0.2, model=LAST, root=(True, True, True, False), pairs=NO_YES, **SHARDING)
 def shard(world: World, model: int, root: bool, pairs: bool, **kind: Any) -> str:
     """The blocks of a model, each or by two, and then what is left."""
     net = world.model(model)
@@ -159,14 +159,14 @@ def shard(world: World, model: int, root: bool, pairs: bool, **kind: Any) -> str
     return type(world.api.fully_shard(net, **given)).__name__ if root else ""
 
 
-@operation(0.8, model=LAST, module=range(20), **SHARDING)
+@operation(0.3, model=LAST, module=range(20), **SHARDING)
 def shard_one(world: World, model: int, module: int, **kind: Any) -> str:
     """Any module, at any time."""
     found = world.module(model, module)
     return type(world.api.fully_shard(found, **sharding(world, [found], **kind))).__name__
 
 
-@operation(0.3, model=LAST, module=range(20), other=range(1, 20), **SHARDING)
+@operation(0.15, model=LAST, module=range(20), other=range(1, 20), **SHARDING)
 def shard_both(world: World, model: int, module: int, other: int, **kind: Any) -> list[str]:
     """Two modules as one unit."""
     found = [world.module(model, module), world.module(model, module + other)]
@@ -174,7 +174,7 @@ def shard_both(world: World, model: int, module: int, other: int, **kind: Any) -
     return [type(module).__name__ for module in given]
 
 
-@operation(0.3, model=LAST, module=(0, 0, *range(20)), policy=("", *POLICIES), mesh=("", "one"))
+@operation(0.2, model=LAST, module=(0, 0, *range(20)), policy=("", *POLICIES), mesh=("", "one"))
 def replicate(world: World, model: int, module: int, policy: str, mesh: str) -> str:
     given: dict[str, Any] = {"mp_policy": POLICIES[policy]} if policy else {}
     if mesh:

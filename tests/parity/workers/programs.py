@@ -167,7 +167,7 @@ def told(
     """A difference in what one operation gave or left behind."""
     pairs = [(a, b) for a, b in zip(stock, ours) if a != b]
     pairs += [(a, "-") for a in stock[len(ours) :]] + [("-", b) for b in ours[len(stock) :]]
-    text = "\n".join(f"  stock: {a}\n  ours:  {b}" for a, b in pairs[:6])
+    text = "\n".join(f"  stock: {a[:300]}\n  ours:  {b[:300]}" for a, b in pairs[:6])
     at = len(before)
     rule = known(program[: at + 1], before, stock, ours)
     return Difference(at, kind_of(program[at][0], *pairs[0]), text, rule)
@@ -295,10 +295,11 @@ def main() -> None:
     parser.add_argument("--shorten", type=float, default=40.0)
     parser.add_argument("--show", type=int)
     parser.add_argument("--program", help="a file with a program as it is printed")
+    parser.add_argument("--verbose", action="store_true", help="with --show: all lines")
     chosen = parser.parse_args()
     worlds = lambda seed: chosen.world or (2 if seed % 4 == 3 else 1)  # noqa: E731
     if chosen.program or chosen.show is not None:
-        show(chosen.program, chosen.show, worlds(chosen.show or 0))
+        show(chosen.program, chosen.show, worlds(chosen.show or 0), chosen.verbose)
         return
     began = time.monotonic()
     seeds = range(chosen.seed, chosen.seed + chosen.count)
@@ -318,7 +319,7 @@ def main() -> None:
     sys.exit(bool(report.failures))
 
 
-def show(file: str | None, seed: int | None, world: int) -> None:
+def show(file: str | None, seed: int | None, world: int, verbose: bool = False) -> None:
     """One program, and all that both have seen."""
     import ast
 
@@ -334,7 +335,7 @@ def show(file: str | None, seed: int | None, world: int) -> None:
             a, b = (lines[at] if at < len(lines) else [] for lines in (left[0], right[0]))
             print(rank, at, name, json.dumps(arguments), a[:1] or "-", "" if a == b else b[:1])
             for x, y in zip(a, b):
-                if x != y:
+                if x != y or verbose:
                     print(f"    stock: {x}\n    ours:  {y}")
         print("ends:", left[1], "|", right[1])
     print(pair.compare(program, world))
