@@ -363,8 +363,9 @@ fc_status fc_param_stash_grad(fc_param *p) {
     fc_status status = FC_OK;
     fct_tensor *grad = NULL;
     fct_tensor *cast = NULL;
-    if (p->reduce_dtype == FCT_NO_DTYPE || p->unsharded == NULL || !fct_grad_has(p->unsharded)) {
-        return FC_OK;
+    if (p->reduce_dtype == FCT_NO_DTYPE || p->reduce_dtype == fc_param_compute_dtype(p) ||
+        p->unsharded == NULL || !fct_grad_has(p->unsharded)) {
+        return FC_OK; /* in its own type it waits where users see it, as in torch */
     }
     fct_grad_take(p->unsharded, &grad);
     FC_TRY_RAISED(fct_tensor_cast(grad, p->reduce_dtype, &cast));

@@ -75,3 +75,8 @@ def test_what_a_parameter_gets_in_one_backward_is_added_up_in_the_dtype_of_compu
         assert bool(differences(stock, found)) == releases.has("2.15")
         for waiting, grads in stock.items():
             torch.testing.assert_close(found[waiting], grads, rtol=2e-2, atol=2e-3)
+
+
+def test_gradients_that_wait_in_the_reduce_dtype_are_seen_as_in_torch() -> None:
+    (found,) = assert_same("gradients_that_wait_in_their_own_dtype", world=1)
+    assert found["torch.bfloat16 waits"] and not found["torch.float32 waits"]

@@ -193,3 +193,22 @@ def parameters_used_twice(api: Api) -> dict[int, list[torch.Tensor]]:
             model(torch.randn(3, WIDTH)).square().mean().backward()
         found[waiting] = [whole(param.grad) for param in model.parameters()]
     return found
+
+
+@scenario(world=1)
+def gradients_that_wait_in_their_own_dtype(api: Api) -> dict[str, Any]:
+    """Whether ``.grad`` of a whole parameter shows what waits for a reduction, and the sum."""
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = Twice().to(dtype)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        api.fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+        x = torch.ones(3, WIDTH, dtype=dtype)
+        model.set_requires_gradient_sync(False)
+        model(x).sum().backward()
+        loss = model(x).sum()
+        found[f"{dtype} waits"] = [storable(p.grad) for p in model.parameters() if p.grad is not None]
+        model.set_requires_gradient_sync(True)
+        loss.backward()
+        found[f"{dtype} reduced"] = [whole(p.grad) for p in model.parameters()]
+    return found
