@@ -117,6 +117,18 @@ static void gradients_set_aside_wait_in_the_reduce_type_and_are_added_to(void **
     end();
 }
 
+static void gradients_of_the_reduce_type_wait_where_users_see_them(void **state) {
+    (void)state;
+    begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_BFLOAT16);
+    backward_gives(2, 3.0);
+    assert_int_equal(fc_gradient_stash(members), FC_OK);
+    assert_true(fct_grad_has(params[2].core.unsharded));
+    assert_null(params[2].core.accumulated);
+    assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
+    expect(plan.grads[0], 3.0);
+    end();
+}
+
 static int unwrap(void *param, fct_tensor *grad, fct_tensor **local) {
     (void)param;
     return fct_tensor_cast(grad, FCK_FLOAT64, local);
@@ -147,6 +159,7 @@ int main(void) {
         cmocka_unit_test(only_the_spans_are_taken_and_those_of_the_last_time_dropped),
         cmocka_unit_test(unused_parameters_have_zeros_where_they_are_reduced_and_trained),
         cmocka_unit_test(a_parameter_that_never_ran_has_zeros_of_its_whole_size),
+        cmocka_unit_test(gradients_of_the_reduce_type_wait_where_users_see_them),
         cmocka_unit_test(gradients_set_aside_wait_in_the_reduce_type_and_are_added_to),
         cmocka_unit_test(gradients_of_wrappers_are_unwrapped_by_the_host),
     };

@@ -7,9 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from program_ranks import Step
+
+
+def paired(stock: list[str], ours: list[str]) -> list[tuple[str, str]]:
+    """The lines that differ, those about the same thing beside each other; one that only one has
+    is beside an empty one."""
+    left, right = labelled(stock), labelled(ours)
+    labels = dict.fromkeys([*left, *right])
+    pairs = [(left.get(label, ""), right.get(label, "")) for label in labels]
+    return [(a, b) for a, b in pairs if a != b]
+
+
+def labelled(lines: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {"": lines[0]}
+    for line in lines[1:]:
+        label = line.split(": ")[0]
+        while label in found:
+            label += "'"
+        found[label] = line
+    return found
 
 
 @dataclass
@@ -17,6 +35,7 @@ class Found:
     """A difference that is to be judged: the program up to it, what stock gave in the operations
     before, and what was seen last."""
 
+    world: int
     program: list[Step]
     before: list[list[str]]
     stock: list[str]
@@ -29,7 +48,6 @@ class Found:
             for (name, _), lines in zip(self.program, self.before)
         )
 
-
     def gave(self, name: str, what: str) -> bool:
         """Whether this operation has given that before, under stock."""
         return any(
@@ -38,24 +56,30 @@ class Found:
         )
 
     def pairs(self) -> list[tuple[str, str]]:
-        """The lines that differ; one that only one has is beside an empty one."""
-        return [(a, b) for a, b in zip_longest(self.stock, self.ours, fillvalue="") if a != b]
+        return paired(self.stock, self.ours)
 
-
-    def told(self, name: str, **arguments: object) -> bool:
+    def told(self, name: str, /, **arguments: object) -> bool:
         """Whether the program has this operation with these arguments."""
         return any(
             name == done and all(given.get(key) == value for key, value in arguments.items())
             for done, given in self.program
         )
 
+    def both_raised(self, *beginnings: str) -> bool:
+        """Whether both have raised one of these: type and message."""
+        ways = tuple(f"raised {beginning}" for beginning in beginnings)
+        return self.stock[0].startswith(ways) and self.ours[0].startswith(ways)
+
     def only_whole_weights(self) -> bool:
         """Whether no more differs than the bits of parameters that are whole."""
         return all(
-            a.split()[:3] == b.split()[:3] and a.split()[2] == "Parameter" for a, b in self.pairs()
+            a.split()[:3] == b.split()[:3] and a.split()[2:3] == ["Parameter"]
+            for a, b in self.pairs()
         )
 
 
+WRITING = ("optimize", "step", "load", "load_for", "optimizer_state", "write")
+"""Operations that may change the shards."""
 RULES: dict[str, Callable[[Found], bool]] = {}
 
 
@@ -68,11 +92,24 @@ def rule(reason: str) -> Callable[[Callable[[Found], bool]], Callable[[Found], b
 
 
 def known(
-    program: list[Step], before: list[list[str]], stock: list[str], ours: list[str]
+    world: int,
+    program: list[Step],
+    before: list[list[str]],
+    stock: list[str],
+    ours: list[str],
 ) -> str | None:
     """The rule that a difference comes under."""
-    found = Found(program, before, stock, ours)
+    found = Found(world, program, before, stock, ours)
     return next((reason for reason, holds in RULES.items() if holds(found)), None)
+
+
+def goes_on(name: str, stock: list[str], ours: list[str]) -> bool:
+    """Whether a program can be compared further: what both have is the same, all the same."""
+    labels = {a.split(": ")[0] for a, _ in paired(stock, ours)}
+    both = all(lines[0].startswith("raised") for lines in (stock, ours))
+    if both and all(label.endswith(".grad") for label in labels - {stock[0].split(": ")[0]}):
+        return True  # reductions that come later
+    return labels == {stock[0].split(": ")[0]} and (both or name == "reset_iter_state")
 
 
 SHARDING = ("shard", "shard_one", "shard_both", "replicate")
@@ -122,9 +159,44 @@ def premultiplied(found: Found) -> bool:
     return "PREMUL_SUM" in found.stock[0]
 
 
-@rule("whole weights of one rank are the shards, and those of a root follow them; torch's are old")
+@rule("whole weights follow a step of the optimizer, or what is loaded; torch's are old")
 def old_weights(found: Found) -> bool:
-    return found.only_whole_weights()
+    return found.only_whole_weights() or any(
+        name in WRITING and any(" Parameter " in line for line in lines)
+        for (name, _), lines in zip(found.program, found.before)
+    )
+
+
+@rule("zero_grad() drops gradients that wait for a reduction; torch's come back")
+def dropped(found: Found) -> bool:
+    waiting = any(
+        found.told("flag", name=name)
+        for name in ("set_requires_gradient_sync", "set_requires_all_reduce")
+    )
+    return waiting and (found.told("zero_grad") or found.told("step"))
+
+
+@rule("a refused first forward leaves no roots behind; in torch the units below are roots then")
+def refused_root(found: Found) -> bool:
+    return any("requires a single root module" in lines[0] for lines in found.before)
+
+
+@rule("a step that failed leaves torch's units as they were in the middle: another error")
+def not_recovered(found: Found) -> bool:
+    return found.stock[0].startswith("raised RuntimeError: setStorage") and found.raised(
+        "backward", "step", "gradient", "backward_into", "forward", "forward_of_part"
+    )
+
+
+@rule("what cannot be pickled is called otherwise")
+def pickled(found: Found) -> bool:
+    return found.both_raised("AttributeError: Can't pickle", "_pickle", "TypeError: cannot pickle")
+
+
+@rule("a backward of several ranks fails, and reductions that overlapped it come with the next")
+def overlapped(found: Found) -> bool:
+    gradients = all(".grad: " in a and not b for a, b in found.pairs())
+    return gradients and found.stock[0].startswith("raised")
 
 
 @rule("torch divides by a factor twice: one rank, in fp16, fp64 or after a forced sum")
@@ -134,10 +206,9 @@ def divided_twice(found: Found) -> bool:
     )
 
 
-@rule("backward with set_unshard_in_backward(False): one rank's weights are there, torch's are not")
-def not_unsharded(found: Found) -> bool:
-    flag = found.told("flag", name="set_unshard_in_backward")
-    return flag and found.stock[0].startswith("raised RuntimeError: setStorage")
+@rule("one rank's weights are there where torch's have been freed")
+def freed(found: Found) -> bool:
+    return found.world == 1 and found.stock[0].startswith("raised RuntimeError: setStorage")
 
 
 @rule("a conversion that fails leaves shards as they were; torch has taken the wrong parameter")

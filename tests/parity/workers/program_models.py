@@ -201,7 +201,7 @@ class Writing(Plain):
     """Works in place on what a linear layer has given."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        return self.linear(x.to(self.linear.weight.dtype)).relu_().mul_(scale)
+        return self.linear(x.to(self.linear.weight.dtype)).mul_(scale).relu_()
 
 
 class Viewing(Plain):

@@ -60,9 +60,7 @@ def operation(weight: float = 1.0, **choices: Sequence[Any]) -> Callable[[Functi
     dtype=(None, None, None, torch.bfloat16, torch.float64),
     alone=NO_YES,
 )
-def build(
-    world: World, kinds: list[str], way: str, dtype: torch.dtype | None, alone: bool
-) -> None:
+def build(world: World, kinds: list[str], way: str, dtype: torch.dtype | None, alone: bool) -> None:
     """A model; ``alone``: its inputs are not converted, and no other has its blocks."""
     if len(world.models) >= 3:
         raise Nothing
@@ -81,7 +79,7 @@ POLICIES = {
     "fp64": MixedPrecisionPolicy(param_dtype=torch.float64),
 }
 SHARDING: dict[str, Sequence[Any]] = {
-    "reshard": (None, *(True, False, 1, 2) * 6, 3, "yes"),
+    "reshard": (None, *(True, False, 1) * 8, 2, 2, 3, "yes"),
     "mesh": ("", *("one", "replicas", "shards") * 8, "unnamed", "three"),
     "policy": ("", "", *POLICIES),
     "offload": (False, False, False, False, True),

@@ -1,6 +1,6 @@
 """Processes that run programs: for each implementation a server, which forks the ranks.
 
-    python program_ranks.py torch|fsdp_c
+    python program_ranks.py torch|fsdp_c [mistake]
 
 A server reads ``{"program": [[name, arguments], ...], "world": n, "seconds": s}`` and answers with
 what each rank has seen: a list of lines for each operation, and last how the rank ended ("" is
@@ -39,10 +39,10 @@ Rank = tuple[list[list[str]], str]
 class Server:
     """One implementation's process, from the outside."""
 
-    def __init__(self, implementation: str) -> None:
+    def __init__(self, implementation: str, mistake: str = "") -> None:
         self.implementation = implementation
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE), implementation],
+            [sys.executable, str(HERE), implementation, *([mistake] if mistake else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -71,12 +71,15 @@ class Server:
 # ---- in a server ----
 
 
-def serve(implementation: str) -> None:
-    for name in ("fork_server", "programs", implementation):
+def serve(implementation: str, mistake: str = "") -> None:
+    for name in ("fork_server", "programs", "program_mistakes", implementation):
         importlib.import_module(name)
     for name in sys.modules["fork_server"].IMPORTED:
         importlib.import_module(name)
     import torch
+
+    if mistake:
+        sys.modules["program_mistakes"].MISTAKES[mistake]()
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -86,7 +89,6 @@ def serve(implementation: str) -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         found = run(implementation, **json.loads(line))
-        os.write(answers, b"")
         with os.fdopen(os.dup(answers), "wb") as stream:
             stream.write(json.dumps(found).encode() + b"\n")
 
@@ -208,4 +210,4 @@ def gathered(children: list[tuple[int, int]], folder: str, deadline: float) -> l
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn as nn
 from behaviour import Api
 from program_models import DIM
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 
