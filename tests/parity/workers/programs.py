@@ -282,6 +282,7 @@ def run_many(
     say: Callable[[str], None] = lambda line: None,
     until: float = float("inf"),
     enough: int = 10**9,
+    tell_rules: bool = False,
 ) -> Report:
     """Runs the programs of the seeds; each kind of difference is shortened once."""
     pair = Pair(mistake=mistake)
@@ -298,6 +299,8 @@ def run_many(
             continue
         if found.rule is not None:
             report.rules[found.rule] += 1
+            if tell_rules:
+                say(f"seed {seed}, {program[found.at][0]}: {found.rule}\n{found.text}")
             continue
         kinds[found.kind] += 1
         if kinds[found.kind] > 1:
@@ -322,6 +325,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=0, help="0: one rank, each fifth two")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--shorten", type=float, default=40.0)
+    parser.add_argument("--rules", action="store_true", help="show what comes under a rule, too")
     parser.add_argument("--show", type=int)
     parser.add_argument("--program", help="a file with a program as it is printed")
     parser.add_argument("--verbose", action="store_true", help="with --show: all lines")
@@ -341,6 +345,7 @@ def main() -> None:
         shorten=chosen.shorten,
         say=lambda line: print(line, flush=True),
         until=began + chosen.seconds,
+        tell_rules=chosen.rules,
     )
     print(
         f"{report.programs} programs, {report.operations} operations compared, "
