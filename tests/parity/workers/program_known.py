@@ -80,6 +80,8 @@ class Found:
 
 WRITING = ("optimize", "step", "load", "load_for", "optimizer_state", "write")
 """Operations that may change the shards."""
+REFUSALS = ("requires a single root module", "is shared with a parameter already managed")
+"""What the first forward of a model may raise."""
 RULES: dict[str, Callable[[Found], bool]] = {}
 
 
@@ -176,9 +178,9 @@ def dropped(found: Found) -> bool:
     return waiting and (found.told("zero_grad") or found.told("step"))
 
 
-@rule("a refused first forward leaves no roots behind; in torch the units below are roots then")
+@rule("a refused first forward leaves nothing behind; in torch some units are no roots, or are")
 def refused_root(found: Found) -> bool:
-    return any("requires a single root module" in lines[0] for lines in found.before)
+    return any(words in lines[0] for words in REFUSALS for lines in found.before)
 
 
 @rule("a step that failed leaves torch's units as they were in the middle: another error")
@@ -201,9 +203,10 @@ def overlapped(found: Found) -> bool:
 
 @rule("torch divides by a factor twice: one rank, in fp16, fp64 or after a forced sum")
 def divided_twice(found: Found) -> bool:
-    return found.told("factor") and all(
-        ".grad" in a or a.startswith("gradients") for a, b in found.pairs()[:1]
-    )
+    gradients = [a for a, _ in found.pairs() if ".grad: " in a]
+    types = any(f" {name} " in a for a in gradients for name in ("float16", "float64"))
+    forced = found.told("flag", name="set_force_sum_reduction_for_comms", value=True)
+    return found.told("factor") and bool(gradients) and (types or forced)
 
 
 @rule("one rank's weights are there where torch's have been freed")

@@ -17,7 +17,7 @@ import torch.nn as nn
 from program_models import AGAIN, ARMED, KINDS, Net
 from program_world import Nothing, World, chosen, tensors
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 Function = Callable[..., Any]
@@ -37,7 +37,9 @@ MANY = range(12)
 FEW = range(3)
 LAST = (-1, -2, 0, 1)
 NO_YES = (False, True)
-BLOCKS = (*AGAIN, *KINDS)
+RARE = ("tied", "borrowed", "scalar")
+BLOCKS = ("", *(kind for kind in (*AGAIN[1:], *KINDS) * 5 if kind not in RARE), *RARE)
+"""With those last no model trains unless units are chosen for them."""
 
 
 def operation(weight: float = 1.0, **choices: Sequence[Any]) -> Callable[[Function], Function]:
@@ -361,7 +363,3 @@ def zero_grad(world: World, by: str, which: int, none: bool) -> None:
 def clip(world: World, model: int, most: float, kind: float, foreach: bool | None) -> Any:
     params = list(world.model(model).parameters())
     return nn.utils.clip_grad_norm_(params, most, norm_type=kind, foreach=foreach)
-
-
-def is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)

@@ -1,11 +1,11 @@
 """Processes that run programs: for each implementation a server, which forks the ranks.
 
-    python program_ranks.py torch|fsdp_c [mistake]
+    python program_ranks.py torch|fsdp_c
 
-A server reads ``{"program": [[name, arguments], ...], "world": n, "seconds": s}`` and answers with
-what each rank has seen: a list of lines for each operation, and last how the rank ended ("" is
-well). A rank that crashes or hangs has no more lines. Ranks are forked from a process that has
-imported everything, so that a program costs a tenth of a second.
+A server reads ``{"program": [[name, arguments], ...], "world": n, "seconds": s, "mistake": m}``
+and answers with what each rank has seen: a list of lines for each operation, and last how the rank
+ended ("" is well). A rank that crashes or hangs has no more lines. Ranks are forked from a process
+that has imported everything, so that a program costs a tenth of a second.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ Rank = tuple[list[list[str]], str]
 class Server:
     """One implementation's process, from the outside."""
 
-    def __init__(self, implementation: str, mistake: str = "") -> None:
+    def __init__(self, implementation: str) -> None:
         self.implementation = implementation
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE), implementation, *([mistake] if mistake else [])],
+            [sys.executable, str(HERE), implementation],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,
         )
 
-    def ask(self, program: list[Step], world: int, seconds: float) -> None:
+    def ask(self, program: list[Step], world: int, seconds: float, mistake: str = "") -> None:
         assert self.process.stdin is not None
-        request = {"program": program, "world": world, "seconds": seconds}
+        request = {"program": program, "world": world, "seconds": seconds, "mistake": mistake}
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
 
@@ -71,15 +71,12 @@ class Server:
 # ---- in a server ----
 
 
-def serve(implementation: str, mistake: str = "") -> None:
+def serve(implementation: str) -> None:
     for name in ("fork_server", "programs", "program_mistakes", implementation):
         importlib.import_module(name)
     for name in sys.modules["fork_server"].IMPORTED:
         importlib.import_module(name)
     import torch
-
-    if mistake:
-        sys.modules["program_mistakes"].MISTAKES[mistake]()
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -93,7 +90,9 @@ def serve(implementation: str, mistake: str = "") -> None:
             stream.write(json.dumps(found).encode() + b"\n")
 
 
-def run(implementation: str, program: list[Any], world: int, seconds: float) -> list[Rank]:
+def run(
+    implementation: str, program: list[Any], world: int, seconds: float, mistake: str
+) -> list[Rank]:
     """All ranks of a program, forked and waited for."""
     with tempfile.TemporaryDirectory(prefix="fsdp_c_program_") as folder:
         children = []
@@ -102,6 +101,8 @@ def run(implementation: str, program: list[Any], world: int, seconds: float) -> 
             pid = os.fork()
             if pid == 0:
                 os.close(reading)
+                if mistake:
+                    sys.modules["program_mistakes"].MISTAKES[mistake].make()
                 become(implementation, program, rank, world, Path(folder), writing)
             os.close(writing)
             children.append((pid, reading))
@@ -210,4 +211,4 @@ def gathered(children: list[tuple[int, int]], folder: str, deadline: float) -> l
 
 
 if __name__ == "__main__":
-    serve(*sys.argv[1:])
+    serve(sys.argv[1])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import random
 import sys
@@ -129,21 +130,22 @@ class Difference:
         return self.rule is None
 
 
+server_of = functools.cache(Server)
+"""They stay for as long as this process."""
+
+
 class Pair:
-    """torch and fsdp_c, which may have a mistake (``program_mistakes.py``), or two others."""
+    """torch and fsdp_c, which may have a mistake (``program_mistakes.py``)."""
 
-    def __init__(self, second: str = "fsdp_c", mistake: str = "") -> None:
-        self.servers = [Server("torch"), Server(second, mistake)]
-
-    def close(self) -> None:
-        for server in self.servers:
-            server.close()
+    def __init__(self, mistake: str = "") -> None:
+        self.servers = [server_of("torch"), server_of("fsdp_c")]
+        self.mistakes = ["", mistake]
 
     def run(self, program: list[Step], world: int, seconds: float = SECONDS) -> list[list[Rank]]:
         """Both at the same time where that is two processes."""
         found = []
-        for server in self.servers:
-            server.ask(program, world, seconds)
+        for server, mistake in zip(self.servers, self.mistakes):
+            server.ask(program, world, seconds, mistake)
             if world > 1:
                 found.append(server.answer())
         return found or [server.answer() for server in self.servers]
@@ -314,7 +316,6 @@ def run_many(
             program, found = shorter(pair, program, world, found, shorten)
         report.failures[seed] = (program, found)
         say(f"seed {seed}, world {world}: {found.kind}\n{written(program)}\n{found.text}\n")
-    pair.close()
     return report
 
 
@@ -373,7 +374,6 @@ def show(file: str | None, seed: int | None, world: int, verbose: bool = False) 
                     print(f"    stock: {x}\n    ours:  {y}")
         print("ends:", left[1], "|", right[1])
     print(pair.compare(program, world))
-    pair.close()
 
 
 if __name__ == "__main__":
