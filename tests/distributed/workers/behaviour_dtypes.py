@@ -207,7 +207,8 @@ def gradients_that_wait_in_their_own_dtype(api: Api) -> dict[str, Any]:
         model.set_requires_gradient_sync(False)
         model(x).sum().backward()
         loss = model(x).sum()
-        found[f"{dtype} waits"] = [storable(p.grad) for p in model.parameters() if p.grad is not None]
+        waiting = [param.grad for param in model.parameters() if param.grad is not None]
+        found[f"{dtype} waits"] = [storable(grad) for grad in waiting]
         model.set_requires_gradient_sync(True)
         loss.backward()
         found[f"{dtype} reduced"] = [whole(p.grad) for p in model.parameters()]
