@@ -80,6 +80,8 @@ class Found:
 
 WRITING = ("optimize", "step", "load", "load_for", "optimizer_state", "write")
 """Operations that may change the shards."""
+HALVES = ("fp16, given in fp32", "fp64")
+"""Policies under which torch divides gradients before and after their reduction."""
 REFUSALS = ("requires a single root module", "is shared with a parameter already managed")
 """What the first forward of a model may raise."""
 RULES: dict[str, Callable[[Found], bool]] = {}
@@ -195,10 +197,13 @@ def pickled(found: Found) -> bool:
     return found.both_raised("AttributeError: Can't pickle", "_pickle", "TypeError: cannot pickle")
 
 
-@rule("a backward of several ranks fails, and reductions that overlapped it come with the next")
+@rule("a backward of several ranks failed: without a reset, reductions come with the next one")
 def overlapped(found: Found) -> bool:
-    gradients = all(".grad: " in a and not b for a, b in found.pairs())
-    return gradients and found.stock[0].startswith("raised")
+    gradients = all(
+        (".grad: " in a and not b) or a.startswith("gradients: ") for a, b in found.pairs()
+    )
+    failed = found.raised("backward", "backward_into", "gradient", "step")
+    return found.world > 1 and gradients and (failed or found.stock[0].startswith("raised"))
 
 
 @rule("torch divides by a factor twice: one rank, in fp16, fp64 or after a forced sum")
@@ -206,7 +211,8 @@ def divided_twice(found: Found) -> bool:
     gradients = [a for a, _ in found.pairs() if ".grad: " in a]
     types = any(f" {name} " in a for a in gradients for name in ("float16", "float64"))
     forced = found.told("flag", name="set_force_sum_reduction_for_comms", value=True)
-    return found.told("factor") and bool(gradients) and (types or forced)
+    policies = any(given.get("policy") in HALVES for _, given in found.program)
+    return found.told("factor") and bool(gradients) and (types or forced or policies)
 
 
 @rule("one rank's weights are there where torch's have been freed")
