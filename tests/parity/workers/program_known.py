@@ -111,7 +111,7 @@ def goes_on(name: str, stock: list[str], ours: list[str]) -> bool:
     """Whether a program can be compared further: what both have is the same, all the same."""
     labels = {a.split(": ")[0] for a, _ in paired(stock, ours)}
     both = all(lines[0].startswith("raised") for lines in (stock, ours))
-    if both and all(label.endswith(".grad") for label in labels - {stock[0].split(": ")[0]}):
+    if both and all(label.endswith(".grad") for label in labels):
         return True  # reductions that come later
     return labels == {stock[0].split(": ")[0]} and (both or name == "reset_iter_state")
 
@@ -199,9 +199,7 @@ def pickled(found: Found) -> bool:
 
 @rule("a backward of several ranks failed: without a reset, reductions come with the next one")
 def overlapped(found: Found) -> bool:
-    gradients = all(
-        (".grad: " in a and not b) or a.startswith("gradients: ") for a, b in found.pairs()
-    )
+    gradients = all(".grad: " in (a or b) or a.startswith("gradients: ") for a, b in found.pairs())
     failed = found.raised("backward", "backward_into", "gradient", "step")
     return found.world > 1 and gradients and (failed or found.stock[0].startswith("raised"))
 

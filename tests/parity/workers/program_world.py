@@ -108,6 +108,8 @@ def shown_tensor(tensor: torch.Tensor) -> str:
     if local.untyped_storage().nbytes() < local.numel() * local.element_size():
         return f"{text} freed"
     data = local.contiguous().view(-1).clone()  # numpy would make its storage one that stays
+    if data.is_floating_point():
+        data[data.isnan()] = float("nan")  # whose bits say which sum it comes from
     digest = hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=4).hexdigest()
     return f"{text} {digest} {[round(number, 5) for number in data[:2].tolist()]}"
 

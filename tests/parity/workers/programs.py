@@ -39,9 +39,13 @@ OTHER_RULES = (HANGS, UNSTEADY)
 
 # ---- programs ----
 
+ALWAYS = ("forward", "backward", "step")
+"""What no program goes without."""
+
 
 def generate(seed: int) -> list[Step]:
-    """A model, its units, mostly an optimizer, then anything."""
+    """A model, its units, mostly an optimizer, then anything: of half of the operations, so that
+    some of them come often."""
     rng = random.Random(seed)
     program = [drawn(rng, "build")]
     if rng.random() < 0.1:
@@ -50,8 +54,8 @@ def generate(seed: int) -> list[Step]:
         program.append(drawn(rng, "shard"))
     if rng.random() < 0.7:
         program.append(drawn(rng, "optimizer"))
-    names = list(OPERATIONS)
-    weights = [operation.weight for operation in OPERATIONS.values()]
+    names = [name for name in OPERATIONS if name in ALWAYS or rng.random() < 0.5]
+    weights = [OPERATIONS[name].weight for name in names]
     count = rng.randint(8, 36)
     return program + [drawn(rng, name) for name in rng.choices(names, weights, k=count)]
 
