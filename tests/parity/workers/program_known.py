@@ -171,13 +171,13 @@ def old_weights(found: Found) -> bool:
     )
 
 
-@rule("zero_grad() drops gradients that wait for a reduction; torch's come back")
+@rule("zero_grad() and a reset drop gradients that wait for a reduction; torch's come back")
 def dropped(found: Found) -> bool:
     waiting = any(
         found.told("flag", name=name)
         for name in ("set_requires_gradient_sync", "set_requires_all_reduce")
     )
-    return waiting and (found.told("zero_grad") or found.told("step"))
+    return waiting and any(found.told(name) for name in ("zero_grad", "step", "reset_iter_state"))
 
 
 @rule("a refused first forward leaves nothing behind; in torch some units are no roots, or are")
