@@ -13,7 +13,7 @@ import programs
 import pytest
 from program_known import RULES
 
-COUNT = int(os.environ.get("FSDP_C_PROGRAMS", "60"))
+COUNT = int(os.environ.get("FSDP_C_PROGRAMS", "40"))
 SEED = int(os.environ.get("FSDP_C_PROGRAMS_SEED", "0"))
 SHOWN = 3
 
