@@ -113,4 +113,4 @@ def test_memory_and_descriptors_go_with_the_group() -> None:
 
 def test_processes_may_end_without_a_word() -> None:
     for said in run_ranks(shared_memory.__file__, 2):
-        assert said.startswith("2\n")  # some libraries count their leaks behind it
+        assert "2" in said.splitlines()  # some libraries warn in front of it, or count their leaks
