@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import weakref
 from collections import Counter
@@ -54,10 +55,18 @@ def look_over(root: nn.Module) -> None:
     Models may be of any kind: whatever goes wrong in here is none of their concern.
     """
     try:
-        for text in _suspicions(root):
+        for text in (*unknown_switches(), *_suspicions(root)):
             say(text)
     except Exception:
         logger.debug("fsdp_c: not looked over", exc_info=True)
+
+
+def unknown_switches() -> list[str]:
+    """What ``FSDP_C_TRANSPORT`` says where ``agreement.cpp``, which reads it, knows no such word."""
+    choice = os.environ.get("FSDP_C_TRANSPORT", "")
+    if choice in ("", "direct", "sockets", "gloo"):
+        return []
+    return [f'FSDP_C_TRANSPORT={choice} changes nothing: it knows "sockets" and "gloo"']
 
 
 def _suspicions(root: nn.Module) -> list[str]:

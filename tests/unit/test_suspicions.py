@@ -61,6 +61,16 @@ def test_a_model_without_mistakes_is_nobodys_concern(said: Said) -> None:
     assert said() == []
 
 
+def test_a_transport_that_is_spelled_wrong(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_C_TRANSPORT", "sockets")
+    step(sharded())
+    assert said() == []
+    monkeypatch.setenv("FSDP_C_TRANSPORT", "socket")
+    step(sharded())
+    (line,) = said()
+    assert "FSDP_C_TRANSPORT=socket" in line and "sockets" in line and "gloo" in line
+
+
 # ---- backwards that raise ------------------------------------------------------------------------
 
 
