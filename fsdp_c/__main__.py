@@ -176,6 +176,12 @@ def main() -> None:
     if arguments[0] in _COMMANDS:
         raise SystemExit(_COMMANDS[arguments[0]](arguments[1:]))
     as_module = arguments[0] == "-m"
+    if arguments[0].startswith("-") and not as_module:
+        _quit(
+            f"unknown option {arguments[0]}: Python's own go in front of -m fsdp_c, a script's "
+            f"behind the script\n{USAGE}",
+            2,
+        )
     if as_module and len(arguments) == 1:
         _quit("Argument expected for the -m option\n" + USAGE, 2)
     sys.argv[:] = arguments[1:] if as_module else arguments

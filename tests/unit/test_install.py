@@ -431,3 +431,10 @@ def test_usage(scripts: Path) -> None:
     asked, empty = (run("-m", "fsdp_c", *a, env=env, cwd=scripts) for a in (["--help"], []))
     assert asked.returncode == 0 and asked.stdout.startswith("usage: ") and asked.stderr == ""
     assert empty.returncode == 2 and empty.stderr == asked.stdout
+
+
+def test_an_option_that_there_is_not_is_no_script(scripts: Path) -> None:
+    done = run("-m", "fsdp_c", "--chek", env=installed_environment(scripts), cwd=scripts)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("unknown option --chek: ")
+    assert "\nusage: " in done.stderr
