@@ -62,7 +62,7 @@ def look_over(root: nn.Module) -> None:
 
 
 def unknown_switches() -> list[str]:
-    """What ``FSDP_C_TRANSPORT`` says where ``agreement.cpp``, which reads it, knows no such word."""
+    """What ``FSDP_C_TRANSPORT`` says where ``agreement.cpp``, which reads it, does not know it."""
     choice = os.environ.get("FSDP_C_TRANSPORT", "")
     if choice in ("", "direct", "sockets", "gloo"):
         return []
