@@ -218,6 +218,20 @@ def freed(found: Found) -> bool:
     return found.world == 1 and found.stock[0].startswith("raised RuntimeError: setStorage")
 
 
+BACKWARDS = ("backward", "backward_into", "gradient", "step")
+FORWARDS = ("forward", "forward_of_part", "other_forward", "calls_within", "gradient", "step")
+
+
+@rule("a backward that raised: the next forward resets what it left; torch's units stay within it")
+def reset_by_forward(found: Found) -> bool:
+    raised = [
+        at
+        for at, ((name, _), lines) in enumerate(zip(found.program, found.before))
+        if name in BACKWARDS and lines[0].startswith("raised")
+    ]
+    return any(name in FORWARDS for name, _ in found.program[min(raised, default=10**6) + 1 :])
+
+
 @rule("a conversion that fails leaves shards as they were; torch has taken the wrong parameter")
 def failed_conversion(found: Found) -> bool:
     return found.raised("convert")
