@@ -10,7 +10,6 @@ else comes, and whatever somebody else looks at (modes, a compiler), torch does 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import types
 import warnings
@@ -28,6 +27,7 @@ import fsdp_c._C as _C
 import fsdp_c_redirect
 
 from .clip import _PARALLEL_NUMEL, _group_names, _is_traced, _Named, _nonfinite, _number
+from .switches import is_on
 
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -220,7 +220,7 @@ _redirected: dict[str, fsdp_c_redirect.Redirection] = {}
 
 def redirect() -> None:
     """Makes torch's functions lead here; ``FSDP_C_CLIP=0`` leaves them."""
-    if _redirected or os.environ.get(ENVIRONMENT_SWITCH, "1") in ("", "0"):
+    if _redirected or not is_on(ENVIRONMENT_SWITCH, "1"):
         return
     module = sys.modules[_MODULE]
     for name, ours in _OURS.items():

@@ -26,6 +26,7 @@ from . import clip_for_torch, optim
 from .fully_shard import fully_shard
 from .replicate import replicate
 from .state import State
+from .switches import is_on
 from .version import __version__
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
@@ -83,7 +84,7 @@ def announced(name: str) -> Callable[..., Any]:
     error gets a line, too, on rank 0, when the first module is sharded.
     """
     global _has_told
-    if not _has_told and os.environ.get(ENVIRONMENT_SWITCH, "") not in ("", "0"):
+    if not _has_told and is_on(ENVIRONMENT_SWITCH):
         _has_told = True
         if _rank() == 0:
             _tell(

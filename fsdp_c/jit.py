@@ -7,13 +7,13 @@ have run under a stand-in for the driver, but not on a GPU yet.
 from __future__ import annotations
 
 import ctypes
-import os
 
 import torch
 
 import fsdp_c._C as _C
 
 from .nvrtc import ENTRIES, Nvrtc, installed
+from .switches import is_on
 
 _kept: list[object] = []
 """What the extension has addresses of."""
@@ -21,7 +21,7 @@ _kept: list[object] = []
 
 def wanted() -> bool:
     """Whether the environment asks for it."""
-    return os.environ.get("FSDP_C_JIT", "") not in ("", "0")
+    return is_on("FSDP_C_JIT")
 
 
 def _checked(code: int, what: str) -> None:

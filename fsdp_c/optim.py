@@ -8,7 +8,6 @@ States stay DTensors, with the same checkpoints, and bits are torch's.
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections import defaultdict
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +17,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 import fsdp_c._C as _C
+
+from .switches import is_on
 
 Accelerated = TypeVar("Accelerated", bound=Optimizer)
 
@@ -318,7 +319,7 @@ _left: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def accelerate_all() -> None:
     """From now on an optimizer that holds DTensors is accelerated in its first step."""
     global _automatic
-    if _automatic is None and os.environ.get(ENVIRONMENT_SWITCH, "1") not in ("", "0"):
+    if _automatic is None and is_on(ENVIRONMENT_SWITCH, "1"):
         _automatic = register_optimizer_step_pre_hook(_before_step)
 
 

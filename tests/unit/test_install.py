@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_c
 import fsdp_c_autoload
 import fsdp_c_redirect
+from fsdp_c import switches
 
 pytestmark = pytest.mark.xdist_group("install")  # they share launches
 State = importlib.import_module("fsdp_c.state").State
@@ -120,7 +121,7 @@ def test_install_and_uninstall_leave_nothing_behind() -> None:
 
 def test_the_switch_that_leaves_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     code = clip_grad.clip_grad_norm_.__code__
-    for value, expected in (("0", False), ("1", True)):
+    for value, expected in (("0", False), ("No", False), ("1", True)):
         monkeypatch.setenv("FSDP_C_CLIP", value)
         fsdp_c.install()
         try:
@@ -308,13 +309,17 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return facts
 
 
-@pytest.mark.parametrize("value", [None, "0", ""])
+@pytest.mark.parametrize("value", [None, "0", "", "False"])
 def test_without_the_switch_nothing_is_imported(probe: Any, value: str | None) -> None:
     facts = probe(value)
     assert facts["after torch"] == facts["after fsdp"] == ["fsdp_c_autoload"]
     assert facts["finders"] == 0
     assert facts["state"] == "torch.distributed.fsdp._fully_shard._fsdp_state"
     assert facts["late"].endswith("contract.py")
+
+
+def test_the_same_words_switch_everything_off() -> None:
+    assert fsdp_c_autoload.OFF == switches.OFF
 
 
 def test_with_the_switch_the_first_call_imports_ours(probe: Any) -> None:
