@@ -145,6 +145,7 @@ typedef struct fcpy_iteration {
     PyObject *post_optim_event;   /* what the next iteration's gathers wait for, or NULL */
     unsigned long forward_thread; /* that began the latest forward, and backward; see admit.c */
     unsigned long backward_thread;
+    bool was_awaited; /* the latest backward, to be let go by autograd; see step.c */
     PyObject *dict;
 } fcpy_iteration;
 

@@ -4,6 +4,8 @@
  * (guard.c), that is called in the place where torch would call it. Owns nothing. */
 #include "step.h"
 
+#include <time.h>
+
 #include "admit.h"
 #include "attributes.h"
 #include "dynamo.h"
@@ -81,6 +83,7 @@ static int call_end_backward(void *owner) {
 static void retain_end(void *owner) {
     fcpy_iteration *it = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
     it->core.callbacks++;
+    it->was_awaited = false;
     fcpy_retain(owner);
 }
 
@@ -360,6 +363,28 @@ static int enter_groups(fcpy_state *self, PyObject *module, PyObject **args, PyO
     return 0;
 }
 
+/* A thread of autograd's, which a device has, tells of an exception before it lets the backward go,
+ * and may want the GIL for that. Once for each backward: it may run in another thread, too. */
+static void await_autograd(fcpy_iteration *it) {
+    const struct timespec moment = {0, 100000};
+    it->was_awaited = true;
+    for (int i = 0; i < 20 && it->core.callbacks > 0; i++) {
+        Py_BEGIN_ALLOW_THREADS(void) nanosleep(&moment, NULL);
+        Py_END_ALLOW_THREADS
+    }
+}
+
+static bool follows_a_lost_backward(const fcpy_state *self) {
+    fcpy_iteration *it = (fcpy_iteration *)self->iteration;
+    if (!it->core.callback_counted || fct_in_backward()) {
+        return false;
+    }
+    if (self->core.comm->has_streams && !it->was_awaited) {
+        await_autograd(it);
+    }
+    return fc_iteration_is_lost(&it->core);
+}
+
 /* The backward before this forward has raised. Its units would take the forward for one within it,
  * and train nothing from then on. */
 static int recover(fcpy_state *self) {
@@ -373,7 +398,7 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
     if (!fcpy_state_ready(self)) {
         return -1;
     }
-    if (fc_iteration_is_lost(self->core.iteration) && recover(self) != 0) {
+    if (follows_a_lost_backward(self) && recover(self) != 0) {
         return -1;
     }
     if (self->core.training_state == FC_PRE_BACKWARD) {

@@ -64,6 +64,27 @@ def run_double_backward(rank: int, world_size: int) -> dict[str, Record]:
     return {"torch": whole[0], "fsdp_c": whole[1], "plain": plain}
 
 
+def run_batch_left_out(rank: int, world_size: int) -> dict[str, tuple[Record, list[str]]]:
+    """A training that goes on after a backward that raised, in a thread of the device's."""
+    sim_tools.join_loop_group()
+    device = simulated.start()
+    simulated.use_kernels(True)
+    found = {}
+    for name, implementation, by_hand in (
+        ("with a reset", "fsdp_c", True),
+        ("fsdp_c", "fsdp_c", False),
+        ("torch", "torch", False),
+    ):
+        device.forget()
+        tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, implementation)
+        try:
+            record = scenarios.batch_left_out(tools, by_hand)
+        except Exception as error:
+            record = [f"{type(error).__name__}: {error}"]
+        found[name] = record, device.findings()
+    return found
+
+
 def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
     """Four models on four devices, each trained by a thread of its own, at the same time.
 

@@ -540,7 +540,12 @@ def reset_after_a_failure(tools: SimTools) -> Record:
     return _reset(tools) + _reset(tools, offload_policy=CPUOffloadPolicy())
 
 
-def _reset(tools: SimTools, **kwargs: Any) -> Record:
+def batch_left_out(tools: SimTools, by_hand: bool) -> Record:
+    """``by_hand``: with a reset after the backward that raised; else nobody asks for one."""
+    return _reset(tools, by_hand) + _reset(tools, by_hand, offload_policy=CPUOffloadPolicy())
+
+
+def _reset(tools: SimTools, by_hand: bool = True, **kwargs: Any) -> Record:
     model = tools.shard(blocks(), **kwargs)
     record = tools.train(model)
 
@@ -553,6 +558,9 @@ def _reset(tools: SimTools, **kwargs: Any) -> Record:
         model[2](model[1](hidden)).sum().backward()
     except RuntimeError as error:
         record.append(str(error))
-    model.reset_iter_state()
+    if by_hand:
+        model.reset_iter_state()
+    model.zero_grad()
+    record += tools.accumulate(model)  # an optimizer made before this may hold whole parameters
     model.zero_grad()
     return record + tools.train(model)
