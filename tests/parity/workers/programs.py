@@ -33,7 +33,8 @@ from program_ranks import Rank, Server, Step
 SECONDS = 25.0
 """After which a program hangs."""
 HANGS, UNSTEADY = "torch hangs or crashes", "torch does not do the same each time"
-OTHER_RULES = (HANGS, UNSTEADY)
+LATE = "a rank was late, and not again"
+OTHER_RULES = (HANGS, UNSTEADY, LATE)
 """Why programs are left out, besides what is known to differ."""
 
 
@@ -132,6 +133,12 @@ class Difference:
     @property
     def counted(self) -> bool:
         return self.rule is None
+
+    @property
+    def is_of_time(self) -> bool:
+        """Whether somebody has waited too long."""
+        words = ("hung", "imed out", "imeout")
+        return any(word in self.kind or word in self.text for word in words)
 
 
 server_of = functools.cache(Server)
@@ -307,6 +314,9 @@ def run_many(
             report.rules[found.rule] += 1
             if tell_rules:
                 say(f"seed {seed}, {program[found.at][0]}: {found.rule}\n{found.text}")
+            continue
+        if found.is_of_time and pair.compare(program, world) is None:
+            report.rules[LATE] += 1  # the machine has other work
             continue
         kinds[found.kind] += 1
         if kinds[found.kind] > 1:
