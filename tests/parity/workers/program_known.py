@@ -206,7 +206,7 @@ def overlapped(found: Found) -> bool:
 
 @rule("torch divides by a factor twice: one rank, in fp16, fp64 or after a forced sum")
 def divided_twice(found: Found) -> bool:
-    gradients = [a for a, _ in found.pairs() if ".grad: " in a]
+    gradients = [a for a, _ in found.pairs() if ".grad: " in a or a.startswith("gradients: ")]
     types = any(f" {name} " in a for a in gradients for name in ("float16", "float64"))
     forced = found.told("flag", name="set_force_sum_reduction_for_comms", value=True)
     policies = any(given.get("policy") in HALVES for _, given in found.program)
@@ -215,7 +215,8 @@ def divided_twice(found: Found) -> bool:
 
 @rule("one rank's weights are there where torch's have been freed")
 def freed(found: Found) -> bool:
-    return found.world == 1 and found.stock[0].startswith("raised RuntimeError: setStorage")
+    alone = found.world == 1 or any(given.get("mesh") == "replicas" for _, given in found.program)
+    return alone and found.stock[0].startswith("raised RuntimeError: setStorage")
 
 
 BACKWARDS = ("backward", "backward_into", "gradient", "step")
