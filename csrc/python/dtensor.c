@@ -7,8 +7,7 @@ bool fcpy_is_dtensor(const fcpy_module *mod, PyObject *obj) {
 }
 
 bool fcpy_is_plain_tensor(const fcpy_module *mod, PyObject *obj) {
-    return Py_TYPE(obj) == ((PyTypeObject *)mod->bound.dtensor_class)->tp_base &&
-           fct_py_tensor(obj) != NULL;
+    return Py_TYPE(obj) == ((PyTypeObject *)mod->bound.dtensor_class)->tp_base;
 }
 
 static Py_ssize_t offset_of(const fcpy_module *mod, PyObject *name) {
@@ -92,6 +91,10 @@ static int64_t numbers_of(PyObject *obj, PyObject *name, int64_t *values) {
 static int make(const fcpy_module *mod, PyObject *local, PyObject *spec, PyObject **made) {
     int64_t sizes[MOST_DIMS];
     int64_t strides[MOST_DIMS];
+    const fct_tensor *tensor = fcpy_is_plain_tensor(mod, local) ? fct_py_tensor(local) : NULL;
+    if (tensor == NULL) { /* a subclass may answer for its layout itself */
+        return 0;
+    }
     PyObject *meta = PyObject_GetAttr(spec, mod->names.tensor_meta);
     if (meta == NULL) {
         PyErr_Clear();
@@ -100,8 +103,8 @@ static int make(const fcpy_module *mod, PyObject *local, PyObject *spec, PyObjec
     const int64_t dims = numbers_of(meta, mod->names.shape, sizes);
     const bool known = dims >= 0 && numbers_of(meta, mod->names.stride, strides) == dims;
     Py_DECREF(meta);
-    if (known && fct_py_wrapper(fct_py_tensor(local), mod->bound.dtensor_class, sizes, strides,
-                                dims, made) != 0) {
+    if (known &&
+        fct_py_wrapper(tensor, mod->bound.dtensor_class, sizes, strides, dims, made) != 0) {
         return -1;
     }
     if (*made != NULL) {
@@ -118,7 +121,7 @@ static PyObject *made_by_torch(const fcpy_module *mod, PyObject *local, PyObject
 
 PyObject *fcpy_dtensor_new(const fcpy_module *mod, PyObject *local, PyObject *spec) {
     PyObject *made = NULL;
-    if (mod->makes_dtensors && fct_py_tensor(local) != NULL && make(mod, local, spec, &made) != 0) {
+    if (mod->makes_dtensors && make(mod, local, spec, &made) != 0) {
         return NULL;
     }
     return made != NULL ? made : made_by_torch(mod, local, spec);
@@ -128,8 +131,8 @@ bool fcpy_dtensor_try(const fcpy_module *mod, PyObject *local, PyObject *spec) {
     PyObject *torchs = NULL;
     PyObject *ours = NULL;
     if (mod->local_offset >= 0 && mod->spec_offset >= 0 &&
-        PyCFunction_Check(mod->bound.dtensor_new) && fcpy_is_plain_tensor(mod, local) &&
-        make(mod, local, spec, &ours) == 0 && ours != NULL) {
+        PyCFunction_Check(mod->bound.dtensor_new) && make(mod, local, spec, &ours) == 0 &&
+        ours != NULL) {
         torchs = made_by_torch(mod, local, spec);
     }
     const bool alike =

@@ -77,7 +77,6 @@ static int is_shaped(const conversion *c, PyObject *value) {
 /* *local: new, what stands for `value` in the list. 1; 0 where its layout is not the parameter's;
  * -1 with an exception. */
 static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **local) {
-    const PyTypeObject *plain = ((PyTypeObject *)c->mod->bound.dtensor_class)->tp_base;
     bool of_dtensor = fcpy_is_dtensor(c->mod, param);
     if (!fcpy_is_dtensor(c->mod, value)) {
         int shaped = of_dtensor ? is_shaped(c, value) : 0;
@@ -87,7 +86,7 @@ static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **l
     int alike = of_dtensor ? specs_alike(c, value, param) : 0;
     if (alike == 1) {
         *local = fcpy_dtensor_local(c->mod, value);
-        alike = *local == NULL ? -1 : Py_TYPE(*local) == plain;
+        alike = *local == NULL ? -1 : fcpy_is_plain_tensor(c->mod, *local);
     }
     if (alike != 1) {
         Py_CLEAR(*local);
