@@ -30,12 +30,15 @@ def _cast_tree(dtype: torch.dtype, tree: Any) -> Any:
     return _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), tree)
 
 
+def _names(state: Any) -> str:
+    return ", ".join(type(module).__name__ for module in state._modules) or "?"
+
+
 def _warn_view_output(state: Any) -> None:
     """Warns that a wrapped module returned a view (an in-place op on it would lose the hook)."""
-    names = ", ".join(type(module).__name__ for module in state._modules) or "?"
     warnings.warn(
-        f"FSDP2-wrapped module ({names}) returned a view tensor. An in-place op on this view "
-        "drops the pre-backward hook, so that the parameters are not gathered for backward. "
+        f"FSDP2-wrapped module ({_names(state)}) returned a view tensor. An in-place op on this "
+        "view drops the pre-backward hook, so that the parameters are not gathered for backward. "
         "Use out-of-place operations or return output.clone().",
         UserWarning,
         stacklevel=3,
@@ -46,11 +49,10 @@ def _warn_lost_backward(state: Any) -> None:
     """Says that a backward raised, and what the forward after it does about that."""
     from . import suspicions  # a cold start does without
 
-    names = ", ".join(type(module).__name__ for module in state._modules) or "?"
     suspicions.say(
-        f"the backward before this forward of {names} did not come to its end: all units of the "
-        "model are reset, gradients that were waiting for a reduction are dropped. Those of other "
-        "units are in .grad already: call zero_grad() after a backward that raised."
+        f"the backward before this forward of {_names(state)} did not come to its end: all units "
+        "of the model are reset, gradients that were waiting for a reduction are dropped. Those of "
+        "other units are in .grad already: call zero_grad() after a backward that raised."
     )
 
 

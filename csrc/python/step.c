@@ -369,8 +369,9 @@ static void await_autograd(fcpy_iteration *it) {
     const struct timespec moment = {0, 100000};
     it->was_awaited = true;
     for (int i = 0; i < 20 && it->core.callbacks > 0; i++) {
-        Py_BEGIN_ALLOW_THREADS(void) nanosleep(&moment, NULL);
-        Py_END_ALLOW_THREADS
+        PyThreadState *thread = PyEval_SaveThread();
+        (void)nanosleep(&moment, NULL);
+        PyEval_RestoreThread(thread);
     }
 }
 
