@@ -49,9 +49,9 @@ def test_stock_reduces_in_the_middle_of_a_double_backward() -> None:
 
 def test_a_batch_that_raised_may_be_left_out() -> None:
     (found,) = run_ranks(scenario_ranks.run_batch_left_out, 1, timeout=120)
-    assert found["fsdp_c"] == found["with a reset"]
-    assert found["fsdp_c"][1] == []
-    assert found["torch"][0] != found["fsdp_c"][0]
+    assert found["fsdp_c"].record == found["with a reset"].record
+    assert found["fsdp_c"].findings == found["with a reset"].findings == []
+    assert found["torch"].record != found["fsdp_c"].record
 
 
 def test_threads_train_on_devices_of_their_own() -> None:

@@ -233,7 +233,7 @@ def _main(folder: Path, rank: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # The parent may have been killed: no rank outlives it by more than a moment.
-    _die_with_parent()
+    die_with_parent()
     if payload["is_script"]:
         sys.argv = [payload["target"], *map(str, pickle.loads(payload["args"]))]
         sys.path.insert(0, str(Path(payload["target"]).parent))  # as python puts it
@@ -277,7 +277,7 @@ def _let_threads_finish() -> None:
     runpy.run_path(str(ENDING))["wait_for_threads"]()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Linux: have the kernel kill this process when its parent ends."""
     import ctypes
 
@@ -291,7 +291,7 @@ def _die_with_parent() -> None:
 if __name__ == "__main__":
     arguments: list[str] | None = sys.argv[1:]
     if arguments == ["--serve"]:
-        _die_with_parent()
+        die_with_parent()
         arguments = fork_server.serve()
     try:
         if arguments is not None:

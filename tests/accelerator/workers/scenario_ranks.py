@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import scenarios
@@ -24,7 +26,7 @@ class Seen(NamedTuple):
     """Bytes."""
 
 
-def see(name: str, implementation: str, kernels: bool) -> Seen:
+def see(scenario: Callable[[Any], Record], implementation: str, kernels: bool) -> Seen:
     """Runs a scenario. An exception is its record."""
     device = simulated.start()
     device.forget()
@@ -33,7 +35,7 @@ def see(name: str, implementation: str, kernels: bool) -> Seen:
     simulated.use_kernels(kernels)
     tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, implementation)
     try:
-        record = scenarios.SCENARIOS[name](tools)
+        record = scenario(tools)
     except Exception as error:
         record = [f"{type(error).__name__}: {error}"]
     peak = device.max_memory_allocated(0) - start
@@ -46,11 +48,11 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, Seen]]:
     sim_tools.join_loop_group()
     return {
         name: {
-            "torch": see(name, "torch", False),
-            "fsdp_c": see(name, "fsdp_c", True),
-            "fsdp_c without kernels": see(name, "fsdp_c", False),
+            "torch": see(scenario, "torch", False),
+            "fsdp_c": see(scenario, "fsdp_c", True),
+            "fsdp_c without kernels": see(scenario, "fsdp_c", False),
         }
-        for name in scenarios.SCENARIOS
+        for name, scenario in scenarios.SCENARIOS.items()
     }
 
 
@@ -64,25 +66,15 @@ def run_double_backward(rank: int, world_size: int) -> dict[str, Record]:
     return {"torch": whole[0], "fsdp_c": whole[1], "plain": plain}
 
 
-def run_batch_left_out(rank: int, world_size: int) -> dict[str, tuple[Record, list[str]]]:
+def run_batch_left_out(rank: int, world_size: int) -> dict[str, Seen]:
     """A training that goes on after a backward that raised, in a thread of the device's."""
     sim_tools.join_loop_group()
-    device = simulated.start()
-    simulated.use_kernels(True)
-    found = {}
-    for name, implementation, by_hand in (
-        ("with a reset", "fsdp_c", True),
-        ("fsdp_c", "fsdp_c", False),
-        ("torch", "torch", False),
-    ):
-        device.forget()
-        tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, implementation)
-        try:
-            record = scenarios.batch_left_out(tools, by_hand)
-        except Exception as error:
-            record = [f"{type(error).__name__}: {error}"]
-        found[name] = record, device.findings()
-    return found
+    by_hand, alone = (partial(scenarios.batch_left_out, by_hand=given) for given in (True, False))
+    return {
+        "with a reset": see(by_hand, "fsdp_c", True),
+        "fsdp_c": see(alone, "fsdp_c", True),
+        "torch": see(alone, "torch", True),
+    }
 
 
 def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:

@@ -10,7 +10,6 @@ that has imported everything, so that a program costs a tenth of a second.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib
@@ -26,6 +25,8 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+
+from launch import die_with_parent
 
 HERE = Path(__file__).resolve()
 COLLECTIVE_SECONDS = 6
@@ -133,13 +134,6 @@ def become(
         sys.stderr.flush()
     finally:
         os._exit(status)
-
-
-def die_with_parent() -> None:
-    import ctypes
-
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def run_rank(
