@@ -583,6 +583,13 @@ done:
     return checked(g, fc_group_check, status);
 }
 
+fc_status fc_group_complete_reductions(fc_group *g) {
+    fc_comm *c = g->members.comm;
+    fc_status status =
+        c->has_streams ? fc_reduce_order_compute(&g->reducer) : fc_reduction_recycle(c, 0);
+    return checked(g, fc_group_check, status);
+}
+
 fc_status fc_group_reset(fc_group *g) {
     fc_reduce_reset(&g->reducer);
     for (size_t i = 0; i < g->members.count; i++) {

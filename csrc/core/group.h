@@ -154,6 +154,11 @@ FC_CHECK fc_status fc_group_backward_prefetch(fc_group *g);
  * waited for. */
 FC_CHECK fc_status fc_group_finalize_backward(fc_group *g);
 
+/* Completes the reductions that the group has started. Devices without streams: waits for every
+ * reduction of the group's context. With streams: orders the current stream after the group's last
+ * reduction, and waits for gradients that are copied to the host. */
+FC_CHECK fc_status fc_group_complete_reductions(fc_group *g);
+
 /* Back to SHARDED and IDLE after a failure: what is in flight is parked, partial gradients are
  * dropped. */
 FC_CHECK fc_status fc_group_reset(fc_group *g);

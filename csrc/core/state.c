@@ -356,8 +356,7 @@ fc_status fc_state_post_backward(const fc_state *s, fc_group *g) {
     if (s->iteration->callback_queued || s->iteration->manual) {
         return FC_OK;
     }
-    fc_comm *c = g->members.comm;
-    return c->has_streams ? fc_reduce_order_compute(&g->reducer) : fc_reduction_recycle(c, 0);
+    return fc_group_complete_reductions(g);
 }
 
 fc_status fc_state_reset(fc_state *s) {

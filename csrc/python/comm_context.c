@@ -56,6 +56,7 @@ static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
         (void)fcpy_raise(status, ((fcpy_comm *)obj)->core.error.message);
         return NULL;
     }
+    ((fcpy_comm *)obj)->initialized = true;
     Py_RETURN_NONE;
 }
 

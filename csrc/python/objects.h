@@ -133,6 +133,7 @@ typedef struct fcpy_comm {
     PyObject_HEAD
     fc_comm core;
     fcpy_module *mod;
+    bool initialized; /* lazy_init was called */
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_comm;

@@ -251,8 +251,8 @@ GROUP_TRANSITION(group_to_sharded, fc_group_to_sharded)
 GROUP_TRANSITION(group_to_unsharded, fc_group_to_unsharded)
 GROUP_TRANSITION(group_to_forward, fc_group_to_sharded_post_forward)
 GROUP_TRANSITION(group_backward_prefetch, fc_group_backward_prefetch)
-GROUP_TRANSITION(group_finalize, fc_group_finalize_backward)
 GROUP_TRANSITION(group_reset, fc_group_reset)
+GROUP_TRANSITION(group_complete, fc_group_complete_reductions)
 GROUP_TRANSITION(group_check, fc_group_check)
 
 static PyObject *group_pre_forward(PyObject *obj, PyObject *args) {
@@ -315,12 +315,37 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
             return NULL;
         }
     }
-    return run_transition(obj, default_prefetch ? pre_backward : pre_backward_alone);
+    return fcpy_group_check_context(as_group(obj), "all_gather_copy_in_stream")
+               ? run_transition(obj, default_prefetch ? pre_backward : pre_backward_alone)
+               : NULL;
+}
+
+/* Outside of a backward no end-of-backward callback follows that would complete the reductions:
+ * the method completes them before it returns. */
+static fc_status complete_outside_backward(fc_group *g, fc_status status) {
+    return status == FC_OK && !fct_in_backward() ? fc_group_complete_reductions(g) : status;
+}
+
+static fc_status post_backward(fc_group *g) {
+    return complete_outside_backward(g, fc_group_post_backward(g));
+}
+
+static fc_status finalize_backward(fc_group *g) {
+    return complete_outside_backward(g, fc_group_finalize_backward(g));
 }
 
 static PyObject *group_post_backward(PyObject *obj, PyObject *args) {
     (void)args;
-    return run_transition(obj, fc_group_post_backward);
+    return fcpy_group_check_context(as_group(obj), "reduce_scatter_max_input_buffers")
+               ? run_transition(obj, post_backward)
+               : NULL;
+}
+
+static PyObject *group_finalize(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    return fcpy_group_check_context(as_group(obj), "_last_post_reduce_events")
+               ? run_transition(obj, finalize_backward)
+               : NULL;
 }
 
 static PyObject *group_invalidate(PyObject *obj, PyObject *unused) {
@@ -422,6 +447,8 @@ static PyMethodDef group_methods[] = {
      "above the tensors that require grad."},
     {"finalize_backward", group_finalize, METH_NOARGS,
      "Waits for reductions and drops an unused all-gather."},
+    {"_wait_for_post_backward", group_complete, METH_NOARGS,
+     "Completes the reductions in flight; the current stream waits for them."},
     {"_reset_iter_state", group_reset, METH_NOARGS,
      "Back to sharded and idle, without partial gradients."},
     {"_invalidate", group_invalidate, METH_NOARGS,

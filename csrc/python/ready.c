@@ -11,6 +11,37 @@ bool fcpy_group_ready(const fcpy_group *self) {
     return self->core.members.host != NULL;
 }
 
+static void raise_no_attribute(const char *attribute) {
+    PyErr_Format(PyExc_AttributeError,
+                 "'FSDPCommContext' object has no attribute '%s'\n"
+                 "The root module has not run since fully_shard: call its forward, or unshard(), "
+                 "first",
+                 attribute);
+}
+
+bool fcpy_group_check_context(const fcpy_group *self, const char *attribute) {
+    if (!fcpy_group_ready(self)) {
+        return false;
+    }
+    const fcpy_state *unit = (const fcpy_state *)self->unit;
+    if (((const fcpy_comm *)self->comm)->initialized ||
+        (unit != NULL && unit->is_root != Py_None)) {
+        return true;
+    }
+    raise_no_attribute(attribute);
+    return false;
+}
+
+bool fcpy_state_check_context(const fcpy_state *self, const char *attribute) {
+    if (!fcpy_state_ready(self)) {
+        return false;
+    }
+    if (self->is_root == Py_None) {
+        raise_no_attribute(attribute);
+    }
+    return self->is_root != Py_None;
+}
+
 int fcpy_group_raise(const fcpy_group *self, fc_status status) {
     const fc_comm *comm = self->core.members.comm;
     return fcpy_raise(status, comm != NULL ? comm->error.message : NULL);

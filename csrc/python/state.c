@@ -336,7 +336,9 @@ static PyObject *state_pre_backward(PyObject *obj, PyObject *grad) {
 
 static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
     (void)unused;
-    return run_ready(as_state(obj), fcpy_state_end_backward, Py_None);
+    return fcpy_state_check_context(as_state(obj), "post_forward_order")
+               ? run_ready(as_state(obj), fcpy_state_end_backward, Py_None)
+               : NULL;
 }
 
 static int run_finalize(fcpy_state *self) {

@@ -46,6 +46,7 @@ MODULES = (
     "behaviour_internals",
     "behaviour_zero_grad",
     "behaviour_clipping",
+    "behaviour_direct_calls",
 )
 DIM = 5
 """Width of the models here: not divisible by 2, so that shards are uneven."""
