@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 import bucket_scenarios as bucket_scenarios  # which are on the list, too
+import direct_call_scenarios  # likewise
 import extension_scenarios as extension_scenarios  # likewise
 import features
 import torch
@@ -27,6 +28,7 @@ STOCK_RACES = {
     "shared_context_of_the_roots_alone": "read by aten::_foreach_copy_",
     "reduce_hook_on_a_stream_with_a_cast": "write by allocation",
     "offload_with_a_reduce_hook": "write by allocation",
+    **direct_call_scenarios.TORCH_RACES,
 }
 """Scenarios in which stock itself races, and words of the finding (tests/STOCK_BUGS.md)."""
 

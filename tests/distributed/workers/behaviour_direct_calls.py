@@ -52,10 +52,10 @@ def local_grads(model: nn.Module) -> list[torch.Tensor | None]:
     return [None if grad is None else grad.to_local().clone() for grad in found]
 
 
-def outcome(call: Callable[[], Any]) -> Any:
-    """What the call returned, or the exception's type and the first line of its message."""
+def outcome(call: Callable[..., Any], *arguments: Any) -> Any:
+    """The call's result, or its exception's type and the first line of the message."""
     try:
-        return call()
+        return call(*arguments)
     except Exception as error:
         return type(error).__name__, str(error).splitlines()[0]
 
@@ -256,9 +256,9 @@ def direct_calls_before_the_first_forward(api: Api) -> list[Any]:
     seen: list[Any] = []
     for name, *arguments in (("post_backward",), ("finalize_backward",), ("pre_backward", True)):
         group = param_groups_of(shard(api, plain()))[0]
-        seen.append((name, outcome(lambda: getattr(group, name)(*arguments))))
+        seen.append((name, outcome(getattr(group, name), *arguments)))
     model = shard(api, plain())
-    seen.append(outcome(lambda: end_backward(model)))
+    seen.append(outcome(end_backward, model))
     return [*seen, reduce_by_groups(model, api.rank)]
 
 
