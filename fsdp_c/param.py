@@ -109,7 +109,15 @@ def _watch_optimizers() -> None:
     DTensor's operations write them below the layer that counts, so that a gather made before the
     step (by an evaluation) would not be seen to be stale.
     """
-    register_optimizer_step_post_hook(_C.count_step)
+    register_optimizer_step_post_hook(_CountStep())
+
+
+class _CountStep:
+    """``_C.count_step`` without a Python frame. A compiled step calls the object as it is; for the
+    C function itself dynamo would print a warning."""
+
+    __call__ = staticmethod(_C.count_step)
+    _torchdynamo_disable = True
 
 
 @shows(FSDPParam)
