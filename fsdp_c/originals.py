@@ -105,7 +105,7 @@ def is_from_torch(found: Any) -> bool:
 
 
 def expected_in(module: ModuleType, name: str) -> Any:
-    """What torch has in the module under the name; ``None``: no object there leads to it."""
+    """Returns torch's object of that name in the module; ``None``: no object there leads to it."""
     for function in reachable(vars(module).get(name)):
         if is_from_torch(function) and getattr(function, "__name__", None) == name:
             return function

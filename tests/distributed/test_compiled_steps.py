@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("workers") / "compiled_steps.py"
 
 
 def measured(implementation: str) -> dict[str, Any]:
-    """What the worker prints: case -> breaks, graphs and bits."""
+    """The worker's output: case -> breaks, graphs and bits."""
     env = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
     done = subprocess.run(
         [sys.executable, str(WORKER), implementation],
