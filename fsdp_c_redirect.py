@@ -13,8 +13,9 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import itertools
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -65,6 +66,33 @@ def original(function: Callable[..., Any]) -> Callable[..., Any]:
         if redirection.function is function:
             return redirection.original
     return function
+
+
+def reachable(function: Any, depth: int = 4) -> Iterator[Any]:
+    """The function and those it wraps: in ``__wrapped__``, closures and defaults."""
+    yield function
+    if depth == 0:
+        return
+    inner = [getattr(function, "__wrapped__", None), getattr(function, "__func__", None)]
+    inner += [getattr(function, "func", None), *(getattr(function, "__defaults__", None) or ())]
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            inner.append(cell.cell_contents)
+        except ValueError:  # an empty cell
+            continue
+    for candidate in inner:
+        if callable(candidate):
+            yield from reachable(candidate, depth - 1)
+
+
+def find_torchs(module: ModuleType, name: str) -> FunctionType | None:
+    """torch's function of that name, which a library's wrapper may have replaced in the module."""
+    torch = os.path.dirname(os.path.abspath(sys.modules["torch"].__file__ or "")) + os.sep
+    for function in reachable(getattr(module, name, None)):
+        is_named = isinstance(function, FunctionType) and function.__name__ == name
+        if is_named and function.__code__.co_filename.startswith(torch):
+            return function
+    return None
 
 
 def _calling(number: int, replaced: CodeType) -> CodeType:
@@ -125,8 +153,8 @@ def redirected() -> list[str]:
 def _redirect_in(module: ModuleType, find: Callable[[str], Callable[..., Any]]) -> None:
     for name in FUNCTIONS[module.__name__]:
         key = f"{module.__name__}.{name}"
-        function = getattr(module, name, None)
-        if isinstance(function, FunctionType) and key not in _redirected:
+        function = find_torchs(module, name)
+        if function is not None and key not in _redirected:
             _redirected[key] = Redirection(function, _calling_found(name, find))
 
 

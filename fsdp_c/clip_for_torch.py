@@ -15,7 +15,6 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -224,8 +223,8 @@ def redirect() -> None:
         return
     module = sys.modules[_MODULE]
     for name, ours in _OURS.items():
-        function = getattr(module, name, None)
-        if isinstance(function, FunctionType):
+        function = fsdp_c_redirect.find_torchs(module, name)
+        if function is not None:
             _redirected[name] = fsdp_c_redirect.Redirection(function, ours)
 
 

@@ -1,7 +1,8 @@
 """Where torch releases differ: what newer ones have in FSDP2 and torch 2.11 does not.
 
-Beside it ``additions.py`` and ``mixed_precision.py`` have what came with torch 2.15. This looks at
-what the installed torch has and never at its version number, which only messages name. Everything
+Beside it ``additions.py`` and ``mixed_precision.py`` have what came with torch 2.15. A release is
+recognized by names that torch defines or by the code of its modules (``originals.py``), and never
+by an attribute of a function: libraries replace functions before fsdp_c is imported. Everything
 here runs at import or in cold init; where torch has its own, that is what is used.
 
 - Functions and types: torch's under one name, or a replacement.
@@ -16,7 +17,6 @@ What cannot be had at all raises ``NotImplementedError`` with the argument and t
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from .originals import takes_parameter
 from .units import sharded_modules
 
 HAS_MESH_FOR_EACH_PARAM = hasattr(_common, "ShardPlacementResult")
@@ -115,12 +116,19 @@ REDUCE_SCATTER = (
 
 
 def row_dtype(dtype: torch.dtype | None) -> Any:
-    """(The argument ``orig_dtype`` of torch's ``foreach_reduce``) where it has one; from torch 2.15
-    on parameters say it themselves (``sharded_grad_dtype``)."""
+    """The argument ``orig_dtype`` of torch's ``foreach_reduce``, as a tuple of arguments.
+
+    Empty from torch 2.15 on, where ``sharded_grad_dtype`` of each parameter replaces it."""
     return (dtype,) if _REDUCE_TAKES_DTYPE else ()
 
 
-_REDUCE_TAKES_DTYPE = "orig_dtype" in inspect.signature(_collectives.foreach_reduce).parameters
+def _reduce_takes_dtype() -> bool:
+    """From torch's code: development versions of 2.15 differ, and a wrapper hides the argument."""
+    found = takes_parameter(_collectives, "foreach_reduce", "orig_dtype")
+    return not hasattr(_param.FSDPParam, "unsharded_grad_dtype") if found is None else found
+
+
+_REDUCE_TAKES_DTYPE = _reduce_takes_dtype()
 
 
 # ---- meshes --------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from . import notes
 from .attach import Api, Units, apply
 from .compat import ShardPlacementFnResult, is_spmd_mesh, mesh_info_of, validate_mesh
 from .meshes import default_mesh
+from .originals import undecorated
 from .state import State
 from .suspicions import look_at_arguments
 from .undo import Undo
@@ -38,7 +39,7 @@ _DEFAULT_OFFLOAD_POLICY = OffloadPolicy()
 
 _API = Api(
     name="fully_shard",
-    contract_key=stock.fully_shard.__wrapped__,  # type: ignore[attr-defined]
+    contract_key=undecorated(stock, "fully_shard"),
     state_class=State,
     mixin=lambda: stock.FSDPModule,  # libraries put a subclass of it in its place
     class_prefix="FSDP",

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-from collections.abc import Callable, Iterator
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable, Iterable
+from types import FunctionType, MethodDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -32,48 +31,12 @@ import fsdp_c._C as _C
 from fsdp_c_redirect import Redirection
 
 from .compat import ALL_GATHER, REDUCE_SCATTER
+from .originals import codes_of, expected_in, is_from_torch, is_torchs, original_of
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-
 
 # ---- torch's own functions -----------------------------------------------------------------------
-
-
-def _is_torchs(function: Any, module: str, qualname: str) -> bool:
-    return (
-        isinstance(function, FunctionType)
-        and function.__module__ == module
-        and function.__qualname__ == qualname
-        and function.__code__.co_filename.startswith((_TORCH, "<redirected by fsdp_c>"))
-    )
-
-
-def _reachable(function: Any, depth: int = 4) -> Iterator[Any]:
-    """The function and those it wraps: in ``__wrapped__``, closures and defaults."""
-    yield function
-    if depth == 0:
-        return
-    inner = [getattr(function, "__wrapped__", None), getattr(function, "__func__", None)]
-    inner += [getattr(function, "func", None), *(getattr(function, "__defaults__", None) or ())]
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            inner.append(cell.cell_contents)
-        except ValueError:  # an empty cell
-            continue
-    for candidate in inner:
-        if callable(candidate):
-            yield from _reachable(candidate, depth - 1)
-
-
-def _original_of(found: Any, module: str, qualname: str) -> FunctionType | None:
-    """torch's own function where it is, or below the patch that has taken its place already."""
-    for function in _reachable(found):
-        if _is_torchs(function, module, qualname):
-            return function
-    return None
-
 
 _originals: dict[tuple[type, str], FunctionType] = {}  # the function objects, redirected or not
 _redirections: dict[tuple[type, str], Redirection] = {}
@@ -132,7 +95,7 @@ def _show(own_class: type, stock: type) -> None:
         is_ours = own is not None and own is not found
         if name.startswith("__") or not is_ours or not callable(own) or isinstance(found, property):
             continue
-        function = _original_of(found, stock.__module__, f"{stock.__name__}.{name}")
+        function = original_of(found, stock.__module__, f"{stock.__name__}.{name}")
         if function is None:
             logger.warning(
                 "fsdp_c: %s.%s was replaced before fsdp_c was imported, by something that does not "
@@ -221,7 +184,7 @@ def _stock_of(name: str) -> Any:
     """torch's own method or property of ``FSDPParam``; None: patched before fsdp_c was imported."""
     found = vars(FSDPParam).get(name)
     function = getattr(found, "fget", found)
-    return found if _is_torchs(function, FSDPParam.__module__, f"FSDPParam.{name}") else None
+    return found if is_torchs(function, FSDPParam.__module__, f"FSDPParam.{name}") else None
 
 
 _STOCK = {
@@ -230,7 +193,8 @@ _STOCK = {
 _unheard: set[str] = set()
 
 
-def _is_patched(name: str) -> bool:
+def is_patched(name: str) -> bool:
+    """Whether torch's ``FSDPParam`` has something else under the name than torch's own method."""
     return name in vars(FSDPParam) and vars(FSDPParam)[name] is not _STOCK[name]
 
 
@@ -245,14 +209,14 @@ def _is_above(cls: type, own_class: type, name: str) -> bool:
 def is_constructed_by_others(cls: type, own_class: type) -> bool:
     """Whether somebody has replaced how torch makes a parameter, for our ``own_class``."""
     return any(
-        _is_patched(name) or (name != "__init__" and _is_above(cls, own_class, name))
+        is_patched(name) or (name != "__init__" and _is_above(cls, own_class, name))
         for name in _CONSTRUCTION
     )
 
 
 def is_constructed_as_usual() -> bool:
     """Whether nothing of what makes a parameter has been replaced in torch's class."""
-    return not any(_is_patched(name) for name in (*_CONSTRUCTION, *_PARTS))
+    return not any(is_patched(name) for name in (*_CONSTRUCTION, *_PARTS))
 
 
 def overridden_by(param: Any, own_class: type) -> int:
@@ -269,7 +233,7 @@ def overridden_by(param: Any, own_class: type) -> int:
 def warn_of_patches_without_effect() -> None:
     """Logs, once per name, what of torch's ``FSDPParam`` is patched and not called by our core."""
     for name in _WITHOUT_EFFECT:
-        if name in _unheard or not _is_patched(name):
+        if name in _unheard or not is_patched(name):
             continue
         _unheard.add(name)
         logger.warning(
@@ -313,21 +277,27 @@ def _methods(own_class: type, stock: type, names: tuple[str, ...]) -> tuple[Any,
     for name in names:
         function = _originals.get((stock, name))
         if function is None:
-            function = _original_of(
+            function = original_of(
                 vars(stock).get(name), stock.__module__, f"{stock.__name__}.{name}"
             )
         rows.append((name, getattr_static(own_class, name), function))
     return (stock, *rows)
 
 
-def _functions(module: Any, names: tuple[str, ...], bits: int) -> list[tuple[Any, ...]]:
-    """Watched functions of a module: those that torch itself has there."""
-    rows = []
+def _functions(module: ModuleType, names: Iterable[str], bits: int) -> list[tuple[Any, ...]]:
+    """Watched functions and classes of a module. Where a library replaced one before fsdp_c was
+    imported, torch's own is expected, or ``None``: patched in any case."""
+    return [(vars(module), name, expected_in(module, name), None, bits) for name in names]
+
+
+def _class_attributes(cls: type, names: Iterable[str], bits: int) -> list[tuple[Any, ...]]:
+    """Watched methods of a class, its own or inherited; they may be static."""
+    rows: list[tuple[Any, ...]] = []
     for name in names:
-        found = vars(module).get(name)
-        code = getattr(found, "__code__", None)
-        is_torchs = code is None or code.co_filename.startswith(_TORCH)
-        rows.append((vars(module), name, found if is_torchs else None, None, bits))
+        static = getattr_static(cls, name)
+        function = getattr(static, "__func__", static)
+        own = is_from_torch(function)
+        rows.append((cls, name, static if own else None, function if own else None, bits))
     return rows
 
 
@@ -335,9 +305,16 @@ def _log_enabled() -> bool:
     return stock_state.logger.isEnabledFor(logging.DEBUG)
 
 
+def _resize() -> Any:
+    """torch's method of storages: the one that is no Python function."""
+    found = (vars(c).get("resize_") for c in torch.UntypedStorage.__mro__)
+    return next((method for method in found if isinstance(method, MethodDescriptorType)), None)
+
+
 def _entries() -> tuple[tuple[Any, ...], ...]:
     """Everything besides methods of groups and states: (place, name, expected, also, bits)."""
-    node = stock_group.RegisterPostBackwardFunction
+    both = _C.CALL_GATHER | _C.CALL_REDUCE
+    defined = [name for name in codes_of(stock_collectives) if name in vars(stock_collectives)]
     rows = [
         *_functions(dist, (ALL_GATHER,), _C.CALL_GATHER),
         *_functions(dist, (REDUCE_SCATTER, "all_reduce"), _C.CALL_REDUCE),
@@ -346,24 +323,23 @@ def _entries() -> tuple[tuple[Any, ...], ...]:
         ),
         *_functions(stock_group, ("foreach_reduce",), _C.CALL_REDUCE),
         *_functions(stock_group, ("RegisterPostBackwardFunction",), _C.CALL_NODE_CLASS),
+        *_functions(stock_collectives, defined, both),
     ]
-    for name, value in vars(stock_collectives).items():
-        if isinstance(value, FunctionType) and value.__module__ == stock_collectives.__name__:
-            rows += _functions(stock_collectives, (name,), _C.CALL_GATHER | _C.CALL_REDUCE)
-    for name, bits in (
-        ("backward", _C.CALL_NODE),
-        ("forward", _C.CALL_NODE_CLASS),
-        ("setup_context", _C.CALL_NODE_CLASS),  # autograd's own, where the node has none
-    ):
-        static = getattr_static(node, name)
-        rows.append((node, name, static, static.__func__, bits))
+    gathers: list[type] = [stock_group.DefaultAllGather, stock_group.ProcessGroupAllocAllGather]
+    for cls in gathers:
+        rows += _class_attributes(cls, ("__call__", "allocate"), _C.CALL_GATHER)
+    scatters = [stock_group.DefaultReduceScatter, stock_group.ProcessGroupAllocReduceScatter]
+    for cls in scatters:
+        rows += _class_attributes(cls, ("__call__", "allocate"), _C.CALL_REDUCE)
+    node = stock_group.RegisterPostBackwardFunction
+    rows += _class_attributes(node, ("backward",), _C.CALL_NODE)
+    # autograd's own setup_context, where the node has none
+    rows += _class_attributes(node, ("forward", "setup_context"), _C.CALL_NODE_CLASS)
     for name, bits in PARAM_METHODS.items():
         if name in vars(FSDPParam):
             rows.append((FSDPParam, name, _STOCK[name], None, bits))
     # torch's memory trackers replace it: what changes sizes must then go through it.
-    resize = getattr_static(torch.UntypedStorage, "resize_")
-    bits = _C.CALL_GATHER | _C.CALL_REDUCE | _C.CALL_MEMORY
-    rows.append((torch.UntypedStorage, "resize_", resize, None, bits))
+    rows.append((torch.UntypedStorage, "resize_", _resize(), None, both | _C.CALL_MEMORY))
     return tuple(rows)
 
 

@@ -155,7 +155,13 @@ class _Acceleration:
         return result
 
     def _settle(self, optimizer: Optimizer, *_: Any) -> None:
-        """After a step; before a checkpoint or the next step where one failed."""
+        """Restores the optimizer after a step, or before a checkpoint or step after a failed one.
+
+        A compiled step changes nothing that this restores, so that tracing ends at the test."""
+        if self._undecided or self._taken:
+            self._restore_state(optimizer)
+
+    def _restore_state(self, optimizer: Optimizer) -> None:
         for group in self._undecided:
             group["foreach"] = None
         self._undecided.clear()
@@ -335,13 +341,11 @@ def restore_all() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _accelerated or optimizer in _left:
+    # torch.compile traces hooks into a compiled step, which stays torch's: see _is_torchs().
+    if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _left:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
     if _element_wise_class(optimizer) is None or not any(isinstance(p, DTensor) for p in params):
         _left.add(optimizer)
     else:
         accelerate(optimizer)
-
-
-_before_step._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -31,12 +31,10 @@ import fsdp_c._C as _C
 
 from . import extensions
 from .compat import ParamOfOlderTorch, dtensor_new, orig_param_uid
-from .guard import is_constructed_by_others, overridden_by, shows
+from .guard import is_constructed_by_others, is_patched, overridden_by, shows
 from .mixed_precision import compute_dtype, reduce_dtype, stored_dtype
 from .notes import class_name, noted
 from .specs import as_parameter, placements_on, shared_spec, strides_of
-
-_STOCK_PLAIN_SPEC = vars(FSDPParam).get("_init_sharding_spec_plain")  # not in torch 2.11
 
 
 class _Group(Protocol):
@@ -111,7 +109,15 @@ def _watch_optimizers() -> None:
     DTensor's operations write them below the layer that counts, so that a gather made before the
     step (by an evaluation) would not be seen to be stale.
     """
-    register_optimizer_step_post_hook(_C.count_step)
+    register_optimizer_step_post_hook(_CountStep())
+
+
+class _CountStep:
+    """``_C.count_step`` without a Python frame. A compiled step calls the object as it is; for the
+    C function itself dynamo would print a warning."""
+
+    __call__ = staticmethod(_C.count_step)
+    _torchdynamo_disable = True
 
 
 @shows(FSDPParam)
@@ -249,7 +255,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
 
     def _init_sharding_spec_plain(self, param: nn.Parameter, fsdp_placement: Shard) -> torch.Tensor:
         """torch's, for parameters that are no DTensors; the spec is shared by those alike."""
-        if vars(FSDPParam).get("_init_sharding_spec_plain") is not _STOCK_PLAIN_SPEC:
+        if is_patched("_init_sharding_spec_plain"):
             return super()._init_sharding_spec_plain(param, fsdp_placement)
         self._spmd_mesh = self.mesh_info.mesh
         self._spmd_placements = placements_on(self.mesh_info, fsdp_placement)

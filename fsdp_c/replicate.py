@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
 from . import notes
 from .attach import Api, Units, apply
 from .compat import mesh_info_of, validate_mesh
+from .originals import undecorated
 from .state import IterationContext, State
 from .undo import Undo
 
@@ -48,7 +49,7 @@ class ReplicateState(State, stock._ReplicateState):  # type: ignore[misc]
 
 _API = Api(
     name="replicate",
-    contract_key=stock.replicate.__wrapped__,  # type: ignore[attr-defined]
+    contract_key=undecorated(stock, "replicate"),
     state_class=ReplicateState,
     mixin=lambda: stock.ReplicateModule,
     class_prefix="Replicate",

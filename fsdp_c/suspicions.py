@@ -162,6 +162,8 @@ def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> N
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # a compiled step inlines its hooks: anything else here would break its graph
     if _registered:
         _look_at_registered()
     if optimizer not in _looked_at:
@@ -169,9 +171,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _look_at_optimizer(optimizer)
 
 
-# What dynamo reads: a compiled step calls them as they are.
+# Compiled code calls it as it is.
 _on_registration._torchdynamo_disable = True  # type: ignore[attr-defined]
-_before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _look_at_registered() -> None:

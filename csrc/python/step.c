@@ -321,6 +321,11 @@ static int begin_forward(fcpy_state *self, PyObject *module, PyObject **args, Py
 }
 
 int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
+    if (fct_functorch_hooked() || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_NODE_CLASS)) {
+        return fcpy_take_pair(PyObject_CallFunctionObjArgs(self->mod->bound.insert_node,
+                                                           (PyObject *)self, *args, *kwargs, NULL),
+                              args, kwargs);
+    }
     const fct_hook hook = {self, call_post_backward, fcpy_retain, fcpy_release};
     return fct_grad_enabled() ? fcpy_insert_node(self->mod, &hook, args, kwargs) : 0;
 }
@@ -329,11 +334,6 @@ static int insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
     if (fcpy_group_overrides(self, FCPY_CALL_INSERT_NODE)) {
         return fcpy_take_pair(PyObject_CallMethod((PyObject *)self, "_register_post_backward_hook",
                                                   "OO", *args, *kwargs),
-                              args, kwargs);
-    }
-    if (fct_functorch_hooked() || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_NODE_CLASS)) {
-        return fcpy_take_pair(PyObject_CallFunctionObjArgs(self->mod->bound.insert_node,
-                                                           (PyObject *)self, *args, *kwargs, NULL),
                               args, kwargs);
     }
     return fcpy_group_insert_node(self, args, kwargs);

@@ -6,6 +6,8 @@
 
 /* A group's part: unshards and puts the post-backward node above the arguments. */
 int fcpy_group_pre_forward(fcpy_group *self, PyObject **args, PyObject **kwargs);
+/* Puts the post-backward node above the arguments: the core's, or torch's node under functorch and
+ * where its class is patched. Returns -1 and sets an exception on failure. */
 int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs);
 
 /* Lazy init where it has not been done, then the once-per-iteration part, which may replace args

@@ -1,0 +1,112 @@
+"""torch's own functions, also where a library replaced them before fsdp_c was imported.
+
+With ``FSDP_C=1`` the first ``fully_shard`` call imports fsdp_c, so libraries patch torch first. An
+attribute of a torch module is then possibly a library's object. Two sources stay torch's: the code
+that the module's loader returns, and the function that a pass-through wrapper holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from fsdp_c_redirect import reachable
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_NO_GRAD = os.path.join(_TORCH, "utils", "_contextlib.py")
+_REDIRECTED = "<redirected by fsdp_c>"
+
+
+# ---- a module's code -----------------------------------------------------------------------------
+
+
+def _codes_in(code: CodeType) -> dict[str, CodeType]:
+    return {const.co_name: const for const in code.co_consts if isinstance(const, CodeType)}
+
+
+@functools.cache
+def codes_of(module: ModuleType) -> dict[str, CodeType]:
+    """The module's functions and class bodies by name, from its loader.
+
+    Empty where the loader has no code, for example for a module made by hand."""
+    get_code = getattr(getattr(module, "__loader__", None), "get_code", None)
+    code = get_code(module.__name__) if get_code is not None else None
+    return {} if code is None else _codes_in(code)
+
+
+def takes_parameter(module: ModuleType, function: str, parameter: str) -> bool | None:
+    """Whether torch's function of that name has the parameter; ``None``: the code is not there."""
+    code = codes_of(module).get(function)
+    if code is None:
+        return None
+    return parameter in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+# ---- functions inside of wrappers ----------------------------------------------------------------
+
+
+def is_torchs(function: Any, module: str, qualname: str) -> bool:
+    """Whether it is torch's function of that name, with the decorators that torch applies."""
+    if not isinstance(function, FunctionType):
+        return False
+    if (function.__module__, function.__qualname__) != (module, qualname):
+        return False
+    # functools.wraps copies both names: only the code tells a library's wrapper from torch's.
+    folder = os.path.dirname(sys.modules[module].__file__ or _TORCH) + os.sep
+    file = function.__code__.co_filename
+    return file.startswith((folder, _REDIRECTED)) or file == _NO_GRAD
+
+
+def original_of(found: Any, module: str, qualname: str) -> FunctionType | None:
+    """torch's own function: ``found`` itself, or the one that the wrapper ``found`` leads to."""
+    for function in reachable(found):
+        if is_torchs(function, module, qualname):
+            return function
+    return None
+
+
+def undecorated(module: ModuleType, name: str) -> Any:
+    """torch's function of that name without decorators and without a library's wrappers.
+
+    Raises:
+        AttributeError: the module's attribute does not lead to torch's function.
+    """
+    for function in reachable(getattr(module, name)):
+        code = getattr(function, "__code__", None)
+        if code is not None and (code.co_name, code.co_filename) == (name, _file_of(module)):
+            return function
+    raise AttributeError(
+        f"{module.__name__}.{name} was replaced by {getattr(module, name)!r}, which does not call "
+        "torch's function: import fsdp_c before the library that replaces it"
+    )
+
+
+@functools.cache
+def _file_of(module: ModuleType) -> str | None:
+    """The file name that the module's functions have in their code."""
+    return next((code.co_filename for code in codes_of(module).values()), module.__file__)
+
+
+# ---- attributes of modules -----------------------------------------------------------------------
+
+
+def is_from_torch(found: Any) -> bool:
+    """Whether torch made the function, class or object."""
+    code = getattr(found, "__code__", None)
+    if code is not None:
+        return bool(code.co_filename.startswith((_TORCH, _REDIRECTED)))
+    maker = found if isinstance(found, (BuiltinFunctionType, type)) else type(found)
+    return str(maker.__module__).partition(".")[0] == "torch"
+
+
+def expected_in(module: ModuleType, name: str) -> Any:
+    """Returns torch's object of that name in the module; ``None``: no object there leads to it."""
+    for function in reachable(vars(module).get(name)):
+        if is_from_torch(function) and getattr(function, "__name__", None) == name:
+            return function
+    return None

@@ -1,0 +1,38 @@
+"""A compiled optimizer step has as many graph breaks under fsdp_c as under torch's FSDP2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("workers") / "compiled_steps.py"
+
+
+def measured(implementation: str) -> dict[str, Any]:
+    """The worker's output: case -> breaks, graphs and bits."""
+    env = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
+    done = subprocess.run(
+        [sys.executable, str(WORKER), implementation],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "does not know how to trace" not in done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(600)  # two processes import dynamo
+def test_compiled_step_has_torchs_graph_breaks_and_bits() -> None:
+    by_torch, found = measured("torch"), measured("fsdp_c")
+    assert sum(by_torch["AdamW: step"]["breaks"].values()) == 1
+    for case, outcome in found.items():
+        assert outcome == by_torch[case.removesuffix(", accelerated")], case
+    assert found.keys() >= by_torch.keys()

@@ -1,0 +1,155 @@
+"""Pass-through wrappers that are applied to torch's FSDP2 before fsdp_c is imported.
+
+The default run wraps groups of targets. ``FSDP_C_PATCH_SWEEP=single`` wraps each target alone.
+``patch_effects.py`` lists the targets that fsdp_c does not call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patch_effects import CALLED_LESS_OFTEN, NOT_CALLED
+
+pytestmark = pytest.mark.xdist_group("patch-sweep")  # they share a process and torch's outcome
+WORKER = Path(__file__).with_name("workers") / "patch_sweep.py"
+STYLES = ("plain", "wraps")
+GROUPS = 6
+"""Parts of the targets that a run wraps together, for each style."""
+FOREACH_REDUCE = "_fsdp_collectives.foreach_reduce"
+
+
+class Sweep:
+    """The worker process, torch's outcome, and its number of calls of each target."""
+
+    def __init__(self, work: Path) -> None:
+        self._worker = subprocess.Popen(
+            [sys.executable, str(WORKER), str(work)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={name: value for name, value in os.environ.items() if name != "FSDP_C"},
+        )
+        assert self._worker.stdout is not None
+        self.targets: list[str] = json.loads(self._worker.stdout.readline())
+        self.torch = self.run([], "plain", by_fsdp_c=False)
+        wrapped = self.run(self.targets, "plain", by_fsdp_c=False)
+        assert difference(self.torch, wrapped) == ""
+        self.calls: dict[str, int] = wrapped[0]["calls"]
+        self.called = [name for name in self.targets if self.calls[name] > 0]
+
+    def run(
+        self, targets: list[str], style: str, *, by_fsdp_c: bool = True
+    ) -> list[dict[str, Any]]:
+        """Outcomes of both ranks."""
+        assert self._worker.stdin is not None and self._worker.stdout is not None
+        case = {"targets": targets, "style": style, "by_fsdp_c": by_fsdp_c}
+        print(json.dumps(case), file=self._worker.stdin, flush=True)
+        _, outcomes = pickle.loads(Path(self._worker.stdout.readline().strip()).read_bytes())
+        return outcomes
+
+    def problems(self, targets: list[str], style: str) -> list[str]:
+        """One line for each target that breaks a run under fsdp_c, or that it does not call."""
+        outcomes = self.run(targets, style)
+        found = difference(self.torch, outcomes)
+        if not found:
+            calls = outcomes[0]["calls"]
+            return [line for name in targets if (line := self.missing_calls(name, calls[name]))]
+        if len(targets) == 1:
+            return [f"{targets[0]} ({style}): {found}"]
+        middle = len(targets) // 2
+        parts = (targets[:middle], targets[middle:])
+        single = [line for part in parts for line in self.problems(part, style)]
+        return single or [f"{targets} ({style}), only together: {found}"]
+
+    def missing_calls(self, name: str, calls: int) -> str:
+        """Says that fsdp_c does not call a target that torch calls and no table lists."""
+        missing = self.calls[name] > 0 and calls == 0 and name not in NOT_CALLED
+        return f"{name}: torch calls it {self.calls[name]} times, fsdp_c never" if missing else ""
+
+    def close(self) -> None:
+        """Ends the worker."""
+        assert self._worker.stdin is not None
+        self._worker.stdin.close()
+        self._worker.wait(60)
+
+
+def difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
+    """How the ranks' outcomes differ: an exception or the first tensor; empty: in no bit."""
+    for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if "error" in other:
+            return f"rank {rank}: {other['error'][-2000:]}"
+        if len(one["tensors"]) != len(other["tensors"]):
+            return f"rank {rank}: {len(other['tensors'])} tensors"
+        for index, (a, b) in enumerate(zip(one["tensors"], other["tensors"])):
+            if a.dtype != b.dtype or not torch.equal(a, b):
+                return f"rank {rank}: tensor {index} is {b}, expected {a}"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweep]:
+    running = Sweep(tmp_path_factory.mktemp("sweep"))
+    yield running
+    running.close()
+
+
+def test_training_without_wrappers_is_equal_and_by_fsdp_c(sweep: Sweep) -> None:
+    outcomes = sweep.run([], "plain")
+    assert difference(sweep.torch, outcomes) == ""
+    assert all(outcome["by_fsdp_c"] for outcome in outcomes)
+    assert not any(outcome["by_fsdp_c"] for outcome in sweep.torch)
+
+
+def test_foreach_reduce_wrapped_as_by_nemo_automodel_is_called_and_bits_are_equal(
+    sweep: Sweep,
+) -> None:
+    assert sweep.problems([FOREACH_REDUCE], "nemo") == []
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_all_targets_wrapped_at_once_keep_bits_and_are_called(sweep: Sweep, style: str) -> None:
+    assert sweep.problems(sweep.targets, style) == []
+
+
+@pytest.mark.parametrize("part", range(GROUPS))
+@pytest.mark.parametrize("style", STYLES)
+def test_wrapped_group_of_targets_keeps_bits_and_is_called(
+    sweep: Sweep, style: str, part: int
+) -> None:
+    assert sweep.problems(sweep.called[part::GROUPS], style) == []
+
+
+def test_tables_name_only_targets_that_torch_calls(sweep: Sweep) -> None:
+    assert [n for n in (*NOT_CALLED, *CALLED_LESS_OFTEN) if sweep.calls.get(n, 0) == 0] == []
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(
+    os.environ.get("FSDP_C_PATCH_SWEEP") != "single",
+    reason="runs for 10 minutes or more; FSDP_C_PATCH_SWEEP=single runs it",
+)
+@pytest.mark.parametrize("style", STYLES)
+def test_each_target_wrapped_alone_is_called_as_often_as_by_torch(sweep: Sweep, style: str) -> None:
+    problems = []
+    for name in sweep.called:
+        outcomes = sweep.run([name], style)
+        found = difference(sweep.torch, outcomes)
+        if found:
+            problems.append(f"{name}: {found}")
+            continue
+        calls, by_torch = outcomes[0]["calls"][name], sweep.calls[name]
+        least = 0 if name in NOT_CALLED else 1 if name in CALLED_LESS_OFTEN else by_torch
+        most = 0 if name in NOT_CALLED else by_torch - 1 if name in CALLED_LESS_OFTEN else None
+        if calls < least or (most is not None and calls > most):
+            problems.append(f"{name}: torch calls it {by_torch} times, fsdp_c {calls} times")
+    never = [name for name in sweep.targets if name not in sweep.called]
+    assert problems + sweep.problems(never, style) == []
