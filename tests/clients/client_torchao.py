@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from client_job import Report, main, rank, seed_everything
 from torch.distributed.checkpoint import load, save
@@ -204,6 +205,39 @@ def case_adamw4bit(report: Report) -> None:
 
 def case_adamwfp8(report: Report) -> None:
     optimised(report, AdamWFp8)
+
+
+def case_adamw8bit_uneven(report: Report) -> None:
+    """63 rows on two ranks: one rank's moments are quantized, and the other's are not.
+
+    torchao decides that by the size of a rank's shard. Steps and sharded checkpoints work.
+    ``full_tensor()`` of such a moment does not: the ranks gather messages of different sizes.
+    """
+    torch.compiler.set_stance("force_eager")
+
+    def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        seed_everything(4)
+        model = nn.Sequential(nn.Linear(128, 63, bias=False), nn.Linear(63, 128, bias=False))
+        return shard(model), AdamW8bit(model.parameters(), lr=0.01)
+
+    model, optimizer = make()
+    train(report, model, optimizer, steps=2, width=128)
+    moments = [list(state.values()) for state in optimizer.state.values()]
+    report.note("moments", moments)
+    kinds: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(kinds, [type(moment.to_local()).__name__ for _, moment, _ in moments])
+    report.note("kinds", kinds)
+    assert kinds == [["OptimState8bit", "Tensor"], ["Tensor", "Tensor"]]
+    weights, state = get_state_dict(model, optimizer)
+    save({"model": weights, "optimizer": state}, checkpoint_id=report.files / "uneven")
+    fresh, other = make()
+    train(report, fresh, other, steps=1, width=128)
+    weights, state = get_state_dict(fresh, other)
+    load({"model": weights, "optimizer": state}, checkpoint_id=report.files / "uneven")
+    set_state_dict(fresh, other, model_state_dict=weights, optim_state_dict=state)
+    report.note("loaded", [list(state.values()) for state in other.state.values()])
+    train(report, fresh, other, steps=1, width=128)
+    report.model(fresh)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ CLIENTS: dict[str, Client] = {
             "nf4",
             "nf4_no_reshard",
             "adamw8bit",
+            "adamw8bit_uneven",
             "adamw4bit",
             "adamwfp8",
         ),

@@ -7,11 +7,13 @@ another one on. What differs is shortened, and shown with the program.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import program_mistakes
 import programs
 import pytest
 from program_known import RULES
+from program_ranks import Rank, Step
 
 COUNT = int(os.environ.get("FSDP_C_PROGRAMS", "40"))
 SEED = int(os.environ.get("FSDP_C_PROGRAMS_SEED", "0"))
@@ -48,3 +50,49 @@ def test_a_program_is_its_seeds_and_what_is_written_is_the_program() -> None:
     program = programs.generate(5)
     assert program == programs.generate(5) != programs.generate(6)
     assert programs.read(programs.written(program)) == program
+
+
+class ScriptedServer:
+    """Answers with prepared outcomes in their order, and repeats the last one."""
+
+    def __init__(self, *outcomes: Rank) -> None:
+        self.outcomes = list(outcomes)
+        self.runs = 0
+
+    def ask(self, program: list[Step], world: int, seconds: float, mistake: str = "") -> None:
+        self.runs += 1
+
+    def answer(self) -> list[Rank]:
+        return [self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]]
+
+
+ENDED: Rank = ([["gave None"]] * 100, "")
+HUNG: Rank = ([["gave None"]], "hung")
+TIMED_OUT: Rank = ([["gave None"], ["raised RuntimeError: Timed out waiting for a rank"]], "")
+
+
+@pytest.mark.parametrize("late", [HUNG, TIMED_OUT], ids=["hung", "timed out"])
+@pytest.mark.parametrize(
+    ("stock", "ours", "fails"),
+    [
+        pytest.param((ENDED,), "once", True, id="ours hangs once"),
+        pytest.param((ENDED,), "always", True, id="ours hangs always"),
+        pytest.param((ENDED, ENDED, ENDED, "late"), "once", False, id="torch hangs, too"),
+    ],
+)
+def test_hang_of_a_program_passes_only_if_torch_hangs_in_a_rerun(
+    monkeypatch: pytest.MonkeyPatch, late: Rank, stock: tuple[Any, ...], ours: str, fails: bool
+) -> None:
+    servers = {
+        "torch": ScriptedServer(*(late if one == "late" else one for one in stock)),
+        "fsdp_c": ScriptedServer(*([late, ENDED] if ours == "once" else [late])),
+    }
+    monkeypatch.setattr(programs, "server_of", servers.__getitem__)
+    report = programs.run_many([5], lambda seed: 1, shorten=0)
+    assert bool(report.failures) == fails
+    assert dict(report.rules) == ({} if fails else {programs.HANGS: 1})
+    if fails:
+        assert servers["torch"].runs == 1 + programs.HANG_RERUNS
+        assert f"ours in {programs.HANGS_COUNTED if ours == 'always' else 0}" in (
+            report.failures[5][1].text
+        )

@@ -70,6 +70,14 @@ class Found:
         ways = tuple(f"raised {beginning}" for beginning in beginnings)
         return self.stock[0].startswith(ways) and self.ours[0].startswith(ways)
 
+    def hooks_differ(self) -> bool:
+        """Whether other numbers of FSDP2's hooks were found: no rule explains that."""
+        return any(a.startswith("hooks: ") and b.startswith("hooks: ") for a, b in self.pairs())
+
+    def gradients_missing(self) -> bool:
+        """Whether only one of both has some gradient."""
+        return any(".grad: " in a + b and not (a and b) for a, b in self.pairs())
+
     def only_whole_weights(self) -> bool:
         """Whether no more differs than the bits of parameters that are whole."""
         return all(
@@ -104,6 +112,8 @@ def known(
 ) -> str | None:
     """The rule that a difference comes under."""
     found = Found(world, program, before, stock, ours)
+    if found.hooks_differ():
+        return None
     return next((reason for reason, holds in RULES.items() if holds(found)), None)
 
 
@@ -124,8 +134,21 @@ def refused(found: Found) -> bool:
     return found.raised(*SHARDING)
 
 
+AS_TORCH = (
+    "post_backward",
+    "finalize_backward",
+    "pre_backward",
+    "pre_backward and prefetch",
+    "_root_post_backward_final_callback",
+)
+"""Private methods that raise torch's AttributeError before the first forward."""
+
+
 @rule("torch ends in an AttributeError about attributes of its own")
 def own_attributes(found: Found) -> bool:
+    name, given = found.program[-1]
+    if name in ("call_group", "call_state") and given["name"] in AS_TORCH:
+        return False
     return found.stock[0].startswith("raised AttributeError: 'FSDP")
 
 
@@ -165,6 +188,8 @@ def premultiplied(found: Found) -> bool:
 
 @rule("whole weights follow a step of the optimizer, or what is loaded; torch's are old")
 def old_weights(found: Found) -> bool:
+    if found.gradients_missing():
+        return False
     return found.only_whole_weights() or any(
         name in WRITING and any(" Parameter " in line for line in lines)
         for (name, _), lines in zip(found.program, found.before)

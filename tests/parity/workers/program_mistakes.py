@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import program_internals
 import torch
 from program_ranks import Step
 from torch.distributed.fsdp import FSDPModule
@@ -51,6 +52,11 @@ def too_long() -> None:
     torch.optim.SGD.step = step  # type: ignore[method-assign, assignment]
 
 
+def lose_call() -> None:
+    """A private method that returns without effect."""
+    program_internals.GROUP_METHODS["unshard and wait"] = lambda group: None
+
+
 def flag(name: str, wrong: Callable[..., Any], **arguments: Any) -> Mistake:
     return Mistake(in_place_of(name, wrong), "flag", {"name": name, **arguments})
 
@@ -80,5 +86,6 @@ MISTAKES = {
         "prefetch",
         {"way": "forward", "odd": True, "count": 2},
     ),
+    "a private call has no effect": Mistake(lose_call, "call_group", {"name": "unshard and wait"}),
     "a step is too long": Mistake(too_long, "optimizer", {"kind": "sgd"}),
 }

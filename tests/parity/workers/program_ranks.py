@@ -29,7 +29,7 @@ from typing import Any
 from launch import die_with_parent
 
 HERE = Path(__file__).resolve()
-COLLECTIVE_SECONDS = 6
+COLLECTIVE_SECONDS = 15
 """After which ranks that are at odds give up: below the seconds of a program."""
 
 Step = tuple[str, dict[str, Any]]

@@ -37,6 +37,7 @@ class World:
     handles: list[Any] = field(default_factory=list)
     saved: list[Any] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
+    patches: list[tuple[Any, str, Any]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     known: dict[str, weakref.ref[Any]] = field(default_factory=dict)
