@@ -100,6 +100,14 @@ def _noted_by_users(param: nn.Parameter) -> dict[str, Any]:
     }
 
 
+def _shown_as_of_torch(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook with the names that torch's hook has there: code filters hooks by them."""
+    constructor = FSDPParam.__init__
+    hook.__module__ = constructor.__module__
+    hook.__qualname__ = f"{constructor.__qualname__}.<locals>.{hook.__name__}"
+    return hook
+
+
 def _resized(size: torch.Size, dim: int, rows: int) -> torch.Size:
     return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
 
@@ -311,7 +319,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         _watch_optimizers()
         if self._post_load_hook_handle is None:
             self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(
-                lambda *args, **kwargs: self.reset_sharded_param()
+                _shown_as_of_torch(lambda *args, **kwargs: self.reset_sharded_param())
             )
 
     @property

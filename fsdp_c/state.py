@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_state as stock
@@ -29,6 +29,7 @@ from .guard import is_overridden, shows, warn_of_patches_without_effect
 from .kernels import say
 from .mixed_precision import no_dtype, refuse_others
 from .notes import add, class_name, noted, some
+from .serialization import refuse_deepcopy
 from .suspicions import look_over
 
 _FULLY_SHARD = os.path.dirname(stock.__file__) + os.sep
@@ -85,6 +86,10 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._state_ctx = self._context_class()
         self._auto_reshard_after_forward: bool | None = True
         self._modules: tuple[nn.Module, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Raises what torch raises for the modules of a state."""
+        refuse_deepcopy(*self._modules)
 
     def init(
         self,

@@ -13,6 +13,8 @@ import torch
 import torch.nn as nn
 from behaviour import Api, Block, batch, grads, plain, scenario, shard, train
 from extensions import Extended
+from private_hooks import kind_of_error
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -78,6 +80,12 @@ def group_sharded_states(api: Api) -> list[Any]:
     return seen
 
 
+def closest_sharded(module: nn.Module) -> nn.Module:
+    """The smallest sharded module that has ``module`` in it, among all that have a state."""
+    parents = [m for m in _module_state_mapping if module in m.modules()]
+    return min(parents, key=lambda parent: len(list(parent.modules())))
+
+
 class Asking(Extended):
     """Reads its group in ``fsdp_pre_all_gather``."""
 
@@ -86,7 +94,7 @@ class Asking(Extended):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        group = module._get_fsdp_state()._fsdp_param_group
+        group = group_of(closest_sharded(module))
         self.seen.append([group._reshard_after_forward, group._training_state.name])
         return (self.held,), None
 
@@ -154,7 +162,7 @@ def group_settings(api: Api) -> list[Any]:
 
 @scenario()
 def group_contexts(api: Api) -> list[Any]:
-    """What groups share for their collectives, between steps."""
+    """The context that groups share for their collectives, between steps."""
     model: Any = shard(api, plain())
     model(batch(api.rank)).square().mean().backward()
     contexts = [group.comm_ctx for group in groups_of(model)]
@@ -281,7 +289,7 @@ def group_post_backward_replaced(api: Api) -> list[Any]:
 
 
 def finish_by_hand(model: Any, each: Callable[[Any], None]) -> None:
-    """What pipeline stages do after their last microbatch."""
+    """Pipeline stages do this after their last microbatch."""
     model.set_is_last_backward(True)
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)
@@ -334,20 +342,9 @@ def group_gradients_folded_by_hand(api: Api) -> list[Any]:
 
 
 @scenario()
-def group_parameters_filtered(api: Api) -> list[Any]:
-    """A frozen parameter is taken out of its group's list before the first forward."""
-    model: Any = shard(api, plain(1))
-    group = group_of(model[0])
-    whole = [param.sharded_param.full_tensor() for param in group.fsdp_params]
-    left_out = next(p for p in group.fsdp_params if p._module_info.param_name == "bias")
-    index = group.fsdp_params.index(left_out)
-    left_out._module_info.module._parameters["bias"] = nn.Parameter(
-        whole[index].detach(), requires_grad=False
-    )
-    group.fsdp_params = [param for param in group.fsdp_params if param is not left_out]
-    seen: list[Any] = [len(group.fsdp_params), kinds(model[0])]
-    for step in range(2):
-        model(batch(api.rank, step)).square().mean().backward()
-        seen += [grads(model), kinds(model[0])]
-        model.zero_grad()
-    return seen
+def group_parameters_replaced(api: Api) -> list[Any]:
+    """``fsdp_params`` is a list; a shorter one is assigned before the first forward."""
+    group = group_of(shard(api, plain(1))[0])
+    shorter = group.fsdp_params[:-1]
+    assigned = kind_of_error(lambda: setattr(group, "fsdp_params", shorter))
+    return [type(group.fsdp_params).__name__, assigned, len(group.fsdp_params)]

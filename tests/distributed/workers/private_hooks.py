@@ -78,7 +78,7 @@ def hook_names(api: Api) -> list[Any]:
 
 @scenario()
 def hook_owners(api: Api) -> list[Any]:
-    """Whose methods hooks are, and their functions."""
+    """The objects that hooks are bound to, and their functions."""
     seen: list[Any] = []
     for module in modules_of_each_kind(api):
         state = state_of(module)
@@ -308,7 +308,10 @@ def hooks_of_state_dicts(api: Api) -> list[Any]:
 
     def look() -> list[Any]:
         return [
-            [(type(hook).__name__, hook.__module__) for hook in getattr(module, name).values()]
+            [
+                (type(hook).__name__, hook.__module__, hook.__qualname__)
+                for hook in getattr(module, name).values()
+            ]
             for module in model.modules()
             for name in names
         ]

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, train, weights
-from private_groups import MIXED, accumulate, group_of, groups_of, kinds
+from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, train
+from private_groups import MIXED, accumulate, group_of, groups_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 
 # ---- parameters: read ----
 
@@ -161,38 +161,33 @@ def param_gradient_hooks(api: Api) -> list[Any]:
 
 @scenario()
 def param_made_by_hand(api: Api) -> list[Any]:
-    """A weight is changed while unsharded, and a new ``FSDPParam`` takes the old one's place."""
+    """``FSDPParam`` is called with what an existing one holds; the old hook is removed."""
     model: Any = shard(api, plain(1))
-    model(batch(api.rank))
-    group = group_of(model[0])
-    model[0].unshard()
     linear = model[0].linear
-    linear.weight = nn.Parameter(linear.weight.detach() * 2, requires_grad=False)
-    made = []
-    for old in group.fsdp_params:
-        if old._module_info.module is not linear or old._module_info.param_name != "weight":
-            made.append(old)
-            continue
-        policy = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
-        new = FSDPParam(
-            linear.weight,
-            old._module_info,
-            old.mesh_info,
-            old.post_forward_mesh_info,
-            old.device,
-            None,
-            policy,
-            None,  # type: ignore[arg-type]
-        )
-        new.init_dtype_attrs(policy)
-        old._post_load_hook_handle.remove()
-        made.append(new)
-    group.fsdp_params = made
-    model[0].reshard()
-    seen: list[Any] = [kinds(model), weights(model)]
-    with torch.no_grad():
-        seen += [model(batch(api.rank, 1)), kinds(model)]
-    return seen
+    old = next(p for p in group_of(model[0]).fsdp_params if p._orig_size == (DIM, DIM))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
+    info = ParamModuleInfo(linear, "weight")
+    whole = nn.Parameter(old.sharded_param.full_tensor().detach() * 2)
+    linear._parameters["weight"] = whole
+    new = FSDPParam(
+        whole,
+        info,
+        old.mesh_info,
+        old.post_forward_mesh_info,
+        old.device,
+        None,
+        policy,
+        None,  # type: ignore[arg-type]
+    )
+    new.init_dtype_attrs(policy)
+    count = len(linear._load_state_dict_post_hooks)
+    old._post_load_hook_handle.remove()
+    return [
+        [count, len(linear._load_state_dict_post_hooks)],
+        [isinstance(new, FSDPParam), linear.weight is new.sharded_param, new.sharded_state.name],
+        new.sharded_param.to_local().detach().clone(),
+        [new.orig_dtype, new.param_dtype, new.reduce_dtype],
+    ]
 
 
 @scenario()
@@ -213,33 +208,29 @@ def param_set_on_modules(api: Api) -> list[Any]:
     return [*seen, train(model, api.rank, 1)]
 
 
-class Cast(torch.Tensor):
-    """A shard whose gather is cast by functions that are set on it."""
-
-
 @scenario()
 def param_extensions_set(api: Api) -> list[Any]:
     """All-gather extensions are set as attributes of a shard's local tensor."""
     model: Any = shard(api, plain(1))
+    param = next(p for p in group_of(model[0]).fsdp_params if p._orig_size == (DIM, DIM))
+    padded = param._sharded_param_data.view(param.padded_sharded_param_size)
     seen: list[Any] = []
 
-    def before(*arguments: Any) -> Any:
-        seen.append(len(arguments))
-        return (local.to(torch.bfloat16),), None
+    def before(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        seen.append([tuple(size), tuple(stride), type(module).__name__])
+        return (padded.to(torch.bfloat16),), None
 
     def after(outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-        seen.append([str(output.dtype) for output in outputs])
-        whole = outputs[0].view(DIM, DIM).float()
+        whole = outputs[0].view(-1, DIM)[:DIM].float()
+        seen.append([str(outputs[0].dtype), tuple(outputs[0].shape), out is None])
         if out is not None:
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(whole)
             return None
         return whole, (whole,)
 
-    param = next(p for p in group_of(model[0]).fsdp_params if p._orig_size == (DIM, DIM))
-    padded = param._sharded_param_data.view(param.padded_sharded_param_size)
     local = param._sharded_local_tensor
-    local.fsdp_pre_all_gather = lambda mesh, *rest: ((padded.to(torch.bfloat16),), None)
+    local.fsdp_pre_all_gather = before
     local.fsdp_post_all_gather = after
     with torch.no_grad():
-        return [model(batch(api.rank)), seen]
+        return [model(batch(api.rank)), model(batch(api.rank, 1)), seen]
