@@ -100,11 +100,14 @@ def _noted_by_users(param: nn.Parameter) -> dict[str, Any]:
     }
 
 
-def _shown_as_of_torch(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook with the names that torch's hook has there: code filters hooks by them."""
-    constructor = FSDPParam.__init__
-    hook.__module__ = constructor.__module__
-    hook.__qualname__ = f"{constructor.__qualname__}.<locals>.{hook.__name__}"
+def shown_as_of_torch(
+    hook: Callable[..., Any], owner: type, method: str, name: str
+) -> Callable[..., Any]:
+    """The hook with the names that torch's has, a function in ``owner.method``: code filters hooks
+    by them."""
+    hook.__module__ = owner.__module__
+    hook.__name__ = name
+    hook.__qualname__ = f"{owner.__qualname__}.{method}.<locals>.{name}"
     return hook
 
 
@@ -318,9 +321,13 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             self._setattr_on_modules(self.sharded_param)
         _watch_optimizers()
         if self._post_load_hook_handle is None:
-            self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(
-                _shown_as_of_torch(lambda *args, **kwargs: self.reset_sharded_param())
+            hook = shown_as_of_torch(
+                lambda *args, **kwargs: self.reset_sharded_param(),
+                FSDPParam,
+                "__init__",
+                "<lambda>",
             )
+            self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(hook)
 
     @property
     def sharded_state(self) -> ShardedState:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from behaviour import Api, Block, batch, grads, plain, scenario, shard, train
+from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, train
 from extensions import Extended
 from private_hooks import kind_of_error
 from torch.distributed._composable_state import _module_state_mapping
@@ -108,9 +108,8 @@ class Asking(Extended):
 def group_read_while_gathered(api: Api) -> list[Any]:
     """A tensor subclass reads whether the gather is for forward or for backward."""
     Asking.seen = []
-    model = plain(1)
-    model[0].linear.weight = nn.Parameter(Asking(model[0].linear.weight.detach()))
-    model[0].linear.bias = None
+    model = nn.Sequential(nn.Linear(DIM, 4, bias=False), nn.Linear(4, 3))
+    model[0].weight = nn.Parameter(Asking(model[0].weight.detach()))
     shard(api, model)
     model(batch(api.rank)).square().mean().backward()
     model[0].set_reshard_after_forward(False)  # type: ignore[operator]
