@@ -49,7 +49,7 @@ def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _is_hook(found: Any, method: MethodType) -> bool:
+def _is_hook(found: Any, method: Any) -> bool:
     """Whether ``found`` is the method, or the function that torch makes of it for module lists."""
     if isinstance(found, MethodType):
         return found == method
