@@ -1,8 +1,8 @@
-"""Redirection: torch's functions run fsdp_c's, whoever holds them and since whenever.
+"""Redirection: a function of torch runs one of fsdp_c, for every holder of the function.
 
-A function is redirected by giving it another code object, in place: its identity, attributes and
-``__wrapped__`` stay as they are. Functions of modules that are not imported yet are redirected as
-soon as they are, by an import hook.
+A function is redirected by giving it another code object, in place: its identity, attributes,
+``__wrapped__``, signature and source stay as they are. Functions of modules that are not imported
+yet are redirected as soon as they are, by an import hook.
 
 Imports nothing of ``fsdp_c`` or torch: ``fsdp_c_autoload`` runs before the one is wanted and before
 the other is complete.
@@ -52,16 +52,18 @@ class Redirection:
         self.target = target
         self.number = next(_numbers)
         active[self.number] = self
+        function.__signature__ = _signature_of(function)  # type: ignore[attr-defined]
         function.__code__ = _calling(self.number, self.code)
 
     def undo(self) -> None:
         """Gives the function its own code back."""
         self.function.__code__ = self.code
+        vars(self.function).pop("__signature__", None)
         active.pop(self.number, None)
 
 
 def original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``function`` does where it is not redirected."""
+    """The function that ``function`` is without its redirection."""
     for redirection in list(active.values()):
         if redirection.function is function:
             return redirection.original
@@ -95,18 +97,31 @@ def find_torchs(module: ModuleType, name: str) -> FunctionType | None:
     return None
 
 
+def is_redirected(function: Any) -> bool:
+    """Whether ``function`` runs another in its place now."""
+    return any(redirection.function is function for redirection in list(active.values()))
+
+
+def _signature_of(function: FunctionType) -> Any:
+    import inspect  # not needed where nothing is redirected
+
+    return inspect.signature(function)
+
+
 def _calling(number: int, replaced: CodeType) -> CodeType:
-    """Code that hands every argument to a target, for a function with ``replaced``'s closure."""
+    """Code that hands every argument to a target, for a function with ``replaced``'s closure.
+
+    File and first line are ``replaced``'s: ``inspect.getsource`` finds torch's source. All
+    statements are on the first line, so that a traceback shows no line that did not run.
+    """
     names = replaced.co_freevars  # as many cells are wanted; nothing reads them
+    body = [f"from {__name__} import active", f"return active[{number}].target(*args, **kwargs)"]
     lines = ["def outer():"]
     lines += [f"    {name} = None" for name in names]
-    lines += ["    def inner(*args, **kwargs):"]
-    lines += [f"        from {__name__} import active"]
-    lines += [f"        return active[{number}].target(*args, **kwargs)"]
-    lines += [f"        {name}" for name in names]
-    outer = compile("\n".join(lines), "<redirected by fsdp_c>", "exec").co_consts[0]
+    lines += [f"    def inner(*args, **kwargs): {'; '.join([*body, *names])}"]
+    outer = compile("\n".join(lines), replaced.co_filename, "exec").co_consts[0]
     inner = next(const for const in outer.co_consts if isinstance(const, CodeType))
-    return inner.replace(co_name=replaced.co_name)
+    return inner.replace(co_name=replaced.co_name, co_firstlineno=replaced.co_firstlineno)
 
 
 # ---- torch's functions ---------------------------------------------------------------------------

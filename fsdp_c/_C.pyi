@@ -259,6 +259,12 @@ class State:
     def _reset_iter_state(self) -> None: ...
 
 class Hook:
-    state: State
     __call__: Callable[..., Any]
-    def __new__(cls, state: State, post: bool, modules: set[nn.Module] | None = None) -> Hook: ...
+    def __new__(
+        cls,
+        state: State,
+        post: bool,
+        shown: Callable[..., Any],
+        modules: set[nn.Module] | None = None,
+    ) -> Hook: ...
+    def __getattr__(self, name: str) -> Any: ...

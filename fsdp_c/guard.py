@@ -111,12 +111,18 @@ def _show(own_class: type, stock: type) -> None:
 
 
 def _redirect(function: FunctionType, own_class: type, own: Callable[..., Any]) -> Redirection:
-    """Inside of torch's decorators, which keep dynamo and functorch away."""
+    """Inside of torch's decorators, which keep dynamo and functorch away.
+
+    Arguments that are given by torch's names are passed by position.
+    """
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, own_class):
-            return own(self, *args, **kwargs)
-        return redirection.original(self, *args, **kwargs)
+        if not isinstance(self, own_class):
+            return redirection.original(self, *args, **kwargs)
+        if kwargs:
+            bound = inspect.signature(redirection.original).bind(self, *args, **kwargs)
+            return own(*bound.args, **bound.kwargs)
+        return own(self, *args)
 
     redirection = Redirection(inspect.unwrap(function), run)
     return redirection

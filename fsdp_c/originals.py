@@ -19,7 +19,6 @@ from fsdp_c_redirect import reachable
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _NO_GRAD = os.path.join(_TORCH, "utils", "_contextlib.py")
-_REDIRECTED = "<redirected by fsdp_c>"
 
 
 # ---- a module's code -----------------------------------------------------------------------------
@@ -59,7 +58,7 @@ def is_torchs(function: Any, module: str, qualname: str) -> bool:
     # functools.wraps copies both names: only the code tells a library's wrapper from torch's.
     folder = os.path.dirname(sys.modules[module].__file__ or _TORCH) + os.sep
     file = function.__code__.co_filename
-    return file.startswith((folder, _REDIRECTED)) or file == _NO_GRAD
+    return file.startswith(folder) or file == _NO_GRAD
 
 
 def original_of(found: Any, module: str, qualname: str) -> FunctionType | None:
@@ -99,7 +98,7 @@ def is_from_torch(found: Any) -> bool:
     """Whether torch made the function, class or object."""
     code = getattr(found, "__code__", None)
     if code is not None:
-        return bool(code.co_filename.startswith((_TORCH, _REDIRECTED)))
+        return bool(code.co_filename.startswith(_TORCH))
     maker = found if isinstance(found, (BuiltinFunctionType, type)) else type(found)
     return str(maker.__module__).partition(".")[0] == "torch"
 

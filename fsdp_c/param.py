@@ -98,6 +98,17 @@ def _noted_by_users(param: nn.Parameter) -> dict[str, Any]:
     }
 
 
+def shown_as_of_torch(
+    hook: Callable[..., Any], owner: type, method: str, name: str
+) -> Callable[..., Any]:
+    """The hook with the names that torch's has, a function in ``owner.method``: code filters hooks
+    by them."""
+    hook.__module__ = owner.__module__
+    hook.__name__ = name
+    hook.__qualname__ = f"{owner.__qualname__}.{method}.<locals>.{name}"
+    return hook
+
+
 def _resized(size: torch.Size, dim: int, rows: int) -> torch.Size:
     return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
 
@@ -316,9 +327,13 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             self._setattr_on_modules(self.sharded_param)
         _watch_optimizers()
         if self._post_load_hook_handle is None:
-            self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(
-                lambda *args, **kwargs: self.reset_sharded_param()
+            hook = shown_as_of_torch(
+                lambda *args, **kwargs: self.reset_sharded_param(),
+                FSDPParam,
+                "__init__",
+                "<lambda>",
             )
+            self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(hook)
 
     @property
     def sharded_state(self) -> ShardedState:

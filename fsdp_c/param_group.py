@@ -33,7 +33,7 @@ from .extensions import as_normal_tensors, is_extended
 from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
 from .mixed_precision import CastingParam, widest_stored
-from .param import Param, still_on_meta
+from .param import Param, shown_as_of_torch, still_on_meta
 from .saved import detach_quickly
 from .specs import has_no_values
 
@@ -566,6 +566,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             if alive is not None:
                 alive._to_sharded()
 
+        cls = stock.FSDPParamGroup
+        shown_as_of_torch(to_sharded, cls, "_register_state_dict_hooks", "to_sharded_hook")
         for param in self.fsdp_params:
             module = param._module_info.module
             if module not in self._module_to_pre_save_state_dict_hook_handle:

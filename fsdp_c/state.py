@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import inspect
+import os
+from types import FunctionType, MethodType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_state as stock
@@ -11,7 +14,6 @@ import torch.nn as nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Variable
-from torch.autograd.graph import _MultiHandle
 from torch.distributed._composable_state import _get_module_state, _insert_module_state
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -27,8 +29,10 @@ from .guard import is_overridden, shows, warn_of_patches_without_effect
 from .kernels import say
 from .mixed_precision import no_dtype, refuse_others
 from .notes import add, class_name, noted, some
+from .serialization import refuse_deepcopy
 from .suspicions import look_over
 
+_FULLY_SHARD = os.path.dirname(stock.__file__) + os.sep
 _TRACERS = tuple(getattr(_TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 
@@ -43,6 +47,17 @@ def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
     if torch._C._are_functorch_transforms_active():
         return torch._C._DisableFuncTorch()
     return contextlib.nullcontext()
+
+
+def _is_hook(found: Any, method: Any) -> bool:
+    """Whether ``found`` is the method, or the function that torch makes of it for module lists."""
+    if isinstance(found, MethodType):
+        return found == method
+    return (
+        isinstance(found, FunctionType)
+        and found.__code__.co_filename.startswith(_FULLY_SHARD)
+        and inspect.unwrap(found) is inspect.unwrap(method)
+    )
 
 
 class IterationContext(_C.IterationContext, FSDPStateContext):
@@ -72,6 +87,10 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._auto_reshard_after_forward: bool | None = True
         self._modules: tuple[nn.Module, ...] = ()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Raises what torch raises for the modules of a state."""
+        refuse_deepcopy(*self._modules)
+
     def init(
         self,
         modules: tuple[nn.Module, ...],
@@ -90,26 +109,9 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._moves_inputs = _moves_inputs_to(device)
         for module in modules:
             _insert_module_state(module, self)
-        if any(is_overridden(self, FSDPState, n) for n in ("_pre_forward", "_post_forward")):
-            self._register_overridden_hooks()
-            return
-        group = set(modules) if len(modules) > 1 else None
-        pre, post = _C.Hook(self, False, group), _C.Hook(self, True, group)
-        pre_handles = tuple(
-            module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True)
-            for module in modules
-        )
-        post_handles = tuple(
-            module.register_forward_hook(post, prepend=False, always_call=group is not None)
-            for module in modules
-        )
-        if group is None:
-            self._pre_forward_hook_handle: Any = pre_handles[0]
-            self._post_forward_hook_handle: Any = post_handles[0]
-        else:
-            handle = _MultiHandle(pre_handles + post_handles)
-            self._pre_forward_hook_handle = handle
-            self._post_forward_hook_handle = handle
+        self._register_hooks()
+        if not any(is_overridden(self, FSDPState, n) for n in ("_pre_forward", "_post_forward")):
+            self._replace_hooks()
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
@@ -125,19 +127,39 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._input_dtype = value.param_dtype if value.cast_forward_inputs else None
         self._output_dtype = value.output_dtype
 
-    def _register_overridden_hooks(self) -> None:
-        """torch's way to register, for patched ``_pre_forward`` and ``_post_forward``."""
+    def _register_hooks(self) -> None:
+        """Registers the same forward hooks as torch: a module's own, or those of a list."""
         if len(self._modules) > 1:
             handle = register_group_hooks(stock, self)
             self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
             return
         module = self._modules[0]
-        self._pre_forward_hook_handle = module.register_forward_pre_hook(
+        self._pre_forward_hook_handle: Any = module.register_forward_pre_hook(
             self._pre_forward, prepend=True, with_kwargs=True
         )
-        self._post_forward_hook_handle = module.register_forward_hook(
+        self._post_forward_hook_handle: Any = module.register_forward_hook(
             self._post_forward, prepend=False
         )
+
+    def _replace_hooks(self) -> None:
+        """Puts C hooks in the places of the registered ones, whose attributes they show.
+
+        A hook stays in Python where a module has registered something else in its place.
+        """
+        group = set(self._modules) if len(self._modules) > 1 else None
+        handles = (self._pre_forward_hook_handle, self._post_forward_hook_handle)
+        if group is not None:
+            handles = handles[0].handles
+        made: dict[int, _C.Hook] = {}
+        for module in self._modules:
+            for post, hooks in enumerate((module._forward_pre_hooks, module._forward_hooks)):
+                for key in [handle.id for handle in handles if handle.id in hooks]:
+                    shown = hooks[key]
+                    if not _is_hook(shown, self._post_forward if post else self._pre_forward):
+                        continue
+                    if id(shown) not in made:
+                        made[id(shown)] = _C.Hook(self, bool(post), shown, group)
+                    hooks[key] = made[id(shown)]
 
     def _inputs_to_device(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -19,6 +19,18 @@ static PyObject *get_params(PyObject *obj, void *closure) {
     return params != NULL ? PySequence_List(params) : PyList_New(0);
 }
 
+/* Always -1: the core's plans, and gradients in flight, refer to the parameters of the start. */
+static int set_params(PyObject *obj, PyObject *value, void *closure) {
+    (void)obj;
+    (void)value;
+    (void)closure;
+    PyErr_SetString(PyExc_AttributeError,
+                    "fsdp_params of a parameter group cannot be assigned: its collectives are laid "
+                    "out for the parameters that fully_shard found; pass ignored_params to "
+                    "fully_shard, or use torch's FSDP2 (FSDP_C=0)");
+    return -1;
+}
+
 static PyObject *get_comm(PyObject *obj, void *closure) {
     (void)closure;
     return fcpy_or_none(as_group(obj)->comm);
@@ -242,7 +254,7 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
 }
 
 PyGetSetDef fcpy_group_getset[] = {
-    {"fsdp_params", get_params, NULL, "List of the group's Params (a copy).", NULL},
+    {"fsdp_params", get_params, set_params, "List of the group's Params (a copy).", NULL},
     {"comm_ctx", get_comm, set_comm, "The CommContext shared under one root.", NULL},
     {"_training_state", get_training, set_training, "TrainingState of the group.", NULL},
     {"_sharded_state", get_sharded, NULL, "ShardedState of the group.", NULL},

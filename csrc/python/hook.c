@@ -1,6 +1,8 @@
-/* The Hook type: the callable that is registered on a module as its forward (pre-)hook. Owns its
- * state, and for states of several modules the set of those modules. Under torch.compile dynamo
- * breaks the graph here and calls it. */
+/* The Hook type: the callable that stands in a module's forward (pre-)hooks. Owns its state, for
+ * states of several modules the set of those modules, and `shown`: the callable that torch
+ * registers there, a method bound to the state or a function around it. A call runs the core.
+ * Attributes, comparisons, hash and repr are those of `shown`, so that code that recognizes torch's
+ * hooks recognizes this one. Under torch.compile dynamo breaks the graph here and calls it. */
 #include "hook.h"
 
 #include "admit.h"
@@ -18,6 +20,8 @@ typedef struct fcpy_hook {
     fcpy_hook_kind kind;
     bool grouped;      /* several modules share the state: count which of them have run */
     PyObject *modules; /* set of those modules, for grouped hooks */
+    PyObject *shown;   /* owned, never NULL: torch's callable */
+    PyObject *weakrefs;
 } fcpy_hook;
 
 /* (module, args, kwargs) -> None where nothing changed, else (args, kwargs) */
@@ -86,8 +90,8 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
     fcpy_hook *self = (fcpy_hook *)callable;
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
     if (count != 3 || (kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0)) {
-        PyErr_Format(PyExc_TypeError, "a forward hook takes 3 arguments, got %zd", count);
-        return NULL;
+        /* Not a call of nn.Module: torch's signature decides. */
+        return PyObject_Vectorcall(self->shown, args, nargsf, kwnames);
     }
     fcpy_module *mod = self->state->mod;
     PyObject *paused = fcpy_dynamo_pause(mod);
@@ -100,15 +104,22 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
     return result;
 }
 
-/* Hook(state, post, modules=None) */
+/* Hook(state, post, shown, modules=None) */
 static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"state", "post", "modules", NULL};
+    static char *keywords[] = {"state", "post", "shown", "modules", NULL};
     PyObject *state = NULL;
+    PyObject *shown = NULL;
     PyObject *modules = Py_None;
     int post = 0;
     fcpy_module *mod = fcpy_module_of(type);
-    if (mod == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O!p|O", keywords,
-                                                    mod->state_type, &state, &post, &modules)) {
+    if (mod == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O!pO|O", keywords, mod->state_type, &state,
+                                     &post, &shown, &modules)) {
+        return NULL;
+    }
+    if (!PyCallable_Check(shown)) {
+        PyErr_Format(PyExc_TypeError, "Hook: shown must be callable, got %s",
+                     Py_TYPE(shown)->tp_name);
         return NULL;
     }
     fcpy_hook *self = (fcpy_hook *)type->tp_alloc(type, 0);
@@ -122,13 +133,59 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     self->state = (fcpy_state *)state;
     Py_INCREF(modules);
     self->modules = modules;
+    Py_INCREF(shown);
+    self->shown = shown;
     return (PyObject *)self;
+}
+
+/* ---- attributes, comparison, copies: those of torch's callable ---- */
+
+static PyObject *hook_shown(PyObject *obj) {
+    return ((fcpy_hook *)obj)->shown;
+}
+
+/* Includes __class__: isinstance(hook, types.MethodType) and inspect.ismethod() are as in torch. */
+static PyObject *hook_getattro(PyObject *obj, PyObject *name) {
+    if (PyUnicode_CompareWithASCIIString(name, "__reduce_ex__") == 0) {
+        return PyObject_GenericGetAttr(obj, name);
+    }
+    return PyObject_GetAttr(hook_shown(obj), name);
+}
+
+static int hook_setattro(PyObject *obj, PyObject *name, PyObject *value) {
+    return PyObject_SetAttr(hook_shown(obj), name, value);
+}
+
+static PyObject *hook_richcompare(PyObject *obj, PyObject *other, int operation) {
+    if (Py_IS_TYPE(other, Py_TYPE(obj))) {
+        other = hook_shown(other);
+    }
+    return PyObject_RichCompare(hook_shown(obj), other, operation);
+}
+
+static Py_hash_t hook_hash(PyObject *obj) {
+    return PyObject_Hash(hook_shown(obj));
+}
+
+static PyObject *hook_repr(PyObject *obj) {
+    return PyObject_Repr(hook_shown(obj));
+}
+
+/* A method is copied and pickled as an attribute of its state. A function is its own copy and is
+ * pickled by name, which pickle refuses for functions that cannot be imported by it. */
+static PyObject *hook_reduce_ex(PyObject *obj, PyObject *protocol) {
+    PyObject *shown = hook_shown(obj);
+    if (PyFunction_Check(shown)) {
+        return PyObject_GetAttrString(shown, "__qualname__");
+    }
+    return PyObject_CallMethod(shown, "__reduce_ex__", "O", protocol);
 }
 
 static int hook_traverse(PyObject *obj, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(obj));
     Py_VISIT((PyObject *)((fcpy_hook *)obj)->state);
     Py_VISIT(((fcpy_hook *)obj)->modules);
+    Py_VISIT(((fcpy_hook *)obj)->shown);
     return 0;
 }
 
@@ -141,16 +198,25 @@ static void hook_dealloc(PyObject *obj) {
     fcpy_hook *self = (fcpy_hook *)obj;
     PyTypeObject *type = Py_TYPE(obj);
     PyObject_GC_UnTrack(obj);
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(obj);
+    }
     Py_CLEAR(self->state);
     Py_CLEAR(self->modules);
+    Py_CLEAR(self->shown);
     type->tp_free(obj);
     Py_DECREF(type);
 }
 
 static PyMemberDef hook_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(fcpy_hook, vectorcall), READONLY, NULL},
-    {"state", T_OBJECT, offsetof(fcpy_hook, state), READONLY, "The state whose hook this is."},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_hook, weakrefs), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
+};
+
+static PyMethodDef hook_methods[] = {
+    {"__reduce_ex__", hook_reduce_ex, METH_O, "How the callable that is shown is copied."},
+    {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot hook_slots[] = {
@@ -160,7 +226,14 @@ static PyType_Slot hook_slots[] = {
     {Py_tp_traverse, (void *)hook_traverse},
     {Py_tp_clear, (void *)hook_clear},
     {Py_tp_members, hook_members},
-    {Py_tp_doc, "Hook(state, post, modules=None): a forward (pre-)hook for a module."},
+    {Py_tp_methods, hook_methods},
+    {Py_tp_getattro, (void *)hook_getattro},
+    {Py_tp_setattro, (void *)hook_setattro},
+    {Py_tp_richcompare, (void *)hook_richcompare},
+    {Py_tp_hash, (void *)hook_hash},
+    {Py_tp_repr, (void *)hook_repr},
+    {Py_tp_doc, "Hook(state, post, shown, modules=None): a forward (pre-)hook for a module, with "
+                "the attributes of `shown`."},
     {0, NULL},
 };
 

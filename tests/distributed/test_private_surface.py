@@ -1,0 +1,81 @@
+"""Parts of FSDP2 that torch does not document and that libraries use: docs/private-surface.md.
+
+Each row of the document is a scenario. All scenarios run in one launch for each implementation.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from behaviour import differences, returned
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "private-surface.md"
+MODULES = ("private_hooks", "private_states", "private_groups", "private_params")
+DIFFERENT = {"group_prefetches_replaced", "group_parameters_replaced"}
+"""Rows that the document lists as different from torch."""
+
+pytestmark = [pytest.mark.torch("2.13"), pytest.mark.xdist_group("private surface")]
+
+
+def is_scenario(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and any(
+        isinstance(mark, ast.Call) and getattr(mark.func, "id", "") == "scenario"
+        for mark in node.decorator_list
+    )
+
+
+def scenarios() -> list[str]:
+    """The names of all scenarios in the worker modules."""
+    folder = Path(__file__).parent / "workers"
+    trees = [ast.parse((folder / f"{module}.py").read_text()) for module in MODULES]
+    return [node.name for tree in trees for node in tree.body if is_scenario(node)]  # type: ignore[attr-defined]
+
+
+def rows(section: str) -> list[list[str]]:
+    """The cells of all table rows in a part of the document, without the head of each table."""
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return [row for row in cells if not set(row[0]) <= {"-"} and "`" in "".join(row)]
+
+
+def both(name: str) -> tuple[list[Any], list[Any]]:
+    """What a scenario returned on each rank, under torch and under fsdp_c."""
+    return returned(name, "torch", 2, MODULES), returned(name, "fsdp_c", 2, MODULES)
+
+
+def test_document_and_scenarios_have_the_same_rows() -> None:
+    table, listed = DOCUMENT.read_text().split("## Differences")
+    found = [row[-1].strip("`") for row in rows(table)]
+    assert sorted(found) == sorted(scenarios())
+    assert len(found) == len(set(found)) >= 30
+    assert {row[0].strip("`") for row in rows(listed)} == DIFFERENT
+
+
+@pytest.mark.parametrize("name", [name for name in scenarios() if name not in DIFFERENT])
+def test_private_use_gives_the_result_of_torch(name: str) -> None:
+    stock, ours = both(name)
+    found = differences(stock, ours, name)
+    assert not found, "torch's and ours differ:\n" + "\n".join(found[:20])
+
+
+def test_replaced_prefetch_method_is_called_by_torch_only() -> None:
+    for stock, ours in zip(*both("group_prefetches_replaced")):
+        assert differences([stock[0], stock[2]], [ours[0], ours[2]]) == []
+        assert set(stock[1]) == {"forward", "backward"} and ours[1] == []
+
+
+def test_assigned_parameter_list_is_refused_by_fsdp_c_only() -> None:
+    for stock, ours in zip(*both("group_parameters_replaced")):
+        assert stock == ["list", "no exception", 3]
+        assert ours == ["list", "AttributeError", 4]
+
+
+def test_hooks_removed_by_module_name_are_all_found() -> None:
+    for seen in both("hooks_removed_by_module_name")[1]:
+        counts = [pair for pair in seen if isinstance(pair, list) and pair == [1, 0]]
+        assert len(counts) == 2 * (4 + 3)  # both hooks of each sharded module, in two models

@@ -1,0 +1,349 @@
+"""Parameter groups of FSDP2, as public code uses them: docs/private-surface.md.
+
+Each scenario has the name of its row. Each returns only values that are equal under torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+from behaviour import DIM, Api, Block, batch, grads, plain, scenario, shard, train
+from extensions import Extended
+from private_hooks import kind_of_error
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    TrainingState,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def group_of(module: Any) -> Any:
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    return [group_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def kinds(model: nn.Module) -> list[str]:
+    return [type(param).__name__ for param in model.parameters()]
+
+
+# ---- groups: read ----
+
+
+@scenario()
+def group_lookups(api: Api) -> list[Any]:
+    """A module with parameters, and a module whose parameters belong to its blocks."""
+    model: Any = nn.Sequential(Block(), Block())
+    for block in model:
+        api.fully_shard(block)
+    api.fully_shard(model)
+    state = model._get_fsdp_state()
+    group = group_of(model[0])
+    return [
+        [state._fsdp_param_group, state._fsdp_param_groups],
+        [
+            isinstance(group, FSDPParamGroup),
+            model[0]._get_fsdp_state()._fsdp_param_groups == [group],
+        ],
+        [all(isinstance(param, FSDPParam) for param in group.fsdp_params), len(group.fsdp_params)],
+        [type(group.fsdp_params).__name__, group.modules == (model[0],)],
+    ]
+
+
+@scenario()
+def group_sharded_states(api: Api) -> list[Any]:
+    model: Any = shard(api, plain(1))
+    group = group_of(model[0])
+
+    def look() -> list[Any]:
+        flags = [group.is_sharded, group.is_unsharded, group.is_sharded_post_forward]
+        return [*flags, group._sharded_state.name, group._sharded_state is ShardedState.SHARDED]
+
+    seen = [look()]
+    model[0].unshard()
+    seen.append(look())
+    model[0].reshard()
+    seen.append(look())
+    return seen
+
+
+def closest_sharded(module: nn.Module) -> nn.Module:
+    """The smallest sharded module that has ``module`` in it, among all that have a state."""
+    parents = [m for m in _module_state_mapping if module in m.modules()]
+    return min(parents, key=lambda parent: len(list(parent.modules())))
+
+
+class Asking(Extended):
+    """Reads its group in ``fsdp_pre_all_gather``."""
+
+    seen: list[Any] = []
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        group = group_of(closest_sharded(module))
+        self.seen.append([group._reshard_after_forward, group._training_state.name])
+        return (self.held,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+
+@scenario()
+def group_read_while_gathered(api: Api) -> list[Any]:
+    """A tensor subclass reads whether the gather is for forward or for backward."""
+    Asking.seen = []
+    model = nn.Sequential(nn.Linear(DIM, 4, bias=False), nn.Linear(4, 3))
+    model[0].weight = nn.Parameter(Asking(model[0].weight.detach()))
+    shard(api, model)
+    model(batch(api.rank)).square().mean().backward()
+    model[0].set_reshard_after_forward(False)  # type: ignore[operator]
+    model(batch(api.rank)).square().mean().backward()
+    return Asking.seen
+
+
+@scenario()
+def group_meshes(api: Api) -> list[Any]:
+    """Meshes and process groups, with and without replicas."""
+    seen: list[Any] = []
+    hybrid = init_device_mesh("cpu", (api.world, 1), mesh_dim_names=("replicate", "shard"))
+    for mesh in (None, hybrid):
+        info = group_of(shard(api, plain(1), mesh=mesh)[0]).mesh_info
+        seen.append([isinstance(info, FSDPMeshInfo), isinstance(info, HSDPMeshInfo)])
+        seen.append([info.shard_mesh_size, info.shard_mesh_rank, info.shard_process_group.size()])
+        seen.append([info.mesh.size(), info.mesh.mesh_dim_names])
+    return seen
+
+
+@scenario()
+def group_settings(api: Api) -> list[Any]:
+    """Policies, device, dtypes and switches of a group."""
+    policy, offload = MixedPrecisionPolicy(param_dtype=torch.bfloat16), OffloadPolicy()
+    model: Any = shard(api, plain(1), mp_policy=policy, offload_policy=offload)
+    group = group_of(model[0])
+    model(batch(api.rank))
+    names = (
+        "reduce_grads",
+        "all_reduce_grads",
+        "reshard_after_backward",
+        "gradient_divide_factor",
+        "unshard_async_op",
+        "unshard_in_backward",
+        "_reshard_after_forward",
+        "_use_post_forward_mesh",
+        "_all_gather_result",
+        "_reshard_after_forward_event",
+        "_partial_reduce_output",
+        "_all_reduce_hook",
+        "_orig_dtype",
+        "_reduce_dtype",
+    )
+    return [
+        [group.mp_policy is policy, group.offload_policy is offload, str(group.device)],
+        [(name, getattr(group, name, "none")) for name in names],
+    ]
+
+
+@scenario()
+def group_contexts(api: Api) -> list[Any]:
+    """The context that groups share for their collectives, between steps."""
+    model: Any = shard(api, plain())
+    model(batch(api.rank)).square().mean().backward()
+    contexts = [group.comm_ctx for group in groups_of(model)]
+    context = contexts[0]
+    streams = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream")
+    return [
+        [isinstance(context, FSDPCommContext), all(other is context for other in contexts)],
+        [context is model._get_fsdp_state()._comm_ctx, context.device_handle.__name__],
+        [type(getattr(context, name)).__name__ for name in (*streams, "all_reduce_stream")],
+        [context.all_gather_state, context.reduce_scatter_states, list(context.post_forward_order)],
+    ]
+
+
+@scenario()
+def group_names(api: Api) -> list[Any]:
+    """Names that groups and parameters have after the first forward; one is written before."""
+    model: Any = shard(api, plain(2))
+    group_of(model[0])._module_fqn = "embedding"
+    model(batch(api.rank))
+    return [[g._module_fqn, [p._param_fqn for p in g.fsdp_params]] for g in groups_of(model)]
+
+
+# ---- groups: written and called ----
+
+
+@scenario()
+def group_training_state_written(api: Api) -> list[Any]:
+    """States are set to idle after a forward without a backward, and the model is resharded."""
+    model: Any = shard(api, plain(), reshard_after_forward=False)
+    model(batch(api.rank))
+    for group in groups_of(model):
+        group._training_state = TrainingState.IDLE
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return [kinds(model), train(model, api.rank, 2)]
+
+
+@scenario()
+def group_post_forward_mesh_removed(api: Api) -> list[Any]:
+    """Without a mesh for after forward a group stays unsharded, until the mesh is put back."""
+    model: Any = shard(api, plain(1))
+    group = group_of(model[0])
+    info, group.post_forward_mesh_info = group.post_forward_mesh_info, None
+    with torch.no_grad():
+        model(batch(api.rank))
+    seen: list[Any] = [group._reshard_after_forward, kinds(model[0])]
+    model[0].reshard()
+    group.post_forward_mesh_info = info
+    with torch.no_grad():
+        model(batch(api.rank))
+    return [*seen, kinds(model[0]), train(model, api.rank, 1)]
+
+
+@scenario()
+def group_reductions_switched_off(api: Api) -> list[Any]:
+    model: Any = shard(api, plain())
+    group_of(model[1]).reduce_grads = False
+    model(batch(api.rank)).square().mean().backward()
+    seen: list[Any] = [grads(model)]
+    group_of(model[1]).reduce_grads = True
+    model(batch(api.rank, 1)).square().mean().backward()
+    return [*seen, grads(model)]
+
+
+@scenario()
+def group_unsharded_asynchronously(api: Api) -> list[Any]:
+    model: Any = shard(api, plain())
+    model._set_unshard_async_op(True)
+    flags = [group.unshard_async_op for group in groups_of(model)]
+    return [flags, train(model, api.rank, 2)]
+
+
+@scenario()
+def group_unsharded_by_hand(api: Api) -> list[Any]:
+    model: Any = shard(api, plain())
+    group = group_of(model[0])
+    model._get_fsdp_state()._lazy_init()
+    seen: list[Any] = [group._all_gather_result is None]
+    group.unshard()
+    seen += [group._all_gather_result is None, kinds(model[0])]
+    group.wait_for_unshard()
+    seen += [group._all_gather_result is None, kinds(model[0])]
+    group.reshard()
+    return [*seen, kinds(model[0]), train(model, api.rank, 1)]
+
+
+@scenario()
+def group_prefetches_replaced(api: Api) -> list[Any]:
+    """Methods of the class are replaced: one does nothing, one counts."""
+    calls: list[str] = []
+    original = FSDPParamGroup._prefetch_unshard
+
+    def counting(group: Any, kind: str) -> None:
+        calls.append(kind)
+        original(group, kind)
+
+    seen: list[Any] = []
+    model: Any = shard(api, plain())
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    with mock.patch.object(FSDPParamGroup, "_prefetch_unshard", staticmethod(counting)):
+        seen += [train(model, api.rank, 2), list(calls)]
+    with mock.patch.object(FSDPParamGroup, "_backward_prefetch", lambda self: None):
+        seen.append(train(model, api.rank, 2))
+    return seen
+
+
+@scenario()
+def group_post_backward_replaced(api: Api) -> list[Any]:
+    """A wrapper takes the place of ``FSDPParamGroup.post_backward`` and reads gradients first."""
+    original = FSDPParamGroup.post_backward
+    seen: list[Any] = []
+
+    def wrapped(self: Any, *unused: Any) -> None:
+        for param in self.fsdp_params:
+            grad = param._unsharded_param.grad if hasattr(param, "_unsharded_param") else None
+            seen.append(None if grad is None else grad.detach().clone())
+        original(self, *unused)
+
+    model: Any = shard(api, plain(1))
+    with mock.patch.object(FSDPParamGroup, "post_backward", wrapped):
+        seen.append(train(model, api.rank, 2))
+    return seen
+
+
+def finish_by_hand(model: Any, each: Callable[[Any], None]) -> None:
+    """Pipeline stages do this after their last microbatch."""
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    root = fully_shard.state(model)
+    for state in root._state_ctx.all_states:
+        if state._fsdp_param_group:
+            each(state._fsdp_param_group)
+            state._fsdp_param_group.post_backward()
+    root._root_post_backward_final_callback()
+
+
+def accumulate(model: Any, rank: int) -> None:
+    model.set_is_last_backward(False)
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    for step in range(2):
+        model(batch(rank, step)).float().square().mean().backward()
+
+
+@scenario()
+def group_post_backward_by_hand(api: Api) -> list[Any]:
+    model: Any = shard(api, plain())
+    seen: list[Any] = []
+    for _ in range(2):
+        accumulate(model, api.rank)
+        finish_by_hand(model, lambda group: None)
+        seen += [grads(model), kinds(model)]
+    return seen
+
+
+@scenario()
+def group_gradients_folded_by_hand(api: Api) -> list[Any]:
+    """Gradients are added to those that wait in another dtype, then reduced."""
+
+    def fold(group: Any) -> None:
+        for param in group.fsdp_params:
+            if hasattr(param, "_unsharded_param"):
+                param.accumulate_unsharded_grad_if_needed()
+                param.to_accumulated_grad_if_needed()
+
+    model: Any = shard(api, plain(), mp_policy=MIXED)
+    seen: list[Any] = []
+    for _ in range(2):
+        accumulate(model, api.rank)
+        waiting = [param.unsharded_accumulated_grad for param in group_of(model[0]).fsdp_params]
+        seen.append([None if grad is None else grad.detach().clone() for grad in waiting])
+        finish_by_hand(model, fold)
+        seen += [grads(model), kinds(model)]
+    return seen
+
+
+@scenario()
+def group_parameters_replaced(api: Api) -> list[Any]:
+    """``fsdp_params`` is a list; a shorter one is assigned before the first forward."""
+    group = group_of(shard(api, plain(1))[0])
+    shorter = group.fsdp_params[:-1]
+    assigned = kind_of_error(lambda: setattr(group, "fsdp_params", shorter))
+    return [type(group.fsdp_params).__name__, assigned, len(group.fsdp_params)]

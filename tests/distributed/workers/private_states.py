@@ -1,0 +1,190 @@
+"""Module classes and states of FSDP2, as public code reads them: docs/private-surface.md.
+
+Each scenario has the name of its row. Each returns only values that are equal under torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+import torch
+import torch.distributed.fsdp._fully_shard._fsdp_state as stock_state
+import torch.nn as nn
+from behaviour import Api, Block, batch, grads, plain, scenario, shard, train
+from private_hooks import kind_of_error, modules_of_each_kind, sharded_list, state_of
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable_state import _get_module_state, _State
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
+
+# ---- classes of modules ----
+
+
+@scenario()
+def class_names(api: Api) -> list[Any]:
+    return [
+        [
+            [c.__name__ for c in type(module).__mro__],
+            type(module).__module__,
+            type(module).__qualname__,
+            isinstance(module, FSDPModule),
+            issubclass(type(module), FSDPModule),
+            module._orig_cls_mro_index if hasattr(module, "_orig_cls_mro_index") else None,
+            repr(module).split("(")[0],
+        ]
+        for module in modules_of_each_kind(api)
+    ]
+
+
+@scenario()
+def class_table(api: Api) -> list[Any]:
+    module = api.fully_shard(Block())
+    table = get_cls_to_fsdp_cls()
+    return [table[Block] is type(module), kind_of_error(lambda: copy.deepcopy(module))]
+
+
+@scenario()
+def class_of_a_slice(api: Api) -> list[Any]:
+    model: Any = shard(api, plain())
+    return [type(model).__name__, type(model[:2]).__name__, len(model[:2])]
+
+
+@scenario()
+def marks_of_managed_modules(api: Api) -> list[Any]:
+    """Attributes that ``fully_shard`` adds to modules."""
+    marks = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+    before = set(vars(plain(1)[0]))
+    seen: list[Any] = []
+    for module in modules_of_each_kind(api):
+        seen.append([getattr(module, mark, None) for mark in marks])
+        seen.append([[getattr(m, mark, None) for mark in marks] for m in module.children()])
+        seen.append(sorted(set(vars(module)) - before))
+    return seen
+
+
+@scenario()
+def forward_methods(api: Api) -> list[Any]:
+    """A registered method keeps torch's attributes, and unshards."""
+    block: Any = plain(1)[0]
+    block.encode = types.MethodType(Block.forward, block)
+    api.fully_shard(block)
+    register_fsdp_forward_method(block, "encode")
+    output = block.encode(batch(api.rank))
+    output.square().mean().backward()
+    return [block.encode.__name__, hasattr(block.encode, "__wrapped__"), grads(block)]
+
+
+# ---- states ----
+
+
+@scenario()
+def state_lookups(api: Api) -> list[Any]:
+    """All ways that lead to a state."""
+    seen: list[Any] = []
+    for module in modules_of_each_kind(api):
+        state = state_of(module)
+        seen.append([fully_shard.state(module) is state, _get_module_fsdp_state(module) is state])
+        seen.append([_get_module_state(module) is state, list(_get_registry(module) or {})])
+    seen.append([_get_module_fsdp_state(nn.Linear(2, 2)), fully_shard.state(nn.Linear(2, 2))])
+    return seen
+
+
+@scenario()
+def state_types(api: Api) -> list[Any]:
+    return [
+        [
+            isinstance(state, FSDPState),
+            isinstance(state, _State),
+            [c for c in ("FSDPState", "_State") if c in [k.__name__ for k in type(state).__mro__]],
+            stock_state.FSDPState is FSDPState,
+            state._state_name,
+        ]
+        for state in map(state_of, modules_of_each_kind(api))
+    ]
+
+
+@scenario()
+def state_contexts(api: Api) -> list[Any]:
+    """The states of a root, their order, and what they share from the first forward on."""
+    model: Any = sharded_list(api)
+    root = state_of(model)
+    before = [root._is_root, len(root._state_ctx.all_states)]
+    model(batch(api.rank)).square().mean().backward()
+    states = root._state_ctx.all_states
+    return [
+        before,
+        [states.index(state_of(module)) for module in (model, model[0], model[1])],
+        [state._is_root for state in states],
+        [state._state_ctx is root._state_ctx for state in states],
+        [state._comm_ctx is root._comm_ctx for state in states],
+        root._state_ctx.iter_forward_root,
+        root._state_ctx.post_backward_final_callback_queued,
+        root._state_ctx.is_last_backward,
+        root._state_ctx.post_optim_event,
+    ]
+
+
+@scenario()
+def state_settings(api: Api) -> list[Any]:
+    """Policies, device and modules of a state."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = shard(api, plain(1), mp_policy=policy)
+    state = state_of(model[0])
+    return [
+        [state._mp_policy is policy, state._mp_policy.output_dtype],
+        [state._modules == (model[0],), str(state._device), state._device_handle.__name__],
+        state._auto_reshard_after_forward,
+    ]
+
+
+@scenario()
+def state_training_states(api: Api) -> list[Any]:
+    """``_training_state`` of states and groups, read in forward and backward."""
+    model: Any = shard(api, plain(1))
+    seen: list[Any] = []
+
+    def look(*unused: Any) -> None:
+        for module in (model, model[0]):
+            state = state_of(module)
+            seen.append([state._training_state.name, state._fsdp_param_group._training_state.name])
+
+    look()
+    model[0].linear.register_forward_hook(look)
+    model[0].linear.register_full_backward_hook(look)
+    model(batch(api.rank)).square().mean().backward()
+    look()
+    return seen
+
+
+@scenario()
+def state_prefetch_lists(api: Api) -> list[Any]:
+    """Lists of states to prefetch are written."""
+    model: Any = shard(api, plain())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state_of(module)._states_to_backward_prefetch = []
+    state_of(model[0])._states_to_forward_prefetch = [state_of(model[1])]
+    found = state_of(model[0])._states_to_forward_prefetch
+    return [len(found), found[0] is state_of(model[1]), train(model, api.rank, 2)]
+
+
+@scenario()
+def lazy_init_by_hand(api: Api) -> list[Any]:
+    """A root is initialized early, and is still resharded after forward."""
+    model: Any = shard(api, plain(1))
+    state = state_of(model)
+    info = state._fsdp_param_group.post_forward_mesh_info
+    state._lazy_init()
+    seen: list[Any] = [state._is_root, state._fsdp_param_group.post_forward_mesh_info is None]
+    state._fsdp_param_group.post_forward_mesh_info = info
+    model(batch(api.rank))
+    seen.append([type(param).__name__ for param in model.parameters()])
+    return [*seen, train(model, api.rank, 2)]
