@@ -322,7 +322,8 @@ def accelerate_all() -> Callable[[], bool]:
     Returns:
         The undo, which also undoes every :func:`accelerate`.
     """
-    hooks = [register_optimizer_step_pre_hook(_before_step)] * is_on(ENVIRONMENT_SWITCH, "1")
+    is_wanted = is_on(ENVIRONMENT_SWITCH, "1")
+    hooks = [register_optimizer_step_pre_hook(_before_step)] if is_wanted else []
 
     def undo() -> bool:
         for hook in hooks:
