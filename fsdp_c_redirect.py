@@ -1,15 +1,17 @@
-"""Redirection: a function of torch runs one of fsdp_c, for every holder of the function.
+"""Redirection: a function of torch runs another function in its place.
 
-A function is redirected by giving it another code object, in place: its identity, attributes,
-``__wrapped__``, signature and source stay as they are. Functions of modules that are not imported
-yet are redirected as soon as they are, by an import hook.
+:class:`Redirection` replaces the code object of a function, in place. The function's identity,
+attributes, ``__wrapped__``, signature and source stay as they are, so code that imported the
+function earlier is redirected too. An import hook redirects functions of modules that are not
+imported yet.
 
-Imports nothing of ``fsdp_c`` or torch: ``fsdp_c_autoload`` runs before the one is wanted and before
-the other is complete.
+``fsdp_c_autoload`` runs this module before torch is complete and before fsdp_c is imported. So this
+module imports neither. ``fsdp_c.install`` registers its changes in ``fsdp_c/_compat/patches.py``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import itertools
@@ -23,49 +25,80 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "torch.distributed.fsdp._fully_shard._fully_shard": ("fully_shard",),
     "torch.distributed._composable.replicate_with_fsdp": ("replicate",),
 }
-"""Module of torch -> its functions that fsdp_c has, too."""
+"""Maps a module of torch to its functions that fsdp_c implements."""
 
 # ---- one function --------------------------------------------------------------------------------
 
-active: dict[int, Redirection] = {}
-"""The redirections there are. Redirected functions find theirs by its number: code objects are not
-to hold functions (dynamo, for one, does not expect it)."""
+active: dict[str, Redirection] = {}
+"""Redirections by key. A redirected function finds its redirection by a key in its constants:
+dynamo does not expect functions among the constants of a code object. Entries stay after
+:meth:`Redirection.undo`, because another thread may be about to read one. A later redirection of
+the same function replaces the entry."""
 
-_numbers = itertools.count()  # each is used once: a copy of the code must not find another target
+_numbers = itertools.count()
+_KEY = "<key of a redirection>"
 
 
 class Redirection:
-    """One function that runs ``target`` in its place, until :meth:`undo`."""
+    """Makes ``function`` run ``target``, from construction until :meth:`undo`.
+
+    Attributes:
+        original: A function with the code that ``function`` had at construction.
+        called: ``target`` until :meth:`undo`, then ``original``.
+    """
 
     def __init__(self, function: FunctionType, target: Callable[..., Any]) -> None:
         self.function = function
         self.code = function.__code__
-        self.original = FunctionType(
-            self.code,
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
+        self.original = copy_of(function)
+        self.called = target
+        before = next((r for r in list(active.values()) if r._replaced_the_same(function)), None)
+        self.key: str = str(next(_numbers)) if before is None else before.key
+        self.replacement: CodeType = (
+            _code_that_calls(self.key, self.code) if before is None else before.replacement
         )
-        self.original.__kwdefaults__ = function.__kwdefaults__
-        self.original.__dict__.update(function.__dict__)
-        self.target = target
-        self.number = next(_numbers)
-        active[self.number] = self
-        function.__signature__ = _signature_of(function)  # type: ignore[attr-defined]
-        function.__code__ = _calling(self.number, self.code)
+        active[self.key] = self
+        self.signature: Any = None
+        if "__signature__" not in vars(function):
+            self.signature = _signature_of(function)
+            function.__signature__ = self.signature  # type: ignore[attr-defined]
+        function.__code__ = self.replacement
 
     def undo(self) -> None:
-        """Gives the function its own code back."""
+        """Restores the function's code, unless somebody has replaced it after the redirection.
+
+        In that case the newer code stays. If it runs the redirected code, that runs ``original``.
+        """
+        self.called = self.original
+        if self.function.__code__ is not self.replacement:
+            return
         self.function.__code__ = self.code
-        vars(self.function).pop("__signature__", None)
-        active.pop(self.number, None)
+        if vars(self.function).get("__signature__", self) is self.signature:
+            del self.function.__signature__  # type: ignore[attr-defined]
+
+    def _replaced_the_same(self, function: FunctionType) -> bool:
+        """Whether this redirection was undone and replaced the code that ``function`` has now."""
+        return self.function is function and self.code is function.__code__
+
+
+def copy_of(function: FunctionType) -> FunctionType:
+    """Returns a function with the code, defaults, closure and attributes of ``function``."""
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    return copy
 
 
 def original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that ``function`` is without its redirection."""
+    """Returns a function that does what ``function`` does without its redirection."""
     for redirection in list(active.values()):
-        if redirection.function is function:
+        if redirection.function is function and redirection.called is not redirection.original:
             return redirection.original
     return function
 
@@ -99,7 +132,7 @@ def find_torchs(module: ModuleType, name: str) -> FunctionType | None:
 
 def is_redirected(function: Any) -> bool:
     """Whether ``function`` runs another in its place now."""
-    return any(redirection.function is function for redirection in list(active.values()))
+    return original(function) is not function
 
 
 def _signature_of(function: FunctionType) -> Any:
@@ -108,35 +141,49 @@ def _signature_of(function: FunctionType) -> Any:
     return inspect.signature(function)
 
 
-def _calling(number: int, replaced: CodeType) -> CodeType:
-    """Code that hands every argument to a target, for a function with ``replaced``'s closure.
+def _code_that_calls(key: str, replaced: CodeType) -> CodeType:
+    """Returns code that passes all arguments to ``active[key].called``.
 
-    File and first line are ``replaced``'s: ``inspect.getsource`` finds torch's source. All
-    statements are on the first line, so that a traceback shows no line that did not run.
+    File and first line are those of ``replaced``: ``inspect.getsource`` finds torch's source.
     """
-    names = replaced.co_freevars  # as many cells are wanted; nothing reads them
-    body = [f"from {__name__} import active", f"return active[{number}].target(*args, **kwargs)"]
+    code = _template(replaced.co_freevars)
+    constants = tuple(key if constant == _KEY else constant for constant in code.co_consts)
+    return code.replace(
+        co_name=replaced.co_name,
+        co_consts=constants,
+        co_filename=replaced.co_filename,
+        co_firstlineno=replaced.co_firstlineno,
+    )
+
+
+@functools.cache
+def _template(free_names: tuple[str, ...]) -> CodeType:
+    """Compiles the code for functions with these free variables.
+
+    CPython requires as many free variables as the function's closure has cells. They stay unread.
+    All statements are on the first line, so that a traceback shows no line that did not run.
+    """
+    body = [f"from {__name__} import active", f"return active[{_KEY!r}].called(*args, **kwargs)"]
     lines = ["def outer():"]
-    lines += [f"    {name} = None" for name in names]
-    lines += [f"    def inner(*args, **kwargs): {'; '.join([*body, *names])}"]
-    outer = compile("\n".join(lines), replaced.co_filename, "exec").co_consts[0]
-    inner = next(const for const in outer.co_consts if isinstance(const, CodeType))
-    return inner.replace(co_name=replaced.co_name, co_firstlineno=replaced.co_firstlineno)
+    lines += [f"    {name} = None" for name in free_names]
+    lines += [f"    def inner(*args, **kwargs): {'; '.join([*body, *free_names])}"]
+    outer = compile("\n".join(lines), "<redirected>", "exec").co_consts[0]
+    return next(const for const in outer.co_consts if isinstance(const, CodeType))
 
 
 # ---- torch's functions ---------------------------------------------------------------------------
 
-_redirected: dict[str, Redirection] = {}  # "module.name" of each
-_find: Callable[[str], Callable[..., Any]] | None = None  # None: nothing is to be redirected
+_redirected: dict[str, Redirection] = {}  # by "module.name"
+_find: Callable[[str], Callable[..., Any]] | None = None  # None outside redirect_all..restore_all
 
 
 def redirect_all(find: Callable[[str], Callable[..., Any]]) -> None:
-    """Redirects all :data:`FUNCTIONS`, of modules not imported yet as soon as they are.
+    """Redirects all :data:`FUNCTIONS`; those of modules not imported yet, at their import.
 
-    Does nothing where they are already.
+    A second call does nothing.
 
     Args:
-        find: Gives fsdp_c's function of a name; asked when torch's is called.
+        find: Returns fsdp_c's function of a name. Each call of torch's function calls it.
     """
     global _find
     if _find is not None:
@@ -150,9 +197,9 @@ def redirect_all(find: Callable[[str], Callable[..., Any]]) -> None:
 
 
 def restore_all() -> None:
-    """Undoes :func:`redirect_all`."""
+    """Undoes :func:`redirect_all`. A second call does nothing."""
     global _find
-    if _find is not None:
+    if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     for redirection in _redirected.values():
         redirection.undo()
@@ -160,8 +207,13 @@ def restore_all() -> None:
     _find = None
 
 
+def is_redirecting() -> bool:
+    """Whether :func:`redirect_all` is in effect."""
+    return _find is not None
+
+
 def redirected() -> list[str]:
-    """The functions that are redirected now, as ``module.name``."""
+    """Returns the names of the redirected functions, as ``module.name``."""
     return list(_redirected)
 
 
@@ -181,7 +233,7 @@ def _calling_found(name: str, find: Callable[[str], Callable[..., Any]]) -> Call
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Sees the target modules go by and redirects them once they have been executed."""
+    """Wraps the loaders of the modules in :data:`FUNCTIONS`. It finds no modules itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -200,7 +252,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A module's own loader, and then the redirection."""
+    """Runs a module's own loader, then redirects the module's functions."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -212,7 +264,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader  # what everybody else should see
+        module.__loader__ = self._loader  # other code must see the module's own loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)

@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from ._compat import patches
 from .originals import takes_parameter
 from .units import sharded_modules
 
@@ -405,4 +406,4 @@ def complete_class(cls: type, latest: dict[str, Callable[..., Any]]) -> None:
     those of the ``latest`` release."""
     for name, method in {**_LATER_METHODS, **latest}.items():
         if name not in vars(cls) and (name in latest or not hasattr(FSDPModule, name)):
-            setattr(cls, name, method)
+            patches.set_class_attribute(cls, name, method)

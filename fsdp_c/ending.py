@@ -1,27 +1,27 @@
-"""The end of the interpreter, which not every thread of torch's survives.
+"""Exit handler that waits for threads of torch before the interpreter ends.
 
-gloo's threads, and on devices with streams autograd's, take the GIL to drop what Python has seen.
-Before Python 3.14 one that waits for it while the interpreter ends takes the process down (SIGABRT,
-"terminate called without an active exception"): a job that had ended well would count as failed.
-This file needs nothing but the standard library: the tests' own ranks run it, too.
+gloo's threads, and autograd's on devices with streams, take the GIL to release Python objects.
+Before Python 3.14 a thread that waits for the GIL while the interpreter ends aborts the process:
+SIGABRT, "terminate called without an active exception". A successful job would count as failed.
+This file imports only the standard library, because the tests' ranks run it without fsdp_c.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import threading
 import time
+from collections.abc import Callable
 
 LEAST, MOST, PAUSE = 0.05, 1.0, 0.01
-"""How long to wait for other threads, and between two looks at them, in seconds."""
+"""Limits of the wait for other threads, and the pause between two checks, in seconds."""
 
 THREADS = "/proc/self/task"
 
 
 def _runs(thread: str) -> bool:
-    """Whether it has something to do, be it only in a queue for a processor."""
+    """Whether the thread runs or is runnable."""
     try:
         with open(f"{THREADS}/{thread}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "RD"
@@ -38,11 +38,11 @@ def _others_run() -> bool:
 
 
 def wait_for_threads() -> None:
-    """Waits 50 ms, and on Linux until no other thread runs, but no longer than a second.
+    """Waits 50 ms, and on Linux until no other thread runs, but at most one second.
 
-    Who waits for the GIL gets it meanwhile. Who would want it later is still at work, however few
-    processors there are for how many processes. Two looks in a row must find nobody: who begins to
-    wait for the GIL during a look, which has it, seems to sleep.
+    Threads that wait for the GIL get it during the pauses. A thread that will need the GIL later is
+    still running or runnable. Two consecutive checks must find no such thread: a thread that starts
+    to wait for the GIL during a check, which holds it, looks asleep.
     """
     begin = time.monotonic()
     quiet = 0
@@ -54,7 +54,12 @@ def wait_for_threads() -> None:
             return
 
 
-@functools.cache
-def linger_at_exit() -> None:
-    """Has the interpreter wait for threads when it ends."""
+def register_at_exit() -> Callable[[], bool]:
+    """Makes the interpreter call :func:`wait_for_threads` at its end. Returns the undo."""
     atexit.register(wait_for_threads)
+
+    def undo() -> bool:
+        atexit.unregister(wait_for_threads)
+        return True
+
+    return undo

@@ -14,6 +14,7 @@ that work here:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable
@@ -28,8 +29,9 @@ import torch.distributed.fsdp._fully_shard._fsdp_state as stock_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import fsdp_c._C as _C
-from fsdp_c_redirect import Redirection
+from fsdp_c_redirect import Redirection, copy_of
 
+from ._compat import patches
 from .compat import ALL_GATHER, REDUCE_SCATTER
 from .originals import codes_of, expected_in, is_from_torch, is_torchs, original_of
 
@@ -39,7 +41,7 @@ logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 # ---- torch's own functions -----------------------------------------------------------------------
 
 _originals: dict[tuple[type, str], FunctionType] = {}  # the function objects, redirected or not
-_redirections: dict[tuple[type, str], Redirection] = {}
+_redirections: dict[tuple[type, str], Redirection] = {}  # while a sharded model needs them
 
 
 def original(cls: type, name: str) -> Callable[..., Any]:
@@ -106,26 +108,40 @@ def _show(own_class: type, stock: type) -> None:
         else:
             _originals[stock, name] = function
             if "__class__" not in getattr(getattr(own, "__code__", None), "co_freevars", ()):
-                _redirections[stock, name] = _redirect(function, own_class, own)
+                patches.apply_with_first_model(
+                    (stock, name),
+                    functools.partial(_redirect, stock, name, own_class, own),
+                )
         setattr(own_class, name, _Shown(stock, name, own))
 
 
-def _redirect(function: FunctionType, own_class: type, own: Callable[..., Any]) -> Redirection:
-    """Inside of torch's decorators, which keep dynamo and functorch away.
+def _redirect(
+    stock: type, name: str, own_class: type, own: Callable[..., Any]
+) -> Callable[[], bool]:
+    """Makes torch's ``stock.name`` run ``own`` for objects of ``own_class``. Returns the undo.
 
-    Arguments that are given by torch's names are passed by position.
+    Redirects the innermost function: torch's decorators around it disable dynamo and functorch.
+    Arguments that are passed by torch's names reach ``own`` by position.
     """
+
+    function = inspect.unwrap(_originals[stock, name])
+    original = copy_of(function)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, own_class):
-            return redirection.original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         if kwargs:
-            bound = inspect.signature(redirection.original).bind(self, *args, **kwargs)
+            bound = inspect.signature(original).bind(self, *args, **kwargs)
             return own(*bound.args, **bound.kwargs)
         return own(self, *args)
 
-    redirection = Redirection(inspect.unwrap(function), run)
-    return redirection
+    def undo() -> bool:
+        _redirections.pop((stock, name), None)
+        redirection.undo()
+        return True
+
+    redirection = _redirections[stock, name] = Redirection(function, run)
+    return undo
 
 
 def is_overridden(obj: Any, stock: type, name: str) -> bool:

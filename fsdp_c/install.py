@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 import fsdp_c_redirect
 
 from . import clip_for_torch, optim
+from ._compat import patches
 from .fully_shard import fully_shard
 from .replicate import replicate
 from .state import State
@@ -39,7 +40,7 @@ _has_told = False
 
 
 def install() -> None:
-    """Makes ``torch.distributed.fsdp.fully_shard`` run fsdp_c's, for whoever holds it.
+    """Makes ``torch.distributed.fsdp.fully_shard`` run fsdp_c's function.
 
     The function objects stay the same, so code that imported them earlier is switched over too;
     ``replicate`` follows. (``register_fsdp_forward_method`` and ``share_comm_ctx`` are torch's own,
@@ -51,22 +52,53 @@ def install() -> None:
 
     One INFO line on the logger ``torch.distributed.fsdp.fully_shard`` names what was replaced.
     """
-    fsdp_c_redirect.redirect_all(announced)
-    optim.accelerate_all()
-    clip_for_torch.redirect()
+    patches.install(_CHANGES)
     _announce()
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`, ``FSDP_C=1`` and ``python -m fsdp_c``: all is as torch made it.
+    """Undoes :func:`install`, ``FSDP_C=1`` and ``python -m fsdp_c``.
 
-    Modules that fsdp_c has sharded stay as they are and go on working.
+    torch's ``fully_shard`` and ``replicate`` run torch's code again. Every class, function and hook
+    list of torch that fsdp_c changed is restored, with two exceptions:
+
+    - What a live sharded model needs stays until the last such model has been freed, so models
+      that fsdp_c has sharded continue to train with the same results.
+    - A later patch by other code on the same object stays, together with what it wraps.
+
+    Optimizers step on DTensors again, also those passed to :func:`fsdp_c.optim.accelerate`. The
+    settings that ``python -m fsdp_c`` makes for its script (``FSDP_C``, ``sys.excepthook``) stay.
     """
     global _has_announced
-    fsdp_c_redirect.restore_all()
+    patches.uninstall()
     optim.restore_all()
-    clip_for_torch.restore()
     _has_announced = False
+
+
+def _redirect_torch() -> Callable[[], bool]:
+    fsdp_c_redirect.redirect_all(announced)  # does nothing where FSDP_C=1 has done it
+    return _restoring(fsdp_c_redirect.restore_all)
+
+
+def _redirect_clipping() -> Callable[[], bool]:
+    clip_for_torch.redirect()
+    return _restoring(clip_for_torch.restore)
+
+
+def _restoring(restore: Callable[[], None]) -> Callable[[], bool]:
+    def undo() -> bool:
+        restore()
+        return True
+
+    return undo
+
+
+_CHANGES: dict[Hashable, patches.Change] = {
+    "fully_shard, replicate": _redirect_torch,
+    "optimizer step pre hook: accelerate": optim.accelerate_all,
+    "torch.nn.utils.clip_grad": _redirect_clipping,
+}
+"""The changes of ``Scope.INSTALL``."""
 
 
 def is_active(model: nn.Module) -> bool:
@@ -90,15 +122,13 @@ def announced(name: str) -> Callable[..., Any]:
             _tell(
                 f"fsdp_c {__version__} runs fully_shard and replicate (torch {torch.__version__})"
             )
-    optim.accelerate_all()
-    clip_for_torch.redirect()
+    patches.install(_CHANGES)
     _announce()
     return _OURS[name]
 
 
 def _tell(line: str) -> None:
-    """Writes to standard error, if there is one: daemons close it, and whoever read it may be gone,
-    of which a job that says nothing itself would not know."""
+    """Writes to standard error. Does nothing if it is closed, or if its reader has exited."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)
@@ -117,3 +147,7 @@ def _announce() -> None:
         _has_announced = True
         names = fsdp_c_redirect.redirected()
         logger.info("fsdp_c %s replaces %s", __version__, ", ".join(names) or "nothing yet")
+
+
+if fsdp_c_redirect.is_redirecting():  # by fsdp_c_autoload, before fsdp_c was imported
+    patches.install(_CHANGES)

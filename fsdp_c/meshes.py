@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_init import _init_default_mesh
 
+from ._compat import patches
+
 _USERS = "_fsdp_c_users"
 
 
@@ -42,7 +44,7 @@ def default_mesh() -> DeviceMesh:
 
 
 class Follower(Protocol):
-    """What a mesh info asks of the groups that use it."""
+    """A parameter group that a mesh info notifies of assignments."""
 
     def _follow_mesh_infos(self) -> None: ...
 
@@ -78,18 +80,49 @@ def _telling(cls: type) -> type:
     return type(cls.__name__, (cls,), namespace)
 
 
+_watched: dict[int, weakref.ref[Any]] = {}
+"""The mesh infos whose class :func:`watch` has replaced, by ``id``."""
+
+
 def watch(info: DataParallelMeshInfo, group: Follower) -> None:
-    """From now on ``group`` follows what is set on ``info``."""
+    """Makes ``info`` call ``group._follow_mesh_infos`` after each assignment to an attribute."""
     info.__dict__.setdefault(_USERS, weakref.WeakSet())
+    info.__dict__[_USERS].add(group)
     cls: Any = type(info)
     if cls.__setattr__ is not _set_and_tell:
+        number = id(info)
+        patches.apply(patches.Scope.MODELS, "mesh infos", lambda: _restore_all)
+        _watched[number] = weakref.ref(info, lambda _: _watched.pop(number, None))
         info.__class__ = _telling(cls)
-    info.__dict__[_USERS].add(group)
 
 
 def unwatch(info: DataParallelMeshInfo, group: Follower) -> None:
-    """Not any more."""
-    info.__dict__[_USERS].discard(group)
+    """Undoes :func:`watch`. Restores the class of ``info`` if no other group uses it."""
+    info.__dict__.get(_USERS, set()).discard(group)
+    if not _is_used(info):
+        _restore(info)
+
+
+def _is_used(info: DataParallelMeshInfo) -> bool:
+    # The length of a WeakSet counts groups that the garbage collector has just freed.
+    return any(True for _ in info.__dict__.get(_USERS, ()))
+
+
+def _restore_all() -> bool:
+    """Restores the classes of the mesh infos that no group uses. Returns whether that was all."""
+    infos = [info for reference in list(_watched.values()) if (info := reference()) is not None]
+    for info in infos:
+        if not _is_used(info):
+            _restore(info)
+    return not any(map(_is_used, infos))
+
+
+def _restore(info: DataParallelMeshInfo) -> None:
+    cls: Any = type(info)
+    if cls.__dict__.get("__setattr__") is _set_and_tell:  # else a subclass of other code
+        info.__dict__.pop(_USERS, None)
+        info.__class__ = cls.__base__
+        _watched.pop(id(info), None)
 
 
 def has_own_size(group: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -317,24 +318,30 @@ def _like(param: DTensor, local: torch.Tensor) -> DTensor:
 
 # ---- by itself -----------------------------------------------------------------------------------
 
-_automatic: Any = None
 _left: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that cannot be accelerated."""
 
 
-def accelerate_all() -> None:
-    """From now on an optimizer that holds DTensors is accelerated in its first step."""
-    global _automatic
-    if _automatic is None and is_on(ENVIRONMENT_SWITCH, "1"):
-        _automatic = register_optimizer_step_pre_hook(_before_step)
+def accelerate_all() -> Callable[[], bool]:
+    """Makes each optimizer that holds DTensors accelerated from its first step on.
+
+    Returns:
+        The undo, which also undoes every :func:`accelerate`.
+    """
+    is_wanted = is_on(ENVIRONMENT_SWITCH, "1")
+    hooks = [register_optimizer_step_pre_hook(_before_step)] if is_wanted else []
+
+    def undo() -> bool:
+        for hook in hooks:
+            hook.remove()
+        restore_all()
+        return True
+
+    return undo
 
 
 def restore_all() -> None:
-    """Undoes :func:`accelerate_all`, and every :func:`accelerate`."""
-    global _automatic
-    if _automatic is not None:
-        _automatic.remove()
-        _automatic = None
+    """Undoes every :func:`accelerate`."""
     _left.clear()
     for optimizer in list(_accelerated):
         restore(optimizer)

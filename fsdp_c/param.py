@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import fsdp_c._C as _C
 
 from . import extensions
+from ._compat import patches
 from .compat import ParamOfOlderTorch, dtensor_new, orig_param_uid
 from .guard import is_constructed_by_others, is_patched, overridden_by, shows
 from .mixed_precision import compute_dtype, reduce_dtype, stored_dtype
@@ -113,22 +114,20 @@ def _resized(size: torch.Size, dim: int, rows: int) -> torch.Size:
     return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    """Makes every ``optimizer.step()`` count as a write to its shards.
-
-    DTensor's operations write them below the layer that counts, so that a gather made before the
-    step (by an evaluation) would not be seen to be stale.
-    """
-    register_optimizer_step_post_hook(_CountStep())
-
-
 class _CountStep:
     """``_C.count_step`` without a Python frame. A compiled step calls the object as it is; for the
     C function itself dynamo would print a warning."""
 
     __call__ = staticmethod(_C.count_step)
     _torchdynamo_disable = True
+
+
+# Every optimizer.step() counts as a write to its shards. DTensor's operations write them without
+# incrementing version counters, so a gather made before the step would not be seen to be stale.
+patches.apply_with_first_model(
+    "optimizer step post hook: count_step",
+    lambda: patches.add_hook(register_optimizer_step_post_hook, _CountStep()),
+)
 
 
 @shows(FSDPParam)
@@ -325,7 +324,6 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._register_sharded()
         if overridden_by(self, Param) & _C.CALL_SWAP:
             self._setattr_on_modules(self.sharded_param)
-        _watch_optimizers()
         if self._post_load_hook_handle is None:
             hook = shown_as_of_torch(
                 lambda *args, **kwargs: self.reset_sharded_param(),

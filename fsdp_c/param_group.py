@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 import fsdp_c._C as _C
 
 from . import zero_grad
+from ._compat import patches
 from .compat import GroupOfOlderTorch, row_dtype
 from .direct import all_reduced_directly, by_the_user, direct
 from .extensions import as_normal_tensors, is_extended
@@ -106,6 +107,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._host_gathered: Any = None
         self._host_events: list[Any] = []
         self._offloaded: Any = None
+        self._patch_lease = patches.lease()
         zero_grad.watch(self)
         detach_quickly()
         watch(mesh_info, self)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed.fsdp._fully_shard._fully_shard as torchs
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from ._compat import patches
 from .notes import add, class_name, noted, some
 
 
@@ -108,6 +111,9 @@ def _about_loading(module: nn.Module, state: Mapping[str, Any]) -> str | None:
     return None
 
 
+_made: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes ``FSDP<Name>`` that were made with :func:`refuse_deepcopy`."""
+
 METHODS = {"__reduce_ex__": _reduce_ex, "load_state_dict": _load_state_dict}
 """For the classes of sharded modules."""
 
@@ -116,4 +122,10 @@ def complete(cls: type) -> None:
     """Gives a class ``FSDP<Name>`` the methods above."""
     for name, method in METHODS.items():
         if name not in vars(cls):
-            setattr(cls, name, method)
+            patches.set_class_attribute(cls, name, method)
+    if vars(cls).get("__deepcopy__") is refuse_deepcopy:
+        _made.add(cls)
+    if cls in _made:  # torch's cache keeps the class, so that torch may use it later
+        patches.set_class_attribute(
+            cls, "__deepcopy__", refuse_deepcopy, before=torchs._unimplemented_deepcopy
+        )

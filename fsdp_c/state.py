@@ -22,9 +22,10 @@ from torch.distributed.utils import _to_kwargs
 
 import fsdp_c._C as _C
 
+from ._compat import patches
 from .comm_context import CommContext
 from .compat import StateOfOlderTorch, register_group_hooks
-from .ending import linger_at_exit
+from .ending import register_at_exit
 from .guard import is_overridden, shows, warn_of_patches_without_effect
 from .kernels import say
 from .mixed_precision import no_dtype, refuse_others
@@ -82,6 +83,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
     _context_class: type[IterationContext] = IterationContext
 
     def __init__(self) -> None:
+        self._patch_lease = patches.lease()
         # FSDPState.__init__ would make stock's contexts: the C type has its own fields.
         self._state_ctx = self._context_class()
         self._auto_reshard_after_forward: bool | None = True
@@ -278,7 +280,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 "whole model, too, last.",
             )
         warn_of_patches_without_effect()
-        linger_at_exit()
+        patches.apply(patches.Scope.EXIT, "atexit", register_at_exit)
         states = self._states_below()
         groups = [group for state in states for group in state._fsdp_param_groups]
         self._is_root = True

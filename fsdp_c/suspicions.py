@@ -8,7 +8,6 @@ is said on rank 0 with torch's logger of FSDP2, never as a Python warning: a job
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -28,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import units
+from ._compat import patches
 from .notes import class_name, some
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
@@ -124,7 +124,7 @@ _DDP = DistributedDataParallel.__module__
 def watch_wrapping(cls: type) -> None:
     """Puts it on a class ``FSDP<Name>``, unless the module's own says what DDP shall ignore."""
     if not hasattr(cls, _READ_BY_DDP) and _READ_BY_DDP not in vars(cls):
-        setattr(cls, _READ_BY_DDP, _NothingToIgnore())
+        patches.set_class_attribute(cls, _READ_BY_DDP, _NothingToIgnore())
 
 
 # ---- what was replaced: watched while it happens -------------------------------------------------
@@ -140,18 +140,11 @@ _looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 def watch(stand_ins: Iterable[Any]) -> None:
     """Remembers what was sharded: the records of units in the place of parameters."""
-    _register_hooks()
     for stand_in in stand_ins:
         reference = weakref.ref(stand_in)
         _originals[stand_in._orig_param_uid] = stand_in
         for module, name in slots_of(stand_in):
             _slots.setdefault(module, {})[name] = reference
-
-
-@functools.cache
-def _register_hooks() -> None:
-    register_module_parameter_registration_hook(_on_registration)
-    register_optimizer_step_pre_hook(_before_step)
 
 
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -173,6 +166,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 # Compiled code calls it as it is.
 _on_registration._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+patches.apply_with_first_model(
+    "parameter registration hook: lint",
+    lambda: patches.add_hook(register_module_parameter_registration_hook, _on_registration),
+)
+patches.apply_with_first_model(
+    "optimizer step pre hook: lint",
+    lambda: patches.add_hook(register_optimizer_step_pre_hook, _before_step),
+)
 
 
 def _look_at_registered() -> None:

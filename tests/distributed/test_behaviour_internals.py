@@ -25,6 +25,12 @@ def test_torchs_group_can_be_made_by_hand() -> None:
         assert seen[0] == seen[3] == ["DTensor"] * 3
 
 
+def test_live_model_after_uninstall_trains_with_the_bits_of_torch() -> None:
+    for seen in assert_same("training_after_uninstall"):
+        calls = [entry for entry in seen if isinstance(entry, int)]
+        assert len(calls) == 1 and calls[0] > 0, "a patch of torch's class has no effect"
+
+
 @pytest.mark.parametrize("name", ["event_of_the_optimizer", "hooks_on_unsharded_gradients"])
 def test_as_stock(name: str) -> None:
     assert_same(name)

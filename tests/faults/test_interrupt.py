@@ -10,52 +10,49 @@ import pytest
 from launch import run_ranks
 
 pytestmark = pytest.mark.xdist_group("interrupt")  # they share launches
-ATTEMPTS = 2
-"""The machine may be busy for a moment; a wait that does not see signals is late every time."""
 
 
 @functools.cache
-def outcomes(name: str) -> list[dict[str, list[Any]]]:
-    attempts = ATTEMPTS if name == "fsdp_c" else 1
-    return run_ranks(interrupt.interrupt_all, 2, (name, attempts), timeout=120)
-
-
-def delays(name: str, case: str) -> list[float]:
-    """Seconds from the signal to the KeyboardInterrupt."""
-    waiting, late = outcomes(name)
-    return [seen["seen"] - sent["sent"] for seen, sent in zip(waiting[case], late[case])]
+def outcomes(name: str) -> list[dict[str, dict[str, Any]]]:
+    """Results of both ranks, by case."""
+    return run_ranks(interrupt.interrupt_all, 2, (name,), timeout=240)
 
 
 @pytest.mark.parametrize("case", interrupt.CASES)
-def test_a_signal_is_seen_within_a_fifth_of_a_second(case: str) -> None:
-    assert min(delays("fsdp_c", case)) <= 0.2
+def test_signal_during_a_collective_is_seen_before_the_peer_joins(case: str) -> None:
+    waiting, late = outcomes("fsdp_c")
+    assert waiting[case]["interrupted"]
+    assert late[case]["seen"]
 
 
 @pytest.mark.torch("2.13")  # reset_iter_state
 @pytest.mark.parametrize("case", interrupt.CASES)
-def test_stock_sees_it_when_the_peer_has_come(case: str) -> None:
-    assert min(delays("torch", case)) >= interrupt.LATE
+def test_signal_during_a_collective_of_torch_is_seen_after_the_peer_joins(case: str) -> None:
+    waiting, late = outcomes("torch")
+    assert waiting[case]["interrupted"]
+    assert not late[case]["seen"]
 
 
 @pytest.mark.parametrize("case", interrupt.CASES)
-def test_the_model_is_reset_at_once_and_trains_as_if_nothing_had_been(case: str) -> None:
-    for attempts in outcomes("fsdp_c"):
-        assert min(found["reset took"] for found in attempts[case]) <= 0.2
-        assert all(found["as without"] for found in attempts[case])
+def test_model_is_reset_before_the_peer_joins_and_trains_as_without_the_signal(case: str) -> None:
+    waiting, late = outcomes("fsdp_c")
+    assert late[case]["reset"]
+    assert waiting[case]["as without"] and late[case]["as without"]
 
 
 @pytest.mark.parametrize("case", interrupt.CASES)
 def test_buffers_stay_until_the_late_peer_is_done_with_them(case: str) -> None:
-    for found in outcomes("fsdp_c")[0][case]:
-        assert found["parked"] == 1
-        assert found["overwritten"] == 0
-        assert found["parked in the end"] == 0
+    found = outcomes("fsdp_c")[0][case]
+    assert found["parked"] == 1
+    assert found["overwritten"] == 0
+    assert found["parked in the end"] == 0
 
 
 @pytest.mark.parametrize("case", interrupt.HANDLED)
 def test_a_handler_may_reset_the_model_and_return(case: str) -> None:
     for rank, found in enumerate(outcomes("fsdp_c")):
-        [result] = found[f"handler: {case}"]
+        result = found[f"handler: {case}"]
         given_up = rank == 0 and case.startswith("gather")
+        assert rank == 0 or (result["seen"] and result["reset"])
         assert ("reset while" in result["error"]) == given_up
         assert result["as without"]

@@ -42,7 +42,8 @@ def test_deleted_models_leave_no_threads() -> None:
 @functools.cache
 def witnesses(folder: Path) -> dict[str, list[str]]:
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(lifetime.lose_a_peer, 4, (str(folder),), timeout=90)
+        # A rank that noticed its dead peer only by the time limit of collectives would miss 90 s.
+        run_ranks(lifetime.lose_a_peer, 4, (str(folder),), timeout=90, collective_timeout=600)
     assert raised.value.reports[3].status == "killed by SIGKILL"
     return {path.name: path.read_text().splitlines() for path in folder.iterdir()}
 
@@ -63,9 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_peer_is_an_error_that_names_rank_group_and_operation(
     place: str, operation: str, group: str, folder: Path
 ) -> None:
-    kind, seconds, message, *_, cause = witnesses(folder)[place]
+    kind, _, message, *_, cause = witnesses(folder)[place]
     assert kind == "RuntimeError"
-    assert float(seconds) < 10
     assert message.startswith(f"{operation} of {group} failed on rank 0 of 2 of process group '")
     assert len(message.partition("': ")[2]) > 10  # what the backend said
     assert cause == "cause: RuntimeError"
@@ -74,5 +74,5 @@ def test_a_killed_peer_is_an_error_that_names_rank_group_and_operation(
 def test_a_peer_that_does_not_come_is_an_error_at_the_groups_time_limit(folder: Path) -> None:
     kind, seconds, message, *_ = witnesses(folder)["nobody comes"]
     assert kind == "RuntimeError"
-    assert 1 < float(seconds) < 5
+    assert float(seconds) > 1  # the group's limit is 1.5 s, that of other groups 600 s
     assert message.startswith("all-gather of the root's parameter group failed on rank 0 of 2")

@@ -549,6 +549,7 @@ def test_what_a_state_shows_as_its_hooks_are_torchs_functions() -> None:
 
 @pytest.mark.parametrize("kind", ["group", "state", "param"])
 def test_torchs_own_objects_are_left_alone(kind: str) -> None:
+    ours = model_of(fsdp_c.fully_shard)  # torch's functions are redirected while it is alive
     model = model_of(IMPLEMENTATIONS["torch"])
     step(model)
     group = groups_of(model)[0]
@@ -559,3 +560,4 @@ def test_torchs_own_objects_are_left_alone(kind: str) -> None:
     names = [n for n, v in vars(cls).items() if callable(v) and not n.startswith("__")]
     redirected = [n for n in names if guard.original(cls, n) is not vars(cls)[n]]
     assert redirected, "nothing of this class is redirected: the test would say nothing"
+    assert fsdp_c.is_active(ours)

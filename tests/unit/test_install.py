@@ -112,7 +112,9 @@ def test_install_and_uninstall_twice(fake_group: int) -> None:
 
 
 def test_install_and_uninstall_leave_nothing_behind() -> None:
+    fsdp_c.install()
     before = len(fsdp_c_redirect.active)
+    fsdp_c.uninstall()
     for _ in range(3):
         fsdp_c.install()
         fsdp_c.uninstall()

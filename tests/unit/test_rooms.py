@@ -19,11 +19,17 @@ BESIDE = {path.stem for path in ROOT.glob("fsdp_c_*.py")}
 
 def rooms() -> list[str]:
     """The files of the map, from the top down."""
-    return re.findall(r"^\| `(\w+\.py)` \|", (PACKAGE / "README.md").read_text(), re.M)
+    return re.findall(r"^\| `([\w/]+\.py)` \|", (PACKAGE / "README.md").read_text(), re.M)
 
 
 def files() -> list[Path]:
-    return [*PACKAGE.glob("*.py"), *(ROOT / f"{name}.py" for name in BESIDE)]
+    return [*PACKAGE.rglob("*.py"), *(ROOT / f"{name}.py" for name in BESIDE)]
+
+
+def room_of(path: Path) -> str:
+    """The name of a file in the map: relative to the package, or the name of one beside it."""
+    inside = path.is_relative_to(PACKAGE)
+    return str(path.relative_to(PACKAGE)) if inside else path.name
 
 
 def modules_named(node: ast.AST, package: str) -> Iterator[str]:
@@ -32,7 +38,7 @@ def modules_named(node: ast.AST, package: str) -> Iterator[str]:
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         base = ".".join(([package] if node.level else []) + ([node.module] if node.module else []))
-        yield from ([base] if base != package else (f"{base}.{a.name}" for a in node.names))
+        yield from (f"{base}.{a.name}" for a in node.names)
 
 
 def imports(text: str) -> set[str]:
@@ -44,23 +50,32 @@ def imports(text: str) -> set[str]:
             if top in BESIDE:
                 found.add(f"{top}.py")
             elif top == PACKAGE.name and not inner.startswith("_C"):
-                inside = inner.partition(".")[0]
-                known = inside and (PACKAGE / f"{inside}.py").exists()
-                found.add(f"{inside}.py" if known else "__init__.py")
+                found.add(file_of(inner))
     return found
 
 
+def file_of(module: str) -> str:
+    """The file of the package that holds a dotted name below ``fsdp_c``."""
+    parts = module.split(".") if module else []
+    for end in range(len(parts), -1, -1):
+        path = "/".join(parts[:end])
+        for name in (f"{path}.py", f"{path}/__init__.py".lstrip("/")):
+            if (PACKAGE / name).is_file():
+                return name
+    raise AssertionError(module)
+
+
 def test_the_map_names_every_file_once() -> None:
-    assert sorted(rooms()) == sorted(path.name for path in files())
+    assert sorted(rooms()) == sorted(map(room_of, files()))
 
 
 def test_a_file_imports_only_what_stands_below_it() -> None:
     floor = {name: place for place, name in enumerate(rooms())}
     upward = [
-        f"{path.name} -> {name}"
+        f"{room_of(path)} -> {name}"
         for path in files()
         for name in sorted(imports(path.read_text()))
-        if floor[name] <= floor[path.name]
+        if floor[name] <= floor[room_of(path)]
     ]
     assert upward == []
 
@@ -69,13 +84,14 @@ def test_imports_of_every_kind_are_seen() -> None:
     text = """
 from . import _C, guard
 from .param import Param
+from ._compat import patches
 import fsdp_c._C as _C, fsdp_c_redirect
 def f():
     from fsdp_c.install import install
     from fsdp_c import fully_shard, __version__
 """
     files_named = {"guard.py", "param.py", "fsdp_c_redirect.py", "install.py", "fully_shard.py"}
-    assert imports(text) == {*files_named, "__init__.py"}
+    assert imports(text) == {*files_named, "_compat/patches.py", "__init__.py"}
 
 
 def test_the_package_and_its_metadata_have_one_version() -> None:

@@ -141,6 +141,42 @@ def a_group_made_by_hand(api: Api) -> list[Any]:
         return [*seen, kinds(module)]
 
 
+# ---- uninstall() ----
+
+
+@scenario()
+def training_after_uninstall(api: Api) -> list[Any]:
+    """One step, then fsdp_c.uninstall(), then steps with and without gradient synchronization."""
+    with contextlib.ExitStack() as undo:
+        if api.ours:
+            fsdp_c.install()
+            undo.callback(fsdp_c.uninstall)
+        model = shard(api, plain(), mp_policy=MIXED)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        seen = train(model, api.rank, 1, optimizer)
+    calls: list[Any] = []
+    unshard = FSDPParamGroup.unshard
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return unshard(self, *args, **kwargs)
+
+    seen += train(model, api.rank, 2, optimizer)
+    FSDPParamGroup.unshard = counting  # type: ignore[method-assign]
+    try:
+        model.set_requires_gradient_sync(False)
+        model(batch(api.rank, 7)).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        seen += train(model, api.rank, 1, optimizer)
+    finally:
+        FSDPParamGroup.unshard = unshard  # type: ignore[method-assign]
+    FSDPParamGroup.unshard(group_of(model[0]))
+    seen += [len(calls), kinds(model[0])]
+    FSDPParamGroup.wait_for_unshard(group_of(model[0]))
+    FSDPParamGroup.reshard(group_of(model[0]))
+    return [*seen, *train(model, api.rank, 2, optimizer)]
+
+
 # ---- what is looked at, and set, from outside ----
 
 

@@ -7,10 +7,12 @@ process that was only slow would, and leaves its step by an exception of its own
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ import torch.nn as nn
 from behaviour import Api, differences, shard, train
 from behaviour import plain as blocks_and_head
 
-SIGNAL_AFTER = 0.4
-"""Seconds that rank 0 has to reach its collective before the signal is sent."""
-LATE = 1.0
-"""Seconds from the signal until rank 1 joins."""
+LIMIT = 30.0
+"""Seconds after which rank 1 joins although rank 0 has not reset: only a failure takes as long."""
+UNSEEN = 1.0
+"""The same under torch, where rank 0 sees the signal only after rank 1 has joined."""
+BLOCKED = 20
+"""Consecutive looks, 10 ms apart, in which a thread that is asleep counts as blocked."""
 
 
 class Left(Exception):
@@ -130,13 +134,13 @@ def fill_memory(model: nn.Module) -> list[torch.Tensor]:
     return [torch.full((size,), -77.0) for size in sorted(sizes) for _ in range(4)]
 
 
-def recover(api: Api, case: Case, found: dict[str, Any]) -> None:
+def recover(api: Api, case: Case, found: dict[str, Any], exchange: Exchange) -> None:
     """Resets, and looks at what the abandoned collective does to memory when its peer joins."""
     model = case.model
-    start = time.monotonic()
     model.reset_iter_state()
     model.zero_grad()
-    found["reset took"] = time.monotonic() - start
+    if api.rank == 0:
+        exchange.tell("reset")
     if not api.ours or api.rank != 0:
         dist.barrier()
         return
@@ -147,36 +151,74 @@ def recover(api: Api, case: Case, found: dict[str, Any]) -> None:
     found["overwritten"] = sum(not bool((tensor == -77.0).all()) for tensor in filled)
 
 
-def signal_and_join(case: Case, waiting: int, number: signal.Signals) -> float:
-    """The other rank's part: signals the one that waits, joins it late; gives the signal's time."""
-    time.sleep(SIGNAL_AFTER)
-    sent = time.monotonic()
+class Exchange:
+    """Events of one case that the two ranks exchange through the default store."""
+
+    _numbers = itertools.count()  # both ranks run the same cases in the same order
+
+    def __init__(self) -> None:
+        self._number = next(self._numbers)
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def tell(self, event: str) -> None:
+        self._store.set(f"{event} {self._number}", "")
+
+    def wait(self, event: str, seconds: float = LIMIT) -> bool:
+        """Whether the other rank tells this event within the limit."""
+        try:
+            self._store.wait([f"{event} {self._number}"], timedelta(seconds=seconds))
+        except RuntimeError:  # the store's time limit
+            return False
+        return True
+
+
+def wait_until_blocked(pid: int) -> None:
+    """Returns when the main thread of ``pid`` has been asleep in BLOCKED consecutive looks."""
+    asleep = 0
+    while asleep < BLOCKED:
+        state = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        asleep = asleep + 1 if state == "S" else 0
+        time.sleep(0.01)
+
+
+def signal_and_join(
+    case: Case, waiting: int, number: signal.Signals, exchange: Exchange, seconds: float
+) -> dict[str, bool]:
+    """The other rank's part: signals the one that waits, and joins it after that has reset.
+
+    Returns whether it saw the signal, and whether it reset, before this rank joined.
+    """
+    exchange.wait("waiting")
+    wait_until_blocked(waiting)
     os.kill(waiting, number)
-    time.sleep(LATE)
+    found = {event: exchange.wait(event, seconds) for event in ("seen", "reset")}
     with contextlib.suppress(Left):
         case.late()
-    return sent
+    return found
 
 
 def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
-    """One case: rank 0 tells when it saw the signal, rank 1 when it sent it."""
+    """One case: rank 1 finds whether rank 0 saw the signal and reset before rank 1 joined."""
     expected = train(make(api).model, api.rank, 2)
     case = make(api)
     if isinstance(case, Handle):
         train(case.model, api.rank, 0)
         case.model._get_fsdp_state()._lazy_init()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"interrupted": False}
+    exchange = Exchange()
     case.begin()
     dist.barrier()
     if api.rank == 0:
         try:
+            exchange.tell("waiting")
             case.wait_in()
-            time.sleep(LATE)  # the signal comes now, where it was not seen before
         except KeyboardInterrupt:
-            found["seen"] = time.monotonic()
+            found["interrupted"] = True
+            exchange.tell("seen")
     else:
-        found["sent"] = signal_and_join(case, peers[0], signal.SIGINT)
-    recover(api, case, found)
+        seconds = LIMIT if api.ours else UNSEEN
+        found |= signal_and_join(case, peers[0], signal.SIGINT, exchange, seconds)
+    recover(api, case, found, exchange)
     found["as without"] = differences(expected, train(case.model, api.rank, 2)) == []
     if api.ours:
         found["parked in the end"] = case.model._get_fsdp_state()._comm_ctx.collectives_parked
@@ -188,31 +230,36 @@ def reset_by_handler(api: Api, make: Callable[..., Case], peers: list[int]) -> d
     expected = train(make(api).model, api.rank, 2)
     case = make(api)
     found: dict[str, Any] = {"error": ""}
+    exchange = Exchange()
     case.begin()
     dist.barrier()
+
+    def reset(*unused: Any) -> None:
+        exchange.tell("seen")
+        case.model.reset_iter_state()
+        exchange.tell("reset")
+
     if api.rank == 0:
-        before = signal.signal(signal.SIGUSR1, lambda *unused: case.model.reset_iter_state())
+        before = signal.signal(signal.SIGUSR1, reset)
         try:
+            exchange.tell("waiting")
             case.wait_in()
         except RuntimeError as error:
             found["error"] = str(error)
         signal.signal(signal.SIGUSR1, before)
     else:
-        signal_and_join(case, peers[0], signal.SIGUSR1)
-    recover(api, case, found)
+        found |= signal_and_join(case, peers[0], signal.SIGUSR1, exchange, LIMIT)
+    recover(api, case, found, exchange)
     found["as without"] = differences(expected, train(case.model, api.rank, 2)) == []
     return found
 
 
-def interrupt_all(rank: int, world: int, name: str, attempts: int) -> dict[str, list[Any]]:
-    """Every case, ``attempts`` times; ours also with handlers that reset (``handler: case``)."""
+def interrupt_all(rank: int, world: int, name: str) -> dict[str, dict[str, Any]]:
+    """Every case; ours also with handlers that reset (``handler: case``)."""
     api = Api(name, rank, world, Path())
     peers: list[Any] = [None] * world
     dist.all_gather_object(peers, os.getpid())
-    found = {
-        title: [interrupted(api, make, peers) for _ in range(attempts)]
-        for title, make in CASES.items()
-    }
+    found = {title: interrupted(api, make, peers) for title, make in CASES.items()}
     for title in HANDLED if api.ours else []:
-        found[f"handler: {title}"] = [reset_by_handler(api, CASES[title], peers)]
+        found[f"handler: {title}"] = reset_by_handler(api, CASES[title], peers)
     return found

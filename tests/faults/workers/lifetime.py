@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from behaviour import Api, shard, train
 from behaviour import plain as blocks_and_head
-from interrupt import CASES
+from interrupt import CASES, wait_until_blocked
 from torch.distributed.device_mesh import DeviceMesh
 
 # ---- many steps ----
@@ -220,9 +220,11 @@ def lose_a_peer(rank: int, world: int, folder: str) -> None:
     for case in cases.values():
         train(case.model, 0, 1)
         case.begin()
-    dist.barrier()
+    processes: list[Any] = [None] * world
+    dist.all_gather_object(processes, os.getpid())
     if rank == last:
-        time.sleep(0.3)
+        for process in processes[:last]:
+            wait_until_blocked(process)
         os.kill(os.getpid(), signal.SIGKILL)
     witness(api.folder / PLACES[rank], cases[rank].wait_in)
 

@@ -1,0 +1,1 @@
+"""Compatibility with torch: changes to torch's objects, and their undo."""

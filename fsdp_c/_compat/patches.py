@@ -1,0 +1,294 @@
+"""Registry of the changes that fsdp_c makes to objects of torch and of Python.
+
+:func:`apply` makes a change and records its undo. An undo restores an object only while fsdp_c's
+value is still in place: a later patch by other code is never removed.
+
+A change has a scope, which determines how long it stays:
+
+- ``Scope.INSTALL``: torch's functions run fsdp_c's. Present from :func:`install` to
+  :func:`uninstall`.
+- ``Scope.MODELS``: sharded models need it to train. Present from the first sharded model on, while
+  fsdp_c is installed or a sharded model is alive.
+- ``Scope.EXIT``: torch's threads need it at the end of the process, also without a live model.
+  Present from the first training step on. :func:`uninstall` marks it as no longer needed. It is
+  undone then, or, if a model is alive, with the last live model.
+
+"Installed" and "a sharded model is alive" are independent::
+
+                    no live model                      live model
+                 +------------------+   fully_shard  +------------------+
+    not          | none             | -------------> | MODELS           |
+    installed    | (and EXIT)       | <------------- | (and EXIT)       |
+                 +------------------+   last one dies+------------------+
+                  install |   ^ uninstall            install |   ^ uninstall
+                          v   |                              v   |
+                 +------------------+   fully_shard  +------------------+
+    installed    | INSTALL          | -------------> | INSTALL, MODELS  |
+                 | (MODELS, EXIT    | <------------- | (and EXIT)       |
+                 |  where present)  |   last one dies|                  |
+                 +------------------+                +------------------+
+
+A model is alive while one of its states or parameter groups exists: each holds the lease of
+:func:`lease`. Python frees models in reference cycles at a garbage collection, so a deleted model
+may stay alive until the next one.
+
+The end of the last lease can come at any point of the program, also while torch iterates over a
+dict of hooks. An undo that would change this dict then waits for the end of the next garbage
+collection.
+
+Objects of a sharded model itself (its class, hooks and attributes, its process groups' backends)
+are not registered: they end with the model, as under torch's ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+Undo = Callable[[], bool]
+"""Undoes one change. Returns False if the object holds a newer value of other code, which stays."""
+
+
+class Scope(enum.Enum):
+    """How long a change stays: see the module's docstring."""
+
+    INSTALL = enum.auto()
+    MODELS = enum.auto()
+    EXIT = enum.auto()
+
+
+class _Lease:
+    """An object that keeps the changes of ``Scope.MODELS`` in place while it is alive."""
+
+    __slots__ = ("__weakref__",)
+
+
+Change = Callable[[], Undo]
+"""Makes a change and returns its undo. It must neither shard a model nor call this module."""
+
+_lock = threading.Lock()  # held while changes are made or undone
+_changes: dict[Hashable, tuple[Scope, Undo]] = {}  # in the order in which they were made
+_model_changes: dict[Hashable, Change] = {}
+_lease: weakref.ref[_Lease] | None = None
+_is_installed = False
+_is_exit_needed = True
+_is_check_due = False  # a lease has ended since the last check
+
+_ABSENT = object()
+
+
+# ---- making changes ------------------------------------------------------------------------------
+
+
+def apply(scope: Scope, key: Hashable, change: Change) -> None:
+    """Makes a change now, unless a change with this key is in place.
+
+    Args:
+        scope: How long the change stays. For ``Scope.MODELS`` the caller holds a lease.
+        key: Identifies the change.
+        change: Makes the change and returns its undo.
+    """
+    global _is_exit_needed
+    if scope is Scope.EXIT:
+        _is_exit_needed = True
+    if key not in _changes:
+        with _exclusive():
+            _apply(scope, key, change)
+
+
+def apply_with_first_model(key: Hashable, change: Change) -> None:
+    """Registers a change of ``Scope.MODELS``: :func:`lease` makes it for the first live model."""
+    _model_changes[key] = change
+
+
+def set_attribute(owner: Any, name: str, value: Any, before: Any = _ABSENT) -> Undo:
+    """Sets ``owner.name`` and returns the undo.
+
+    Args:
+        before: The value that the undo restores, if it is not the present one.
+    """
+    if before is _ABSENT:
+        before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
+
+    def undo() -> bool:
+        current = vars(owner).get(name, _ABSENT)
+        if current is value and before is _ABSENT:
+            delattr(owner, name)
+        elif current is value:
+            setattr(owner, name, before)
+        return current is value or current is before
+
+    return undo
+
+
+def set_class_attribute(cls: type, name: str, value: Any, before: Any = _ABSENT) -> None:
+    """Applies :func:`set_attribute` to a class, with ``Scope.MODELS``."""
+    apply(Scope.MODELS, (cls, name), lambda: set_attribute(cls, name, value, before))
+
+
+def add_hook(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Undo:
+    """Calls ``register(hook)``, one of torch's registration functions, and returns the undo."""
+    handle = register(hook)
+
+    def undo() -> bool:
+        handle.remove()
+        return True
+
+    return undo
+
+
+def keys() -> list[Hashable]:
+    """Returns the keys of the changes that are in place."""
+    return list(_changes)
+
+
+def _apply(scope: Scope, key: Hashable, change: Change) -> None:
+    """Caller holds ``_lock``."""
+    if key not in _changes:
+        _changes[key] = (scope, change())
+
+
+# ---- the two states ------------------------------------------------------------------------------
+
+
+def lease() -> object:
+    """Returns an object that keeps the changes of ``Scope.MODELS`` in place while it is alive.
+
+    Makes the registered ones that are not in place. All callers share one lease.
+    """
+    global _lease, _is_check_due
+    current = None if _lease is None else _lease()
+    if current is not None:
+        return current
+    with _exclusive():
+        current = None if _lease is None else _lease()
+        if current is None:
+            try:
+                for key, change in _model_changes.items():
+                    _apply(Scope.MODELS, key, change)
+                current = _Lease()
+                _lease = weakref.ref(current, _lease_ended)
+            except BaseException:
+                _is_check_due = True  # undoes the changes made so far
+                raise
+    return current
+
+
+def install(changes: Mapping[Hashable, Change]) -> None:
+    """Enters the state "installed" and makes the ``changes``, of ``Scope.INSTALL``."""
+    global _is_installed
+    with _exclusive():
+        _is_installed = True
+        for key, change in changes.items():
+            _apply(Scope.INSTALL, key, change)
+
+
+def uninstall() -> None:
+    """Leaves the state "installed" and undoes all changes that no live model needs."""
+    global _is_installed, _is_exit_needed
+    with _exclusive():
+        _is_installed = _is_exit_needed = False
+        _undo_unneeded()
+
+
+def has_live_models() -> bool:
+    """Whether a sharded model is alive."""
+    return _lease is not None and _lease() is not None
+
+
+# ---- undoing changes -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _exclusive() -> Iterator[None]:
+    """Holds the lock. Afterwards runs the check that a lease's end requested meanwhile."""
+    try:
+        with _lock:
+            yield
+    finally:
+        _check_if_due()
+
+
+def _lease_ended(ended: weakref.ref[_Lease]) -> None:
+    """Called at the end of a lease, in any thread and at any point of the program."""
+    global _is_check_due
+    if sys.is_finalizing():
+        return
+    _is_check_due = True
+    _check_if_due()
+
+
+def _check_if_due() -> None:
+    """Undoes what became unneeded, if a lease has ended. Never blocks.
+
+    If the lock is held, also by this thread, its holder runs the check afterwards.
+    """
+    global _is_check_due
+    while _is_check_due and _lock.acquire(blocking=False):
+        try:
+            _is_check_due = False
+            if _is_iterating_over_hooks():
+                _check_after_garbage_collection()
+            else:
+                _undo_unneeded()
+        finally:
+            _lock.release()
+
+
+def _undo_unneeded() -> None:
+    """Undoes changes in reverse order. Caller holds ``_lock``."""
+    needed = set()
+    if _is_installed:
+        needed = {Scope.INSTALL, Scope.MODELS}
+    if has_live_models():
+        needed |= {Scope.MODELS, Scope.EXIT}
+    if _is_exit_needed:
+        needed.add(Scope.EXIT)
+    for key, (scope, undo) in reversed(list(_changes.items())):
+        if scope not in needed and undo():
+            del _changes[key]
+
+
+_ITERATES = {
+    (os.path.join("torch", "optim", "optimizer.py"), "wrapper"),
+    (os.path.join("torch", "nn", "modules", "module.py"), "register_parameter"),
+}
+"""Functions of torch (file, name) that iterate over dicts of global hooks."""
+
+
+def _is_iterating_over_hooks() -> bool:
+    """Whether a thread executes one of ``_ITERATES``."""
+    return any(map(_is_within_iteration, sys._current_frames().values()))
+
+
+def _is_within_iteration(frame: FrameType | None) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        if any(
+            code.co_name == name and code.co_filename.endswith(file) for file, name in _ITERATES
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _check_after_garbage_collection() -> None:
+    if _on_garbage_collection not in gc.callbacks:
+        gc.callbacks.append(_on_garbage_collection)
+
+
+def _on_garbage_collection(phase: str, info: dict[str, int]) -> None:
+    global _is_check_due
+    if phase == "stop":
+        gc.callbacks.remove(_on_garbage_collection)
+        _is_check_due = True
+        _check_if_due()
