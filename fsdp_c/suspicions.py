@@ -64,9 +64,9 @@ def look_over(root: nn.Module) -> None:
 def unknown_switches() -> list[str]:
     """What ``FSDP_C_TRANSPORT`` says where ``agreement.cpp``, which reads it, does not know it."""
     choice = os.environ.get("FSDP_C_TRANSPORT", "")
-    if choice in ("", "direct", "sockets", "gloo"):
+    if choice in ("", "direct", "gloo"):
         return []
-    return [f'FSDP_C_TRANSPORT={choice} changes nothing: it knows "sockets" and "gloo"']
+    return [f'FSDP_C_TRANSPORT={choice} changes nothing: it knows "direct" and "gloo"']
 
 
 def _suspicions(root: nn.Module) -> list[str]:

@@ -271,7 +271,7 @@ static PyMethodDef module_methods[] = {
      "cuLaunchKernel and of two functions for it, which have to stay. 0: none."},
     {"direct_group", module_direct_group, METH_O,
      "direct_group(group): the ProcessGroup that moves the rows of a group on the CPU; None where "
-     "its backend does. A collective, the first time."},
+     "its backend does. All ranks have to call it at the same point, for it waits for them."},
     {"enter_direct", module_enter_direct, METH_VARARGS,
      "enter_direct(group, use): from now on the group itself moves its rows so, in one of its "
      "gathers (0) or reduce-scatters (1), or in this thread's all-reduce of a row (2). Gives what "

@@ -177,7 +177,7 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out);
 
 /* Every collective goes through the ProcessGroup's method and so through the dispatcher ops of
  * namespace c10d, which CommDebugMode, the flight recorder and tests count: one call here, one op
- * there, also where rows go directly from memory to memory (direct.h). Complex tensors travel as
+ * there, also where rows go through shared memory (direct.h). Complex tensors travel as
  * the pairs that they are, gathered ones of types that a backend does not know as bytes. */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
@@ -374,7 +374,7 @@ bool fct_py_ending(void);
 /* A handle of a ProcessGroup object, shared by all who ask for it. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* The ProcessGroup that moves a group's rows on the CPU (direct.h) as a new object, or None where
- * its backend does. A collective, the first time. */
+ * its backend does. All ranks have to call it at the same point: it waits for their answers. */
 FCT_CHECK int fct_py_pg_direct(struct _object *group, struct _object **out);
 typedef enum fct_use { FCT_USE_GATHER = 0, FCT_USE_REDUCE, FCT_USE_ALL_REDUCE } fct_use;
 /* From enter to leave the group itself moves its rows so, whoever calls its collectives: in one of

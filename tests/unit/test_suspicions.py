@@ -61,14 +61,16 @@ def test_a_model_without_mistakes_is_nobodys_concern(said: Said) -> None:
     assert said() == []
 
 
-def test_a_transport_that_is_spelled_wrong(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_C_TRANSPORT", "sockets")
+def test_transport_with_unknown_value_is_reported(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_C_TRANSPORT", "gloo")
     step(sharded())
     assert said() == []
-    monkeypatch.setenv("FSDP_C_TRANSPORT", "socket")
+    monkeypatch.setenv("FSDP_C_TRANSPORT", "sockets")
     step(sharded())
     (line,) = said()
-    assert "FSDP_C_TRANSPORT=socket" in line and "sockets" in line and "gloo" in line
+    assert "FSDP_C_TRANSPORT=sockets" in line and '"direct"' in line and '"gloo"' in line
 
 
 # ---- backwards that raise ------------------------------------------------------------------------
