@@ -64,9 +64,6 @@ def local_group(
     /,
 ) -> tuple[list[Any], ...] | None: ...
 def make_dtensors(local: torch.Tensor, spec: Any, /) -> bool: ...
-def save_parameters(
-    parameters: dict[str, Any], destination: dict[str, Any], prefix: str
-) -> None: ...
 def local_lists(
     lists: tuple[list[Any], ...],
     seen: dict[int, tuple[Any, Any]],

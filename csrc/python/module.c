@@ -14,7 +14,6 @@
 #include "objects.h"
 #include "param.h"
 #include "param_group.h"
-#include "saved.h"
 #include "shard.h"
 #include "state.h"
 #include "transitions.h"
@@ -291,9 +290,6 @@ static PyMethodDef module_methods[] = {
     {"make_dtensors", (PyCFunction)(void (*)(void))module_make_dtensors, METH_FASTCALL,
      "make_dtensors(local, spec): whether the extension makes a DTensor of the two as torch's own "
      "function does; if so, it makes its DTensors itself from now on."},
-    {"save_parameters", (PyCFunction)(void (*)(void))fcpy_save_parameters, METH_FASTCALL,
-     "save_parameters(parameters, destination, prefix): what nn.Module puts into a state dict for "
-     "its parameters, detached."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): whether it is a dense tensor with a storage, not one that wraps others."},
     {NULL, NULL, 0, NULL},

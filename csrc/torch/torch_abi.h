@@ -120,10 +120,6 @@ FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
  * views that share one version counter. Goes through all layers of the dispatcher, without grad. */
 FCT_CHECK int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length,
                              int64_t padded, fct_tensor **local, fct_tensor **row);
-/* The two halves of detach() of a wrapper. New tensor over t's memory, no view, with a version
- * counter of its own; gives t the storage and the version counter of `of` in place of its own. */
-FCT_CHECK int fct_tensor_detach(fct_tensor *t, fct_tensor **out);
-FCT_CHECK int fct_tensor_share(fct_tensor *t, const fct_tensor *of);
 /* dst.copy_(src), which casts; dst.add_(src), which counts in dst's version; t.div_(divisor). */
 FCT_CHECK int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src);
 FCT_CHECK int fct_tensor_add(fct_tensor *dst, const fct_tensor *src);
