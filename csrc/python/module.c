@@ -328,8 +328,6 @@ static PyMethodDef testing_methods[] = {
     {"overrides", fcpy_guard_overrides, METH_O,
      "overrides(group_or_state): bits of what somebody has patched or overridden for it; 0: "
      "nothing."},
-    {"guard_probe", fcpy_guard_probe, METH_VARARGS,
-     "guard_probe(group, steps): asks as often as so many steps do, for measuring."},
     {NULL, NULL, 0, NULL},
 };
 
