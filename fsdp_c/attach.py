@@ -34,7 +34,7 @@ from .notes import noted
 from .param_group import ParamGroup
 from .serialization import complete, refuse_deepcopy
 from .state import State
-from .suspicions import watch, watch_wrapping
+from .suspicions import watch
 from .undo import Snapshot, Undo
 
 
@@ -226,4 +226,3 @@ def _swap_classes(api: Api, modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
         complete_class(type(module), METHODS)
         complete(type(module))
-        watch_wrapping(type(module))

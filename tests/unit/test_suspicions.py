@@ -258,30 +258,6 @@ def test_a_unit_several_times_larger_than_the_median(
     )
 
 
-@pytest.mark.parametrize("shard", [fully_shard, fsdp_c.replicate])
-def test_data_parallel_around(said: Said, shard: Any) -> None:
-    class Named(Model):
-        pass
-
-    model = shard(Named())
-    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore") and said() == []
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        DistributedDataParallel(model)
-    [text] = said()
-    assert "Named is sharded or replicated already" in text
-    assert "use it without DistributedDataParallel" in text
-
-
-def test_what_a_module_tells_data_parallel_to_ignore_is_kept(said: Said) -> None:
-    class Ignoring(Model):
-        _ddp_params_and_buffers_to_ignore = ["a"]
-
-    assert fully_shard(Ignoring())._ddp_params_and_buffers_to_ignore == ["a"]
-    other: Any = fully_shard(Model())
-    other._ddp_params_and_buffers_to_ignore = ["b"]
-    assert other._ddp_params_and_buffers_to_ignore == ["b"] and said() == []
-
-
 def test_data_parallel_inside(said: Said) -> None:
     model = Model()
     model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
