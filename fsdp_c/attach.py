@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_mod
 from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 
+from . import zero_grad
 from .additions import METHODS
 from .alike import Maker
 from .compat import ShardPlacementFnResult, complete_class, placement_of
@@ -226,3 +227,4 @@ def _swap_classes(api: Api, modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
         complete_class(type(module), METHODS)
         complete(type(module))
+        zero_grad.complete(type(module))
