@@ -35,7 +35,6 @@ from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
 from .mixed_precision import CastingParam, widest_stored
 from .param import Param, shown_as_of_torch, still_on_meta
-from .saved import detach_quickly
 from .specs import has_no_values
 
 
@@ -109,7 +108,6 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._offloaded: Any = None
         self._patch_lease = patches.lease()
         zero_grad.watch(self)
-        detach_quickly()
         watch(mesh_info, self)
         self.post_forward_mesh_info = post_forward_mesh_info
         for param in params:

@@ -1,4 +1,4 @@
-"""Rows that go from memory to memory have the bits that torch's gloo backend gives them."""
+"""Rows that go through shared memory have the bits that torch's gloo backend gives them."""
 
 from __future__ import annotations
 

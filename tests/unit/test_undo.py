@@ -25,22 +25,8 @@ from fsdp_c._compat import patches
 pytestmark = pytest.mark.xdist_group("undo")  # one snapshot for all
 ROOT = Path(__file__).resolve().parents[2]
 
-# Patches without an undo, by the file that makes them. An entry counts only while the file exists.
-NOT_UNDONE = {
-    "saved.py": ["torch.nn.modules.module.Module._save_to_state_dict"],
-    "zero_grad.py": [
-        "torch.nn.modules.module.Module.zero_grad",
-        "torch.optim.optimizer.Optimizer.zero_grad",
-    ],
-}
 IGNORED = [
     "torch.utils.hooks.RemovableHandle.next_id",  # torch counts all hooks that were ever registered
-    *(
-        path
-        for file, paths in NOT_UNDONE.items()
-        if (ROOT / "fsdp_c" / file).exists()
-        for path in paths
-    ),
 ]
 
 SNAPSHOT = (

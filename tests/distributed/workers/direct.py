@@ -1,4 +1,4 @@
-"""Collectives over torch's gloo backend and over direct exchanges, on several ranks, bit by bit."""
+"""Collectives over torch's gloo backend and through shared memory, on several ranks, bit by bit."""
 
 from __future__ import annotations
 
@@ -254,6 +254,7 @@ def patched_on_one_rank(rank: int, world: int) -> tuple[bool, int]:
 def observed_on_one_rank(rank: int, world: int) -> tuple[bool, dict[str, int]]:
     """Whether training has the same bits where one rank counts and profiles; what it counted."""
     plain = _train(_model(), rank, 1)
+    assert _C.direct_group(dist.group.WORLD) is not None  # no question is open any more
     counts: dict[str, int] = {}
     model = _model()
     if rank == 0:
