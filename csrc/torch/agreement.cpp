@@ -1,4 +1,4 @@
-/* What the ranks of a process group agree upon, before rows go from memory to memory. */
+/* The agreement of the ranks of a process group on shared memory; see agreement.h. */
 #include "agreement.h"
 
 #include "bridge.h"
@@ -84,7 +84,8 @@ void announce_user(const std::string &name) {
     users()[name]++;
 }
 
-/* An answer: how many gathers will be torch's for this rank, 0: all; and where its board is. */
+/* An answer: the number of gathers that gloo is to move for this rank (0: all), and the three
+ * numbers of its offer (0: it has no shared memory). */
 constexpr int64_t kAnswer = 4;
 
 static void ask(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &group,
@@ -97,7 +98,7 @@ static void ask(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGrou
     const auto found = users().extract(group->getGroupName());
     agreement.first = std::max(agreement.first, found.empty() ? 1 : found.mapped());
     fcb_offer offer{0, 0, 0};
-    if (wanted() && !chosen("sockets") && attach()) {
+    if (wanted() && attach()) {
         agreement.office = Office::open();
         offer = agreement.office ? agreement.office->offer() : offer;
     }
@@ -107,20 +108,29 @@ static void ask(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGrou
     agreement.question.ask(*engine, answer);
 }
 
+static void decline(Agreement &agreement) {
+    agreement.state = Agreement::State::declined;
+    agreement.office.reset();
+}
+
+/* Blocks until all ranks have answered. Another thread may take the answers meanwhile. */
 static void take_answers(Agreement &agreement) {
     const at::Tensor answers = agreement.question.answers().view({-1, kAnswer});
-    const at::Tensor first = answers.select(1, 0);
-    agreement.state =
-        first.all().item<bool>() ? Agreement::State::direct : Agreement::State::declined;
-    agreement.first = first.max().item<int64_t>();
-    if (agreement.state == Agreement::State::declined || !answers.select(1, 1).all().item<bool>()) {
-        agreement.office.reset();
+    if (agreement.state != Agreement::State::open) {
+        return;
     }
-    for (int64_t rank = 0; agreement.office && rank < answers.size(0); rank++) {
+    const at::Tensor first = answers.select(1, 0), processes = answers.select(1, 1);
+    agreement.first = first.max().item<int64_t>();
+    agreement.question = {};
+    if (!first.all().item<bool>() || !processes.all().item<bool>()) {
+        decline(agreement);
+        return;
+    }
+    for (int64_t rank = 0; rank < answers.size(0); rank++) {
         const int64_t *row = answers.const_data_ptr<int64_t>() + rank * kAnswer;
         agreement.offers.push_back({row[1], row[2], row[3]});
     }
-    agreement.question = {};
+    agreement.state = Agreement::State::joining;
 }
 
 void Question::ask(c10d::Backend &engine, at::Tensor answer) {
@@ -140,45 +150,49 @@ bool Question::is_open() const {
     return work_.defined();
 }
 
-/* What a rank says: whether it has found the others' boards, and has few processors for it. */
+/* A rank's answer to the second question: whether it has mapped all files, and whether the ranks
+ * have fewer than two processors each. */
 enum class Found : int64_t { no, yes, yes_but_crowded };
 
-static void take_found(Agreement &agreement) {
-    const at::Tensor found = agreement.found.answers();
-    if (Found(found.min().item<int64_t>()) == Found::no) {
-        agreement.office.reset();
-    } else if (Found(found.max().item<int64_t>()) == Found::yes_but_crowded && agreement.office) {
-        agreement.office->crowd();
-    }
-    agreement.found = {};
+/* Maps the other ranks' files and asks whether all ranks have done so. */
+static void join(Agreement &agreement, c10d::Backend &engine) {
+    const pybind11::gil_scoped_release released;
+    const auto offers = std::exchange(agreement.offers, {});
+    const auto office = std::exchange(agreement.office, nullptr);
+    agreement.state = Agreement::State::declined; /* stays so if the question cannot be issued */
+    const bool joined = office->join(engine.getRank(), engine.getSize(), offers);
+    const bool crowded = processors() < 2 * engine.getSize();
+    const Found found = !joined ? Found::no : crowded ? Found::yes_but_crowded : Found::yes;
+    agreement.join_after = agreement.gathers + agreement.first;
+    agreement.found.ask(engine, at::full({1}, static_cast<int64_t>(found), at::kLong));
+    agreement.office = office;
+    agreement.state = Agreement::State::joining;
 }
 
-/* In two steps: at the first direct exchange each rank looks for the others' boards and says
- * whether it has found them; and when so many gathers were issued after it that one of them has
- * been waited for, all have said it. */
-std::shared_ptr<Office> office_of(Agreement &agreement, c10d::Backend &engine, Use use) {
-    if (!agreement.offers.empty()) {
-        const auto offers = std::exchange(agreement.offers, {});
-        const auto office =
-            std::exchange(agreement.office, nullptr); /* none if the question fails */
-        const bool joined = office->join(engine.getRank(), engine.getSize(), offers);
-        const bool crowded = processors() < 2 * engine.getSize();
-        const Found found = !joined ? Found::no : crowded ? Found::yes_but_crowded : Found::yes;
-        agreement.found.ask(engine, at::full({1}, static_cast<int64_t>(found), at::kLong));
-        agreement.office = office;
-    } else if (agreement.found.is_open() && use != Use::reduce &&
-               agreement.direct_gathers >= agreement.first) {
-        const pybind11::gil_scoped_acquire gil;
-        take_found(agreement);
+/* Blocks until all ranks have answered. Another thread may take the answers meanwhile. */
+static void take_found(Agreement &agreement) {
+    const at::Tensor found = agreement.found.answers();
+    if (agreement.state != Agreement::State::joining) {
+        return;
     }
-    agreement.direct_gathers += use != Use::reduce ? 1 : 0;
-    return agreement.found.is_open() ? nullptr : agreement.office;
+    agreement.found = {};
+    if (Found(found.min().item<int64_t>()) == Found::no) {
+        decline(agreement);
+        return;
+    }
+    if (Found(found.max().item<int64_t>()) == Found::yes_but_crowded) {
+        agreement.office->crowd();
+    }
+    agreement.state = Agreement::State::direct;
+}
+
+std::shared_ptr<Office> Agreement::office_in_use() const {
+    return state == State::direct ? office : nullptr;
 }
 
 bool is_copied(const Agreement &agreement, size_t row_bytes) {
-    return agreement.state == Agreement::State::direct && !agreement.paused &&
-           agreement.offers.empty() && !agreement.found.is_open() && agreement.office &&
-           agreement.office->copies(row_bytes);
+    const auto office = agreement.office_in_use();
+    return office && !agreement.paused && office->copies(row_bytes);
 }
 
 bool goes_directly(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &group,
@@ -187,11 +201,22 @@ bool goes_directly(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessG
     if (agreement.state == State::open && !agreement.question.is_open()) {
         ask(agreement, group, attach);
     }
-    const auto early = [&] { return use != Use::reduce && agreement.gathers < agreement.first; };
-    if (agreement.state == State::open && !early()) {
+    const bool is_gather = use == Use::gather || use == Use::all_reduce;
+    const auto gathers_below = [&](int64_t count) {
+        return is_gather && agreement.gathers < count;
+    };
+    if (agreement.state == State::open && !gathers_below(agreement.first)) {
         take_answers(agreement);
     }
-    return agreement.state == State::direct && !early();
+    if (agreement.state == State::joining && !agreement.found.is_open() &&
+        !gathers_below(agreement.first)) {
+        join(agreement, *group->getBackend(c10::DeviceType::CPU));
+    }
+    if (agreement.state == State::joining && agreement.found.is_open() && use != Use::reduce &&
+        !gathers_below(agreement.join_after)) {
+        take_found(agreement);
+    }
+    return agreement.state == State::direct;
 }
 
 } // namespace fct

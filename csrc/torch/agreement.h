@@ -1,4 +1,4 @@
-/* What the ranks of a process group agree upon: see agreement.cpp. */
+/* Whether the ranks of a process group use shared memory: the questions, and their answers. */
 #ifndef FSDP_C_TORCH_AGREEMENT_H
 #define FSDP_C_TORCH_AGREEMENT_H
 
@@ -6,7 +6,6 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -29,47 +28,54 @@ class Question {
     at::Tensor answers_;
 };
 
-/* What the ranks of one process group have agreed upon, once, and where its messages stand. All who
- * use the group share it.
+/* Whether the ranks of one process group move rows through shared memory. The ranks agree once, in
+ * two questions; everybody who uses the group shares the object.
  *
- * The question goes out in front of the group's first gather, and nobody waits for it there: the
- * other ranks may be anywhere in their programs. So the first gathers are torch's, on all ranks as
- * many as the rank with most parameter groups has: of one gather more, one before it has been
- * waited for, and the question was answered then. */
+ *     open      no answers to the first question yet. It asks whether a rank wants shared memory,
+ *               where its file is, and how many gathers may be in flight without a wait.
+ *     joining   all ranks offer memory. The second question asks whether a rank has mapped the
+ *               files of all others. It is issued before the first gather or reduction after the
+ *               answers, which is the same one on all ranks.
+ *     direct    all ranks have mapped all files.
+ *     declined  gloo's collectives move the rows.
+ *
+ * No rank waits where it issues a question, because its peers may be anywhere in their programs. So
+ * gloo moves the gathers that follow a question. Their number, `first`, is the largest number of
+ * parameter groups on any rank. A rank that issues one gather more has waited for one before, which
+ * its peers issued after they answered. */
 struct Agreement {
-    enum class State : uint8_t { open, direct, declined };
+    enum class State : uint8_t { open, joining, direct, declined };
     State state = State::open;
-    bool paused = false;               /* by all ranks at the same point of their programs */
-    std::atomic<uint32_t> messages{0}; /* exchanges so far: the same on every rank */
-    int64_t gathers = 0;               /* that were torch's */
-    int64_t first = 0;                 /* gathers that are; this rank's own while open */
+    bool paused = false;    /* all ranks set it at the same point of their programs */
+    int64_t gathers = 0;    /* that gloo moved */
+    int64_t first = 0;      /* gathers to be gloo's after a question; this rank's own while open */
+    int64_t join_after = 0; /* value of `gathers` from which on the second question's answers are
+                               there; set when it is asked */
     Question question;
-    /* Of shared memory, where all may use it: */
-    std::shared_ptr<Office> office; /* where this rank's is; in the end, where all's are */
-    std::vector<fcb_offer> offers;  /* all ranks', until they are looked for */
-    Question found;                 /* whether all were, and who is crowded: see Found */
-    int64_t direct_gathers = 0;     /* since then */
+    Question found;                 /* the second question, see Found */
+    std::vector<fcb_offer> offers;  /* all ranks', while joining, until this rank has mapped them */
+    std::shared_ptr<Office> office; /* empty if declined */
+
+    /* The office of the next collective; empty if gloo moves its rows. */
+    std::shared_ptr<Office> office_in_use() const;
 };
 
-/* What is done with rows. Reduce-scatters follow gathers that have been waited for, and so may wait
- * for answers. All-reduces count as gathers: there are groups that have nothing else. */
-enum class Use : uint8_t { gather, reduce, all_reduce };
+/* A collective's use of rows. A reduce-scatter follows a gather that has been waited for, so it may
+ * wait for the first question. All-reduces count as gathers: some groups have nothing else. A query
+ * is no collective: it waits for all answers, and all ranks make it at the same point. */
+enum class Use : uint8_t { gather, reduce, all_reduce, query };
 
 /* The agreement of `group`, kept while anybody has it or the group lives. Needs the GIL. */
 std::shared_ptr<Agreement> agreement_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group);
 
-/* Whether the next gather or reduction of `group` is direct. Asks all ranks, once, whether they
- * want that over the CPU's backend, by a collective that dispatch modes do not see; without a
- * question where the backend is not gloo's own. A wait for the answers sees signals; what was
- * interrupted can be called again. Shared memory is offered where `attach` sees to it that the
- * group's end will close the office. */
+/* Whether the next gather or reduction of `group` goes through shared memory. Issues the questions,
+ * which dispatch modes do not see; declines without one where the backend is not gloo's own. A wait
+ * for answers sees signals; an interrupted call can be repeated. A rank offers memory if `attach`
+ * makes the group's end close the office. Idempotent until the caller has counted the gather in
+ * `gathers`. Call it with the GIL. */
 using Attach = std::function<bool()>;
 bool goes_directly(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &group,
                    Use use, const Attach &attach);
-
-/* Who posts rows in shared memory, at the next direct exchange; empty: nobody. To be called once
- * for each of them, without the GIL. */
-std::shared_ptr<Office> office_of(Agreement &agreement, c10d::Backend &engine, Use use);
 
 /* Whether rows of so many bytes would be copied in computation's time, if they were posted now. */
 bool is_copied(const Agreement &agreement, size_t row_bytes);

@@ -5,8 +5,8 @@
  * would. The GIL is released while a collective is issued and while a work is waited for.
  *
  * Waiting on gloo must stay interruptible, and its works see no signals. Most of them can be polled
- * and are waited for in slices. Its reduce-scatter cannot, nor can direct exchanges but those
- * that are all in shared memory: their works do the rest of their job inside wait(). Such works
+ * and are waited for in slices. Its reduce-scatter cannot, nor can exchanges that do not fit into
+ * the shared memory at once: their works do the rest of their job inside wait(). Such works
  * go to a helper thread of the group as soon as they are issued, which makes them progress in the
  * background and pollable like the others. The helper shares ownership of what it touches and calls
  * no Python; when a group is released it ends by itself after its last work. Works of all other
@@ -148,8 +148,8 @@ bool goes_directly(fct_pg *pg, fct::Use use) {
                               [pg] { return fct::attach(*pg->group, pg->agreement); });
 }
 
-/* The group that moves rows on a device: on the CPU, where all ranks agree, one without gloo's
- * detours. */
+/* The group that moves rows on a device: on the CPU, if all ranks agree, the one that uses shared
+ * memory. */
 const c10::intrusive_ptr<c10d::ProcessGroup> &mover(fct_pg *pg, c10::DeviceType device,
                                                     fct::Use use) {
     if (device != c10::DeviceType::CPU || kind_for(pg, device) != Kind::gloo ||
@@ -349,7 +349,7 @@ extern "C" {
 int fct_py_pg_direct(PyObject *group, PyObject **out) {
     return guarded("fct_py_pg_direct", [&] {
         const auto pg = open_object(group);
-        const auto &found = mover(pg.get(), c10::DeviceType::CPU, fct::Use::reduce);
+        const auto &found = mover(pg.get(), c10::DeviceType::CPU, fct::Use::query);
         *out = (found != pg->group ? pybind11::cast(found) : pybind11::none()).release().ptr();
     });
 }

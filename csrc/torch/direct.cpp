@@ -1,33 +1,29 @@
-/* All-gathers and reduce-scatters on the CPU without detours.
+/* A c10d backend that moves the rows of a process group through the shared memory of one host.
  *
- * torch's gloo backend gathers into a buffer of its own and copies that out; its reduce-scatter
- * copies the input, all-reduces all of it and takes a slice: twice the bytes on the wire, and as
- * much memory again. Direct is a backend over that one, and moves with its sends and receives:
- * every rank receives the others' rows where they belong, and adds what it got in the order in
- * which the all-reduce would have (kernels/ring.h), so that the bits are the same.
+ * torch's gloo backend gathers into a temporary buffer and copies that to the output. Its
+ * reduce-scatter copies the input, all-reduces all of it and takes a slice. Direct writes each
+ * rank's rows to shared memory once (office.h), and the peers read them from there. It adds the
+ * rows of a reduction in the order of gloo's ring (kernels/ring.h), so the bits are gloo's.
  *
- * It is a c10d backend, in a process group of its own that only this extension has: the collectives
- * are the ops of namespace c10d that they always were, and whoever counts, patches or records those
- * sees no difference. Sends and receives are not ops, and profilers do not see them.
+ * Direct stands in a process group of its own, which only this extension holds. The collectives
+ * are the same ops of namespace c10d, so dispatch modes, patches and profilers see the same calls.
  *
- * What one rank sends another must receive. So whether a group is used in this way, and from which
- * gather on, is agreed upon once by all of its ranks, and from then on depends only on what is the
- * same everywhere: sizes and element types.
+ * A rank must receive what its peers send. So all ranks of a group agree once on whether, and from
+ * which collective on, they use Direct (agreement.h). From then on the choice depends on sizes and
+ * element types only, which are the same on all ranks. A group whose ranks span hosts, or one of
+ * whose ranks has no shared memory, uses gloo's collectives.
  *
- * gloo can only block for a message, and one that times out takes all its connections down. So an
- * exchange is waited for by the group's helper thread (waiter.h): its operation type is unknown, as
- * that of gloo's reduce-scatter. */
+ * A collective that does not fit into the shared memory at once makes progress only inside wait().
+ * The group's helper thread waits for it (waiter.h): its operation type is unknown, as that of
+ * gloo's reduce-scatter. */
 #include "direct.h"
 
 #include "../kernels/ring.h"
 #include "all_reduce.h"
 #include "exchange.h"
-#include "memory.h"
 
 #include <ATen/record_function.h>
 
-#include <algorithm>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -36,15 +32,9 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-/* User's messages rarely have tags as large as these. The lowest bits count. A rank that gathers
- * while another one reduces takes nothing from it: both wait in vain until their time is over, as
- * they do for gloo's own collectives. */
-constexpr uint32_t kTagBase = 0x46000000;
-constexpr uint32_t kTagReduces = 0x00800000;
-constexpr uint32_t kTagCount = 0x007fffff;
-
 using fct::Exchange;
 using fct::numel_of;
+using fct::Office;
 using fct::pieces_of;
 using fct::Scatter;
 using fct::Span;
@@ -70,7 +60,8 @@ class Direct : public c10d::Backend {
 
     WorkPtr _allgather_base(at::Tensor &output, at::Tensor &input,
                             const c10d::AllgatherOptions &options) override {
-        if (!rows_fit(output, input)) {
+        auto office = agreement_->office_in_use();
+        if (!office || !rows_fit(output, input)) {
             return engine_->_allgather_base(output, input, options);
         }
         const at::Tensor rows = output.view({size_, input.numel()});
@@ -88,28 +79,26 @@ class Direct : public c10d::Backend {
             exchange =
                 c10::make_intrusive<Scatter>(std::move(held), rows, pieces.back(), cut.back());
         }
-        return gather_rows(std::move(exchange), pieces);
+        return post(std::move(exchange), std::move(office), pieces);
     }
 
     WorkPtr _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
                                  const c10d::ReduceScatterOptions &options) override {
         const bool average = options.reduceOp == c10d::ReduceOp::AVG;
-        if (!can_sum(output, options.reduceOp) || !rows_fit(input, output)) {
+        auto office = agreement_->office_in_use();
+        if (!office || !can_sum(output, options.reduceOp) || !rows_fit(input, output)) {
             return engine_->_reduce_scatter_base(output, input, options);
         }
         const at::Tensor rows = input.view({size_, output.numel()});
-        return sum_rows(output, split(rows, pieces_of(output.numel())), average, false);
+        return sum_rows(std::move(office), output, split(rows, pieces_of(output.numel())), average,
+                        false);
     }
 
-    /* In shared memory; gloo's ring moves no more than it has to, either. */
     WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
         const bool average = options.reduceOp == c10d::ReduceOp::AVG;
-        if (!of_rows || tensors.size() != 1 || tensors[0].numel() == 0 ||
+        auto office = agreement_->office_in_use();
+        if (!office || !of_rows || tensors.size() != 1 || tensors[0].numel() == 0 ||
             !tensors[0].is_contiguous() || !can_sum(tensors[0], options.reduceOp)) {
-            return engine_->allreduce(tensors, options);
-        }
-        auto office = fct::office_of(*agreement_, *engine_, fct::Use::all_reduce);
-        if (!office) {
             return engine_->allreduce(tensors, options);
         }
         auto exchange = c10::make_intrusive<fct::AllReduce>(tensors[0], rank_, size_, average);
@@ -124,10 +113,10 @@ class Direct : public c10d::Backend {
         const Tensors rows = by_rank(pieces);
         auto exchange = c10::make_intrusive<Exchange>(Exchange::Does::gathers, rows);
         exchange->drop_when_over();
-        return gather_rows(std::move(exchange), rows);
+        return post(std::move(exchange), open_office(), rows);
     }
     WorkPtr reduce_pieces(const at::Tensor &output, const Tensors &pieces, bool average) {
-        return sum_rows(output, by_rank(pieces), average, true);
+        return sum_rows(open_office(), output, by_rank(pieces), average, true);
     }
 
     /* All else is the engine's. It is asked for only while this stands in the engine's place
@@ -216,21 +205,20 @@ class Direct : public c10d::Backend {
     }
 
   private:
-    /* With the group's end, whatever still has the group. Who goes on does so by messages. */
+    /* At the group's end. Later collectives of this rank are gloo's, which reports the end. */
     void close_office() {
+        agreement_->state = fct::Agreement::State::declined;
         agreement_->offers.clear();
         if (const auto office = std::exchange(agreement_->office, nullptr)) {
             office->give_up("the process group has ended");
         }
     }
 
-    /* All other ranks, each rank's next one first, so that no rank is everybody's first. */
-    std::vector<int> peers() const {
-        std::vector<int> all;
-        for (int hop = 1; hop < size_; hop++) {
-            all.push_back((rank_ + hop) % size_);
-        }
-        return all;
+    /* Pieces have no equivalent among gloo's collectives. */
+    std::shared_ptr<Office> open_office() const {
+        auto office = agreement_->office_in_use();
+        TORCH_CHECK(office, "the process group has ended");
+        return office;
     }
 
     /* The pieces of whole rows: views where they are one span, else copies. */
@@ -255,48 +243,7 @@ class Direct : public c10d::Backend {
         return rows;
     }
 
-    /* All ranks' rows of one piece but this one's, in the order of peers(). */
-    Tensors rows_of_peers(const at::Tensor &piece) const {
-        Tensors rows;
-        for (const int peer : peers()) {
-            rows.push_back(piece[peer]);
-        }
-        return rows;
-    }
-
-    /* Sends this rank's rows of the pieces and receives the others'. */
-    WorkPtr gather_rows(c10::intrusive_ptr<Exchange> exchange, const Tensors &pieces) {
-        if (auto office = fct::office_of(*agreement_, *engine_, fct::Use::gather)) {
-            return post(std::move(exchange), std::move(office), pieces);
-        }
-        std::vector<Tensors> arriving, leaving;
-        for (const at::Tensor &piece : pieces) {
-            arriving.push_back(rows_of_peers(piece));
-            leaving.emplace_back(arriving.back().size(), piece[rank_]);
-        }
-        return swap(std::move(exchange), arriving, leaving, 0);
-    }
-
-    /* Receives rows of each piece and sends others, both in the order of peers(). */
-    WorkPtr swap(c10::intrusive_ptr<Exchange> exchange, const std::vector<Tensors> &arriving,
-                 const std::vector<Tensors> &leaving, uint32_t kind) {
-        const at::DisableRecordFunctionGuard unseen;
-        exchange->wait_at_most(engine_->getBackendOptions()->timeout);
-        const std::vector<int> all = peers(), tags = next_tags(arriving.size(), kind);
-        for (size_t i = 0; i < arriving.size(); i++) {
-            for (size_t hop = 0; hop < all.size(); hop++) {
-                exchange->received_by(i, receive(arriving[i][hop], all[hop], tags[i]));
-            }
-        }
-        for (size_t i = 0; i < leaving.size(); i++) {
-            for (size_t hop = 0; hop < all.size(); hop++) {
-                exchange->sent_by(send(leaving[i][hop], all[hop], tags[i]));
-            }
-        }
-        return exchange;
-    }
-
-    WorkPtr post(c10::intrusive_ptr<Exchange> exchange, std::shared_ptr<fct::Office> office,
+    WorkPtr post(c10::intrusive_ptr<Exchange> exchange, std::shared_ptr<Office> office,
                  const Tensors &pieces) {
         const at::DisableRecordFunctionGuard unseen;
         exchange->wait_at_most(engine_->getBackendOptions()->timeout);
@@ -304,66 +251,26 @@ class Direct : public c10d::Backend {
         return exchange;
     }
 
-    /* Where peers' rows of a piece arrive, in the order of peers(): the first in the output itself,
-     * where the piece is one span of it. */
-    Tensors landing(const at::Tensor &output, const Spans &spans) const {
-        const int64_t n = numel_of(spans);
-        Tensors rows;
-        if (spans.size() == 1) {
-            rows.push_back(output.narrow(0, spans[0].in_row, n));
-        }
-        const int64_t more = size_ - 1 - static_cast<int64_t>(rows.size());
-        const at::Tensor room = fct::pooled_empty(more * n, output.scalar_type());
-        for (int64_t i = 0; i < more; i++) {
-            rows.push_back(room.narrow(0, i * n, n));
-        }
-        return rows;
-    }
-
-    /* Where the rows of all ranks are: this one's in the piece, the others' where they arrive, if
-     * that is known. */
-    Sum::Part part_of(const Spans &spans, const at::Tensor &piece, const Tensors &arriving) const {
-        Sum::Part part{spans, std::vector<const char *>(static_cast<size_t>(size_))};
-        const auto all = peers();
-        for (size_t hop = 0; hop < arriving.size(); hop++) {
-            part.rows[static_cast<size_t>(all[hop])] =
-                static_cast<const char *>(arriving[hop].const_data_ptr());
-        }
-        part.rows[static_cast<size_t>(rank_)] =
-            static_cast<const char *>(piece[rank_].const_data_ptr());
-        return part;
-    }
-
-    /* Sends each peer its rows of the pieces, and adds what comes to this rank's. */
-    WorkPtr sum_rows(const at::Tensor &output, const Tensors &pieces, bool average, bool drops) {
+    /* Writes each peer's rows of the pieces, and adds the peers' rows to this rank's. */
+    WorkPtr sum_rows(std::shared_ptr<Office> office, const at::Tensor &output,
+                     const Tensors &pieces, bool average, bool drops) {
         const auto cut = pieces_of(output.numel());
         TORCH_CHECK(cut.size() == pieces.size(), "a row of ", cut.size(), " pieces came in ",
                     pieces.size());
+        Tensors held{output};
+        std::vector<Sum::Part> parts;
         for (size_t i = 0; i < pieces.size(); i++) {
             TORCH_CHECK(pieces[i].size(1) == numel_of(cut[i]), "a piece of ", numel_of(cut[i]),
                         " elements has ", pieces[i].size(1));
-        }
-        auto office = fct::office_of(*agreement_, *engine_, fct::Use::reduce);
-        Tensors held{output};
-        std::vector<Sum::Part> parts;
-        std::vector<Tensors> arriving, leaving;
-        for (size_t i = 0; i < pieces.size(); i++) {
-            if (!office) {
-                arriving.push_back(landing(output, cut[i]));
-                leaving.push_back(rows_of_peers(pieces[i]));
-                held.insert(held.end(), arriving[i].begin(), arriving[i].end());
-            }
-            parts.push_back(part_of(cut[i], pieces[i], office ? Tensors() : arriving[i]));
+            parts.push_back({cut[i], static_cast<const char *>(pieces[i][rank_].const_data_ptr())});
             held.push_back(pieces[i]);
         }
-        auto exchange = c10::make_intrusive<Sum>(std::move(held), std::move(parts), rank_, average);
+        auto exchange =
+            c10::make_intrusive<Sum>(std::move(held), std::move(parts), rank_, size_, average);
         if (drops) {
             exchange->drop_when_over();
         }
-        if (office) {
-            return post(std::move(exchange), std::move(office), pieces);
-        }
-        return swap(std::move(exchange), arriving, leaving, kTagReduces);
+        return post(std::move(exchange), std::move(office), pieces);
     }
 
     /* In the order of gloo's ring. */
@@ -372,30 +279,11 @@ class Direct : public c10d::Backend {
                fck_ring_knows(static_cast<fck_dtype>(row.scalar_type())) != 0;
     }
 
-    /* What gloo would refuse, too, is left to it. */
+    /* gloo handles, or refuses, other layouts. */
     bool rows_fit(const at::Tensor &rows, const at::Tensor &one) const {
         return rows.dim() == 1 && one.dim() == 1 && rows.is_contiguous() && one.is_contiguous() &&
                rows.scalar_type() == one.scalar_type() && rows.numel() == one.numel() * size_ &&
                one.numel() > 0;
-    }
-
-    std::vector<int> next_tags(size_t count, uint32_t kind) {
-        std::vector<int> tags;
-        for (size_t i = 0; i < count; i++) {
-            const uint32_t number = agreement_->messages++ & kTagCount;
-            tags.push_back(static_cast<int>(kTagBase | kind | number));
-        }
-        return tags;
-    }
-
-    WorkPtr receive(const at::Tensor &to, int peer, int tag) {
-        Tensors one{to};
-        return engine_->recv(one, peer, tag);
-    }
-
-    WorkPtr send(const at::Tensor &from, int peer, int tag) {
-        Tensors one{from};
-        return engine_->send(one, peer, tag);
     }
 
     c10::intrusive_ptr<c10d::Backend> engine_;

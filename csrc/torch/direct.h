@@ -1,4 +1,4 @@
-/* Process groups whose rows go from memory to memory: see direct.cpp. */
+/* Process groups that move rows through shared memory: see direct.cpp. */
 #ifndef FSDP_C_TORCH_DIRECT_H
 #define FSDP_C_TORCH_DIRECT_H
 
@@ -16,8 +16,7 @@ namespace fct {
  * closes the office then. False: its backend for the CPU is no plain one. With the GIL. */
 bool attach(c10d::ProcessGroup &group, const std::shared_ptr<Agreement> &agreement);
 
-/* A group of the same name and ranks, whose all-gathers and reduce-scatters on the CPU are direct.
- */
+/* A group of the same name and ranks that moves rows on the CPU through shared memory. */
 c10::intrusive_ptr<c10d::ProcessGroup> direct(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
                                               std::shared_ptr<Agreement> agreement);
 

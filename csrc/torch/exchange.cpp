@@ -81,24 +81,14 @@ void Exchange::wait_at_most(std::chrono::milliseconds timeout) {
     timeout_ = timeout;
 }
 
-void Exchange::arrived(size_t piece) {
-    (void)piece;
-}
-
 void Exchange::drop() {
-    receives_.clear();
-    sends_.clear();
     pieces_.clear();
     held_.clear();
 }
 
 bool Exchange::wait(std::chrono::milliseconds timeout) {
     if (!isCompleted()) {
-        if (office_) {
-            wait_for_office(timeout);
-        } else {
-            wait_for_messages(timeout == kNoTimeout ? timeout_ : timeout);
-        }
+        wait_for_office(timeout);
     }
     if (exception()) {
         std::rethrow_exception(exception());
@@ -107,7 +97,7 @@ bool Exchange::wait(std::chrono::milliseconds timeout) {
 }
 
 bool Exchange::isCompleted() {
-    if (office_ && !Work::isCompleted()) {
+    if (!Work::isCompleted()) {
         office_->progress();
     }
     return Work::isCompleted();
@@ -130,40 +120,6 @@ void Exchange::end(const std::exception_ptr &error) {
     }
     finish(outcome);
 }
-
-/* ---- by messages ---- */
-
-void Exchange::received_by(size_t piece, Message message) {
-    receives_.resize(std::max(receives_.size(), piece + 1));
-    receives_[piece].push_back(std::move(message));
-}
-
-void Exchange::sent_by(Message message) {
-    sends_.push_back(std::move(message));
-}
-
-static void wait_for(const std::vector<Exchange::Message> &messages,
-                     std::chrono::milliseconds timeout) {
-    for (const Exchange::Message &message : messages) {
-        TORCH_CHECK(message->wait(timeout), "an exchange of rows was aborted");
-    }
-}
-
-void Exchange::wait_for_messages(std::chrono::milliseconds timeout) {
-    std::exception_ptr error;
-    try {
-        for (size_t piece = 0; piece < receives_.size(); piece++) {
-            wait_for(receives_[piece], timeout);
-            arrived(piece);
-        }
-        wait_for(sends_, timeout);
-    } catch (...) {
-        error = std::current_exception();
-    }
-    end(error);
-}
-
-/* ---- by shared memory ---- */
 
 constexpr size_t kLine = 64; /* parts of rows are multiples of it: no element is cut */
 
@@ -342,18 +298,14 @@ void Scatter::over() {
 
 /* ---- reduce-scatters ---- */
 
-Sum::Sum(std::vector<at::Tensor> held, std::vector<Part> parts, int64_t rank, bool average)
+Sum::Sum(std::vector<at::Tensor> held, std::vector<Part> parts, int64_t rank, int64_t world,
+         bool average)
     : Exchange(Does::reduces, std::move(held)), parts_(std::move(parts)), rank_(rank),
-      average_(average) {}
-
-void Sum::arrived(size_t piece) {
-    take(piece, 0, numel_of(parts_[piece].spans), parts_[piece].rows);
-}
+      world_(world), average_(average) {}
 
 void Sum::take(size_t piece, int64_t from, int64_t count, const std::vector<const char *> &rows) {
     const at::Tensor &output = held_[0];
     const Part &part = parts_[piece];
-    const auto world = static_cast<int64_t>(rows.size());
     const auto size = static_cast<int64_t>(output.element_size());
     const auto mine = static_cast<size_t>(rank_);
     std::vector<const void *> at(rows.size());
@@ -364,19 +316,18 @@ void Sum::take(size_t piece, int64_t from, int64_t count, const std::vector<cons
             continue;
         }
         for (size_t rank = 0; rank < rows.size(); rank++) {
-            at[rank] =
-                rank == mine ? part.rows[mine] + begin * size : rows[rank] + (begin - from) * size;
+            at[rank] = rank == mine ? part.own + begin * size : rows[rank] + (begin - from) * size;
         }
         const int64_t in_row = span.in_row + begin - span.in_piece;
         fck_ring_sum(static_cast<fck_dtype>(output.scalar_type()),
                      static_cast<char *>(output.mutable_data_ptr()) + in_row * size, at.data(),
-                     world, world * output.numel(), rank_ * output.numel() + in_row, end - begin);
+                     world_, world_ * output.numel(), rank_ * output.numel() + in_row, end - begin);
     }
 }
 
 void Sum::over() {
     if (average_) {
-        held_[0].div_(static_cast<int64_t>(parts_[0].rows.size()));
+        held_[0].div_(world_);
     }
 }
 

@@ -1,5 +1,5 @@
-/* Exchanges of rows: how a row is cut into pieces, and the works that wait for the messages of one
- * and put together what came. Who sends what to whom is direct.cpp's. */
+/* Exchanges of rows over shared memory: how a row is cut into pieces, and the works of the
+ * collectives. direct.cpp decides which rows go where. */
 #ifndef FSDP_C_TORCH_EXCHANGE_H
 #define FSDP_C_TORCH_EXCHANGE_H
 
@@ -32,42 +32,36 @@ std::vector<Spans> pieces_of(int64_t numel);
 /* Elements of a piece. */
 int64_t numel_of(const Spans &spans);
 
-/* One exchange: how its rows come, and the memory that they use. Either it is given the messages of
- * its pieces, which only a wait waits for: its operation type is unknown, as that of gloo's
- * reduce-scatter. Or an office posts it: if all of it at once, it can be polled. */
+/* One exchange and the memory that its rows use. If the office writes all of it when it is posted,
+ * the exchange can be polled. Otherwise only wait() completes it, and its operation type is
+ * unknown, as that of gloo's reduce-scatter. */
 class Exchange : public c10d::Work, private Correspondent {
   public:
-    using Message = c10::intrusive_ptr<c10d::Work>;
     enum class Does : uint8_t { gathers, reduces, all_reduces };
 
     Exchange(Does does, std::vector<at::Tensor> held);
 
-    void received_by(size_t piece, Message message);
-    void sent_by(Message message);
-
-    /* By the office's memory. `pieces` are those of whole rows, [ranks, elements of the piece], of
-     * which a gather sends this rank's row and a reduction the others'. */
+    /* Hands the exchange to the office. `pieces` are those of whole rows, [ranks, elements of the
+     * piece], of which a gather sends this rank's row and a reduction the others'. */
     void post(std::shared_ptr<Office> office, const std::vector<at::Tensor> &pieces, int64_t rank);
 
-    /* By the helper, or by torch's functions on the caller's thread; later calls know how it ended,
-     * for a message can be waited for only once. */
+    /* Called by the helper, or by torch's functions on the caller's thread. A later call returns,
+     * or throws, the outcome of the first. */
     bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
     bool isCompleted() override;
 
     /* Of memory that Python has never seen, so that any thread may drop it: it goes when the
-     * exchange is over, and not when somebody asks. What failed keeps it: gloo may still write. */
+     * exchange is over, and not when somebody asks. A failed exchange keeps it. */
     void drop_when_over();
 
     /* Whether it was posted, is more than a board has room for, and to copy the rest takes the time
      * of computation. */
     bool takes_processors() const;
 
-    /* How long a wait without a time-out of its own waits for each message. */
+    /* How long after its issue the exchange fails if it is not over. */
     void wait_at_most(std::chrono::milliseconds timeout);
 
   protected:
-    /* All rows of the piece are where the messages put them. */
-    virtual void arrived(size_t piece);
     /* Elements from `from` on, `count` of them, of a piece's row of each rank, nothing for this
      * one's; posted by the others. */
     virtual void take(size_t piece, int64_t from, int64_t count,
@@ -95,15 +89,11 @@ class Exchange : public c10d::Work, private Correspondent {
     size_t rows_in_message() const;
     size_t part_of(size_t message) const;
     void copy_row(size_t message, size_t row, char *to) const;
-    void wait_for_messages(std::chrono::milliseconds timeout);
     void wait_for_office(std::chrono::milliseconds timeout);
     void drop();
 
     const Does does_;
-    std::vector<std::vector<Message>> receives_; /* go before what they use */
-    std::vector<Message> sends_;
-    std::shared_ptr<Office> office_;
-    /* Of a posted one: */
+    std::shared_ptr<Office> office_; /* set by hand_in(), as what follows */
     at::ScalarType type_ = at::ScalarType::Undefined;
     size_t row_bytes_ = 0;
     bool copied_ = false;
@@ -134,21 +124,20 @@ class Sum : public Exchange {
   public:
     struct Part {
         Spans spans;
-        /* The piece's row of each rank, in what is held; of a posted one this rank's only. */
-        std::vector<const char *> rows;
+        const char *own; /* this rank's row of the piece, in a tensor that is held */
     };
 
-    Sum(std::vector<at::Tensor> held, std::vector<Part> parts, int64_t rank, bool average);
+    Sum(std::vector<at::Tensor> held, std::vector<Part> parts, int64_t rank, int64_t world,
+        bool average);
 
   protected:
-    void arrived(size_t piece) override;
     void take(size_t piece, int64_t from, int64_t count,
               const std::vector<const char *> &rows) override;
     void over() override;
 
   private:
     std::vector<Part> parts_;
-    int64_t rank_;
+    int64_t rank_, world_;
     bool average_;
 };
 

@@ -256,20 +256,6 @@ int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length, in
     });
 }
 
-int fct_tensor_detach(fct_tensor *t, fct_tensor **out) {
-    return guarded("fct_tensor_detach", [&] {
-        const Quiet quiet;
-        *out = give(Borrowed(t)->detach());
-    });
-}
-
-int fct_tensor_share(fct_tensor *t, const fct_tensor *of) {
-    return guarded("fct_tensor_share", [&] {
-        impl(t)->set_storage_keep_dtype(impl(of)->unsafe_storage());
-        impl(t)->set_version_counter(impl(of)->version_counter());
-    });
-}
-
 int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_copy", [&] {
         const Quiet quiet;

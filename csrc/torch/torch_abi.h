@@ -120,10 +120,6 @@ FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
  * views that share one version counter. Goes through all layers of the dispatcher, without grad. */
 FCT_CHECK int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length,
                              int64_t padded, fct_tensor **local, fct_tensor **row);
-/* The two halves of detach() of a wrapper. New tensor over t's memory, no view, with a version
- * counter of its own; gives t the storage and the version counter of `of` in place of its own. */
-FCT_CHECK int fct_tensor_detach(fct_tensor *t, fct_tensor **out);
-FCT_CHECK int fct_tensor_share(fct_tensor *t, const fct_tensor *of);
 /* dst.copy_(src), which casts; dst.add_(src), which counts in dst's version; t.div_(divisor). */
 FCT_CHECK int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src);
 FCT_CHECK int fct_tensor_add(fct_tensor *dst, const fct_tensor *src);
@@ -177,7 +173,7 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out);
 
 /* Every collective goes through the ProcessGroup's method and so through the dispatcher ops of
  * namespace c10d, which CommDebugMode, the flight recorder and tests count: one call here, one op
- * there, also where rows go directly from memory to memory (direct.h). Complex tensors travel as
+ * there, also where rows go through shared memory (direct.h). Complex tensors travel as
  * the pairs that they are, gathered ones of types that a backend does not know as bytes. */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
@@ -372,7 +368,7 @@ bool fct_py_ending(void);
 /* A handle of a ProcessGroup object, shared by all who ask for it. */
 FCT_CHECK int fct_py_pg(struct _object *obj, fct_pg **out);
 /* The ProcessGroup that moves a group's rows on the CPU (direct.h) as a new object, or None where
- * its backend does. A collective, the first time. */
+ * its backend does. All ranks have to call it at the same point: it waits for their answers. */
 FCT_CHECK int fct_py_pg_direct(struct _object *group, struct _object **out);
 typedef enum fct_use { FCT_USE_GATHER = 0, FCT_USE_REDUCE, FCT_USE_ALL_REDUCE } fct_use;
 /* From enter to leave the group itself moves its rows so, whoever calls its collectives: in one of
