@@ -1,11 +1,11 @@
-"""The cold side beside torch's: ``fully_shard``, ``state_dict``, and the imports of the first call.
+"""The cold side beside torch's: ``fully_shard``, and the imports of the first call.
 
 Method. One process, a fake process group of 8 ranks. Models of ``--params`` parameters, blocks of
 nine (small: what is measured is not the copying), sharded block by block. Torch's and
 ours take turns in each round, each on a model of its own; the figures are minima of the process
-time over the rounds, in milliseconds, and the medians of the rounds' ratios. While it is torch's
-turn ``nn.Module`` saves parameters as torch has it. Imports and the first call of a process, on one
-layer, are measured in processes of their own, after torch's ``fully_shard`` was imported.
+time over the rounds, in milliseconds, and the medians of the rounds' ratios. Imports and the first
+call of a process, on one layer, are measured in processes of their own, after torch's
+``fully_shard`` was imported.
 
     python benchmarks/cold.py [--params 216 2000] [--rounds 7]
 """
@@ -42,7 +42,6 @@ imported = time.process_time()
 fully_shard(torch.nn.Linear(8, 8))
 print((imported - begin) * 1000, (time.process_time() - imported) * 1000)
 """
-_TORCHS_SAVE = nn.Module._save_to_state_dict
 
 
 PACKAGES = {"stock": "torch.distributed.fsdp", "ours": "fsdp_c"}
@@ -67,20 +66,17 @@ def main() -> None:
 
 
 def measure(count: int, rounds: int) -> list[list[object]]:
-    """Rows of ``fully_shard`` and ``state_dict`` for models of so many parameters."""
+    """The row of ``fully_shard`` for models of ``count`` parameters."""
     calls = {"stock": stock, "ours": fully_shard}
     shards: dict[str, list[float]] = {name: [] for name in calls}
-    dicts: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name, function in calls.items():
             model = nn.Sequential(*(block() for _ in range(count // 9)))
             gc.collect()
             shard = timed(lambda: shard_blocks(function, model))  # noqa: B023
-            state = min(timed(lambda: save(name, model)) for _ in range(3))  # noqa: B023
             if i:  # the first round imports and fills caches
                 shards[name].append(shard)
-                dicts[name].append(state)
-    return [row("fully_shard", count, shards), row("state_dict", count, dicts)]
+    return [row("fully_shard", count, shards)]
 
 
 def block() -> nn.Module:
@@ -92,17 +88,6 @@ def shard_blocks(function: Callable[..., object], model: nn.Sequential) -> None:
     for layer in model:
         function(layer)
     function(model)
-
-
-def save(name: str, model: nn.Module) -> None:
-    """The model's state dict by ``name``'s way."""
-    ours = nn.Module._save_to_state_dict
-    if name == "stock":
-        nn.Module._save_to_state_dict = _TORCHS_SAVE  # type: ignore[method-assign]
-    try:
-        model.state_dict()
-    finally:
-        nn.Module._save_to_state_dict = ours  # type: ignore[method-assign]
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -15,9 +15,6 @@ The figure of a model is its minimum over the rounds; the cost of an implementat
 (its figure - the bare model's) / groups, and cost per parameter is the slope of a least-squares
 line over the numbers of parameters per group. The bare model of the mixed runs computes in bf16.
 
-The last line is what noticing patches costs while nothing is patched, which is part of ours: the
-guard is asked as often as a step of a group asks it, PROBES times in a row.
-
 Each kind of job is a table: both precisions on a flat mesh, the same on a 2 x 4 mesh (HSDP), and
 forwards alone under no_grad.
 
@@ -42,7 +39,6 @@ WORLD_SIZE = 8
 REPLICAS = 2
 WIDTH = 16
 SHOWN = (1, 9, 20)
-PROBES = 1_000_000
 STEPS_PER_TURN = 2
 
 
@@ -167,20 +163,6 @@ def ratio(row: dict[str, float]) -> float | None:
     return row["stock"] / row["ours"] if "ours" in row else None
 
 
-def guard_cost(fully_shard: FullyShard, mesh: DeviceMesh) -> float:
-    """Microseconds per group and step of asking whether somebody has patched anything."""
-    import fsdp_c._C as _C
-
-    unit = Group(1).to(mesh.device_type)
-    (group,) = fully_shard(unit, mesh=mesh)._get_fsdp_state()._fsdp_param_groups
-    best = float("inf")
-    for _ in range(5):
-        begin = time.thread_time_ns()
-        _C._testing.guard_probe(group, PROBES)
-        best = min(best, (time.thread_time_ns() - begin) / 1000 / PROBES)
-    return best
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host cost per group and parameter.")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each model")
@@ -210,9 +192,6 @@ def main() -> None:
             for params in counts
         }
         results[name] = report(name, rows, list(shards))
-    if "ours" in shards:
-        results["guard_us"] = guard_cost(shards["ours"], flat)
-        print(f"noticing patches: {results['guard_us']:.2f} us per group and step")
     write_json(options.json, "host", results)
 
 

@@ -11,27 +11,20 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 def bind(**objects: Any) -> None: ...
 def clip_collect(
-    params: list[torch.Tensor], /
+    tensors: list[torch.Tensor], are_params: bool, /
 ) -> tuple[list[torch.Tensor], list[tuple[Any, Any]], list[int]]: ...
-def clip(
-    params: list[torch.Tensor],
-    max_norm: float,
-    error_if_nonfinite: bool,
-    largest: int,
-    groups_of: Callable[[Any, Any], tuple[tuple[str, ...], Any] | None],
-    /,
-) -> tuple[float, float, list[torch.Tensor]] | None: ...
-def clip_total(
+def clip_norm(
     gradients: list[torch.Tensor],
-    groups_of: Callable[[Any, Any], tuple[tuple[str, ...], Any] | None],
+    indices: list[int],
+    groups: Sequence[tuple[tuple[str, ...], Any] | None],
     /,
 ) -> float | None: ...
 def clip_scale(
-    params: list[torch.Tensor],
+    gradients: list[torch.Tensor],
     max_norm: float,
     total: float,
     largest: int,
-    groups_of: Callable[[Any, Any], tuple[tuple[str, ...], Any] | None],
+    all_or_none: bool,
     /,
 ) -> tuple[float, list[torch.Tensor]] | None: ...
 
@@ -64,9 +57,6 @@ def local_group(
     /,
 ) -> tuple[list[Any], ...] | None: ...
 def make_dtensors(local: torch.Tensor, spec: Any, /) -> bool: ...
-def save_parameters(
-    parameters: dict[str, Any], destination: dict[str, Any], prefix: str
-) -> None: ...
 def local_lists(
     lists: tuple[list[Any], ...],
     seen: dict[int, tuple[Any, Any]],
@@ -100,8 +90,6 @@ class _testing:  # a module
     def chunks_from(bytes: int, /) -> None: ...
     @staticmethod
     def overrides(group_or_state: ParamGroup | State, /) -> int: ...
-    @staticmethod
-    def guard_probe(group: ParamGroup, steps: int, /) -> int: ...
 
 class Param:
     sharded_param: Any

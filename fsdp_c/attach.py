@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_mod
 from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 
+from . import zero_grad
 from .additions import METHODS
 from .alike import Maker
 from .compat import ShardPlacementFnResult, complete_class, placement_of
@@ -34,7 +35,7 @@ from .notes import noted
 from .param_group import ParamGroup
 from .serialization import complete, refuse_deepcopy
 from .state import State
-from .suspicions import watch, watch_wrapping
+from .suspicions import watch
 from .undo import Snapshot, Undo
 
 
@@ -226,4 +227,4 @@ def _swap_classes(api: Api, modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
         complete_class(type(module), METHODS)
         complete(type(module))
-        watch_wrapping(type(module))
+        zero_grad.complete(type(module))

@@ -1,8 +1,11 @@
-"""Clipping by total norm: local norms, one collective, local scaling.
+"""Gradient clipping by total norm: local norms, one collective, local scaling.
 
-torch's ``clip_grad_norm_`` goes through DTensor's dispatch, which looks at every gradient several
-times over. The same numbers come from the local tensors; on the CPU, for float32 and the 2-norm,
-the loops over parameters are C (csrc/python/clip.c).
+torch's ``clip_grad_norm_`` handles each gradient several times in DTensor's dispatch. The functions
+here work on the local tensors, with the same bits. ``clip_for_torch.py`` runs them under the names
+of torch's functions.
+
+``csrc/python/clip.c`` collects the local gradients. For the 2-norm of contiguous float32 gradients
+on the CPU it also computes the total norm and scales. torch's operators do the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 import types
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +32,8 @@ import fsdp_c._C as _C
 
 _Groups = tuple[dist.ProcessGroup, ...]
 _Likeness = tuple[tuple[tuple[int, ...], str], ...]
-_Named = tuple[tuple[str, ...], _Likeness]
+Named = tuple[tuple[str, ...], _Likeness]
+Kinds = list[tuple[Any, Any]]
 
 _PARALLEL_NUMEL = 32768
 """Elements above which torch's own operators use several threads."""
@@ -46,8 +50,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales the gradients so that their total norm is at most ``max_norm``, in place.
 
-    Does what ``torch.nn.utils.clip_grad_norm_`` does, for sharded parameters (any mesh, any
-    placements) and plain ones together, with one collective for each dtype and each mesh dimension
+    Does what ``torch.nn.utils.clip_grad_norm_`` does. Sharded parameters (any mesh, any placements)
+    and plain ones may come together. There is one collective for each dtype and each mesh dimension
     that is sharded over: one in all for the usual model. All ranks have to call it.
 
     Args:
@@ -68,45 +72,74 @@ def clip_grad_norm_(
             device without such kernels.
 
     The total is torch's bit for bit on two ranks for orders 1, 2, 3 and ``inf``. Otherwise it may
-    differ in the last bits: where more ranks add up, a backend's order of summation may depend on
-    the length of the message (torch reduces one number at a time); and for other orders vectorized
-    and single powers are rounded differently.
+    differ in the last bits. On more ranks a backend's order of summation may depend on the length
+    of the message, and torch reduces one number at a time. For other orders, vectorized and single
+    powers are rounded differently.
     """
     params = _as_list(parameters)
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if norm_type == 2.0 and foreach is None and not _is_traced():
-        found = _C.clip(params, max_norm, error_if_nonfinite, _PARALLEL_NUMEL, _group_names)
-        if found is not None:
-            value, factor, large = found
-            if error_if_nonfinite and not math.isfinite(value):
-                raise _nonfinite(norm_type)
-            if large:
-                with torch.no_grad():
-                    torch._foreach_mul_(large, _number(factor))
-            return _number(value)
+    tensors, kinds, kind_of = _C.clip_collect(params, True)
+    if norm_type == 2.0 and foreach is None and not is_traced():
+        total = total_fast(tensors, kind_of, [group_names(*kind) for kind in kinds])
+        if total is not None:
+            if error_if_nonfinite and not math.isfinite(total):
+                raise nonfinite(norm_type)
+            scale_fast(tensors, max_norm, total)
+            return number(total)
     with torch.no_grad():
-        return _clip(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        return _clip(
+            params, tensors, kinds, kind_of, max_norm, norm_type, error_if_nonfinite, foreach
+        )
 
 
-def _number(value: float) -> torch.Tensor:
-    """What the C path found, whatever the defaults of new tensors are: it is float32, and exact."""
+# ---- float32 gradients on the CPU, 2-norm --------------------------------------------------------
+
+
+def total_fast(
+    tensors: list[torch.Tensor], kind_of: list[int], named: list[Named | None]
+) -> float | None:
+    """The total norm. None if a kind has no groups, or a gradient is not float32 on the CPU."""
+    return None if None in named else _C.clip_norm(tensors, kind_of, named)
+
+
+def scale_fast(
+    tensors: list[torch.Tensor], max_norm: float, total: float, all_or_none: bool = False
+) -> bool:
+    """Scales to ``max_norm``. Does nothing and returns False if ``all_or_none`` and a gradient is
+    not contiguous float32 on the CPU."""
+    found = _C.clip_scale(tensors, max_norm, total, _PARALLEL_NUMEL, all_or_none)
+    if found is None:
+        return False
+    factor, large = found
+    if large:
+        with torch.no_grad():
+            torch._foreach_mul_(large, number(factor))
+    return True
+
+
+def number(value: float) -> torch.Tensor:
+    """A float32 number of the C path as a tensor, whatever the defaults of new tensors are."""
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Whether torch's operations are recorded or have no values (fake tensors, make_fx, AOT)."""
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
+# ---- any order, dtype, device and mixture of placements ------------------------------------------
+
+
 def _clip(
     params: list[torch.Tensor],
+    tensors: list[torch.Tensor],
+    kinds: Kinds,
+    kind_of: list[int],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """Any order, dtype, device and mixture of placements."""
-    tensors, kinds, kind_of = _C.clip_collect(params)
     if not tensors:
         return torch.tensor(0.0)
     groups = [_sharded_over(mesh, placements) for mesh, placements in kinds]
@@ -117,48 +150,17 @@ def _clip(
         whole = [_summed(param.grad) for param in params if param.grad is not None]
     total = _total_norm(whole, groups, kind_of, norm_type, foreach)
     if error_if_nonfinite and not math.isfinite(total.item()):
-        raise _nonfinite(norm_type)
+        raise nonfinite(norm_type)
     _scale(tensors, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
     return total
 
 
-def _nonfinite(norm_type: float) -> RuntimeError:
+def nonfinite(norm_type: float) -> RuntimeError:
     return RuntimeError(
         f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
         "cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
         "anyway, set `error_if_nonfinite=False`"
     )
-
-
-class _GroupNames:
-    """Names of the groups to reduce over, with their likeness; None where sums are pending.
-
-    Remembers its answers: the gradients of a training are placed alike, call after call.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, Any], tuple[weakref.ref[Any], _Named | None]] = {}
-
-    def __call__(self, mesh: DeviceMesh | None, placements: Any) -> _Named | None:
-        if mesh is None:
-            return (), ()
-        # The very mesh: an equal one may have other groups.
-        key = (id(mesh), placements)
-        known = self._known.get(key)
-        if known is None or known[0]() is not mesh:
-            alive = {k: one for k, one in self._known.items() if one[0]() is not None}
-            known = (weakref.ref(mesh), self._find(mesh, placements))
-            self._known = {**alive, key: known}
-        return known[1]
-
-    def _find(self, mesh: DeviceMesh, placements: Any) -> _Named | None:
-        if _is_partial(placements):
-            return None
-        groups = _sharded_over(mesh, placements)
-        return tuple(group.group_name for group in groups), _likeness(groups)
-
-
-_group_names = _GroupNames()
 
 
 def _as_list(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -172,27 +174,6 @@ def _as_list(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> l
             "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
         )
     return found
-
-
-def _sharded_over(mesh: DeviceMesh | None, placements: Any) -> _Groups:
-    """The process groups over which a gradient is split; none for a plain tensor."""
-    if mesh is None:
-        return ()
-    split = (dim for dim, p in enumerate(placements) if not (p.is_replicate() or p.is_partial()))
-    return tuple(mesh.get_group(dim) for dim in split)
-
-
-def _likeness(groups: _Groups) -> _Likeness:
-    """Equal for groups that do the same: equal meshes made twice have groups of their own, and
-    DTensor's caches give a parameter now the one, now the other."""
-    return tuple(
-        (tuple(dist.get_process_group_ranks(group)), dist.get_backend_config(group))
-        for group in groups
-    )
-
-
-def _is_partial(placements: Any) -> bool:
-    return placements is not None and any(p.is_partial() for p in placements)
 
 
 def _summed(grad: torch.Tensor) -> torch.Tensor:
@@ -280,7 +261,7 @@ def _all_reduced(norms: torch.Tensor, groups: _Groups, norm_type: float) -> torc
 
 def _scale(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
     # On other devices it would take a synchronization to know; fake tensors have no values.
-    known = factor.device.type == "cpu" and type(factor) is torch.Tensor and not _is_traced()
+    known = factor.device.type == "cpu" and type(factor) is torch.Tensor and not is_traced()
     if known and factor.item() == 1.0:
         return
     parts = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
@@ -290,3 +271,59 @@ def _scale(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | No
         else:
             for tensor in part:
                 tensor.mul_(factor.to(device))  # type: ignore[union-attr]
+
+
+# ---- process groups ------------------------------------------------------------------------------
+
+
+class PerMesh:
+    """A function of a mesh and placements. It caches its results while the mesh lives."""
+
+    def __init__(self, find: Callable[[DeviceMesh, Any], Any]) -> None:
+        self._find = find
+        self._known: dict[tuple[int, Any], tuple[weakref.ref[DeviceMesh], Any]] = {}
+
+    def __call__(self, mesh: DeviceMesh, placements: Any) -> Any:
+        key = (id(mesh), placements)  # the same object: an equal mesh may have other groups
+        known = self._known.get(key)
+        if known is None or known[0]() is not mesh:
+            alive = {k: one for k, one in self._known.items() if one[0]() is not None}
+            known = (weakref.ref(mesh), self._find(mesh, placements))
+            self._known = {**alive, key: known}
+        return known[1]
+
+
+def _find_names(mesh: DeviceMesh, placements: Any) -> Named | None:
+    if _is_partial(placements):
+        return None
+    groups = _sharded_over(mesh, placements)
+    return tuple(group.group_name for group in groups), _likeness(groups)
+
+
+_known_names = PerMesh(_find_names)
+
+
+def group_names(mesh: DeviceMesh | None, placements: Any) -> Named | None:
+    """Names of the groups to reduce over, with their likeness; None where sums are pending."""
+    return ((), ()) if mesh is None else _known_names(mesh, placements)
+
+
+def _sharded_over(mesh: DeviceMesh | None, placements: Any) -> _Groups:
+    """The process groups over which a gradient is split; none for a plain tensor."""
+    if mesh is None:
+        return ()
+    split = (dim for dim, p in enumerate(placements) if not (p.is_replicate() or p.is_partial()))
+    return tuple(mesh.get_group(dim) for dim in split)
+
+
+def _likeness(groups: _Groups) -> _Likeness:
+    """Equal for groups that do the same: equal meshes made twice have groups of their own, and
+    DTensor's caches give a parameter now the one, now the other."""
+    return tuple(
+        (tuple(dist.get_process_group_ranks(group)), dist.get_backend_config(group))
+        for group in groups
+    )
+
+
+def _is_partial(placements: Any) -> bool:
+    return placements is not None and any(p.is_partial() for p in placements)

@@ -1,4 +1,4 @@
-"""Direct exchanges of rows (csrc/torch/direct.cpp) where torch's own functions move them.
+"""Shared memory (csrc/torch/direct.cpp) for collectives that torch's own functions issue.
 
 Which way rows take is agreed upon by all ranks. So a rank whose data torch's functions move, say
 because somebody has patched one of them there and nowhere else, has to take that way, too.

@@ -34,7 +34,6 @@ from .guard import overridden_by, shows
 from .meshes import extent, has_own_size, name_of, unregistered, unwatch, watch
 from .mixed_precision import CastingParam, widest_stored
 from .param import Param, still_on_meta
-from .saved import detach_quickly
 from .specs import has_no_values
 
 
@@ -107,7 +106,6 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._host_events: list[Any] = []
         self._offloaded: Any = None
         zero_grad.watch(self)
-        detach_quickly()
         watch(mesh_info, self)
         self.post_forward_mesh_info = post_forward_mesh_info
         for param in params:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import units
-from .notes import class_name, some
+from .notes import some
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
@@ -64,9 +63,9 @@ def look_over(root: nn.Module) -> None:
 def unknown_switches() -> list[str]:
     """What ``FSDP_C_TRANSPORT`` says where ``agreement.cpp``, which reads it, does not know it."""
     choice = os.environ.get("FSDP_C_TRANSPORT", "")
-    if choice in ("", "direct", "sockets", "gloo"):
+    if choice in ("", "direct", "gloo"):
         return []
-    return [f'FSDP_C_TRANSPORT={choice} changes nothing: it knows "sockets" and "gloo"']
+    return [f'FSDP_C_TRANSPORT={choice} changes nothing: it knows "direct" and "gloo"']
 
 
 def _suspicions(root: nn.Module) -> list[str]:
@@ -94,37 +93,6 @@ def look_at_arguments(mp_policy: Any, offload_policy: Any, ignored_params: Any) 
                 f"ignored_params has a {', a '.join(sorted(others))} in it, which ignores nothing: "
                 "it is a set of parameters, set(module.parameters())"
             )
-
-
-# ---- DDP around a sharded module -----------------------------------------------------------------
-
-_READ_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-
-
-class _NothingToIgnore:
-    """What ``DistributedDataParallel(module)`` looks for first, before it fails on DTensors.
-
-    A sharded module has no such attribute, as in torch; that it was looked for is the one moment at
-    which something of ours runs.
-    """
-
-    def __get__(self, module: nn.Module | None, owner: type) -> NoReturn:
-        if module is not None and sys._getframe(1).f_globals.get("__name__") == _DDP:
-            say(
-                f"{class_name(module)} is sharded or replicated already, and its gradients are "
-                "reduced over ranks: use it without DistributedDataParallel; for replicas of "
-                "shards give fully_shard a 2-D mesh"
-            )
-        raise AttributeError(_READ_BY_DDP)
-
-
-_DDP = DistributedDataParallel.__module__
-
-
-def watch_wrapping(cls: type) -> None:
-    """Puts it on a class ``FSDP<Name>``, unless the module's own says what DDP shall ignore."""
-    if not hasattr(cls, _READ_BY_DDP) and _READ_BY_DDP not in vars(cls):
-        setattr(cls, _READ_BY_DDP, _NothingToIgnore())
 
 
 # ---- what was replaced: watched while it happens -------------------------------------------------

@@ -20,15 +20,13 @@ Transport = Literal["direct", "gloo"]
 def set_transport(model: nn.Module, transport: Transport) -> None:
     """Chooses how the all-gathers and reduce-scatters of ``model`` move rows on the CPU.
 
-    ``"direct"``, the default: from memory to memory, through shared memory where all ranks are
-    processes of one host, else with sends and receives of the process group's gloo backend.
-    ``"gloo"``: by gloo's own collectives. The bits are the same; direct exchanges move half the
-    bytes and need no memory of their own but 4 MiB of shared memory for each rank and group. All
-    ranks have to call it at the same point of their programs. It holds for the process groups of
-    ``model``, and so for other models over the same ones. Where a rank was started with
-    ``FSDP_C_TRANSPORT=gloo``, with a flight recorder (``TORCH_FR_BUFFER_SIZE``) or
-    ``TORCH_DISTRIBUTED_DEBUG``, the group stays with gloo; with ``FSDP_C_TRANSPORT=sockets`` on one
-    of them no rank uses shared memory.
+    ``"direct"``, the default: through shared memory where all ranks of a process group are
+    processes of one host, else by gloo's collectives. ``"gloo"``: by gloo's collectives. The bits
+    are the same. Shared memory takes 4 MiB for each rank and group. All ranks have to call the
+    function at the same point of their programs. It holds for the process groups of ``model``, and
+    so for other models over the same groups. A group stays with gloo if one of its ranks has
+    ``FSDP_C_TRANSPORT=gloo``, a flight recorder (``TORCH_FR_BUFFER_SIZE``) or
+    ``TORCH_DISTRIBUTED_DEBUG`` in its environment.
 
     Raises:
         ValueError: ``transport`` is neither, or ``fully_shard`` was applied to no part of

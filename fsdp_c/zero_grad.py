@@ -1,10 +1,14 @@
-"""``zero_grad`` drops the gradients that wait for their reduction, too.
+"""``zero_grad`` that also drops gradients which wait for their reduction.
 
-A backward without synchronisation leaves its gradients inside of the units: they are in no
-parameter's ``.grad``, so that torch's ``zero_grad`` cannot see them, and with torch's FSDP2 they
-come back with the next reduction. DDP's ``no_sync`` and a plain model lose them; so do ours.
+A backward without gradient synchronization leaves its gradients inside the units, not in ``.grad``
+of a parameter. torch's ``zero_grad`` does not reach them, so under torch's FSDP2 the next reduction
+adds them. Under DDP's ``no_sync`` and in a plain model, ``zero_grad`` drops the gradients of such a
+backward, and so do the two functions here:
 
-torch has no hook there. Its two methods are wrapped when the first unit is made.
+- :func:`complete` gives a class ``FSDP<Name>`` a method ``zero_grad``. A module around a sharded
+  module, or inside one, keeps torch's method and torch's behaviour.
+- ``torch.optim.Optimizer.zero_grad`` is wrapped when the first unit is made. torch calls no hook in
+  it, and an optimizer does not know which of its parameters are sharded.
 """
 
 from __future__ import annotations
@@ -21,40 +25,41 @@ _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(group: Any) -> None:
-    """From now on ``zero_grad`` of an optimizer or a module reaches ``group``'s parameters."""
+    """Makes ``zero_grad`` reach the gradients that the parameter group ``group`` defers."""
     _groups.add(group)
     _wrap()
 
 
+def complete(cls: type[nn.Module]) -> None:
+    """Gives a class ``FSDP<Name>`` its ``zero_grad``; does nothing for a class that has one."""
+    if "zero_grad" in vars(cls):
+        return
+
+    @functools.wraps(cls.zero_grad)
+    def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super(cls, self).zero_grad(*args, **kwargs)  # type: ignore[misc]
+        _drop_deferred(self.parameters())
+
+    cls.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
 @functools.cache
 def _wrap() -> None:
-    zero_optimizer, zero_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
+    zero = torch.optim.Optimizer.zero_grad
 
-    @functools.wraps(zero_optimizer)
-    def optimizer_zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        zero_optimizer(self, *args, **kwargs)
-        waiting = _waiting()
-        if waiting:
-            _drop(waiting, (param for group in self.param_groups for param in group["params"]))
+    @functools.wraps(zero)
+    def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        zero(self, *args, **kwargs)
+        _drop_deferred(param for group in self.param_groups for param in group["params"])
 
-    @functools.wraps(zero_module)
-    def module_zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        zero_module(self, *args, **kwargs)
-        waiting = _waiting()
-        if waiting:
-            _drop(waiting, self.parameters())
-
-    torch.optim.Optimizer.zero_grad = optimizer_zero_grad  # type: ignore[method-assign]
-    nn.Module.zero_grad = module_zero_grad  # type: ignore[method-assign]
+    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def _waiting() -> list[Any]:
-    """The groups in which a backward has left gradients."""
-    return [group for group in _groups if group._deferred]
-
-
-def _drop(groups: list[Any], params: Iterable[torch.Tensor]) -> None:
-    """Makes the groups forget what they keep for ``params``, whichever face is registered now."""
+def _drop_deferred(params: Iterable[torch.Tensor]) -> None:
+    """Drops the deferred gradients of ``params``, sharded or unsharded ones."""
+    groups = [group for group in _groups if group._deferred]
+    if not groups:
+        return
     chosen = {id(param) for param in params}
     for group in groups:
         for param in group.fsdp_params:

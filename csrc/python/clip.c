@@ -1,5 +1,6 @@
-/* Gradient clipping: a whole call for what is usual (float32 on the CPU, 2-norm), and the
- * collecting of gradients for everything else, which fsdp_c/clip.py does.
+/* Gradient clipping in three functions that fsdp_c/clip.py calls in this order. clip_collect lists
+ * the local gradients. For contiguous float32 tensors on the CPU, clip_norm computes their 2-norm
+ * over all ranks and clip_scale scales them. torch's operators do the rest.
  *
  * Nothing here keeps state. A raw pointer is taken from a tensor and used at once, with the GIL
  * held, after its extent was checked against its storage. */
@@ -10,6 +11,8 @@
 #include "dtensor.h"
 
 #include <math.h>
+
+/* ---- collecting ---- */
 
 /* How gradients are placed: the same mesh and the same kinds of placement are one kind. */
 typedef struct kind {
@@ -92,62 +95,69 @@ static Py_ssize_t kind_index(PyObject *kinds, const kind *wanted) {
     return failed ? -1 : count;
 }
 
-/* Appends one parameter's gradient to the three lists; nothing where it has none. */
-static int collect_one(const fcpy_module *mod, PyObject *param, PyObject *locals, PyObject *kinds,
+/* Appends one gradient to the three lists. */
+static int collect_one(const fcpy_module *mod, PyObject *grad, PyObject *locals, PyObject *kinds,
                        PyObject *indices) {
     int result = -1;
     kind found = {NULL, NULL};
     PyObject *local = NULL, *index = NULL;
-    PyObject *grad = fcpy_grad_of(mod, param);
-    if (grad == NULL) {
-        return -1;
-    }
-    if (grad == Py_None) {
-        Py_DECREF(grad);
-        return 0;
-    }
     if (kind_of(mod, grad, &found) != 0) {
         goto done;
     }
     local = local_of(mod, grad, &found);
-    const Py_ssize_t position = local == NULL ? -1 : kind_index(kinds, &found);
-    if (position < 0 || (index = PyLong_FromSsize_t(position)) == NULL) {
-        goto done;
-    }
-    if (PyList_Append(locals, local) == 0 && PyList_Append(indices, index) == 0) {
-        result = 0;
+    const Py_ssize_t at = local == NULL ? -1 : kind_index(kinds, &found);
+    index = at < 0 ? NULL : PyLong_FromSsize_t(at);
+    if (index != NULL) {
+        result = PyList_Append(locals, local) == 0 ? PyList_Append(indices, index) : -1;
     }
 done:
-    Py_XDECREF(index);
-    Py_XDECREF(local);
     kind_clear(&found);
-    Py_DECREF(grad);
+    Py_XDECREF(local);
+    Py_XDECREF(index);
     return result;
 }
 
-PyObject *fcpy_clip_collect(PyObject *module, PyObject *params) {
+/* The same of all `given`: parameters, of which those without gradient are left out, or gradients.
+ * A method of a tensor subclass may change the list meanwhile. */
+static int collect(const fcpy_module *mod, PyObject *given, bool are_params, PyObject *locals,
+                   PyObject *kinds, PyObject *indices) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); i++) {
+        PyObject *item = Py_NewRef(PyList_GET_ITEM(given, i));
+        PyObject *grad = are_params ? fcpy_grad_of(mod, item) : Py_NewRef(item);
+        Py_DECREF(item);
+        const int failed = grad == NULL ||
+                           (grad != Py_None && collect_one(mod, grad, locals, kinds, indices) != 0);
+        Py_XDECREF(grad);
+        if (failed) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+PyObject *fcpy_clip_collect(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 || !PyList_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "clip_collect expects a list of tensors and a bool");
+        return NULL;
+    }
+    const int are_params = PyObject_IsTrue(args[1]);
+    if (are_params < 0) {
+        return NULL;
+    }
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
     PyObject *locals = PyList_New(0), *kinds = PyList_New(0), *indices = PyList_New(0);
     PyObject *result = NULL;
-    if (!PyList_Check(params)) {
-        PyErr_SetString(PyExc_TypeError, "clip_collect expects a list of tensors");
-        goto done;
+    if (locals != NULL && kinds != NULL && indices != NULL &&
+        collect(mod, args[0], are_params != 0, locals, kinds, indices) == 0) {
+        result = PyTuple_Pack(3, locals, kinds, indices);
     }
-    if (locals == NULL || kinds == NULL || indices == NULL) {
-        goto done;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
-        if (collect_one(mod, PyList_GET_ITEM(params, i), locals, kinds, indices) != 0) {
-            goto done;
-        }
-    }
-    result = PyTuple_Pack(3, locals, kinds, indices);
-done:
     Py_XDECREF(locals);
     Py_XDECREF(kinds);
     Py_XDECREF(indices);
     return result;
 }
+
+/* ---- norms ---- */
 
 /* The elements of a tensor that the kernels can work on: contiguous float32 in host memory. */
 static bool floats_of(fct_tensor *tensor, fck_floats *out) {
@@ -224,137 +234,96 @@ static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
     return 0;
 }
 
-/* The gradients of one call. Each step goes over all of them before the next one begins: most of
+/* The arguments of clip_norm. Each step goes over all gradients before the next one begins: most of
  * its time is the wait for memory, and so the waits for one gradient and the next overlap. */
 typedef struct gradients {
-    PyObject **tensors; /* new references: the gradients, then their local tensors */
-    fck_floats *arrays; /* their elements */
-    Py_ssize_t *placed; /* their positions in `kinds` */
+    PyObject *tensors;  /* list of local gradients; borrowed */
+    PyObject *groups;   /* for each kind: (names of groups, likeness); borrowed */
+    fck_floats *arrays; /* the elements of each tensor */
+    Py_ssize_t
+        *reduced; /* for each tensor: the first kind with the likeness of the tensor's kind */
     Py_ssize_t count;
-    PyObject *kinds;   /* list of (mesh, placements), in the order of the gradients; mostly one */
-    PyObject *answers; /* for each kind: (names of groups, likeness); alike: the same object */
 } gradients;
 
-static void gradients_clear(gradients *g) {
-    for (Py_ssize_t i = 0; i < g->count; i++) {
-        Py_DECREF(g->tensors[i]);
+/* The first kind whose groups have the likeness of those of kind `k`: both are reduced together.
+ * -1 with an exception. */
+static Py_ssize_t first_alike(PyObject *groups, Py_ssize_t k) {
+    PyObject *wanted = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, k), 1);
+    for (Py_ssize_t i = 0; i < k; i++) {
+        PyObject *known = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, i), 1);
+        const int equal = PyObject_RichCompareBool(known, wanted, Py_EQ);
+        if (equal != 0) {
+            return equal > 0 ? i : -1;
+        }
     }
-    PyMem_Free(g->tensors);
-    PyMem_Free(g->arrays);
-    PyMem_Free(g->placed);
-    Py_XDECREF(g->kinds);
-    Py_XDECREF(g->answers);
+    return k;
 }
 
-/* The gradients of those parameters that have one, or the gradients that are given themselves; -1
- * with an exception. */
-static int gradients_take(const fcpy_module *mod, gradients *g, PyObject *given, bool are_params) {
-    const Py_ssize_t n = PyList_GET_SIZE(given);
-    g->tensors = PyMem_New(PyObject *, n > 0 ? n : 1);
-    g->arrays = PyMem_New(fck_floats, n > 0 ? n : 1);
-    g->placed = PyMem_New(Py_ssize_t, n > 0 ? n : 1);
-    g->kinds = PyList_New(0);
-    g->answers = PyList_New(0);
-    if (g->tensors == NULL || g->arrays == NULL || g->placed == NULL || g->kinds == NULL ||
-        g->answers == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < n && i < PyList_GET_SIZE(given); i++) {
-        PyObject *item = PyList_GET_ITEM(given, i);
-        PyObject *grad = are_params ? fcpy_grad_of(mod, item) : Py_NewRef(item);
-        if (grad == NULL) {
+static int check_groups(PyObject *groups) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
+        PyObject *pair = PyList_GET_ITEM(groups, i);
+        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+            !PyTuple_Check(PyTuple_GET_ITEM(pair, 0))) {
+            PyErr_SetString(PyExc_TypeError, "clip expects (names of process groups, likeness)");
             return -1;
-        }
-        if (grad == Py_None) {
-            Py_DECREF(grad);
-        } else {
-            g->tensors[g->count++] = grad;
         }
     }
     return 0;
 }
 
-/* The local tensors in the place of the gradients, and how these are placed. */
-static int gradients_unwrap(const fcpy_module *mod, gradients *g) {
+/* Fills g->reduced from the index of each tensor's kind. */
+static int find_reduced(gradients *g, PyObject *kind_of_each) {
+    const Py_ssize_t kinds = PyList_GET_SIZE(g->groups);
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        kind found;
-        if (kind_of(mod, g->tensors[i], &found) != 0) {
+        const Py_ssize_t k = PyLong_AsSsize_t(PyList_GET_ITEM(kind_of_each, i));
+        if (k == -1 && PyErr_Occurred()) {
             return -1;
         }
-        PyObject *local = local_of(mod, g->tensors[i], &found);
-        g->placed[i] = local == NULL ? -1 : kind_index(g->kinds, &found);
-        kind_clear(&found);
-        if (g->placed[i] < 0) {
-            Py_XDECREF(local);
+        if (k < 0 || k >= kinds) {
+            PyErr_SetString(PyExc_IndexError, "clip_norm got the index of no kind");
             return -1;
         }
-        Py_SETREF(g->tensors[i], local);
+        g->reduced[i] = k;
+    }
+    for (Py_ssize_t k = 1; k < kinds; k++) {
+        const Py_ssize_t first = first_alike(g->groups, k);
+        if (first < 0) {
+            return -1;
+        }
+        for (Py_ssize_t i = 0; first != k && i < g->count; i++) {
+            g->reduced[i] = g->reduced[i] == k ? first : g->reduced[i];
+        }
     }
     return 0;
-}
-
-/* What the answer (names of groups, likeness) for a kind stands for: the first answer of the same
- * likeness, or itself. Borrowed; NULL with an exception. */
-static PyObject *first_alike(PyObject *answers, PyObject *answer) {
-    if (!PyTuple_Check(answer) || PyTuple_GET_SIZE(answer) != 2 ||
-        !PyTuple_Check(PyTuple_GET_ITEM(answer, 0))) {
-        PyErr_SetString(PyExc_TypeError, "clip expects (names of process groups, likeness)");
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(answers); i++) {
-        PyObject *known = PyList_GET_ITEM(answers, i);
-        const int alike = PyObject_RichCompareBool(PyTuple_GET_ITEM(known, 1),
-                                                   PyTuple_GET_ITEM(answer, 1), Py_EQ);
-        if (alike != 0) {
-            return alike > 0 ? known : NULL;
-        }
-    }
-    return answer;
-}
-
-/* Asks for the groups of each kind. 1; 0 where there are none (pending sums); -1: an exception. */
-static int gradients_ask(gradients *g, PyObject *groups_of) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(g->kinds); i++) {
-        PyObject *pair = PyList_GET_ITEM(g->kinds, i);
-        PyObject *answer = PyObject_CallFunctionObjArgs(groups_of, PyTuple_GET_ITEM(pair, 0),
-                                                        PyTuple_GET_ITEM(pair, 1), NULL);
-        int result = -1;
-        if (answer == Py_None) {
-            result = 0;
-        } else if (answer != NULL) {
-            PyObject *first = first_alike(g->answers, answer);
-            result = first != NULL && PyList_Append(g->answers, first) == 0 ? 1 : -1;
-        }
-        Py_XDECREF(answer);
-        if (result != 1) {
-            return result;
-        }
-    }
-    return 1;
 }
 
 /* Takes the addresses; no Python code may run until they are used. False where a gradient is not
- * for this path (another dtype or device). */
-static bool gradients_address(gradients *g) {
+ * contiguous float32 on the CPU. */
+static bool take_addresses(gradients *g) {
+    if (g->count > PyList_GET_SIZE(g->tensors)) {
+        return false;
+    }
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        if (!floats_of(fct_py_tensor(g->tensors[i]), &g->arrays[i])) {
+        if (!floats_of(fct_py_tensor(PyList_GET_ITEM(g->tensors, i)), &g->arrays[i])) {
             return false;
         }
     }
     return true;
 }
 
-/* Reduces those of the norms whose gradients are split over the groups of `answer`: one message. */
-static int gradients_reduce(const gradients *g, PyObject *answer, fct_tensor *buffer,
-                            const fck_floats *norms) {
-    PyObject *groups = PyTuple_GET_ITEM(answer, 0);
+/* Reduces the norms of the gradients that are split over the groups of kind `k`: one message. */
+static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
+                       const fck_floats *norms) {
+    PyObject *names = PyTuple_GET_ITEM(PyList_GET_ITEM(g->groups, k), 0);
     int64_t count = 0;
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        count += PyList_GET_ITEM(g->answers, g->placed[i]) == answer;
+        count += g->reduced[i] == k;
+    }
+    if (PyTuple_GET_SIZE(names) == 0 || count == 0) {
+        return 0;
     }
     if (count == norms->count) {
-        return reduce_norms(groups, buffer, norms);
+        return reduce_norms(names, buffer, norms);
     }
     fct_tensor *part = NULL;
     fck_floats some;
@@ -363,14 +332,14 @@ static int gradients_reduce(const gradients *g, PyObject *answer, fct_tensor *bu
     }
     int64_t at = 0;
     for (Py_ssize_t i = 0; i < g->count; i++) {
-        if (PyList_GET_ITEM(g->answers, g->placed[i]) == answer) {
+        if (g->reduced[i] == k) {
             some.values[at++] = norms->values[i];
         }
     }
-    const int failed = reduce_norms(groups, part, &some);
+    const int failed = reduce_norms(names, part, &some);
     at = 0;
     for (Py_ssize_t i = 0; i < g->count && !failed; i++) {
-        if (PyList_GET_ITEM(g->answers, g->placed[i]) == answer) {
+        if (g->reduced[i] == k) {
             norms->values[i] = some.values[at++];
         }
     }
@@ -378,18 +347,8 @@ static int gradients_reduce(const gradients *g, PyObject *answer, fct_tensor *bu
     return failed;
 }
 
-/* Whether kind k was reduced together with one before it. */
-static bool is_reduced(PyObject *answers, Py_ssize_t k) {
-    for (Py_ssize_t i = 0; i < k; i++) {
-        if (PyList_GET_ITEM(answers, i) == PyList_GET_ITEM(answers, k)) {
-            return true;
-        }
-    }
-    return false;
-}
-
-/* The total norm over all ranks. */
-static int gradients_total(gradients *g, float *total) {
+/* The total norm over all ranks, from addresses that were just taken. */
+static int total_norm(const gradients *g, float *total) {
     fct_tensor *buffer = NULL;
     fck_floats norms;
     if (norms_new(g->count, &buffer, &norms) != 0) {
@@ -397,11 +356,8 @@ static int gradients_total(gradients *g, float *total) {
     }
     fck_norms(g->arrays, (size_t)g->count, norms.values);
     int failed = 0;
-    for (Py_ssize_t k = 0; !failed && k < PyList_GET_SIZE(g->answers); k++) {
-        PyObject *answer = PyList_GET_ITEM(g->answers, k);
-        if (PyTuple_GET_SIZE(PyTuple_GET_ITEM(answer, 0)) > 0 && !is_reduced(g->answers, k)) {
-            failed = gradients_reduce(g, answer, buffer, &norms);
-        }
+    for (Py_ssize_t k = 0; !failed && k < PyList_GET_SIZE(g->groups); k++) {
+        failed = reduce_kind(g, k, buffer, &norms);
     }
     if (!failed) {
         fck_norms(&norms, 1, total);
@@ -410,32 +366,39 @@ static int gradients_total(gradients *g, float *total) {
     return failed;
 }
 
-/* Scales the arrays of at most `largest` elements; new list of the other tensors. The addresses
- * are read again: another thread may have had the GIL during the collective. Backwards: the norms
- * have left the last arrays in the cache. */
-static PyObject *gradients_scale(gradients *g, float factor, int64_t largest) {
-    PyObject *left = PyList_New(0);
-    for (Py_ssize_t i = g->count - 1; left != NULL && i >= 0; i--) {
-        fct_tensor *tensor = fct_py_tensor(g->tensors[i]);
-        if (floats_of(tensor, &g->arrays[i]) && g->arrays[i].count <= largest) {
-            fck_scale(&g->arrays[i], factor);
-            fct_tensor_bump(tensor);
-        } else if (PyList_Append(left, g->tensors[i]) != 0) {
-            Py_CLEAR(left);
-        }
-    }
-    return left;
+/* A new list of the same objects: foreign code cannot change it while a collective runs. */
+static PyObject *copied(PyObject *list) {
+    return PyList_GetSlice(list, 0, PyList_GET_SIZE(list));
 }
 
-/* Everything up to the addresses. 1; 0: not for this path; -1: an exception. */
-static int gradients_find(const fcpy_module *mod, gradients *g, PyObject *given, bool are_params,
-                          PyObject *groups_of) {
-    if (gradients_take(mod, g, given, are_params) != 0 || gradients_unwrap(mod, g) != 0) {
-        return -1;
+PyObject *fcpy_clip_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    if (nargs != 3 || !PyList_Check(args[0]) || !PyList_Check(args[1]) || !PyList_Check(args[2]) ||
+        PyList_GET_SIZE(args[0]) != PyList_GET_SIZE(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "clip_norm expects tensors, their kinds, and groups");
+        return NULL;
     }
-    const int usable = gradients_ask(g, groups_of);
-    return usable == 1 ? g->count > 0 && gradients_address(g) : usable;
+    const Py_ssize_t count = PyList_GET_SIZE(args[0]);
+    gradients g = {args[0], copied(args[2]), PyMem_New(fck_floats, count + 1),
+                   PyMem_New(Py_ssize_t, count + 1), count};
+    PyObject *result = NULL;
+    float total;
+    if (g.groups == NULL || g.arrays == NULL || g.reduced == NULL) {
+        PyErr_NoMemory();
+    } else if (check_groups(g.groups) == 0 && find_reduced(&g, args[1]) == 0) {
+        if (count == 0 || !take_addresses(&g)) {
+            result = Py_NewRef(Py_None);
+        } else if (total_norm(&g, &total) == 0) {
+            result = PyFloat_FromDouble((double)total);
+        }
+    }
+    Py_XDECREF(g.groups);
+    PyMem_Free(g.arrays);
+    PyMem_Free(g.reduced);
+    return result;
 }
+
+/* ---- scaling ---- */
 
 /* torch's arithmetic: number / tensor is the tensor's reciprocal times the number. */
 static float factor_for(double max_norm, float total) {
@@ -443,62 +406,35 @@ static float factor_for(double max_norm, float total) {
     return factor > 1.0F ? 1.0F : factor; /* nan stays */
 }
 
-/* The total norm of g, then the scaling; (total, factor, tensors still to be scaled). */
-static PyObject *gradients_clip(gradients *g, double max_norm, bool finite, int64_t largest) {
-    float total;
-    if (gradients_total(g, &total) != 0) {
-        return NULL;
+static bool are_floats(PyObject *tensors) {
+    fck_floats array;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
+        if (!floats_of(fct_py_tensor(PyList_GET_ITEM(tensors, i)), &array)) {
+            return false;
+        }
     }
-    const float factor = factor_for(max_norm, total);
-    const bool scales = factor != 1.0F && (isfinite(total) || !finite);
-    PyObject *left = scales ? gradients_scale(g, factor, largest) : PyList_New(0);
-    return left == NULL ? NULL : Py_BuildValue("ddN", (double)total, (double)factor, left);
+    return true;
 }
 
-PyObject *fcpy_clip(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 5 || !PyList_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "clip expects a list of tensors and four more arguments");
-        return NULL;
+/* Scales the arrays of at most `largest` elements; new list of the other tensors. Backwards: the
+ * norms have left the last arrays in the cache. */
+static PyObject *scale(PyObject *tensors, float factor, int64_t largest) {
+    PyObject *left = PyList_New(0);
+    for (Py_ssize_t i = PyList_GET_SIZE(tensors) - 1; left != NULL && i >= 0; i--) {
+        fct_tensor *tensor = fct_py_tensor(PyList_GET_ITEM(tensors, i));
+        fck_floats array;
+        if (floats_of(tensor, &array) && array.count <= largest) {
+            fck_scale(&array, factor);
+            fct_tensor_bump(tensor);
+        } else if (PyList_Append(left, PyList_GET_ITEM(tensors, i)) != 0) {
+            Py_CLEAR(left);
+        }
     }
-    const double max_norm = PyFloat_AsDouble(args[1]);
-    const int finite = PyObject_IsTrue(args[2]);
-    const long long largest = PyLong_AsLongLong(args[3]);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    gradients g = {NULL, NULL, NULL, 0, NULL, NULL};
-    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
-    const int usable = gradients_find(mod, &g, args[0], true, args[4]);
-    PyObject *result = NULL;
-    if (usable == 1) {
-        result = gradients_clip(&g, max_norm, finite, largest);
-    } else if (usable == 0) {
-        result = Py_NewRef(Py_None);
-    }
-    gradients_clear(&g);
-    return result;
-}
-
-PyObject *fcpy_clip_total(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2 || !PyList_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "clip_total expects a list of tensors and a function");
-        return NULL;
-    }
-    gradients g = {NULL, NULL, NULL, 0, NULL, NULL};
-    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
-    const int usable = gradients_find(mod, &g, args[0], false, args[1]);
-    PyObject *result = NULL;
-    float total;
-    if (usable == 0) {
-        result = Py_NewRef(Py_None);
-    } else if (usable == 1 && gradients_total(&g, &total) == 0) {
-        result = PyFloat_FromDouble((double)total);
-    }
-    gradients_clear(&g);
-    return result;
+    return left;
 }
 
 PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
     if (nargs != 5 || !PyList_Check(args[0])) {
         PyErr_SetString(PyExc_TypeError, "clip_scale expects a list and four more arguments");
         return NULL;
@@ -506,20 +442,14 @@ PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t na
     const double max_norm = PyFloat_AsDouble(args[1]);
     const double total = PyFloat_AsDouble(args[2]);
     const long long largest = PyLong_AsLongLong(args[3]);
+    const int all_or_none = PyObject_IsTrue(args[4]);
     if (PyErr_Occurred()) {
         return NULL;
     }
-    gradients g = {NULL, NULL, NULL, 0, NULL, NULL};
-    const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
-    const int usable = gradients_find(mod, &g, args[0], true, args[4]);
-    PyObject *result = NULL;
-    if (usable == 1) {
-        const float factor = factor_for(max_norm, (float)total);
-        PyObject *left = factor != 1.0F ? gradients_scale(&g, factor, largest) : PyList_New(0);
-        result = left == NULL ? NULL : Py_BuildValue("dN", (double)factor, left);
-    } else if (usable == 0) {
-        result = Py_NewRef(Py_None);
+    if (all_or_none && !are_floats(args[0])) {
+        Py_RETURN_NONE;
     }
-    gradients_clear(&g);
-    return result;
+    const float factor = factor_for(max_norm, (float)total);
+    PyObject *left = factor != 1.0F ? scale(args[0], factor, largest) : PyList_New(0);
+    return left == NULL ? NULL : Py_BuildValue("dN", (double)factor, left);
 }

@@ -4,10 +4,12 @@
 
 #include "objects.h"
 
-/* New tuple of lists: local gradients, kinds as (mesh, placements), each gradient's kind. */
-PyObject *fcpy_clip_collect(PyObject *module, PyObject *params);
-PyObject *fcpy_clip(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-PyObject *fcpy_clip_total(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+/* _C.clip_collect(tensors, are_params) -> (local gradients, kinds, index of each one's kind) */
+PyObject *fcpy_clip_collect(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+/* _C.clip_norm(local gradients, indices, groups of each kind) -> float or None */
+PyObject *fcpy_clip_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+/* _C.clip_scale(local gradients, max_norm, total, largest, all_or_none)
+ * -> (factor, gradients left) or None */
 PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

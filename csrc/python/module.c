@@ -14,7 +14,6 @@
 #include "objects.h"
 #include "param.h"
 #include "param_group.h"
-#include "saved.h"
 #include "shard.h"
 #include "state.h"
 #include "transitions.h"
@@ -232,21 +231,21 @@ static PyObject *module_trim_memory(PyObject *module, PyObject *unused) {
 static PyMethodDef module_methods[] = {
     {"bind", (PyCFunction)(void (*)(void))module_bind, METH_VARARGS | METH_KEYWORDS,
      "bind(**objects): hands over the Python functions and classes that cold paths call."},
-    {"clip_collect", fcpy_clip_collect, METH_O,
-     "clip_collect(params): the gradients there are, as (local tensors, kinds, index of the kind "
-     "of "
-     "each); a kind is (mesh, placements), (None, None) for plain tensors."},
-    {"clip", (PyCFunction)(void (*)(void))fcpy_clip, METH_FASTCALL,
-     "clip(params, max_norm, error_if_nonfinite, largest, groups_of): (total norm, factor, local "
-     "gradients of more than largest elements, which are still to be scaled); None and nothing "
-     "done where the gradients are not all contiguous float32 on the CPU, or where "
-     "groups_of(mesh, placements) gives None instead of (names of process groups, likeness). Kinds "
-     "of gradients whose likeness is equal are reduced together."},
-    {"clip_total", (PyCFunction)(void (*)(void))fcpy_clip_total, METH_FASTCALL,
-     "clip_total(gradients, groups_of): their total norm, or None as clip."},
+    {"clip_collect", (PyCFunction)(void (*)(void))fcpy_clip_collect, METH_FASTCALL,
+     "clip_collect(tensors, are_params): (local gradients, kinds, index of each one's kind). A "
+     "kind "
+     "is (mesh, placements), (None, None) for plain tensors. tensors are parameters, of which "
+     "those "
+     "without gradient are left out, or gradients."},
+    {"clip_norm", (PyCFunction)(void (*)(void))fcpy_clip_norm, METH_FASTCALL,
+     "clip_norm(gradients, indices, groups): the total 2-norm over all ranks of local gradients; "
+     "None where one is not contiguous float32 on the CPU, or there is none. groups has (names of "
+     "process groups, likeness) for each kind. Kinds of equal likeness are reduced together."},
     {"clip_scale", (PyCFunction)(void (*)(void))fcpy_clip_scale, METH_FASTCALL,
-     "clip_scale(params, max_norm, total, largest, groups_of): clip for a total norm that is "
-     "known: (factor, local gradients that are still to be scaled), or None as clip."},
+     "clip_scale(gradients, max_norm, total, largest, all_or_none): scales local gradients; "
+     "returns "
+     "(factor, those still to be scaled): of more than largest elements, or not contiguous float32 "
+     "on the CPU. With all_or_none, None and nothing done where there is one of the latter."},
     {"count_step", (PyCFunction)(void (*)(void))fcpy_count_step, METH_FASTCALL,
      "count_step(optimizer, args, kwargs): a hook after optimizer.step(): counts as a write to all "
      "DTensors that it has."},
@@ -271,7 +270,7 @@ static PyMethodDef module_methods[] = {
      "cuLaunchKernel and of two functions for it, which have to stay. 0: none."},
     {"direct_group", module_direct_group, METH_O,
      "direct_group(group): the ProcessGroup that moves the rows of a group on the CPU; None where "
-     "its backend does. A collective, the first time."},
+     "its backend does. All ranks have to call it at the same point, for it waits for them."},
     {"enter_direct", module_enter_direct, METH_VARARGS,
      "enter_direct(group, use): from now on the group itself moves its rows so, in one of its "
      "gathers (0) or reduce-scatters (1), or in this thread's all-reduce of a row (2). Gives what "
@@ -291,9 +290,6 @@ static PyMethodDef module_methods[] = {
     {"make_dtensors", (PyCFunction)(void (*)(void))module_make_dtensors, METH_FASTCALL,
      "make_dtensors(local, spec): whether the extension makes a DTensor of the two as torch's own "
      "function does; if so, it makes its DTensors itself from now on."},
-    {"save_parameters", (PyCFunction)(void (*)(void))fcpy_save_parameters, METH_FASTCALL,
-     "save_parameters(parameters, destination, prefix): what nn.Module puts into a state dict for "
-     "its parameters, detached."},
     {"has_memory", fcpy_has_memory, METH_O,
      "has_memory(tensor): whether it is a dense tensor with a storage, not one that wraps others."},
     {NULL, NULL, 0, NULL},
@@ -332,8 +328,6 @@ static PyMethodDef testing_methods[] = {
     {"overrides", fcpy_guard_overrides, METH_O,
      "overrides(group_or_state): bits of what somebody has patched or overridden for it; 0: "
      "nothing."},
-    {"guard_probe", fcpy_guard_probe, METH_VARARGS,
-     "guard_probe(group, steps): asks as often as so many steps do, for measuring."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -19,7 +19,6 @@
 #define FCPY_NAMES(X)                                                                              \
     X(_local_tensor)                                                                               \
     X(_is_param)                                                                                   \
-    X(detach)                                                                                      \
     X(_spec)                                                                                       \
     X(tensor_meta)                                                                                 \
     X(shape)                                                                                       \

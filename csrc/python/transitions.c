@@ -91,30 +91,3 @@ const fc_transitions fcpy_transitions = {
 void fcpy_host_log(void *group, const char *label) {
     fcpy_log(((fcpy_group *)group)->mod, (PyObject *)group, label);
 }
-
-/* ---- what the questions cost ---- */
-
-/* In one step of a group and its state: so many questions about methods, functions and lines. */
-enum { STEP_METHODS = 21, STEP_FUNCTIONS = 7, STEP_LINES = 4 };
-
-PyObject *fcpy_guard_probe(PyObject *module, PyObject *args) {
-    fcpy_module *mod = (fcpy_module *)PyModule_GetState(module);
-    PyObject *obj = NULL;
-    Py_ssize_t steps = 0;
-    unsigned long found = 0;
-    if (!PyArg_ParseTuple(args, "O!n", mod->group_type, &obj, &steps)) {
-        return NULL;
-    }
-    for (Py_ssize_t step = 0; step < steps; step++) {
-        for (int i = 0; i < STEP_METHODS; i++) {
-            found += fcpy_group_overrides((fcpy_group *)obj, FCPY_CALL_UNSHARD);
-        }
-        for (int i = 0; i < STEP_FUNCTIONS; i++) {
-            found += fcpy_host_moves(obj, FC_MOVE_GATHER);
-        }
-        for (int i = 0; i < STEP_LINES; i++) {
-            found += fcpy_guard_logs(&mod->guard);
-        }
-    }
-    return PyLong_FromUnsignedLong(found);
-}

@@ -10,7 +10,5 @@ extern const fc_transitions fcpy_transitions;
 /* For fc_host. */
 bool fcpy_host_moves(void *group, fc_move move);
 void fcpy_host_log(void *group, const char *label);
-/* _C._testing.guard_probe(group, n) -> int: asks as often as n steps of a group do. */
-PyObject *fcpy_guard_probe(PyObject *module, PyObject *args);
 
 #endif

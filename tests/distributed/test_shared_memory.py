@@ -22,9 +22,7 @@ def moved(world: int) -> list[dict[str, tuple[int, bool]]]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("case", [case.__name__ for case in shared_memory.MOVED])
-def test_rows_are_moved_in_shared_memory_with_the_bits_that_sockets_give(
-    case: str, world: int
-) -> None:
+def test_shared_memory_in_each_case_gives_the_bits_of_gloo(case: str, world: int) -> None:
     assert [found[case] for found in moved(world)] == [(world, True)] * world
 
 

@@ -7,6 +7,7 @@ this rank's own: what is compared is the arithmetic. Real ranks are in tests/dis
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_c import _C, clip, clip_grad_norm_, fully_shard
-from fsdp_c.clip import _GroupNames
+from fsdp_c.clip import PerMesh
 
 SHAPES = [(64, 8), (17,), (9, 3), (1,), (40, 33), (8, 1), (3,)]
 
@@ -221,11 +222,15 @@ class TestSeveralMeshes:
         ]
         ours, reference = self.model(meshes), self.model(meshes)
         with torch.no_grad():
-            expected = clip._clip(list(reference.parameters()), 0.5, 2.0, False, None)
+            params = list(reference.parameters())
+            collected = _C.clip_collect(params, True)
+            expected = clip._clip(params, *collected, 0.5, 2.0, False, None)
+        tensors, kinds, kind_of = _C.clip_collect(list(ours.parameters()), True)
         with CommDebugMode() as comm:
-            found = _C.clip(list(ours.parameters()), 0.5, False, 1 << 15, clip._group_names)
-        assert found is not None and found[0] == expected.item()
+            total = clip.total_fast(tensors, kind_of, [clip.group_names(*kind) for kind in kinds])
+        assert total == expected.item()
         assert comm.get_total_counts() == calls
+        assert clip.scale_fast(tensors, 0.5, total)
         for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
             assert torch.equal(local_grad(a), local_grad(b))
 
@@ -424,29 +429,56 @@ class TestArguments:
             clip_grad_norm_(3, 1.0)  # type: ignore[arg-type]
 
 
-def test_gradients_that_move_while_groups_are_asked_for_are_read_where_they_are() -> None:
-    """Python code runs between the first look at a gradient and its norm."""
-    param = nn.Parameter(torch.zeros(2))
-    param.grad = torch.tensor([6.0, 8.0])
+class _Moving:
+    """The likeness of a group: comparing it changes a gradient."""
 
-    def no_groups(mesh: Any, placements: Any) -> tuple[tuple[str, ...], Any]:
-        param.grad.set_(torch.tensor([3.0, 4.0]))
-        return (), ()
+    def __init__(self, change: Callable[[], object]) -> None:
+        self.change = change
 
-    def shrinking(mesh: Any, placements: Any) -> tuple[tuple[str, ...], Any]:
-        param.grad.untyped_storage().resize_(0)
-        return (), ()
+    def __eq__(self, other: object) -> bool:
+        self.change()
+        return True
 
-    assert _C.clip([param], 10.0, False, 1 << 20, no_groups)[0] == 5.0
-    assert _C.clip([param], 10.0, False, 1 << 20, shrinking) is None  # not for the kernels
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_clip_norm_of_gradient_that_moves_during_the_call_reads_its_new_memory() -> None:
+    """Comparing two likenesses runs Python code inside ``clip_norm``."""
+    grad = torch.tensor([6.0, 8.0])
+
+    def norm_with(change: Callable[[], object]) -> float | None:
+        return _C.clip_norm([grad], [0], [((), _Moving(change)), ((), _Moving(change))])
+
+    assert norm_with(lambda: None) == 10.0
+    assert norm_with(lambda: grad.set_(torch.tensor([3.0, 4.0]))) == 5.0  # type: ignore[call-overload]
+    assert norm_with(lambda: grad.untyped_storage().resize_(0)) is None
+
+
+def test_clip_scale_of_all_or_none_with_another_dtype_changes_nothing() -> None:
+    grads = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
+    assert _C.clip_scale(grads, 1.0, 4.0, 1 << 15, True) is None
+    assert torch.equal(grads[0], torch.ones(2))
+    found = _C.clip_scale(grads, 1.0, 4.0, 1 << 15, False)
+    assert found is not None and found[1] == [grads[1]] and found[0] == pytest.approx(0.25)
+    assert torch.equal(grads[0], torch.full((2,), found[0]))
+
+
+@pytest.mark.parametrize("arguments", [([],), ([], [0], []), (1, [], []), ([], [], ())])
+def test_clip_norm_with_wrong_arguments_raises_type_error(arguments: Any) -> None:
+    with pytest.raises(TypeError, match="clip_norm expects"):
+        _C.clip_norm(*arguments)
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_clip_norm_with_index_of_no_kind_raises_index_error(index: int) -> None:
+    with pytest.raises(IndexError, match="index of no kind"):
+        _C.clip_norm([torch.ones(1)], [index], [((), ())])
 
 
 @pytest.mark.parametrize("answer", [3, (), ("a", ()), (("a",), (), ())])
-def test_groups_that_are_none(answer: Any) -> None:
-    param = nn.Parameter(torch.zeros(2))
-    param.grad = torch.ones(2)
+def test_clip_norm_with_malformed_groups_raises_type_error(answer: Any) -> None:
     with pytest.raises(TypeError, match=r"expects \(names of process groups, likeness\)"):
-        _C.clip([param], 1.0, False, 1 << 20, lambda mesh, placements: answer)
+        _C.clip_norm([torch.ones(2)], [0], [answer])
 
 
 def test_the_names_of_groups_are_remembered_for_one_mesh_only(
@@ -470,7 +502,7 @@ def test_the_names_of_groups_are_remembered_for_one_mesh_only(
             return 0
 
     monkeypatch.setattr(clip, "_likeness", lambda groups: len(groups))
-    names = _GroupNames()
+    names = PerMesh(clip._find_names)
     old, new = Mesh("old"), Mesh("new")
     for _ in range(2):
         assert names(old, (Shard(0),)) == (("old0",), 1)  # type: ignore[arg-type]
@@ -478,6 +510,6 @@ def test_the_names_of_groups_are_remembered_for_one_mesh_only(
     assert names(new, (Shard(0),)) == (("new0",), 1)  # type: ignore[arg-type]
     assert names(new, (Replicate(), Shard(0))) == (("new1",), 1)  # type: ignore[arg-type]
     assert names(new, (Partial(),)) is None  # type: ignore[arg-type]
-    assert names(None, None) == ((), ())
+    assert clip.group_names(None, None) == ((), ())
     del new
     assert names(old, (Partial(),)) is None  # type: ignore[arg-type]

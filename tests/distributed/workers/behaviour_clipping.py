@@ -40,24 +40,25 @@ def switched(api: Api) -> Iterator[list[int]]:
     import fsdp_c
     from fsdp_c import clip_for_torch
 
-    total = clip_for_torch._OneMesh.total
-    scale = clip_for_torch._scale
+    total = clip_for_torch._as_dtensor
+    scale = clip_for_torch.scale_fast
 
     def counting(function: Any) -> Any:
         def call(*args: Any) -> Any:
-            taken[0] += 1
-            return function(*args)
+            found = function(*args)
+            taken[0] += found is not False
+            return found
 
         return call
 
-    clip_for_torch._OneMesh.total = counting(total)
-    clip_for_torch._scale = counting(scale)
+    clip_for_torch._as_dtensor = counting(total)
+    clip_for_torch.scale_fast = counting(scale)
     fsdp_c.install()
     try:
         yield taken
     finally:
         fsdp_c.uninstall()
-        clip_for_torch._OneMesh.total, clip_for_torch._scale = total, scale
+        clip_for_torch._as_dtensor, clip_for_torch.scale_fast = total, scale
 
 
 def given(

@@ -64,7 +64,7 @@ def dropped_microbatches(api: Api) -> Any:
 
 @scenario()
 def microbatches_of_other_parameters(api: Api) -> Any:
-    """An optimizer of one block drops that block's gradients and leaves the others'."""
+    """Gradients after ``zero_grad`` of an optimizer of one block, of a module in it, and of all."""
     return {
         "nothing": dropped(api, unsynced, lambda model, optimizer: None),
         "block": dropped(

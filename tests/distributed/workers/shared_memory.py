@@ -1,7 +1,7 @@
 """Ranks of one host exchange rows in shared memory: what is moved, who falls back, what ends.
 
 Run by ``test_shared_memory.py`` on gloo ranks. What several ranks do on a group of their own is
-compared with the same over gloo's sends and receives.
+compared with the same by gloo's collectives.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def new_group() -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def by_sockets() -> Iterator[None]:
+def by_gloo() -> Iterator[None]:
     """For groups whose ranks agree meanwhile."""
-    os.environ["FSDP_C_TRANSPORT"] = "sockets"
+    os.environ["FSDP_C_TRANSPORT"] = "gloo"
     try:
         yield
     finally:
@@ -229,14 +229,14 @@ MOVED = (
 
 
 def moved(rank: int, world: int) -> dict[str, tuple[int, bool]]:
-    """By case: how many boards it had mapped, and whether its bits are those by sockets."""
+    """By case: how many boards it had mapped, and whether its bits are gloo's."""
     found = {}
     for case in MOVED:
         group = new_group()
         seen = case(group)
         mapped = boards()
         dist.destroy_process_group(group)
-        with by_sockets():
+        with by_gloo():
             expected = case(new_group())
         assert boards() == 0
         found[case.__name__] = mapped, same(seen, expected)
@@ -260,7 +260,7 @@ def hybrid(rank: int, world: int) -> tuple[int, bool]:
 
     seen = trained()
     mapped = boards()
-    with by_sockets():
+    with by_gloo():
         return mapped, same(seen, trained())
 
 
@@ -300,7 +300,7 @@ def one_descriptor_left() -> Iterator[None]:
 
 OBSTACLES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "nothing": contextlib.nullcontext,
-    "sockets are chosen": by_sockets,
+    "gloo is chosen": by_gloo,
     "no memory": no_files_so_large,
     "no way to the others": one_descriptor_left,
 }
@@ -308,7 +308,7 @@ OBSTACLES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 
 def hindered(rank: int, world: int) -> dict[str, tuple[int, bool]]:
     """The same, where something is in the way of the last rank alone."""
-    with by_sockets():
+    with by_gloo():
         expected = small(new_group())
     found = {}
     for name, obstacle in OBSTACLES.items():
@@ -391,7 +391,7 @@ def _in_turns(model: nn.Sequential, watchers: list[Any]) -> Tensors:
 
 def prefetching(rank: int, world: int) -> dict[int, tuple[list[bool], bool]]:
     """By width: whether the first unit's gather is in flight when the last unit's gradients have
-    come, in each step; and whether bits are those of sockets. The last rank has more processors,
+    come, in each step; and whether bits are gloo's. The last rank has more processors,
     where there are more; torch's functions move its rows in some steps, and it counts ops in one.
     """
     if rank < world - 1:
@@ -401,7 +401,7 @@ def prefetching(rank: int, world: int) -> dict[int, tuple[list[bool], bool]]:
     watched = [patched, patched, patched, CommDebugMode, unseen]
     found = {}
     for width in (500, 1500):
-        with by_sockets():
+        with by_gloo():
             expected = _in_turns(model_of(new_group(), [width] * 3), plain)
         first, last = model = model_of(new_group(), [width] * 3)
         group = first._get_fsdp_state()._fsdp_param_group
@@ -528,7 +528,7 @@ def killed(rank: int, world: int) -> None:
 def stopped(rank: int, world: int) -> bool:
     """Whether all goes on when a rank that was stopped does."""
     model = model_of(dist.group.WORLD, [33] * 4)
-    with by_sockets():
+    with by_gloo():
         other = model_of(new_group(), [33] * 4)
         expected = [*train(other, 3), *train(other, 3)]
     seen = train(model, 3)

@@ -55,8 +55,9 @@ TYPES = (
 )
 BASES = TYPES[:5]
 FUNCTIONS = (
-    _C.clip,
     _C.clip_collect,
+    _C.clip_norm,
+    _C.clip_scale,
     _C.count_step,
     _C._testing.overrides,
     _C.bind,
