@@ -261,7 +261,8 @@ static fc_status all_gather(fc_gather *a, fc_flight *flight, bool async_op) {
     fct_tensor *input = NULL;
     const fct_chunk_layout layout = fc_chunk_list_layout(&flight->plan->chunks);
     if (flight->split) {
-        return fc_link_gather_chunks(flight->link, m->name, &a->chunks, &layout, &flight->work);
+        return fc_link_gather_chunks(flight->link, m->name, a->chunks.tensors, a->chunks.count,
+                                     &layout, &flight->work);
     }
     FC_TRY(row_of_rank(flight, &input));
     FC_TRY(fc_link_all_gather(flight->link, m->name, flight->buffer, input, async_op,

@@ -90,18 +90,18 @@ done:
     return status;
 }
 
-fc_status fc_link_gather_chunks(fc_link *link, const char *whose, const fc_chunks *chunks,
-                                const fct_chunk_layout *layout, fct_work **work) {
-    return fct_gather_chunks(link->pg, chunks->tensors, chunks->count, layout, work) == 0
+fc_status fc_link_gather_chunks(fc_link *link, const char *whose, fct_tensor *const *chunks,
+                                size_t count, const fct_chunk_layout *layout, fct_work **work) {
+    return fct_gather_chunks(link->pg, chunks, count, layout, work) == 0
                ? FC_OK
                : explain(link, whose, FC_ALL_GATHER);
 }
 
 fc_status fc_link_reduce_chunks(fc_link *link, const char *whose, fct_tensor *output,
-                                const fc_chunks *chunks, const fct_chunk_layout *layout,
-                                fct_reduce_op op, fct_work **work) {
-    return fct_reduce_chunks(link->pg, output, chunks->tensors, chunks->count, layout, op, work) ==
-                   0
+                                fct_tensor *const *chunks, size_t count,
+                                const fct_chunk_layout *layout, fct_reduce_op op,
+                                fct_work **work) {
+    return fct_reduce_chunks(link->pg, output, chunks, count, layout, op, work) == 0
                ? FC_OK
                : explain(link, whose, FC_REDUCE_SCATTER);
 }

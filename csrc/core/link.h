@@ -5,7 +5,6 @@
 #define FSDP_C_CORE_LINK_H
 
 #include "../torch/torch_abi.h"
-#include "chunks.h"
 #include "status.h"
 
 typedef struct fc_link {
@@ -41,11 +40,13 @@ bool fc_link_is_copied(fc_link *link, int64_t row_bytes);
 /* The first two over separate chunks, see torch_abi.h, where *takes. Opens the link. */
 FC_CHECK fc_status fc_link_takes_chunks(fc_link *link, fct_device device, fc_operation operation,
                                         bool *takes);
-FC_CHECK fc_status fc_link_gather_chunks(fc_link *link, const char *whose, const fc_chunks *chunks,
+FC_CHECK fc_status fc_link_gather_chunks(fc_link *link, const char *whose,
+                                         fct_tensor *const *chunks, size_t count,
                                          const fct_chunk_layout *layout, fct_work **work);
 FC_CHECK fc_status fc_link_reduce_chunks(fc_link *link, const char *whose, fct_tensor *output,
-                                         const fc_chunks *chunks, const fct_chunk_layout *layout,
-                                         fct_reduce_op op, fct_work **work);
+                                         fct_tensor *const *chunks, size_t count,
+                                         const fct_chunk_layout *layout, fct_reduce_op op,
+                                         fct_work **work);
 /* Waits for *work, then releases it and makes it NULL; nothing where it is NULL. After a failure
  * the work is still there. */
 FC_CHECK fc_status fc_link_wait(const fc_link *link, const char *whose, fc_operation operation,

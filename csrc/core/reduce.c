@@ -99,8 +99,8 @@ static fc_status reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide 
     fc_link *link = fc_members_scatter_link(d->members);
     const fct_chunk_layout layout = fc_chunk_list_layout(&d->plan.chunks);
     return d->plan.chunks.split
-               ? fc_link_reduce_chunks(link, m->name, row, &d->chunks, &layout, divide->op,
-                                       &r->work)
+               ? fc_link_reduce_chunks(link, m->name, row, d->chunks.tensors, d->chunks.count,
+                                       &layout, divide->op, &r->work)
                : fc_link_reduce_scatter(link, m->name, row, r->input, divide->op,
                                         divide->premultiply, !m->comm->has_streams, &r->work);
 }
