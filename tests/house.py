@@ -16,7 +16,7 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FLOORS = {
     "core": (
         {"status"},
-        {"layout", "order", "link", "divide", "dtype", "pieces", "extension"},
+        {"layout", "order", "link", "divide", "dtype", "chunks", "extension"},
         {"param", "comm"},
         {"host", "plan"},
         {"members", "foreach", "offload"},

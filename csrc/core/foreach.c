@@ -420,7 +420,8 @@ static fc_status deal_out(fc_foreach *f, const fc_reduce_plan *plan, const deal 
     fct_tensor *rows = NULL;
     for (size_t i = 0; d->straight && i < plan->count; i++) {
         if (plan->params[i]->layout.numel > 0) {
-            FC_TRY(turn(plan, i, buffer, plan->dtype, offset + plan->offsets[i], plan->row_numel));
+            FC_TRY(turn(plan, i, buffer, plan->dtype, offset + plan->slots[i].offset,
+                        plan->row_numel));
         }
     }
     if (!d->straight) {

@@ -24,7 +24,7 @@ void fc_gather_fini(fc_gather *a) {
     fc_gather_plan_fini(&a->plan);
     fc_gather_plan_fini(&a->post_forward_plan);
     fc_transfer_fini(&a->transfer);
-    fc_pieces_fini(&a->pieces);
+    fc_chunks_fini(&a->chunks);
     memset(a, 0, sizeof *a);
 }
 
@@ -48,7 +48,7 @@ static void drop(fc_gather *a) {
         fc_comm_park(m->comm, a->flight.work, a->flight.buffer, NULL);
         fc_comm_put_event(m->comm, a->flight.done);
     }
-    fc_pieces_drop(&a->pieces); /* a work that goes on holds them */
+    fc_chunks_drop(&a->chunks); /* a work that goes on holds them */
     memset(&a->flight, 0, sizeof a->flight);
 }
 
@@ -124,14 +124,14 @@ static fc_link *link_of(const fc_gather *a, bool post_forward) {
     return post_forward ? &a->members->post_forward : &a->members->shard;
 }
 
-static const fc_gather_plan *plan_of(const fc_gather *a, bool post_forward) {
+static fc_gather_plan *plan_of(fc_gather *a, bool post_forward) {
     return post_forward ? &a->post_forward_plan : &a->plan;
 }
 
 /* Builds the plan where it is not valid. `extended`: nor where the inputs are others now. */
 static fc_status renew_plan(fc_gather *a, bool post_forward, int64_t world, bool extended) {
     const fc_members *m = a->members;
-    fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
+    fc_gather_plan *plan = plan_of(a, post_forward);
     bool fits = plan->valid &&
                 ((!extended && !plan->extended) || fc_gather_plan_fits(plan, m->params, m->count));
     return fits ? FC_OK
@@ -164,121 +164,126 @@ done:
     return status;
 }
 
-/* Whether rows come in pieces: where some are worth it, whoever sends them can, and parameters may
- * come to other addresses; a group that has memory has it for whole rows. */
-static fc_status choose_pieces(const fc_gather *a, fc_flight *flight) {
+/* This rank's row in the gather buffer, as a new view. */
+static fc_status row_of_rank(const fc_flight *flight, fct_tensor **row) {
+    const int64_t numel = flight->plan->row_numel;
+    const int64_t size[1] = {numel};
+    const int64_t stride[1] = {1};
+    return fct_tensor_alias(flight->buffer, 1, size, stride, flight->link->rank * numel, row) == 0
+               ? FC_OK
+               : FC_ERAISED;
+}
+
+/* Whether large parameters are gathered into chunks of their own: some are large enough, the
+ * transport can move them, and parameters may change their addresses. Memory of the process group
+ * is only had as one buffer. */
+static fc_status choose_split(const fc_gather *a, fc_flight *flight) {
     const fc_members *m = a->members;
     fc_status status = FC_OK;
-    bool whole =
-        flight->plan->cut_count == 0 || a->keep_storage || fck_backend_of(m->device.type) == NULL;
-    flight->in_pieces = false;
-    if (!whole) {
-        FC_TRY(fc_members_has_memory(m, m->gather_memory, &whole));
+    bool packed = m->device.type != FCT_DEVICE_CPU || !fc_gather_plan_can_split(flight->plan) ||
+                  a->keep_storage || fck_backend_of(m->device.type) == NULL;
+    flight->split = false;
+    if (!packed) {
+        FC_TRY(fc_members_has_memory(m, m->gather_memory, &packed));
     }
-    if (!whole) {
-        FC_TRY(fc_link_takes_pieces(flight->link, m->device, FC_ALL_GATHER, &flight->in_pieces));
+    if (!packed) {
+        FC_TRY(fc_link_takes_chunks(flight->link, m->device, FC_ALL_GATHER, &flight->split));
     }
+    fc_gather_plan_set_split(flight->plan, flight->split);
 done:
     return status;
 }
 
-/* Memory for the pieces, and for the rest of the rows. */
-static fc_status make_pieces(fc_gather *a, fc_flight *flight) {
+/* Allocates the plan's chunks on the current stream. flight->buffer is the packed one. */
+static fc_status make_chunks(fc_gather *a, fc_flight *flight) {
     const fc_members *m = a->members;
     fc_status status = FC_OK;
     const fc_gather_plan *plan = flight->plan;
-    const int64_t rest = plan->rest_bytes / fc_dtype_size(plan->dtype);
-    FC_TRY(fc_pieces_begin(&a->pieces, plan->cut_count + 1));
-    for (size_t i = 0; i < plan->count; i++) {
-        const fc_slot *slot = &plan->slots[i];
-        fct_tensor *piece = NULL;
-        if (slot->rest == FC_OWN_PIECE) {
-            FC_TRY_RAISED(fct_tensor_empty(m->params[slot->param]->flat_numel, plan->dtype,
-                                           m->device, &piece));
-            fc_pieces_add(&a->pieces, piece);
+    FC_TRY(fc_chunks_begin(&a->chunks, plan->chunks.count));
+    for (size_t i = 0; i < plan->chunks.count; i++) {
+        const fc_chunk *chunk = &plan->chunks.chunks[i];
+        const int64_t numel = plan->world * chunk->numel;
+        fct_tensor *made = NULL;
+        if (flight->split) {
+            FC_TRY_RAISED(fct_tensor_empty(numel, plan->dtype, m->device, &made));
+        } else {
+            FC_TRY(fc_members_buffer(m, m->gather_memory, numel, plan->dtype, &made));
+        }
+        fc_chunks_add(&a->chunks, made);
+        if (!chunk->owned) {
+            fct_tensor_retain(made);
+            flight->buffer = made;
         }
     }
-    if (rest > 0) {
-        FC_TRY_RAISED(
-            fct_tensor_empty(plan->world * rest, plan->dtype, m->device, &flight->buffer));
-        fct_tensor_retain(flight->buffer);
-        fc_pieces_add(&a->pieces, flight->buffer);
-    }
 done:
     return status;
 }
 
-/* The collective into pieces, or over whole rows: which ranks that have them in pieces cut
- * likewise. */
-static fc_status all_gather(fc_gather *a, fc_flight *flight, fct_tensor *input, bool async_op) {
-    const fc_members *m = a->members;
-    const fct_cuts cuts = fc_gather_plan_cuts(flight->plan);
-    const fct_cuts *around = fct_cuts_announce(&cuts);
-    fc_status status = flight->in_pieces
-                           ? fc_link_gather_pieces(flight->link, m->name, a->pieces.tensors,
-                                                   a->pieces.count, &flight->work)
-                           : fc_link_all_gather(flight->link, m->name, flight->buffer, input,
-                                                async_op, &flight->work);
-    (void)fct_cuts_announce(around);
-    return status;
-}
-
-/* Makes pieces, packs this rank's parts into them and issues the collective. */
-static fc_status issue_pieces(fc_gather *a, fc_flight *flight) {
+/* Offloaded shards that are cast are packed into a row of their own before the gather buffer is
+ * allocated: what they are cast from and the buffer are never allocated at once. */
+static fc_status pack_offloaded(fc_gather *a, const fc_gather_plan *plan, fct_tensor **row) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
-    FC_TRY(make_pieces(a, flight));
-    FC_TRY(fc_transfer_pack(&a->transfer, flight->plan, m->params, flight->buffer,
-                            a->pieces.tensors, flight->link->rank, &m->comm->error));
-    FC_TRY(all_gather(a, flight, NULL, true));
+    FC_TRY_RAISED(fct_tensor_empty(plan->row_numel, plan->dtype, m->device, row));
+    FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, row, 0, &m->comm->error));
 done:
     return status;
 }
 
-/* Allocates the gather buffer and packs this rank's row, on the current stream. Offloaded shards
- * that are cast come into a row of its own first: what they are cast from and the buffer are never
- * both there. */
-static fc_status make_buffer(fc_gather *a, fc_flight *flight, fct_tensor **input) {
+/* Allocates the chunks and packs this rank's parts, on the current stream. */
+static fc_status pack(fc_gather *a, fc_flight *flight) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
     fct_tensor *row = NULL;
+    fct_tensor *part = NULL;
     const fc_gather_plan *plan = flight->plan;
-    const bool before = plan->from_host && plan->casts;
     const int64_t rank = flight->link->rank;
-    const int64_t size[1] = {plan->row_numel};
-    const int64_t stride[1] = {1};
-    if (before) {
-        FC_TRY_RAISED(fct_tensor_empty(plan->row_numel, plan->dtype, m->device, &row));
-        FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, row, NULL, 0, &m->comm->error));
-    }
-    FC_TRY(fc_members_buffer(m, m->gather_memory, plan->world * plan->row_numel, plan->dtype,
-                             &flight->buffer));
-    if (!before) {
-        FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, flight->buffer, NULL, rank,
+    if (!plan->from_host || !plan->casts) {
+        FC_TRY(make_chunks(a, flight));
+        FC_TRY(fc_transfer_pack(&a->transfer, plan, m->params, a->chunks.tensors, rank,
                                 &m->comm->error));
+        return FC_OK;
     }
-    FC_TRY_RAISED(fct_tensor_alias(flight->buffer, 1, size, stride, rank * plan->row_numel, input));
-    if (before) {
-        FC_TRY_RAISED(fct_tensor_copy(*input, row));
-    }
+    FC_TRY(pack_offloaded(a, plan, &row));
+    FC_TRY(make_chunks(a, flight));
+    FC_TRY(row_of_rank(flight, &part));
+    FC_TRY_RAISED(fct_tensor_copy(part, row));
 done:
+    fct_tensor_release(part);
     fct_tensor_release(row);
     return status;
 }
 
-/* Makes the gather buffer and issues the collective, all on the current stream. `gather` stream is
- * the one the collective goes to; on failure nothing is kept. */
+/* Issues the collective over the chunks. */
+static fc_status all_gather(fc_gather *a, fc_flight *flight, bool async_op) {
+    const fc_members *m = a->members;
+    fc_status status = FC_OK;
+    fct_tensor *input = NULL;
+    const fct_chunk_layout layout = fc_chunk_list_layout(&flight->plan->chunks);
+    if (flight->split) {
+        return fc_link_gather_chunks(flight->link, m->name, a->chunks.tensors, a->chunks.count,
+                                     &layout, &flight->work);
+    }
+    FC_TRY(row_of_rank(flight, &input));
+    FC_TRY(
+        fc_link_all_gather(flight->link, m->name, flight->buffer, input, async_op, &flight->work));
+done:
+    fct_tensor_release(input);
+    return status;
+}
+
+/* Packs on the current stream and issues the collective on `gather_stream` (NULL: the current
+ * one). */
 static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gather_stream,
                               fc_flight *flight) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
-    fct_tensor *input = NULL;
-    FC_TRY(make_buffer(a, flight, &input));
+    FC_TRY(pack(a, flight));
     if (gather_stream != NULL) {
         FC_TRY(fc_comm_order_streams(m->comm, *gather_stream, fct_stream_current(m->device)));
         (void)fct_stream_set_current(*gather_stream);
     }
-    FC_TRY(all_gather(a, flight, input, async_op));
+    FC_TRY(all_gather(a, flight, async_op || flight->split));
     if (gather_stream != NULL) {
         FC_TRY(fc_link_wait(flight->link, m->name, FC_ALL_GATHER, &flight->work));
     }
@@ -286,29 +291,23 @@ static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gat
         FC_TRY(fc_comm_record(m->comm, fct_stream_current(m->device), &flight->done));
     }
 done:
-    fct_tensor_release(input);
     return status;
 }
 
-/* The host's own all-gather of whole rows; it, too, may meet ranks that have pieces. */
+/* The host gathers with torch's functions. The plan is built all the same: fc_gather_is_copied()
+ * must give the same answer on every rank, also where only this one's data are moved by the host. */
 static fc_status host_gather(fc_gather *a, bool post_forward, bool async_op, fc_lane lane) {
     const fc_members *m = a->members;
     const fc_link *link = link_of(a, post_forward);
-    const fc_gather_plan *plan = plan_of(a, post_forward);
-    fct_cuts cuts = {0};
-    if (link->world > 1 && !any_extended(m) &&
-        renew_plan(a, post_forward, link->world, false) == FC_OK) {
-        cuts = fc_gather_plan_cuts(plan);
+    if (link->world > 1 && !any_extended(m)) {
+        (void)!renew_plan(a, post_forward, link->world, false);
     }
-    const fct_cuts *around = fct_cuts_announce(&cuts);
-    int failed = m->host->gather(m->owner, async_op, lane != FC_LANE_DIRECT);
-    (void)fct_cuts_announce(around);
-    return failed == 0 ? FC_OK : FC_ERAISED;
+    return m->host->gather(m->owner, async_op, lane != FC_LANE_DIRECT) == 0 ? FC_OK : FC_ERAISED;
 }
 
 bool fc_gather_is_copied(const fc_gather *a, bool post_forward) {
     fc_link *link = link_of(a, post_forward);
-    const fc_gather_plan *plan = plan_of(a, post_forward);
+    const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
     /* A link may have other devices, too. */
     const bool by_processors = a->members->device.type == FCT_DEVICE_CPU;
     return by_processors && link->world > 1 && plan->valid && !plan->extended &&
@@ -337,13 +336,11 @@ static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc
         a->flight = flight; /* nothing to send: wait copies straight from the shards */
         goto done;
     }
-    FC_TRY(choose_pieces(a, &flight));
+    FC_TRY(choose_split(a, &flight));
     if (range == NULL) {
         range = fc_members_enter_range(m, "all_gather");
     }
-    if (flight.in_pieces) {
-        status = issue_pieces(a, &flight);
-    } else if (overlaps) {
+    if (overlaps) {
         fct_stream previous = fct_stream_set_current(m->comm->copy_in_stream);
         status = issue_gather(a, async_op, &m->comm->gather_stream, &flight);
         (void)fct_stream_set_current(previous);
@@ -390,7 +387,7 @@ done:
 static fc_status move_data(fc_gather *a) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
-    const fc_gather_plan *plan = a->flight.plan;
+    fc_gather_plan *plan = a->flight.plan;
     if (a->flight.hosted) {
         fct_tensor *rows = NULL;
         FC_TRY_RAISED(m->host->copy_out(m->owner, &rows));
@@ -411,18 +408,21 @@ static fc_status move_data(fc_gather *a) {
         }
     }
     FC_TRY(renew_plan(a, post_forward, world, extended));
-    if (a->flight.in_pieces &&
-        a->pieces.count != plan->cut_count + (plan->rest_bytes > 0 ? 1 : 0)) {
+    if (a->flight.split && fc_gather_plan_can_split(plan)) {
+        fc_gather_plan_set_split(plan, true); /* it may have been built anew */
+    }
+    if (world > 1 && plan->row_bytes > 0 &&
+        (a->flight.split != plan->chunks.split || a->chunks.count != plan->chunks.count)) {
         return fc_error_set(&m->comm->error, FC_EASSERT,
                             "parameters were changed while they were gathered");
     }
-    FC_TRY(fc_unsharded_alloc(m, plan, a->flight.in_pieces ? &a->pieces : NULL));
+    FC_TRY(fc_unsharded_alloc(m, plan, &a->chunks));
     if (world == 1) {
         FC_TRY(fc_transfer_fill(&a->transfer, plan, m->params, m->device, &m->comm->error));
         drop_inputs(m);
     } else if (a->flight.buffer != NULL) {
-        FC_TRY(fc_transfer_unpack(&a->transfer, plan, m->params, a->flight.buffer,
-                                  a->flight.in_pieces, &m->comm->error));
+        FC_TRY(fc_transfer_unpack(&a->transfer, plan, m->params, plan->chunks.count - 1,
+                                  a->flight.buffer, &m->comm->error));
     }
 done:
     return status;
@@ -431,8 +431,8 @@ done:
 /* What a failed unshard leaves: no memory, and rows that can be copied out again, unless hooks or
  * the host, who hands its rows out once, would have to do their part again. */
 static void give_back(fc_gather *a) {
-    if (a->flight.in_pieces) {
-        fc_unsharded_return(a->members, a->flight.plan, &a->pieces);
+    if (a->flight.split) {
+        fc_unsharded_return(a->members, a->flight.plan, &a->chunks);
     }
     fc_gather_free(a);
     if (a->flight.extended) {
@@ -525,9 +525,9 @@ fc_status fc_gather_check(const fc_gather *a, bool unsharded) {
         return fc_error_set(error, FC_ESTATE, "a gather is in flight while the group is unsharded");
     }
     if (!f->active &&
-        (f->buffer != NULL || f->work != NULL || f->done != NULL || a->pieces.count > 0)) {
+        (f->buffer != NULL || f->work != NULL || f->done != NULL || a->chunks.count > 0)) {
         return fc_error_set(error, FC_ESTATE,
-                            "an inactive gather holds a buffer, pieces, work or event");
+                            "an inactive gather holds a buffer, chunks, work or event");
     }
     FC_TRY(fc_gather_plan_check(&a->plan, a->members->params, a->members->count, error));
     FC_TRY(

@@ -4,8 +4,8 @@
 #ifndef FSDP_C_CORE_GATHER_H
 #define FSDP_C_CORE_GATHER_H
 
+#include "chunks.h"
 #include "members.h"
-#include "pieces.h"
 #include "plan.h"
 #include "transfer.h"
 #include "unsharded.h"
@@ -21,15 +21,15 @@ typedef enum fc_lane {
 /* An all-gather between start and retire. */
 typedef struct fc_flight {
     bool active;
-    bool hosted;                /* the host has it */
-    bool async_op;              /* the caller asked for a work to wait for, on its own stream */
-    bool extended;              /* hooks of extended parameters take part */
-    bool in_pieces;             /* rows come into pieces, and the buffer has the rest of them */
-    const fc_gather_plan *plan; /* in the gather */
-    fc_link *link;              /* in the members */
-    fct_tensor *buffer;         /* NULL in a group of one rank, and where there is no rest */
-    fct_work *work;  /* NULL where the backend was done at once or an event stands for it */
-    fct_event *done; /* on devices with streams, unless async_op */
+    bool hosted;          /* the host has it */
+    bool async_op;        /* the caller asked for a work to wait for, on its own stream */
+    bool extended;        /* hooks of extended parameters take part */
+    bool split;           /* large parameters are gathered into chunks of their own */
+    fc_gather_plan *plan; /* in the gather */
+    fc_link *link;        /* in the members */
+    fct_tensor *buffer;   /* the packed chunk; NULL in a group of one rank, and without one */
+    fct_work *work;       /* NULL where the backend was done at once or an event stands for it */
+    fct_event *done;      /* on devices with streams, unless async_op */
 } fc_flight;
 
 typedef struct fc_gather {
@@ -37,7 +37,7 @@ typedef struct fc_gather {
     fc_gather_plan plan;              /* of the shards */
     fc_gather_plan post_forward_plan; /* of the smaller group's shards, while forward left those */
     fc_transfer transfer;             /* of both */
-    fc_pieces pieces; /* of what is in flight; their memory becomes the parameters' at copy-out */
+    fc_chunks chunks;     /* in flight; owned ones become the parameters' memory at copy-out */
     fct_event *resharded; /* post_forward_data was copied; only with streams */
     bool keep_storage;    /* unsharded memory is never freed: its addresses stay */
     fc_flight flight;

@@ -81,26 +81,26 @@ bool fc_link_is_copied(fc_link *link, int64_t row_bytes) {
     return open && fct_gather_is_copied(link->pg, row_bytes);
 }
 
-fc_status fc_link_takes_pieces(fc_link *link, fct_device device, fc_operation operation,
+fc_status fc_link_takes_chunks(fc_link *link, fct_device device, fc_operation operation,
                                bool *takes) {
     fc_status status = FC_OK;
     FC_TRY(fc_link_open(link));
-    FC_TRY_RAISED(fct_pg_takes_pieces(link->pg, device, operation == FC_ALL_GATHER, takes));
+    FC_TRY_RAISED(fct_pg_takes_chunks(link->pg, device, operation == FC_ALL_GATHER, takes));
 done:
     return status;
 }
 
-fc_status fc_link_gather_pieces(fc_link *link, const char *whose, fct_tensor *const *pieces,
-                                size_t count, fct_work **work) {
-    return fct_gather_pieces(link->pg, pieces, count, work) == 0
+fc_status fc_link_gather_chunks(fc_link *link, const char *whose, fct_tensor *const *chunks,
+                                size_t count, const fct_chunk_layout *layout, fct_work **work) {
+    return fct_gather_chunks(link->pg, chunks, count, layout, work) == 0
                ? FC_OK
                : explain(link, whose, FC_ALL_GATHER);
 }
 
-fc_status fc_link_reduce_pieces(fc_link *link, const char *whose, fct_tensor *output,
-                                fct_tensor *const *pieces, size_t count, fct_reduce_op op,
-                                fct_work **work) {
-    return fct_reduce_pieces(link->pg, output, pieces, count, op, work) == 0
+fc_status fc_link_reduce_chunks(fc_link *link, const char *whose, fct_tensor *output,
+                                fct_tensor *const *chunks, size_t count,
+                                const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
+    return fct_reduce_chunks(link->pg, output, chunks, count, layout, op, work) == 0
                ? FC_OK
                : explain(link, whose, FC_REDUCE_SCATTER);
 }

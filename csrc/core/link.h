@@ -37,13 +37,15 @@ FC_CHECK fc_status fc_link_all_reduce(fc_link *link, const char *whose, fct_tens
 /* Whether processors that compute would copy the rows of such a gather, see torch_abi.h. Opens the
  * link, if that can be done. */
 bool fc_link_is_copied(fc_link *link, int64_t row_bytes);
-/* The first two in pieces, see torch_abi.h: where *takes. Opens the link. */
-FC_CHECK fc_status fc_link_takes_pieces(fc_link *link, fct_device device, fc_operation operation,
+/* The first two over separate chunks, see torch_abi.h, where *takes. Opens the link. */
+FC_CHECK fc_status fc_link_takes_chunks(fc_link *link, fct_device device, fc_operation operation,
                                         bool *takes);
-FC_CHECK fc_status fc_link_gather_pieces(fc_link *link, const char *whose,
-                                         fct_tensor *const *pieces, size_t count, fct_work **work);
-FC_CHECK fc_status fc_link_reduce_pieces(fc_link *link, const char *whose, fct_tensor *output,
-                                         fct_tensor *const *pieces, size_t count, fct_reduce_op op,
+FC_CHECK fc_status fc_link_gather_chunks(fc_link *link, const char *whose,
+                                         fct_tensor *const *chunks, size_t count,
+                                         const fct_chunk_layout *layout, fct_work **work);
+FC_CHECK fc_status fc_link_reduce_chunks(fc_link *link, const char *whose, fct_tensor *output,
+                                         fct_tensor *const *chunks, size_t count,
+                                         const fct_chunk_layout *layout, fct_reduce_op op,
                                          fct_work **work);
 /* Waits for *work, then releases it and makes it NULL; nothing where it is NULL. After a failure
  * the work is still there. */

@@ -3,14 +3,86 @@
  * gradients there are may change, but that is a few additions per parameter. */
 #include "plan.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Below it a copy costs less than a message. */
-static int64_t pieces_from = 1 << 18;
+/* Below this size a copy costs less than another message. */
+static int64_t owned_chunks_from = 1 << 18;
 
-void fc_pieces_from(int64_t bytes) {
-    pieces_from = bytes;
+void fc_chunks_from(int64_t bytes) {
+    owned_chunks_from = bytes;
+}
+
+/* ---- chunks ---- */
+
+static void chunk_list_fini(fc_chunk_list *list) {
+    free(list->chunks);
+    free(list->runs);
+    memset(list, 0, sizeof *list);
+}
+
+static fc_status chunk_list_reserve(fc_chunk_list *list, size_t capacity) {
+    if (capacity <= list->capacity && list->chunks != NULL) {
+        return FC_OK;
+    }
+    fc_chunk_list grown = {.capacity = capacity};
+    grown.chunks = (fc_chunk *)calloc(capacity + 1, sizeof *grown.chunks);
+    grown.runs = (fct_run *)calloc(capacity + 1, sizeof *grown.runs);
+    if (grown.chunks == NULL || grown.runs == NULL) {
+        chunk_list_fini(&grown);
+        return FC_ENOMEM;
+    }
+    chunk_list_fini(list);
+    *list = grown;
+    return FC_OK;
+}
+
+/* One chunk that is the whole row. */
+static void chunk_list_pack(fc_chunk_list *list, int64_t row_numel) {
+    assert(list->chunks != NULL);
+    list->split = false;
+    list->count = 1;
+    list->chunks[0] = (fc_chunk){.numel = row_numel, .owned = false};
+    list->run_count = 1;
+    list->runs[0] = (fct_run){.chunk = 0, .offset = 0, .numel = row_numel};
+    list->row_numel = row_numel;
+}
+
+/* Starts a split row: the chunks of single parameters come first, the packed tail last. */
+static void chunk_list_begin_split(fc_chunk_list *list) {
+    assert(list->owners > 0 && list->owners <= list->capacity);
+    memset(list->chunks, 0, (list->owners + 1) * sizeof *list->chunks);
+    list->split = true;
+    list->count = list->owners;
+    list->run_count = 0;
+    list->row_numel = 0;
+}
+
+/* Appends `numel` elements of the row to a chunk, and returns their offset in it. */
+static int64_t chunk_list_append(fc_chunk_list *list, size_t chunk, bool owned, int64_t numel) {
+    assert(list->split && chunk <= list->capacity);
+    fc_chunk *c = &list->chunks[chunk];
+    const int64_t offset = c->numel;
+    fct_run *last = list->run_count > 0 ? &list->runs[list->run_count - 1] : NULL;
+    c->numel += numel;
+    c->owned = owned;
+    list->row_numel += numel;
+    if (chunk == list->owners && numel > 0) {
+        list->count = list->owners + 1; /* the packed tail holds something */
+    }
+    if (last != NULL && last->chunk == chunk) {
+        last->numel += numel;
+    } else if (numel > 0) {
+        assert(list->run_count < list->capacity);
+        list->runs[list->run_count++] = (fct_run){.chunk = chunk, .offset = offset, .numel = numel};
+    }
+    return offset;
+}
+
+fct_chunk_layout fc_chunk_list_layout(const fc_chunk_list *list) {
+    return (fct_chunk_layout){
+        .runs = list->runs, .count = list->run_count, .row_numel = list->row_numel};
 }
 
 static bool is_real(fct_dtype dtype) {
@@ -18,16 +90,18 @@ static bool is_real(fct_dtype dtype) {
            dtype == FCK_BFLOAT16;
 }
 
-/* Whether a parameter's part of the rows is a piece of its own: one block for each rank, of a type
+/* Whether a split plan gives the parameter a chunk of its own: one block for each rank, of a dtype
  * that every transport sums. */
-static bool is_own_piece(const fc_layout *layout, fct_dtype dtype, int64_t world) {
+static bool is_worth_chunk(const fc_layout *layout, fct_dtype dtype, int64_t world) {
     return world > 1 && layout->outer == 1 && layout->padded_numel > 0 && is_real(dtype) &&
-           layout->padded_numel * world >= pieces_from / fc_dtype_size(dtype);
+           layout->padded_numel * world >= owned_chunks_from / fc_dtype_size(dtype);
 }
+
+/* ---- gather plans ---- */
 
 void fc_gather_plan_fini(fc_gather_plan *plan) {
     free(plan->slots);
-    free(plan->cuts);
+    chunk_list_fini(&plan->chunks);
     memset(plan, 0, sizeof *plan);
 }
 
@@ -36,21 +110,24 @@ static const fc_layout *layout_of(const fc_param *p, bool post_forward) {
 }
 
 static fc_status reserve_slots(fc_gather_plan *plan, size_t count) {
+    fc_status status = FC_OK;
+    FC_TRY(chunk_list_reserve(&plan->chunks, count));
     if (plan->count == count) {
         return FC_OK;
     }
-    fc_gather_plan_fini(plan);
+    free(plan->slots);
+    plan->slots = NULL;
+    plan->count = 0;
     if (count == 0) {
         return FC_OK;
     }
     plan->slots = (fc_slot *)calloc(count, sizeof *plan->slots);
-    plan->cuts = (fct_cut *)calloc(count, sizeof *plan->cuts);
-    if (plan->slots == NULL || plan->cuts == NULL) {
-        fc_gather_plan_fini(plan);
+    if (plan->slots == NULL) {
         return FC_ENOMEM;
     }
     plan->count = count;
-    return FC_OK;
+done:
+    return status;
 }
 
 enum { CUDA_ALIGN = 16 }; /* what a GPU's thread moves at once, at most */
@@ -84,7 +161,7 @@ static fc_slot describe(const fc_gather_plan *plan, size_t param, const fc_param
     return slot;
 }
 
-/* Puts the slot into the row, which has come to `offset`; *end is where it ends. */
+/* Adds the slot to the row, which ends at `offset`; *end is its new end. Checks for overflow. */
 static fc_status place(fc_gather_plan *plan, fc_slot *slot, const fc_param *p, int64_t offset,
                        int64_t *end, fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
@@ -101,7 +178,6 @@ static fc_status place(fc_gather_plan *plan, fc_slot *slot, const fc_param *p, i
         return fc_error_set(err, FC_EASSERT, "the gather buffer's size overflows at parameter '%s'",
                             name);
     }
-    slot->offset = offset;
     plan->native = plan->native && fck_can_cast(slot->source, slot->compute) != 0;
     plan->casts = plan->casts || slot->source != slot->compute;
     plan->extended = plan->extended || slot->extended;
@@ -117,30 +193,55 @@ static size_t count_inputs(fc_param *const *params, size_t count) {
     return inputs;
 }
 
-/* Which slots of a plan that is laid out are pieces of their own. */
-static void cut_row(fc_gather_plan *plan, fc_param *const *params, fct_device device) {
-    const bool cuttable =
-        device.type == FCT_DEVICE_CPU && plan->dtype != FCK_UINT8 && !plan->extended;
-    plan->cut_count = 0;
-    plan->rest_bytes = 0;
+/* Notes which slots a split gives a chunk of their own. */
+static void choose_owners(fc_gather_plan *plan, fc_param *const *params) {
+    const bool can_split = plan->align == 1 && plan->dtype != FCK_UINT8 && !plan->extended;
+    plan->chunks.owners = 0;
     for (size_t i = 0; i < plan->count; i++) {
         fc_slot *slot = &plan->slots[i];
         const fc_param *p = params[slot->param];
-        const int64_t size = fc_dtype_size(slot->compute);
-        if (cuttable && slot->numel * plan->world == p->flat_numel &&
-            is_own_piece(layout_of(p, plan->post_forward), slot->compute, plan->world)) {
-            plan->cuts[plan->cut_count++] =
-                (fct_cut){.offset = slot->offset / size, .numel = slot->numel};
-            slot->rest = FC_OWN_PIECE;
-        } else {
-            slot->rest = plan->rest_bytes;
-            plan->rest_bytes += slot->numel * size;
-        }
+        slot->owns_chunk =
+            can_split && slot->numel * plan->world == p->flat_numel &&
+            is_worth_chunk(layout_of(p, plan->post_forward), slot->compute, plan->world);
+        plan->chunks.owners += slot->owns_chunk ? 1 : 0;
     }
 }
 
-fct_cuts fc_gather_plan_cuts(const fc_gather_plan *plan) {
-    return (fct_cuts){.cuts = plan->cuts, .count = plan->cut_count, .row_numel = plan->row_numel};
+bool fc_gather_plan_can_split(const fc_gather_plan *plan) {
+    return plan->chunks.owners > 0;
+}
+
+/* Offsets of a row in one chunk. The sums were checked when the plan was laid out. */
+static void pack_slots(fc_gather_plan *plan) {
+    int64_t end = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        fc_slot *slot = &plan->slots[i];
+        const int64_t align = slot->numel > 0 ? plan->align : 1;
+        slot->chunk = 0;
+        slot->offset = (end + align - 1) / align * align;
+        end = slot->offset + slot->numel * fc_dtype_size(slot->compute);
+    }
+    chunk_list_pack(&plan->chunks, plan->row_numel);
+}
+
+void fc_gather_plan_set_split(fc_gather_plan *plan, bool split) {
+    assert(plan->valid && (!split || fc_gather_plan_can_split(plan)));
+    if (plan->chunks.split == split) {
+        return;
+    }
+    if (!split) {
+        pack_slots(plan);
+        return;
+    }
+    size_t owned = 0;
+    chunk_list_begin_split(&plan->chunks);
+    for (size_t i = 0; i < plan->count; i++) {
+        fc_slot *slot = &plan->slots[i];
+        slot->chunk = slot->owns_chunk ? owned++ : plan->chunks.owners;
+        slot->offset =
+            chunk_list_append(&plan->chunks, slot->chunk, slot->owns_chunk, slot->numel) *
+            fc_dtype_size(slot->compute);
+    }
 }
 
 /* All slots, one after the other; *end is where the last one ends. */
@@ -187,7 +288,8 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     plan->from_host = plan->from_host && fct_device_has_streams(device);
     plan->row_bytes = (end + plan->align - 1) / plan->align * plan->align;
     plan->row_numel = plan->row_bytes / fc_dtype_size(plan->dtype);
-    cut_row(plan, params, device);
+    choose_owners(plan, params);
+    pack_slots(plan);
     plan->valid = true;
 done:
     return status;
@@ -245,11 +347,9 @@ fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity) {
     fc_reduce_plan grown = {.capacity = capacity};
     grown.params = (fc_param **)calloc(capacity, sizeof *grown.params);
     grown.grads = (fct_tensor **)calloc(capacity, sizeof *grown.grads);
-    grown.offsets = (int64_t *)calloc(capacity, sizeof *grown.offsets);
-    grown.rests = (int64_t *)calloc(capacity, sizeof *grown.rests);
-    grown.cuts = (fct_cut *)calloc(capacity, sizeof *grown.cuts);
-    if (grown.params == NULL || grown.grads == NULL || grown.offsets == NULL ||
-        grown.rests == NULL || grown.cuts == NULL) {
+    grown.slots = (fc_gradient_slot *)calloc(capacity, sizeof *grown.slots);
+    if (grown.params == NULL || grown.grads == NULL || grown.slots == NULL ||
+        chunk_list_reserve(&grown.chunks, capacity) != FC_OK) {
         fc_reduce_plan_fini(&grown);
         return FC_ENOMEM;
     }
@@ -270,9 +370,8 @@ void fc_reduce_plan_fini(fc_reduce_plan *plan) {
     fc_reduce_plan_drop_grads(plan);
     free((void *)plan->params);
     free((void *)plan->grads);
-    free(plan->offsets);
-    free(plan->rests);
-    free(plan->cuts);
+    free(plan->slots);
+    chunk_list_fini(&plan->chunks);
     memset(plan, 0, sizeof *plan);
 }
 
@@ -309,40 +408,41 @@ done:
     return status;
 }
 
-/* Cuts rows of `dtype`, whose offsets are set. */
-static void cut_gradients(fc_reduce_plan *plan) {
-    plan->cut_count = 0;
-    plan->rest_numel = 0;
+bool fc_reduce_plan_can_split(const fc_reduce_plan *plan) {
+    return plan->chunks.owners > 0;
+}
+
+void fc_reduce_plan_set_split(fc_reduce_plan *plan, bool split) {
+    int64_t offset = 0;
+    size_t owned = 0;
+    assert(!split || fc_reduce_plan_can_split(plan));
+    if (split) {
+        chunk_list_begin_split(&plan->chunks);
+    } else {
+        chunk_list_pack(&plan->chunks, plan->row_numel);
+    }
+    for (size_t i = 0; i < plan->count; i++) {
+        const int64_t numel = plan->params[i]->layout.padded_numel;
+        fc_gradient_slot *slot = &plan->slots[i];
+        if (split) {
+            slot->chunk = slot->owns_chunk ? owned++ : plan->chunks.owners;
+            slot->offset = chunk_list_append(&plan->chunks, slot->chunk, slot->owns_chunk, numel);
+        } else {
+            slot->chunk = 0;
+            slot->offset = offset;
+            offset += numel;
+        }
+    }
+}
+
+/* Notes which gradients a split gives a chunk of their own. */
+static void choose_owned_gradients(fc_reduce_plan *plan) {
+    plan->chunks.owners = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
-        if (is_own_piece(layout, plan->dtype, layout->world)) {
-            plan->cuts[plan->cut_count++] =
-                (fct_cut){.offset = plan->offsets[i], .numel = layout->padded_numel};
-            plan->rests[i] = FC_OWN_PIECE;
-        } else {
-            plan->rests[i] = plan->rest_numel;
-            plan->rest_numel += layout->padded_numel;
-        }
+        plan->slots[i].owns_chunk = is_worth_chunk(layout, plan->dtype, layout->world);
+        plan->chunks.owners += plan->slots[i].owns_chunk ? 1 : 0;
     }
-}
-
-fct_cuts fc_reduce_plan_cuts(const fc_reduce_plan *plan) {
-    return (fct_cuts){.cuts = plan->cuts, .count = plan->cut_count, .row_numel = plan->row_numel};
-}
-
-void fc_reduce_plan_cut_only(fc_reduce_plan *plan, fct_dtype reduce_dtype) {
-    plan->dtype = reduce_dtype;
-    plan->row_numel = 0;
-    for (size_t i = 0; i < plan->count; i++) {
-        if (plan->dtype == FCT_NO_DTYPE) {
-            fct_facts facts;
-            fct_tensor_facts(plan->grads[i], &facts);
-            plan->dtype = facts.dtype;
-        }
-        plan->offsets[i] = plan->row_numel;
-        plan->row_numel += plan->params[i]->layout.padded_numel;
-    }
-    cut_gradients(plan);
 }
 
 fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *foreign,
@@ -373,7 +473,6 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
         floats = floats && fck_can_cast(facts.dtype, FCK_FLOAT32) != 0;
         grad_dtype = both != FCT_NO_DTYPE ? both : grad_dtype;
         complex = complex || fc_dtype_is_complex(facts.dtype);
-        plan->offsets[i] = offset;
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_mul(offset, layout->world, &total) || !fc_size_mul(total, 16, &total)) {
             return fc_error_set(err, FC_EASSERT, "the reduce buffer's size overflows");
@@ -385,6 +484,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     plan->native = (uniform && plan->dtype == grad_dtype) ||
                    (floats && fck_can_cast(FCK_FLOAT32, plan->dtype) != 0);
     plan->row_numel = offset;
-    cut_gradients(plan);
+    choose_owned_gradients(plan);
+    fc_reduce_plan_set_split(plan, false);
     return FC_OK;
 }

@@ -1,22 +1,24 @@
-/* Transfer plans: what does not change between steps, computed once. They hold no address, and who
- * uses one does not change it.
+/* Transfer plans: the layout of a group's transfers, computed once and reused by every step. A plan
+ * holds no address, and its users do not change it.
  *
- * A gather plan lays what a rank sends out in one row: the inputs of a group's parameters, one
- * after the other. A parameter's only input is its padded shard; an extended one has those that its
- * hook gave (extension.h), which may be others at each gather. Rank r's row stands at r * row_bytes
- * of the gather buffer. Where all types are equal the buffer has that type, else it is bytes. An
- * input's slot is `outer` blocks of equal size (one, where dim 0 is cut). On CUDA slots and rows
- * start at multiples of 16 bytes, so that a parameter of one element does not slow down all that
- * stand behind it; what is between two slots means nothing. Which kernels there are is not asked:
- * all ranks lay out the same.
+ * A gather plan arranges what one rank sends: the inputs of the group's parameters, in order. The
+ * only input of an ordinary parameter is its padded shard; an extended parameter (extension.h) has
+ * the inputs that its hook returned, which may differ at each gather. A rank's shards in this order
+ * are its row. All dtypes equal: the row has that dtype, else it is bytes.
  *
- * Where rows go directly from memory to memory (the CPU), a large parameter's part is a piece of
- * its own, that comes from and goes to the parameter's own memory; all other parts are packed into
- * one more, the rest. `cuts` says which: it depends on shapes and types only, so that it is the
- * same on all ranks, whatever each of them has in its row. Rows with extended parameters are whole.
+ * Memory is a list of chunks. Each chunk is one tensor that holds a part of every rank's row, rank
+ * after rank; a slot says in which chunk an input lies and where. A packed plan has one chunk, the
+ * gather buffer. A split plan (CPU only) gives every large parameter a chunk of its own, which
+ * becomes its unsharded memory without a copy; the other inputs share one more, the packed tail.
+ * The runs of a plan list the row in order, each with its place in a chunk. The transport sends a
+ * row in row order, so ranks with packed and with split plans can take part in one collective.
  *
- * A reduce plan does the same, without gaps, for the gradients that are there in this backward, in
- * the reduce type. */
+ * On CUDA slots and rows start at multiples of 16 bytes, so that vector loads stay aligned behind a
+ * small parameter. The bytes between two slots are undefined. The arrangement does not depend on
+ * the available kernels: it is the same on all ranks.
+ *
+ * A reduce plan does the same, without gaps, for the gradients that exist in this backward, in the
+ * reduce dtype. */
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
@@ -26,51 +28,70 @@
 #include "param.h"
 #include "status.h"
 
-/* Where one input stands in a row. */
+/* Where one input lies. */
 typedef struct fc_slot {
-    size_t param; /* whose it is: an index into the parameters */
-    size_t input; /* which of an extended parameter's; else 0 */
+    size_t param; /* index of its parameter */
+    size_t input; /* index among the inputs of an extended parameter, else 0 */
     bool extended;
-    int64_t offset;    /* in bytes */
-    int64_t rest;      /* in bytes, in a row of the rest; FC_OWN_PIECE: it is not there */
-    int64_t numel;     /* elements, of all blocks */
-    int64_t outer;     /* blocks */
-    fct_dtype source;  /* the input's type */
-    fct_dtype compute; /* the row's */
+    bool owns_chunk;   /* in a split plan it has a chunk of its own */
+    size_t chunk;      /* the chunk that holds it */
+    int64_t offset;    /* in a rank's part of that chunk, in bytes */
+    int64_t numel;     /* elements of all blocks */
+    int64_t outer;     /* blocks of equal size; 1 where dim 0 is sharded */
+    fct_dtype source;  /* dtype of the input */
+    fct_dtype compute; /* dtype in the chunk */
 } fc_slot;
 
-enum { FC_OWN_PIECE = -1 };
+/* One tensor of a transfer. */
+typedef struct fc_chunk {
+    int64_t numel; /* elements of the plan's dtype in each rank's part */
+    bool owned;    /* it holds one parameter and nothing else */
+} fc_chunk;
+
+/* The chunks of a plan, and the row that they make up. Owns its arrays. */
+typedef struct fc_chunk_list {
+    bool split;       /* large parameters have chunks of their own */
+    fc_chunk *chunks; /* [capacity + 1] the owned ones in row order, then the packed one */
+    size_t count;
+    fct_run *runs; /* [capacity] the row in order; neighbours within one chunk are merged */
+    size_t run_count;
+    int64_t row_numel; /* elements in the row */
+    size_t capacity;   /* slots that fit */
+    size_t owners;     /* slots that a split gives a chunk of their own */
+} fc_chunk_list;
 
 typedef struct fc_gather_plan {
     bool valid;
-    bool post_forward; /* of the shards on the smaller group that forward left behind */
-    bool native;       /* the kernels can do every cast; else torch copies do the packing */
-    bool casts;        /* some compute type is another than the shard's */
-    bool extended;     /* some parameters are */
-    bool from_host;    /* some shards are offloaded: they are in the host's memory */
+    bool post_forward; /* for the shards on the smaller mesh that forward left behind */
+    bool native;       /* the kernels support every cast; else torch copies pack */
+    bool casts;        /* some compute dtype differs from the shard's */
+    bool extended;     /* some parameters are extended */
+    bool from_host;    /* some shards are offloaded to host memory */
     fct_dtype dtype;
     int64_t align;     /* of slots and rows, in bytes */
-    int64_t world;     /* ranks that take part: rows of the buffer */
+    int64_t world;     /* ranks that take part */
     int64_t row_numel; /* elements of dtype in a row */
     int64_t row_bytes;
-    int64_t rest_bytes; /* of a row of what is not a piece of its own */
-    fc_slot *slots;     /* [count] of the inputs, in the order of the parameters */
-    fct_cut *cuts;      /* [count] of which cut_count are used: the pieces, in elements of dtype */
+    fc_slot *slots; /* [count] of the inputs, in the order of the parameters */
     size_t count;
-    size_t cut_count;
+    fc_chunk_list chunks;
 } fc_gather_plan;
 
+/* Where one gradient lies. */
+typedef struct fc_gradient_slot {
+    bool owns_chunk; /* in a split plan it has a chunk of its own */
+    size_t chunk;
+    int64_t offset; /* in a rank's part of that chunk, in elements */
+} fc_gradient_slot;
+
 typedef struct fc_reduce_plan {
-    bool native; /* the kernels can do every cast */
+    bool native; /* the kernels support every cast */
     fct_dtype dtype;
-    int64_t row_numel;  /* elements of dtype in one rank's row */
-    fc_param **params;  /* [capacity] those with a gradient, in group order; borrowed */
-    fct_tensor **grads; /* [capacity] their gradients; counted, owned here until dropped */
-    int64_t *offsets;   /* [capacity] of each in a row, in elements, once they are laid out */
-    int64_t *rests;     /* [capacity] of each in a row of the rest, or FC_OWN_PIECE */
-    int64_t rest_numel; /* elements of dtype in one rank's row of the rest */
-    fct_cut *cuts;      /* [capacity] of which cut_count are used: the pieces */
-    size_t cut_count;
+    int64_t row_numel;       /* elements of dtype in one rank's row */
+    fc_param **params;       /* [capacity] those with a gradient, in group order; borrowed */
+    fct_tensor **grads;      /* [capacity] their gradients; counted, owned here until dropped */
+    fc_gradient_slot *slots; /* [capacity] of the gradients, once they are laid out */
+    fc_chunk_list chunks;
     size_t count;
     size_t capacity;
 } fc_reduce_plan;
@@ -92,24 +113,26 @@ fct_tensor *fc_slot_output(const fc_slot *slot, fc_param *const *params);
 /* Checks the input and reads its facts, see fc_param_shard_facts(). */
 FC_CHECK fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot *slot,
                                        fc_param *const *params, fct_facts *facts, fc_error *err);
-/* Parameters from `bytes` bytes on are pieces of their own, in plans that are made from now on: on
- * all ranks the same. For tests; a quarter of a mebibyte at the start. */
-void fc_pieces_from(int64_t bytes);
-/* How the plan's rows are cut; borrows from it. */
-fct_cuts fc_gather_plan_cuts(const fc_gather_plan *plan);
-fct_cuts fc_reduce_plan_cuts(const fc_reduce_plan *plan);
+/* Sets the size in bytes from which a parameter gets a chunk of its own, in plans built from now
+ * on. Must be equal on all ranks of a test. For tests; 256 KiB at start. */
+void fc_chunks_from(int64_t bytes);
+/* Whether a split plan would give any parameter a chunk of its own. */
+bool fc_gather_plan_can_split(const fc_gather_plan *plan);
+bool fc_reduce_plan_can_split(const fc_reduce_plan *plan);
+/* Assigns the slots of a valid (laid out) plan to chunks. `split` requires can_split. */
+void fc_gather_plan_set_split(fc_gather_plan *plan, bool split);
+void fc_reduce_plan_set_split(fc_reduce_plan *plan, bool split);
+/* The row's order in the chunks, for the transport; borrows from the list. */
+fct_chunk_layout fc_chunk_list_layout(const fc_chunk_list *list);
 
-/* Room for `capacity` gradients. */
+/* Reserves space for `capacity` gradients. FC_ENOMEM. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
-/* Lays out the collected gradients: checks them, fills offsets and row_numel. *foreign: one is of a
- * kind that only the host can read; nothing is laid out then. Without a reduce dtype the widest of
- * the gradients' is taken. FC_EASSERT where there is none. A real reduce dtype is that of the parts
- * of complex gradients. */
+/* Lays out the collected gradients in one chunk: checks them, fills slots and row_numel. *foreign:
+ * one is a tensor subclass without memory that only the host can read; then nothing is laid out.
+ * Without a reduce dtype the widest of the gradients' is used. FC_EASSERT where there is none. A
+ * real reduce dtype is the dtype of the parts of complex gradients. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           bool *foreign, fc_error *err);
-/* Cuts the rows of the gradients that somebody else lays out, all of them one after the other: in
- * `reduce_dtype` or, without one, in the first one's. */
-void fc_reduce_plan_cut_only(fc_reduce_plan *plan, fct_dtype reduce_dtype);
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan);
 void fc_reduce_plan_fini(fc_reduce_plan *plan);
 

@@ -38,7 +38,7 @@ void fc_reducer_fini(fc_reducer *d) {
     fc_reducer_forget_event(d);
     fc_reduce_plan_fini(&d->plan);
     fc_transfer_fini(&d->transfer);
-    fc_pieces_fini(&d->pieces);
+    fc_chunks_fini(&d->chunks);
     memset(d, 0, sizeof *d);
 }
 
@@ -92,21 +92,17 @@ static fc_reduction *new_reduction(fc_reducer *d, fc_span span) {
     return r;
 }
 
-/* The collective from r->input or from pieces into `row`. */
+/* Issues the collective from the chunks, or from the only one (r->input), into `row`. */
 static fc_status reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide,
                                 fct_tensor *row) {
     const fc_members *m = d->members;
     fc_link *link = fc_members_scatter_link(d->members);
-    const fct_cuts cuts = fc_reduce_plan_cuts(&d->plan);
-    const fct_cuts *around = fct_cuts_announce(&cuts);
-    fc_status status =
-        d->pieces.count > 0
-            ? fc_link_reduce_pieces(link, m->name, row, d->pieces.tensors, d->pieces.count,
-                                    divide->op, &r->work)
-            : fc_link_reduce_scatter(link, m->name, row, r->input, divide->op, divide->premultiply,
-                                     !m->comm->has_streams, &r->work);
-    (void)fct_cuts_announce(around);
-    return status;
+    const fct_chunk_layout layout = fc_chunk_list_layout(&d->plan.chunks);
+    return d->plan.chunks.split
+               ? fc_link_reduce_chunks(link, m->name, row, d->chunks.tensors, d->chunks.count,
+                                       &layout, divide->op, &r->work)
+               : fc_link_reduce_scatter(link, m->name, row, r->input, divide->op,
+                                        divide->premultiply, !m->comm->has_streams, &r->work);
 }
 
 /* Divides and issues the reduce-scatter on the current stream; r->output is the row. */
@@ -144,7 +140,7 @@ static fc_status scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide
         FC_TRY(reduce_scatter(d, r, divide, part));
     }
 done:
-    fc_pieces_drop(&d->pieces); /* the work holds them */
+    fc_chunks_drop(&d->chunks); /* the work holds them */
     fct_tensor_release(part);
     return status;
 }
@@ -260,21 +256,26 @@ static fc_divide divide_of(fc_reducer *d, fct_dtype dtype) {
     return fc_divide_split(&rule);
 }
 
-/* Whether the row goes in pieces: where some are worth it, and whoever sends them can; a group that
- * has memory has it for whole rows. */
-static fc_status choose_pieces(fc_reducer *d, const fc_divide *divide, bool *in_pieces) {
+/* Whether large gradients are reduced from chunks of their own: some are large enough, the kernels
+ * cast them, and the transport can move them. Memory of the process group is only had as one
+ * buffer. */
+static fc_status choose_split(fc_reducer *d, const fc_divide *divide) {
     const fc_members *m = d->members;
     fc_status status = FC_OK;
-    const fc_reduce_plan *plan = &d->plan;
-    bool whole = plan->cut_count == 0 || m->device.type != FCT_DEVICE_CPU || !plan->native ||
-                 divide->op == FCT_PREMUL_SUM || fck_backend_of(m->device.type) == NULL;
-    *in_pieces = false;
-    if (!whole) {
-        FC_TRY(fc_members_has_memory(m, m->reduce_memory, &whole));
+    fc_reduce_plan *plan = &d->plan;
+    bool split = false;
+    bool packed = !fc_reduce_plan_can_split(plan) || m->device.type != FCT_DEVICE_CPU ||
+                  !plan->native || divide->op == FCT_PREMUL_SUM ||
+                  fck_backend_of(m->device.type) == NULL;
+    if (!packed) {
+        FC_TRY(fc_members_has_memory(m, m->reduce_memory, &packed));
     }
-    if (!whole) {
-        FC_TRY(fc_link_takes_pieces(fc_members_scatter_link(d->members), m->device,
-                                    FC_REDUCE_SCATTER, in_pieces));
+    if (!packed) {
+        FC_TRY(fc_link_takes_chunks(fc_members_scatter_link(d->members), m->device,
+                                    FC_REDUCE_SCATTER, &split));
+    }
+    if (split) {
+        fc_reduce_plan_set_split(plan, true);
     }
 done:
     return status;
@@ -291,86 +292,89 @@ static bool is_sent_itself(const fc_reduce_plan *plan, size_t i, const fc_divide
            fct_tensor_is_sole(plan->grads[i]);
 }
 
-/* The gradient as it is, or its rows in fresh memory. */
-static fc_status make_piece(fc_reducer *d, size_t i, const fc_divide *divide, fct_tensor **piece) {
+/* The gradient's own memory as a chunk: a 1-D view. */
+static fc_status alias_gradient(const fc_reduce_plan *plan, size_t i, fct_tensor **chunk) {
+    const int64_t size[1] = {plan->params[i]->layout.numel};
+    const int64_t stride[1] = {1};
+    fct_facts facts;
+    fct_tensor_facts(plan->grads[i], &facts);
+    return fct_tensor_alias(plan->grads[i], 1, size, stride, facts.offset_bytes / facts.itemsize,
+                            chunk) == 0
+               ? FC_OK
+               : FC_ERAISED;
+}
+
+/* The chunk of one gradient: the gradient's own memory, or packed into fresh memory. Drops the
+ * gradient. */
+static fc_status make_owned_chunk(fc_reducer *d, size_t i, const fc_divide *divide,
+                                  fct_tensor **chunk) {
     const fc_members *m = d->members;
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
     const fc_layout *layout = &plan->params[i]->layout;
     fct_tensor *made = NULL;
     if (is_sent_itself(plan, i, divide)) {
-        fct_facts facts;
-        const int64_t size[1] = {layout->numel};
-        const int64_t stride[1] = {1};
-        fct_tensor_facts(plan->grads[i], &facts);
-        FC_TRY_RAISED(fct_tensor_alias(plan->grads[i], 1, size, stride,
-                                       facts.offset_bytes / facts.itemsize, &made));
+        FC_TRY(alias_gradient(plan, i, &made));
     } else {
         FC_TRY_RAISED(
             fct_tensor_empty(layout->world * layout->padded_numel, plan->dtype, m->device, &made));
-        FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, (ptrdiff_t)i, layout->world, made,
-                                          &m->comm->error));
+        FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, plan->slots[i].chunk, layout->world,
+                                          made, &m->comm->error));
         if (divide->before != 1.0) {
             FC_TRY_RAISED(fct_tensor_div(made, divide->before));
         }
     }
     fct_tensor_release(plan->grads[i]);
     plan->grads[i] = NULL;
-    *piece = made;
+    *chunk = made;
     return FC_OK;
 done:
     fct_tensor_release(made);
     return status;
 }
 
-/* Packs the rest, which becomes r->input, then makes the pieces: each gradient goes as soon as its
- * rows are there. */
-static fc_status pack_pieces(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
-    const fc_members *m = d->members;
+/* Packs the gradients that share a chunk, which becomes r->input. */
+static fc_status make_packed_chunk(fc_reducer *d, fc_reduction *r, size_t chunk) {
+    fc_members *m = d->members;
     fc_status status = FC_OK;
     const fc_reduce_plan *plan = &d->plan;
     const int64_t world = m->shard.world;
-    FC_TRY(fc_pieces_begin(&d->pieces, plan->cut_count + 1));
-    if (plan->rest_numel > 0) {
-        FC_TRY_RAISED(
-            fct_tensor_empty(world * plan->rest_numel, plan->dtype, m->device, &r->input));
-        FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, FC_REST_OF_GRADIENTS, world, r->input,
-                                          &m->comm->error));
+    const int64_t numel = world * plan->chunks.chunks[chunk].numel;
+    if (plan->chunks.split) {
+        FC_TRY_RAISED(fct_tensor_empty(numel, plan->dtype, m->device, &r->input));
+    } else {
+        FC_TRY(fc_members_buffer(m, m->reduce_memory, numel, plan->dtype, &r->input));
     }
-    for (size_t i = 0; i < plan->count; i++) {
-        fct_tensor *piece = NULL;
-        if (plan->rests[i] == FC_OWN_PIECE) {
-            FC_TRY(make_piece(d, i, divide, &piece));
-            fc_pieces_add(&d->pieces, piece);
-        }
-    }
-    if (r->input != NULL) {
-        fct_tensor_retain(r->input);
-        fc_pieces_add(&d->pieces, r->input);
-    }
+    FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, chunk, world, r->input, &m->comm->error));
 done:
     return status;
 }
 
-/* Packs the gradients, which are laid out, into r->input, on the current stream; or makes pieces of
- * them. */
+/* Packs the gradients, which are laid out, into the plan's chunks, on the current stream. The
+ * packed chunk comes first: each large gradient is freed as soon as its own chunk is made. */
 static fc_status pack(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
-    fc_members *m = d->members;
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
-    bool in_pieces = false;
-    FC_TRY(choose_pieces(d, divide, &in_pieces));
-    if (in_pieces) {
-        FC_TRY(pack_pieces(d, r, divide));
-    } else {
-        FC_TRY(fc_members_buffer(m, m->reduce_memory, m->shard.world * plan->row_numel, plan->dtype,
-                                 &r->input));
-        FC_TRY(fc_transfer_pack_gradients(&d->transfer, plan, FC_ALL_GRADIENTS, m->shard.world,
-                                          r->input, &m->comm->error));
+    FC_TRY(choose_split(d, divide));
+    const size_t last = plan->chunks.count - 1;
+    FC_TRY(fc_chunks_begin(&d->chunks, plan->chunks.count));
+    if (!plan->chunks.chunks[last].owned) {
+        FC_TRY(make_packed_chunk(d, r, last));
+    }
+    for (size_t i = 0; plan->chunks.split && i < plan->count; i++) {
+        fct_tensor *chunk = NULL;
+        if (plan->slots[i].owns_chunk) {
+            FC_TRY(make_owned_chunk(d, i, divide, &chunk));
+            fc_chunks_add(&d->chunks, chunk);
+        }
+    }
+    if (r->input != NULL) {
+        fct_tensor_retain(r->input);
+        fc_chunks_add(&d->chunks, r->input);
     }
 done:
     if (status != FC_OK) {
-        fc_pieces_drop(&d->pieces);
+        fc_chunks_drop(&d->chunks);
     }
     fc_reduce_plan_drop_grads(plan);
     return status;
@@ -456,18 +460,6 @@ done:
     return status;
 }
 
-/* The host's own reduction of whole rows; it, too, may meet ranks that have pieces. */
-static fc_status host_reduce(fc_reducer *d, bool order_compute) {
-    const fc_members *m = d->members;
-    fc_reduce_plan *plan = &d->plan;
-    fc_reduce_plan_cut_only(plan, d->reduce_dtype);
-    const fct_cuts cuts = fc_reduce_plan_cuts(plan);
-    const fct_cuts *around = fct_cuts_announce(&cuts);
-    int failed = m->host->reduce(m->owner, plan->params, plan->grads, plan->count, order_compute);
-    (void)fct_cuts_announce(around);
-    return failed == 0 ? FC_OK : FC_ERAISED;
-}
-
 fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
     fc_members *m = d->members;
     fc_status status = FC_OK;
@@ -482,7 +474,8 @@ fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
         FC_TRY(fc_reduce_plan_lay_out(plan, d->reduce_dtype, &hosted, &m->comm->error));
     }
     if (hosted) {
-        FC_TRY(host_reduce(d, order_compute));
+        FC_TRY_RAISED(
+            m->host->reduce(m->owner, plan->params, plan->grads, plan->count, order_compute));
     } else {
         FC_TRY(start_reduction(d, span, order_compute));
     }

@@ -16,8 +16,8 @@
 #ifndef FSDP_C_CORE_REDUCE_H
 #define FSDP_C_CORE_REDUCE_H
 
+#include "chunks.h"
 #include "members.h"
-#include "pieces.h"
 #include "plan.h"
 #include "transfer.h"
 
@@ -33,7 +33,7 @@ typedef struct fc_reducer {
     fc_members *members; /* borrowed */
     fc_reduce_plan plan; /* the gradients that were collected */
     fc_transfer transfer;
-    fc_pieces pieces;   /* between pack and scatter, where rows go in pieces */
+    fc_chunks chunks;   /* packed and on the way to the collective, which then holds them */
     fct_event *reduced; /* end of the latest reduction; only with streams */
     fct_event *sent;    /* end of the latest that has queued copies to the host's memory, until the
                            host has waited for it */

@@ -3,6 +3,7 @@
  * builds too. */
 #include "transfer.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -167,87 +168,55 @@ static fck_segment segment_of(const fc_slot *slot, const fct_facts *source, void
                          .dst_dtype = slot->compute};
 }
 
-/* The inputs' segments, to where they go in pieces. */
-static fc_status describe_pieces(const fc_gather_plan *plan, fc_param *const *params,
-                                 fct_tensor *buffer, fct_tensor *const *own, int64_t row,
+/* The inputs' segments: from the shards to their places in part `rank` of the chunks. */
+static fc_status describe_inputs(const fc_gather_plan *plan, fc_param *const *params,
+                                 fct_tensor *const *chunks, int64_t rank, fct_device device,
                                  fck_segment *segments, fc_error *err) {
     fc_status status = FC_OK;
-    fct_facts rest = {0};
-    size_t piece = 0;
-    if (plan->rest_bytes > 0) {
-        FC_TRY(buffer_facts(buffer, (row + 1) * plan->rest_bytes, &rest, err));
-    }
-    for (size_t i = 0; i < plan->count; i++) {
-        const fc_slot *slot = &plan->slots[i];
-        const int64_t bytes = slot->numel * fc_dtype_size(slot->compute);
-        fct_facts source;
-        fct_facts target;
-        void *to = NULL;
-        FC_TRY(
-            source_facts(plan, slot, params, (fct_device){.type = FCT_DEVICE_CPU}, &source, err));
-        if (slot->rest == FC_OWN_PIECE) {
-            FC_TRY(buffer_facts(own[piece++], (row + 1) * bytes, &target, err));
-            to = (char *)target.data + row * bytes;
-        } else if (bytes > 0) {
-            to = (char *)rest.data + row * plan->rest_bytes + slot->rest;
-        }
-        segments[i] = segment_of(slot, &source, to);
-    }
-done:
-    return status;
-}
-
-static fc_status pack_pieces(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
-                             fct_tensor *buffer, fct_tensor *const *own, int64_t row,
-                             fc_error *err) {
-    fc_status status = FC_OK;
-    const fct_device device = {.type = FCT_DEVICE_CPU};
-    FC_TRY(reserve(t, plan->count, sizeof(fck_segment)));
-    fck_segment *segments = (fck_segment *)t->descriptors;
-    FC_TRY(describe_pieces(plan, params, buffer, own, row, segments, err));
-    FC_TRY(pack_segments(plan, params, segments, fck_backend_of(device.type), device, err));
-done:
-    return status;
-}
-
-/* The inputs into the row that starts `start` bytes into the buffer, whose facts are `target`. */
-static fc_status pack_row(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
-                          const fct_tensor *buffer, fct_facts target, int64_t start,
-                          fc_error *err) {
-    fc_status status = FC_OK;
+    const int64_t itemsize = fc_dtype_size(plan->dtype);
     fct_facts source;
-    const fck_backend *kernels = fck_backend_of(target.device.type);
-    if (kernels == NULL) {
-        return fc_foreach_pack(&t->foreach, plan, params, buffer, target.offset_bytes + start, err);
-    }
-    FC_TRY(reserve(t, plan->count, sizeof(fck_segment)));
-    fck_segment *segments = (fck_segment *)t->descriptors;
+    fct_facts target = {0};
+    size_t current = plan->chunks.count; /* the chunk that `target` describes: none */
+    int64_t part = 0;                    /* where its part begins, in bytes */
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        FC_TRY(source_facts(plan, slot, params, target.device, &source, err));
-        segments[i] = segment_of(slot, &source, (char *)target.data + start + slot->offset);
+        FC_TRY(source_facts(plan, slot, params, device, &source, err));
+        if (slot->numel > 0 && slot->chunk != current) {
+            const int64_t bytes = plan->chunks.chunks[slot->chunk].numel * itemsize;
+            current = slot->chunk;
+            part = rank * bytes;
+            FC_TRY(buffer_facts(chunks[current], part + bytes, &target, err));
+        }
+        segments[i] = segment_of(
+            slot, &source, slot->numel > 0 ? (char *)target.data + part + slot->offset : NULL);
     }
-    FC_TRY(pack_segments(plan, params, segments, kernels, target.device, err));
 done:
     return status;
 }
 
 fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
-                           fct_tensor *buffer, fct_tensor *const *own, int64_t row, fc_error *err) {
+                           fct_tensor *const *chunks, int64_t rank, fc_error *err) {
     fc_status status = FC_OK;
-    fct_facts target;
-    const int64_t start = row * plan->row_bytes;
-    if (own != NULL) {
-        return pack_pieces(t, plan, params, buffer, own, row, err);
-    }
-    FC_TRY(buffer_facts(buffer, start + plan->row_bytes, &target, err));
+    fct_facts first;
+    const int64_t part = plan->chunks.chunks[0].numel * fc_dtype_size(plan->dtype);
+    FC_TRY(buffer_facts(chunks[0], (rank + 1) * part, &first, err));
+    const fck_backend *kernels = fck_backend_of(first.device.type);
+    assert(!plan->chunks.split || (kernels != NULL && !plan->from_host));
     if (plan->from_host && !plan->casts && !plan->extended) {
-        return fc_offload_place(plan, params, buffer, target.offset_bytes + start, err);
+        return fc_offload_place(plan, params, chunks[0], first.offset_bytes + rank * part, err);
     }
     if (plan->from_host) {
-        FC_TRY(fc_offload_stage(plan, params, target.device, err));
+        FC_TRY(fc_offload_stage(plan, params, first.device, err));
     }
-    FC_TRY(pack_row(t, plan, params, buffer, target, start, err));
+    if (kernels == NULL) {
+        status = fc_foreach_pack(&t->foreach, plan, params, chunks[0],
+                                 first.offset_bytes + rank * part, err);
+        goto done;
+    }
+    FC_TRY(reserve(t, plan->count, sizeof(fck_segment)));
+    fck_segment *segments = (fck_segment *)t->descriptors;
+    FC_TRY(describe_inputs(plan, params, chunks, rank, first.device, segments, err));
+    FC_TRY(pack_segments(plan, params, segments, kernels, first.device, err));
 done:
     if (plan->from_host) {
         fc_offload_unstage(plan, params);
@@ -282,15 +251,16 @@ done:
 }
 
 fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_param *const *params,
-                             const fct_tensor *buffer, bool rest, fc_error *err) {
+                             size_t chunk, const fct_tensor *buffer, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts source;
     fct_facts target;
     launch l;
     size_t count = 0;
     const char *failure = NULL;
-    const int64_t row_bytes = rest ? plan->rest_bytes : plan->row_bytes;
-    FC_TRY(buffer_facts(buffer, plan->world * row_bytes, &source, err));
+    assert(chunk < plan->chunks.count && !plan->chunks.chunks[chunk].owned);
+    const int64_t part = plan->chunks.chunks[chunk].numel * fc_dtype_size(plan->dtype);
+    FC_TRY(buffer_facts(buffer, plan->world * part, &source, err));
     const fck_backend *kernels = fck_backend_of(source.device.type);
     if (kernels == NULL) {
         return fc_foreach_unpack(&t->foreach, plan, params, buffer, source.offset_bytes,
@@ -300,20 +270,18 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
     fck_column *columns = (fck_column *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        if (rest && slot->rest == FC_OWN_PIECE) {
+        if (slot->chunk != chunk) {
             continue;
         }
         int64_t itemsize = fc_dtype_size(slot->compute);
         int64_t bytes = slot->outer > 0 ? slot->numel / slot->outer * itemsize : 0;
         FC_TRY(buffer_facts(fc_slot_output(slot, params), plan->world * slot->numel * itemsize,
                             &target, err));
-        columns[count++] = (fck_column){.dst = target.data,
-                                        .offset = rest ? slot->rest : slot->offset,
-                                        .bytes = bytes,
-                                        .blocks = slot->outer};
+        columns[count++] = (fck_column){
+            .dst = target.data, .offset = slot->offset, .bytes = bytes, .blocks = slot->outer};
     }
     FC_TRY(begin_launch(source.device, &l));
-    failure = kernels->unpack(source.data, row_bytes, plan->world, columns, count, l.stream);
+    failure = kernels->unpack(source.data, part, plan->world, columns, count, l.stream);
     FC_TRY(end_launch(&l, failure, err));
 done:
     return status;
@@ -341,24 +309,14 @@ done:
     return status;
 }
 
-static bool is_meant(const fc_reduce_plan *plan, ptrdiff_t which, size_t i) {
-    return which == FC_ALL_GRADIENTS || which == (ptrdiff_t)i ||
-           (which == FC_REST_OF_GRADIENTS && plan->rests[i] != FC_OWN_PIECE);
-}
-
-/* Where a gradient's part begins in a row of those that are meant. */
-static int64_t offset_of(const fc_reduce_plan *plan, ptrdiff_t which, size_t i) {
-    return which == FC_ALL_GRADIENTS ? plan->offsets[i] : which < 0 ? plan->rests[i] : 0;
-}
-
 /* Fills in the descriptors, of the gradients or, where there are, of their casts. */
-static fc_status describe_gradients(const fc_reduce_plan *plan, ptrdiff_t which,
+static fc_status describe_gradients(const fc_reduce_plan *plan, size_t chunk,
                                     fct_tensor *const *casts, fck_gradient *gradients,
                                     size_t *count, fc_error *err) {
     fc_status status = FC_OK;
     *count = 0;
     for (size_t i = 0; i < plan->count; i++) {
-        if (!is_meant(plan, which, i)) {
+        if (plan->slots[i].chunk != chunk) {
             continue;
         }
         const fct_tensor *grad = casts != NULL && casts[i] != NULL ? casts[i] : plan->grads[i];
@@ -369,7 +327,7 @@ static fc_status describe_gradients(const fc_reduce_plan *plan, ptrdiff_t which,
         gradients[(*count)++] = (fck_gradient){.src = facts.data,
                                                .numel = layout->rows * layout->row_numel,
                                                .chunk = layout->chunk_rows * layout->row_numel,
-                                               .offset = offset_of(plan, which, i),
+                                               .offset = plan->slots[i].offset,
                                                .blocks = layout->outer,
                                                .itemsize = (int32_t)facts.itemsize,
                                                .src_dtype = facts.dtype};
@@ -378,13 +336,7 @@ done:
     return status;
 }
 
-static int64_t row_of(const fc_reduce_plan *plan, ptrdiff_t which) {
-    return which == FC_ALL_GRADIENTS       ? plan->row_numel
-           : which == FC_REST_OF_GRADIENTS ? plan->rest_numel
-                                           : plan->params[which]->layout.padded_numel;
-}
-
-fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan, ptrdiff_t which,
+fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan, size_t chunk,
                                      int64_t world, fct_tensor *buffer, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts target;
@@ -392,8 +344,9 @@ fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan,
     launch l;
     size_t count = 0;
     const char *failure = NULL;
-    const int64_t row_numel = row_of(plan, which);
-    FC_TRY(buffer_facts(buffer, world * row_numel * fc_dtype_size(plan->dtype), &target, err));
+    assert(chunk < plan->chunks.count);
+    const int64_t part_numel = plan->chunks.chunks[chunk].numel;
+    FC_TRY(buffer_facts(buffer, world * part_numel * fc_dtype_size(plan->dtype), &target, err));
     const fck_backend *kernels = fck_backend_of(target.device.type);
     if (kernels == NULL) {
         return fc_foreach_pack_gradients(&t->foreach, plan, world, buffer, target.offset_bytes,
@@ -403,10 +356,10 @@ fc_status fc_transfer_pack_gradients(fc_transfer *t, const fc_reduce_plan *plan,
     if (!plan->native) {
         FC_TRY(cast_gradients(plan, &casts));
     }
-    FC_TRY(describe_gradients(plan, which, casts, (fck_gradient *)t->descriptors, &count, err));
+    FC_TRY(describe_gradients(plan, chunk, casts, (fck_gradient *)t->descriptors, &count, err));
     FC_TRY(begin_launch(target.device, &l));
     failure = kernels->pack_gradients((const fck_gradient *)t->descriptors, count, world,
-                                      target.data, row_numel, plan->dtype, l.stream);
+                                      target.data, part_numel, plan->dtype, l.stream);
     FC_TRY(end_launch(&l, failure, err));
 done:
     release_all(casts, plan->count);

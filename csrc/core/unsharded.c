@@ -16,9 +16,12 @@ done:
     return status;
 }
 
-fc_status fc_unsharded_alloc(fc_members *m, const fc_gather_plan *plan, const fc_pieces *pieces) {
+static bool is_owned(const fc_gather_plan *plan, const fc_slot *slot, const fc_chunks *chunks) {
+    return plan->chunks.chunks[slot->chunk].owned && slot->chunk < chunks->count;
+}
+
+fc_status fc_unsharded_alloc(fc_members *m, const fc_gather_plan *plan, const fc_chunks *chunks) {
     fc_status status = FC_OK;
-    size_t piece = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         fc_param *p = m->params[slot->param];
@@ -26,10 +29,11 @@ fc_status fc_unsharded_alloc(fc_members *m, const fc_gather_plan *plan, const fc
         if (slot->extended) {
             continue;
         }
-        if (pieces == NULL || slot->rest != FC_OWN_PIECE) {
+        if (is_owned(plan, slot, chunks)) {
+            FC_TRY(
+                fc_param_adopt_flat(p, m->device, chunks->tensors[slot->chunk], &m->comm->error));
+        } else {
             FC_TRY(fc_param_alloc_flat(p, m->device, &facts, &m->comm->error));
-        } else if (piece < pieces->count) {
-            FC_TRY(fc_param_adopt_flat(p, m->device, pieces->tensors[piece++], &m->comm->error));
         }
     }
     for (size_t i = 0; plan->extended && i < m->count; i++) {
@@ -41,12 +45,11 @@ done:
     return status;
 }
 
-void fc_unsharded_return(fc_members *m, const fc_gather_plan *plan, const fc_pieces *pieces) {
-    size_t piece = 0;
+void fc_unsharded_return(fc_members *m, const fc_gather_plan *plan, const fc_chunks *chunks) {
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        if (slot->rest == FC_OWN_PIECE && piece < pieces->count) {
-            fc_param_return_flat(m->params[slot->param], pieces->tensors[piece++]);
+        if (is_owned(plan, slot, chunks)) {
+            fc_param_return_flat(m->params[slot->param], chunks->tensors[slot->chunk]);
         }
     }
 }

@@ -4,20 +4,20 @@
 #ifndef FSDP_C_CORE_UNSHARDED_H
 #define FSDP_C_CORE_UNSHARDED_H
 
+#include "chunks.h"
 #include "members.h"
-#include "pieces.h"
 #include "plan.h"
 
 /* One rank: the unsharded parameters may be the shards. All of them, or none (*all is false): an
  * alias that is made and given up again would cost the parameter the leaf that autograd knows. */
 FC_CHECK fc_status fc_unsharded_alias(fc_members *m, bool *all);
-/* Memory for the outputs, and the inner tensors of extended parameters: that of the pieces which
- * came, with what is in it, and fresh. `pieces` is NULL where rows are whole. After a failure some
- * hold memory. */
+/* Memory for the outputs, and for the inner tensors of extended parameters. A parameter that owns a
+ * chunk takes the gathered chunk's memory; the others get fresh memory. After a failure some
+ * parameters hold memory. */
 FC_CHECK fc_status fc_unsharded_alloc(fc_members *m, const fc_gather_plan *plan,
-                                      const fc_pieces *pieces);
-/* Gives the pieces their memory back, with what is in it: it may be given once more. */
-void fc_unsharded_return(fc_members *m, const fc_gather_plan *plan, const fc_pieces *pieces);
+                                      const fc_chunks *chunks);
+/* Gives owned chunks their memory back, with its contents, so that it can be taken once more. */
+void fc_unsharded_return(fc_members *m, const fc_gather_plan *plan, const fc_chunks *chunks);
 /* The parameter objects over the outputs, which require grad as the shards do. `extends`: the hooks
  * of extended parameters have not run yet. */
 FC_CHECK fc_status fc_unsharded_make(fc_members *m, bool extends);

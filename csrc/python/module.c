@@ -295,13 +295,13 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyObject *module_pieces_from(PyObject *self, PyObject *value) {
+static PyObject *module_chunks_from(PyObject *self, PyObject *value) {
     (void)self;
     const long long bytes = PyLong_AsLongLong(value);
     if (bytes == -1 && PyErr_Occurred() != NULL) {
         return NULL;
     }
-    fc_pieces_from(bytes);
+    fc_chunks_from(bytes);
     Py_RETURN_NONE;
 }
 
@@ -321,8 +321,8 @@ static PyMethodDef testing_methods[] = {
     {"hide_kernels", module_hide_kernels, METH_O,
      "hide_kernels(on): whether torch's multi-tensor operations take the place of all kernels, in "
      "all threads."},
-    {"pieces_from", module_pieces_from, METH_O,
-     "pieces_from(bytes): from how many bytes on a parameter is a piece of its own, in plans that "
+    {"chunks_from", module_chunks_from, METH_O,
+     "chunks_from(bytes): from how many bytes on a parameter is a piece of its own, in plans that "
      "are "
      "made from now on; on all ranks the same."},
     {"overrides", fcpy_guard_overrides, METH_O,

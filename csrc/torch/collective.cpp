@@ -434,34 +434,32 @@ int fct_sum_over_ranks(fct_pg *pg, fct_tensor *tensor, fct_work **work) {
     });
 }
 
-const fct_cuts *fct_cuts_announce(const fct_cuts *cuts) {
-    return fct::announce_cuts(cuts);
-}
-
-int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
-    return guarded("fct_pg_takes_pieces", [&] {
+int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
+    return guarded("fct_pg_takes_chunks", [&] {
         const auto type = static_cast<c10::DeviceType>(device.type);
         const auto use = gathers ? fct::Use::gather : fct::Use::reduce;
         *takes = !pg->python && mover(pg, type, use) != pg->group && !ops_are_watched();
     });
 }
 
-int fct_gather_pieces(fct_pg *pg, fct_tensor *const *pieces, size_t count, fct_work **work) {
-    return guarded("fct_gather_pieces", [&] {
-        const std::vector<at::Tensor> all = tensors_of(pieces, count);
+int fct_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
+                      const fct_chunk_layout *layout, fct_work **work) {
+    return guarded("fct_gather_chunks", [&] {
+        const std::vector<at::Tensor> all = tensors_of(chunks, count);
         *work = issue_here(pg, c10::DeviceType::CPU,
-                           [&] { return fct::gather_pieces(*pg->direct, all); });
+                           [&] { return fct::gather_chunks(*pg->direct, all, *layout); });
     });
 }
 
-int fct_reduce_pieces(fct_pg *pg, fct_tensor *output, fct_tensor *const *pieces, size_t count,
-                      fct_reduce_op op, fct_work **work) {
-    return guarded("fct_reduce_pieces", [&] {
-        const std::vector<at::Tensor> all = tensors_of(pieces, count);
+int fct_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks, size_t count,
+                      const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
+    return guarded("fct_reduce_chunks", [&] {
+        const std::vector<at::Tensor> all = tensors_of(chunks, count);
         const at::Tensor to = *Borrowed(output);
-        TORCH_CHECK(op == FCT_SUM || op == FCT_AVG, "pieces are summed or averaged");
-        *work = issue_here(pg, c10::DeviceType::CPU,
-                           [&] { return fct::reduce_pieces(*pg->direct, to, all, op == FCT_AVG); });
+        TORCH_CHECK(op == FCT_SUM || op == FCT_AVG, "chunks are summed or averaged");
+        *work = issue_here(pg, c10::DeviceType::CPU, [&] {
+            return fct::reduce_chunks(*pg->direct, to, all, *layout, op == FCT_AVG);
+        });
     });
 }
 

@@ -33,12 +33,8 @@ using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 using fct::Exchange;
-using fct::numel_of;
 using fct::Office;
-using fct::pieces_of;
-using fct::Scatter;
-using fct::Span;
-using fct::Spans;
+using fct::Rows;
 using fct::Sum;
 
 thread_local bool of_rows = false; /* see all_reduces_rows */
@@ -68,18 +64,9 @@ class Direct : public c10d::Backend {
         if (rows[rank_].data_ptr() != input.data_ptr()) {
             rows[rank_].copy_(input);
         }
-        const auto cut = pieces_of(input.numel());
-        const Tensors pieces = split(rows, cut);
-        Tensors held = pieces;
-        held.push_back(input);
-        c10::intrusive_ptr<Exchange> exchange;
-        if (cut.back().size() == 1) {
-            exchange = c10::make_intrusive<Exchange>(Exchange::Does::gathers, std::move(held));
-        } else {
-            exchange =
-                c10::make_intrusive<Scatter>(std::move(held), rows, pieces.back(), cut.back());
-        }
-        return post(std::move(exchange), std::move(office), pieces);
+        auto exchange =
+            c10::make_intrusive<Exchange>(Exchange::Does::gathers, Tensors{output, input});
+        return post(std::move(exchange), std::move(office), Rows::of_tensor(rows));
     }
 
     WorkPtr _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
@@ -90,8 +77,8 @@ class Direct : public c10d::Backend {
             return engine_->_reduce_scatter_base(output, input, options);
         }
         const at::Tensor rows = input.view({size_, output.numel()});
-        return sum_rows(std::move(office), output, split(rows, pieces_of(output.numel())), average,
-                        false);
+        auto exchange = c10::make_intrusive<Sum>(Tensors{output, input}, rank_, size_, average);
+        return post(std::move(exchange), std::move(office), Rows::of_tensor(rows));
     }
 
     WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
@@ -108,15 +95,24 @@ class Direct : public c10d::Backend {
         return exchange;
     }
 
-    /* Pieces are 1-D: the parts of all ranks, one after the other. */
-    WorkPtr gather_pieces(const Tensors &pieces) {
-        const Tensors rows = by_rank(pieces);
-        auto exchange = c10::make_intrusive<Exchange>(Exchange::Does::gathers, rows);
+    /* Chunks are 1-D: the parts of all ranks, one after the other. */
+    WorkPtr gather_chunks(const Tensors &chunks, const fct_chunk_layout &layout) {
+        const Tensors parts = by_rank(chunks);
+        auto exchange = c10::make_intrusive<Exchange>(Exchange::Does::gathers, parts);
         exchange->drop_when_over();
-        return post(std::move(exchange), open_office(), rows);
+        return post(std::move(exchange), open_office(), Rows::of_chunks(parts, layout));
     }
-    WorkPtr reduce_pieces(const at::Tensor &output, const Tensors &pieces, bool average) {
-        return sum_rows(open_office(), output, by_rank(pieces), average, true);
+    WorkPtr reduce_chunks(const at::Tensor &output, const Tensors &chunks,
+                          const fct_chunk_layout &layout, bool average) {
+        const Tensors parts = by_rank(chunks);
+        Rows rows = Rows::of_chunks(parts, layout);
+        TORCH_CHECK(rows.bytes == output.nbytes() && rows.type == output.scalar_type(), "a row of ",
+                    rows.bytes, " bytes is reduced into ", output.nbytes());
+        Tensors held{output};
+        held.insert(held.end(), parts.begin(), parts.end());
+        auto exchange = c10::make_intrusive<Sum>(std::move(held), rank_, size_, average);
+        exchange->drop_when_over();
+        return post(std::move(exchange), open_office(), std::move(rows));
     }
 
     /* All else is the engine's. It is asked for only while this stands in the engine's place
@@ -214,63 +210,27 @@ class Direct : public c10d::Backend {
         }
     }
 
-    /* Pieces have no equivalent among gloo's collectives. */
+    /* Separate chunks have no equivalent among gloo's collectives. */
     std::shared_ptr<Office> open_office() const {
         auto office = agreement_->office_in_use();
         TORCH_CHECK(office, "the process group has ended");
         return office;
     }
 
-    /* The pieces of whole rows: views where they are one span, else copies. */
-    static Tensors split(const at::Tensor &rows, const std::vector<Spans> &cut) {
-        Tensors pieces;
-        for (const Spans &spans : cut) {
-            Tensors parts;
-            for (const Span &span : spans) {
-                parts.push_back(rows.narrow(1, span.in_row, span.numel));
-            }
-            pieces.push_back(parts.size() == 1 ? parts[0] : at::cat(parts, 1));
-        }
-        return pieces;
-    }
-
-    Tensors by_rank(const Tensors &pieces) const {
+    Tensors by_rank(const Tensors &chunks) const {
         Tensors rows;
-        rows.reserve(pieces.size());
-        for (const at::Tensor &piece : pieces) {
-            rows.push_back(piece.view({size_, -1}));
+        rows.reserve(chunks.size());
+        for (const at::Tensor &chunk : chunks) {
+            rows.push_back(chunk.view({size_, -1}));
         }
         return rows;
     }
 
-    WorkPtr post(c10::intrusive_ptr<Exchange> exchange, std::shared_ptr<Office> office,
-                 const Tensors &pieces) {
+    WorkPtr post(c10::intrusive_ptr<Exchange> exchange, std::shared_ptr<Office> office, Rows rows) {
         const at::DisableRecordFunctionGuard unseen;
         exchange->wait_at_most(engine_->getBackendOptions()->timeout);
-        exchange->post(std::move(office), pieces, rank_);
+        exchange->post(std::move(office), std::move(rows), rank_);
         return exchange;
-    }
-
-    /* Writes each peer's rows of the pieces, and adds the peers' rows to this rank's. */
-    WorkPtr sum_rows(std::shared_ptr<Office> office, const at::Tensor &output,
-                     const Tensors &pieces, bool average, bool drops) {
-        const auto cut = pieces_of(output.numel());
-        TORCH_CHECK(cut.size() == pieces.size(), "a row of ", cut.size(), " pieces came in ",
-                    pieces.size());
-        Tensors held{output};
-        std::vector<Sum::Part> parts;
-        for (size_t i = 0; i < pieces.size(); i++) {
-            TORCH_CHECK(pieces[i].size(1) == numel_of(cut[i]), "a piece of ", numel_of(cut[i]),
-                        " elements has ", pieces[i].size(1));
-            parts.push_back({cut[i], static_cast<const char *>(pieces[i][rank_].const_data_ptr())});
-            held.push_back(pieces[i]);
-        }
-        auto exchange =
-            c10::make_intrusive<Sum>(std::move(held), std::move(parts), rank_, size_, average);
-        if (drops) {
-            exchange->drop_when_over();
-        }
-        return post(std::move(exchange), std::move(office), pieces);
     }
 
     /* In the order of gloo's ring. */
@@ -307,14 +267,16 @@ static Direct &backend_of(c10d::ProcessGroup &direct) {
     return dynamic_cast<Direct &>(*direct.getBackend(c10::DeviceType::CPU));
 }
 
-c10::intrusive_ptr<c10d::Work> gather_pieces(c10d::ProcessGroup &direct,
-                                             const std::vector<at::Tensor> &pieces) {
-    return backend_of(direct).gather_pieces(pieces);
+c10::intrusive_ptr<c10d::Work> gather_chunks(c10d::ProcessGroup &direct,
+                                             const std::vector<at::Tensor> &chunks,
+                                             const fct_chunk_layout &layout) {
+    return backend_of(direct).gather_chunks(chunks, layout);
 }
 
-c10::intrusive_ptr<c10d::Work> reduce_pieces(c10d::ProcessGroup &direct, const at::Tensor &output,
-                                             const std::vector<at::Tensor> &pieces, bool average) {
-    return backend_of(direct).reduce_pieces(output, pieces, average);
+c10::intrusive_ptr<c10d::Work> reduce_chunks(c10d::ProcessGroup &direct, const at::Tensor &output,
+                                             const std::vector<at::Tensor> &chunks,
+                                             const fct_chunk_layout &layout, bool average) {
+    return backend_of(direct).reduce_chunks(output, chunks, layout, average);
 }
 
 using Type = c10d::ProcessGroup::BackendType;

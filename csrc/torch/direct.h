@@ -25,10 +25,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> direct(const c10::intrusive_ptr<c10d::Pro
 bool all_reduces_rows(bool rows);
 
 /* See torch_abi.h, of the same names; `direct` is a group that direct() made. */
-c10::intrusive_ptr<c10d::Work> gather_pieces(c10d::ProcessGroup &direct,
-                                             const std::vector<at::Tensor> &pieces);
-c10::intrusive_ptr<c10d::Work> reduce_pieces(c10d::ProcessGroup &direct, const at::Tensor &output,
-                                             const std::vector<at::Tensor> &pieces, bool average);
+c10::intrusive_ptr<c10d::Work> gather_chunks(c10d::ProcessGroup &direct,
+                                             const std::vector<at::Tensor> &chunks,
+                                             const fct_chunk_layout &layout);
+c10::intrusive_ptr<c10d::Work> reduce_chunks(c10d::ProcessGroup &direct, const at::Tensor &output,
+                                             const std::vector<at::Tensor> &chunks,
+                                             const fct_chunk_layout &layout, bool average);
 
 /* See fct_work_is_copied in torch_abi.h. */
 bool is_copied(const c10d::Work &work);

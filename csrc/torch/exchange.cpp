@@ -14,42 +14,41 @@ namespace fct {
 
 constexpr auto kSlice = std::chrono::milliseconds(100);
 
-/* ---- cuts ---- */
+/* ---- rows ---- */
 
-static thread_local const fct_cuts *announced = nullptr;
-
-const fct_cuts *announce_cuts(const fct_cuts *cuts) {
-    return std::exchange(announced, cuts);
+static Rows::Segment segment_of(const at::Tensor &chunk, int64_t offset, int64_t numel,
+                                size_t begin) {
+    const size_t size = chunk.element_size();
+    return {static_cast<char *>(chunk.mutable_data_ptr()) + static_cast<size_t>(offset) * size,
+            static_cast<size_t>(chunk.stride(0)) * size, begin, static_cast<size_t>(numel) * size};
 }
 
-std::vector<Spans> pieces_of(int64_t numel) {
-    if (announced == nullptr || announced->row_numel != numel || announced->count == 0) {
-        return {{{0, 0, numel}}};
-    }
-    std::vector<Spans> pieces;
-    Spans rest;
-    int64_t at = 0, rested = 0;
-    const auto leave = [&](int64_t end) {
-        if (end > at) {
-            rest.push_back({rested, at, end - at});
-            rested += end - at;
-        }
-    };
-    for (size_t i = 0; i < announced->count; i++) {
-        const fct_cut &cut = announced->cuts[i];
-        leave(cut.offset);
-        pieces.push_back({{0, cut.offset, cut.numel}});
-        at = cut.offset + cut.numel;
-    }
-    leave(numel);
-    if (!rest.empty()) {
-        pieces.push_back(std::move(rest));
-    }
-    return pieces;
+Rows Rows::of_tensor(const at::Tensor &rows) {
+    TORCH_CHECK(rows.dim() == 2 && rows.stride(1) == 1, "rows are a tensor [ranks, elements]");
+    const Segment all = segment_of(rows, 0, rows.size(1), 0);
+    return {{all}, rows.scalar_type(), static_cast<size_t>(rows.size(0)), all.bytes};
 }
 
-int64_t numel_of(const Spans &spans) {
-    return spans.back().in_piece + spans.back().numel;
+Rows Rows::of_chunks(const std::vector<at::Tensor> &chunks, const fct_chunk_layout &layout) {
+    Rows rows;
+    rows.type = chunks.at(0).scalar_type();
+    rows.count = static_cast<size_t>(chunks[0].size(0));
+    std::vector<int64_t> filled(chunks.size(), 0);
+    for (size_t i = 0; i < layout.count; i++) {
+        const fct_run &run = layout.runs[i];
+        const at::Tensor &chunk = chunks.at(run.chunk);
+        TORCH_CHECK(chunk.dim() == 2 && chunk.stride(1) == 1 && chunk.scalar_type() == rows.type &&
+                        run.offset == filled[run.chunk] && run.numel > 0,
+                    "run ", i, " of a row does not continue chunk ", run.chunk);
+        filled[run.chunk] += run.numel;
+        rows.segments.push_back(segment_of(chunk, run.offset, run.numel, rows.bytes));
+        rows.bytes += rows.segments.back().bytes;
+    }
+    for (size_t k = 0; k < chunks.size(); k++) {
+        TORCH_CHECK(chunks[k].size(1) == filled[k], "chunk ", k, " has ", chunks[k].size(1),
+                    " elements for each rank; the row has ", filled[k], " of them");
+    }
+    return rows;
 }
 
 /* ---- any exchange ---- */
@@ -82,7 +81,7 @@ void Exchange::wait_at_most(std::chrono::milliseconds timeout) {
 }
 
 void Exchange::drop() {
-    pieces_.clear();
+    rows_.segments.clear();
     held_.clear();
 }
 
@@ -123,15 +122,6 @@ void Exchange::end(const std::exception_ptr &error) {
 
 constexpr size_t kLine = 64; /* parts of rows are multiples of it: no element is cut */
 
-static size_t bytes_of_row(const at::Tensor &piece) {
-    return static_cast<size_t>(piece.size(1)) * piece.element_size();
-}
-
-/* How far apart the rows of a piece are: it may be a part of whole rows. */
-static size_t bytes_to_next(const at::Tensor &piece) {
-    return static_cast<size_t>(piece.stride(0)) * piece.element_size();
-}
-
 void Exchange::hand_in(std::shared_ptr<Office> office, at::ScalarType type, size_t row_bytes) {
     office_ = std::move(office);
     type_ = type;
@@ -168,21 +158,13 @@ std::string Exchange::name_of(uint32_t kind) const {
                     ", up to ", (kind >> 8) * kLine, " bytes,");
 }
 
-/* In pieces: */
+/* Gathers and reductions: */
 
-void Exchange::post(std::shared_ptr<Office> office, const std::vector<at::Tensor> &pieces,
-                    int64_t rank) {
-    pieces_ = pieces;
+void Exchange::post(std::shared_ptr<Office> office, Rows rows, int64_t rank) {
+    rows_ = std::move(rows);
     rank_ = rank;
     part_bytes_ = Office::kLargest / rows_in_message() / kLine * kLine;
-    size_t bytes = 0;
-    for (const at::Tensor &piece : pieces) {
-        TORCH_CHECK(piece.dim() == 2 && piece.stride(1) == 1 &&
-                        piece.scalar_type() == pieces[0].scalar_type(),
-                    "a piece of rows is a tensor [ranks, elements], each row in one run");
-        bytes += bytes_of_row(piece);
-    }
-    hand_in(std::move(office), pieces[0].scalar_type(), bytes);
+    hand_in(std::move(office), rows_.type, rows_.bytes);
 }
 
 size_t Exchange::messages() const {
@@ -197,32 +179,29 @@ size_t Exchange::part_of(size_t message) const {
 /* A gather's message has a part of this rank's row; a reduction's has parts of all ranks', of which
  * this one's is left as it was. */
 size_t Exchange::rows_in_message() const {
-    return does_ == Does::reduces ? static_cast<size_t>(pieces_[0].size(0)) : 1;
+    return does_ == Does::reduces ? rows_.count : 1;
 }
 
 size_t Exchange::bytes_of(size_t message) const {
     return rows_in_message() * part_of(message);
 }
 
-/* A row is what its pieces are, one after the other. */
 template <typename Each> void Exchange::for_each_overlap(size_t message, Each &&each) const {
     const size_t at = message * part_bytes_, end = at + part_of(message);
-    size_t begin = 0; /* of the piece, in the row */
-    for (size_t piece = 0; piece < pieces_.size(); piece++) {
-        const size_t next = begin + bytes_of_row(pieces_[piece]);
-        const size_t from = std::max(begin, at), until = std::min(next, end);
+    for (const Rows::Segment &segment : rows_.segments) {
+        const size_t from = std::max(segment.begin, at);
+        const size_t until = std::min(segment.begin + segment.bytes, end);
         if (from < until) {
-            each(piece, from - begin, until - from, from - at);
+            each(segment, from - segment.begin, until - from, from - at);
         }
-        begin = next;
     }
 }
 
 void Exchange::copy_row(size_t message, size_t row, char *to) const {
-    for_each_overlap(message, [&](size_t i, size_t from, size_t bytes, size_t in_part) {
-        const auto *rows = static_cast<const char *>(pieces_[i].const_data_ptr());
-        std::memcpy(to + in_part, rows + row * bytes_to_next(pieces_[i]) + from, bytes);
-    });
+    for_each_overlap(
+        message, [&](const Rows::Segment &segment, size_t from, size_t bytes, size_t in_part) {
+            std::memcpy(to + in_part, segment.data + row * segment.stride + from, bytes);
+        });
 }
 
 void Exchange::write(size_t message, char *room) {
@@ -240,25 +219,22 @@ void Exchange::write(size_t message, char *room) {
 
 void Exchange::read(size_t message, const std::vector<const char *> &written) {
     const size_t mine = does_ == Does::reduces ? static_cast<size_t>(rank_) * part_of(message) : 0;
-    std::vector<const char *> rows(written.size(), nullptr);
-    for_each_overlap(message, [&](size_t i, size_t from, size_t bytes, size_t in_part) {
-        for (size_t rank = 0; rank < rows.size(); rank++) {
-            const char *theirs = written[rank];
-            rows[rank] = theirs == nullptr ? nullptr : theirs + mine + in_part;
-        }
-        const size_t size = pieces_[i].element_size();
-        take(i, static_cast<int64_t>(from / size), static_cast<int64_t>(bytes / size), rows);
-    });
+    std::vector<const char *> parts(written.size(), nullptr);
+    for_each_overlap(message,
+                     [&](const Rows::Segment &segment, size_t from, size_t bytes, size_t in_part) {
+                         for (size_t rank = 0; rank < parts.size(); rank++) {
+                             const char *theirs = written[rank];
+                             parts[rank] = theirs == nullptr ? nullptr : theirs + mine + in_part;
+                         }
+                         take(segment, from, bytes, parts);
+                     });
 }
 
-void Exchange::take(size_t piece, int64_t from, int64_t count,
-                    const std::vector<const char *> &rows) {
-    const size_t size = pieces_[piece].element_size(), next = bytes_to_next(pieces_[piece]);
-    auto *to = static_cast<char *>(pieces_[piece].mutable_data_ptr());
-    for (size_t rank = 0; rank < rows.size(); rank++) {
-        if (rows[rank] != nullptr) {
-            std::memcpy(to + rank * next + static_cast<size_t>(from) * size, rows[rank],
-                        static_cast<size_t>(count) * size);
+void Exchange::take(const Rows::Segment &segment, size_t from, size_t bytes,
+                    const std::vector<const char *> &parts) {
+    for (size_t rank = 0; rank < parts.size(); rank++) {
+        if (parts[rank] != nullptr) {
+            std::memcpy(segment.data + rank * segment.stride + from, parts[rank], bytes);
         }
     }
 }
@@ -284,45 +260,23 @@ void Exchange::wait_for_office(std::chrono::milliseconds timeout) {
     }
 }
 
-/* ---- all-gathers of whole rows ---- */
-
-Scatter::Scatter(std::vector<at::Tensor> held, at::Tensor rows, at::Tensor rest, Spans spans)
-    : Exchange(Does::gathers, std::move(held)), rows_(std::move(rows)), rest_(std::move(rest)),
-      spans_(std::move(spans)) {}
-
-void Scatter::over() {
-    for (const Span &span : spans_) {
-        rows_.narrow(1, span.in_row, span.numel).copy_(rest_.narrow(1, span.in_piece, span.numel));
-    }
-}
-
 /* ---- reduce-scatters ---- */
 
-Sum::Sum(std::vector<at::Tensor> held, std::vector<Part> parts, int64_t rank, int64_t world,
-         bool average)
-    : Exchange(Does::reduces, std::move(held)), parts_(std::move(parts)), rank_(rank),
-      world_(world), average_(average) {}
+Sum::Sum(std::vector<at::Tensor> held, int64_t rank, int64_t world, bool average)
+    : Exchange(Does::reduces, std::move(held)), rank_(rank), world_(world), average_(average) {}
 
-void Sum::take(size_t piece, int64_t from, int64_t count, const std::vector<const char *> &rows) {
+void Sum::take(const Rows::Segment &segment, size_t from, size_t bytes,
+               const std::vector<const char *> &parts) {
     const at::Tensor &output = held_[0];
-    const Part &part = parts_[piece];
-    const auto size = static_cast<int64_t>(output.element_size());
+    const size_t size = output.element_size();
     const auto mine = static_cast<size_t>(rank_);
-    std::vector<const void *> at(rows.size());
-    for (const Span &span : part.spans) {
-        const int64_t begin = std::max(from, span.in_piece);
-        const int64_t end = std::min(from + count, span.in_piece + span.numel);
-        if (begin >= end) {
-            continue;
-        }
-        for (size_t rank = 0; rank < rows.size(); rank++) {
-            at[rank] = rank == mine ? part.own + begin * size : rows[rank] + (begin - from) * size;
-        }
-        const int64_t in_row = span.in_row + begin - span.in_piece;
-        fck_ring_sum(static_cast<fck_dtype>(output.scalar_type()),
-                     static_cast<char *>(output.mutable_data_ptr()) + in_row * size, at.data(),
-                     world_, world_ * output.numel(), rank_ * output.numel() + in_row, end - begin);
-    }
+    std::vector<const void *> rows(parts.begin(), parts.end());
+    rows[mine] = segment.data + mine * segment.stride + from;
+    const auto first = static_cast<int64_t>((segment.begin + from) / size);
+    fck_ring_sum(static_cast<fck_dtype>(output.scalar_type()),
+                 static_cast<char *>(output.mutable_data_ptr()) + segment.begin + from, rows.data(),
+                 world_, world_ * output.numel(), rank_ * output.numel() + first,
+                 static_cast<int64_t>(bytes / size));
 }
 
 void Sum::over() {

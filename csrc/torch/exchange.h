@@ -1,5 +1,5 @@
-/* Exchanges of rows over shared memory: how a row is cut into pieces, and the works of the
- * collectives. direct.cpp decides which rows go where. */
+/* The works of collectives over shared memory. The bytes of a row travel in row order; where a rank
+ * keeps them is its own business (Rows). direct.cpp decides which rows go where. */
 #ifndef FSDP_C_TORCH_EXCHANGE_H
 #define FSDP_C_TORCH_EXCHANGE_H
 
@@ -16,21 +16,26 @@
 
 namespace fct {
 
-/* A run of neighbouring elements: where it begins in a piece and in the row. */
-struct Span {
-    int64_t in_piece;
-    int64_t in_row;
-    int64_t numel;
-};
-using Spans = std::vector<Span>;
+/* The memory of all ranks' rows on this rank: segments in row order. */
+struct Rows {
+    struct Segment {
+        char *data;    /* rank 0's part */
+        size_t stride; /* bytes from one rank's part to the next one's */
+        size_t begin;  /* in a row, in bytes */
+        size_t bytes;
+    };
 
-/* How this thread's next rows are cut, see fct_cuts_announce in torch_abi.h. */
-const fct_cuts *announce_cuts(const fct_cuts *cuts);
-/* How rows of `numel` elements travel: in pieces, each of which is one span of the row or, the last
- * one, all that is between those. */
-std::vector<Spans> pieces_of(int64_t numel);
-/* Elements of a piece. */
-int64_t numel_of(const Spans &spans);
+    /* One tensor [ranks, elements] of contiguous rows. */
+    static Rows of_tensor(const at::Tensor &rows);
+    /* Tensors [ranks, elements], see fct_chunk_layout in torch_abi.h. Throws where the runs do not
+     * fill them. */
+    static Rows of_chunks(const std::vector<at::Tensor> &chunks, const fct_chunk_layout &layout);
+
+    std::vector<Segment> segments;
+    at::ScalarType type = at::ScalarType::Undefined;
+    size_t count = 0; /* of ranks */
+    size_t bytes = 0; /* of a row */
+};
 
 /* One exchange and the memory that its rows use. If the office writes all of it when it is posted,
  * the exchange can be polled. Otherwise only wait() completes it, and its operation type is
@@ -41,9 +46,9 @@ class Exchange : public c10d::Work, private Correspondent {
 
     Exchange(Does does, std::vector<at::Tensor> held);
 
-    /* Hands the exchange to the office. `pieces` are those of whole rows, [ranks, elements of the
-     * piece], of which a gather sends this rank's row and a reduction the others'. */
-    void post(std::shared_ptr<Office> office, const std::vector<at::Tensor> &pieces, int64_t rank);
+    /* Hands the exchange to the office. A gather sends this rank's row, a reduction the others'.
+     * The memory of `rows` is that of tensors which the exchange holds. */
+    void post(std::shared_ptr<Office> office, Rows rows, int64_t rank);
 
     /* Called by the helper, or by torch's functions on the caller's thread. A later call returns,
      * or throws, the outcome of the first. */
@@ -62,10 +67,10 @@ class Exchange : public c10d::Work, private Correspondent {
     void wait_at_most(std::chrono::milliseconds timeout);
 
   protected:
-    /* Elements from `from` on, `count` of them, of a piece's row of each rank, nothing for this
-     * one's; posted by the others. */
-    virtual void take(size_t piece, int64_t from, int64_t count,
-                      const std::vector<const char *> &rows);
+    /* Receives `bytes` bytes of a segment, `from` bytes behind its begin, of each rank's row. The
+     * entry of this rank is null. */
+    virtual void take(const Rows::Segment &segment, size_t from, size_t bytes,
+                      const std::vector<const char *> &parts);
     /* All rows are here, and have left. */
     virtual void over() {}
 
@@ -83,8 +88,9 @@ class Exchange : public c10d::Work, private Correspondent {
     void read(size_t message, const std::vector<const char *> &written) override;
     void end(const std::exception_ptr &error) final;
 
-    /* Calls each(piece, from, bytes, in_part) for what a message has of a piece's row: from where
-     * on in that, how much, and where in the message's part of the whole row; in bytes. */
+    /* Calls each(segment, from, bytes, in_part) for every segment that a message's part of the row
+     * overlaps: where the overlap begins in the segment, its size, and where it begins in the
+     * part; in bytes. */
     template <typename Each> void for_each_overlap(size_t message, Each &&each) const;
     size_t rows_in_message() const;
     size_t part_of(size_t message) const;
@@ -98,45 +104,25 @@ class Exchange : public c10d::Work, private Correspondent {
     size_t row_bytes_ = 0;
     bool copied_ = false;
     std::chrono::steady_clock::time_point begin_;
-    /* Of one that was posted in pieces: */
-    std::vector<at::Tensor> pieces_;
+    Rows rows_;             /* of a gather or a reduction */
     size_t part_bytes_ = 0; /* of a row, in one message */
     int64_t rank_ = 0;
     bool drops_ = false;
     std::chrono::milliseconds timeout_ = kNoTimeout; /* the connections' */
 };
 
-/* Whole rows of an all-gather, [ranks, row], whose rest, [ranks, rest], goes back to its places. */
-class Scatter : public Exchange {
-  public:
-    Scatter(std::vector<at::Tensor> held, at::Tensor rows, at::Tensor rest, Spans spans);
-
-  protected:
-    void over() override;
-
-  private:
-    at::Tensor rows_, rest_;
-    Spans spans_;
-};
-
-/* The rows of a reduce-scatter, added piece by piece as they come: held_ begins with the output. */
+/* A reduce-scatter: adds parts of the rows as they arrive. */
 class Sum : public Exchange {
   public:
-    struct Part {
-        Spans spans;
-        const char *own; /* this rank's row of the piece, in a tensor that is held */
-    };
-
-    Sum(std::vector<at::Tensor> held, std::vector<Part> parts, int64_t rank, int64_t world,
-        bool average);
+    /* `held`: the output, then the tensors of the rows. */
+    Sum(std::vector<at::Tensor> held, int64_t rank, int64_t world, bool average);
 
   protected:
-    void take(size_t piece, int64_t from, int64_t count,
-              const std::vector<const char *> &rows) override;
+    void take(const Rows::Segment &segment, size_t from, size_t bytes,
+              const std::vector<const char *> &parts) override;
     void over() override;
 
   private:
-    std::vector<Part> parts_;
     int64_t rank_, world_;
     bool average_;
 };

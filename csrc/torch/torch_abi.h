@@ -208,35 +208,33 @@ FCT_CHECK int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, d
 /* Of anything else: the group's own all-reduce, which other ranks may call by themselves. */
 FCT_CHECK int fct_sum_over_ranks(fct_pg *pg, fct_tensor *tensor, fct_work **work);
 
-/* Parts of a rank's row that are worth a message of their own, in the order of the row; `count` of
- * them, of `row_numel` elements in all. What is between them is the rest, one message more. */
-typedef struct fct_cut {
-    int64_t offset;
+/* Consecutive elements of a rank's row, and where they lie in this rank's memory. */
+typedef struct fct_run {
+    size_t chunk;   /* index of the tensor that holds them */
+    int64_t offset; /* in each rank's part of that tensor, in elements */
     int64_t numel;
-} fct_cut;
-typedef struct fct_cuts {
-    const fct_cut *cuts;
+} fct_run;
+/* A row as the sequence of its runs. Chunk k holds parts of all ranks' rows, rank after rank, all of
+ * one size. Private to this rank: rows travel in row order, so peers may have other layouts. */
+typedef struct fct_chunk_layout {
+    const fct_run *runs;
     size_t count;
     int64_t row_numel;
-} fct_cuts;
+} fct_chunk_layout;
 
-/* How the rows of this thread's next collectives, if they are of that length, are cut into messages
- * where they go directly: the same on all ranks. Borrows `cuts` until it is called again, with what
- * this call returns: how they were cut before (NULL: they were not), around whoever calls. */
-const fct_cuts *fct_cuts_announce(const fct_cuts *cuts);
-/* Whether rows go directly on `device`, and nobody looks for ops of namespace c10d, so that a row
- * may come in pieces of memory: one for each announced cut and, where there is any, one for the
- * rest. `gathers`: asked for a gather, of which a group's first ones do not. Other ranks may do
- * otherwise at the same time. */
-FCT_CHECK int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool gathers, bool *takes);
-/* An all-gather in place: each piece is 1-D contiguous, all ranks' parts one after the other, of
- * which this rank's is there. The work is new and keeps the pieces. */
-FCT_CHECK int fct_gather_pieces(fct_pg *pg, fct_tensor *const *pieces, size_t count,
+/* Whether the transport of `device` moves rows between separate chunks, and no observer of c10d's
+ * ops (dispatch mode, profiler) needs to see one buffer. `gathers`: for an all-gather, of which the
+ * first ones of a group use one buffer. The answer may differ between ranks. */
+FCT_CHECK int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes);
+/* An all-gather in place: chunks are 1-D contiguous, and this rank's parts are filled in. The work
+ * is new and keeps references to the chunks; `layout` is read before the call returns. */
+FCT_CHECK int fct_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
+                                const fct_chunk_layout *layout, fct_work **work);
+/* The reduce-scatter (FCT_SUM, FCT_AVG) of chunks, which hold what goes to each rank, into a whole
+ * row. Only reads the chunks. The work is new and keeps references to all. */
+FCT_CHECK int fct_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks,
+                                size_t count, const fct_chunk_layout *layout, fct_reduce_op op,
                                 fct_work **work);
-/* The reduce-scatter (FCT_SUM, FCT_AVG) of pieces, which hold what goes to each rank, into a whole
- * row. Only reads the pieces. The work is new and keeps all. */
-FCT_CHECK int fct_reduce_pieces(fct_pg *pg, fct_tensor *output, fct_tensor *const *pieces,
-                                size_t count, fct_reduce_op op, fct_work **work);
 
 /* Waits for a work. On devices with streams this orders the current stream after it and returns at
  * once. On the CPU it blocks with the GIL released, in slices: between slices pending signals are

@@ -42,12 +42,12 @@ typedef struct sim_config {
     /* The device is neither CPU nor CUDA: the core has to copy through the boundary. */
     bool no_kernels;
     bool premul;  /* the backend can scale inside a collective */
-    bool pieces;  /* without streams: rows go in pieces of memory */
+    bool chunks;  /* without streams: the transport moves separate chunks */
     bool profile; /* somebody records profiler ranges */
 } sim_config;
 
-/* For fc_pieces_from(): no parameter is as large. */
-#define SIM_NEVER_PIECES ((int64_t)1 << 60)
+/* For fc_chunks_from(): larger than every parameter. */
+#define SIM_NEVER_SPLIT ((int64_t)1 << 60)
 
 void sim_begin(sim_config config);
 /* Runs what is still queued, then fails the test for every failure noted and for everything

@@ -228,54 +228,44 @@ void fct_work_release(fct_work *work) {
     }
 }
 
-/* ---- pieces ---- */
+/* ---- chunks ---- */
 
-static const fct_cuts *announced;
-
-const fct_cuts *fct_cuts_announce(const fct_cuts *cuts) {
-    const fct_cuts *before = announced;
-    announced = cuts;
-    return before;
-}
-
-int fct_pg_takes_pieces(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
+int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes) {
     (void)pg;
     (void)device;
     (void)gathers;
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_takes_pieces")) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_pg_takes_chunks")) {
         return -1;
     }
-    *takes = sim_now.pieces && !sim_now.streams;
+    *takes = sim_now.chunks && !sim_now.streams;
     return 0;
 }
 
-/* A run of elements of a row, and where it stands in piece `piece`. */
-typedef struct run {
-    size_t piece;
-    int64_t in_piece;
-    int64_t in_row;
-    int64_t numel;
-} run;
-
-/* The runs of a row that is cut as announced. Returns how many; *pieces: of how many pieces. */
-static size_t runs_of_row(run *runs, size_t *pieces) {
-    const fct_cuts *cuts = announced;
-    size_t count = 0;
-    int64_t at = 0;
-    int64_t rested = 0;
-    for (size_t i = 0; i <= cuts->count; i++) {
-        const int64_t end = i < cuts->count ? cuts->cuts[i].offset : cuts->row_numel;
-        if (end > at) {
-            runs[count++] = (run){cuts->count, rested, at, end - at};
-            rested += end - at;
+/* Fails the test where the runs do not fill the chunks of the row exactly, in order. */
+static void check_layout(const fct_pg *pg, fct_tensor *const *chunks, size_t count,
+                         const fct_chunk_layout *layout) {
+    int64_t total = 0;
+    for (size_t k = 0; k < count; k++) {
+        int64_t filled = 0;
+        for (size_t i = 0; i < layout->count; i++) {
+            const fct_run *run = &layout->runs[i];
+            if (run->chunk == k && run->offset != filled) {
+                sim_fail("run %zu begins at %lld of chunk %zu; expected %lld", i,
+                         (long long)run->offset, k, (long long)filled);
+            }
+            filled += run->chunk == k ? run->numel : 0;
         }
-        if (i < cuts->count) {
-            runs[count++] = (run){i, 0, end, cuts->cuts[i].numel};
-            at = end + cuts->cuts[i].numel;
+        sim_view view = sim_view_of(chunks[k], "a collective over chunks");
+        if (view.numel != filled * pg->world) {
+            sim_fail("chunk %zu has %lld elements; its runs %lld for each rank", k,
+                     (long long)view.numel, (long long)filled);
         }
+        total += filled;
     }
-    *pieces = cuts->count + (rested > 0 ? 1 : 0);
-    return count;
+    if (total != layout->row_numel) {
+        sim_fail("the runs have %lld elements; the row %lld", (long long)total,
+                 (long long)layout->row_numel);
+    }
 }
 
 /* ---- all-gather ---- */
@@ -350,40 +340,38 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
     return 0;
 }
 
-enum { RUNS_MAX = 64 };
-
-/* Fills in the rows of piece `piece`, of elements of `size` bytes, from the rows of all ranks. */
-static void fill_piece(const fct_pg *pg, gathering *g, size_t piece, const run *runs, size_t count,
-                       int64_t row_bytes, int64_t size) {
+/* Fills in all ranks' parts of chunk `chunk`, of elements of `size` bytes, from their rows. */
+static void fill_chunk(const fct_pg *pg, gathering *g, size_t chunk, const fct_chunk_layout *layout,
+                       int64_t size) {
+    const int64_t row_bytes = layout->row_numel * size;
     char *row = (char *)sim_alloc((size_t)row_bytes);
     for (int64_t r = 0; r <= pg->world; r++) { /* the last: this rank's again */
         memset(row, r < pg->world ? 0xff : 0, (size_t)row_bytes);
         pg->row(pg->context, r < pg->world ? r : pg->rank, row, row_bytes);
-        for (size_t i = 0; i < count; i++) {
-            if (runs[i].piece == piece) {
-                memcpy(g->rows + r * g->row_bytes + runs[i].in_piece * size,
-                       row + runs[i].in_row * size, (size_t)(runs[i].numel * size));
+        const char *next = row;
+        for (size_t i = 0; i < layout->count; i++) {
+            const fct_run *run = &layout->runs[i];
+            if (run->chunk == chunk) {
+                memcpy(g->rows + r * g->row_bytes + run->offset * size, next,
+                       (size_t)(run->numel * size));
             }
+            next += run->numel * size;
         }
     }
     free(row);
 }
 
-int fct_gather_pieces(fct_pg *pg, fct_tensor *const *pieces, size_t count, fct_work **work) {
-    run runs[RUNS_MAX];
-    size_t expected = 0;
-    const size_t run_count = runs_of_row(runs, &expected);
+int fct_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
+                      const fct_chunk_layout *layout, fct_work **work) {
     sim_tick();
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_gather_pieces")) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_gather_chunks")) {
         return -1;
     }
-    if (count != expected) {
-        sim_fail("a row of %zu pieces comes in %zu", expected, count);
-    }
-    check_memory(pg, pieces[0], false, "pieces");
+    check_layout(pg, chunks, count, layout);
+    check_memory(pg, chunks[0], false, "chunks");
     *work = NULL;
     for (size_t k = 0; k < count; k++) {
-        sim_view to = sim_view_of(pieces[k], "a gather of pieces");
+        sim_view to = sim_view_of(chunks[k], "a gather of chunks");
         const int64_t size = sim_itemsize(to.dtype);
         const int64_t row_bytes = to.numel / pg->world * size;
         gathering *g = (gathering *)sim_scratch(sizeof *g + (size_t)((pg->world + 1) * row_bytes));
@@ -394,10 +382,10 @@ int fct_gather_pieces(fct_pg *pg, fct_tensor *const *pieces, size_t count, fct_w
                          .row_bytes = row_bytes};
         g->input.data = to.data + pg->rank * row_bytes;
         g->rows = (char *)(g + 1);
-        fill_piece(pg, g, k, runs, run_count, announced->row_numel * size, size);
+        fill_chunk(pg, g, k, layout, size);
         fct_work_release(*work);
-        *work = issue(pg, pieces[k], pieces[k], true,
-                      (sim_op){.what = "a gather of pieces", .run = run_all_gather, .args = g});
+        *work = issue(pg, chunks[k], chunks[k], true,
+                      (sim_op){.what = "a gather of chunks", .run = run_all_gather, .args = g});
     }
     sim_log("gather:%s", pg->name);
     return 0;
@@ -464,31 +452,28 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
     return 0;
 }
 
-int fct_reduce_pieces(fct_pg *pg, fct_tensor *output, fct_tensor *const *pieces, size_t count,
-                      fct_reduce_op op, fct_work **work) {
-    run runs[RUNS_MAX];
-    size_t expected = 0;
-    const size_t run_count = runs_of_row(runs, &expected);
+int fct_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks, size_t count,
+                      const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
+    int64_t begin = 0; /* of the run, in the row */
     sim_tick();
-    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_pieces")) {
+    if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_chunks")) {
         return -1;
     }
-    if (count != expected) {
-        sim_fail("a row of %zu pieces comes in %zu", expected, count);
-    }
-    check_memory(pg, pieces[0], false, "pieces");
+    check_layout(pg, chunks, count, layout);
+    check_memory(pg, chunks[0], false, "chunks");
     *work = NULL;
-    for (size_t i = 0; i < run_count; i++) {
-        const run *one = &runs[i];
+    for (size_t i = 0; i < layout->count; i++) {
+        const fct_run *run = &layout->runs[i];
         reducing *r = reducing_new(pg, op, 1.0);
-        r->output = sim_view_of(output, "a reduction of pieces");
-        r->input = sim_view_of(pieces[one->piece], "a reduction of pieces");
-        r->output.data += one->in_row * sim_itemsize(r->output.dtype);
-        r->output.numel = one->numel;
-        r->first = pg->rank * (r->input.numel / pg->world) + one->in_piece;
+        r->output = sim_view_of(output, "a reduction of chunks");
+        r->input = sim_view_of(chunks[run->chunk], "a reduction of chunks");
+        r->output.data += begin * sim_itemsize(r->output.dtype);
+        r->output.numel = run->numel;
+        r->first = pg->rank * (r->input.numel / pg->world) + run->offset;
+        begin += run->numel;
         fct_work_release(*work);
-        *work = issue(pg, output, pieces[one->piece], true,
-                      (sim_op){.what = "a reduction of pieces", .run = run_reduce, .args = r});
+        *work = issue(pg, output, chunks[run->chunk], true,
+                      (sim_op){.what = "a reduction of chunks", .run = run_reduce, .args = r});
     }
     sim_log("scatter:%s", pg->name);
     return 0;

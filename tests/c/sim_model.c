@@ -332,7 +332,7 @@ sim_model *sim_model_new(const sim_scenario *scenario) {
     m->scenario = *scenario;
     m->layer_count = scenario->layers + 1;
     fc_comm_init(&m->comm, sim_device());
-    fc_pieces_from(scenario->device.pieces ? 1 : SIM_NEVER_PIECES);
+    fc_chunks_from(scenario->device.chunks ? 1 : SIM_NEVER_SPLIT);
     if (scenario->max_reductions > 0) {
         m->comm.max_reductions = scenario->max_reductions;
     }

@@ -556,10 +556,10 @@ static const struct {
     const char *name;
     bool streams;
     bool no_kernels;
-    bool pieces;
+    bool chunks;
 } devices[] = {
     {"CPU", false, false, false},
-    {"a CPU whose rows go in pieces", false, false, true},
+    {"a CPU with a chunk for each large parameter", false, false, true},
     {"CUDA", true, false, false},
     {"a device with neither streams nor kernels", false, true, false},
     {"a device with streams and no kernels", true, true, false},
@@ -571,7 +571,7 @@ void sim_each_scenario(void (*visit)(const sim_scenario *scenario, const char *d
             sim_scenario s = scenarios[i];
             s.device.streams = devices[k].streams;
             s.device.no_kernels = devices[k].no_kernels;
-            s.device.pieces = devices[k].pieces;
+            s.device.chunks = devices[k].chunks;
             visit(&s, devices[k].name);
         }
     }

@@ -133,10 +133,10 @@ static void given_up_its_buffer_stays_until_the_backend_is_done(void **state) {
     end();
 }
 
-static void fail_each_call_of_a_copy_out(bool pieces, size_t least) {
+static void fail_each_call_of_a_copy_out(bool chunks, size_t least) {
     size_t failures = 0;
     for (int64_t nth = 1; failures + 1 == (size_t)nth; nth++) {
-        begin_on((sim_config){.seed = 7, .pieces = pieces}, 2, !pieces);
+        begin_on((sim_config){.seed = 7, .chunks = chunks}, 2, !chunks);
         start();
         assert_int_equal(fc_gather_await(gather), FC_OK);
         sim_fault_arm(nth, SIM_ONCE);
@@ -164,8 +164,8 @@ static void a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again(void **
     fail_each_call_of_a_copy_out(false, 4);
 }
 
-/* The memory of pieces goes to the parameters, and comes back with what is in it. */
-static void pieces_whose_copy_out_fails_are_not_lost(void **state) {
+/* Owned chunks become the parameters' memory, and come back with their contents. */
+static void chunks_survive_a_failed_copy_out(void **state) {
     (void)state;
     fail_each_call_of_a_copy_out(true, 1);
 }
@@ -193,7 +193,7 @@ int main(void) {
         cmocka_unit_test(one_rank_sends_nothing_and_shares_its_shards_where_nothing_is_cast),
         cmocka_unit_test(given_up_its_buffer_stays_until_the_backend_is_done),
         cmocka_unit_test(a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again),
-        cmocka_unit_test(pieces_whose_copy_out_fails_are_not_lost),
+        cmocka_unit_test(chunks_survive_a_failed_copy_out),
         cmocka_unit_test(what_must_not_be_is_found),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

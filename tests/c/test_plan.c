@@ -202,8 +202,19 @@ static void what_cannot_be_gathered_is_named(void **state) {
     fc_param_fini(&huge);
 }
 
-/* Parameters from 40 bytes on; the rest closes up. */
-static void large_parameters_are_pieces_of_their_own(void **state) {
+static void expect_run(const fct_run *run, size_t chunk, int64_t offset, int64_t numel) {
+    assert_int_equal(run->chunk, chunk);
+    assert_int_equal(run->offset, offset);
+    assert_int_equal(run->numel, numel);
+}
+
+static void expect_slot(const fc_slot *slot, size_t chunk, int64_t offset) {
+    assert_int_equal(slot->chunk, chunk);
+    assert_int_equal(slot->offset, offset);
+}
+
+/* Parameters of 40 bytes and more own a chunk; the others share the last one, without gaps. */
+static void split_plan_gives_large_parameters_chunks(void **state) {
     (void)state;
     fc_param a = vector("a", 3, FCK_FLOAT32, FCT_NO_DTYPE);
     fc_param b = vector("b", 10, FCK_FLOAT32, FCT_NO_DTYPE);
@@ -212,29 +223,42 @@ static void large_parameters_are_pieces_of_their_own(void **state) {
     fc_param *params[4] = {&a, &b, &c, &d};
     fc_error err = {""};
     fc_gather_plan plan = {.valid = false};
-    fc_pieces_from(40);
+    fc_chunks_from(40);
     assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CPU, &err), FC_OK);
-    const fct_cuts cuts = fc_gather_plan_cuts(&plan);
-    assert_int_equal(cuts.count, 2);
-    assert_int_equal(cuts.row_numel, 2 + 5 + 3 + 32);
-    assert_int_equal(cuts.cuts[0].offset, 2);
-    assert_int_equal(cuts.cuts[0].numel, 5);
-    assert_int_equal(cuts.cuts[1].offset, 10);
-    assert_int_equal(cuts.cuts[1].numel, 32);
-    assert_int_equal(plan.slots[0].rest, 0);
-    assert_int_equal(plan.slots[1].rest, FC_OWN_PIECE);
-    assert_int_equal(plan.slots[2].rest, 2 * 4);
-    assert_int_equal(plan.slots[3].rest, FC_OWN_PIECE);
-    assert_int_equal(plan.rest_bytes, (2 + 3) * 4);
-    /* Rows of bytes are whole, and so are those of other devices. */
+    for (int round = 0; round < 2; round++) {
+        fc_gather_plan_set_split(&plan, false);
+        fct_chunk_layout layout = fc_chunk_list_layout(&plan.chunks);
+        assert_int_equal(layout.count, 1);
+        assert_int_equal(layout.row_numel, 2 + 5 + 3 + 32);
+        expect_run(&layout.runs[0], 0, 0, 2 + 5 + 3 + 32);
+        expect_slot(&plan.slots[3], 0, (2 + 5 + 3) * 4);
+        assert_true(fc_gather_plan_can_split(&plan));
+        fc_gather_plan_set_split(&plan, true);
+        layout = fc_chunk_list_layout(&plan.chunks);
+        assert_int_equal(plan.chunks.count, 3);
+        assert_int_equal(layout.count, 4);
+        assert_int_equal(layout.row_numel, 2 + 5 + 3 + 32);
+        expect_run(&layout.runs[0], 2, 0, 2);
+        expect_run(&layout.runs[1], 0, 0, 5);
+        expect_run(&layout.runs[2], 2, 2, 3);
+        expect_run(&layout.runs[3], 1, 0, 32);
+        expect_slot(&plan.slots[0], 2, 0);
+        expect_slot(&plan.slots[1], 0, 0);
+        expect_slot(&plan.slots[2], 2, 2 * 4);
+        expect_slot(&plan.slots[3], 1, 0);
+        assert_true(plan.chunks.chunks[0].owned && plan.chunks.chunks[1].owned);
+        assert_false(plan.chunks.chunks[2].owned);
+        assert_int_equal(plan.chunks.chunks[2].numel, 2 + 3);
+    }
+    /* Rows of bytes are packed, and so are rows on other devices. */
     b.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CPU, &err), FC_OK);
-    assert_int_equal(fc_gather_plan_cuts(&plan).count, 0);
+    assert_false(fc_gather_plan_can_split(&plan));
     b.param_dtype = FCT_NO_DTYPE;
     const fct_device cuda = {.type = FCT_DEVICE_CUDA};
     assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, cuda, &err), FC_OK);
-    assert_int_equal(fc_gather_plan_cuts(&plan).count, 0);
-    fc_pieces_from(SIM_NEVER_PIECES);
+    assert_false(fc_gather_plan_can_split(&plan));
+    fc_chunks_from(SIM_NEVER_SPLIT);
     fc_gather_plan_fini(&plan);
     for (size_t i = 0; i < 4; i++) {
         fc_param_fini(params[i]);
@@ -247,12 +271,12 @@ static void without_memory_there_is_no_plan_and_no_leak(void **state) {
     fc_param *params[1] = {&a};
     fc_error err = {""};
     sim_begin((sim_config){.seed = 1});
-    for (int64_t n = 1; n <= 3; n++) {
+    for (int64_t n = 1; n <= 4; n++) {
         fc_gather_plan plan = {.valid = false};
         sim_fault_arm(n, SIM_ONCE);
         fc_status status = fc_gather_plan_build(&plan, params, 1, 2, false, CPU, &err);
-        assert_int_equal(status, n <= 2 ? FC_ENOMEM : FC_OK);
-        assert_int_equal(plan.valid, n > 2);
+        assert_int_equal(status, n <= 3 ? FC_ENOMEM : FC_OK);
+        assert_int_equal(plan.valid, n > 3);
         fc_gather_plan_fini(&plan);
     }
     sim_end();
@@ -309,8 +333,8 @@ static void gradients_are_dealt_to_the_ranks_rows(void **state) {
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
     assert_int_equal(r.plan.dtype, FCK_FLOAT32);
     assert_int_equal(r.plan.row_numel, 9 + 2);
-    assert_int_equal(r.plan.offsets[0], 0);
-    assert_int_equal(r.plan.offsets[1], 9);
+    assert_int_equal(r.plan.slots[0].offset, 0);
+    assert_int_equal(r.plan.slots[1].offset, 9);
     assert_true(r.plan.native);
     end(&r);
 }
@@ -440,7 +464,7 @@ static void a_gradient_cut_on_another_dim_has_several_blocks(void **state) {
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
     collect(&r.plan, &p, gradient_of(2, sizes, FCK_FLOAT32));
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
-    assert_int_equal(r.plan.offsets[1], 2);
+    assert_int_equal(r.plan.slots[1].offset, 2);
     assert_int_equal(r.plan.row_numel, 2 + 6);
     fc_param_fini(&p);
     end(&r);
@@ -525,7 +549,7 @@ int main(void) {
         cmocka_unit_test(a_smaller_group_gathers_what_forward_left_in_the_compute_type),
         cmocka_unit_test(a_cast_that_no_kernel_can_do_is_left_to_torch),
         cmocka_unit_test(what_cannot_be_gathered_is_named),
-        cmocka_unit_test(large_parameters_are_pieces_of_their_own),
+        cmocka_unit_test(split_plan_gives_large_parameters_chunks),
         cmocka_unit_test(without_memory_there_is_no_plan_and_no_leak),
         cmocka_unit_test(gradients_are_dealt_to_the_ranks_rows),
         cmocka_unit_test(parameters_without_a_gradient_take_no_room),

@@ -47,14 +47,14 @@ static void an_extended_parameter_has_a_slot_for_each_input(void **state) {
     fc_param c = vector("c", 4, FCK_BFLOAT16);
     fc_param *params[3] = {&a, &b, &c};
     extend(&b, 5, FCK_UINT8);
-    fc_pieces_from(1);
+    fc_chunks_from(1);
     fc_gather_plan plan = plan_of(params, 3);
-    fc_pieces_from(SIM_NEVER_PIECES);
+    fc_chunks_from(SIM_NEVER_SPLIT);
     assert_int_equal(plan.count, 4);
     assert_true(plan.extended);
     assert_int_equal(plan.dtype, FCK_UINT8);
     assert_int_equal(plan.row_bytes, 64 + 5 + 8 + 4);
-    assert_int_equal(plan.cut_count, 0); /* the row is whole */
+    assert_false(fc_gather_plan_can_split(&plan));
     const size_t owners[4] = {0, 1, 1, 2};
     for (size_t i = 0; i < 4; i++) {
         assert_int_equal(plan.slots[i].param, owners[i]);

@@ -90,10 +90,10 @@ static void a_second_reduction_adds_to_the_gradient(void **state) {
 }
 
 /* A large gradient is sent from where it is, if nobody else may change it meanwhile. */
-static void a_gradient_is_a_piece_itself(void **state) {
+static void gradient_memory_is_sent_as_chunk(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
-    scenario.device.pieces = true;
+    scenario.device.chunks = true;
     fixture f = begin(scenario);
     compute_gradients(&f, 2.0);
     post_backward(&f);
@@ -105,11 +105,11 @@ static void a_gradient_is_a_piece_itself(void **state) {
     end(&f);
 }
 
-static void a_gradient_that_others_hold_is_not(void **state) {
+static void held_gradient_is_packed_before_sending(void **state) {
     (void)state;
     const double zeros[4] = {0};
     sim_scenario scenario = two_ranks;
-    scenario.device.pieces = true;
+    scenario.device.chunks = true;
     fixture f = begin(scenario);
     compute_gradients(&f, 2.0);
     fct_tensor *held = sim_grad_peek(f.group->params[0].core.unsharded);
@@ -500,8 +500,8 @@ static void what_was_sent_before_a_failure_is_waited_for_after_the_reset(void **
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_second_reduction_adds_to_the_gradient),
-        cmocka_unit_test(a_gradient_is_a_piece_itself),
-        cmocka_unit_test(a_gradient_that_others_hold_is_not),
+        cmocka_unit_test(gradient_memory_is_sent_as_chunk),
+        cmocka_unit_test(held_gradient_is_packed_before_sending),
         cmocka_unit_test(without_sync_gradients_wait_unreduced_in_the_parameter),
         cmocka_unit_test(with_a_reduce_type_they_wait_in_that_type),
         cmocka_unit_test(a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none),

@@ -69,7 +69,7 @@ static void a_row_is_packed_and_no_other_touched(void **state) {
         const double packed[12] = {77, 77, 77, 77, 77, 77, 5, 6, 0, 0, 9, 10};
         begin(&f, no_kernels != 0, FCT_NO_DTYPE);
         fct_tensor *buffer = buffer_of(FCK_FLOAT32, 12);
-        assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, buffer, NULL, 1, &f.err),
+        assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &buffer, 1, &f.err),
                          FC_OK);
         sim_tensor_expect(buffer, packed, "the gather buffer");
         fct_tensor_release(buffer);
@@ -83,8 +83,7 @@ static void it_is_cast_on_the_way(void **state) {
     const double packed[12] = {5, 6, 0, 0, 9, 10, 77, 77, 77, 77, 77, 77};
     begin(&f, false, FCK_BFLOAT16);
     fct_tensor *buffer = buffer_of(FCK_BFLOAT16, 12);
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, buffer, NULL, 0, &f.err),
-                     FC_OK);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &buffer, 0, &f.err), FC_OK);
     sim_tensor_expect(buffer, packed, "the gather buffer");
     fct_tensor_release(buffer);
     end(&f);
@@ -102,7 +101,7 @@ static void gathered_rows_become_whole_tensors(void **state) {
         for (int i = 0; i < 2; i++) {
             assert_int_equal(fc_param_alloc_flat(f.params[i], sim_device(), &facts, &f.err), FC_OK);
         }
-        assert_int_equal(fc_transfer_unpack(&f.transfer, &f.plan, f.params, buffer, false, &f.err),
+        assert_int_equal(fc_transfer_unpack(&f.transfer, &f.plan, f.params, 0, buffer, &f.err),
                          FC_OK);
         sim_tensor_expect(f.matrix.flat, (const double[8]){1, 2, 3, 4, 5, 6, 0, 0}, "the matrix");
         sim_tensor_expect(f.vector.flat, (const double[4]){7, 8, 9, 10}, "the vector");
@@ -127,9 +126,8 @@ static void gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros(void **s
         assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &foreign, &f.err), FC_OK);
         assert_false(foreign);
         fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
-        assert_int_equal(
-            fc_transfer_pack_gradients(&f.transfer, &plan, FC_ALL_GRADIENTS, 2, buffer, &f.err),
-            FC_OK);
+        assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 0, 2, buffer, &f.err),
+                         FC_OK);
         sim_tensor_expect(buffer, packed, "the reduce buffer");
         fct_tensor_release(buffer);
         fc_reduce_plan_fini(&plan);
@@ -156,9 +154,8 @@ static void gradients_cut_on_another_dim_are_dealt_block_by_block(void **state) 
         plan.count = 1;
         assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &foreign, &f.err), FC_OK);
         fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
-        assert_int_equal(
-            fc_transfer_pack_gradients(&f.transfer, &plan, FC_ALL_GRADIENTS, 2, buffer, &f.err),
-            FC_OK);
+        assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 0, 2, buffer, &f.err),
+                         FC_OK);
         sim_tensor_expect(buffer, packed, "the reduce buffer");
         fct_tensor_release(buffer);
         fc_reduce_plan_fini(&plan);
@@ -179,8 +176,7 @@ static void what_no_kernel_can_cast_torch_does(void **state) {
     begin(&f, false, INT64);
     assert_false(f.plan.native);
     fct_tensor *rows = buffer_of(INT64, 12);
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, rows, NULL, 0, &f.err),
-                     FC_OK);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &rows, 0, &f.err), FC_OK);
     sim_tensor_expect(rows, row, "the gather buffer");
     assert_true(f.plan.valid);
     assert_int_equal(f.plan.slots[0].source, FCK_FLOAT32);
@@ -192,8 +188,7 @@ static void what_no_kernel_can_cast_torch_does(void **state) {
     assert_false(plan.native);
     fct_tensor *grad = plan.grads[0];
     fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
-    assert_int_equal(
-        fc_transfer_pack_gradients(&f.transfer, &plan, FC_ALL_GRADIENTS, 2, buffer, &f.err), FC_OK);
+    assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 0, 2, buffer, &f.err), FC_OK);
     sim_tensor_expect(buffer, packed, "the reduce buffer");
     assert_ptr_equal(plan.grads[0], grad);
     fct_tensor_release(rows);
@@ -210,15 +205,14 @@ static void a_buffer_that_is_too_small_is_not_written(void **state) {
     const int64_t eleven[1] = {11};
     const int64_t stride[1] = {1};
     fct_tensor *part = sim_tensor_view(whole, 1, eleven, stride); /* whose storage has room */
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, part, NULL, 1, &f.err),
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 1, &f.err),
                      FC_EASSERT);
     assert_non_null(strstr(f.err.message, "does not fit its buffer"));
-    assert_int_equal(fc_transfer_unpack(&f.transfer, &f.plan, f.params, part, false, &f.err),
+    assert_int_equal(fc_transfer_unpack(&f.transfer, &f.plan, f.params, 0, part, &f.err),
                      FC_EASSERT);
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, part, NULL, 0, &f.err),
-                     FC_OK);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 0, &f.err), FC_OK);
     fct_storage_free(whole);
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, part, NULL, 0, &f.err),
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 0, &f.err),
                      FC_EASSERT);
     fct_tensor_release(part);
     fct_tensor_release(whole);

@@ -116,12 +116,12 @@ MUTATIONS = {
         "test_group",
         "but_not_where_processors",
     ),
-    "pieces that a failed copy-out frees": Mutation(
+    "chunks that a failed copy-out frees": Mutation(
         "gather",
-        "        fc_unsharded_return(a->members, a->flight.plan, &a->pieces);",
+        "        fc_unsharded_return(a->members, a->flight.plan, &a->chunks);",
         "        (void)a;",
         "test_gather",
-        "pieces_whose_copy_out_fails_are_not_lost",
+        "chunks_survive_a_failed_copy_out",
     ),
     "buffers that are not the group's": Mutation(
         "members",
@@ -132,17 +132,24 @@ MUTATIONS = {
     ),
     "a buffer of the group's that is too large": Mutation(
         "gather",
-        "m->gather_memory, plan->world * plan->row_numel,",
-        "m->gather_memory, (plan->world + 1) * plan->row_numel,",
+        "fc_members_buffer(m, m->gather_memory, numel,",
+        "fc_members_buffer(m, m->gather_memory, numel + chunk->numel,",
         "test_train",
         "an all-gather of ",
     ),
-    "pieces in place of the group's memory": Mutation(
+    "chunks in place of the group's memory": Mutation(
         "reduce",
-        "FC_TRY(fc_members_has_memory(m, m->reduce_memory, &whole));",
+        "FC_TRY(fc_members_has_memory(m, m->reduce_memory, &packed));",
         "(void)m;",
         "test_train",
-        "pieces of 1 over memory that no group has given",
+        "chunks of 1 over memory that no group has given",
+    ),
+    "a run that is not in its chunk's order": Mutation(
+        "plan",
+        "(fct_run){.chunk = chunk, .offset = offset, .numel = numel};",
+        "(fct_run){.chunk = chunk, .offset = 0, .numel = numel};",
+        "test_plan",
+        "0x2",
     ),
     "a group whose memory is asked for and not let go": Mutation(
         "members",

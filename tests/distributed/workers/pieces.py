@@ -118,7 +118,7 @@ def differences(rank: int, world: int) -> list[str]:
     for name, (options, train) in (SETTINGS | (ON_FOUR if world == 4 else {})).items():
         results = []
         for pieces_from in (NEVER, 1):
-            _C._testing.pieces_from(pieces_from)
+            _C._testing.chunks_from(pieces_from)
             results.append(train(_model(**options())))
         whole, cut = results
         if len(whole) != len(cut) or not all(map(torch.equal, whole, cut)):
@@ -140,7 +140,7 @@ class Look(TorchDispatchMode):
 
 def watched_on_one_rank(rank: int, world: int) -> list[bool]:
     """Whether bits stay where one rank counts, profiles, has no kernels, or keeps addresses."""
-    _C._testing.pieces_from(1)
+    _C._testing.chunks_from(1)
     plain = _train(_model())
     same = []
     for how in ("counts", "profiles", "without kernels", "patched"):
@@ -168,7 +168,7 @@ def gathered_inside_of_a_gather(rank: int, world: int) -> bool:
     """Whether a unit has its bits where one rank's patch gathers another unit in the middle."""
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
 
-    _C._testing.pieces_from(1)
+    _C._testing.chunks_from(1)
     unit, other = _model()[0], _model(seed=1)[0]
     expected = [p.full_tensor() for p in unit.parameters()]
     gather = stock.foreach_all_gather

@@ -1,0 +1,23 @@
+/* The tensors of a collective in flight: one for each chunk of its plan, in the plan's order. Holds
+ * one counted reference per tensor from the pack until the result has been copied out. */
+#ifndef FSDP_C_CORE_CHUNKS_H
+#define FSDP_C_CORE_CHUNKS_H
+
+#include "../torch/torch_abi.h"
+#include "status.h"
+
+typedef struct fc_chunks {
+    fct_tensor **tensors; /* [capacity]; owned array of counted references */
+    size_t count;
+    size_t capacity;
+} fc_chunks;
+
+/* Releases all tensors and reserves space for `count`. FC_ENOMEM. */
+FC_CHECK fc_status fc_chunks_begin(fc_chunks *c, size_t count);
+/* Takes the reference. Precondition: fewer than `capacity` tensors are held. */
+void fc_chunks_add(fc_chunks *c, fct_tensor *tensor);
+/* Releases all tensors; the array is kept for the next collective. */
+void fc_chunks_drop(fc_chunks *c);
+void fc_chunks_fini(fc_chunks *c);
+
+#endif
