@@ -70,9 +70,8 @@ class Redirection:
         In that case the newer code stays. If it runs the redirected code, that runs ``original``.
         """
         self.called = self.original
-        if self.function.__code__ is not self.replacement:
-            return
-        self.function.__code__ = self.code
+        if self.function.__code__ is self.replacement:
+            self.function.__code__ = self.code
         if vars(self.function).get("__signature__", self) is self.signature:
             del self.function.__signature__  # type: ignore[attr-defined]
 

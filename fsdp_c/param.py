@@ -24,13 +24,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import (
 )
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import fsdp_c._C as _C
 
 from . import extensions
-from ._compat import patches
+from . import optimizer_steps as optimizer_steps  # registers a hook of optimizers
 from .compat import ParamOfOlderTorch, dtensor_new, orig_param_uid
 from .guard import is_constructed_by_others, is_patched, overridden_by, shows
 from .mixed_precision import compute_dtype, reduce_dtype, stored_dtype
@@ -112,22 +111,6 @@ def shown_as_of_torch(
 
 def _resized(size: torch.Size, dim: int, rows: int) -> torch.Size:
     return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
-
-
-class _CountStep:
-    """``_C.count_step`` without a Python frame. A compiled step calls the object as it is; for the
-    C function itself dynamo would print a warning."""
-
-    __call__ = staticmethod(_C.count_step)
-    _torchdynamo_disable = True
-
-
-# Every optimizer.step() counts as a write to its shards. DTensor's operations write them without
-# incrementing version counters, so a gather made before the step would not be seen to be stale.
-patches.apply_with_first_model(
-    "optimizer step post hook: count_step",
-    lambda: patches.add_hook(register_optimizer_step_post_hook, _CountStep()),
-)
 
 
 @shows(FSDPParam)

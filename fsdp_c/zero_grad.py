@@ -33,16 +33,14 @@ def watch(group: Any) -> None:
 
 
 def complete(cls: type[nn.Module]) -> None:
-    """Gives a class ``FSDP<Name>`` its ``zero_grad``; does nothing for a class that has one."""
-    if "zero_grad" in vars(cls):
-        return
+    """Gives a class ``FSDP<Name>`` its ``zero_grad``, while a sharded model is alive."""
 
     @functools.wraps(cls.zero_grad)
     def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         super(cls, self).zero_grad(*args, **kwargs)  # type: ignore[misc]
         _drop_deferred(self.parameters())
 
-    cls.zero_grad = zero_grad  # type: ignore[method-assign]
+    patches.set_class_attribute(cls, "zero_grad", zero_grad)
 
 
 def _wrap() -> patches.Undo:

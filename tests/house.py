@@ -30,7 +30,7 @@ FLOORS = {
         {"seen"},
         {"objects"},
         {"dtensor"},
-        {"errors", "retired", "dynamo", "admit", "shard", "guard", "clip", "local_lists", "saved"},
+        {"errors", "retired", "dynamo", "admit", "shard", "guard", "clip", "local_lists"},
         {"attributes", "ready", "transitions", "extension"},
         {"slots", "tree", "comm_context", "iteration_context", "group_attributes"},
         {"param", "step"},

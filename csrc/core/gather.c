@@ -295,7 +295,7 @@ done:
 }
 
 /* The host gathers with torch's functions. The plan is built all the same: fc_gather_is_copied()
- * must give the same answer on every rank, also where only this one's data are moved by the host. */
+ * must give the same answer on every rank, also where the host moves only this rank's data. */
 static fc_status host_gather(fc_gather *a, bool post_forward, bool async_op, fc_lane lane) {
     const fc_members *m = a->members;
     const fc_link *link = link_of(a, post_forward);

@@ -137,24 +137,6 @@ static fc_status checked(fc_group *g, fc_status (*check)(fc_group *g), fc_status
 
 /* ---- sharded state ---- */
 
-/* Changes whenever a shard is written, replaced or moved: through its local tensor and by
- * optimizers (the version of sharded_data), or by operations on the parameter as a whole (the
- * host's). Address and versions are mixed in one after the other: a lower address must not make up
- * for a higher version. */
-static uint64_t shard_fingerprint(const fc_members *m) {
-    const uint64_t prime = UINT64_C(1099511628211);
-    uint64_t print = 0;
-    for (size_t i = 0; i < m->count; i++) {
-        const fct_tensor *data = m->params[i]->sharded_data;
-        uint64_t versions = data != NULL ? fct_tensor_version(data) : 0;
-        if (m->host->shard_version != NULL) {
-            versions |= (uint64_t)m->host->shard_version(m->params[i]->owner) << 32;
-        }
-        print = (print * prime + (uint64_t)(uintptr_t)data) * prime + versions;
-    }
-    return print;
-}
-
 static int swap_one(fc_group *g, size_t i, fc_sharded_state face,
                     int (*swap)(void *param, fc_sharded_state face)) {
     fc_param *p = g->members.params[i];
@@ -235,7 +217,7 @@ fc_status fc_group_to_unsharded(fc_group *g) {
     fc_gather_abandon(&g->gather);
     drop_forward(g);
     g->sharded_state = FC_UNSHARDED;
-    g->gathered_version = shard_fingerprint(&g->members);
+    g->gathered_version = fc_members_shard_version(&g->members);
 done:
     return checked(g, check_face_and_memory, status);
 }
@@ -307,7 +289,7 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
         return FC_OK;
     }
     FC_TRY(fc_gather_follow(&g->gather));
-    uint64_t version = shard_fingerprint(&g->members);
+    uint64_t version = fc_members_shard_version(&g->members);
     bool current = version == g->gathered_version;
     if (g->gather.flight.active) {
         if (current) {

@@ -111,3 +111,19 @@ void fc_members_log(const fc_members *m, const char *label) {
         m->host->log(m->owner, label);
     }
 }
+
+/* Address and versions are hashed one after the other: a lower address must not cancel a higher
+ * version. */
+uint64_t fc_members_shard_version(const fc_members *m) {
+    const uint64_t prime = UINT64_C(1099511628211);
+    uint64_t hash = 0;
+    for (size_t i = 0; i < m->count; i++) {
+        const fct_tensor *data = m->params[i]->sharded_data;
+        uint64_t versions = data != NULL ? fct_tensor_version(data) : 0;
+        if (m->host->shard_version != NULL) {
+            versions |= (uint64_t)m->host->shard_version(m->params[i]->owner) << 32;
+        }
+        hash = (hash * prime + (uint64_t)(uintptr_t)data) * prime + versions;
+    }
+    return hash;
+}

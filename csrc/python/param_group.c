@@ -447,8 +447,6 @@ static PyMethodDef group_methods[] = {
      "above the tensors that require grad."},
     {"finalize_backward", group_finalize, METH_NOARGS,
      "Waits for reductions and drops an unused all-gather."},
-    {"_wait_for_post_backward", group_complete, METH_NOARGS,
-     "Completes the reductions in flight; the current stream waits for them."},
     {"_reset_iter_state", group_reset, METH_NOARGS,
      "Back to sharded and idle, without partial gradients."},
     {"_invalidate", group_invalidate, METH_NOARGS,
@@ -456,6 +454,8 @@ static PyMethodDef group_methods[] = {
     {"_check", group_check, METH_NOARGS,
      "Raises RuntimeError where an invariant does not hold (tests)."},
     /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+    {"_wait_for_post_backward", group_complete, METH_NOARGS,
+     "Completes the reductions in flight; the current stream waits for them."},
     {"wait_for_unshard", group_wait, METH_NOARGS,
      "Waits for unshard() and registers the unsharded parameters."},
     {"pre_forward", group_pre_forward, METH_VARARGS,

@@ -214,8 +214,8 @@ typedef struct fct_run {
     int64_t offset; /* in each rank's part of that tensor, in elements */
     int64_t numel;
 } fct_run;
-/* A row as the sequence of its runs. Chunk k holds parts of all ranks' rows, rank after rank, all of
- * one size. Private to this rank: rows travel in row order, so peers may have other layouts. */
+/* A row as the sequence of its runs. Chunk k holds parts of all ranks' rows, rank after rank, all
+ * of one size. Private to this rank: rows travel in row order, so peers may have other layouts. */
 typedef struct fct_chunk_layout {
     const fct_run *runs;
     size_t count;
