@@ -1,4 +1,4 @@
-"""Buffers from the process group's own allocator: who is asked, when, and for how much."""
+"""Buffers that a process group allocates: calls of its allocator, and their errors."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from test_process_groups import BOTH, Group, groups
+from test_process_groups import BOTH, Group, param_groups_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as stock
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from fsdp_c import fully_shard as ours
+from fsdp_c import fully_shard
 
 pytestmark = pytest.mark.torch("2.13")
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Giving(Group):
-    """With memory of its own, and notes what is asked for."""
+class AllocatingGroup(Group):
+    """A group with an allocator that records its calls."""
 
-    gives = True
-    changed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    has_allocator = True
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Called with each allocated tensor; the allocator returns its result."""
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        self.calls.append(f"{self.label} asked")
-        return self.gives
+        self.calls.append(f"{self.label} supports_tensor_alloc")
+        return self.has_allocator
 
     def allocate_tensor(
         self, numel: int, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        self.calls.append(f"{self.label} gives {numel} {str(dtype)[6:]}")
-        made = torch.full((numel,), float("nan"), dtype=dtype, device=device)
-        return made if self.changed is None else self.changed(made)
+        self.calls.append(f"{self.label} allocate_tensor {numel} {str(dtype)[6:]}")
+        tensor = torch.full((numel,), float("nan"), dtype=dtype, device=device)
+        return tensor if self.transform is None else self.transform(tensor)
 
 
 def build(shard: Any, group: Any, **kwargs: Any) -> Any:
@@ -46,8 +47,8 @@ def build(shard: Any, group: Any, **kwargs: Any) -> Any:
     mesh = init_device_mesh("cpu", (8,))
     for unit in (model[0], model):
         shard(unit, mesh=mesh, **kwargs)
-        for one in unit._get_fsdp_state()._fsdp_param_groups:
-            one.mesh_info.shard_process_group = group
+        for param_group in unit._get_fsdp_state()._fsdp_param_groups:
+            param_group.mesh_info.shard_process_group = group
         unit.set_allocate_memory_from_process_group_for_comm(True)
     return model
 
@@ -57,49 +58,51 @@ def step(model: Any) -> list[Any]:
     return [param.grad.to_local().tolist() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("gives", [True, False])
+@pytest.mark.parametrize("has_allocator", [True, False])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED])
-def test_the_group_is_asked_as_by_stock(
-    fake_group: int, gives: bool, policy: MixedPrecisionPolicy
+def test_allocator_of_group_is_called_as_by_torch(
+    fake_group: int, has_allocator: bool, policy: MixedPrecisionPolicy
 ) -> None:
-    found = []
+    results = []
     for shard in BOTH:
         calls: list[str] = []
-        group = Giving(8, calls, "group")
-        group.gives = gives
+        group = AllocatingGroup(8, calls, "group")
+        group.has_allocator = has_allocator
         model = build(shard, group, mp_policy=policy)
-        found.append((step(model) + step(model), calls))
-    assert found[0] == found[1]
-    assert any("gives" in call for call in found[1][1]) == gives
+        results.append((step(model) + step(model), calls))
+    assert results[0] == results[1]
+    assert any("allocate_tensor" in call for call in results[1][1]) == has_allocator
 
 
-def test_the_core_moves_the_data(fake_group: int) -> None:
-    model = build(ours, Giving(8, [], "group"))
+def test_group_with_allocator_does_not_use_fallback(fake_group: int) -> None:
+    model = build(fully_shard, AllocatingGroup(8, [], "group"))
     step(model)
-    for group in groups(model):
+    for group in param_groups_of(model):
         assert not group._hosted_gather
         assert not group._hosted_reduce
 
 
-def test_a_change_of_how_it_is_allocated_is_followed(fake_group: int) -> None:
-    model = build(ours, Giving(8, [], "group"))
-    seen: list[int] = []
+def test_replaced_allocate_of_all_gather_comm_is_called(fake_group: int) -> None:
+    model = build(fully_shard, AllocatingGroup(8, [], "group"))
+    sizes: list[int] = []
 
     def allocate(size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        seen.append(size[0])
+        sizes.append(size[0])
         return torch.empty(size, dtype=dtype, device=device)
 
-    for group in groups(model):
-        comm: Any = stock.ProcessGroupAllocAllGather(group.mesh_info.shard_process_group)
+    for group in param_groups_of(model):
+        comm: Any = _fsdp_collectives.ProcessGroupAllocAllGather(
+            group.mesh_info.shard_process_group
+        )
         comm.allocate = allocate
         group._all_gather_comm = comm
     step(model)
-    assert seen
+    assert sizes
 
 
-def test_it_is_switched_off(fake_group: int) -> None:
+def test_disabled_allocation_from_group_does_not_call_allocator(fake_group: int) -> None:
     calls: list[str] = []
-    model = build(ours, Giving(8, calls, "group"))
+    model = build(fully_shard, AllocatingGroup(8, calls, "group"))
     for unit in (model[0], model):
         unit.set_allocate_memory_from_process_group_for_comm(False)
     step(model)
@@ -107,38 +110,38 @@ def test_it_is_switched_off(fake_group: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "transform",
     [lambda t: t[:-1], lambda t: t.view(1, -1), lambda t: t.double(), lambda t: t.repeat(2)[::2]],
 )
-def test_memory_of_another_shape_is_refused(
-    fake_group: int, changed: Callable[[torch.Tensor], torch.Tensor]
+def test_allocated_tensor_of_wrong_layout_raises(
+    fake_group: int, transform: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    group = Giving(8, [], "group")
-    model = build(ours, group)
+    group = AllocatingGroup(8, [], "group")
+    model = build(fully_shard, group)
     expected = step(model)
-    group.changed = changed
+    group.transform = transform
     with pytest.raises(RuntimeError, match="the process group was asked for"):
         step(model)
-    group.changed = None
+    group.transform = None
     model.reset_iter_state()
     model.zero_grad()
     assert step(model) == expected
 
 
 @pytest.mark.parametrize("shard", BOTH)
-def test_what_the_allocator_raises_is_seen(fake_group: int, shard: Any) -> None:
+def test_exception_of_allocator_is_raised(fake_group: int, shard: Any) -> None:
     def fail(memory: torch.Tensor) -> torch.Tensor:
-        raise MemoryError("none left")
+        raise MemoryError("out of memory")
 
-    group = Giving(8, [], "group")
+    group = AllocatingGroup(8, [], "group")
     model = build(shard, group)
-    group.changed = fail
-    with pytest.raises(MemoryError, match="none left"):
+    group.transform = fail
+    with pytest.raises(MemoryError, match="out of memory"):
         step(model)
 
 
-def test_gathers_in_evaluation_give_parameters_that_can_be_trained(fake_group: int) -> None:
-    model = build(ours, Giving(8, [], "group"))
+def test_training_after_forward_in_inference_mode_works(fake_group: int) -> None:
+    model = build(fully_shard, AllocatingGroup(8, [], "group"))
     with torch.inference_mode():
         model(torch.ones(2, 8))
     step(model)
