@@ -1,4 +1,4 @@
-"""Policies that are put in the place of others after the call count as they do in torch."""
+"""Mixed-precision policies replaced after ``fully_shard`` have the same effect as in torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ import releases
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torchs
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_c import fully_shard as ours
+from fsdp_c import fully_shard
 
-HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64)
+MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64)
 
 
-def swapped(shard: Any, where: str, used: bool) -> list[Any]:
+def train_with_replaced_policy(shard: Any, where: str, used: bool) -> list[Any]:
+    """Replaces the policy of the objects in ``where``, after a step if ``used``, and trains.
+
+    Returns outputs or errors, gradients, and the dtypes of the first layer's inputs.
+    """
     torch.manual_seed(0)
-    seen: list[Any] = []
+    input_dtypes: list[Any] = []
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    model[0].register_forward_pre_hook(lambda module, args: input_dtypes.append(args[0].dtype))
     shard(model)
     x = torch.ones(2, 4)
     if used:
@@ -28,26 +32,27 @@ def swapped(shard: Any, where: str, used: bool) -> list[Any]:
     state = model._get_fsdp_state()
     if "group" in where:
         for group in state._fsdp_param_groups:
-            group.mp_policy = HALF
+            group.mp_policy = MIXED
     if "state" in where:
-        state._mp_policy = HALF
-    found = []
+        state._mp_policy = MIXED
+    results = []
     for _ in range(2):
         try:
             output = model(x)
             output.sum().backward()
-            found += [output.dtype, output.tolist()]
+            results += [output.dtype, output.tolist()]
         except RuntimeError as error:
-            found.append(str(error))
+            results.append(str(error))
             model.reset_iter_state()
-    found += [p.grad.to_local().tolist() for p in model.parameters() if p.grad is not None]
-    return [found, seen]
+    results += [p.grad.to_local().tolist() for p in model.parameters() if p.grad is not None]
+    return [results, input_dtypes]
 
 
 @pytest.mark.torch("2.13")
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("where", ["state", "group", "state and group"])
-def test_another_policy(fake_group: int, where: str, used: bool) -> None:
+def test_replaced_policy_gives_results_of_torch(fake_group: int, where: str, used: bool) -> None:
     if releases.has("2.15") and (used or where != "state"):
-        pytest.skip("from 2.15 on parameters have policies, groups none; resets drop gradients")
-    assert swapped(ours, where, used) == swapped(torchs, where, used)
+        pytest.skip("since 2.15 parameters have the policies, not groups; resets drop gradients")
+    expected = train_with_replaced_policy(torch_fully_shard, where, used)
+    assert train_with_replaced_policy(fully_shard, where, used) == expected
