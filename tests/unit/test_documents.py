@@ -172,7 +172,7 @@ def case(document: Path) -> Any:
 
 
 @pytest.mark.parametrize("document", [case(document) for document in documents()])
-def test_document_names_only_what_exists(document: Path) -> None:
+def test_document_contains_only_existing_names(document: Path) -> None:
     assert unknown_names(document.read_text(), document) == []
 
 

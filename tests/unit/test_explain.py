@@ -82,9 +82,7 @@ def test_table_has_one_row_per_unit() -> None:
 
 
 def test_shard_bytes_include_padding() -> None:
-    module = fully_shard(
-        nn.Linear(3, 5)
-    )  # 5 rows over 8 ranks: one row per rank, 3 of them padding
+    module = fully_shard(nn.Linear(3, 5))  # 5 of 8 ranks have a row, 3 have a row of padding
     (unit,) = quiet_explain(module).units
     assert unit.shard_bytes == 4 * (3 + 1)
     assert unit.elements == 5 * 3 + 5
@@ -250,7 +248,7 @@ def test_blocks_left_in_root_unit_have_warning(units: int) -> None:
     assert warning.startswith(f"{blocks} are repeated layers but no units")
 
 
-def test_blocks_whose_children_are_units_have_no_warning() -> None:
+def test_blocks_with_children_as_units_have_no_warning() -> None:
     model = Model()
     for block in model.blocks:
         fully_shard(block.up)  # type: ignore[union-attr]

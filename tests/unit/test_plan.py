@@ -327,21 +327,21 @@ def run_plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_plan_command_prints_table_and_sets_exit_status(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "user.py").write_text(
         "import torch.nn as nn\n"
         "def model():\n"
         "    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(4)))\n"
     )
     done = run_plan(
-        "mine:model", "2x4", "--batch", "2x64", "--memory", "1GiB", "--param-dtype", "bfloat16",
+        "user:model", "2x4", "--batch", "2x64", "--memory", "1GiB", "--param-dtype", "bfloat16",
         "--plot", "memory.png", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.search(r"^0-3 +4 x Sequential .*float32/bfloat16/bfloat16 +2x4 ", done.stdout, re.M)
     assert "it fits into 1.0 GiB" in done.stdout and (tmp_path / "memory.png").exists()
-    assert run_plan("mine:model", "8", "--memory", "1KiB", cwd=tmp_path).returncode == 1
-    wrong = run_plan("mine:nothing", "8", cwd=tmp_path)
-    assert wrong.returncode == 2 and "mine has no function or class 'nothing'" in wrong.stderr
+    assert run_plan("user:model", "8", "--memory", "1KiB", cwd=tmp_path).returncode == 1
+    wrong = run_plan("user:nothing", "8", cwd=tmp_path)
+    assert wrong.returncode == 2 and "user has no function or class 'nothing'" in wrong.stderr
 
 
 # ---- auto_shard ----------------------------------------------------------------------------------
@@ -448,9 +448,7 @@ def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(
     with pytest.raises(ValueError, match=match):
         auto_shard(model, max_transient=100_000)
     assert type(model) is LargeVocabulary and not model._forward_pre_hooks
-    with pytest.raises(
-        ValueError, match="too small for the unit"
-    ):  # one unit holds the tied weight
+    with pytest.raises(ValueError, match="too small for the unit"):  # it has both tied modules
         auto_shard(LargeVocabulary(tied=True), {type(model.layers[0])}, max_transient=100_000)
 
 

@@ -173,7 +173,7 @@ class TestFullPrecision:
 
         norm = model.layers[0].norm
         assert isinstance(norm, FSDPModule)
-        # A pre-forward hook, because fully_shard's post-forward hook casts the output first.
+        # A forward hook would run after fully_shard's, which reshards the weight.
         norm.register_forward_pre_hook(
             lambda m, args: make_recording_hook("norm")(m, args, args[0])
         )
@@ -404,9 +404,8 @@ class TestFailedCalls:
         )
 
     def test_policy_that_returns_string_raises(self, fake_group: int) -> None:
-        self.assert_raises_unchanged(
-            Transformer(), ValueError, "should return", CustomPolicy(lambda m: "yes")
-        )  # type: ignore[arg-type, return-value]
+        policy = CustomPolicy(lambda m: "yes")  # type: ignore[arg-type, return-value]
+        self.assert_raises_unchanged(Transformer(), ValueError, "should return", policy)
 
     @pytest.mark.parametrize("policy", [None, True, 1.5, "layers", [int], object()])
     def test_object_that_is_no_policy_raises(self, fake_group: int, policy: Any) -> None:
