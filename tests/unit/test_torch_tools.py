@@ -318,7 +318,7 @@ def test_submodules_with_name_of_their_function_are_importable() -> None:
 
 
 def test_process_exit_after_forward_waits_for_gloo_threads() -> None:
-    """gloo's threads abort a process that exits while they wait for the GIL (test_ending.py)."""
+    """gloo's threads abort a process that exits while they wait for the GIL."""
     program = (
         "import atexit, fsdp_c.ending; waited = []\n"
         "fsdp_c.ending.wait_for_threads = lambda: waited.append(1)\n"
