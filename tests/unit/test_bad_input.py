@@ -197,7 +197,7 @@ def test_fully_shard_twice_raises_and_module_trains(fake_group: int) -> None:
     train(module)
 
 
-def test_module_sharded_by_torch_raises(fake_group: int) -> None:
+def test_fully_shard_of_module_sharded_by_torch_raises(fake_group: int) -> None:
     module = nn.Linear(4, 4)
     torch_fully_shard(module)
     with pytest.raises(AssertionError, match="can only be applied to a module once"):
@@ -293,7 +293,7 @@ def test_reshard_of_parameter_shared_with_numpy_array_raises_with_name(fake_grou
     del array
 
 
-def test_uninitialized_process_group_raises_torch_error() -> None:
+def test_fully_shard_without_process_group_raises_torch_error() -> None:
     assert not dist.is_initialized()
     module = nn.Linear(4, 4)
     before = snapshot(module)
@@ -336,7 +336,7 @@ def test_forward_of_module_list_without_root_raises(fake_group: int) -> None:
 
 @pytest.mark.torch("2.13")
 @pytest.mark.parametrize("case", ["child before root", "list as root"])
-def test_error_of_replicate_names_replicate(fake_group: int, case: str) -> None:
+def test_lazy_init_errors_of_replicate_equal_those_of_torch(fake_group: int, case: str) -> None:
     messages = []
     for apply in (torch_replicate, replicate):
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -410,7 +410,7 @@ def test_memory_from_process_group_with_custom_all_gather_raises(fake_group: int
         module.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
 
 
-def test_reset_iter_state_of_child_raises(fake_group: int) -> None:
+def test_reset_iter_state_of_child_unit_raises(fake_group: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     fully_shard(module[0])
     fully_shard(module)
@@ -420,7 +420,7 @@ def test_reset_iter_state_of_child_raises(fake_group: int) -> None:
         module[0].reset_iter_state()
 
 
-def test_gradients_of_mixed_dtypes_raise(fake_group: int) -> None:
+def test_post_backward_with_gradients_of_mixed_dtypes_raises(fake_group: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     fully_shard(module, mp_policy=MixedPrecisionPolicy())
     module(torch.randn(2, 4))
@@ -436,7 +436,7 @@ def test_gradients_of_mixed_dtypes_raise(fake_group: int) -> None:
     train(module)
 
 
-def test_deepcopy_raises(fake_group: int) -> None:
+def test_deepcopy_of_sharded_module_raises(fake_group: int) -> None:
     import copy
 
     module = nn.Linear(4, 4)

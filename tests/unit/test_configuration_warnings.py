@@ -93,7 +93,7 @@ def test_forward_after_failed_backward_logs_warning(logged: Logged) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_forward_during_backward_logs_nothing(logged: Logged, reentrant: bool) -> None:
+def test_recomputed_forward_during_backward_logs_nothing(logged: Logged, reentrant: bool) -> None:
     model = sharded()
     step(model)
     x = torch.ones(2, 8, requires_grad=True)
@@ -112,7 +112,7 @@ def test_forward_during_backward_logs_nothing(logged: Logged, reentrant: bool) -
     assert logged() == []
 
 
-def test_backward_during_backward_logs_nothing(logged: Logged) -> None:
+def test_nested_backward_in_hook_logs_nothing(logged: Logged) -> None:
     model, other_model = sharded(), sharded()
 
     def run_backwards(grad: torch.Tensor) -> None:
@@ -328,7 +328,7 @@ def test_warning_about_second_model_is_not_repeated(logged: Logged) -> None:
     assert len(logged()) == 1
 
 
-def test_rank_3_logs_nothing(logged: Logged) -> None:
+def test_warning_is_not_logged_on_rank_3(logged: Logged) -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     step(fully_shard(Model()))  # type: ignore[arg-type]

@@ -205,7 +205,7 @@ class TestFullParams:
         for param, original in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(param._local_tensor, original * factor)
 
-    def test_forward_after_write_back_uses_new_values(self, single_group: int) -> None:
+    def test_forward_after_full_params_write_back_uses_new_values(self, single_group: int) -> None:
         model, reference = make_sharded_model(), make_model()
         with torch.no_grad():
             model(TOKENS)  # leaves the root unsharded
@@ -227,7 +227,7 @@ class TestFullParams:
             model.layers[0].weight = nn.Parameter(torch.ones(8, 8))
         assert torch.equal(model.layers[0].weight._local_tensor, torch.ones(8, 8))
 
-    def test_parameter_replaced_by_another_shape_raises_and_others_are_written_back(
+    def test_full_params_with_parameter_of_other_shape_raises_and_writes_back_others(
         self, single_group: int
     ) -> None:
         model = make_sharded_model()
@@ -292,7 +292,9 @@ class TestFullParams:
             full["embed.weight"].fill_(2)
         assert torch.equal(model.embed.weight._local_tensor, torch.full((11, 8), 2.0))
 
-    def test_forward_and_nested_full_params_in_full_params_raise(self, single_group: int) -> None:
+    def test_forward_or_second_full_params_inside_full_params_raises(
+        self, single_group: int
+    ) -> None:
         model = make_sharded_model()
         with full_params(model):
             for unit in (model, model.layers[0]):

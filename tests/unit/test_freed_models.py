@@ -45,7 +45,9 @@ def unsharded_params_of(model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("has_attributes", [True, False])
 @pytest.mark.parametrize("shard", [fsdp_c.fully_shard, fsdp_c.replicate])
-def test_trained_model_is_freed(fake_group: int, shard: Any, has_attributes: bool) -> None:
+def test_deleted_model_with_references_in_parameters_is_freed(
+    fake_group: int, shard: Any, has_attributes: bool
+) -> None:
     model = shard(ReturnsParameter(has_attributes))
     for _ in range(3):
         step(model)

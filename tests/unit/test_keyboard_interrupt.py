@@ -130,7 +130,9 @@ def sample_lines(prepare: Callable[[Any], None], call: Callable[[Any], Any]) -> 
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_interrupted_call_leaves_model_unchanged(fake_group: int, name: str) -> None:
+def test_fully_shard_interrupted_at_any_line_leaves_model_unchanged(
+    fake_group: int, name: str
+) -> None:
     prepare, call = CALLS[name]
     sharded = TiedModel()
     call(sharded)  # fills caches; keeping the model keeps its mesh and specs cached
@@ -149,7 +151,7 @@ def test_interrupted_call_leaves_model_unchanged(fake_group: int, name: str) -> 
     assert failures == []
 
 
-def test_repeated_call_after_interrupt_trains(single_group: int) -> None:
+def test_fully_shard_repeated_after_interrupt_trains(single_group: int) -> None:
     for n in sample_lines(*CALLS["one module"]):
         if n % 5:
             continue

@@ -122,7 +122,7 @@ class TestLayouts:
         st.integers(1, 5),
         st.data(),
     )
-    def test_random_shapes_placements_and_bucket_sizes_load_own_shards(
+    def test_load_with_random_shapes_placements_and_bucket_sizes_fills_own_shards(
         self, sizes: list[tuple[int, ...]], bucket_bytes: int, world: int, data: st.DataObject
     ) -> None:
         rank = data.draw(st.integers(0, world - 1))
@@ -157,7 +157,7 @@ class TestLayouts:
         ids=str,
     )
     @pytest.mark.parametrize("bucket_bytes", [1, 50, 10**6])
-    def test_two_dimensional_mesh_loads_own_shards(
+    def test_load_on_two_dimensional_mesh_fills_own_shards(
         self, rank: int, placements: Any, bucket_bytes: int
     ) -> None:
         full = {"weight": torch.randn(10, 6), "bias": torch.randn(10)}
@@ -170,7 +170,7 @@ class TestLayouts:
             assert_loaded(model, full)
 
     @pytest.mark.parametrize("rank", [0, 3, 7])
-    def test_sharded_model_loads_own_shards_and_keeps_ties(self, rank: int) -> None:
+    def test_load_of_sharded_model_fills_own_shards_and_keeps_ties(self, rank: int) -> None:
         with fake_rank(rank, 8):
             model = make_sharded_model()
             result = load_full_state_dict(model, make_full_state(), src=rank)
@@ -178,18 +178,20 @@ class TestLayouts:
             assert_loaded(model, make_full_state())
             assert model.head.weight is model.embed.weight
 
-    def test_model_without_process_group_loads_full_tensors(self) -> None:
+    def test_load_without_process_group_fills_full_tensors(self) -> None:
         model = Model()
         load_full_state_dict(model, make_full_state())
         assert_loaded(model, make_full_state())
 
-    def test_tensors_of_other_dtype_are_cast_to_dtype_of_model(self, fake_group: int) -> None:
+    def test_load_casts_tensors_to_dtype_of_model(self, fake_group: int) -> None:
         model = make_sharded_model()
         load_full_state_dict(model, {n: t.to(torch.float64) for n, t in make_full_state().items()})
         assert_loaded(model, make_full_state())
         assert model.embed.weight.dtype == torch.float32
 
-    def test_tensors_that_are_not_contiguous_load(self, fake_group: int) -> None:
+    def test_load_of_tensors_that_are_not_contiguous_fills_own_shards(
+        self, fake_group: int
+    ) -> None:
         full = make_full_state()
         full["layer.0.weight"] = full["layer.0.weight"].t().contiguous().t()
         full["head.bias"] = full["head.bias"].flip(0).flip(0)[::1]
@@ -211,14 +213,14 @@ class TestState:
         reference.load_state_dict(make_full_state())
         assert torch.equal(model(tokens), reference(tokens))
 
-    def test_load_after_unshard_loads_own_shards(self, single_group: int) -> None:
+    def test_load_after_unshard_fills_own_shards(self, single_group: int) -> None:
         model = make_sharded_model()
         model.unshard()
         load_full_state_dict(model, make_full_state())
         assert_loaded(model, make_full_state())
 
     @pytest.mark.parametrize("rank", [0, 2, 7])
-    def test_model_on_meta_is_materialized_and_trains(self, rank: int) -> None:
+    def test_load_of_model_on_meta_materializes_it(self, rank: int) -> None:
         with fake_rank(rank, 8):
             with torch.device("meta"):
                 model = Model()
@@ -233,7 +235,7 @@ class TestState:
             model(torch.arange(5)).sum().backward()
             assert model.head.weight.grad is not None
 
-    def test_failed_load_leaves_model_on_meta(self, fake_group: int) -> None:
+    def test_failed_load_leaves_meta_model_on_meta(self, fake_group: int) -> None:
         with torch.device("meta"):
             model = fully_shard(Model())
         with pytest.raises(RuntimeError, match="Missing key"):
@@ -250,9 +252,7 @@ class TestState:
         optimizer.step()
         assert not torch.equal(local_of(model.head.bias), make_full_state()["head.bias"])
 
-    def test_extra_state_and_custom_entries_are_passed_to_their_modules(
-        self, fake_group: int
-    ) -> None:
+    def test_load_passes_extra_state_and_custom_entries_to_modules(self, fake_group: int) -> None:
         class LinearWithExtraState(nn.Linear):
             loaded: Any = None
 
@@ -289,7 +289,9 @@ class TestState:
 
 
 class TestNames:
-    def test_key_and_shape_errors_equal_those_of_load_state_dict(self, fake_group: int) -> None:
+    def test_load_with_wrong_keys_or_shapes_raises_error_of_load_state_dict(
+        self, fake_group: int
+    ) -> None:
         full = make_full_state()
         full["more"] = full.pop("head.bias")
         full["layer.0.bias"] = torch.zeros(8)
@@ -319,14 +321,14 @@ class TestNames:
             make_sharded_model(), full, RuntimeError, "size mismatch for head.bias", strict=False
         )
 
-    def test_tied_parameter_loads_from_one_of_its_names(self, fake_group: int) -> None:
+    def test_load_of_tied_parameter_needs_only_one_of_its_names(self, fake_group: int) -> None:
         full = make_full_state()
         del full["head.weight"]
         model = make_sharded_model()
         assert load_full_state_dict(model, full).missing_keys == []
         assert_loaded(model, full)
 
-    def test_names_of_wrappers_in_model_and_source_are_ignored(self, fake_group: int) -> None:
+    def test_load_ignores_wrapper_names_in_model_and_source(self, fake_group: int) -> None:
         model = Model()
         model.layer = checkpoint_wrapper(model.layer)
         fully_shard(model)
@@ -334,7 +336,7 @@ class TestNames:
         load_full_state_dict(model, {f"_orig_mod.{name}": t for name, t in full.items()})
         assert_loaded(model, full)
 
-    def test_rename_function_maps_and_drops_names(self, fake_group: int) -> None:
+    def test_load_with_rename_maps_and_drops_names(self, fake_group: int) -> None:
         full = make_full_state()
         source = {f"module.{name}": tensor for name, tensor in full.items()} | {"step": 3}
         model = make_sharded_model()
@@ -343,13 +345,13 @@ class TestNames:
         )
         assert_loaded(model, full)
 
-    def test_rename_to_duplicate_name_raises(self, fake_group: int) -> None:
+    def test_load_with_rename_to_duplicate_name_raises(self, fake_group: int) -> None:
         match = "both 'a' and 'b' would be 'x'"
         assert_raises_unchanged(
             make_sharded_model(), {"a": 1, "b": 2}, ValueError, match, rename=lambda name: "x"
         )
 
-    def test_entry_that_is_no_tensor_raises_for_parameter(self, fake_group: int) -> None:
+    def test_load_of_parameter_from_entry_that_is_no_tensor_raises(self, fake_group: int) -> None:
         full: dict[str, Any] = make_full_state() | {"head.bias": 3}
         assert_raises_unchanged(
             make_sharded_model(),
@@ -360,7 +362,9 @@ class TestNames:
 
 
 class TestSources:
-    def test_safetensors_file_loads_own_shards(self, fake_group: int, tmp_path: Path) -> None:
+    def test_load_from_safetensors_file_fills_own_shards(
+        self, fake_group: int, tmp_path: Path
+    ) -> None:
         for shared in (False, True):
             model = make_sharded_model()
             path = write(tmp_path / "model.safetensors", make_full_state())
@@ -368,9 +372,7 @@ class TestSources:
             assert_loaded(model, make_full_state())
 
     @pytest.mark.parametrize("rank", [1, 5])
-    def test_shared_file_is_read_by_rank_that_is_not_source(
-        self, rank: int, tmp_path: Path
-    ) -> None:
+    def test_load_from_shared_file_reads_it_on_every_rank(self, rank: int, tmp_path: Path) -> None:
         path = write(tmp_path / "model.safetensors", make_full_state())
         with fake_rank(rank, 8):
             model = make_sharded_model()
@@ -388,12 +390,12 @@ class TestSources:
             ({}, TypeError, "needs the path of a file", {"shared_file": True}),
         ],
     )
-    def test_invalid_source_or_argument_raises(
+    def test_load_with_invalid_source_or_argument_raises(
         self, fake_group: int, source: Any, error: type[Exception], match: str, kwargs: Any
     ) -> None:
         assert_raises_unchanged(make_sharded_model(), source, error, match, **kwargs)
 
-    def test_extra_state_that_cannot_be_pickled_raises_before_loading(
+    def test_load_of_extra_state_that_cannot_be_pickled_raises_and_changes_nothing(
         self, fake_group: int
     ) -> None:
         """Unexpected entries are not sent to other ranks, so they need not be picklable."""
@@ -414,14 +416,14 @@ class TestSources:
         result = load_full_state_dict(model, full | {"args": lambda: 0}, strict=False)
         assert result.unexpected_keys == ["args"] and model.loaded == 3
 
-    def test_entry_that_cannot_be_pickled_loads_without_process_group(self) -> None:
+    def test_load_without_process_group_accepts_entry_that_cannot_be_pickled(self) -> None:
         model = nn.Linear(1, 1)
         full = {"weight": torch.ones(1, 1), "bias": torch.ones(1), "args": lambda: 0}
         load_full_state_dict(model, full, strict=False)
         assert model.bias.item() == 1
 
     @pytest.mark.parametrize("default", ["dtype", "device"])
-    def test_default_dtype_and_device_do_not_affect_load(
+    def test_load_is_independent_of_default_dtype_and_device(
         self, single_group: int, tmp_path: Path, default: str
     ) -> None:
         model, path = make_sharded_model(), write(tmp_path / "model.safetensors", make_full_state())
@@ -435,7 +437,7 @@ class TestSources:
             torch.set_default_dtype(torch.float32)
         assert_loaded(model, make_full_state())
 
-    def test_sharded_state_dict_as_source_raises(self, fake_group: int) -> None:
+    def test_load_of_sharded_state_dict_raises(self, fake_group: int) -> None:
         model = make_sharded_model()
         assert_raises_unchanged(
             model,
@@ -444,7 +446,7 @@ class TestSources:
             "is a DTensor; .* takes full tensors",
         )
 
-    def test_source_that_fails_during_load_raises_with_partly_loaded_in_message(
+    def test_load_from_failing_source_raises_with_partly_loaded_in_message(
         self, fake_group: int
     ) -> None:
         class FailingSource(dict[str, Any]):
@@ -464,12 +466,12 @@ class TestSources:
 
 
 class TestProgress:
-    def test_progress_bar_shows_bytes(self, fake_group: int, capsys: Any) -> None:
+    def test_load_with_progress_prints_bytes(self, fake_group: int, capsys: Any) -> None:
         pytest.importorskip("tqdm")
         load_full_state_dict(make_sharded_model(), make_full_state(), progress=True)
         assert re.search(r"loading: 100%.*\d+/\d+", capsys.readouterr().err)
 
-    def test_progress_bar_is_hidden_without_terminal(self, fake_group: int, capsys: Any) -> None:
+    def test_load_without_terminal_prints_no_progress(self, fake_group: int, capsys: Any) -> None:
         load_full_state_dict(make_sharded_model(), make_full_state())
         assert capsys.readouterr().err == ""
 

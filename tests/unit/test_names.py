@@ -43,12 +43,12 @@ class TestCleanTensorName:
     def test_clean_tensor_name_removes_orig_mod(self) -> None:
         assert names.clean_tensor_name("_orig_mod.layers.0._orig_mod.weight") == "layers.0.weight"
 
-    def test_component_ending_like_wrapper_is_kept(self) -> None:
+    def test_clean_tensor_name_keeps_component_ending_like_wrapper(self) -> None:
         name = "my_fsdp_wrapped_module.weight"
         assert names.clean_tensor_name(name) == name
         assert _common_utils.clean_tensor_name(name) == "myweight"  # torch removes substrings
 
-    def test_tensor_named_like_wrapper_is_kept(self) -> None:
+    def test_clean_tensor_name_keeps_tensor_named_like_wrapper(self) -> None:
         assert names.clean_tensor_name("a._orig_mod") == "a._orig_mod"
 
     @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ class TestParamToFqns:
             (id(p), fqns) for p, fqns in expected.items()
         ]
 
-    def test_shared_parameter_has_all_names_or_first_with_dedup(self) -> None:
+    def test_param_to_fqns_of_shared_parameter_has_all_names_or_first_with_dedup(self) -> None:
         model = TiedModel()
         all_names = names.param_to_fqns(model, dedup_shared_params=False)
         assert all_names[model.embed.weight] == ["embed.weight", "head.weight"]
@@ -243,7 +243,7 @@ class TestStates:
             (names.TrainingState.IDLE, names.HandleTrainingState.IDLE),
         ]
 
-    def test_unit_without_parameters_is_idle(self, fake_group: int) -> None:
+    def test_training_state_of_unit_without_parameters_is_idle(self, fake_group: int) -> None:
         assert names.training_state(fully_shard(nn.ReLU())) is names.TrainingState.IDLE
 
     def test_training_state_of_unsharded_module_raises(self) -> None:

@@ -125,7 +125,7 @@ def test_accelerated_step_gives_parameters_and_states_of_torch(kind: str, plain:
 
 
 @pytest.mark.parametrize("kind", ONLY_ACCELERATED)
-def test_step_unsupported_by_dtensor_equals_step_on_local_shards(kind: str) -> None:
+def test_accelerated_step_unsupported_by_dtensor_equals_step_on_local_shards(kind: str) -> None:
     params = make_params()
     if kind != "Rprop" or not releases.has("2.15"):
         with pytest.raises((NotImplementedError, RuntimeError)):
@@ -189,7 +189,7 @@ def test_checkpoint_moves_between_accelerated_and_torch_optimizer(kind: str, fir
     assert is_equal(*results)
 
 
-def test_failed_step_leaves_states_and_options_unchanged() -> None:
+def test_failed_accelerated_step_leaves_states_and_options_unchanged() -> None:
     params = make_params()
     optimizer = optim.accelerate(torch.optim.SGD(params, 0.1, momentum=0.9))
     train(optimizer, params)
@@ -285,7 +285,9 @@ def test_scheduler_and_deepcopy_of_accelerated_optimizer_work() -> None:
     st.sampled_from(sorted(KINDS)),
     st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=4),
 )
-def test_steps_with_missing_gradients_equal_torch(kind: str, steps: list[list[bool]]) -> None:
+def test_accelerated_steps_with_missing_gradients_equal_torch(
+    kind: str, steps: list[list[bool]]
+) -> None:
     """A parameter without a gradient is not in the tensor lists of the step."""
     results = []
     for accelerated in (False, True):
@@ -304,7 +306,7 @@ def test_steps_with_missing_gradients_equal_torch(kind: str, steps: list[list[bo
     assert is_equal(results[0][1], results[1][1])
 
 
-def test_step_on_two_dimensional_mesh_equals_torch(fake_group: int) -> None:
+def test_accelerated_step_on_two_dimensional_mesh_equals_torch(fake_group: int) -> None:
     results = []
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     for accelerated in (False, True):
@@ -380,7 +382,7 @@ CHANGES: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_change_between_steps_gives_results_of_torch(name: str) -> None:
+def test_optimizer_changed_between_accelerated_steps_equals_torch(name: str) -> None:
     kind, change = CHANGES[name]
     results = []
     for accelerated in (False, True):
@@ -419,7 +421,7 @@ def test_init_group_is_called_only_until_lists_are_cached(
     assert calls == (2 if "momentum" in kind or "nesterov" in kind else 1)
 
 
-def test_sparse_gradient_raises_as_in_torch() -> None:
+def test_accelerated_step_with_sparse_gradient_raises_as_in_torch() -> None:
     params = make_params(plain=True)
     optimizer = optim.accelerate(torch.optim.AdamW(params))
     train(optimizer, params)
@@ -450,7 +452,7 @@ def test_step_hooks_observe_same_optimizer_as_in_torch(kind: str) -> None:
     assert is_equal(*results)
 
 
-def test_state_dict_after_failed_step_equals_torch() -> None:
+def test_state_dict_after_failed_accelerated_step_equals_torch() -> None:
     results = []
     for accelerated in (False, True):
         params = make_params()

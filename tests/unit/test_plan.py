@@ -108,11 +108,11 @@ def test_plan_of_forward_that_reads_values_raises_with_model_name() -> None:
 
 
 @pytest.mark.parametrize("batch", [TOKENS, (TOKENS,), {"tokens": TOKENS}])
-def test_batch_as_tensor_tuple_or_dict_is_accepted(batch: Any) -> None:
+def test_plan_accepts_batch_as_tensor_tuple_or_dict(batch: Any) -> None:
     assert quiet_plan(meta_model(), batch=batch).knows_activations
 
 
-def test_custom_loss_adds_its_activations() -> None:
+def test_plan_with_custom_loss_counts_its_activations() -> None:
     def loss(logits: torch.Tensor) -> torch.Tensor:
         return logits.double().exp().sum()
 
@@ -140,7 +140,7 @@ def test_plan_with_invalid_argument_raises(kwargs: Any, match: str) -> None:
 
 
 @pytest.mark.parametrize("jobs", ["mlp, ", "hsdp", "gpt, mixed, reshard", "checkpoints, mixed"])
-def test_forecast_is_within_one_percent_of_measurement(jobs: str) -> None:
+def test_predicted_peak_is_within_one_percent_of_measured_peak(jobs: str) -> None:
     command = [sys.executable, "benchmarks/plan.py", "--only", jobs]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -249,7 +249,7 @@ def test_table_merges_only_adjacent_units_of_equal_size() -> None:
     ]
 
 
-def test_verdict_compares_peak_with_given_memory() -> None:
+def test_fits_compares_peak_with_given_memory() -> None:
     model = meta_model()
     peak = quiet_plan(model, batch=TOKENS).peak.total
     fits, fails = (quiet_plan(model, batch=TOKENS, memory=peak + by) for by in (1024, -1024))
@@ -492,7 +492,7 @@ def test_plan_with_argument_of_wrong_type_or_value_raises(
 
 
 @pytest.mark.parametrize("call", [quiet_plan, fsdp_c.explain, auto_shard])
-def test_object_that_is_no_module_raises(call: Any, fake_group: int) -> None:
+def test_plan_explain_and_auto_shard_of_no_module_raise(call: Any, fake_group: int) -> None:
     with pytest.raises(TypeError, match="expects a module, not int"):
         call(3)
     match = r"expects a module, not the class LargeVocabulary: LargeVocabulary\(...\) is"
@@ -506,7 +506,9 @@ def test_explain_with_name_of_optimizer_raises(fake_group: int) -> None:
         fsdp_c.explain(auto_shard(LargeVocabulary()), name)
 
 
-def test_batch_of_wrong_shape_raises_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.raises(ValueError, match=r"of the batch's sizes and dtypes, to see .*RuntimeError"):
         quiet_plan(Model(), batch=torch.ones(2, 9))
     assert caplog.messages == []

@@ -140,7 +140,7 @@ def test_exception_of_allocator_is_raised(fake_group: int, shard: Any) -> None:
         step(model)
 
 
-def test_training_after_forward_in_inference_mode_works(fake_group: int) -> None:
+def test_step_after_forward_in_inference_mode_trains(fake_group: int) -> None:
     model = build(fully_shard, AllocatingGroup(8, [], "group"))
     with torch.inference_mode():
         model(torch.ones(2, 8))

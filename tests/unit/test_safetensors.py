@@ -52,11 +52,11 @@ class TestFile:
         assert torch.equal(loaded["s"], torch.tensor(3.5))
         assert loaded["e"].shape == (0, 4)
 
-    def test_names_are_in_order_of_data_offsets(self, tmp_path: Path) -> None:
+    def test_file_iterates_names_in_order_of_data_offsets(self, tmp_path: Path) -> None:
         path = write_header(tmp_path / "a", {"late": entry(4, 8), "early": entry(0, 4)}, b"\0" * 8)
         assert list(SafetensorsFile(path)) == ["early", "late"]
 
-    def test_tensors_are_on_cpu_for_any_default_device(self, tmp_path: Path) -> None:
+    def test_file_tensors_are_on_cpu_for_any_default_device(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a", {"a": torch.ones(3)})
         with torch.device("meta"):
             assert SafetensorsFile(path)["a"].tolist() == [1, 1, 1]
@@ -121,7 +121,7 @@ class TestFile:
 
     @settings(max_examples=200, deadline=None)
     @given(st.binary(max_size=40), st.integers(0, 60))
-    def test_random_bytes_raise_value_error_or_load(
+    def test_file_of_random_bytes_raises_only_value_error(
         self, tmp_path_factory: Any, text: bytes, length: int
     ) -> None:
         path = tmp_path_factory.mktemp("f") / "a"
@@ -213,12 +213,12 @@ class TestIndex:
             SafetensorsIndex(tmp_path / "i.json")
 
 
-def test_folder_with_one_file_opens_it(tmp_path: Path) -> None:
+def test_open_safetensors_of_folder_opens_its_file(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"a": torch.ones(2)})
     assert list(open_safetensors(tmp_path)) == ["a"]
 
 
-def test_path_without_safetensors_file_raises(tmp_path: Path) -> None:
+def test_open_safetensors_of_path_without_file_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no safetensors file in"):
         open_safetensors(tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -30,7 +30,9 @@ class OnlyChunks(One):
 
 
 @pytest.mark.parametrize("shard", [public.fully_shard, fsdp_c.fully_shard])
-def test_subclass_without_slices_is_sharded(fake_group: int, shard: Callable[..., Any]) -> None:
+def test_fully_shard_of_subclass_without_slices_shards_it(
+    fake_group: int, shard: Callable[..., Any]
+) -> None:
     values = torch.arange(64.0).view(16, 4)
     module = nn.Linear(4, 16, bias=False)
     module.weight = nn.Parameter(OnlyChunks(values.clone()))

@@ -76,7 +76,7 @@ def test_spans_of_cpu_step_cover_it_without_gaps() -> None:
     ]
 
 
-def test_collective_awaited_where_issued_is_gather_wait() -> None:
+def test_spans_of_collective_awaited_at_issue_contain_gather_wait() -> None:
     """torch's FSDP2 waits there on CPU."""
     events = [
         Event(BLOCK, 0, 1000),
@@ -87,7 +87,7 @@ def test_collective_awaited_where_issued_is_gather_wait() -> None:
     assert (spans.GATHER_WAIT, "a", 120, 190) in spans_in_lane(spans_of(events), COMPUTE)
 
 
-def test_collectives_issued_outside_of_fsdp_are_no_spans() -> None:
+def test_spans_omit_collectives_issued_outside_of_fsdp() -> None:
     other_collectives = [
         Event("c10d::_allgather_base_", 10, 12),
         Event("gloo:all_gather", 15, 105, flying=True),

@@ -30,7 +30,7 @@ class TestHelpers:
         expected = _wrap_utils._get_post_order_named_modules(tree)
         assert wrap.post_order_named_modules(tree) == expected
 
-    def test_post_order_of_example_in_torch_docstring(self) -> None:
+    def test_post_order_of_nested_module_dict_yields_children_first(self) -> None:
         model = nn.ModuleDict(
             {
                 "s1": nn.ReLU(),
@@ -103,7 +103,7 @@ class TestFrozenParameters:
             auto_shard(self.model_with_frozen_mlp(), frozen="ignore")
             auto_shard(self.model_with_frozen_mlp(), {nn.Sequential, Layer, nn.LayerNorm})
 
-    def test_unknown_value_of_frozen_raises(self) -> None:
+    def test_auto_shard_with_unknown_value_of_frozen_raises(self) -> None:
         with pytest.raises(ValueError, match="'warn', 'error' or 'ignore', not 'maybe'"):
             auto_shard(nn.Linear(1, 1), frozen="maybe")  # type: ignore[arg-type]
 
@@ -145,7 +145,9 @@ class TestSharding:
         assert calls == [{"mesh": None}] * 4
 
     @pytest.mark.parametrize("sharded", ["root", "submodule"])
-    def test_model_with_sharded_module_raises(self, fake_group: int, sharded: str) -> None:
+    def test_auto_shard_of_model_with_sharded_module_raises(
+        self, fake_group: int, sharded: str
+    ) -> None:
         model = Transformer()
         fully_shard(model if sharded == "root" else model.layers[1].mlp)
         before = snapshot(model)
@@ -408,16 +410,16 @@ class TestFailedCalls:
         self.assert_raises_unchanged(Transformer(), ValueError, "should return", policy)
 
     @pytest.mark.parametrize("policy", [None, True, 1.5, "layers", [int], object()])
-    def test_object_that_is_no_policy_raises(self, fake_group: int, policy: Any) -> None:
+    def test_auto_shard_with_object_that_is_no_policy_raises(
+        self, fake_group: int, policy: Any
+    ) -> None:
         error = ValueError if policy == "layers" else TypeError
         self.assert_raises_unchanged(Transformer(), error, "auto_shard", policy)
 
-    def test_unknown_argument_raises(self, fake_group: int) -> None:
+    def test_auto_shard_with_unknown_argument_raises(self, fake_group: int) -> None:
         self.assert_raises_unchanged(Transformer(), TypeError, "wrap_root", wrap_root=True)
 
-    def test_failure_in_last_unit_leaves_model_unchanged_and_corrected_call_trains(
-        self, fake_group: int
-    ) -> None:
+    def test_auto_shard_failing_at_last_unit_leaves_model_unchanged(self, fake_group: int) -> None:
         model = Transformer()
         model.layers[2].norm.weight = nn.Parameter(torch.tensor(1.0))
         self.assert_raises_unchanged(model, ValueError, "doesn't support scalar parameters")
@@ -431,7 +433,7 @@ class TestFailedCalls:
         policy = CustomPolicy(lambda m: {"mesh": mesh} if m is model else isinstance(m, Layer))
         self.assert_raises_unchanged(model, ValueError, "1D or 2D", policy)
 
-    def test_failed_call_keeps_existing_hooks(self, fake_group: int) -> None:
+    def test_failed_auto_shard_keeps_existing_hooks(self, fake_group: int) -> None:
         model = Transformer()
         calls: list[str] = []
         model.layers[0].register_forward_pre_hook(lambda m, args: calls.append("hook"))
@@ -441,7 +443,7 @@ class TestFailedCalls:
         model(torch.arange(8))
         assert calls == ["hook"]
 
-    def test_failure_with_keep_originals_false_leaves_earlier_units_sharded(
+    def test_auto_shard_failing_with_keep_originals_false_leaves_earlier_units_sharded(
         self, fake_group: int
     ) -> None:
         model = Transformer()

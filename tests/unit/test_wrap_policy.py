@@ -152,7 +152,7 @@ class TestPoliciesOfTorch:
         (root,) = wrap.plan(model, policy, reshard_after_forward=True)
         assert root.kwargs["reshard_after_forward"] is False
 
-    def test_units_have_separate_argument_dicts(self) -> None:
+    def test_planned_units_have_separate_argument_dicts(self) -> None:
         units = wrap.plan(Transformer(), {Layer}, mesh=None)
         assert len({id(unit.kwargs) for unit in units}) == len(units) == 4
 
