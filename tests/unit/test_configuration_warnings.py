@@ -166,7 +166,7 @@ def test_optimizer_with_some_unsharded_parameters_logs_their_names(logged: Logge
 
 
 def test_optimizer_with_parameters_replaced_by_sharded_ones_logs_nothing(logged: Logged) -> None:
-    """accelerate replaces them in this way."""
+    """accelerate replaces an optimizer's parameters in this way."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["params"] = list(sharded(model).parameters())

@@ -340,8 +340,8 @@ def test_plan_command_prints_table_and_sets_exit_status(tmp_path: Path) -> None:
     assert re.search(r"^0-3 +4 x Sequential .*float32/bfloat16/bfloat16 +2x4 ", done.stdout, re.M)
     assert "it fits into 1.0 GiB" in done.stdout and (tmp_path / "memory.png").exists()
     assert run_plan("user:model", "8", "--memory", "1KiB", cwd=tmp_path).returncode == 1
-    wrong = run_plan("user:nothing", "8", cwd=tmp_path)
-    assert wrong.returncode == 2 and "user has no function or class 'nothing'" in wrong.stderr
+    failed = run_plan("user:nothing", "8", cwd=tmp_path)
+    assert failed.returncode == 2 and "user has no function or class 'nothing'" in failed.stderr
 
 
 # ---- auto_shard ----------------------------------------------------------------------------------

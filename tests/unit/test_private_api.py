@@ -166,8 +166,8 @@ class DeviceRecorder(nn.Module):
         super().__init__()
         self.device_types = device_types
 
-    def forward(self, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        self.device_types += [x.device.type, *(y.device.type for y in (*rest, *named.values()))]
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.device_types += [x.device.type, *(y.device.type for y in (*args, *kwargs.values()))]
         return x
 
 
@@ -182,7 +182,7 @@ def shard_on_meta(module: Any) -> Any:
 def test_forward_arguments_of_root_are_moved_to_device() -> None:
     device_types: list[str] = []
     module = shard_on_meta(DeviceRecorder(device_types))
-    module(torch.ones(1), torch.ones(2), named=torch.ones(3))
+    module(torch.ones(1), torch.ones(2), extra=torch.ones(3))
     module(torch.ones(1))
     assert device_types == ["meta"] * 4
 

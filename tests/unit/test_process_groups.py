@@ -40,9 +40,9 @@ class Group(dist.ProcessGroup):
         self.calls.append(f"{self.label} gather")
         output.copy_(shard.clone().repeat(self.ranks))
 
-    def reduce_scatter_single(self, output: Any, whole: Any, options: Any = None) -> None:
+    def reduce_scatter_single(self, output: Any, input_tensor: Any, options: Any = None) -> None:
         self.calls.append(f"{self.label} reduce")
-        output.copy_(whole.view(self.ranks, -1).sum(0))
+        output.copy_(input_tensor.view(self.ranks, -1).sum(0))
 
     def allreduce(self, tensors: list[Any], options: Any = None) -> None:
         self.calls.append(f"{self.label} all-reduce")
@@ -157,8 +157,8 @@ def test_replaced_group_of_mesh_info_is_called_as_by_torch(
 class ReduceOpRecorder(Group):
     """A group that records the reduce operations that it receives, with their factors."""
 
-    def reduce_scatter_single(self, output: Any, whole: Any, options: Any = None) -> None:
-        super().reduce_scatter_single(output, whole)
+    def reduce_scatter_single(self, output: Any, input_tensor: Any, options: Any = None) -> None:
+        super().reduce_scatter_single(output, input_tensor)
         self.calls.append(repr(options.reduceOp.__getstate__()))
 
     def allreduce(self, tensors: list[Any], options: Any = None) -> None:

@@ -77,7 +77,7 @@ def test_spans_of_cpu_step_cover_it_without_gaps() -> None:
 
 
 def test_spans_of_collective_awaited_at_issue_contain_gather_wait() -> None:
-    """torch's FSDP2 waits there on CPU."""
+    """On CPU torch's FSDP2 waits for a collective in the hook that issues it."""
     events = [
         Event(BLOCK, 0, 1000),
         Event("FSDP::all_gather (a)", 100, 200),

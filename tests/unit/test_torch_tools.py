@@ -228,9 +228,11 @@ def python_mesh(calls: list[str]) -> DeviceMesh:
             calls.append("gather")
             output.copy_(shard.clone().repeat(4))
 
-        def reduce_scatter_single(self, output: Any, whole: Any, options: Any = None) -> None:
+        def reduce_scatter_single(
+            self, output: Any, input_tensor: Any, options: Any = None
+        ) -> None:
             calls.append("reduce")
-            output.copy_(whole.view(4, -1).sum(0))
+            output.copy_(input_tensor.view(4, -1).sum(0))
 
         if not has("2.13"):
             _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
