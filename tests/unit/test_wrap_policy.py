@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from hypothesis import call_kwargs
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.fsdp import _wrap_utils
 from torch.distributed.fsdp.wrap import (
@@ -68,13 +68,13 @@ class TestPoliciesOfTorch:
         expected = units_by_torch(tree, policy, ignored, self.KWARGS)
         assert units_by_fsdp_c(tree, policy, ignored, self.KWARGS) == expected
 
-    @call_kwargs(trees, classes, st.integers(0, 10))
+    @given(trees, classes, st.integers(0, 10))
     def test_module_wrap_policy_gives_units_of_torch(
         self, tree: nn.Module, kinds: set[Any], skip: int
     ) -> None:
         self.assert_same_units(tree, ModuleWrapPolicy(kinds), skip)
 
-    @call_kwargs(trees, classes, st.integers(0, 10))
+    @given(trees, classes, st.integers(0, 10))
     def test_set_of_classes_gives_units_of_module_wrap_policy(
         self, tree: nn.Module, kinds: set[Any], skip: int
     ) -> None:
@@ -83,7 +83,7 @@ class TestPoliciesOfTorch:
         expected = units_by_torch(tree, ModuleWrapPolicy(kinds), ignored, self.KWARGS)
         assert units_by_fsdp_c(tree, kinds, ignored, self.KWARGS) == expected
 
-    @call_kwargs(trees, st.integers(0, 10))
+    @given(trees, st.integers(0, 10))
     def test_custom_policy_gives_units_of_torch(self, tree: nn.Module, skip: int) -> None:
         def choose(module: nn.Module) -> bool | dict[str, Any]:
             if isinstance(module, nn.Linear):
@@ -92,32 +92,32 @@ class TestPoliciesOfTorch:
 
         self.assert_same_units(tree, CustomPolicy(choose), skip)
 
-    @call_kwargs(trees, st.integers(1, 2000), st.integers(0, 10))
+    @given(trees, st.integers(1, 2000), st.integers(0, 10))
     def test_size_based_policy_gives_units_of_torch(
         self, tree: nn.Module, numel: int, skip: int
     ) -> None:
         policy = functools.partial(size_based_auto_wrap_policy, min_num_params=numel)
         self.assert_same_units(tree, policy, skip)
 
-    @call_kwargs(trees, classes, st.integers(0, 10))
+    @given(trees, classes, st.integers(0, 10))
     def test_transformer_policy_gives_units_of_torch(
         self, tree: nn.Module, kinds: set[Any], skip: int
     ) -> None:
         policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=kinds)
         self.assert_same_units(tree, policy, skip)
 
-    @call_kwargs(trees, st.integers(0, 10))
+    @given(trees, st.integers(0, 10))
     def test_lambda_policy_gives_units_of_torch(self, tree: nn.Module, skip: int) -> None:
         policy = functools.partial(
             lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, (Block, nn.Conv1d))
         )
         self.assert_same_units(tree, policy, skip)
 
-    @call_kwargs(trees, st.integers(0, 10))
+    @given(trees, st.integers(0, 10))
     def test_always_wrap_policy_gives_units_of_torch(self, tree: nn.Module, skip: int) -> None:
         self.assert_same_units(tree, always_wrap_policy, skip)
 
-    @call_kwargs(trees, st.sampled_from([1, 10, 900]))
+    @given(trees, st.sampled_from([1, 10, 900]))
     def test_policy_with_full_precision_classes_gives_units_of_torch(
         self, tree: nn.Module, numel: int
     ) -> None:
@@ -206,7 +206,7 @@ class TestBlocks:
 
 
 class TestByteBudget:
-    @call_kwargs(trees, st.integers(1, 12000))
+    @given(trees, st.integers(1, 12000))
     def test_units_stay_within_budget_except_for_single_large_modules(
         self, tree: nn.Module, budget: int
     ) -> None:
@@ -219,7 +219,7 @@ class TestByteBudget:
             assert bytes_of(managed) <= max(budget, largest)
         assert not unmanaged
 
-    @call_kwargs(trees, st.integers(1, 12000))
+    @given(trees, st.integers(1, 12000))
     def test_adjacent_units_together_exceed_budget(self, tree: nn.Module, budget: int) -> None:
         flat = nn.Sequential(*[m for m in tree.modules() if not list(m.children())])
         units = wrap.plan(flat, budget)[:-1]
