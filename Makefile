@@ -40,8 +40,8 @@ SANITIZE_TESTS ?= tests/unit
 NOT_SANITIZED := test_bench forecast_is_what_is_measured what_buffers_are_kept
 empty :=
 space := $(empty) $(empty)
-ASSERT_TESTS ?= tests/unit/test_by_hand.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
-	tests/unit/test_unfinished.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
+ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
+	tests/unit/test_uninitialized_objects.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
 	tests/distributed/test_behaviour_training.py tests/distributed/test_behaviour_backwards.py \
 	tests/distributed/test_behaviour_groups.py tests/distributed/test_behaviour_replicate.py
 # Of tests/unit: what starts interpreters of its own, and forecasts.
@@ -192,7 +192,7 @@ lint-mypy: env
 lint-c: env
 	@$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
 	@echo "clang-format: $(words $(C_FILES)) files are in style"
-	@$(PY) -m pytest -q -p no:cacheprovider tests/unit/test_columns.py
+	@$(PY) -m pytest -q -p no:cacheprovider tests/unit/test_line_length.py
 
 format: env
 	$(PY) -m ruff check --fix-only --quiet .

@@ -1,4 +1,4 @@
-"""One process that believes it is rank 0 of 8: torch's fake process group moves nothing."""
+"""Fixtures for tests in one process. torch's fake process group transfers no data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @pytest.fixture(autouse=True)
-def same_random_numbers() -> None:
-    """A test draws what it draws alone, whichever tests ran before it in its process."""
+def seed_random_numbers() -> None:
+    """Seeds torch, so that the random numbers of a test do not depend on earlier tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def fake_group() -> Iterator[int]:
-    """A default process group of 8 ranks for the length of one test; gives the world size."""
+    """Creates a default process group of 8 ranks, with this process as rank 0. Yields its size."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         yield 8
@@ -28,7 +28,7 @@ def fake_group() -> Iterator[int]:
 
 @pytest.fixture
 def single_group() -> Iterator[int]:
-    """A default process group of 1 rank."""
+    """Creates a default process group of 1 rank. Yields its size."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         yield 1

@@ -1,4 +1,4 @@
-"""Three linear layers, each a unit, and a step of training: for tests of what is around them."""
+"""A model of three sharded linear layers, an input batch and a forward-backward step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ DIM = 8
 
 
 def model_of(shard: Callable[..., Any], **kwargs: Any) -> Any:
+    """Returns the model after calling ``shard`` on each layer and on the root."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
     for block in model:

@@ -1,14 +1,17 @@
-"""The mistakes that users make: what torch says to each, and what our note says besides.
+"""Typical mistakes of users: the exception that torch raises, and the note that fsdp_c adds to it.
 
-A row is a function of an :class:`Api` that makes the mistake; classes are made anew for every call,
-since the classes of sharded modules are kept for each class of modules.
+Each mistake is a function of an :class:`Api`. An :class:`Api` defines its module classes anew,
+because torch caches one sharded class per module class.
 
-There is no row where nothing of ours runs when torch raises: a second ``backward()`` through a
-freed graph fails in a node of the loss, before it reaches the model (torch names the remedy,
-``retain_graph=True``); methods other than ``forward`` that use the root's parameters fail in
-DTensor; ``model.no_sync()`` fails in ``nn.Module``. ``DDP(model)`` around a sharded model is a
-warning (``test_suspicions.py``), as it can only be seen to begin. A compiled model is no mistake:
-it trains.
+Mistakes during which no fsdp_c code runs are not listed:
+
+- A second ``backward()`` through a freed graph fails in a node of the loss. torch's message names
+  the remedy, ``retain_graph=True``.
+- A method other than ``forward`` that uses parameters of the root fails in DTensor.
+- ``model.no_sync()`` fails in ``nn.Module``.
+
+``DDP(model)`` around a sharded model causes a warning, which test_configuration_warnings.py tests.
+A compiled model trains, so torch.compile is no mistake.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from torch.distributed.tensor import Shard
 
 
 class Api:
-    """One implementation's functions, and models to use them on."""
+    """``fully_shard`` and ``replicate`` of one implementation, and modules to call them on."""
 
     def __init__(self, fully_shard: Any, replicate: Any) -> None:
         self.shard = fully_shard
@@ -70,22 +73,27 @@ class Api:
 
 
 class Mistake(NamedTuple):
-    """``words``: the exception and how its first line begins; ``note``: a part of ours."""
+    """A mistake and the expected messages."""
 
-    words: str
+    first_line: str
+    """The exception's type and the beginning of its message."""
     note: str
+    """A substring of the note that fsdp_c adds."""
     make: Callable[[Api], Any]
+    """Makes the mistake; raises."""
 
 
 MISTAKES: dict[str, Mistake] = {}
 
 
-def mistake(words: str, note: str) -> Callable[[Callable[[Api], Any]], Callable[[Api], Any]]:
-    def add(make: Callable[[Api], Any]) -> Callable[[Api], Any]:
-        MISTAKES[make.__name__] = Mistake(words, note, make)
+def mistake(first_line: str, note: str) -> Callable[[Callable[[Api], Any]], Callable[[Api], Any]]:
+    """Decorator that adds the function to MISTAKES under its name."""
+
+    def register(make: Callable[[Api], Any]) -> Callable[[Api], Any]:
+        MISTAKES[make.__name__] = Mistake(first_line, note, make)
         return make
 
-    return add
+    return register
 
 
 # ---- the first argument --------------------------------------------------------------------------
@@ -98,51 +106,51 @@ def no_process_group(api: Api) -> None:
 
 
 @mistake("TypeError: 'type' object is not iterable", "Model is a class: pass a module made of it")
-def a_class_of_modules(api: Api) -> None:
+def module_class_instead_of_module(api: Api) -> None:
     api.shard(api.Model)
 
 
 @mistake("AttributeError: 'str' object has no attribute 'modules'", "or a list of modules, not a s")
-def a_name(api: Api) -> None:
+def string_instead_of_module(api: Api) -> None:
     api.shard("model")
 
 
 @mistake(
     "AttributeError: 'Parameter' object has no attribute 'modules'", "modules, not a generator"
 )
-def parameters(api: Api) -> None:
+def parameters_instead_of_module(api: Api) -> None:
     api.shard(api.Model().parameters())
 
 
 @mistake("AttributeError: 'NoneType' object has no attribute 'modules'", "list with a NoneType in")
-def none_in_a_list(api: Api) -> None:
+def none_in_list_of_modules(api: Api) -> None:
     api.shard([nn.Linear(2, 2), None])
 
 
 @mistake("IndexError: tuple index out of range", "The list of modules is empty")
-def an_empty_list(api: Api) -> None:
+def empty_list_of_modules(api: Api) -> None:
     api.shard([])
 
 
 @mistake("ValueError: fully_shard does not support containers", "for block in blocks: fully_shard(")
-def a_module_list(api: Api) -> None:
+def module_list(api: Api) -> None:
     api.shard(api.Model().blocks)
 
 
 @mistake("ValueError: fully_shard does not support containers", "A ModuleDict is never called")
-def a_module_dict(api: Api) -> None:
+def module_dict(api: Api) -> None:
     api.shard(nn.ModuleDict({"a": nn.Linear(2, 2)}))
 
 
 @mistake("AssertionError: Each distinct composable distributed API", "Model is sharded already")
-def twice(api: Api) -> None:
+def fully_shard_twice(api: Api) -> None:
     api.shard(api.sharded())
 
 
 @mistake(
     "TypeError: Invariant encountered", "'up.weight', 'up.bias', 'down.weight' and 1 more of B"
 )
-def the_root_first(api: Api) -> None:
+def root_sharded_before_child(api: Api) -> None:
     model = api.shard(api.Model())
     api.shard(model.blocks[0])
 
@@ -150,7 +158,7 @@ def the_root_first(api: Api) -> None:
 @mistake(
     "RuntimeError: register_forward_pre_hook is not supported on", "is scripted: shard the mod"
 )
-def a_scripted_module(api: Api) -> None:
+def scripted_module(api: Api) -> None:
     api.shard(torch.jit.script(nn.Linear(8, 8)))
 
 
@@ -170,29 +178,29 @@ def fully_shard_after_replicate(api: Api) -> None:
 
 
 @mistake("AttributeError: 'int' object has no attribute 'ndim'", "a DeviceMesh, not the int 8")
-def a_number_for_a_mesh(api: Api) -> None:
+def int_instead_of_mesh(api: Api) -> None:
     api.shard(api.Model(), mesh=8)
 
 
 @mistake("AttributeError: 'tuple' object has no attribute 'ndim'", "not the tuple (2, 4)")
-def a_shape_for_a_mesh(api: Api) -> None:
+def shape_instead_of_mesh(api: Api) -> None:
     api.shard(api.Model(), mesh=(2, 4))
 
 
 @mistake("AttributeError: 'str' object has no attribute 'ndim'", "a DeviceMesh, not the str 'cpu'")
-def a_device_for_a_mesh(api: Api) -> None:
+def device_name_instead_of_mesh(api: Api) -> None:
     api.shard(api.Model(), mesh="cpu")
 
 
 @mistake(
     "AttributeError: 'torch._C._distributed_c10d.ProcessGroup' object", "DeviceMesh.from_group("
 )
-def a_process_group_for_a_mesh(api: Api) -> None:
+def process_group_instead_of_mesh(api: Api) -> None:
     api.shard(api.Model(), mesh=dist.group.WORLD)
 
 
 @mistake("ValueError: fully_shard expects a 1D or 2D DeviceMesh but got", "for example mesh['c']")
-def a_mesh_of_three_dimensions(api: Api) -> None:
+def mesh_of_three_dimensions(api: Api) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
     api.shard(api.Model(), mesh=mesh)
 
@@ -200,19 +208,19 @@ def a_mesh_of_three_dimensions(api: Api) -> None:
 @mistake(
     "AssertionError: Please init the 2D mesh for HSDP", "mesh_dim_names=('replicate', 'shard')"
 )
-def a_mesh_without_names(api: Api) -> None:
+def two_dimensional_mesh_without_names(api: Api) -> None:
     api.shard(api.Model(), mesh=init_device_mesh("cpu", (2, 4)))
 
 
 @mistake("IndexError: list index out of range", "rank 0 is not among its ranks [1, 2]")
-def a_mesh_of_others(api: Api) -> None:
+def mesh_without_this_rank(api: Api) -> None:
     api.shard(api.Model(), mesh=DeviceMesh("cpu", [1, 2]))
 
 
 @mistake(
     "TypeError: fully_shard() takes 1 positional argument but 2", "All but the module goes by k"
 )
-def a_mesh_by_position(api: Api) -> None:
+def mesh_as_positional_argument(api: Api) -> None:
     api.shard(api.Model(), init_device_mesh("cpu", (8,)))
 
 
@@ -222,28 +230,28 @@ def a_mesh_by_position(api: Api) -> None:
 @mistake(
     "AttributeError: 'torch.dtype' object has no attribute 'param_dtype'", "not torch.bfloat16"
 )
-def a_dtype_for_a_policy(api: Api) -> None:
+def dtype_instead_of_policy(api: Api) -> None:
     api.train(api.shard(api.Model(), mp_policy=torch.bfloat16))
 
 
 @mistake(
     "AttributeError: 'dict' object has no attribute 'param_dtype'", "MixedPrecisionPolicy(para"
 )
-def a_dict_for_a_policy(api: Api) -> None:
+def dict_instead_of_policy(api: Api) -> None:
     api.train(api.shard(api.Model(), mp_policy={"param_dtype": torch.bfloat16}))
 
 
 @mistake(
     "AttributeError: 'NoneType' object has no attribute 'param_dtype'", "leave it out for full"
 )
-def no_policy(api: Api) -> None:
+def none_instead_of_policy(api: Api) -> None:
     api.train(api.shard(api.Model(), mp_policy=None))
 
 
 @mistake(
     "AttributeError: 'MixedPrecision' object has no attribute 'output_dtype'", "mp_policy: pass"
 )
-def the_policy_of_fsdp1(api: Api) -> None:
+def policy_of_fsdp1(api: Api) -> None:
     policy = MixedPrecision(param_dtype=torch.bfloat16)
     api.train(api.shard(api.Model(), mp_policy=policy), torch.bfloat16)
 
@@ -251,7 +259,7 @@ def the_policy_of_fsdp1(api: Api) -> None:
 @mistake(
     "RuntimeError: Invalid device string: 'bfloat16'", "mp_policy.param_dtype: a torch.dtype, n"
 )
-def the_name_of_a_dtype(api: Api) -> None:
+def dtype_name_in_policy(api: Api) -> None:
     api.train(api.shard(api.Model(), mp_policy=MixedPrecisionPolicy(param_dtype="bfloat16")))  # type: ignore[arg-type]
 
 
@@ -261,7 +269,7 @@ def the_name_of_a_dtype(api: Api) -> None:
 @mistake(
     "RuntimeError: The size of tensor a (16) must match", "a set of parameters, not a Parameter"
 )
-def one_ignored_parameter(api: Api) -> None:
+def single_ignored_parameter(api: Api) -> None:
     model = api.Model()
     api.shard(model, ignored_params=model.head.weight)
 
@@ -269,7 +277,7 @@ def one_ignored_parameter(api: Api) -> None:
 @mistake(
     "RuntimeError: Boolean value of Tensor with more than one", "of parameters, not a generator"
 )
-def a_generator_of_ignored_parameters(api: Api) -> None:
+def generator_of_ignored_parameters(api: Api) -> None:
     model = api.Model()
     api.shard(model, ignored_params=model.head.parameters())
 
@@ -277,20 +285,20 @@ def a_generator_of_ignored_parameters(api: Api) -> None:
 @mistake(
     "RuntimeError: Boolean value of Tensor with more than one", "a set of parameters, not a list"
 )
-def a_list_of_ignored_parameters(api: Api) -> None:
+def list_of_ignored_parameters(api: Api) -> None:
     model = api.Model()
     api.shard(model, ignored_params=list(model.head.parameters()))
 
 
 @mistake("TypeError: argument of type 'Linear' is not", "set(model.linear.parameters()), for")
-def an_ignored_module(api: Api) -> None:
+def ignored_module(api: Api) -> None:
     model = api.Model()
     api.shard(model, ignored_params=model.head)
 
 
-# ---- arguments that are called otherwise ---------------------------------------------------------
+# ---- keyword arguments of FSDP1 and other libraries ----------------------------------------------
 
-_FROM_ELSEWHERE: dict[str, tuple[Any, str]] = {
+_FOREIGN_KEYWORDS: dict[str, tuple[Any, str]] = {
     "ignored_modules": ([], "ignored_params=set(module.parameters())"),
     "auto_wrap_policy": (None, "fsdp_c.auto_shard(model, policy)"),
     "sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP reshard_after_forward=False"),
@@ -304,56 +312,56 @@ _FROM_ELSEWHERE: dict[str, tuple[Any, str]] = {
 }
 
 
-def _from_elsewhere(keyword: str, value: Any) -> Callable[[Api], Any]:
+def _call_with_keyword(keyword: str, value: Any) -> Callable[[Api], Any]:
     return lambda api: api.shard(api.Model(), **{keyword: value})
 
 
-for _keyword, (_value, _note) in _FROM_ELSEWHERE.items():
+for _keyword, (_value, _note) in _FOREIGN_KEYWORDS.items():
     MISTAKES[f"argument_{_keyword}"] = Mistake(
         f"TypeError: fully_shard() got an unexpected keyword argument '{_keyword}'",
         _note,
-        _from_elsewhere(_keyword, _value),
+        _call_with_keyword(_keyword, _value),
     )
 
 
-# ---- how to shard --------------------------------------------------------------------------------
+# ---- reshard_after_forward and shard_placement_fn ------------------------------------------------
 
 
 @mistake("ValueError: If passing reshard_after_forward as an int, it", "that many ranks: 2, 4 here")
-def a_group_size_that_is_no_factor(api: Api) -> None:
+def reshard_after_forward_not_dividing_world_size(api: Api) -> None:
     api.shard(api.Model(), reshard_after_forward=3)
 
 
 @mistake(
     "ValueError: reshard_after_forward should be a bool or an int", "True frees the parameters"
 )
-def a_word_for_reshard_after_forward(api: Api) -> None:
+def string_for_reshard_after_forward(api: Api) -> None:
     api.shard(api.Model(), reshard_after_forward="yes")
 
 
 @mistake(
     "ValueError: Invalid shard_placement_fn result: 1", "gave 1 for 'embed.weight': return Sha"
 )
-def a_number_for_a_placement(api: Api) -> None:
+def int_returned_by_shard_placement_fn(api: Api) -> None:
     api.shard(api.Model(), shard_placement_fn=lambda param: 1)
 
 
 @mistake("TypeError: 'Shard' object is not callable", "lambda param: Shard(dim=0), for example")
-def a_placement_for_its_function(api: Api) -> None:
+def placement_instead_of_shard_placement_fn(api: Api) -> None:
     api.shard(api.Model(), shard_placement_fn=Shard(0))
 
 
 @mistake(
     "NotImplementedError: FSDP does not support uneven sharding on", "'weight' of (8, 9) cannot"
 )
-def an_uneven_cut(api: Api) -> None:
+def uneven_shard(api: Api) -> None:
     api.shard(nn.Linear(9, 8), shard_placement_fn=lambda param: Shard(param.ndim - 1))
 
 
 @mistake(
     "AssertionError: Shard dim 1 is invalid for 1D tensor", "'bias' has 1 dimensions: return S"
 )
-def a_dimension_that_is_not_there(api: Api) -> None:
+def shard_dimension_out_of_range(api: Api) -> None:
     api.shard(nn.Linear(8, 8), shard_placement_fn=lambda param: Shard(1))
 
 
@@ -363,7 +371,7 @@ def a_dimension_that_is_not_there(api: Api) -> None:
 @mistake(
     "ValueError: fully_shard doesn't support scalar parameters", "'scale' of Model: make it nn.P"
 )
-def a_scalar_parameter(api: Api) -> None:
+def scalar_parameter(api: Api) -> None:
     model = api.Model()
     model.scale = nn.Parameter(torch.tensor(1.0))
     api.shard(model)
@@ -372,7 +380,7 @@ def a_scalar_parameter(api: Api) -> None:
 @mistake(
     "NotImplementedError: FSDP does not support non-contiguous", "'head.weight': make it contiguo"
 )
-def a_transposed_parameter(api: Api) -> None:
+def transposed_parameter(api: Api) -> None:
     model = api.Model()
     model.head.weight = nn.Parameter(model.head.weight.detach().t())
     api.shard(model)
@@ -399,19 +407,19 @@ def weights_tied_across_units(api: Api) -> None:
 @mistake(
     "AttributeError: 'Parameter' object has no attribute '_local_tensor'", "'weight' of Linear wa"
 )
-def a_parameter_replaced_after_sharding(api: Api) -> None:
+def parameter_replaced_after_sharding(api: Api) -> None:
     model = api.sharded()
     model.head.weight = nn.Parameter(torch.zeros(8, 8))
     api.train(model)
 
 
-# ---- running -------------------------------------------------------------------------------------
+# ---- forward and backward ------------------------------------------------------------------------
 
 
 @mistake(
     "RuntimeError: FSDP state has already been lazily initialized for", "'blocks.0' was called, o"
 )
-def a_child_before_the_root(api: Api) -> None:
+def child_called_before_root(api: Api) -> None:
     model = api.sharded()
     model.blocks[0](torch.ones(2, 8))
     api.train(model)
@@ -420,7 +428,7 @@ def a_child_before_the_root(api: Api) -> None:
 @mistake(
     "RuntimeError: FSDP requires a single root module but got", "The unit of Linear, Linear was"
 )
-def a_list_without_a_root(api: Api) -> None:
+def list_of_modules_without_root(api: Api) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     api.shard([model[0], model[1]])
     api.train(model)
@@ -430,12 +438,12 @@ def a_list_without_a_root(api: Api) -> None:
 
 
 @mistake("AssertionError: FSDP does not support deepcopy", "Copy Model before it is sharded")
-def a_deep_copy(api: Api) -> None:
+def deep_copy(api: Api) -> None:
     copy.deepcopy(api.sharded())
 
 
 @mistake("PicklingError: Can't pickle <class", "Save the state of Model, not the module")
-def saving_a_module(api: Api) -> None:
+def pickling_a_module(api: Api) -> None:
     torch.save({"model": api.sharded()}, io.BytesIO())
 
 
@@ -456,7 +464,7 @@ def assigning_full_tensors(api: Api) -> None:
 @mistake(
     "RuntimeError: Error(s) in loading state_dict for FSDPModel", "clean_tensor_name(name, ddp=T"
 )
-def loading_what_ddp_saved(api: Api) -> None:
+def loading_state_dict_of_ddp(api: Api) -> None:
     state = {f"module.{name}": value for name, value in api.sharded().state_dict().items()}
     api.sharded().load_state_dict(state)
 
@@ -464,6 +472,6 @@ def loading_what_ddp_saved(api: Api) -> None:
 @mistake(
     "RuntimeError: Error(s) in loading state_dict for FSDPLinear", "weight: (24, 8) for (16, 8)"
 )
-def loading_another_size(api: Api) -> None:
+def loading_state_dict_of_another_shape(api: Api) -> None:
     state = api.shard(api.Linear(8, 24)).state_dict()
     api.shard(api.Linear(8, 16)).load_state_dict(state)

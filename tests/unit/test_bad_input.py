@@ -1,4 +1,4 @@
-"""Mistakes are refused at ``fully_shard`` or at the first forward, and can be corrected."""
+"""Invalid input raises in ``fully_shard`` or in the first forward, and the corrected call works."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from releases import DataParallelMeshDims
-from torch.distributed._composable.replicate_with_fsdp import replicate as stock_replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_c import FSDPModule, MixedPrecisionPolicy, fully_shard, replicate
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
-    """Everything about a module that a refused call might have left changed."""
+    """Returns the properties of a module that a failed call could have changed."""
     return {
         "class": [type(m) for m in module.modules()],
         "parameters": {name: id(p) for name, p in module.named_parameters()},
@@ -43,7 +43,10 @@ def assert_unchanged(module: nn.Module, before: dict[str, Any]) -> None:
     assert after == expected
 
 
-def refused(module: nn.Module, error: type[Exception], match: str, **kwargs: Any) -> None:
+def assert_raises_unchanged(
+    module: nn.Module, error: type[Exception], match: str, **kwargs: Any
+) -> None:
+    """Asserts that ``fully_shard`` raises and leaves the module as it was."""
     before = snapshot(module)
     with pytest.raises(error, match=match):
         fully_shard(module, **kwargs)
@@ -65,24 +68,26 @@ class WithScalar(nn.Module):
         return self.linear(x) * self.temperature
 
 
-def test_scalar_parameter_is_refused_and_the_corrected_call_works(fake_group: int) -> None:
+def test_scalar_parameter_raises_and_corrected_call_works(fake_group: int) -> None:
     module = WithScalar()
-    refused(module, ValueError, "doesn't support scalar parameters.*temperature")
+    assert_raises_unchanged(module, ValueError, "doesn't support scalar parameters.*temperature")
     module.temperature = nn.Parameter(torch.ones(1))
     fully_shard(module)
     train(module)
 
 
-def test_noncontiguous_parameter_is_refused_and_the_corrected_call_works(fake_group: int) -> None:
+def test_noncontiguous_parameter_raises_and_corrected_call_works(fake_group: int) -> None:
     module = nn.Linear(4, 4)
     module.weight = nn.Parameter(module.weight.detach().t())
-    refused(module, NotImplementedError, "does not support non-contiguous parameters yet")
+    assert_raises_unchanged(
+        module, NotImplementedError, "does not support non-contiguous parameters yet"
+    )
     module.weight = nn.Parameter(module.weight.detach().contiguous())
     fully_shard(module)
     train(module)
 
 
-def test_zero_size_parameter_works(fake_group: int) -> None:
+def test_parameter_without_elements_trains(fake_group: int) -> None:
     module = nn.Linear(4, 4)
     module.extra = nn.Parameter(torch.empty(0, 3))
     fully_shard(module)
@@ -92,13 +97,15 @@ def test_zero_size_parameter_works(fake_group: int) -> None:
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
-def test_container_without_forward_is_refused(fake_group: int, container: type) -> None:
+def test_container_without_forward_raises(fake_group: int, container: type) -> None:
     module = container() if container is nn.ModuleDict else container([nn.Linear(4, 4)])
-    refused(module, ValueError, "does not support containers that do not implement forward")
+    assert_raises_unchanged(
+        module, ValueError, "does not support containers that do not implement forward"
+    )
 
 
-@pytest.mark.torch("2.12")  # refused such before
-def test_container_with_forward_is_accepted(fake_group: int) -> None:
+@pytest.mark.torch("2.12")  # older releases raise
+def test_container_with_forward_trains(fake_group: int) -> None:
     class Chain(nn.ModuleList):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for module in self:
@@ -110,95 +117,105 @@ def test_container_with_forward_is_accepted(fake_group: int) -> None:
     train(module)
 
 
-def test_three_dimensional_mesh_is_refused(fake_group: int) -> None:
+def test_three_dimensional_mesh_raises(fake_group: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-    refused(nn.Linear(4, 4), ValueError, "expects a 1D or 2D DeviceMesh", mesh=mesh)
+    assert_raises_unchanged(nn.Linear(4, 4), ValueError, "expects a 1D or 2D DeviceMesh", mesh=mesh)
 
 
-def test_two_dimensional_mesh_without_names_is_refused_as_by_stock(fake_group: int) -> None:
+def test_two_dimensional_mesh_without_names_raises(fake_group: int) -> None:
     mesh = init_device_mesh("cpu", (2, 4))
-    refused(nn.Linear(4, 4), AssertionError, "mesh_dim_names", mesh=mesh)
+    assert_raises_unchanged(nn.Linear(4, 4), AssertionError, "mesh_dim_names", mesh=mesh)
 
 
 @pytest.mark.parametrize("size", [3, 0, -2, 16])
-def test_reshard_size_must_divide_the_world_size(fake_group: int, size: int) -> None:
-    refused(nn.Linear(4, 4), ValueError, "should be a factor of 8", reshard_after_forward=size)
+def test_reshard_after_forward_not_dividing_world_size_raises(fake_group: int, size: int) -> None:
+    assert_raises_unchanged(
+        nn.Linear(4, 4), ValueError, "should be a factor of 8", reshard_after_forward=size
+    )
 
 
-def test_uneven_cut_of_another_dim_than_0_is_refused(fake_group: int) -> None:
-    def second(param: nn.Parameter) -> Shard | None:
+def test_uneven_shard_on_dim_1_raises(fake_group: int) -> None:
+    def shard_on_dim_1(param: nn.Parameter) -> Shard | None:
         return Shard(1) if param.ndim > 1 else None
 
-    module = nn.Linear(9, 8)
-    refused(module, NotImplementedError, "uneven sharding on dim 1", shard_placement_fn=second)
+    match = "uneven sharding on dim 1"
+    assert_raises_unchanged(
+        nn.Linear(9, 8), NotImplementedError, match, shard_placement_fn=shard_on_dim_1
+    )
 
 
 @pytest.mark.parametrize("dim", [2, -3])
-def test_a_dim_that_is_not_there_is_refused(fake_group: int, dim: int) -> None:
+def test_shard_dim_out_of_range_raises(fake_group: int, dim: int) -> None:
     match = f"Shard dim {dim if dim > 0 else dim + 2} is invalid for 2D tensor"
     module = nn.Linear(8, 8, bias=False)
-    refused(module, AssertionError, match, shard_placement_fn=lambda p: Shard(dim))
+    assert_raises_unchanged(module, AssertionError, match, shard_placement_fn=lambda p: Shard(dim))
 
 
-def test_another_result_of_shard_placement_fn_is_refused(fake_group: int) -> None:
+def test_int_returned_by_shard_placement_fn_raises(fake_group: int) -> None:
     match = "Invalid shard_placement_fn result"
-    refused(nn.Linear(8, 8), ValueError, match, shard_placement_fn=lambda p: 0)
+    assert_raises_unchanged(nn.Linear(8, 8), ValueError, match, shard_placement_fn=lambda p: 0)
 
 
-def test_a_shard_placement_fn_that_raises_in_the_middle_leaves_the_module(fake_group: int) -> None:
+def test_exception_in_shard_placement_fn_leaves_module_unchanged(fake_group: int) -> None:
     def fails_at_bias(param: nn.Parameter) -> Shard:
         if param.ndim == 1:
-            raise LookupError("no rule for this one")
+            raise LookupError("no rule for the bias")
         return Shard(0)
 
-    refused(nn.Linear(8, 8), LookupError, "no rule", shard_placement_fn=fails_at_bias)
+    assert_raises_unchanged(
+        nn.Linear(8, 8), LookupError, "no rule", shard_placement_fn=fails_at_bias
+    )
 
 
 @pytest.mark.torch("2.12")
-def test_data_parallel_dims_need_a_mesh_with_names(fake_group: int) -> None:
+def test_dp_mesh_dims_on_mesh_without_names_raise(fake_group: int) -> None:
     mesh = init_device_mesh("cpu", (8,))
     dims = DataParallelMeshDims(shard="dp")
-    refused(nn.Linear(8, 8), ValueError, "mesh_dim_names", mesh=mesh, dp_mesh_dims=dims)
+    assert_raises_unchanged(
+        nn.Linear(8, 8), ValueError, "mesh_dim_names", mesh=mesh, dp_mesh_dims=dims
+    )
 
 
 @pytest.mark.torch("2.12")
-def test_data_parallel_dims_need_dtensor_parameters(fake_group: int) -> None:
+def test_dp_mesh_dims_with_plain_parameters_raise(fake_group: int) -> None:
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
     dims = DataParallelMeshDims(shard="dp")
     match = "all parameters must be DTensors"
-    refused(nn.Linear(8, 8), ValueError, match, mesh=mesh, dp_mesh_dims=dims)
+    assert_raises_unchanged(nn.Linear(8, 8), ValueError, match, mesh=mesh, dp_mesh_dims=dims)
 
 
-def test_wrong_reshard_after_forward_is_refused(fake_group: int) -> None:
-    refused(nn.Linear(4, 4), ValueError, "should be a bool or an int", reshard_after_forward="yes")
+def test_string_for_reshard_after_forward_raises(fake_group: int) -> None:
+    assert_raises_unchanged(
+        nn.Linear(4, 4), ValueError, "should be a bool or an int", reshard_after_forward="yes"
+    )
 
 
-def test_second_application_is_refused(fake_group: int) -> None:
+def test_fully_shard_twice_raises_and_module_trains(fake_group: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     fully_shard(module)
-    refused(module, AssertionError, "can only be applied to a module once")
+    assert_raises_unchanged(module, AssertionError, "can only be applied to a module once")
     train(module)
 
 
-def test_stock_then_ours_on_one_module_is_refused(fake_group: int) -> None:
+def test_fully_shard_of_module_sharded_by_torch_raises(fake_group: int) -> None:
     module = nn.Linear(4, 4)
-    stock_fully_shard(module)
+    torch_fully_shard(module)
     with pytest.raises(AssertionError, match="can only be applied to a module once"):
         fully_shard(module)
 
 
-def test_ours_above_stock_is_refused_at_the_first_forward(fake_group: int) -> None:
+def test_child_sharded_by_torch_raises_at_first_forward(fake_group: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    stock_fully_shard(module[0])
+    torch_fully_shard(module[0])
     fully_shard(module)
     with pytest.raises(RuntimeError, match=r"sharded by torch\.distributed\.fsdp\.fully_shard"):
         module(torch.randn(2, 4))
 
 
-def test_a_call_that_fails_in_the_middle_leaves_the_module_as_it_was(
+def test_memory_error_in_fully_shard_leaves_module_unchanged(
     fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = importlib.import_module("fsdp_c.attach")
+    attach = importlib.import_module("fsdp_c.attach")
 
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with monkeypatch.context() as patch:
@@ -206,8 +223,8 @@ def test_a_call_that_fails_in_the_middle_leaves_the_module_as_it_was(
         def fail(*args: Any) -> None:
             raise MemoryError("no memory for the classes")
 
-        patch.setattr(room, "_apply_to_module", fail)
-        refused(module, MemoryError, "no memory")
+        patch.setattr(attach, "_apply_to_module", fail)
+        assert_raises_unchanged(module, MemoryError, "no memory")
     fully_shard(module)
     train(module)
 
@@ -215,10 +232,10 @@ def test_a_call_that_fails_in_the_middle_leaves_the_module_as_it_was(
 @pytest.mark.skipif(
     os.environ.get("FSDP_C_SANITIZE", "") not in ("", "0"), reason="sanitizers end the process"
 )
-def test_a_buffer_that_there_is_no_memory_for_is_torchs_error_and_the_model_trains_on(
+def test_failed_allocation_in_forward_raises_torch_error_and_model_trains_on(
     fake_group: int,
 ) -> None:
-    """Who retries with smaller batches looks for torch's words (accelerate does)."""
+    """accelerate searches for torch's message before it retries with a smaller batch."""
     module = fully_shard(nn.Linear(4096, 4096, bias=False))
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
@@ -233,10 +250,12 @@ def test_a_buffer_that_there_is_no_memory_for_is_torchs_error_and_the_model_trai
     module(torch.ones(1, 4096)).sum().backward()
 
 
-def test_memory_that_an_array_shares_is_not_freed(fake_group: int) -> None:
-    """numpy() in a hook: torch's words, an array that stays valid, and a reset that helps."""
+def test_parameter_shared_with_numpy_array_raises_torch_error_and_array_stays_valid(
+    fake_group: int,
+) -> None:
+    """A forward hook calls ``numpy()`` on an unsharded parameter. A reset repairs the model."""
     arrays: list[Any] = []
-    for shard in (stock_fully_shard, fully_shard):
+    for shard in (torch_fully_shard, fully_shard):
         module = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4))
         hook = module[1].register_forward_hook(
             lambda m, args, output: arrays.append(m.weight.detach().numpy())
@@ -249,7 +268,7 @@ def test_memory_that_an_array_shares_is_not_freed(fake_group: int) -> None:
         with pytest.raises(RuntimeError, match=r"^Trying to resize storage that is not resizable"):
             module(torch.ones(1, 4)).sum().backward()
         hook.remove()
-        torch.full((256,), -1.0)  # would get the memory that was freed
+        torch.full((256,), -1.0)  # would reuse the array's memory if it had been freed
         assert (arrays[-1] == full.numpy()).all()
     module.reset_iter_state()
     assert all(isinstance(p, DTensor) for p in module.parameters())
@@ -257,7 +276,7 @@ def test_memory_that_an_array_shares_is_not_freed(fake_group: int) -> None:
     assert (arrays[-1] == full.numpy()).all()
 
 
-def test_what_cannot_be_freed_is_named(fake_group: int) -> None:
+def test_reshard_of_parameter_shared_with_numpy_array_raises_with_name(fake_group: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(module, reshard_after_forward=False)
     loss = module(torch.ones(1, 4)).sum()
@@ -274,7 +293,7 @@ def test_what_cannot_be_freed_is_named(fake_group: int) -> None:
     del array
 
 
-def test_uninitialised_process_group_is_refused_with_torchs_error() -> None:
+def test_fully_shard_without_process_group_raises_torch_error() -> None:
     assert not dist.is_initialized()
     module = nn.Linear(4, 4)
     before = snapshot(module)
@@ -283,7 +302,7 @@ def test_uninitialised_process_group_is_refused_with_torchs_error() -> None:
     assert_unchanged(module, before)
 
 
-def test_meta_parameter_is_refused_at_the_first_forward_and_can_be_materialised(
+def test_meta_parameter_raises_at_first_forward_and_trains_once_materialized(
     fake_group: int,
 ) -> None:
     with torch.device("meta"):
@@ -299,7 +318,7 @@ def test_meta_parameter_is_refused_at_the_first_forward_and_can_be_materialised(
     train(module)
 
 
-def test_forward_through_a_child_first_is_refused_at_the_root(fake_group: int) -> None:
+def test_forward_of_root_after_child_raises(fake_group: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(module[0])
     fully_shard(module)
@@ -308,7 +327,7 @@ def test_forward_through_a_child_first_is_refused_at_the_root(fake_group: int) -
         module(torch.randn(2, 4))
 
 
-def test_list_as_root_is_refused(fake_group: int) -> None:
+def test_forward_of_module_list_without_root_raises(fake_group: int) -> None:
     modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
     fully_shard(modules)
     with pytest.raises(RuntimeError, match="requires a single root module"):
@@ -316,14 +335,14 @@ def test_list_as_root_is_refused(fake_group: int) -> None:
 
 
 @pytest.mark.torch("2.13")
-@pytest.mark.parametrize("case", ["a child first", "a list as root"])
-def test_replicate_refuses_in_its_own_name(fake_group: int, case: str) -> None:
+@pytest.mark.parametrize("case", ["child before root", "list as root"])
+def test_lazy_init_errors_of_replicate_equal_those_of_torch(fake_group: int, case: str) -> None:
     messages = []
-    for apply in (stock_replicate, replicate):
+    for apply in (torch_replicate, replicate):
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        apply(module[0] if case == "a child first" else list(module))
+        apply(module[0] if case == "child before root" else list(module))
         with pytest.raises(RuntimeError, match=r"^Replicate ") as refusal:
-            if case == "a child first":
+            if case == "child before root":
                 apply(module)
                 module[0](torch.randn(2, 4))
             module(torch.randn(2, 4))
@@ -331,7 +350,7 @@ def test_replicate_refuses_in_its_own_name(fake_group: int, case: str) -> None:
     assert messages[0] == messages[1]
 
 
-def test_parameter_tied_across_units_is_refused_at_the_first_forward(fake_group: int) -> None:
+def test_parameter_tied_across_units_raises_at_first_forward(fake_group: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     module[1].weight = module[0].weight
     fully_shard(module[0])
@@ -364,7 +383,7 @@ def test_parameter_tied_across_units_is_refused_at_the_first_forward(fake_group:
         (lambda m: m.set_reduce_scatter_max_input_buffers(0), ValueError, "positive int"),
     ],
 )
-def test_module_methods_refuse(
+def test_module_method_with_invalid_argument_raises(
     fake_group: int, call: Any, error: type[Exception], match: str
 ) -> None:
     module = nn.Linear(4, 4)
@@ -374,7 +393,7 @@ def test_module_methods_refuse(
     train(module)
 
 
-def test_a_stream_for_the_all_reduce_hook_is_refused_with_replicas(fake_group: int) -> None:
+def test_stream_for_all_reduce_hook_on_hsdp_mesh_raises(fake_group: int) -> None:
     module = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     fully_shard(module, mesh=mesh)
@@ -383,7 +402,7 @@ def test_a_stream_for_the_all_reduce_hook_is_refused_with_replicas(fake_group: i
     train(module)
 
 
-def test_memory_from_the_group_is_refused_beside_a_custom_all_gather(fake_group: int) -> None:
+def test_memory_from_process_group_with_custom_all_gather_raises(fake_group: int) -> None:
     module = nn.Linear(4, 4)
     fully_shard(module)
     module.set_custom_all_gather(object())  # type: ignore[operator]
@@ -391,7 +410,7 @@ def test_memory_from_the_group_is_refused_beside_a_custom_all_gather(fake_group:
         module.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
 
 
-def test_reset_of_a_child_is_refused(fake_group: int) -> None:
+def test_reset_iter_state_of_child_unit_raises(fake_group: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     fully_shard(module[0])
     fully_shard(module)
@@ -401,7 +420,7 @@ def test_reset_of_a_child_is_refused(fake_group: int) -> None:
         module[0].reset_iter_state()
 
 
-def test_gradients_of_mixed_dtypes_are_refused(fake_group: int) -> None:
+def test_post_backward_with_gradients_of_mixed_dtypes_raises(fake_group: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     fully_shard(module, mp_policy=MixedPrecisionPolicy())
     module(torch.randn(2, 4))
@@ -417,7 +436,7 @@ def test_gradients_of_mixed_dtypes_are_refused(fake_group: int) -> None:
     train(module)
 
 
-def test_deepcopy_is_refused(fake_group: int) -> None:
+def test_deepcopy_of_sharded_module_raises(fake_group: int) -> None:
     import copy
 
     module = nn.Linear(4, 4)

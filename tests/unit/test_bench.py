@@ -1,4 +1,4 @@
-"""``make bench``: the report that its quick run writes."""
+"""benchmarks/bench.py writes a report, and benchmarks/meter.py measures memory, faults and time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
-@pytest.mark.timeout(1500)  # a minute of two idle cores
-def test_a_quick_run_writes_tables_and_pictures(tmp_path: Path) -> None:
+@pytest.mark.timeout(1500)  # one minute on two idle cores; other tests may use the cores, too
+def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "report.md"
     command = [sys.executable, "benchmarks/bench.py", "--quick", "--out", str(out)]
@@ -29,12 +29,12 @@ def test_a_quick_run_writes_tables_and_pictures(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG"), name
     for name in ("bare", "ddp", "stock", "ours"):
         rows = re.findall(rf"^\| {name} \|(.+)\|$", text, re.M)
-        assert len(rows) == 2, "without and with the optimizer"
+        assert len(rows) == 2, "expected one row without and one with the optimizer"
         wall, ratio, *_ = (float(cell) for cell in rows[0].split("|"))
         assert wall > 0 and (ratio == 1.0 or name != "ours")
 
 
-def test_a_meter_sees_memory_faults_and_time() -> None:
+def test_meter_around_allocation_measures_memory_faults_and_time() -> None:
     import meter
     import torch
 
@@ -43,6 +43,6 @@ def test_a_meter_sees_memory_faults_and_time() -> None:
     torch.ones(32 * meter.MIB, dtype=torch.uint8)
     cost = started.read()
     assert cost.wall > 0 and cost.cpu > 0
-    if cost.peak is not None:  # the kernel lets it be reset
+    if cost.peak is not None:  # None where the kernel does not allow a reset of the peak
         assert 31 < cost.peak < 64
         assert cost.faults > 0

@@ -1,4 +1,4 @@
-"""Buckets, ``replicate``'s and those of large units, before and without real ranks."""
+"""Buckets of ``replicate`` and of large units, tested on a fake process group."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fsdp_c.sizes import BUCKET_LIMIT, layout_of
 MIB = 2**20
 
 
-def model(layers: int = 3) -> nn.Sequential:
-    """Layers of 4 x 4 weights and biases: 64 and 16 bytes."""
+def make_model(layers: int = 3) -> nn.Sequential:
+    """Returns linear layers, each with a weight of 64 bytes and a bias of 16 bytes."""
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
 
 
@@ -28,17 +28,17 @@ def group_of(module: Any) -> Any:
     return group
 
 
-def test_a_bucket_has_25_mib_unless_one_asks_for_another_size(fake_group: int) -> None:
-    assert group_of(replicate(model()))._bucket_bytes == 25 * MIB
-    assert group_of(replicate(model(), bucket_cap_mb=0.5))._bucket_bytes == MIB // 2
-    assert group_of(replicate(model(), bucket_cap_mb=math.inf))._bucket_bytes == 0
+def test_bucket_size_is_25_mib_or_bucket_cap_mb(fake_group: int) -> None:
+    assert group_of(replicate(make_model()))._bucket_bytes == 25 * MIB
+    assert group_of(replicate(make_model(), bucket_cap_mb=0.5))._bucket_bytes == MIB // 2
+    assert group_of(replicate(make_model(), bucket_cap_mb=math.inf))._bucket_bytes == 0
 
 
 @pytest.mark.parametrize("size", [0, -1, math.nan])
-def test_other_sizes_are_refused_and_leave_the_module_as_it_was(
+def test_bucket_cap_that_is_not_positive_raises_and_leaves_module_unchanged(
     fake_group: int, size: float
 ) -> None:
-    module = model()
+    module = make_model()
     params = list(module.parameters())
     with pytest.raises(ValueError, match="bucket_cap_mb must be positive"):
         replicate(module, bucket_cap_mb=size)
@@ -46,43 +46,42 @@ def test_other_sizes_are_refused_and_leave_the_module_as_it_was(
     assert all(a is b for a, b in zip(params, module.parameters(), strict=True))
 
 
-def test_buckets_are_cut_from_the_last_parameter_on(fake_group: int) -> None:
-    def cut(size: float, **kwargs: Any) -> list[tuple[int, int]]:
-        buckets: list[tuple[int, int]] = group_of(
-            replicate(model(), bucket_cap_mb=size / MIB, **kwargs)
-        )._buckets
+def test_buckets_are_filled_from_last_parameter_backwards(fake_group: int) -> None:
+    def buckets_of(size: float, **kwargs: Any) -> list[tuple[int, int]]:
+        module = replicate(make_model(), bucket_cap_mb=size / MIB, **kwargs)
+        buckets: list[tuple[int, int]] = group_of(module)._buckets
         return buckets
 
-    assert cut(1000) == [(0, 6)]
-    assert cut(math.inf) == [(0, 6)]
-    assert cut(80) == [(4, 6), (2, 4), (0, 2)]
-    assert cut(81) == [(3, 6), (0, 3)]
-    assert cut(1) == [(5, 6), (4, 5), (3, 4), (2, 3), (1, 2), (0, 1)]
+    assert buckets_of(1000) == [(0, 6)]
+    assert buckets_of(math.inf) == [(0, 6)]
+    assert buckets_of(80) == [(4, 6), (2, 4), (0, 2)]
+    assert buckets_of(81) == [(3, 6), (0, 3)]
+    assert buckets_of(1) == [(5, 6), (4, 5), (3, 4), (2, 3), (1, 2), (0, 1)]
 
 
-def test_the_cut_follows_the_reduce_type_and_what_is_trained(fake_group: int) -> None:
+def test_buckets_depend_on_reduce_dtype_and_trained_parameters(fake_group: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    module = replicate(model(), mp_policy=policy, bucket_cap_mb=80 / MIB)
+    module = replicate(make_model(), mp_policy=policy, bucket_cap_mb=80 / MIB)
     x = torch.ones(2, 4)
     module(x).sum().backward()
     assert group_of(module)._buckets == [(2, 6), (0, 2)]
-    frozen = model()
+    frozen = make_model()
     frozen[2].requires_grad_(False)
     assert group_of(replicate(frozen, bucket_cap_mb=80 / MIB))._buckets == [(2, 6), (0, 2)]
 
 
-def test_units_are_cut_from_a_gibibyte_on(fake_group: int) -> None:
-    assert group_of(fully_shard(model()))._bucket_bytes == BUCKET_LIMIT == 2**30
+def test_unit_over_1_gib_is_reduced_in_buckets(fake_group: int) -> None:
+    assert group_of(fully_shard(make_model()))._bucket_bytes == BUCKET_LIMIT == 2**30
     with torch.device("meta"):
         large = nn.Sequential(*(nn.Linear(2**14, 2**14 - 1, bias=False) for _ in range(3)))
     [planned] = fsdp_c.plan(large, lambda **_: False, world_size=8).units
     assert planned.reduce_scatters == 2
     fully_shard(large)
-    assert group_of(large)._buckets == [(1, 3), (0, 1)]  # the limit, and 64 KiB less, each
+    assert group_of(large)._buckets == [(1, 3), (0, 1)]  # a layer has 64 KiB less than the limit
 
 
-def test_a_cap_is_set_for_all_units_or_for_none(fake_group: int) -> None:
-    module = model()
+def test_set_bucket_cap_changes_all_units_or_raises_and_changes_none(fake_group: int) -> None:
+    module = make_model()
     fully_shard(module[0])
     fully_shard(module)
     fsdp_c.set_bucket_cap(module, 80 / MIB)
@@ -94,18 +93,17 @@ def test_a_cap_is_set_for_all_units_or_for_none(fake_group: int) -> None:
         with pytest.raises(ValueError, match="bucket_cap_mb must be positive"):
             fsdp_c.set_bucket_cap(module, size)
     with pytest.raises(ValueError, match="set_bucket_cap expects a model"):
-        fsdp_c.set_bucket_cap(model(), 1)
-    stock = model()
-    torch.distributed.fsdp.fully_shard(stock[1])
-    fully_shard(stock[0])
-    holder = nn.ModuleList(stock)
+        fsdp_c.set_bucket_cap(make_model(), 1)
+    mixed = make_model()
+    torch.distributed.fsdp.fully_shard(mixed[1])
+    fully_shard(mixed[0])
     with pytest.raises(TypeError, match="is a unit of torch's"):
-        fsdp_c.set_bucket_cap(holder, 80 / MIB)
-    assert group_of(stock[0])._bucket_bytes == BUCKET_LIMIT
+        fsdp_c.set_bucket_cap(nn.ModuleList(mixed), 80 / MIB)
+    assert group_of(mixed[0])._bucket_bytes == BUCKET_LIMIT
 
 
-def test_reductions_overlap_where_they_may(fake_group: int) -> None:
-    module = model()
+def test_set_reduction_overlap_changes_all_units(fake_group: int) -> None:
+    module = make_model()
     fully_shard(module[0])
     fully_shard(module)
     units = [group_of(module), group_of(module[0])]
@@ -115,11 +113,11 @@ def test_reductions_overlap_where_they_may(fake_group: int) -> None:
         assert [unit._reduction_overlap for unit in units] == [overlap] * 2
         module(torch.ones(2, 4)).sum().backward()
     with pytest.raises(ValueError, match="set_reduction_overlap expects a model"):
-        fsdp_c.set_reduction_overlap(model(), overlap=False)
+        fsdp_c.set_reduction_overlap(make_model(), overlap=False)
 
 
-def test_a_forecast_deals_as_the_core_does(fake_group: int) -> None:
-    module = fully_shard(model())
+def test_planned_buckets_equal_those_of_runtime(fake_group: int) -> None:
+    module = fully_shard(make_model())
     for size in (1000, 80, 81, 1):
         fsdp_c.set_bucket_cap(module, size / MIB)
         spans = group_of(module)._buckets
@@ -129,64 +127,64 @@ def test_a_forecast_deals_as_the_core_does(fake_group: int) -> None:
         assert sum(unit.dealt(unit.rows)) == unit.rows
 
 
-def test_looking_does_not_decide_the_cut(fake_group: int) -> None:
-    """``explain`` on one rank, then parameters are frozen on all: ranks must still agree."""
-    cuts = []
-    for looks in (False, True):
-        module = fully_shard(model())
+def test_reading_buckets_does_not_fix_them(fake_group: int) -> None:
+    """One rank may call ``explain`` before all ranks freeze parameters. Buckets stay equal."""
+    results = []
+    for reads_buckets in (False, True):
+        module = fully_shard(make_model())
         module(torch.ones(2, 4)).sum().backward()
         fsdp_c.set_bucket_cap(module, 80 / MIB)
-        if looks:
+        if reads_buckets:
             assert group_of(module)._buckets == [(4, 6), (2, 4), (0, 2)]
         module[2].requires_grad_(False)
         module(torch.ones(2, 4)).sum().backward()
-        cuts.append(group_of(module)._buckets)
-    assert cuts[0] == cuts[1] == [(2, 6), (0, 2)]
+        results.append(group_of(module)._buckets)
+    assert results[0] == results[1] == [(2, 6), (0, 2)]
 
 
-def test_a_model_with_buckets_is_collected_even_while_its_graph_lives(fake_group: int) -> None:
-    module = replicate(model(), bucket_cap_mb=1 / MIB)
+def test_model_with_buckets_is_freed_after_its_retained_graph(fake_group: int) -> None:
+    module = replicate(make_model(), bucket_cap_mb=1 / MIB)
     loss = module(torch.ones(2, 4)).sum()
     loss.backward(retain_graph=True)
     group = weakref.ref(group_of(module))
-    kept = loss.grad_fn
+    graph = loss.grad_fn
     del module, loss
     gc.collect()
-    assert kept is not None
-    del kept
+    assert graph is not None
+    del graph
     gc.collect()
     assert group() is None
 
 
-def test_a_group_keeps_its_parameters_when_the_collector_empties_lists(fake_group: int) -> None:
-    """Of a cycle the collector empties what can be emptied, in an order of its own."""
-    module = replicate(model(), bucket_cap_mb=1 / MIB)
+def test_group_with_cleared_lists_keeps_its_parameters(fake_group: int) -> None:
+    """The garbage collector clears the lists of a reference cycle in any order."""
+    module = replicate(make_model(), bucket_cap_mb=1 / MIB)
     module(torch.ones(2, 4)).sum().backward()
     group = group_of(module)
-    for part in gc.get_referents(group):
-        if isinstance(part, list):
-            part.clear()
+    for referent in gc.get_referents(group):
+        if isinstance(referent, list):
+            referent.clear()
     assert len(group.fsdp_params) == 6
     module(torch.ones(2, 4)).sum().backward()
 
 
-def test_parameters_that_were_replaced_are_watched_anew(single_group: int) -> None:
-    """``.data`` elsewhere gives a new unsharded parameter, a load with assign a new sharded one."""
-    module = replicate(model(), bucket_cap_mb=1 / MIB)
+def test_replaced_parameters_are_reduced_in_buckets(single_group: int) -> None:
+    """``to`` replaces unsharded parameters; ``load_state_dict(assign=True)`` replaces shards."""
+    module = replicate(make_model(), bucket_cap_mb=1 / MIB)
     x = torch.ones(2, 4)
 
-    def gradients() -> list[torch.Tensor]:
+    def train() -> list[torch.Tensor]:
         module.zero_grad()
         module(x).sum().backward()
         return [param.grad.to_local().clone() for param in module.parameters()]
 
-    before = gradients()
+    expected = train()
     state = {name: value.clone() for name, value in module.state_dict().items()}
     module.load_state_dict(state, assign=True)
-    for a, b in zip(before, gradients(), strict=True):
-        assert torch.equal(a, b)
+    for expected_grad, grad in zip(expected, train(), strict=True):
+        assert torch.equal(expected_grad, grad)
     module.to(torch.float64)
     x = x.double()
-    for a, b in zip(before, gradients(), strict=True):
-        assert b.dtype is torch.float64
-        torch.testing.assert_close(b.float(), a)  # within what float32 rounds
+    for expected_grad, grad in zip(expected, train(), strict=True):
+        assert grad.dtype is torch.float64
+        torch.testing.assert_close(grad.float(), expected_grad)  # up to rounding in float32

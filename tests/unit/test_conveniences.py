@@ -1,7 +1,7 @@
 """``no_sync``, ``full_params``, ``generate_with`` and ``ShardedEMA`` in one process.
 
-On one rank gathers give what is there, so that values can be compared; on a fake group of eight
-collectives are counted. Real ranks are in tests/distributed.
+Tests with a group of one rank compare values, as gathers return this rank's data. Tests with a
+fake group of 8 ranks count collectives. tests/distributed tests several ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdp_c import (
 
 
 class Net(nn.Module):
-    """Two layers and a tied head: (batch,) of ints -> (batch, 11)."""
+    """An embedding, two layers and a tied head. Maps (batch,) of ints to (batch, 11)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,29 +48,30 @@ class Net(nn.Module):
 
     def generate(self, tokens: torch.Tensor, steps: int) -> torch.Tensor:
         assert not torch.is_grad_enabled()
-        assert not isinstance(self.embed.weight, DTensor)  # used outside of forward, too
+        assert not isinstance(self.embed.weight, DTensor)  # also outside of forward
         for _ in range(steps):
             tokens = torch.cat([tokens, self(tokens)[-1:].argmax(-1)])
         return tokens
 
 
-def plain() -> Net:
+def make_model() -> Net:
     torch.manual_seed(0)
     return Net()
 
 
-def sharded(apply: Any = fully_shard, **kwargs: Any) -> Net:
-    model = plain()
+def make_sharded_model(shard: Any = fully_shard, **kwargs: Any) -> Net:
+    """Returns the model with both layers and the root as units."""
+    model = make_model()
     for layer in model.layers:
-        apply(layer, **kwargs)
-    return apply(model, **kwargs)
+        shard(layer, **kwargs)
+    return shard(model, **kwargs)
 
 
 TOKENS = torch.arange(6)
 
 
-class Collectives(TorchDispatchMode):
-    """The names of the collectives issued inside. (CommDebugMode fails at a second forward.)"""
+class RecordCollectives(TorchDispatchMode):
+    """Records the names of collectives issued inside. CommDebugMode fails at a second forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,17 +83,17 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def collectives(call: Any) -> int:
-    with Collectives() as issued:
+def count_collectives(call: Any) -> int:
+    with RecordCollectives() as issued:
         call()
     return len(issued.names)
 
 
-def test_models_without_units_are_refused_by_name() -> None:
+def test_context_of_unsharded_model_raises_with_its_name() -> None:
     for context, caller in (
-        (no_sync(plain()), "no_sync"),
-        (full_params(plain()), "full_params"),
-        (generate_with(plain()), "generate_with"),
+        (no_sync(make_model()), "no_sync"),
+        (full_params(make_model()), "full_params"),
+        (generate_with(make_model()), "generate_with"),
     ):
         with pytest.raises(ValueError, match=f"{caller} expects a model that fully_shard .* Net"):
             with context:  # type: ignore[attr-defined]
@@ -100,25 +101,25 @@ def test_models_without_units_are_refused_by_name() -> None:
 
 
 class TestNoSync:
-    def test_gradients_wait_and_are_reduced_together(self, single_group: int) -> None:
-        model, reference = sharded(), plain()
+    def test_backward_after_no_sync_reduces_accumulated_gradients(self, single_group: int) -> None:
+        model, reference = make_sharded_model(), make_model()
         with no_sync(model):
             model(TOKENS).sum().backward()
             assert all(param.grad is None for param in model.parameters())
         model(TOKENS).square().sum().backward()
         reference(TOKENS).sum().backward()
         reference(TOKENS).square().sum().backward()
-        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(a.grad._local_tensor, b.grad)
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(param.grad._local_tensor, expected.grad)
 
-    def test_only_gathers_inside(self, fake_group: int) -> None:
-        model = sharded()
-        with no_sync(model), Collectives() as issued:
+    def test_backward_in_no_sync_issues_no_reduction(self, fake_group: int) -> None:
+        model = make_sharded_model()
+        with no_sync(model), RecordCollectives() as issued:
             model(TOKENS).sum().backward()
         assert issued.names and not any("reduce" in name for name in issued.names)
 
-    def test_settings_come_back_and_contexts_nest(self, fake_group: int) -> None:
-        model = sharded()
+    def test_nested_no_sync_restores_settings_after_exception(self, fake_group: int) -> None:
+        model = make_sharded_model()
         model.layers[0].set_requires_gradient_sync(False)
         groups = [m._get_fsdp_state()._fsdp_param_groups[0] for m in (model, *model.layers)]
 
@@ -136,48 +137,50 @@ class TestNoSync:
                 raise RuntimeError("stop")
         assert settings() == before
 
-    def test_on_replicated_models(self, fake_group: int) -> None:
-        model = sharded(replicate)
+    def test_no_sync_of_replicated_model_issues_no_collective(self, fake_group: int) -> None:
+        model = make_sharded_model(replicate)
         with no_sync(model):
-            assert collectives(lambda: model(TOKENS).sum().backward()) == 0
+            assert count_collectives(lambda: model(TOKENS).sum().backward()) == 0
 
 
 class TestFullParams:
-    def test_are_the_weights_of_the_bare_model(self, single_group: int) -> None:
-        expected = dict(plain().named_parameters())
-        with full_params(sharded()) as full:
+    def test_full_params_equal_parameters_of_unsharded_model(self, single_group: int) -> None:
+        expected = dict(make_model().named_parameters())
+        with full_params(make_sharded_model()) as full:
             assert set(full) == set(expected) and len(full) == len(expected)
             for name, param in full.items():
                 assert isinstance(param, nn.Parameter) and not isinstance(param, DTensor)
                 assert torch.equal(param, expected[name])
 
-    def test_one_unit_is_registered_at_a_time(self, fake_group: int) -> None:
-        model = sharded()
-        with full_params(model) as full, Collectives() as issued:
+    def test_full_params_registers_one_unit_at_a_time(self, fake_group: int) -> None:
+        model = make_sharded_model()
+        with full_params(model) as full, RecordCollectives() as issued:
             weight = full["layers.0.weight"]
             assert model.layers[0].weight is weight and full["layers.0.weight"] is weight
             assert isinstance(model.layers[1].weight, DTensor)
             bias = full["layers.0.bias"]
             assert len(issued.names) == 1
-            other = full["layers.1.weight"]
-            assert model.layers[1].weight is other
+            next_weight = full["layers.1.weight"]
+            assert model.layers[1].weight is next_weight
             assert isinstance(model.layers[0].weight, DTensor)
             assert bias.shape == (8,) and len(issued.names) == 2
         assert all(isinstance(param, DTensor) for param in model.parameters())
 
-    def test_each_unit_is_one_collective(self, fake_group: int) -> None:
-        model = sharded()
+    def test_full_params_issues_one_collective_per_unit(self, fake_group: int) -> None:
+        model = make_sharded_model()
         with full_params(model) as full:
-            assert collectives(lambda: list(full.values())) == 3
+            assert count_collectives(lambda: list(full.values())) == 3
 
-        def everything() -> None:
+        def gather_all_units() -> None:
             with full_params(model, all_units=True):
                 pass
 
-        assert collectives(everything) == 3
+        assert count_collectives(gather_all_units) == 3
 
-    def test_all_at_once(self, single_group: int) -> None:
-        model = sharded()
+    def test_full_params_with_all_units_registers_all_and_writes_back(
+        self, single_group: int
+    ) -> None:
+        model = make_sharded_model()
         with full_params(model, all_units=True):
             assert not any(isinstance(param, DTensor) for param in model.parameters())
             assert model.head.weight is model.embed.weight
@@ -190,44 +193,44 @@ class TestFullParams:
 
     @pytest.mark.parametrize("all_units", [True, False])
     @pytest.mark.parametrize("writeback", [True, False, None])
-    def test_changes_are_written_back_or_not(
+    def test_full_params_writes_back_changes_unless_writeback_is_false(
         self, single_group: int, all_units: bool, writeback: bool | None
     ) -> None:
-        model, reference = sharded(), plain()
+        model, reference = make_sharded_model(), make_model()
         with full_params(model, all_units=all_units, writeback=writeback) as full:
             for param in full.values():
                 with torch.no_grad():
                     param.mul_(2)
         factor = 1 if writeback is False else 2
-        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(a._local_tensor, b * factor)
+        for param, original in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(param._local_tensor, original * factor)
 
-    def test_written_weights_are_gathered_anew(self, single_group: int) -> None:
-        model, reference = sharded(), plain()
+    def test_forward_after_full_params_write_back_uses_new_values(self, single_group: int) -> None:
+        model, reference = make_sharded_model(), make_model()
         with torch.no_grad():
-            model(TOKENS)  # the root stays gathered
+            model(TOKENS)  # leaves the root unsharded
             with full_params(model) as full:
                 full["embed.weight"].add_(1)
             reference.embed.weight.add_(1)
             assert torch.equal(model(TOKENS), reference(TOKENS))
 
-    def test_unchanged_weights_count_no_write(self, single_group: int) -> None:
-        model = sharded()
+    def test_reading_full_params_leaves_version_counters_unchanged(self, single_group: int) -> None:
+        model = make_sharded_model()
         before = [param._local_tensor._version for param in model.parameters()]
         with full_params(model) as full:
             list(full.items())
         assert [param._local_tensor._version for param in model.parameters()] == before
 
-    def test_replaced_parameters_are_written_back(self, single_group: int) -> None:
-        model = sharded()
+    def test_parameter_replaced_in_full_params_is_written_back(self, single_group: int) -> None:
+        model = make_sharded_model()
         with full_params(model, all_units=True):
             model.layers[0].weight = nn.Parameter(torch.ones(8, 8))
         assert torch.equal(model.layers[0].weight._local_tensor, torch.ones(8, 8))
 
-    def test_parameters_of_another_shape_are_refused_after_everything_is_back(
+    def test_full_params_with_parameter_of_other_shape_raises_and_writes_back_others(
         self, single_group: int
     ) -> None:
-        model = sharded()
+        model = make_sharded_model()
         with pytest.raises(ValueError, match=r"cannot write back .*\(4, 8\) where \(8, 8\)"):
             with full_params(model, all_units=True):
                 model.layers[0].weight = nn.Parameter(torch.ones(4, 8))
@@ -237,25 +240,27 @@ class TestFullParams:
         assert torch.equal(model.layers[1].bias._local_tensor, torch.full((8,), 3.0))
         model(TOKENS).sum().backward()
 
-    def test_an_exception_drops_changes_and_registers_the_shards(self, single_group: int) -> None:
-        model, reference = sharded(), plain()
+    def test_exception_in_full_params_discards_changes_and_restores_shards(
+        self, single_group: int
+    ) -> None:
+        model, reference = make_sharded_model(), make_model()
         with pytest.raises(RuntimeError, match="stop"):
             with full_params(model, all_units=True):
                 with torch.no_grad():
                     model.embed.weight.fill_(0)
                 raise RuntimeError("stop")
-        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(a._local_tensor, b)
+        for param, original in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(param._local_tensor, original)
         assert names.training_state(model) is names.TrainingState.IDLE
         model(TOKENS).sum().backward()
 
-    def test_are_in_the_dtype_of_the_shards(self, single_group: int) -> None:
-        model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    def test_full_params_have_dtype_of_shards(self, single_group: int) -> None:
+        model = make_sharded_model(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         with full_params(model) as full:
             assert {param.dtype for param in full.values()} == {torch.float32}
 
-    def test_requires_grad_is_kept(self, single_group: int) -> None:
-        model = sharded()
+    def test_full_params_have_requires_grad_of_shards(self, single_group: int) -> None:
+        model = make_sharded_model()
         model.layers[0].requires_grad_(False)
         with full_params(model) as full:
             assert {name for name, param in full.items() if not param.requires_grad} == {
@@ -263,32 +268,34 @@ class TestFullParams:
                 "layers.0.bias",
             }
 
-    def test_plain_parameters_are_given_as_they_are(self, fake_group: int) -> None:
-        model = plain()
+    def test_full_params_returns_ignored_parameters_themselves(self, fake_group: int) -> None:
+        model = make_model()
         ignored = model.layers[0].bias
         fully_shard(model, ignored_params={ignored})
         with full_params(model) as full:
             assert full["layers.0.bias"] is ignored
             assert dict(full.items())["layers.0.bias"] is ignored
 
-    def test_on_the_first_rank_only(self, fake_group: int) -> None:
-        model = sharded()
+    def test_full_params_with_rank0_only_gathers_to_rank_0(self, fake_group: int) -> None:
+        model = make_sharded_model()
         with full_params(model, rank0_only=True) as full:
-            with Collectives() as issued:
-                found = dict(full.items())
-        assert {name: param.shape for name, param in found.items()} == {
-            name: param.shape for name, param in plain().named_parameters()
+            with RecordCollectives() as issued:
+                params = dict(full.items())
+        assert {name: param.shape for name, param in params.items()} == {
+            name: param.shape for name, param in make_model().named_parameters()
         }
         assert issued.names == ["gather_"] * 3
 
-    def test_of_replicated_models(self, single_group: int) -> None:
-        model = sharded(replicate)
+    def test_full_params_of_replicated_model_writes_back(self, single_group: int) -> None:
+        model = make_sharded_model(replicate)
         with full_params(model) as full, torch.no_grad():
             full["embed.weight"].fill_(2)
         assert torch.equal(model.embed.weight._local_tensor, torch.full((11, 8), 2.0))
 
-    def test_states_say_so_and_forward_is_refused(self, single_group: int) -> None:
-        model = sharded()
+    def test_forward_or_second_full_params_inside_full_params_raises(
+        self, single_group: int
+    ) -> None:
+        model = make_sharded_model()
         with full_params(model):
             for unit in (model, model.layers[0]):
                 assert names.training_state(unit) is names.TrainingState.SUMMON_FULL_PARAMS
@@ -299,65 +306,67 @@ class TestFullParams:
                     pass
         model(TOKENS)
 
-    def test_bad_input(self, single_group: int) -> None:
+    def test_full_params_with_invalid_arguments_raises(self, single_group: int) -> None:
         with pytest.raises(ValueError, match="cannot write back what only one rank has"):
-            with full_params(sharded(), writeback=True, rank0_only=True):
+            with full_params(make_sharded_model(), writeback=True, rank0_only=True):
                 pass
         with torch.device("meta"):
-            model = sharded()
+            model = make_sharded_model()
         with pytest.raises(RuntimeError, match="on the meta device"):
             with full_params(model):
                 pass
-        with full_params(sharded()) as full, pytest.raises(KeyError):
+        with full_params(make_sharded_model()) as full, pytest.raises(KeyError):
             full["nothing"]
 
-    def test_not_during_forward_or_backward(self, single_group: int) -> None:
-        class Nosy(nn.Linear):
+    def test_full_params_during_forward_raises(self, single_group: int) -> None:
+        class CallsFullParams(nn.Linear):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 with full_params(self):
                     pass
                 return super().forward(x)
 
         with pytest.raises(RuntimeError, match=r"during forward or backward: .* FORWARD"):
-            fully_shard(Nosy(2, 2))(torch.ones(1, 2))
+            fully_shard(CallsFullParams(2, 2))(torch.ones(1, 2))
 
 
 class TestGenerateWith:
-    def test_gathers_once_and_not_for_each_token(self, fake_group: int) -> None:
-        model = sharded()
-        with Collectives() as issued:
-            with generate_with(model) as same:
-                assert same is model
+    def test_generate_with_gathers_each_unit_once(self, fake_group: int) -> None:
+        model = make_sharded_model()
+        with RecordCollectives() as issued:
+            with generate_with(model) as yielded:
+                assert yielded is model
                 assert len(issued.names) == 3
                 model.generate(TOKENS, 5)
         assert len(issued.names) == 3
         assert all(isinstance(param, DTensor) for param in model.parameters())
 
-    def test_gives_what_the_bare_model_gives(self, single_group: int) -> None:
+    def test_generate_with_gives_output_of_unsharded_model(self, single_group: int) -> None:
         with torch.no_grad():
-            expected = plain().generate(TOKENS, 5)
+            expected = make_model().generate(TOKENS, 5)
         for keep_full in (True, False):
-            model = sharded()
+            model = make_sharded_model()
             with generate_with(model, keep_full=keep_full):
                 assert torch.equal(model.generate(TOKENS, 5), expected)
 
-    @pytest.mark.parametrize("lazy", [True, False])
-    def test_training_goes_on_as_before(self, fake_group: int, lazy: bool) -> None:
-        model, reference = sharded(), sharded()
-        if not lazy:
+    @pytest.mark.parametrize("first_forward_in_generate", [True, False])
+    def test_training_after_generate_with_issues_usual_collectives(
+        self, fake_group: int, first_forward_in_generate: bool
+    ) -> None:
+        model, reference = make_sharded_model(), make_sharded_model()
+        if not first_forward_in_generate:
             model(TOKENS)
         with generate_with(model):
             model.generate(TOKENS, 2)
 
         for _ in range(2):
-            with Collectives() as expected:
+            with RecordCollectives() as expected:
                 reference(TOKENS).sum().backward()
-            with Collectives() as issued:
+            with RecordCollectives() as issued:
                 model(TOKENS).sum().backward()
             assert issued.names == expected.names
 
-    def test_settings_come_back_after_an_exception(self, fake_group: int) -> None:
-        model = sharded()
+    def test_exception_in_generate_with_restores_settings(self, fake_group: int) -> None:
+        model = make_sharded_model()
         model(TOKENS)
         groups = [m._get_fsdp_state()._fsdp_param_groups[0] for m in (model, *model.layers)]
         before = [group.post_forward_mesh_info for group in groups]
@@ -369,24 +378,24 @@ class TestGenerateWith:
         assert all(isinstance(param, DTensor) for param in model.parameters())
         assert torch.is_grad_enabled()
 
-    def test_methods_are_registered_only_meanwhile(self, fake_group: int) -> None:
-        model = sharded()
+    def test_generate_with_registers_method_only_within_context(self, fake_group: int) -> None:
+        model = make_sharded_model()
         with generate_with(model, "generate", keep_full=False):
             assert "generate" in model.__dict__
         assert "generate" not in model.__dict__
         with pytest.raises(AssertionError), torch.no_grad():
-            model.generate(TOKENS, 1)  # finds a DTensor
+            model.generate(TOKENS, 1)  # without the hooks the weight is a DTensor
         fsdp_c.register_fsdp_forward_method(model, "generate")
         with torch.no_grad():
             model.generate(TOKENS, 1)
 
-    def test_a_method_that_the_model_does_not_have(self, fake_group: int) -> None:
-        with pytest.raises(ValueError, match="Net does not have a method speak"):
-            with generate_with(sharded(), "speak"):
+    def test_generate_with_unknown_method_raises(self, fake_group: int) -> None:
+        with pytest.raises(ValueError, match="Net does not have a method sample"):
+            with generate_with(make_sharded_model(), "sample"):
                 pass
 
-    def test_of_replicated_models(self, fake_group: int) -> None:
-        model = sharded(replicate)
+    def test_generate_with_of_replicated_model_runs(self, fake_group: int) -> None:
+        model = make_sharded_model(replicate)
         with generate_with(model):
             model.generate(TOKENS, 2)
         model(TOKENS).sum().backward()
@@ -399,8 +408,10 @@ class TestShardedEMA:
         optimizer.step()
 
     @pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
-    def test_is_torchs_average_bit_for_bit(self, single_group: int, decay: float) -> None:
-        model, reference = sharded(), plain()
+    def test_ema_is_bit_equal_to_averaged_model_of_torch(
+        self, single_group: int, decay: float
+    ) -> None:
+        model, reference = make_sharded_model(), make_model()
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
         averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(decay))
         ema = ShardedEMA(model, decay)
@@ -417,7 +428,7 @@ class TestShardedEMA:
     DTYPES = (torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_of_every_dtype_that_torch_averages(
+    def test_ema_of_other_dtypes_is_bit_equal_to_averaged_model_of_torch(
         self, single_group: int, dtype: torch.dtype
     ) -> None:
         values = [torch.randn(5, 3, dtype=torch.complex128) for _ in range(4)]
@@ -440,8 +451,8 @@ class TestShardedEMA:
         assert ema["weight"].dtype == dtype
 
     @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
-    def test_integers_and_booleans_are_copied(self, dtype: torch.dtype) -> None:
-        """In torch they drift, though the weights stay as they are."""
+    def test_ema_of_integers_and_booleans_copies_them(self, dtype: torch.dtype) -> None:
+        """torch's AveragedModel changes integers even if the weights stay constant."""
         model = nn.Module()
         model.weight = nn.Parameter(torch.arange(100).to(dtype), requires_grad=False)
         ema = ShardedEMA(model, 0.9)
@@ -452,7 +463,7 @@ class TestShardedEMA:
         assert torch.equal(ema["weight"], model.weight)
         assert dtype == torch.bool or not torch.equal(averaged.module.weight, model.weight)
 
-    def test_dtypes_without_arithmetic_are_refused_before_anything_is_averaged(self) -> None:
+    def test_ema_of_float8_raises_unless_given_a_dtype(self) -> None:
         model = nn.Linear(2, 2)
         model.scale = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
         with pytest.raises(NotImplementedError, match=r"cannot average 'scale' in torch\.float8"):
@@ -464,7 +475,7 @@ class TestShardedEMA:
         ema.update(model)
         assert torch.equal(ema["scale"], torch.full((4,), 1.5))
 
-    def test_dtypes_of_averages(self) -> None:
+    def test_ema_with_dtype_keeps_complex_and_integer_kinds(self) -> None:
         model = nn.Module()
         model.complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
         model.count = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
@@ -473,28 +484,30 @@ class TestShardedEMA:
         with pytest.raises(ValueError, match=r"expects a floating-point dtype, not torch\.int8"):
             ShardedEMA(model, dtype=torch.int8)
 
-    def test_deepcopy_of_a_sharded_model_is_what_it_replaces(self, fake_group: int) -> None:
-        model = sharded()
+    def test_ema_of_sharded_model_can_be_deep_copied(self, fake_group: int) -> None:
+        model = make_sharded_model()
         with pytest.raises(AssertionError, match="deepcopy"):
             AveragedModel(model)
         ema = copy.deepcopy(ShardedEMA(model))
         ema.update(model)
 
-    def test_needs_no_collectives(self, fake_group: int) -> None:
-        model = sharded()
+    def test_ema_update_and_applied_issue_no_collectives(self, fake_group: int) -> None:
+        model = make_sharded_model()
         model(TOKENS)
         ema = ShardedEMA(model)
 
-        def use() -> None:
+        def update_and_apply() -> None:
             ema.update(model)
             ema.update(model)
             with ema.applied(model):
                 pass
 
-        assert collectives(use) == 0
+        assert count_collectives(update_and_apply) == 0
 
-    def test_is_applied_for_a_while(self, single_group: int) -> None:
-        model, reference = sharded(), plain()
+    def test_ema_applied_swaps_weights_within_context_and_copy_to_keeps_them(
+        self, single_group: int
+    ) -> None:
+        model, reference = make_sharded_model(), make_model()
         ema = ShardedEMA(model)
         before = [param._local_tensor.clone() for param in model.parameters()]
         with torch.no_grad():
@@ -510,9 +523,9 @@ class TestShardedEMA:
         for param, value in zip(model.parameters(), before, strict=True):
             assert torch.equal(param._local_tensor, value)
 
-    def test_states_are_saved_and_loaded(self, fake_group: int) -> None:
-        model = sharded()
-        ema, other = ShardedEMA(model, 0.5), ShardedEMA(sharded(), 0.5)
+    def test_ema_state_dict_restores_averages_and_mismatch_raises(self, fake_group: int) -> None:
+        model = make_sharded_model()
+        ema, other = ShardedEMA(model, 0.5), ShardedEMA(make_sharded_model(), 0.5)
         for param in model.parameters():
             param._local_tensor.data.add_(1)
         ema.update(model)
@@ -530,8 +543,8 @@ class TestShardedEMA:
         with pytest.raises(ValueError, match=r"'embed.weight' has another shape"):
             other.load_state_dict(state)
 
-    def test_may_have_another_dtype(self, fake_group: int) -> None:
-        model = sharded().to(torch.bfloat16)
+    def test_ema_with_dtype_stores_averages_in_it(self, fake_group: int) -> None:
+        model = make_sharded_model().to(torch.bfloat16)
         ema = ShardedEMA(model, 0.9, dtype=torch.float32)
         ema.update(model)
         ema.update(model)
@@ -540,20 +553,22 @@ class TestShardedEMA:
             ema["embed.weight"]._local_tensor, model.embed.weight._local_tensor.float()
         )
 
-    def test_decay_may_depend_on_the_number_of_updates(self, single_group: int) -> None:
-        model = sharded()
-        seen: list[int] = []
+    def test_ema_with_decay_function_calls_it_with_number_of_updates(
+        self, single_group: int
+    ) -> None:
+        model = make_sharded_model()
+        arguments: list[int] = []
 
         def decay(updates: int) -> float:
-            seen.append(updates)
+            arguments.append(updates)
             return 0.5
 
         ema = ShardedEMA(model, decay)
         ema.update(model)
         ema.update(model)
-        assert seen == [0, 0, 1]
+        assert arguments == [0, 0, 1]
 
-    def test_plain_models_and_integers(self) -> None:
+    def test_ema_of_unsharded_model_averages_floats_and_copies_integers(self) -> None:
         model = nn.Linear(2, 2)
         model.steps = nn.Parameter(torch.tensor([1]), requires_grad=False)
         ema = ShardedEMA(model, 0.5)
@@ -565,8 +580,8 @@ class TestShardedEMA:
         assert torch.equal(ema["steps"], torch.tensor([3]))
         assert torch.allclose(ema["weight"], model.weight - 0.5)
 
-    def test_bad_input(self, fake_group: int) -> None:
-        model = sharded()
+    def test_ema_with_invalid_arguments_raises(self, fake_group: int) -> None:
+        model = make_sharded_model()
         for decay in (-0.1, 1.1):
             with pytest.raises(ValueError, match=f"decay from 0 to 1, not {decay}"):
                 ShardedEMA(model, decay)
@@ -574,7 +589,7 @@ class TestShardedEMA:
         with pytest.raises(ValueError, match=r"made for another model: .*'bias'"):
             ema.update(nn.Linear(1, 1))
         with pytest.raises(ValueError, match="sharded in another way"):
-            ema.update(plain())
+            ema.update(make_model())
         with torch.device("meta"), pytest.raises(ValueError, match="meta device"):
             ShardedEMA(nn.Linear(1, 1))
         assert ema.updates == 0 and isinstance(model, FSDPModule)

@@ -1,6 +1,6 @@
-"""Which architectures the CUDA kernels are built for, and what a compiler that fails leads to.
+"""cuda_build.py chooses the GPU architectures of the kernels; setup.py handles failures of nvcc.
 
-None of this needs nvcc: the compilers are scripts.
+Shell scripts stand in for nvcc, so these tests need no CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ TORCH_CU124 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
 
 
 @pytest.fixture
-def no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_arch_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsets the environment variables that choose architectures."""
     monkeypatch.delenv("FSDP_C_CUDA_ARCH", raising=False)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
 
 
-def nvcc_of(folder: Path, script: str) -> str:
-    """A compiler that is a shell script."""
+def write_nvcc(folder: Path, script: str) -> str:
+    """Writes an executable shell script ``nvcc``. Returns its path."""
     folder.mkdir(exist_ok=True)
     nvcc = folder / "nvcc"
     nvcc.write_text(f"#!/bin/sh\n{script}")
@@ -58,8 +59,9 @@ def nvcc_of(folder: Path, script: str) -> str:
     return str(nvcc)
 
 
-def listing(folder: Path, codes: str) -> str:
-    return nvcc_of(folder, "".join(f"echo {code}\n" for code in codes.split()))
+def write_nvcc_with_archs(folder: Path, codes: str) -> str:
+    """Writes an ``nvcc`` that prints these architectures."""
+    return write_nvcc(folder, "".join(f"echo {code}\n" for code in codes.split()))
 
 
 @pytest.mark.parametrize(
@@ -75,31 +77,31 @@ def listing(folder: Path, codes: str) -> str:
         ("native", []),
     ],
 )
-def test_the_architectures_of_a_list(text: str, archs: list[int]) -> None:
+def test_archs_of_list_parses_torch_cuda_arch_list(text: str, archs: list[int]) -> None:
     assert cuda_build.archs_of_list(text) == archs
 
 
-def test_the_architectures_of_torch_and_of_nvcc() -> None:
+def test_archs_of_torch_and_codes_of_nvcc_are_parsed() -> None:
     assert cuda_build.archs_of_torch(TORCH_CU130) == [75, 80, 86, 90, 100, 120]
     assert cuda_build.archs_of_torch("") == []
     assert cuda_build.codes_of(CUDA_13_0) == [75, 80, 86, 87, 88, 89, 90, 100, 110, 120]
 
 
-def test_what_torch_was_built_for_is_built_where_the_kernels_run_and_nvcc_knows_it() -> None:
+def test_choose_keeps_archs_of_torch_that_nvcc_and_kernels_support() -> None:
     choose, known = cuda_build.choose, cuda_build.codes_of
     cu124 = cuda_build.archs_of_torch(TORCH_CU124)
-    assert choose(cu124, known(CUDA_12_4)) == [70, 75, 80, 86, 90]  # not 50 and 60
+    assert choose(cu124, known(CUDA_12_4)) == [70, 75, 80, 86, 90]  # the kernels need 70
     assert choose(cuda_build.archs_of_torch(TORCH_CU130), known(CUDA_12_4)) == [75, 80, 86, 90]
-    assert choose(cu124, known(CUDA_13_0)) == [75, 80, 86, 90]  # 13 has forgotten 70
+    assert choose(cu124, known(CUDA_13_0)) == [75, 80, 86, 90]  # CUDA 13 dropped 70
 
 
-def test_without_a_wish_that_can_be_met_one_of_each_generation_is_built() -> None:
+def test_choose_without_supported_arch_returns_one_per_generation() -> None:
     assert cuda_build.choose([], cuda_build.codes_of(CUDA_12_4)) == [70, 80, 90]
     assert cuda_build.choose([50], cuda_build.codes_of(CUDA_13_0)) == [75, 80, 90, 100, 110, 120]
     assert cuda_build.choose([80], [50, 60]) == []
 
 
-def test_the_newest_has_ptx_for_what_comes_after_it() -> None:
+def test_options_add_ptx_of_newest_arch() -> None:
     assert cuda_build.options([70, 90]) == [
         "-gencode=arch=compute_70,code=sm_70",
         "-gencode=arch=compute_90,code=sm_90",
@@ -107,15 +109,14 @@ def test_the_newest_has_ptx_for_what_comes_after_it() -> None:
     ]
 
 
-def test_who_says_which_architectures(
+def test_arch_variables_take_precedence_over_archs_of_torch(
     tmp_path: Path,
-    no_wishes: None,
+    no_arch_variables: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    nvcc = listing(tmp_path, CUDA_12_4)
-    by_torch = cuda_build.arch_options(nvcc, TORCH_CU130)
-    assert by_torch == cuda_build.options([75, 80, 86, 90])
+    nvcc = write_nvcc_with_archs(tmp_path, CUDA_12_4)
+    assert cuda_build.arch_options(nvcc, TORCH_CU130) == cuda_build.options([75, 80, 86, 90])
     assert "no CUDA kernels for sm_100, sm_120" in capsys.readouterr().out
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
     assert cuda_build.arch_options(nvcc, TORCH_CU130) == cuda_build.options([80, 90])
@@ -123,23 +124,23 @@ def test_who_says_which_architectures(
     assert cuda_build.arch_options(nvcc, TORCH_CU130) == ["-arch=native"]
 
 
-def test_an_nvcc_without_architectures_is_told(tmp_path: Path, no_wishes: None) -> None:
+def test_nvcc_without_supported_arch_raises(tmp_path: Path, no_arch_variables: None) -> None:
     with pytest.raises(RuntimeError, match="knows no architecture from sm_70 on"):
-        cuda_build.arch_options(listing(tmp_path, "sm_50 sm_60"), TORCH_CU124)
+        cuda_build.arch_options(write_nvcc_with_archs(tmp_path, "sm_50 sm_60"), TORCH_CU124)
 
 
-def test_nvcc_is_taken_only_for_torchs_own_release(
+def test_find_nvcc_accepts_only_major_release_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("FSDP_C_NO_CUDA", raising=False)
-    nvcc = nvcc_of(tmp_path, "echo 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    nvcc = write_nvcc(tmp_path, "echo 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin:/bin")
     assert cuda_build.find_nvcc("12.8", None) == nvcc
-    assert cuda_build.find_nvcc(None, None) is None  # a torch without CUDA
+    assert cuda_build.find_nvcc(None, None) is None  # torch is built without CUDA
     assert capsys.readouterr().err == ""
     assert cuda_build.find_nvcc("13.0", None) is None
     assert "is not for CUDA 13.0" in capsys.readouterr().err
-    nvcc_of(tmp_path, "exit 1\n")
+    write_nvcc(tmp_path, "exit 1\n")
     assert cuda_build.find_nvcc("12.8", None) is None
     monkeypatch.setenv("FSDP_C_NO_CUDA", "1")
     assert cuda_build.find_nvcc("12.8", None) is None
@@ -167,20 +168,23 @@ namespace["BuildC"].build_extension(object.__new__(namespace["BuildC"]), ext)
 """
 
 
-def built_with(tmp_path: Path, compiles: str) -> str:
-    """What setup.py prints and links where nvcc's runs of the compiler do ``compiles``."""
+def build_output(tmp_path: Path, compile_script: str) -> str:
+    """Runs setup.py's build with an nvcc that runs ``compile_script``. Returns its output.
+
+    A line that starts with LINKED lists the object files and libraries of the link step.
+    """
     toolkit = tmp_path / "toolkit"
     (toolkit / "lib64").mkdir(parents=True)
     (toolkit / "lib64/libcudart.so.12").touch()
     (tmp_path / "build").mkdir()
     codes = CUDA_12_4.replace("\n", " ")
-    nvcc_of(
+    write_nvcc(
         toolkit / "bin",
         f"case $1 in --version) echo 'release 12.4, V12.4.131';; --list-gpu-code) echo {codes};; "
-        f'*) echo "ran: $*" >> {tmp_path}/runs; {compiles};; esac\n',
+        f'*) echo "ran: $*" >> {tmp_path}/runs; {compile_script};; esac\n',
     )
-    unwanted = ("TORCH_CUDA_ARCH_LIST", "FSDP_C_CUDA_ARCH", "FSDP_C_NO_CUDA", "LD_PRELOAD")
-    env = {name: value for name, value in os.environ.items() if name not in unwanted}
+    removed = ("TORCH_CUDA_ARCH_LIST", "FSDP_C_CUDA_ARCH", "FSDP_C_NO_CUDA", "LD_PRELOAD")
+    env = {name: value for name, value in os.environ.items() if name not in removed}
     path = os.pathsep.join([str(toolkit / "bin"), env["PATH"]])
     done = subprocess.run(
         [sys.executable, "-c", SETUP, str(ROOT), str(tmp_path / "build")],
@@ -194,48 +198,48 @@ def built_with(tmp_path: Path, compiles: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_an_nvcc_that_fails_leads_to_a_build_without_kernels_and_a_shout(tmp_path: Path) -> None:
-    said = built_with(tmp_path, "echo 'error: unknown architecture' >&2; exit 1")
-    linked = next(line for line in said.splitlines() if line.startswith("LINKED"))
+def test_build_with_failing_nvcc_omits_kernels_and_prints_warning(tmp_path: Path) -> None:
+    output = build_output(tmp_path, "echo 'error: unknown architecture' >&2; exit 1")
+    linked = next(line for line in output.splitlines() if line.startswith("LINKED"))
     assert "kernels_none.o" in linked and "kernels_cuda.o" not in linked
     assert "libcudart" not in linked
-    assert "error: unknown architecture" in said
-    assert "does not compile the CUDA kernels" in said
+    assert "error: unknown architecture" in output
+    assert "does not compile the CUDA kernels" in output
     runs = (tmp_path / "runs").read_text()
     assert "code=sm_70" in runs and "code=sm_80" in runs
     assert "sm_50" not in runs and "sm_60" not in runs
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_an_nvcc_that_works_is_linked_with_its_runtime(tmp_path: Path) -> None:
-    said = built_with(tmp_path, 'touch "$(echo "$*" | sed "s/.* -o //")"')
-    linked = next(line for line in said.splitlines() if line.startswith("LINKED"))
+def test_build_with_working_nvcc_links_kernels_and_runtime(tmp_path: Path) -> None:
+    output = build_output(tmp_path, 'touch "$(echo "$*" | sed "s/.* -o //")"')
+    linked = next(line for line in output.splitlines() if line.startswith("LINKED"))
     assert "kernels_cuda.o" in linked and "kernels_none.o" not in linked
     assert "libcudart.so.12" in linked
-    assert "!!" not in said
+    assert "!!" not in output
 
 
-# ---- a real compiler of another release ----------------------------------------------------------
+# ---- NVRTC ---------------------------------------------------------------------------------------
 
 LIBRARIES = [Path(path) for path in os.environ.get("FSDP_C_NVRTC", "").split(":") if path]
 
 
 @pytest.mark.skipif(not (LIBRARIES or installed()), reason="no NVRTC: set FSDP_C_NVRTC=LIBRARY:...")
-def test_the_device_side_compiles_with_nvrtc_from_the_first_architecture_on() -> None:
-    """pip's packages of CUDA 12 have no nvcc, but its compiler of device code as a library."""
+def test_device_code_compiles_with_nvrtc_for_first_and_newest_arch() -> None:
+    """pip's packages of CUDA 12 contain NVRTC, the device compiler as a library, but no nvcc."""
     for library in LIBRARIES or installed():
         nvrtc = Nvrtc(library)
         archs = nvrtc.archs()
-        able = [arch for arch in archs if arch >= FIRST]
-        for arch in {able[0], able[-1]}:
+        supported = [arch for arch in archs if arch >= FIRST]
+        for arch in {supported[0], supported[-1]}:
             code = nvrtc.compile(arch)
             assert all(entry.encode() in code for entry in ENTRIES)
-        if archs[0] < FIRST:  # what -arch=all-major ran into
+        if archs[0] < FIRST:  # nvcc -arch=all-major fails for the same reason
             with pytest.raises(RuntimeError, match="__grid_constant__ annotation is only allowed"):
                 nvrtc.compile(archs[0])
 
 
-def test_nvrtc_is_given_all_headers_that_are_included() -> None:
+def test_nvrtc_sources_contain_all_included_headers() -> None:
     included = set()
     for name in [*OURS, "rtc.cuh"]:
         text = (ROOT / "csrc/kernels" / name).read_text()

@@ -1,7 +1,6 @@
-"""The documents name what is there: files, functions, fields and make targets.
+"""Files, functions, fields and make targets that documents name in backticks exist.
 
-What stands in backticks is looked up, as far as a program can; Python blocks are run by
-tests/distributed/test_readme.py.
+tests/distributed/test_readme.py runs the Python blocks of the documents.
 """
 
 from __future__ import annotations
@@ -29,37 +28,37 @@ DOTTED = re.compile(r"\b(?:fsdp_c|torch)(?:\.\w+)+")
 CALL = re.compile(r"\b(?:\w+\.)*(\w+)\(")
 TEST = re.compile(r"test_\w+")
 NAME = re.compile(r"_?[a-z][a-z0-9]*(?:_[a-z0-9]+)+_?")
-NOT_HERE = {"get_pending_gradients", "grad_dtype", "cpu_offload_by_budget", "prefix_noun_verb"}
-"""Names that a document gives as what we lack, or as a pattern."""
+# Names that a document gives as missing features, or as a naming pattern.
+EXEMPT = {"get_pending_gradients", "grad_dtype", "cpu_offload_by_budget", "prefix_noun_verb"}
 MAKE = re.compile(r"\bmake((?: [a-z][a-z-]*)+)")
 MAKE_LINE = re.compile(r"^\s*(?:\w+=\S+ )*make((?: [a-z][a-z-]*)+)", re.M)
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 
 
 def documents() -> list[Path]:
-    """Everything in the repository that is to be read."""
+    """Returns all Markdown files of the repository."""
     folders = sorted((ROOT / folder) for folder in CODE_FOLDERS)
     return [*sorted(ROOT.glob("*.md")), *(p for f in folders for p in sorted(f.rglob("*.md")))]
 
 
 @functools.cache
-def code() -> dict[Path, str]:
-    """All sources; C without its comments, which may tell of what is gone."""
-    found = {}
+def sources() -> dict[Path, str]:
+    """Returns the text of all source files, C without comments, which may name removed things."""
+    texts = {}
     for folder in CODE_FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in CODE_SUFFIXES:
                 text = path.read_text()
-                found[path] = text if path.suffix.startswith(".py") else COMMENT.sub(" ", text)
-    return found
+                texts[path] = text if path.suffix.startswith(".py") else COMMENT.sub(" ", text)
+    return texts
 
 
 @functools.cache
 def words(c_only: bool) -> frozenset[str]:
-    """Every word of the sources, or of those below csrc; what is false here is false."""
+    """Returns all words of the source files, or of those below csrc, except for this file's."""
     texts = [
         text
-        for path, text in code().items()
+        for path, text in sources().items()
         if path != Path(__file__) and (not c_only or path.is_relative_to(ROOT / "csrc"))
     ]
     return frozenset(word for text in texts for word in re.findall(r"\w+", text))
@@ -67,29 +66,32 @@ def words(c_only: bool) -> frozenset[str]:
 
 @functools.cache
 def names_of_tests() -> frozenset[str]:
-    texts = (text for path, text in code().items() if path.suffix == ".py")
+    texts = (text for path, text in sources().items() if path.suffix == ".py")
     return frozenset(name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.M))
 
 
 @functools.cache
-def targets() -> frozenset[str]:
+def make_targets() -> frozenset[str]:
     return frozenset(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
 
 
-# ---- is it there? --------------------------------------------------------------------------------
+# ---- existence of a name -------------------------------------------------------------------------
 
 
-def has_path(name: str, document: Path) -> bool:
-    """From the root, from csrc or from the document's folder; a bare name from anywhere."""
+def path_exists(name: str, document: Path) -> bool:
+    """Whether the path exists below the root, csrc or the document's folder.
+
+    A bare file name may be that of any source file.
+    """
     for start in (ROOT, ROOT / "csrc", document.parent):
         if any(start.glob(name.rstrip("/"))):
             return True
-    return "/" not in name and any(path.name == name for path in code())
+    return "/" not in name and any(path.name == name for path in sources())
 
 
 def has_field(struct: str, field: str) -> bool:
-    """Whether a struct of csrc has the field; one of a struct inside of it counts."""
-    for text in code().values():
+    """Whether a struct of csrc has the field. Fields of nested structs count."""
+    for text in sources().values():
         body = re.search(rf"\bstruct {struct} \{{(.*?)^\}}", text, re.M | re.S)
         if body is not None:
             return re.search(rf"\b{field}\b", body[1]) is not None
@@ -97,21 +99,21 @@ def has_field(struct: str, field: str) -> bool:
 
 
 def resolves(name: str) -> bool:
-    """Whether modules and attributes of this dotted name are there."""
+    """Whether the modules and attributes of a dotted name exist."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:length]))
+            resolved: Any = importlib.import_module(".".join(parts[:length]))
         except ImportError:
             continue
         for part in parts[length:]:
-            found = getattr(found, part, None)
-        return found is not None
+            resolved = getattr(resolved, part, None)
+        return resolved is not None
     return False
 
 
 def is_known(name: str) -> bool:
-    """A name of ours, or of the parts of torch that the documents speak of."""
+    """Whether the sources, or torch's FSDP and DistributedDataParallel, use the name."""
     import torch.distributed.fsdp as fsdp
     from torch.nn.parallel import DistributedDataParallel
 
@@ -124,15 +126,16 @@ def is_known(name: str) -> bool:
     )
 
 
-# ---- what a document names -----------------------------------------------------------------------
+# ---- names in a document -------------------------------------------------------------------------
 
 
-def false_names_of(span: str, document: Path) -> Iterator[str]:
+def unknown_names_in_span(span: str, document: Path) -> Iterator[str]:
+    """Yields the names within one pair of backticks that do not exist."""
     for match in DOTTED.finditer(span):
         if not resolves(match[0]) and not FILE.fullmatch(match[0]):
             yield match[0]
     if FILE.fullmatch(span) or FOLDER.fullmatch(span):
-        if not has_path(span, document):
+        if not path_exists(span, document):
             yield span
         return
     for match in C_NAME.finditer(span):
@@ -142,22 +145,23 @@ def false_names_of(span: str, document: Path) -> Iterator[str]:
     if TEST.fullmatch(span):
         if span not in names_of_tests():
             yield span
-    elif NAME.fullmatch(span) and not is_known(span) and span not in NOT_HERE:
+    elif NAME.fullmatch(span) and not is_known(span) and span not in EXEMPT:
         yield span
     for match in CALL.finditer(span):
         if not C_NAME.fullmatch(match[1]) and not is_known(match[1]):
             yield f"{match[1]}()"
 
 
-def false_names(text: str, document: Path) -> list[str]:
-    """What the text of a document names, and nobody has; each once, in order."""
+def unknown_names(text: str, document: Path) -> list[str]:
+    """Returns the names in a document that do not exist, in order and without duplicates."""
     prose = FENCE.sub("", text)
     spans = [re.sub(r"\s+", " ", span) for span in SPAN.findall(prose)]
-    found = [name for span in spans for name in false_names_of(span, document)]
+    unknown = [name for span in spans for name in unknown_names_in_span(span, document)]
     commands = [words for span in spans for words in MAKE.findall(span)]
     commands += [words for fence in FENCE.findall(text) for words in MAKE_LINE.findall(fence)]
-    found += [f"make {name}" for one in commands for name in one.split() if name not in targets()]
-    return list(dict.fromkeys(found))
+    named_targets = [target for command in commands for target in command.split()]
+    unknown += [f"make {target}" for target in named_targets if target not in make_targets()]
+    return list(dict.fromkeys(unknown))
 
 
 # ---- the tests -----------------------------------------------------------------------------------
@@ -167,12 +171,12 @@ def case(document: Path) -> Any:
     return pytest.param(document, id=str(document.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("document", [case(one) for one in documents()])
-def test_what_a_document_names_is_there(document: Path) -> None:
-    assert false_names(document.read_text(), document) == []
+@pytest.mark.parametrize("document", [case(document) for document in documents()])
+def test_document_contains_only_existing_names(document: Path) -> None:
+    assert unknown_names(document.read_text(), document) == []
 
 
-FALSE = """
+DOCUMENT_WITH_UNKNOWN_NAMES = """
 Read `core/nowhere.h`, `nowhere.py`, `tests/nowhere` and `csrc/core/nowhere_*.c`; call
 `fc_nothing`, `fct_nothing(n)`, `fsdp_c.no_such_call(model)`, `torch.distributed.nothing`, set
 `fc_group.nothing`, `no_such_method()`, run `test_that_is_not_there`, `no_such_word`, and `make
@@ -183,11 +187,11 @@ FSDP_C_DEBUG=1 make build missing
 ```
 """
 
-TRUE = """
+DOCUMENT_WITH_KNOWN_NAMES = """
 Read `core/group.h`, `group.c`, `tests/c`, `csrc/torch/*.cpp`; call `fc_group_unshard`,
 `fct_fault_arm(n)`, `fsdp_c.auto_shard(model)`, `fc_param.partial`, `zero_grad()`, `make
 test`, the prefixes `fc_` and `fct_`, `model`, run
-`test_a_false_name_is_found`. Not a name: `a = b`.
+`test_unknown_names_are_listed_in_order`. Not a name: `a = b`.
 
 ```
 make demo     # trains a small GPT
@@ -195,8 +199,8 @@ make demo     # trains a small GPT
 """
 
 
-def test_a_false_name_is_found() -> None:
-    assert false_names(FALSE, ROOT / "README.md") == [
+def test_unknown_names_are_listed_in_order() -> None:
+    assert unknown_names(DOCUMENT_WITH_UNKNOWN_NAMES, ROOT / "README.md") == [
         "core/nowhere.h",
         "nowhere.py",
         "tests/nowhere",
@@ -215,5 +219,5 @@ def test_a_false_name_is_found() -> None:
     ]
 
 
-def test_a_true_name_is_none_of_them() -> None:
-    assert false_names(TRUE, ROOT / "README.md") == []
+def test_known_names_are_not_listed() -> None:
+    assert unknown_names(DOCUMENT_WITH_KNOWN_NAMES, ROOT / "README.md") == []

@@ -1,4 +1,4 @@
-"""``fsdp_c.explain``: the table of units, and the mistakes that it warns about."""
+"""``fsdp_c.explain`` returns a table of units and warnings about mistakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 class Block(nn.Module):
-    """Layers of 8 -> 16 -> 8."""
+    """Two linear layers, 8 -> 16 -> 8, and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def sharded(model: nn.Module | None = None, **kwargs: Any) -> Any:
     return fully_shard(model, **kwargs)
 
 
-def explained(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Explanation:
+def quiet_explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Explanation:
     return fsdp_c.explain(model, optimizer, file=io.StringIO())
 
 
@@ -69,8 +69,8 @@ def world(fake_group: int) -> None:
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def test_one_row_for_each_unit() -> None:
-    units = explained(sharded(mp_policy=MIXED)).units
+def test_table_has_one_row_per_unit() -> None:
+    units = quiet_explain(sharded(mp_policy=MIXED)).units
     assert [unit.name for unit in units] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
     assert [unit.modules for unit in units] == ["Model", "Block", "Block", "Block"]
     root, block = units[:2]
@@ -81,20 +81,22 @@ def test_one_row_for_each_unit() -> None:
     assert block.shard_bytes == 4 * (2 * 128 + 16 + 8) // WORLD
 
 
-def test_shards_are_counted_with_their_padding() -> None:
-    module = fully_shard(nn.Linear(3, 5))  # 5 rows over 8 ranks: one each, three of them padding
-    (unit,) = explained(module).units
+def test_shard_bytes_include_padding() -> None:
+    module = fully_shard(nn.Linear(3, 5))  # 5 of 8 ranks have a row, 3 have a row of padding
+    (unit,) = quiet_explain(module).units
     assert unit.shard_bytes == 4 * (3 + 1)
     assert unit.elements == 5 * 3 + 5
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_the_collectives_are_those_of_a_step(reshard: bool | None, trained_before: bool) -> None:
+def test_counted_collectives_equal_those_of_one_step(
+    reshard: bool | None, trained_before: bool
+) -> None:
     model = sharded(reshard_after_forward=reshard)
     if trained_before:
         step(model)
-    units = explained(model).units
+    units = quiet_explain(model).units
     with CommDebugMode() as comm:
         step(model)
     counts = {str(op): count for op, count in comm.get_comm_counts().items()}
@@ -102,10 +104,10 @@ def test_the_collectives_are_those_of_a_step(reshard: bool | None, trained_befor
     assert counts["c10d._reduce_scatter_base_"] == sum(unit.reduce_scatters for unit in units) == 4
 
 
-def test_the_collectives_of_hybrid_sharding() -> None:
+def test_counted_all_reduces_of_hsdp_equal_those_of_one_step() -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh=mesh)
-    units = explained(model).units
+    units = quiet_explain(model).units
     with CommDebugMode() as comm:
         step(model)
     counts = {str(op): count for op, count in comm.get_comm_counts().items()}
@@ -113,41 +115,41 @@ def test_the_collectives_of_hybrid_sharding() -> None:
     assert {unit.mesh for unit in units} == {"2x4"}
 
 
-def test_the_collectives_of_replicas_in_buckets() -> None:
+def test_counted_all_reduces_of_replicate_equal_number_of_buckets() -> None:
     model: Any = fsdp_c.replicate(Model(), bucket_cap_mb=600 / 2**20)
-    (unit,) = explained(model).units
+    (unit,) = quiet_explain(model).units
     with CommDebugMode() as comm:
         step(model)
     assert comm.get_total_counts() == unit.all_reduces > 3
     model.blocks.requires_grad_(False)
-    assert explained(model).units[0].all_reduces < unit.all_reduces
+    assert quiet_explain(model).units[0].all_reduces < unit.all_reduces
 
 
-def test_frozen_units_reduce_nothing() -> None:
+def test_frozen_unit_counts_no_reduce_scatter() -> None:
     model = Model()
     model.blocks[1].requires_grad_(False)
-    units = {unit.name: unit for unit in explained(sharded(model)).units}
+    units = {unit.name: unit for unit in quiet_explain(sharded(model)).units}
     assert (units["blocks.1"].gathers, units["blocks.1"].reduce_scatters) == (2, 0)
     assert units["blocks.0"].reduce_scatters == 1
 
 
-def test_transient_memory_is_the_larger_of_gathering_and_reducing() -> None:
+def test_transient_is_maximum_of_unshard_and_reduction() -> None:
     elements = 2 * 128 + 16 + 8
-    plain = explained(sharded()).units[1].transient
-    mixed = explained(sharded(mp_policy=MIXED)).units[1].transient
-    # fp32: gradients, the input of the reduction and its output are more than two copies.
+    plain = quiet_explain(sharded()).units[1].transient
+    mixed = quiet_explain(sharded(mp_policy=MIXED)).units[1].transient
+    # In fp32 the reduction needs more: the gradients, its input and its output.
     assert plain == 4 * (elements + elements + elements // WORLD)
     assert mixed == 2 * elements + 4 * (elements + elements // WORLD)
     frozen = Model()
     frozen.requires_grad_(False)
-    assert explained(sharded(frozen)).units[1].transient == 2 * 4 * elements
+    assert quiet_explain(sharded(frozen)).units[1].transient == 2 * 4 * elements
 
 
-def test_it_prints_what_it_returns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_returned_table(capsys: pytest.CaptureFixture[str]) -> None:
     model = sharded()
-    found = fsdp_c.explain(model)
+    explanation = fsdp_c.explain(model)
     printed = capsys.readouterr().out
-    assert printed == f"{found}\n"
+    assert printed == f"{explanation}\n"
     lines = printed.splitlines()
     assert " ".join(lines[0].split()) == (
         "unit modules params elements dtypes mesh shard AG RS AR transient"
@@ -160,113 +162,113 @@ def test_it_prints_what_it_returns(capsys: pytest.CaptureFixture[str]) -> None:
     assert buffer.getvalue() == printed and capsys.readouterr().out == ""
 
 
-def test_nothing_is_initialised_or_sent() -> None:
+def test_explain_runs_no_lazy_initialization_and_no_collective() -> None:
     model = sharded()
     with CommDebugMode() as comm:
-        explained(model)
+        quiet_explain(model)
     assert comm.get_total_counts() == 0
     assert model._get_fsdp_state()._is_root is None
 
 
-def test_a_model_that_is_not_sharded_is_refused() -> None:
+def test_explain_of_unsharded_model_raises() -> None:
     with pytest.raises(ValueError, match="nothing in Model is sharded: call fully_shard first"):
-        explained(Model())
+        quiet_explain(Model())
 
 
 # ---- the warnings --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_a_model_without_mistakes_has_no_warnings(reshard: bool | None) -> None:
+def test_model_without_mistakes_has_no_warnings(reshard: bool | None) -> None:
     model = sharded(reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters())
-    assert explained(model, optimizer).warnings == []
+    assert quiet_explain(model, optimizer).warnings == []
     loss = model(torch.ones(2, 8)).sum()
-    assert explained(model, optimizer).warnings == []  # between forward and backward
+    assert quiet_explain(model, optimizer).warnings == []  # between forward and backward
     loss.backward()
     optimizer.step()
-    assert explained(model, optimizer).warnings == []
+    assert quiet_explain(model, optimizer).warnings == []
     model.load_state_dict(model.state_dict(), assign=True)
-    assert explained(model).warnings == []
+    assert quiet_explain(model).warnings == []
 
 
-def test_an_optimizer_built_before_sharding() -> None:
+def test_optimizer_created_before_sharding_has_warning() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    (warning,) = explained(sharded(model), optimizer).warnings
+    (warning,) = quiet_explain(sharded(model), optimizer).warnings
     assert "the optimizer holds 15 of 15 parameters that are not the model's" in warning
     assert "Build it after the last fully_shard" in warning
 
 
-def test_an_optimizer_that_lacks_parameters() -> None:
+def test_optimizer_without_some_parameters_has_warning() -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
-    (warning,) = explained(model, optimizer).warnings
+    (warning,) = quiet_explain(model, optimizer).warnings
     assert warning.startswith("the optimizer does not hold 'embed.weight', 'embed.bias', 'head.we")
 
 
-def test_parameters_replaced_after_sharding() -> None:
+def test_parameter_replaced_after_sharding_has_warning() -> None:
     model = sharded()
     step(model)
     model.head.weight = nn.Parameter(torch.zeros(8, 8))
-    (warning,) = explained(model).warnings
+    (warning,) = quiet_explain(model).warnings
     assert warning.startswith("'head.weight' were replaced after sharding")
 
 
-def test_parameters_added_after_sharding() -> None:
+def test_parameter_added_after_sharding_has_warning() -> None:
     model = sharded()
     model.head.bias = nn.Parameter(torch.zeros(8))
-    (warning,) = explained(model).warnings
+    (warning,) = quiet_explain(model).warnings
     assert warning.startswith("'head.bias' are in no unit")
 
 
-def test_tied_weights_in_different_units() -> None:
+def test_weights_tied_across_units_have_warning() -> None:
     model = Model()
     model.blocks[2].up.weight = model.blocks[0].up.weight
-    (warning,) = explained(sharded(model)).warnings
+    (warning,) = quiet_explain(sharded(model)).warnings
     assert "were one parameter before sharding" in warning
     assert warning.startswith("'blocks.0.up.weight', 'blocks.2.up.weight' were")
     assert "(blocks.0, blocks.2)" in warning
 
 
-def test_tied_weights_in_one_unit_are_fine() -> None:
+def test_weights_tied_within_unit_have_no_warning() -> None:
     model = Model()
     model.head.weight = model.embed.weight
-    assert explained(sharded(model)).warnings == []
+    assert quiet_explain(sharded(model)).warnings == []
 
 
 @pytest.mark.parametrize("units", [0, 1, 2])
-def test_blocks_left_in_the_root(units: int) -> None:
+def test_blocks_left_in_root_unit_have_warning(units: int) -> None:
     model = Model()
     for block in model.blocks[:units]:
         fully_shard(block)
     fully_shard(model)
-    (warning,) = explained(model).warnings
-    left = ", ".join(f"'blocks.{index}'" for index in range(units, 3))
-    assert warning.startswith(f"{left} are repeated layers but no units")
+    (warning,) = quiet_explain(model).warnings
+    blocks = ", ".join(f"'blocks.{index}'" for index in range(units, 3))
+    assert warning.startswith(f"{blocks} are repeated layers but no units")
 
 
-def test_parts_of_blocks_as_units_leave_nothing_in_the_root() -> None:
+def test_blocks_with_children_as_units_have_no_warning() -> None:
     model = Model()
     for block in model.blocks:
         fully_shard(block.up)  # type: ignore[union-attr]
         fully_shard(block.down)  # type: ignore[union-attr]
-    assert explained(fully_shard(model)).warnings == []
+    assert quiet_explain(fully_shard(model)).warnings == []
 
 
-def test_long_lists_are_cut() -> None:
-    (warning,) = explained(fully_shard(Model(blocks=9))).warnings
+def test_warning_about_nine_blocks_names_three() -> None:
+    (warning,) = quiet_explain(fully_shard(Model(blocks=9))).warnings
     assert warning.startswith("'blocks.0', 'blocks.1', 'blocks.2' and 6 more are repeated")
 
 
-def test_it_says_whose_kernels_pack(fake_group: int) -> None:
+def test_explanation_names_kernels_per_device_type(fake_group: int) -> None:
     explanation = fsdp_c.explain(fully_shard(nn.Linear(8, 8)), file=io.StringIO())
     assert explanation.kernels == {"cpu": "fsdp_c's cpu kernels"}
     assert "packed on cpu by fsdp_c's cpu kernels" in str(explanation)
 
 
-def test_it_says_what_buffers_are_kept(fake_group: int) -> None:
-    gc.collect()  # models of other tests: the end of a group gives buffers back
+def test_explanation_reports_cached_buffers_until_release_memory(fake_group: int) -> None:
+    gc.collect()  # frees models of other tests; their groups return buffers when they end
     model = fully_shard(nn.Linear(512, 512, bias=False))
     fsdp_c.release_memory()
     for _ in range(2):
@@ -274,9 +276,9 @@ def test_it_says_what_buffers_are_kept(fake_group: int) -> None:
         model.zero_grad()
     explanation = fsdp_c.explain(model, file=io.StringIO())
     assert explanation.buffers is not None
-    _, waiting = explanation.buffers
-    assert waiting >= 2 * 512 * 512 * 4  # unsharded parameter, and a buffer of the same size
+    _, cached = explanation.buffers
+    assert cached >= 2 * 512 * 512 * 4  # the unsharded parameter and a buffer of the same size
     assert "kept for the next ones" in str(explanation)
     fsdp_c.release_memory()
-    again = fsdp_c.explain(model, file=io.StringIO())
-    assert again.buffers is not None and again.buffers[1] == 0
+    released = fsdp_c.explain(model, file=io.StringIO())
+    assert released.buffers is not None and released.buffers[1] == 0

@@ -1,8 +1,7 @@
-"""CUDA kernels by NVRTC: what happens with them after they are compiled, under a stand-in for the
-driver that runs their source on this processor (tests/c/fake_cuda/driver.cpp).
+"""Loading and launching of CUDA kernels that NVRTC compiled, without a GPU.
 
-The same stand-in counts launches: as many for a matrix that is cut on dim 1 as for one cut on
-dim 0.
+tests/c/fake_cuda/driver.cpp replaces the CUDA driver: it runs the kernels' source on the CPU and
+counts launches.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_launches import CASES, trained
+from test_launches import CASES, train_case
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_c
 from fsdp_c import _C, jit, kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = b"\x7fELF of no machine"
+CODE = b"\x7fELF placeholder"  # the fake driver checks only the first four bytes
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Compiles the fake driver and loads it."""
     library = tmp_path_factory.mktemp("driver") / "libcuda.so"
     folder = ROOT / "tests/c/fake_cuda"
     command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{folder}", f"-I{ROOT}/csrc"]
@@ -45,10 +45,10 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture
-def on_the_driver(driver: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
-    """The compiled kernels serve the CPU."""
+def jit_driver(driver: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    """Makes fsdp_c use the NVRTC kernels, run by the fake driver, for CPU tensors."""
     if _C.CUDA_KERNELS:
-        pytest.skip("built with nvcc, whose kernels come first")
+        pytest.skip("built with nvcc, whose kernels take precedence")
     _C.use_jit(*jit.load(driver, CODE))
     _C._testing.simulate_kernels(_C._testing.kernels(1))
     _C._testing.hide_kernels(True)
@@ -61,47 +61,47 @@ def on_the_driver(driver: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
         _C.use_jit(0, 0, 0)
 
 
-@pytest.mark.torch("2.13")  # fake groups of before leave what is reduced unwritten
+@pytest.mark.torch("2.13")  # the fake group of older releases does not write reduced tensors
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_kernels_train_to_the_same_bits(
-    name: str, fake_group: int, on_the_driver: ctypes.CDLL
+def test_nvrtc_kernels_give_gradients_bit_equal_to_torch(
+    name: str, fake_group: int, jit_driver: ctypes.CDLL
 ) -> None:
-    _, expected = trained(torch_fully_shard, name)
-    assert on_the_driver.take_launches() == 0
-    launches, gradients = trained(fsdp_c.fully_shard, name)
-    assert on_the_driver.take_launches() > 0
-    assert launches["aten::_foreach_copy_"] == 0
-    for mine, stock in zip(gradients, expected, strict=True):
-        assert torch.equal(mine, stock)
+    _, expected = train_case(torch_fully_shard, name)
+    assert jit_driver.take_launches() == 0
+    operators, grads = train_case(fsdp_c.fully_shard, name)
+    assert jit_driver.take_launches() > 0
+    assert operators["aten::_foreach_copy_"] == 0
+    for grad, torch_grad in zip(grads, expected, strict=True):
+        assert torch.equal(grad, torch_grad)
 
 
-def test_another_dim_takes_as_many_launches(fake_group: int, on_the_driver: ctypes.CDLL) -> None:
+def test_shard_on_dim_1_takes_as_many_launches_as_on_dim_0(
+    fake_group: int, jit_driver: ctypes.CDLL
+) -> None:
     counts = {}
     for name in ("Shard(0)", "Shard(1)"):
-        trained(fsdp_c.fully_shard, name)
-        counts[name] = on_the_driver.take_launches()
-    assert counts["Shard(0)"] == counts["Shard(1)"] == 3 * 3 * 5  # steps, blocks, packs and unpacks
+        train_case(fsdp_c.fully_shard, name)
+        counts[name] = jit_driver.take_launches()
+    assert counts["Shard(0)"] == counts["Shard(1)"] == 3 * 3 * 5  # steps, blocks, kernels per block
 
 
-def test_a_launch_that_the_driver_refuses_raises(
-    fake_group: int, on_the_driver: ctypes.CDLL
-) -> None:
+def test_launch_failure_of_driver_raises(fake_group: int, jit_driver: ctypes.CDLL) -> None:
     model = fsdp_c.fully_shard(torch.nn.Linear(16, 16))
-    on_the_driver.refuse_next()
+    jit_driver.refuse_next()
     with pytest.raises(RuntimeError, match="the driver did not take a launch"):
         model(torch.randn(2, 16))
     model.reset_iter_state()
     model(torch.randn(2, 16)).sum().backward()
 
 
-def test_what_the_driver_does_not_load_is_said(driver: ctypes.CDLL) -> None:
+def test_load_failure_of_driver_raises_and_keeps_kernels(driver: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="cuLibraryLoadData failed with CUresult 200"):
         jit.load(driver, b"no code")
     assert _C.kernels_of(torch.device("cuda")) == ("cuda" if _C.CUDA_KERNELS else "torch")
 
 
 @pytest.mark.skipif(bool(_C.CUDA_KERNELS), reason="built with nvcc")
-def test_a_device_gets_them_where_the_environment_asks(
+def test_jit_variable_selects_nvrtc_kernels_for_cuda(
     driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def compile_for(device: torch.device) -> None:
@@ -118,7 +118,7 @@ def test_a_device_gets_them_where_the_environment_asks(
         _C.use_jit(0, 0, 0)
 
 
-def test_without_a_library_there_is_a_warning_and_torch_does_it(
+def test_jit_without_nvrtc_library_logs_warning_and_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernels, "_said", set())

@@ -1,10 +1,8 @@
-"""Without kernels of ours torch's multi-tensor operations move the data: never more of them than
-torch's own FSDP2 issues in the same step, and the same bits.
+"""Without its own kernels, fsdp_c calls torch's multi-tensor operators, at most as many as FSDP2.
 
-What is counted is what a device would be given: operators that write memory, each with all that it
-calls inside of itself as one; not the copies that the fake process group makes. (On CUDA each is
-one launch; where torch has no kernel for a list, the list's length, for both.) Eight fake ranks,
-forward and backward.
+The gradients have the same bits. A launch is an operator that writes memory; operators that it
+calls and copies of the fake process group do not count. On CUDA each operator is one launch, or
+one per tensor if torch has no multi-tensor kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 class Net(nn.Module):
-    """Three blocks; the sizes of ``uneven`` ones are no multiples of 8 ranks."""
+    """Three residual blocks. 8 ranks do not divide a ``width`` of 13."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -52,8 +50,8 @@ class Net(nn.Module):
         return x
 
 
-class WithTable(nn.Sequential):
-    """Has a frozen table in bfloat16 besides: two compute dtypes in a unit."""
+class BlockOfTwoDtypes(nn.Sequential):
+    """Two layers and a frozen parameter in bfloat16, so that a unit has two compute dtypes."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -63,24 +61,24 @@ class WithTable(nn.Sequential):
         return self[1](self[0](x)) * self.table.float().sum()
 
 
-class Tables(Net):
+class NetOfTwoDtypes(Net):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            WithTable(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(3)
+            BlockOfTwoDtypes(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(3)
         )
 
 
-def second_dim(param: nn.Parameter) -> Shard | None:
+def shard_matrices_on_dim_1(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim == 2 else None
 
 
-def only_matrices(param: nn.Parameter) -> Shard | None:
+def shard_all_on_dim_1(param: nn.Parameter) -> Shard | None:
     return Shard(1)
 
 
-class Matrices(Net):
-    """Nothing but matrices, all cut on dim 1; two in a block."""
+class NetWithoutBiases(Net):
+    """All parameters are matrices, two per block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,34 +88,46 @@ class Matrices(Net):
         )
 
 
+# Maps a name to (model, arguments of fully_shard, whether the mesh is an HSDP mesh).
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {
     "Shard(0)": (Net, {}, False),
     "Shard(0), uneven": (lambda: Net(13), {}, False),
     "Shard(0), mixed precision": (Net, {"mp_policy": MIXED}, False),
-    "Shard(1)": (Net, {"shard_placement_fn": second_dim}, False),
+    "Shard(1)": (Net, {"shard_placement_fn": shard_matrices_on_dim_1}, False),
     "Shard(1), mixed precision": (
         Net,
-        {"shard_placement_fn": second_dim, "mp_policy": MIXED},
+        {"shard_placement_fn": shard_matrices_on_dim_1, "mp_policy": MIXED},
         False,
     ),
-    "Shard(1), nothing else": (Matrices, {"shard_placement_fn": only_matrices}, False),
-    "two dtypes": (Tables, {}, False),
-    "two dtypes, Shard(1)": (Tables, {"shard_placement_fn": second_dim}, False),
+    "Shard(1), no other placement": (
+        NetWithoutBiases,
+        {"shard_placement_fn": shard_all_on_dim_1},
+        False,
+    ),
+    "two dtypes": (NetOfTwoDtypes, {}, False),
+    "two dtypes, Shard(1)": (
+        NetOfTwoDtypes,
+        {"shard_placement_fn": shard_matrices_on_dim_1},
+        False,
+    ),
     "HSDP": (Net, {}, True),
     "HSDP, mixed precision": (Net, {"mp_policy": MIXED}, True),
     "kept after forward": (Net, {"reshard_after_forward": False}, False),
-    "a smaller group": (Net, {"reshard_after_forward": 4}, False),
+    "resharded to 4 ranks": (Net, {"reshard_after_forward": 4}, False),
 }
 
 
 def launches_of(model: nn.Module, x: torch.Tensor) -> Counter[str]:
-    """The writing operators of one step, without those inside of others."""
+    """Counts the operators of one step that write memory, without nested ones."""
     with profile() as profiled:
         model(x).sum().backward()
-    return Counter(e.name for e in profiled.function_events if e.name in WRITES and not inside(e))
+    return Counter(
+        e.name for e in profiled.function_events if e.name in WRITES and not is_nested(e)
+    )
 
 
-def inside(event: Any) -> bool:
+def is_nested(event: Any) -> bool:
+    """Whether a writing operator or a collective called the operator."""
     parent = event.cpu_parent
     while parent is not None:
         if parent.name in WRITES or parent.name.startswith("c10d::"):
@@ -126,8 +136,8 @@ def inside(event: Any) -> bool:
     return False
 
 
-def trained(fully_shard: Any, name: str) -> tuple[Counter[str], list[torch.Tensor]]:
-    """The launches of the third step, and the gradients after it."""
+def train_case(fully_shard: Any, name: str) -> tuple[Counter[str], list[torch.Tensor]]:
+    """Returns the launches of the third step of a case, and the gradients after it."""
     make, options, hsdp = CASES[name]
     torch.manual_seed(0)
     model = make()
@@ -152,25 +162,27 @@ def no_kernels() -> Iterator[None]:
         _C._testing.hide_kernels(False)
 
 
-@pytest.mark.torch("2.13")  # fake groups of before leave what is reduced unwritten
+@pytest.mark.torch("2.13")  # the fake group of older releases does not write reduced tensors
 @pytest.mark.parametrize("name", CASES)
-def test_no_more_launches_than_torch(name: str, fake_group: int, no_kernels: None) -> None:
-    theirs, expected = trained(torch_fully_shard, name)
-    ours, gradients = trained(fsdp_c.fully_shard, name)
-    print(f"{name}: torch {theirs.total()} {dict(theirs)}, ours {ours.total()} {dict(ours)}")
-    assert ours.total() <= theirs.total(), f"torch: {theirs}, ours: {ours}"
-    assert ours["aten::_foreach_copy_"] > 0
-    for mine, stock in zip(gradients, expected, strict=True):
-        assert torch.equal(mine, stock)
+def test_step_without_kernels_makes_at_most_as_many_launches_as_torch(
+    name: str, fake_group: int, no_kernels: None
+) -> None:
+    torch_launches, torch_grads = train_case(torch_fully_shard, name)
+    launches, grads = train_case(fsdp_c.fully_shard, name)
+    print(f"{name}: torch {dict(torch_launches)}, fsdp_c {dict(launches)}")
+    assert launches.total() <= torch_launches.total(), f"torch: {torch_launches}, {launches}"
+    assert launches["aten::_foreach_copy_"] > 0
+    for grad, torch_grad in zip(grads, torch_grads, strict=True):
+        assert torch.equal(grad, torch_grad)
 
 
-def test_kernels_issue_no_operators(fake_group: int) -> None:
-    with_kernels, _ = trained(fsdp_c.fully_shard, "Shard(1)")
-    assert with_kernels["aten::_foreach_copy_"] == 0
-    assert with_kernels["aten::_chunk_cat"] == 0
+def test_step_with_kernels_makes_no_copy_operators(fake_group: int) -> None:
+    launches, _ = train_case(fsdp_c.fully_shard, "Shard(1)")
+    assert launches["aten::_foreach_copy_"] == 0
+    assert launches["aten::_chunk_cat"] == 0
 
 
-def test_what_moves_the_data_is_said_once(
+def test_forward_logs_kernels_of_device_type_once(
     fake_group: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernels, "_said", set())
@@ -178,11 +190,11 @@ def test_what_moves_the_data_is_said_once(
         for _ in range(2):
             model = fsdp_c.fully_shard(nn.Linear(8, 8))
             model(torch.randn(1, 8))
-    said = [record.getMessage() for record in caplog.records if "packed" in record.getMessage()]
-    assert said == ["fsdp_c: memory is packed and unpacked on cpu by fsdp_c's cpu kernels"]
+    logged = [record.getMessage() for record in caplog.records if "packed" in record.getMessage()]
+    assert logged == ["fsdp_c: memory is packed and unpacked on cpu by fsdp_c's cpu kernels"]
 
 
-def test_cuda_without_kernels_is_a_warning(
+def test_cuda_without_kernels_logs_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernels, "_said", set())
@@ -196,7 +208,7 @@ def test_cuda_without_kernels_is_a_warning(
     assert "torch's foreach operations: it was built without nvcc" in caplog.text
 
 
-def test_which_kernels_there_are() -> None:
+def test_kernels_of_device_returns_name_of_implementation() -> None:
     cpu = torch.device("cpu")
     assert _C.kernels_of(cpu) == "cpu"
     assert _C.kernels_of(torch.device("xpu")) == "torch"

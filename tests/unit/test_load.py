@@ -1,7 +1,7 @@
-"""``load_full_state_dict``: every rank gets its part, whatever the shapes, buckets and meshes.
+"""``load_full_state_dict`` gives each rank its shards, for all shapes, bucket sizes and meshes.
 
-Ranks of a fake process group are played one at a time, each as its own source. Real ranks are in
-tests/distributed.
+Each test runs one rank of a fake process group, which is its own source of the state dict.
+tests/distributed tests several ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from fsdp_c import fully_shard, load_full_state_dict
 
 
 @contextlib.contextmanager
-def rank_of(rank: int, world: int) -> Iterator[None]:
+def fake_rank(rank: int, world: int) -> Iterator[None]:
+    """Makes this process the given rank of a fake default process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    _clear_sharding_prop_cache()  # it has meshes of other ranks, which compare equal
+    _clear_sharding_prop_cache()  # it caches meshes of other ranks, which compare equal
     try:
         yield
     finally:
@@ -41,7 +42,7 @@ def rank_of(rank: int, world: int) -> Iterator[None]:
 
 
 class Model(nn.Module):
-    """Parameters of several kinds, a tied one, buffers (one not persistent, one 0-d)."""
+    """Has tied parameters, persistent buffers, one of them 0-d, and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,15 +57,15 @@ class Model(nn.Module):
         return self.head(self.layer(self.norm(self.embed(tokens))))
 
 
-def values(seed: int = 1) -> dict[str, torch.Tensor]:
-    """A full state dict of the model."""
+def make_full_state(seed: int = 1) -> dict[str, torch.Tensor]:
+    """Returns a full state dict of the model."""
     torch.manual_seed(seed)
     model = Model()
     model.norm.num_batches_tracked += seed
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def sharded() -> Model:
+def make_sharded_model() -> Model:
     torch.manual_seed(0)
     model = Model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -80,36 +81,40 @@ def expected_local(full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     )._local_tensor
 
 
-def local(value: torch.Tensor) -> torch.Tensor:
+def local_of(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def assert_loaded(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
-    found = model.state_dict(keep_vars=True)
-    assert found.keys() >= full.keys()
+    """Asserts that the model has this rank's shards of ``full``."""
+    state = model.state_dict(keep_vars=True)
+    assert state.keys() >= full.keys()
     for name, tensor in full.items():
-        want = expected_local(tensor, found[name]).to(found[name].dtype)
-        assert torch.equal(local(found[name]), want), name
+        expected = expected_local(tensor, state[name]).to(state[name].dtype)
+        assert torch.equal(local_of(state[name]), expected), name
 
 
-def contents(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: local(value).clone() for name, value in model.state_dict(keep_vars=True).items()}
+def clone_locals(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: local_of(value).clone() for name, value in model.state_dict(keep_vars=True).items()
+    }
 
 
-def refused(
+def assert_raises_unchanged(
     model: nn.Module, source: Any, error: type[Exception], match: str, **kwargs: Any
 ) -> None:
-    before = contents(model)
+    """Asserts that the load raises and leaves all tensors of the model as they were."""
+    before = clone_locals(model)
     with pytest.raises(error, match=match):
         load_full_state_dict(model, source, **kwargs)
-    for name, tensor in contents(model).items():
+    for name, tensor in clone_locals(model).items():
         assert torch.equal(tensor, before[name])
 
 
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
 
 
-class TestPlaces:
+class TestLayouts:
     @settings(max_examples=60, deadline=None)
     @given(
         st.lists(st.one_of(shapes, st.just(())), min_size=1, max_size=6),
@@ -117,12 +122,12 @@ class TestPlaces:
         st.integers(1, 5),
         st.data(),
     )
-    def test_each_rank_gets_its_rows_whatever_the_buckets(
+    def test_load_with_random_shapes_placements_and_bucket_sizes_fills_own_shards(
         self, sizes: list[tuple[int, ...]], bucket_bytes: int, world: int, data: st.DataObject
     ) -> None:
         rank = data.draw(st.integers(0, world - 1))
         dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8])
-        with rank_of(rank, world):
+        with fake_rank(rank, world):
             mesh = init_device_mesh("cpu", (world,))
             model, full = nn.Module(), {}
             for i, size in enumerate(sizes):
@@ -152,9 +157,11 @@ class TestPlaces:
         ids=str,
     )
     @pytest.mark.parametrize("bucket_bytes", [1, 50, 10**6])
-    def test_meshes_of_two_dimensions(self, rank: int, placements: Any, bucket_bytes: int) -> None:
+    def test_load_on_two_dimensional_mesh_fills_own_shards(
+        self, rank: int, placements: Any, bucket_bytes: int
+    ) -> None:
         full = {"weight": torch.randn(10, 6), "bias": torch.randn(10)}
-        with rank_of(rank, 4):
+        with fake_rank(rank, 4):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
             model = nn.Linear(6, 10)
             zeros = distribute_tensor(torch.zeros(10, 6), mesh, placements, src_data_rank=None)
@@ -163,86 +170,90 @@ class TestPlaces:
             assert_loaded(model, full)
 
     @pytest.mark.parametrize("rank", [0, 3, 7])
-    def test_a_sharded_model(self, rank: int) -> None:
-        with rank_of(rank, 8):
-            model = sharded()
-            result = load_full_state_dict(model, values(), src=rank)
+    def test_load_of_sharded_model_fills_own_shards_and_keeps_ties(self, rank: int) -> None:
+        with fake_rank(rank, 8):
+            model = make_sharded_model()
+            result = load_full_state_dict(model, make_full_state(), src=rank)
             assert result.missing_keys == [] and result.unexpected_keys == []
-            assert_loaded(model, values())
+            assert_loaded(model, make_full_state())
             assert model.head.weight is model.embed.weight
 
-    def test_a_model_without_any_process_group(self) -> None:
+    def test_load_without_process_group_fills_full_tensors(self) -> None:
         model = Model()
-        load_full_state_dict(model, values())
-        assert_loaded(model, values())
+        load_full_state_dict(model, make_full_state())
+        assert_loaded(model, make_full_state())
 
-    def test_dtypes_are_cast_to_the_models(self, fake_group: int) -> None:
-        model = sharded()
-        load_full_state_dict(model, {n: t.to(torch.float64) for n, t in values().items()})
-        assert_loaded(model, values())
+    def test_load_casts_tensors_to_dtype_of_model(self, fake_group: int) -> None:
+        model = make_sharded_model()
+        load_full_state_dict(model, {n: t.to(torch.float64) for n, t in make_full_state().items()})
+        assert_loaded(model, make_full_state())
         assert model.embed.weight.dtype == torch.float32
 
-    def test_tensors_that_are_not_contiguous(self, fake_group: int) -> None:
-        full = values()
+    def test_load_of_tensors_that_are_not_contiguous_fills_own_shards(
+        self, fake_group: int
+    ) -> None:
+        full = make_full_state()
         full["layer.0.weight"] = full["layer.0.weight"].t().contiguous().t()
         full["head.bias"] = full["head.bias"].flip(0).flip(0)[::1]
-        model = sharded()
+        model = make_sharded_model()
         load_full_state_dict(model, full, bucket_bytes=30)
         assert_loaded(model, full)
 
 
 class TestState:
-    def test_gathered_weights_are_not_kept(self, single_group: int) -> None:
-        model = sharded().eval()
-        plain = Model().eval()
+    def test_forward_after_load_uses_loaded_weights_in_unsharded_root(
+        self, single_group: int
+    ) -> None:
+        model = make_sharded_model().eval()
+        reference = Model().eval()
         tokens = torch.arange(5)
         with torch.no_grad():
-            model(tokens)  # leaves the root gathered
-        load_full_state_dict(model, values())
-        plain.load_state_dict(values())
-        assert torch.equal(model(tokens), plain(tokens))
+            model(tokens)  # leaves the root unsharded
+        load_full_state_dict(model, make_full_state())
+        reference.load_state_dict(make_full_state())
+        assert torch.equal(model(tokens), reference(tokens))
 
-    def test_gathered_weights_of_a_unit_the_user_gathered(self, single_group: int) -> None:
-        model = sharded()
+    def test_load_after_unshard_fills_own_shards(self, single_group: int) -> None:
+        model = make_sharded_model()
         model.unshard()
-        load_full_state_dict(model, values())
-        assert_loaded(model, values())
+        load_full_state_dict(model, make_full_state())
+        assert_loaded(model, make_full_state())
 
     @pytest.mark.parametrize("rank", [0, 2, 7])
-    def test_meta_models_are_made(self, rank: int) -> None:
-        with rank_of(rank, 8):
+    def test_load_of_model_on_meta_materializes_it(self, rank: int) -> None:
+        with fake_rank(rank, 8):
             with torch.device("meta"):
                 model = Model()
                 model.table = torch.arange(3.0, device="cpu")
             mesh = init_device_mesh("cpu", (8,))
             fully_shard(model.layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            load_full_state_dict(model, values(), src=rank)
-            assert_loaded(model, values())
+            load_full_state_dict(model, make_full_state(), src=rank)
+            assert_loaded(model, make_full_state())
             assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
             assert model.head.weight is model.embed.weight
             model(torch.arange(5)).sum().backward()
             assert model.head.weight.grad is not None
 
-    def test_a_refused_load_leaves_meta_models_on_meta(self, fake_group: int) -> None:
+    def test_failed_load_leaves_meta_model_on_meta(self, fake_group: int) -> None:
         with torch.device("meta"):
             model = fully_shard(Model())
         with pytest.raises(RuntimeError, match="Missing key"):
             load_full_state_dict(model, {})
         assert all(p.is_meta for p in model.parameters())
 
-    def test_optimizers_keep_their_parameters(self, single_group: int) -> None:
-        model = sharded()
+    def test_load_keeps_parameter_objects_of_optimizer(self, single_group: int) -> None:
+        model = make_sharded_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = [id(p) for p in model.parameters()]
-        load_full_state_dict(model, values())
+        load_full_state_dict(model, make_full_state())
         assert [id(p) for p in model.parameters()] == before
         model(torch.arange(5)).sum().backward()
         optimizer.step()
-        assert not torch.equal(local(model.head.bias), values()["head.bias"])
+        assert not torch.equal(local_of(model.head.bias), make_full_state()["head.bias"])
 
-    def test_extra_state_and_made_up_entries_go_to_their_modules(self, fake_group: int) -> None:
-        class Extra(nn.Linear):
+    def test_load_passes_extra_state_and_custom_entries_to_modules(self, fake_group: int) -> None:
+        class LinearWithExtraState(nn.Linear):
             loaded: Any = None
 
             def get_extra_state(self) -> Any:
@@ -251,8 +262,8 @@ class TestState:
             def set_extra_state(self, state: Any) -> None:
                 self.loaded = state
 
-        class Scaled(nn.Linear):
-            """Keeps twice its bias in state dicts."""
+        class LinearSavingTwiceBias(nn.Linear):
+            """Its entry "bias" in state dicts is twice its bias."""
 
             def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
                 super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -263,7 +274,7 @@ class TestState:
                     state = state | {prefix + "bias": state[prefix + "bias"] / 2}
                 super()._load_from_state_dict(state, prefix, *args)
 
-        model = nn.Sequential(Extra(2, 2), Scaled(2, 2))
+        model = nn.Sequential(LinearWithExtraState(2, 2), LinearSavingTwiceBias(2, 2))
         fully_shard(model[0])
         full = {
             "0.weight": torch.ones(2, 2),
@@ -278,82 +289,95 @@ class TestState:
 
 
 class TestNames:
-    def test_errors_are_those_of_load_state_dict(self, fake_group: int) -> None:
-        full = values()
+    def test_load_with_wrong_keys_or_shapes_raises_error_of_load_state_dict(
+        self, fake_group: int
+    ) -> None:
+        full = make_full_state()
         full["more"] = full.pop("head.bias")
         full["layer.0.bias"] = torch.zeros(8)
-        with pytest.raises(RuntimeError) as theirs:
+        with pytest.raises(RuntimeError) as torch_error:
             Model().load_state_dict(full)
-        model = sharded()
-        refused(model, full, RuntimeError, "Error")
-        with pytest.raises(RuntimeError) as ours:
+        model = make_sharded_model()
+        assert_raises_unchanged(model, full, RuntimeError, "Error")
+        with pytest.raises(RuntimeError) as error:
             load_full_state_dict(model, full)
-        expected = str(theirs.value).replace(" Model", " FSDPModel")
-        assert [line.strip() for line in str(ours.value).splitlines()] == [
+        expected = str(torch_error.value).replace(" Model", " FSDPModel")
+        assert [line.strip() for line in str(error.value).splitlines()] == [
             line.strip() for line in expected.splitlines()
         ]
 
-    def test_not_strict_names_are_returned(self, fake_group: int) -> None:
-        full = values()
+    def test_load_without_strict_returns_missing_and_unexpected_keys(self, fake_group: int) -> None:
+        full = make_full_state()
         full["more"] = full.pop("head.bias")
-        model = sharded()
+        model = make_sharded_model()
         result = load_full_state_dict(model, full, strict=False)
         assert result.missing_keys == ["head.bias"] and result.unexpected_keys == ["more"]
         del full["more"]
         assert_loaded(model, full)
 
-    def test_sizes_have_to_match_even_then(self, fake_group: int) -> None:
-        full = values() | {"head.bias": torch.zeros(3)}
-        refused(sharded(), full, RuntimeError, "size mismatch for head.bias", strict=False)
+    def test_load_without_strict_raises_for_size_mismatch(self, fake_group: int) -> None:
+        full = make_full_state() | {"head.bias": torch.zeros(3)}
+        assert_raises_unchanged(
+            make_sharded_model(), full, RuntimeError, "size mismatch for head.bias", strict=False
+        )
 
-    def test_a_tied_parameter_needs_one_of_its_names(self, fake_group: int) -> None:
-        full = values()
+    def test_load_of_tied_parameter_needs_only_one_of_its_names(self, fake_group: int) -> None:
+        full = make_full_state()
         del full["head.weight"]
-        model = sharded()
+        model = make_sharded_model()
         assert load_full_state_dict(model, full).missing_keys == []
         assert_loaded(model, full)
 
-    def test_wrappers_do_not_matter_on_either_side(self, fake_group: int) -> None:
+    def test_load_ignores_wrapper_names_in_model_and_source(self, fake_group: int) -> None:
         model = Model()
         model.layer = checkpoint_wrapper(model.layer)
         fully_shard(model)
-        full = values()
+        full = make_full_state()
         load_full_state_dict(model, {f"_orig_mod.{name}": t for name, t in full.items()})
         assert_loaded(model, full)
 
-    def test_names_can_be_changed_and_left_out(self, fake_group: int) -> None:
-        full = values()
+    def test_load_with_rename_maps_and_drops_names(self, fake_group: int) -> None:
+        full = make_full_state()
         source = {f"module.{name}": tensor for name, tensor in full.items()} | {"step": 3}
-        model = sharded()
+        model = make_sharded_model()
         load_full_state_dict(
             model, source, rename=lambda n: n[7:] if n.startswith("module.") else None
         )
         assert_loaded(model, full)
 
-    def test_two_names_for_one(self, fake_group: int) -> None:
+    def test_load_with_rename_to_duplicate_name_raises(self, fake_group: int) -> None:
         match = "both 'a' and 'b' would be 'x'"
-        refused(sharded(), {"a": 1, "b": 2}, ValueError, match, rename=lambda name: "x")
+        assert_raises_unchanged(
+            make_sharded_model(), {"a": 1, "b": 2}, ValueError, match, rename=lambda name: "x"
+        )
 
-    def test_a_tensor_and_something_else(self, fake_group: int) -> None:
-        full: dict[str, Any] = values() | {"head.bias": 3}
-        refused(sharded(), full, RuntimeError, "head.bias: a tensor in the model, none in the che")
+    def test_load_of_parameter_from_entry_that_is_no_tensor_raises(self, fake_group: int) -> None:
+        full: dict[str, Any] = make_full_state() | {"head.bias": 3}
+        assert_raises_unchanged(
+            make_sharded_model(),
+            full,
+            RuntimeError,
+            "head.bias: a tensor in the model, none in the che",
+        )
 
 
 class TestSources:
-    def test_a_safetensors_file(self, fake_group: int, tmp_path: Path) -> None:
+    def test_load_from_safetensors_file_fills_own_shards(
+        self, fake_group: int, tmp_path: Path
+    ) -> None:
         for shared in (False, True):
-            model = sharded()
-            path = write(tmp_path / "model.safetensors", values())
+            model = make_sharded_model()
+            path = write(tmp_path / "model.safetensors", make_full_state())
             load_full_state_dict(model, path, shared_file=shared, bucket_bytes=64)
-            assert_loaded(model, values())
+            assert_loaded(model, make_full_state())
 
     @pytest.mark.parametrize("rank", [1, 5])
-    def test_a_shared_file_on_another_rank(self, rank: int, tmp_path: Path) -> None:
-        path = write(tmp_path / "model.safetensors", values())
-        with rank_of(rank, 8):
-            model = sharded()
+    def test_load_from_shared_file_reads_it_on_every_rank(self, rank: int, tmp_path: Path) -> None:
+        path = write(tmp_path / "model.safetensors", make_full_state())
+        with fake_rank(rank, 8):
+            model = make_sharded_model()
             load_full_state_dict(model, tmp_path, shared_file=True)
-            assert_loaded(model, values())
+            assert_loaded(model, make_full_state())
         assert path.exists()
 
     @pytest.mark.parametrize(
@@ -366,42 +390,44 @@ class TestSources:
             ({}, TypeError, "needs the path of a file", {"shared_file": True}),
         ],
     )
-    def test_something_else(
+    def test_load_with_invalid_source_or_argument_raises(
         self, fake_group: int, source: Any, error: type[Exception], match: str, kwargs: Any
     ) -> None:
-        refused(sharded(), source, error, match, **kwargs)
+        assert_raises_unchanged(make_sharded_model(), source, error, match, **kwargs)
 
-    def test_objects_that_cannot_be_pickled(self, fake_group: int) -> None:
-        """The other ranks would wait for them; those that nobody takes are not sent."""
+    def test_load_of_extra_state_that_cannot_be_pickled_raises_and_changes_nothing(
+        self, fake_group: int
+    ) -> None:
+        """Unexpected entries are not sent to other ranks, so they need not be picklable."""
 
-        class Extra(nn.Linear):
+        class LinearWithExtraState(nn.Linear):
             def get_extra_state(self) -> Any:
                 return 1
 
             def set_extra_state(self, state: Any) -> None:
                 self.loaded = state
 
-        model = fully_shard(Extra(4, 4))
+        model = fully_shard(LinearWithExtraState(4, 4))
         full = {"weight": torch.ones(4, 4), "bias": torch.ones(4), "_extra_state": 3}
         match = r"'_extra_state' cannot be sent to the other ranks, its function cannot be pickled"
         with pytest.raises(TypeError, match=match):
             load_full_state_dict(model, full | {"_extra_state": lambda: 0})
-        assert not torch.equal(local(model.weight), torch.ones(1, 4))
+        assert not torch.equal(local_of(model.weight), torch.ones(1, 4))
         result = load_full_state_dict(model, full | {"args": lambda: 0}, strict=False)
         assert result.unexpected_keys == ["args"] and model.loaded == 3
 
-    def test_objects_need_no_pickling_for_one_rank(self) -> None:
+    def test_load_without_process_group_accepts_entry_that_cannot_be_pickled(self) -> None:
         model = nn.Linear(1, 1)
         full = {"weight": torch.ones(1, 1), "bias": torch.ones(1), "args": lambda: 0}
         load_full_state_dict(model, full, strict=False)
         assert model.bias.item() == 1
 
     @pytest.mark.parametrize("default", ["dtype", "device"])
-    def test_defaults_of_new_tensors_do_not_matter(
+    def test_load_is_independent_of_default_dtype_and_device(
         self, single_group: int, tmp_path: Path, default: str
     ) -> None:
-        model, path = sharded(), write(tmp_path / "model.safetensors", values())
-        full = values()
+        model, path = make_sharded_model(), write(tmp_path / "model.safetensors", make_full_state())
+        full = make_full_state()
         torch.set_default_dtype(torch.float16 if default == "dtype" else torch.float32)
         try:
             with torch.device("meta" if default == "device" else "cpu"):
@@ -409,43 +435,50 @@ class TestSources:
                 load_full_state_dict(model, path, shared_file=True)
         finally:
             torch.set_default_dtype(torch.float32)
-        assert_loaded(model, values())
+        assert_loaded(model, make_full_state())
 
-    def test_a_sharded_state_dict(self, fake_group: int) -> None:
-        model = sharded()
-        refused(model, sharded().state_dict(), TypeError, "is a DTensor; .* takes full tensors")
+    def test_load_of_sharded_state_dict_raises(self, fake_group: int) -> None:
+        model = make_sharded_model()
+        assert_raises_unchanged(
+            model,
+            make_sharded_model().state_dict(),
+            TypeError,
+            "is a DTensor; .* takes full tensors",
+        )
 
-    def test_a_source_that_fails_in_the_middle_says_that_the_model_is_partly_loaded(
+    def test_load_from_failing_source_raises_with_partly_loaded_in_message(
         self, fake_group: int
     ) -> None:
-        class Failing(dict[str, Any]):
+        class FailingSource(dict[str, Any]):
             reads = 0
 
             def __getitem__(self, name: str) -> Any:
                 self.reads += 1
                 if self.reads > len(self) + 3:
-                    raise OSError("the disk is gone")
+                    raise OSError("disk error")
                 return super().__getitem__(name)
 
-        match = r"rank 0 could not read on \(OSError: the disk is gone\).*partly loaded"
+        match = r"rank 0 could not read on \(OSError: disk error\).*partly loaded"
         with pytest.raises(RuntimeError, match=match):
-            load_full_state_dict(sharded(), Failing(values()), bucket_bytes=16)
+            load_full_state_dict(
+                make_sharded_model(), FailingSource(make_full_state()), bucket_bytes=16
+            )
 
 
 class TestProgress:
-    def test_is_shown_in_bytes_if_asked(self, fake_group: int, capsys: Any) -> None:
+    def test_load_with_progress_prints_bytes(self, fake_group: int, capsys: Any) -> None:
         pytest.importorskip("tqdm")
-        load_full_state_dict(sharded(), values(), progress=True)
+        load_full_state_dict(make_sharded_model(), make_full_state(), progress=True)
         assert re.search(r"loading: 100%.*\d+/\d+", capsys.readouterr().err)
 
-    def test_is_not_shown_without_a_terminal(self, fake_group: int, capsys: Any) -> None:
-        load_full_state_dict(sharded(), values())
+    def test_load_without_terminal_prints_no_progress(self, fake_group: int, capsys: Any) -> None:
+        load_full_state_dict(make_sharded_model(), make_full_state())
         assert capsys.readouterr().err == ""
 
-    def test_needs_tqdm_only_if_asked(
+    def test_load_without_tqdm_raises_only_with_progress(
         self, fake_group: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
-        load_full_state_dict(sharded(), values())
+        load_full_state_dict(make_sharded_model(), make_full_state())
         with pytest.raises(ImportError):
-            load_full_state_dict(sharded(), values(), progress=True)
+            load_full_state_dict(make_sharded_model(), make_full_state(), progress=True)

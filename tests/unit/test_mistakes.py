@@ -1,4 +1,4 @@
-"""Mistakes keep torch's exceptions, and get a note that names what it is about and the remedy."""
+"""Mistakes raise torch's exceptions, to which fsdp_c adds a note with the object and the remedy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from mistakes import MISTAKES, Api, Mistake
-from torch.distributed._composable.replicate_with_fsdp import replicate as stock_replicate
-from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
@@ -24,8 +24,8 @@ from fsdp_c import notes
 
 
 @pytest.fixture
-def processes() -> Iterator[None]:
-    """A fake group of 8 ranks, which a mistake may destroy."""
+def destroyable_group() -> Iterator[None]:
+    """Creates a fake default process group of 8 ranks. The test may destroy it."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         yield
@@ -34,7 +34,7 @@ def processes() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def raised(mistake: Mistake, api: Api) -> Exception:
+def exception_of(mistake: Mistake, api: Api) -> Exception:
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     with pytest.raises(Exception) as caught:
@@ -46,44 +46,45 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def whole(error: Exception) -> str:
-    """What a user reads below the traceback."""
+def message_with_notes(error: Exception) -> str:
+    """Returns the text that Python prints below a traceback."""
     return "".join(traceback.format_exception_only(error))
 
 
-def test_there_are_as_many_as_we_know_of() -> None:
+def test_list_of_mistakes_has_at_least_48_entries() -> None:
     assert len(MISTAKES) >= 48
 
 
-OF_2_13 = {"a_number_for_a_placement", "weights_tied_across_units"}
+# Before 2.13 torch raises another exception for these, or none.
+SINCE_2_13 = {"int_returned_by_shard_placement_fn", "weights_tied_across_units"}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake(name: str, processes: None) -> None:
-    if name in OF_2_13 and not releases.has("2.13"):
-        pytest.skip("the installed torch raises something else, or nothing")
+def test_mistake_raises_torch_exception_with_note(name: str, destroyable_group: None) -> None:
+    if name in SINCE_2_13 and not releases.has("2.13"):
+        pytest.skip("torch before 2.13 raises another exception, or none")
     mistake = MISTAKES[name]
-    stock = raised(mistake, Api(stock_fully_shard, stock_replicate))
-    ours = raised(mistake, Api(fsdp_c.fully_shard, fsdp_c.replicate))
-    assert type(ours) is type(stock)
-    assert first_line(ours) == first_line(stock)
+    expected = exception_of(mistake, Api(torch_fully_shard, torch_replicate))
+    error = exception_of(mistake, Api(fsdp_c.fully_shard, fsdp_c.replicate))
+    assert type(error) is type(expected)
+    assert first_line(error) == first_line(expected)
     if torch.__version__.startswith("2.13"):
-        assert first_line(stock).startswith(mistake.words)
-    assert mistake.note not in whole(stock)
-    assert mistake.note in whole(ours)
+        assert first_line(expected).startswith(mistake.first_line)
+    assert mistake.note not in message_with_notes(expected)
+    assert mistake.note in message_with_notes(error)
 
 
-def test_auto_shard_names_the_unit(fake_group: int) -> None:
+def test_auto_shard_of_scalar_parameter_raises_with_name_of_unit(fake_group: int) -> None:
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))
     model[1].scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="Change scale to a 1D") as caught:
         fsdp_c.auto_shard(model, nn.Sequential)
-    assert "'scale' of Sequential: make it" in whole(caught.value)
-    assert "This was the unit '1'." in whole(caught.value)
+    assert "'scale' of Sequential: make it" in message_with_notes(caught.value)
+    assert "This was the unit '1'." in message_with_notes(caught.value)
 
 
-def test_what_works_is_not_touched(fake_group: int) -> None:
+def test_valid_copy_load_and_save_behave_as_in_torch(fake_group: int) -> None:
     module = fsdp_c.fully_shard(nn.Linear(8, 8))
     chain: Any = fsdp_c.fully_shard(nn.Sequential(nn.Linear(8, 8)))
     shallow = copy.copy(chain)
@@ -94,35 +95,35 @@ def test_what_works_is_not_touched(fake_group: int) -> None:
     torch.save(module.state_dict(), io.BytesIO())  # type: ignore[attr-defined]
 
 
-def test_a_modules_own_methods_come_after_ours(fake_group: int) -> None:
-    class Loads(nn.Linear):
+def test_overridden_load_state_dict_and_reduce_ex_of_module_are_called(fake_group: int) -> None:
+    class OverridingLinear(nn.Linear):
         def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-            return "mine", super().load_state_dict(state, *args, **kwargs)
+            return "overridden", super().load_state_dict(state, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return int, (7,)
 
-    module: Any = fsdp_c.fully_shard(Loads(8, 8))
-    assert module.load_state_dict(state=module.state_dict())[0] == "mine"
+    module: Any = fsdp_c.fully_shard(OverridingLinear(8, 8))
+    assert module.load_state_dict(state=module.state_dict())[0] == "overridden"
     assert pickle.loads(pickle.dumps(module)) == 7
 
 
-def test_notes_before_python_3_11() -> None:
-    class Old(ValueError):
+def test_note_before_python_3_11_is_appended_to_message() -> None:
+    class ErrorWithoutNotes(ValueError):
         @property
         def add_note(self) -> Any:
             raise AttributeError("add_note")
 
-    error = Old("first line", 2)
+    error = ErrorWithoutNotes("first line", 2)
     notes.add(error, "second line")
     assert error.args == ("first line\nsecond line", 2)
-    notes.add(Old(), "nothing to add it to")
+    notes.add(ErrorWithoutNotes(), "no message to append to")
 
 
-def test_advice_never_raises(fake_group: int) -> None:
-    class Odd:
+def test_failure_while_writing_note_keeps_torch_exception(fake_group: int) -> None:
+    class RaisesInRepr:
         def __repr__(self) -> str:
-            raise OSError("odd")
+            raise OSError("__repr__ fails")
 
-    with pytest.raises(AttributeError, match="'Odd' object has no attribute 'ndim'"):
-        fsdp_c.fully_shard(nn.Linear(8, 8), mesh=Odd())  # type: ignore[call-overload]
+    with pytest.raises(AttributeError, match="'RaisesInRepr' object has no attribute 'ndim'"):
+        fsdp_c.fully_shard(nn.Linear(8, 8), mesh=RaisesInRepr())  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""Names of parameters without wrappers, and what a unit is doing."""
+"""Parameter names without wrappers, module traversal, and training states of units."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ WRAPPERS = ["_fsdp_wrapped_module", "_checkpoint_wrapped_module"]
 
 
 def components(extra: list[str]) -> st.SearchStrategy[str]:
+    """Generates components of dotted names: random ones and those of ``extra``."""
     plain = st.text("abcdefgh01_", min_size=1, max_size=4)
     return st.one_of(plain, st.sampled_from(extra)) if extra else plain
 
 
 class TestCleanTensorName:
     @given(st.lists(components(WRAPPERS), max_size=6), components([]))
-    def test_does_to_the_components_what_torch_does(self, path: list[str], last: str) -> None:
+    def test_clean_tensor_name_equals_torch(self, path: list[str], last: str) -> None:
         name = ".".join([*path, last])
         assert names.clean_tensor_name(name) == _common_utils.clean_tensor_name(name)
 
     @given(st.lists(components([*WRAPPERS, "_orig_mod", "module"]), max_size=6), components([]))
-    def test_leaves_the_other_components_in_order_and_nothing_to_clean(
+    def test_clean_tensor_name_removes_only_wrappers_and_is_idempotent(
         self, path: list[str], last: str
     ) -> None:
         cleaned = names.clean_tensor_name(".".join([*path, last]))
         assert cleaned.split(".") == [c for c in path if c not in (*WRAPPERS, "_orig_mod")] + [last]
         assert names.clean_tensor_name(cleaned) == cleaned
 
-    def test_removes_compiled_modules(self) -> None:
+    def test_clean_tensor_name_removes_orig_mod(self) -> None:
         assert names.clean_tensor_name("_orig_mod.layers.0._orig_mod.weight") == "layers.0.weight"
 
-    def test_a_name_that_only_ends_like_a_wrapper_stays(self) -> None:
+    def test_clean_tensor_name_keeps_component_ending_like_wrapper(self) -> None:
         name = "my_fsdp_wrapped_module.weight"
         assert names.clean_tensor_name(name) == name
-        assert _common_utils.clean_tensor_name(name) == "myweight"  # torch takes it apart
+        assert _common_utils.clean_tensor_name(name) == "myweight"  # torch removes substrings
 
-    def test_a_tensor_named_like_a_wrapper_stays(self) -> None:
+    def test_clean_tensor_name_keeps_tensor_named_like_wrapper(self) -> None:
         assert names.clean_tensor_name("a._orig_mod") == "a._orig_mod"
 
     @pytest.mark.parametrize(
@@ -59,22 +60,24 @@ class TestCleanTensorName:
             ("layers.weight", "layers.weight"),
         ],
     )
-    def test_ddp_takes_the_first_module_component(self, name: str, expected: str) -> None:
+    def test_clean_tensor_name_with_ddp_removes_first_module_component(
+        self, name: str, expected: str
+    ) -> None:
         assert names.clean_tensor_name(name, ddp=True) == expected
         assert names.clean_tensor_name(name).count("module") == name.count("module")
 
 
-def test_the_flattened_mark_is_torchs() -> None:
-    ours, theirs = torch.zeros(1), torch.zeros(1)
-    assert not names.is_flattened(ours)
-    names.set_flattened(ours)
-    _common_utils._set_fsdp_flattened(theirs)
-    assert names.is_flattened(theirs)
-    assert _common_utils._is_fsdp_flattened(ours)
+def test_flattened_flag_is_shared_with_torch() -> None:
+    marked, marked_by_torch = torch.zeros(1), torch.zeros(1)
+    assert not names.is_flattened(marked)
+    names.set_flattened(marked)
+    _common_utils._set_fsdp_flattened(marked_by_torch)
+    assert names.is_flattened(marked_by_torch)
+    assert _common_utils._is_fsdp_flattened(marked)
 
 
-class Tied(nn.Module):
-    """Tied across modules, tied within one module, a shared module, and a buffer."""
+class TiedModel(nn.Module):
+    """Has parameters tied across modules and within one, a shared module, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +90,8 @@ class Tied(nn.Module):
         self.register_buffer("steps", torch.zeros(1))
 
 
-def wrapped(kind: str) -> nn.Module:
-    model = Tied()
+def make_model(kind: str) -> nn.Module:
+    model = TiedModel()
     if kind == "checkpoint":
         model.head = checkpoint_wrapper(model.head)
         return checkpoint_wrapper(model)
@@ -108,32 +111,32 @@ def gloo_group(tmp_path: Any) -> Iterator[None]:
 class TestParamToFqns:
     @pytest.mark.parametrize("kind", ["plain", "checkpoint"])
     @pytest.mark.parametrize("dedup", [True, False])
-    def test_is_torchs_map_in_torchs_order(self, kind: str, dedup: bool) -> None:
-        model = wrapped(kind)
-        ours = names.param_to_fqns(model, dedup)
-        theirs = _common_utils._get_param_to_fqns(model, dedup)
-        assert [(id(p), fqns) for p, fqns in ours.items()] == [
-            (id(p), fqns) for p, fqns in theirs.items()
+    def test_param_to_fqns_equals_torch_in_content_and_order(self, kind: str, dedup: bool) -> None:
+        model = make_model(kind)
+        fqns_of = names.param_to_fqns(model, dedup)
+        expected = _common_utils._get_param_to_fqns(model, dedup)
+        assert [(id(p), fqns) for p, fqns in fqns_of.items()] == [
+            (id(p), fqns) for p, fqns in expected.items()
         ]
 
-    def test_shared_parameters_have_all_their_names_or_the_first(self) -> None:
-        model = Tied()
-        every = names.param_to_fqns(model, dedup_shared_params=False)
-        assert every[model.embed.weight] == ["embed.weight", "head.weight"]
-        assert every[model.scale] == ["scale", "same"]
-        # named_children() gives a module that is registered twice in one parent once.
-        assert every[model.first.bias] == ["first.bias"]
-        first = names.param_to_fqns(model)
-        assert first[model.embed.weight] == ["embed.weight"]
-        assert first[model.scale] == ["scale"]
+    def test_param_to_fqns_of_shared_parameter_has_all_names_or_first_with_dedup(self) -> None:
+        model = TiedModel()
+        all_names = names.param_to_fqns(model, dedup_shared_params=False)
+        assert all_names[model.embed.weight] == ["embed.weight", "head.weight"]
+        assert all_names[model.scale] == ["scale", "same"]
+        # named_children() yields a module once, even if its parent registers it twice.
+        assert all_names[model.first.bias] == ["first.bias"]
+        first_names = names.param_to_fqns(model)
+        assert first_names[model.embed.weight] == ["embed.weight"]
+        assert first_names[model.scale] == ["scale"]
 
-    def test_covers_the_state_dict_of_the_bare_model(self) -> None:
-        model = Tied()
-        keys = {name for name, _ in model.named_parameters()}
-        found = {fqns[0] for fqns in names.param_to_fqns(wrapped("checkpoint")).values()}
-        assert found == keys
+    def test_param_to_fqns_of_wrapped_model_has_names_of_unwrapped_model(self) -> None:
+        model = TiedModel()
+        expected = {name for name, _ in model.named_parameters()}
+        first_names = {fqns[0] for fqns in names.param_to_fqns(make_model("checkpoint")).values()}
+        assert first_names == expected
 
-    def test_sees_through_ddp_only_where_it_is_ddp(self, gloo_group: None) -> None:
+    def test_param_to_fqns_removes_module_only_of_ddp(self, gloo_group: None) -> None:
         inner = nn.Module()
         inner.module = nn.Linear(2, 2)
         ddp = nn.parallel.DistributedDataParallel(inner)
@@ -144,29 +147,31 @@ class TestParamToFqns:
             "module.module.bias",
         ]
 
-    def test_sees_through_compiled_modules(self) -> None:
+    def test_param_to_fqns_removes_orig_mod_of_compiled_module(self) -> None:
         model = nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Linear(2, 2))
         fqns = [fqn for fqns in names.param_to_fqns(model).values() for fqn in fqns]
         assert fqns == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
-    def test_fsdp1_flat_parameters_have_all_their_names(self, gloo_group: None) -> None:
+    def test_flat_parameter_of_fsdp1_has_names_of_all_its_parameters(
+        self, gloo_group: None
+    ) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[0] = FullyShardedDataParallel(model[0], device_id=torch.device("cpu"))
         root = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-        ours = names.param_to_fqns(root)
-        assert all(isinstance(param, FlatParameter) for param in ours)
-        assert sorted(ours.values()) == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
-        assert ours == _common_utils._get_param_to_fqns(root)
+        fqns_of = names.param_to_fqns(root)
+        assert all(isinstance(param, FlatParameter) for param in fqns_of)
+        assert sorted(fqns_of.values()) == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+        assert fqns_of == _common_utils._get_param_to_fqns(root)
 
     @pytest.mark.parametrize("dedup", [True, False])
-    def test_sharding_changes_no_name(self, fake_group: int, dedup: bool) -> None:
-        model = Tied()
+    def test_param_to_fqns_is_unchanged_by_fully_shard(self, fake_group: int, dedup: bool) -> None:
+        model = TiedModel()
         before = list(names.param_to_fqns(model, dedup).values())
         fully_shard(model)
         assert list(names.param_to_fqns(model, dedup).values()) == before
 
-    def test_modules_that_do_not_know_remove_duplicate(self) -> None:
-        class Old(nn.Module):
+    def test_param_to_fqns_of_module_without_remove_duplicate_argument_works(self) -> None:
+        class ModuleWithOldSignature(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.weight = nn.Parameter(torch.ones(1))
@@ -174,73 +179,73 @@ class TestParamToFqns:
             def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
                 yield prefix + "weight", self.weight
 
-        model = Old()
+        model = ModuleWithOldSignature()
         assert names.param_to_fqns(model) == {model.weight: ["weight"]}
 
 
 class TestApplyToModules:
-    def test_visits_in_torchs_order_with_torchs_prefixes(self) -> None:
-        model = Tied()
-        seen: list[tuple[str, nn.Module]] = []
+    def test_apply_to_modules_visits_modules_as_torch(self) -> None:
+        model = TiedModel()
+        visits: list[tuple[str, nn.Module]] = []
 
-        def note(module: nn.Module, prefix: str, found: list[Any], *, extra: int) -> None:
+        def visit(module: nn.Module, prefix: str, visits: list[Any], *, extra: int) -> None:
             assert extra == 3
-            found.append((prefix, module))
+            visits.append((prefix, module))
 
-        def note_torch(module: nn.Module, prefix: str, level: int, found: list[Any]) -> None:
-            found.append((prefix, module))
+        def visit_in_torch(module: nn.Module, prefix: str, level: int, visits: list[Any]) -> None:
+            visits.append((prefix, module))
 
-        def count(found: list[Any], *, extra: int) -> int:
-            return len(found) + extra
+        def count(visits: list[Any], *, extra: int) -> int:
+            return len(visits) + extra
 
         expected: list[tuple[str, nn.Module]] = []
-        _common_utils._apply_to_modules(model, note_torch, lambda found: None, None, expected)
-        result = names.apply_to_modules(model, note, count, seen, extra=3)
-        assert seen == expected
+        _common_utils._apply_to_modules(model, visit_in_torch, lambda visits: None, None, expected)
+        result = names.apply_to_modules(model, visit, count, visits, extra=3)
+        assert visits == expected
         assert result == len(expected) + 3
 
-    def test_an_error_ends_the_walk(self) -> None:
+    def test_apply_to_modules_raises_exception_of_callback(self) -> None:
         def fail(module: nn.Module, prefix: str) -> None:
             if prefix:
                 raise RuntimeError(prefix)
 
         with pytest.raises(RuntimeError, match="embed"):
-            names.apply_to_modules(Tied(), fail, lambda: None)
+            names.apply_to_modules(TiedModel(), fail, lambda: None)
 
 
 class TestStates:
-    def test_the_enums_are_torchs(self) -> None:
+    def test_training_state_enums_are_those_of_torch(self) -> None:
         assert names.TrainingState is _common_utils.TrainingState
         assert names.HandleTrainingState is _common_utils.HandleTrainingState
 
-    def test_follow_a_training_step(self, fake_group: int) -> None:
-        seen: list[tuple[names.TrainingState, names.HandleTrainingState]] = []
+    def test_training_states_change_during_step(self, fake_group: int) -> None:
+        states: list[tuple[names.TrainingState, names.HandleTrainingState]] = []
 
-        class Probe(nn.Linear):
+        class StateRecorder(nn.Linear):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                note()
+                record()
                 y = super().forward(x)
-                y.register_hook(lambda grad: note())
-                return y * 1  # the unit's own hook is on this one, and fires before
+                y.register_hook(lambda grad: record())
+                return y * 1  # the unit's own hook is on this output, and runs before
 
-        def note() -> None:
-            seen.append((names.training_state(model), names.handle_training_state(model)))
+        def record() -> None:
+            states.append((names.training_state(model), names.handle_training_state(model)))
 
-        model = fully_shard(Probe(4, 4))
-        note()
+        model = fully_shard(StateRecorder(4, 4))
+        record()
         model(torch.ones(2, 4)).sum().backward()
-        note()
-        busy = names.TrainingState.FORWARD_BACKWARD
-        assert seen == [
+        record()
+        running = names.TrainingState.FORWARD_BACKWARD
+        assert states == [
             (names.TrainingState.IDLE, names.HandleTrainingState.IDLE),
-            (busy, names.HandleTrainingState.FORWARD),
-            (busy, names.HandleTrainingState.BACKWARD_PRE),
+            (running, names.HandleTrainingState.FORWARD),
+            (running, names.HandleTrainingState.BACKWARD_PRE),
             (names.TrainingState.IDLE, names.HandleTrainingState.IDLE),
         ]
 
-    def test_a_unit_without_parameters_has_a_state(self, fake_group: int) -> None:
+    def test_training_state_of_unit_without_parameters_is_idle(self, fake_group: int) -> None:
         assert names.training_state(fully_shard(nn.ReLU())) is names.TrainingState.IDLE
 
-    def test_refuse_modules_that_are_no_unit(self) -> None:
+    def test_training_state_of_unsharded_module_raises(self) -> None:
         with pytest.raises(ValueError, match="not applied to this Linear"):
             names.training_state(nn.Linear(1, 1))

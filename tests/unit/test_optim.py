@@ -1,4 +1,4 @@
-"""Optimizer steps on shards: parameters, states and checkpoints are torch's, bit for bit."""
+"""Accelerated optimizer steps give parameters, states and checkpoints bit-equal to torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fsdp_c import optim
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-KINDS: dict[str, Make] = {
+KINDS: dict[str, MakeOptimizer] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD momentum": lambda p: torch.optim.SGD(
         p, 0.1, momentum=0.9, dampening=0.1, weight_decay=0.1
@@ -44,24 +44,30 @@ KINDS: dict[str, Make] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     "ASGD": lambda p: torch.optim.ASGD(p),
 }
-ONLY_ACCELERATED: dict[str, Make] = {
+# torch cannot run these on DTensors (Rprop: before 2.15).
+ONLY_ACCELERATED: dict[str, MakeOptimizer] = {
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "Rprop": lambda p: torch.optim.Rprop(p),
 }
-"""torch has no way of doing these with DTensors (Rprop: before 2.15)."""
 
 
 @pytest.fixture(autouse=True)
-def nothing_by_itself() -> Iterator[None]:
+def restore_optimizers() -> Iterator[None]:
+    """Removes the acceleration of all optimizers after each test."""
     yield
     optim.restore_all()
 
 
-def model(plain: bool = False) -> nn.Module:
+def make_model(plain: bool = False) -> nn.Module:
+    """Returns a sharded model. With ``plain``, one of its parameters is an ignored plain tensor."""
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(9, 11), nn.Linear(11, 8, bias=False))
-    ignored = {whole[0].bias} if plain else set()
-    return fsdp_c.fully_shard(whole, ignored_params=ignored)
+    model = nn.Sequential(nn.Linear(9, 11), nn.Linear(11, 8, bias=False))
+    ignored = {model[0].bias} if plain else set()
+    return fsdp_c.fully_shard(model, ignored_params=ignored)
+
+
+def make_params(plain: bool = False) -> list[nn.Parameter]:
+    return list(make_model(plain).parameters())
 
 
 def set_gradients(params: list[nn.Parameter], seed: int) -> None:
@@ -84,107 +90,107 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: i
         optimizer.step()
 
 
-def same(one: Any, other: Any) -> bool:
-    """Equal in kind and bits, containers too."""
-    if type(one) is not type(other):
+def is_equal(left: Any, right: Any) -> bool:
+    """Compares types and bits, recursively in containers. DTensors also compare their specs."""
+    if type(left) is not type(right):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        specs = getattr(one, "_spec", None) == getattr(other, "_spec", None)
-        return specs and torch.equal(local_of(one), local_of(other))
-    return bool(one == other)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(is_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(is_equal, left, right))
+    if isinstance(left, torch.Tensor):
+        specs_equal = getattr(left, "_spec", None) == getattr(right, "_spec", None)
+        return specs_equal and torch.equal(local_of(left), local_of(right))
+    return bool(left == right)
 
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_states_and_checkpoints_are_torchs(kind: str, plain: bool) -> None:
-    found = []
+def test_accelerated_step_gives_parameters_and_states_of_torch(kind: str, plain: bool) -> None:
+    results = []
     for accelerated in (False, True):
-        params = list(model(plain).parameters())
+        params = make_params(plain)
         optimizer = KINDS[kind](params)
         if accelerated:
             assert optim.accelerate(optimizer) is optimizer
         try:
             train(optimizer, params)
-        except RuntimeError as error:  # one operator for DTensors and tensors
+        except RuntimeError as error:  # torch mixes both kinds in one foreach operator
             assert plain and not accelerated and "mixed torch.Tensor and DTensor" in str(error)
             return
-        found.append((params, optimizer.state_dict()))
-    (expected, expected_state), (params, state) = found
-    assert all(map(same, params, expected))
-    assert same(state, expected_state)
+        results.append((params, optimizer.state_dict()))
+    (expected, expected_state), (params, state) = results
+    assert all(map(is_equal, params, expected))
+    assert is_equal(state, expected_state)
 
 
 @pytest.mark.parametrize("kind", ONLY_ACCELERATED)
-def test_what_torch_cannot_do_with_dtensors_is_what_it_does_with_shards(kind: str) -> None:
-    params = list(model().parameters())
+def test_accelerated_step_unsupported_by_dtensor_equals_step_on_local_shards(kind: str) -> None:
+    params = make_params()
     if kind != "Rprop" or not releases.has("2.15"):
         with pytest.raises((NotImplementedError, RuntimeError)):
             train(ONLY_ACCELERATED[kind](params), params)
-    params = list(model().parameters())
+    params = make_params()
     shards = [nn.Parameter(local_of(param).clone()) for param in params]
     train(optim.accelerate(ONLY_ACCELERATED[kind](params)), params)
     train(ONLY_ACCELERATED[kind](shards), shards)
     assert all(torch.equal(local_of(param), shard) for param, shard in zip(params, shards))
 
 
-def step_calls(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[str]:
-    """The operators that a step runs on DTensors."""
-    seen = []
+def dtensor_operators(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[str]:
+    """Runs a step. Returns the names of the operators that received a DTensor."""
+    operators = []
 
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    class RecordDTensorOperators(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if any(issubclass(kind, DTensor) for kind in types):
-                seen.append(str(func))
+                operators.append(str(func))
             return func(*args, **(kwargs or {}))
 
     set_gradients(params, 9)
-    with Mode():
+    with RecordDTensorOperators():
         optimizer.step()
-    return seen
+    return operators
 
 
 @pytest.mark.parametrize("kind", ["SGD momentum", "AdamW", "AdamW foreach"])
-def test_no_operator_sees_a_dtensor(kind: str) -> None:
-    params = list(model().parameters())
+def test_accelerated_step_runs_no_operator_on_dtensors(kind: str) -> None:
+    params = make_params()
     optimizer = KINDS[kind](params)
     train(optimizer, params)
-    assert step_calls(optimizer, params) != []
+    assert dtensor_operators(optimizer, params) != []
     optim.accelerate(optimizer)
-    assert step_calls(optimizer, params) == []
+    assert dtensor_operators(optimizer, params) == []
     optim.restore(optimizer)
-    assert step_calls(optimizer, params) != []
+    assert dtensor_operators(optimizer, params) != []
 
 
 @pytest.mark.parametrize("kind", ["SGD momentum", "AdamW", "Adagrad"])
 @pytest.mark.parametrize("first", [False, True])
-def test_a_checkpoint_goes_from_one_to_the_other(kind: str, first: bool) -> None:
-    """Saved by one, loaded by the other, both ways."""
+def test_checkpoint_moves_between_accelerated_and_torch_optimizer(kind: str, first: bool) -> None:
+    """With ``first`` the accelerated optimizer saves, otherwise it loads."""
     results = []
-    for switch in (False, True):
-        params = list(model().parameters())
+    for accelerated in (False, True):
+        params = make_params()
         saver = KINDS[kind](params)
-        if first and switch:
+        if first and accelerated:
             optim.accelerate(saver)
         train(saver, params)
         file = io.BytesIO()
         torch.save(saver.state_dict(), file)
         loader = KINDS[kind](params)
-        if not first and switch:
+        if not first and accelerated:
             optim.accelerate(loader)
         loader.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
         train(loader, params, first=3)
         results.append(([local_of(param) for param in params], loader.state_dict()))
-    assert same(*results)
+    assert is_equal(*results)
 
 
-def test_a_step_that_fails_leaves_nothing_behind() -> None:
-    params = list(model().parameters())
+def test_failed_accelerated_step_leaves_states_and_options_unchanged() -> None:
+    params = make_params()
     optimizer = optim.accelerate(torch.optim.SGD(params, 0.1, momentum=0.9))
     train(optimizer, params)
     expected = copy.deepcopy(optimizer.state_dict())
@@ -194,7 +200,7 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
 
     with pytest.raises(ValueError, match="no loss"):
         optimizer.step(fail)
-    assert same(optimizer.state_dict(), expected)
+    assert is_equal(optimizer.state_dict(), expected)
     optimizer.param_groups[0]["lr"] = "much"
     with pytest.raises((TypeError, RuntimeError)):
         optimizer.step()
@@ -204,10 +210,9 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
     assert optimizer.param_groups[0]["foreach"] is None
 
 
-@pytest.mark.torch("2.13")  # fake groups of before leave what is reduced unwritten
-def test_layouts_that_differ_are_torchs_business() -> None:
-    """A gradient that is laid out otherwise: torch redistributes it."""
-    found = []
+@pytest.mark.torch("2.13")  # the fake group of older releases does not write reduced tensors
+def test_gradient_with_other_placement_is_redistributed_by_torch() -> None:
+    results = []
     for accelerated in (False, True):
         torch.manual_seed(0)
         (param,) = fsdp_c.fully_shard(nn.Linear(8, 8, bias=False)).parameters()
@@ -216,61 +221,63 @@ def test_layouts_that_differ_are_torchs_business() -> None:
             optim.accelerate(optimizer)
         mesh = param.device_mesh
         for placement in (Replicate(), Partial()):
-            whole = torch.ones(8, 8)
-            param.grad = DTensor.from_local(whole, mesh, [placement], run_check=False)
+            local = torch.ones(8, 8)
+            param.grad = DTensor.from_local(local, mesh, [placement], run_check=False)
             optimizer.step()
-        found.append(param._local_tensor.clone())
-    assert found[0].shape == (1, 8)
-    assert torch.equal(*found)
+        results.append(param._local_tensor.clone())
+    assert results[0].shape == (1, 8)
+    assert torch.equal(*results)
 
 
-def test_optimizers_that_mix_elements_are_refused() -> None:
-    params = list(model().parameters())
+def test_accelerate_of_optimizer_that_is_not_element_wise_raises() -> None:
+    params = make_params()
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
         with pytest.raises(TypeError, match=f"{kind.__name__} is not one of torch's element-wise"):
             optim.accelerate(kind(params))
 
-    class OwnStep(torch.optim.AdamW):
+    class OverridesStep(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    with pytest.raises(TypeError, match="OwnStep"):
-        optim.accelerate(OwnStep(params))
+    with pytest.raises(TypeError, match="OverridesStep"):
+        optim.accelerate(OverridesStep(params))
 
-    class OwnName(torch.optim.AdamW):
+    class OverridesNothing(torch.optim.AdamW):
         pass
 
-    optim.accelerate(OwnName(params))
+    optim.accelerate(OverridesNothing(params))
 
 
-def test_install_accelerates_what_holds_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, plain = list(model().parameters()), [nn.Parameter(torch.ones(3))]
-    for switch, expected in (("1", []), ("0", ["DTensors"])):
-        monkeypatch.setenv(optim.ENVIRONMENT_SWITCH, switch)
+def test_install_accelerates_optimizers_of_sharded_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params, plain = make_params(), [nn.Parameter(torch.ones(3))]
+    for value, uses_dtensors in (("1", False), ("0", True)):
+        monkeypatch.setenv(optim.ENVIRONMENT_SWITCH, value)
         optimizers = [torch.optim.AdamW(params), torch.optim.AdamW(plain)]
         fsdp_c.install()
         try:
-            for optimizer, held in zip(optimizers, (params, plain)):
-                train(optimizer, held)
-            seen = step_calls(optimizers[0], params)
-            assert bool(seen) == bool(expected)
+            for optimizer, optimized in zip(optimizers, (params, plain)):
+                train(optimizer, optimized)
+            operators = dtensor_operators(optimizers[0], params)
+            assert bool(operators) == uses_dtensors
             assert "_init_group" not in vars(optimizers[1])
         finally:
             fsdp_c.uninstall()
-        assert step_calls(optimizers[0], params) != []
+        assert dtensor_operators(optimizers[0], params) != []
         assert all("_init_group" not in vars(optimizer) for optimizer in optimizers)
 
 
-def test_schedulers_scalers_and_copies_work_as_before() -> None:
-    params = list(model().parameters())
+def test_scheduler_and_deepcopy_of_accelerated_optimizer_work() -> None:
+    params = make_params()
     optimizer = optim.accelerate(torch.optim.AdamW(params, lr=0.1, fused=True))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     train(optimizer, params)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
-    again = copy.deepcopy(optimizer)
-    assert "_init_group" not in vars(again)
-    train(again, [p for group in again.param_groups for p in group["params"]])
+    copied = copy.deepcopy(optimizer)
+    assert "_init_group" not in vars(copied)
+    train(copied, [p for group in copied.param_groups for p in group["params"]])
 
 
 @settings(max_examples=40, deadline=None)
@@ -278,27 +285,29 @@ def test_schedulers_scalers_and_copies_work_as_before() -> None:
     st.sampled_from(sorted(KINDS)),
     st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=4),
 )
-def test_gradients_may_come_and_go(kind: str, steps: list[list[bool]]) -> None:
-    """Parameters without a gradient are not in the lists."""
-    found = []
+def test_accelerated_steps_with_missing_gradients_equal_torch(
+    kind: str, steps: list[list[bool]]
+) -> None:
+    """A parameter without a gradient is not in the tensor lists of the step."""
+    results = []
     for accelerated in (False, True):
-        params = list(model().parameters())
+        params = make_params()
         optimizer = KINDS[kind](params)
         if accelerated:
             optim.accelerate(optimizer)
         for number, present in enumerate(steps):
             set_gradients(params, number)
-            for param, kept in zip(params, present):
-                param.grad = param.grad if kept else None
+            for param, has_grad in zip(params, present):
+                param.grad = param.grad if has_grad else None
             optimizer.step()
-        found.append((params, optimizer.state_dict()))
+        results.append((params, optimizer.state_dict()))
         optim.restore(optimizer)
-    assert same(found[0][0], found[1][0])
-    assert same(found[0][1], found[1][1])
+    assert is_equal(results[0][0], results[1][0])
+    assert is_equal(results[0][1], results[1][1])
 
 
-def test_a_mesh_of_two_dimensions(fake_group: int) -> None:
-    found = []
+def test_accelerated_step_on_two_dimensional_mesh_equals_torch(fake_group: int) -> None:
+    results = []
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     for accelerated in (False, True):
         torch.manual_seed(0)
@@ -307,11 +316,11 @@ def test_a_mesh_of_two_dimensions(fake_group: int) -> None:
         if accelerated:
             optim.accelerate(optimizer)
         train(optimizer, params)
-        found.append((params, optimizer.state_dict()))
-    assert same(*found)
+        results.append((params, optimizer.state_dict()))
+    assert is_equal(*results)
 
 
-# ---- recipes: lists that are made without torch's _init_group -----------------------------------
+# ---- cached tensor lists, which replace calls of torch's _init_group ----------------------------
 
 
 def drop_state(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
@@ -332,16 +341,16 @@ def reload(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None
 
 
 def add_group(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
-    params += list(model().parameters())
+    params += make_params()
     optimizer.add_param_group({"params": params[-2:], "lr": 0.5})
 
 
 def extend_group(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
-    params += list(model().parameters())
+    params += make_params()
     optimizer.param_groups[0]["params"] += params[-2:]
 
 
-def reverse(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+def reverse_group(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
     optimizer.param_groups[0]["params"].reverse()
 
 
@@ -361,7 +370,7 @@ CHANGES: dict[str, tuple[str, Any]] = {
     "a checkpoint loaded": ("AdamW fused", reload),
     "a group added": ("AdamW", add_group),
     "a group extended": ("AdamW foreach", extend_group),
-    "a group reversed": ("SGD momentum", reverse),
+    "a group reversed": ("SGD momentum", reverse_group),
     "another lr": ("AdamW", set_option("lr", 0.25)),
     "a tensor lr": ("AdamW", set_option("lr", torch.tensor(0.25))),
     "a tensor lr, refused": ("AdamW foreach", set_option("lr", torch.tensor(0.25))),
@@ -373,11 +382,11 @@ CHANGES: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_between_steps_is_seen(name: str) -> None:
+def test_optimizer_changed_between_accelerated_steps_equals_torch(name: str) -> None:
     kind, change = CHANGES[name]
-    found = []
+    results = []
     for accelerated in (False, True):
-        params = list(model().parameters())
+        params = make_params()
         optimizer = KINDS[kind](params)
         if accelerated:
             optim.accelerate(optimizer)
@@ -388,32 +397,32 @@ def test_what_changes_between_steps_is_seen(name: str) -> None:
             raised = None
         except (KeyError, RuntimeError) as error:
             raised = repr(error)
-        found.append([raised, params, optimizer.state_dict()])
-    assert same(*found)
+        results.append([raised, params, optimizer.state_dict()])
+    assert is_equal(*results)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_makes_the_lists_until_they_are_known(
+def test_init_group_is_called_only_until_lists_are_cached(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = list(model().parameters())
+    params = make_params()
     optimizer = optim.accelerate(KINDS[kind](params))
     acceleration, calls = optim._accelerated[optimizer], 0
-    torchs = acceleration._init_group
+    init_group = acceleration._init_group
 
-    def counting(*args: Any) -> Any:
+    def counting_init_group(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        return torchs(*args)
+        return init_group(*args)
 
-    monkeypatch.setattr(acceleration, "_init_group", counting)
+    monkeypatch.setattr(acceleration, "_init_group", counting_init_group)
     train(optimizer, params)
     train(optimizer, params, 3)
     assert calls == (2 if "momentum" in kind or "nesterov" in kind else 1)
 
 
-def test_gradients_that_are_sparse_or_laid_out_otherwise_are_torchs() -> None:
-    params = list(model(plain=True).parameters())
+def test_accelerated_step_with_sparse_gradient_raises_as_in_torch() -> None:
+    params = make_params(plain=True)
     optimizer = optim.accelerate(torch.optim.AdamW(params))
     train(optimizer, params)
     plain = next(param for param in params if not isinstance(param, DTensor))
@@ -423,30 +432,30 @@ def test_gradients_that_are_sparse_or_laid_out_otherwise_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["SGD momentum", "SGD nesterov foreach", "AdamW"])
-def test_hooks_of_a_step_that_came_first_see_what_torch_leaves(kind: str) -> None:
-    found = []
+def test_step_hooks_observe_same_optimizer_as_in_torch(kind: str) -> None:
+    results = []
     for accelerated in (False, True):
-        params = list(model().parameters())
+        params = make_params()
         optimizer = KINDS[kind](params)
-        seen: list[Any] = []
+        records: list[Any] = []
 
-        def look(of: torch.optim.Optimizer, *_: Any, seen: list[Any] = seen) -> None:
-            flags = [group["foreach"] for group in of.param_groups]
-            seen.append((len(of.state), flags, copy.deepcopy(of.state_dict())))
+        def record(hooked: torch.optim.Optimizer, *_: Any, records: list[Any] = records) -> None:
+            flags = [group["foreach"] for group in hooked.param_groups]
+            records.append((len(hooked.state), flags, copy.deepcopy(hooked.state_dict())))
 
-        optimizer.register_step_pre_hook(look)
-        optimizer.register_step_post_hook(look)
+        optimizer.register_step_pre_hook(record)
+        optimizer.register_step_post_hook(record)
         if accelerated:
             optim.accelerate(optimizer)
         train(optimizer, params)
-        found.append(seen)
-    assert same(*found)
+        results.append(records)
+    assert is_equal(*results)
 
 
-def test_a_checkpoint_after_a_step_that_failed_is_torchs() -> None:
-    found = []
+def test_state_dict_after_failed_accelerated_step_equals_torch() -> None:
+    results = []
     for accelerated in (False, True):
-        params = list(model().parameters())
+        params = make_params()
         optimizer = KINDS["SGD momentum"](params)
         if accelerated:
             optim.accelerate(optimizer)
@@ -454,5 +463,5 @@ def test_a_checkpoint_after_a_step_that_failed_is_torchs() -> None:
         optimizer.param_groups[0]["lr"] = "no number"
         with pytest.raises(TypeError):
             train(optimizer, params)
-        found.append(optimizer.state_dict()["param_groups"])
-    assert same(*found)
+        results.append(optimizer.state_dict()["param_groups"])
+    assert is_equal(*results)

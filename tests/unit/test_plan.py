@@ -1,4 +1,4 @@
-"""``plan`` and ``explain``: what a step will need; ``auto_shard``'s embeddings, heads, bounds."""
+"""``plan`` and ``explain`` predict memory and collectives of a step; units of ``auto_shard``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Words(Transformer):
-    """Embedding and head of 64,000 elements, three layers of 1,184."""
+class LargeVocabulary(Transformer):
+    """An embedding and a head of 64,000 elements each, and three layers of 1,184."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__(layers=3, width=16)
@@ -44,33 +44,33 @@ class Words(Transformer):
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
 
 
-def planned(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
+def quiet_plan(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     kwargs.setdefault("world_size", 8)
     return fsdp_c.plan(model, *args, file=io.StringIO(), **kwargs)
 
 
-def on_meta() -> Words:
+def meta_model() -> LargeVocabulary:
     with torch.device("meta"):
-        return Words()
+        return LargeVocabulary()
 
 
-# ---- what is found -------------------------------------------------------------------------------
+# ---- units, memory and side effects --------------------------------------------------------------
 
 
-def test_a_plan_needs_neither_processes_nor_memory() -> None:
+def test_plan_of_meta_model_without_process_group_predicts_peak() -> None:
     assert not dist.is_initialized()
-    found = planned(on_meta(), batch=TOKENS, memory="1 MiB", mp_policy=MIXED)
-    assert [unit.name for unit in found.units] == [
+    explanation = quiet_plan(meta_model(), batch=TOKENS, memory="1 MiB", mp_policy=MIXED)
+    assert [unit.name for unit in explanation.units] == [
         "(root)", "embed", "layers.0", "layers.1", "layers.2", "head",
     ]  # fmt: skip
-    assert found.knows_activations and found.peak.total > 100_000
-    assert found.fits is (found.peak.total <= 2**20)
+    assert explanation.knows_activations and explanation.peak.total > 100_000
+    assert explanation.fits is (explanation.peak.total <= 2**20)
 
 
-def test_a_plan_is_what_explain_says_of_the_sharded_model(fake_group: int) -> None:
+def test_plan_equals_explain_of_sharded_model(fake_group: int) -> None:
     for kwargs in ({}, {"mp_policy": MIXED}, {"reshard_after_forward": 4}):
-        before = planned(Words(), batch=TOKENS, device="cpu", **kwargs)
-        model = auto_shard(Words(), **kwargs)
+        before = quiet_plan(LargeVocabulary(), batch=TOKENS, device="cpu", **kwargs)
+        model = auto_shard(LargeVocabulary(), **kwargs)
         optimizer = torch.optim.AdamW(model.parameters())
         after = fsdp_c.explain(model, optimizer, batch=TOKENS, file=io.StringIO())
         assert after.units == before.units
@@ -78,8 +78,8 @@ def test_a_plan_is_what_explain_says_of_the_sharded_model(fake_group: int) -> No
         assert after.received == before.received
 
 
-def test_the_model_is_as_it_was(fake_group: int) -> None:
-    model = auto_shard(Words())
+def test_explain_leaves_hooks_and_parameters_unchanged(fake_group: int) -> None:
+    model = auto_shard(LargeVocabulary())
     hooks = [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
     params = dict(model.named_parameters())
     for _ in range(2):
@@ -93,29 +93,32 @@ def test_the_model_is_as_it_was(fake_group: int) -> None:
     assert all(param.grad is not None for param in now.values())
 
 
-def test_a_forward_that_asks_for_values_is_named() -> None:
-    class Asks(Words):
+def test_plan_of_forward_that_reads_values_raises_with_model_name() -> None:
+    class ReadsValues(LargeVocabulary):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return super().forward(tokens) if tokens.sum().item() == 0 else tokens
 
-    model = Asks()
+    model = ReadsValues()
     weight = model.embed.weight
-    with pytest.raises(ValueError, match=r"Asks cannot be run on tensors without values.*DataDep"):
-        planned(model, batch=TOKENS)
+    with pytest.raises(
+        ValueError, match=r"ReadsValues cannot be run on tensors without values.*DataDep"
+    ):
+        quiet_plan(model, batch=TOKENS)
     assert model.embed.weight is weight and not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("batch", [TOKENS, (TOKENS,), {"tokens": TOKENS}])
-def test_batches_of_every_kind(batch: Any) -> None:
-    assert planned(on_meta(), batch=batch).knows_activations
+def test_plan_accepts_batch_as_tensor_tuple_or_dict(batch: Any) -> None:
+    assert quiet_plan(meta_model(), batch=batch).knows_activations
 
 
-def test_a_loss_of_ones_own_counts() -> None:
+def test_plan_with_custom_loss_counts_its_activations() -> None:
     def loss(logits: torch.Tensor) -> torch.Tensor:
         return logits.double().exp().sum()
 
-    plain, own = planned(on_meta(), batch=TOKENS), planned(on_meta(), batch=TOKENS, loss=loss)
-    assert own.timeline.highest("activations") > plain.timeline.highest("activations")
+    default = quiet_plan(meta_model(), batch=TOKENS)
+    custom = quiet_plan(meta_model(), batch=TOKENS, loss=loss)
+    assert custom.timeline.highest("activations") > default.timeline.highest("activations")
 
 
 @pytest.mark.parametrize(
@@ -128,50 +131,50 @@ def test_a_loss_of_ones_own_counts() -> None:
         ({"optimizer": "adamwx"}, "torch.optim has no optimizer 'adamwx'"),
     ],
 )
-def test_what_cannot_be_planned(kwargs: Any, match: str) -> None:
+def test_plan_with_invalid_argument_raises(kwargs: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        planned(on_meta(), **kwargs)
+        quiet_plan(meta_model(), **kwargs)
 
 
-# ---- is it right? --------------------------------------------------------------------------------
+# ---- predictions against measurements ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jobs", ["mlp, ", "hsdp", "gpt, mixed, reshard", "checkpoints, mixed"])
-def test_the_forecast_is_what_is_measured(jobs: str) -> None:
+def test_predicted_peak_is_within_one_percent_of_measured_peak(jobs: str) -> None:
     command = [sys.executable, "benchmarks/plan.py", "--only", jobs]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = re.search(r"(\d+) of (\d+) within 1%", done.stdout)
-    assert found is not None and found[1] == found[2] != "0", done.stdout
+    match = re.search(r"(\d+) of (\d+) within 1%", done.stdout)
+    assert match is not None and match[1] == match[2] != "0", done.stdout
 
 
-def test_collectives_and_bytes_are_those_of_a_step(fake_group: int) -> None:
-    model = auto_shard(Words())
-    found = fsdp_c.explain(model, file=io.StringIO())
+def test_explain_counts_collectives_and_bytes_of_one_step(fake_group: int) -> None:
+    model = auto_shard(LargeVocabulary())
+    explanation = fsdp_c.explain(model, file=io.StringIO())
     with CommDebugMode() as comm:
         model(TOKENS).sum().backward()
     counts = {str(op): count for op, count in comm.get_comm_counts().items()}
-    # Three layers twice; embedding, head and root once.
-    assert counts["c10d._allgather_base_"] == sum(unit.gathers for unit in found.units) == 9
+    # A step gathers each of three layers twice, and the embedding, the head and the root once.
+    assert counts["c10d._allgather_base_"] == sum(unit.gathers for unit in explanation.units) == 9
     elements = sum(param.numel() for param in model.parameters())
     layers = sum(param.numel() for param in model.layers.parameters())
-    assert found.received == {"shard": 4 * (2 * elements + layers) * 7 // 8, "replicate": 0}
+    assert explanation.received == {"shard": 4 * (2 * elements + layers) * 7 // 8, "replicate": 0}
 
 
-def test_more_is_in_flight_on_devices_with_streams() -> None:
-    cpu, cuda = (planned(on_meta(), batch=TOKENS, device=name) for name in ("cpu", "cuda"))
+def test_predicted_peak_on_cuda_exceeds_cpu_due_to_overlap() -> None:
+    cpu, cuda = (quiet_plan(meta_model(), batch=TOKENS, device=name) for name in ("cpu", "cuda"))
     assert cuda.peak.total > cpu.peak.total
 
 
-def test_offloaded_shards_and_states_are_elsewhere() -> None:
-    here = planned(on_meta(), batch=TOKENS)
-    away = planned(on_meta(), batch=TOKENS, offload_policy=fsdp_c.CPUOffloadPolicy())
-    assert away.timeline.highest("shards") == away.timeline.highest("states") == 0
-    assert away.timeline.samples[-1].total == 0 < here.timeline.samples[-1].total
+def test_offloaded_shards_and_states_take_no_device_memory() -> None:
+    on_device = quiet_plan(meta_model(), batch=TOKENS)
+    offloaded = quiet_plan(meta_model(), batch=TOKENS, offload_policy=fsdp_c.CPUOffloadPolicy())
+    assert offloaded.timeline.highest("shards") == offloaded.timeline.highest("states") == 0
+    assert offloaded.timeline.samples[-1].total == 0 < on_device.timeline.samples[-1].total
 
 
 @pytest.mark.parametrize(
-    ("wanted", "on_cpu", "states", "step", "whole"),
+    ("optimizer", "on_cpu", "states", "step", "whole"),
     [
         (None, False, 2, 1, True),
         ("adamw", True, 2, 2, False),
@@ -180,14 +183,14 @@ def test_offloaded_shards_and_states_are_elsewhere() -> None:
         (partial(torch.optim.AdamW, fused=True), False, 2, 0, False),
     ],
 )
-def test_what_optimizers_keep(
-    wanted: Any, on_cpu: bool, states: float, step: float, whole: bool
+def test_optimizer_bytes_counts_states_and_temporaries(
+    optimizer: Any, on_cpu: bool, states: float, step: float, whole: bool
 ) -> None:
-    assert optimizer_bytes(wanted, torch.float32, on_cpu)[1:] == (states, step, whole)
+    assert optimizer_bytes(optimizer, torch.float32, on_cpu)[1:] == (states, step, whole)
 
 
-def test_eight_billions_are_planned_in_little_time() -> None:
-    """Two seconds of CPU on an idle machine; others use it, too."""
+def test_plan_of_8_billion_parameters_takes_less_than_6_cpu_seconds() -> None:
+    """An idle machine takes two seconds. The limit allows for other processes."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -210,15 +213,17 @@ def test_eight_billions_are_planned_in_little_time() -> None:
         )
     assert sum(param.numel() for param in model.parameters()) > 8e9
     begin = time.process_time()
-    found = planned(model, Layer, batch=torch.zeros(1, 2048, dtype=torch.long), mp_policy=MIXED)
+    explanation = quiet_plan(
+        model, Layer, batch=torch.zeros(1, 2048, dtype=torch.long), mp_policy=MIXED
+    )
     assert time.process_time() - begin < 6
-    assert 25 * 2**30 < found.peak.total < 60 * 2**30
+    assert 25 * 2**30 < explanation.peak.total < 60 * 2**30
 
 
 # ---- what is said --------------------------------------------------------------------------------
 
 
-def test_equal_layers_are_one_row_and_wrappers_are_looked_through(fake_group: int) -> None:
+def test_table_merges_equal_layers_and_omits_wrapper_names(fake_group: int) -> None:
     model = Model(blocks=12)
     for i, block in enumerate(model.blocks):
         model.blocks[i] = checkpoint_wrapper(block)
@@ -227,13 +232,13 @@ def test_equal_layers_are_one_row_and_wrappers_are_looked_through(fake_group: in
     assert "_checkpoint_wrapped_module" not in text
 
 
-def test_only_neighbours_of_one_kind_are_folded() -> None:
-    def row(name: str, elements: int = 1) -> Any:
+def test_table_merges_only_adjacent_units_of_equal_size() -> None:
+    def unit(name: str, elements: int = 1) -> Any:
         return report.UnitReport(name, "Block", 1, elements, "", "8", 4, 1, 1, 0, 8)
 
     names = ["a.0", "a.1", "a.3", "b.0.c.1", "b.0.c.2", "b.1.c.2", "d"]
-    rows = [*map(row, names), row("e.0"), row("e.1", 2)]
-    assert [(one.name, one.modules) for one in report.folded(rows)] == [
+    units = [*map(unit, names), unit("e.0"), unit("e.1", 2)]
+    assert [(merged.name, merged.modules) for merged in report.folded(units)] == [
         ("a.0-1", "2 x Block"),
         ("a.3", "Block"),
         ("b.0.c.1-2", "2 x Block"),
@@ -244,39 +249,40 @@ def test_only_neighbours_of_one_kind_are_folded() -> None:
     ]
 
 
-def test_the_verdict() -> None:
-    model = on_meta()
-    peak = planned(model, batch=TOKENS).peak.total
-    fits, fails = (planned(model, batch=TOKENS, memory=peak + by) for by in (1024, -1024))
+def test_fits_compares_peak_with_given_memory() -> None:
+    model = meta_model()
+    peak = quiet_plan(model, batch=TOKENS).peak.total
+    fits, fails = (quiet_plan(model, batch=TOKENS, memory=peak + by) for by in (1024, -1024))
     assert fits.fits and "1.0 KiB are left" in str(fits)
     assert fails.fits is False and "it does not fit" in str(fails)
     assert "1.0 KiB too much" in str(fails)
-    assert "without activations" in str(planned(model, memory=peak))
-    assert planned(model).fits is None
+    assert "without activations" in str(quiet_plan(model, memory=peak))
+    assert quiet_plan(model).fits is None
 
 
-def test_what_is_not_known_is_said(fake_group: int) -> None:
+def test_table_without_batch_and_optimizer_names_missing_arguments(fake_group: int) -> None:
     text = str(fsdp_c.explain(sharded(), file=io.StringIO()))
     assert re.search(r"activations +unknown +pass batch=", text)
     assert re.search(r"states +unknown +pass the optimizer", text)
 
 
-def test_changes_lower_the_peak_as_much_as_they_say() -> None:
+def test_suggested_changes_lower_peak_by_predicted_amount() -> None:
     big = torch.zeros(64, 64, dtype=torch.long)
-    found = planned(on_meta(), batch=big)
-    assert len(found.changes) == 3
-    assert found.changes == sorted(found.changes, key=lambda change: -change.saves)
-    half = planned(on_meta(), batch=big[:32])
-    (said,) = (change for change in found.changes if change.text.startswith("half the batch"))
-    actual = found.peak.total - half.peak.total
-    assert abs(said.saves - actual) < 0.05 * actual
-    (said,) = (change for change in found.changes if change.text.startswith("compute in bfloat16"))
-    actual = found.peak.total - planned(on_meta(), batch=big, mp_policy=MIXED).peak.total
-    assert abs(said.saves - actual) < 0.25 * actual
+    explanation = quiet_plan(meta_model(), batch=big)
+    assert len(explanation.changes) == 3
+    assert explanation.changes == sorted(explanation.changes, key=lambda change: -change.saves)
+    half = quiet_plan(meta_model(), batch=big[:32])
+    (change,) = (c for c in explanation.changes if c.text.startswith("half the batch"))
+    actual = explanation.peak.total - half.peak.total
+    assert abs(change.saves - actual) < 0.05 * actual
+    (change,) = (c for c in explanation.changes if c.text.startswith("compute in bfloat16"))
+    mixed = quiet_plan(meta_model(), batch=big, mp_policy=MIXED)
+    actual = explanation.peak.total - mixed.peak.total
+    assert abs(change.saves - actual) < 0.25 * actual
 
 
-def test_checkpoints_save_what_they_are_said_to() -> None:
-    class Deep(Words):
+def test_suggested_checkpointing_lowers_peak_by_predicted_amount() -> None:
+    class Deep(LargeVocabulary):
         def __init__(self) -> None:
             nn.Module.__init__(self)
             self.embed = nn.Embedding(10, 64)
@@ -286,100 +292,102 @@ def test_checkpoints_save_what_they_are_said_to() -> None:
             self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 10)
 
     model, big = Deep(), torch.zeros(512, 8, dtype=torch.long)
-    found = planned(model, nn.Sequential, batch=big)
-    (said,) = (change for change in found.changes if change.text.startswith("checkpoint"))
+    explanation = quiet_plan(model, nn.Sequential, batch=big)
+    (change,) = (c for c in explanation.changes if c.text.startswith("checkpoint"))
     for i, layer in enumerate(model.layers):
         model.layers[i] = checkpoint_wrapper(layer)
-    actual = found.peak.total - planned(model, nn.Sequential, batch=big).peak.total
-    assert abs(said.saves - actual) < 0.1 * actual
+    actual = explanation.peak.total - quiet_plan(model, nn.Sequential, batch=big).peak.total
+    assert abs(change.saves - actual) < 0.1 * actual
 
 
 @pytest.mark.parametrize(
     ("size", "count"), [("80GiB", 80 * 2**30), ("1.5 MB", 1_500_000), ("7", 7), (9, 9)]
 )
-def test_sizes_are_read(size: Any, count: int) -> None:
+def test_bytes_of_size_returns_number_of_bytes(size: Any, count: int) -> None:
     assert report.bytes_of(size) == count
 
 
-def test_a_picture(tmp_path: Path) -> None:
+def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = planned(on_meta(), batch=TOKENS, memory="2 MiB")
-    found.plot(tmp_path / "memory.png")
+    explanation = quiet_plan(meta_model(), batch=TOKENS, memory="2 MiB")
+    explanation.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
-    found.plot(tmp_path / "memory.svg")
+    explanation.plot(tmp_path / "memory.svg")
     text = (tmp_path / "memory.svg").read_text()
     assert text.count("<path") > len(forecast.KINDS)
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- python -m fsdp_c plan -----------------------------------------------------------------------
 
 
-def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "fsdp_c", "plan", *arguments]
-    return subprocess.run(run, cwd=cwd, capture_output=True, text=True, timeout=280)
+def run_plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fsdp_c", "plan", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_plan_command_prints_table_and_sets_exit_status(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "user.py").write_text(
         "import torch.nn as nn\n"
         "def model():\n"
         "    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(4)))\n"
     )
-    done = command(
-        "mine:model", "2x4", "--batch", "2x64", "--memory", "1GiB", "--param-dtype", "bfloat16",
+    done = run_plan(
+        "user:model", "2x4", "--batch", "2x64", "--memory", "1GiB", "--param-dtype", "bfloat16",
         "--plot", "memory.png", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.search(r"^0-3 +4 x Sequential .*float32/bfloat16/bfloat16 +2x4 ", done.stdout, re.M)
     assert "it fits into 1.0 GiB" in done.stdout and (tmp_path / "memory.png").exists()
-    assert command("mine:model", "8", "--memory", "1KiB", cwd=tmp_path).returncode == 1
-    wrong = command("mine:nothing", "8", cwd=tmp_path)
-    assert wrong.returncode == 2 and "mine has no function or class 'nothing'" in wrong.stderr
+    assert run_plan("user:model", "8", "--memory", "1KiB", cwd=tmp_path).returncode == 1
+    failed = run_plan("user:nothing", "8", cwd=tmp_path)
+    assert failed.returncode == 2 and "user has no function or class 'nothing'" in failed.stderr
 
 
 # ---- auto_shard ----------------------------------------------------------------------------------
 
 
-def names(model: nn.Module, **kwargs: Any) -> list[tuple[str, ...]]:
+def unit_names(model: nn.Module, **kwargs: Any) -> list[tuple[str, ...]]:
     return units_of(wrap.plan(model, **kwargs))
 
 
 LAYERS = [("layers.0",), ("layers.1",), ("layers.2",)]
 
 
-def test_embeddings_and_heads_of_a_blocks_size_are_units() -> None:
-    assert names(Words()) == [("embed",), *LAYERS, ("head",), ("",)]
-    assert names(Words(), separate_ends=False) == [*LAYERS, ("",)]
-    assert names(Words(tied=True)) == [*LAYERS, ("",)]
-    assert names(Transformer()) == [*LAYERS, ("",)]
+def test_auto_shard_makes_units_of_large_untied_embedding_and_head() -> None:
+    assert unit_names(LargeVocabulary()) == [("embed",), *LAYERS, ("head",), ("",)]
+    assert unit_names(LargeVocabulary(), separate_ends=False) == [*LAYERS, ("",)]
+    assert unit_names(LargeVocabulary(tied=True)) == [*LAYERS, ("",)]
+    assert unit_names(Transformer()) == [*LAYERS, ("",)]
 
 
-def test_an_embedding_is_not_gathered_again_and_a_head_stays(fake_group: int) -> None:
-    model: Any = auto_shard(Words())
+def test_auto_shard_skips_backward_unshard_of_embedding_and_reshard_of_head(
+    fake_group: int,
+) -> None:
+    model: Any = auto_shard(LargeVocabulary())
     (embed,), (head,) = (m._get_fsdp_state()._fsdp_param_groups for m in (model.embed, model.head))
     assert not embed.unshard_in_backward and embed._reshard_after_forward
     assert head.unshard_in_backward and not head._reshard_after_forward
-    model = auto_shard(Words(), reshard_after_forward=True)
+    model = auto_shard(LargeVocabulary(), reshard_after_forward=True)
     assert model.head._get_fsdp_state()._fsdp_param_groups[0]._reshard_after_forward
-    model = Words()
+    model = LargeVocabulary()
     model.embed = nn.Embedding(4000, 16, max_norm=1.0)
     auto_shard(model)
     assert model.embed._get_fsdp_state()._fsdp_param_groups[0].unshard_in_backward
 
 
-def test_auto_shard_says_what_it_did(fake_group: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_shard_logs_its_units(fake_group: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "torch.distributed.fsdp.fully_shard"):
-        auto_shard(Words())
+        auto_shard(LargeVocabulary())
     assert caplog.messages[-1] == (
-        "fsdp_c: auto_shard made of Words: 1 x Embedding (64,000 elements), 3 x Layer (576 "
-        "elements at most), 1 x Linear (64,000 elements), the root (32 elements)"
+        "fsdp_c: auto_shard made of LargeVocabulary: 1 x Embedding (64,000 elements), "
+        "3 x Layer (576 elements at most), 1 x Linear (64,000 elements), the root (32 elements)"
     )
 
 
 @pytest.mark.parametrize("policy", ["blocks", {Block}, 10**9])
 @pytest.mark.parametrize("bound", [1000, 2000, 10**6])
-def test_units_stay_within_the_bound(policy: Any, bound: int) -> None:
+def test_planned_units_stay_within_max_transient(policy: Any, bound: int) -> None:
     model = Model(blocks=6)
     kwargs: Any = {"max_transient": bound, "ranks": 8}
     try:
@@ -388,21 +396,22 @@ def test_units_stay_within_the_bound(policy: Any, bound: int) -> None:
         assert bound == 1000 and "'blocks.0.up', which cannot be divided" in str(error)
         return
     assert bound > 1000
-    found = planned(model, policy, max_transient=bound)
-    assert max(unit.transient for unit in found.units) <= bound
+    explanation = quiet_plan(model, policy, max_transient=bound)
+    assert max(unit.transient for unit in explanation.units) <= bound
     if bound == 2000:
-        assert len(found.units) > len(planned(model, policy).units)
+        assert len(explanation.units) > len(quiet_plan(model, policy).units)
 
 
-def test_a_bound_that_nothing_exceeds_changes_nothing() -> None:
-    model = Words()
-    assert names(model, max_transient=4 * bytes_of(model.parameters())) == names(model)
+def test_large_max_transient_keeps_default_units() -> None:
+    model = LargeVocabulary()
+    large = 4 * bytes_of(model.parameters())
+    assert unit_names(model, max_transient=large) == unit_names(model)
 
 
 @pytest.mark.parametrize("policy", ["blocks", {Block}, 10**9])
 @pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
 @pytest.mark.parametrize("min_unit", [None, 2**20])
-def test_a_sharded_model_stays_within_the_bound(
+def test_units_of_sharded_model_stay_within_max_transient(
     policy: Any, mp_policy: MixedPrecisionPolicy, min_unit: int | None, fake_group: int
 ) -> None:
     largest = {}
@@ -410,49 +419,51 @@ def test_a_sharded_model_stays_within_the_bound(
         model = auto_shard(
             Model(blocks=6), policy, max_transient=bound, min_unit=min_unit, mp_policy=mp_policy
         )
-        found = fsdp_c.explain(model, file=io.StringIO())
-        largest[bound] = max(unit.transient for unit in found.units)
+        explanation = fsdp_c.explain(model, file=io.StringIO())
+        largest[bound] = max(unit.transient for unit in explanation.units)
     assert largest[2000] <= 2000
     assert largest[10**6] > 2000 or (min_unit is None and policy != 10**9)
 
 
-def test_the_bound_counts_rows_for_all_ranks(fake_group: int) -> None:
-    def narrow() -> nn.Sequential:
+def test_max_transient_includes_padding_of_all_ranks(fake_group: int) -> None:
+    def narrow_model() -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(64, 1, bias=False) for _ in range(4)))
 
     with pytest.raises(ValueError, match=r"it needs (\d+) bytes for a while") as caught:
-        auto_shard(narrow(), 10**9, max_transient=1000)
+        auto_shard(narrow_model(), 10**9, max_transient=1000)
     needed = int(re.findall(r"needs (\d+)", str(caught.value))[0])
-    model = auto_shard(narrow(), 10**9, max_transient=needed)
-    found = fsdp_c.explain(model, file=io.StringIO())
-    assert max(unit.transient for unit in found.units) <= needed
+    model = auto_shard(narrow_model(), 10**9, max_transient=needed)
+    explanation = fsdp_c.explain(model, file=io.StringIO())
+    assert max(unit.transient for unit in explanation.units) <= needed
 
 
-def test_a_bound_that_cannot_be_kept_names_the_unit_and_leaves_the_model(fake_group: int) -> None:
-    model = Words()
+def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(
+    fake_group: int,
+) -> None:
+    model = LargeVocabulary()
     match = (
         r"max_transient=100000 is too small for the unit 'embed', which cannot be divided: it "
         r"needs \d+ bytes for a while, for 'weight' \(4000, 16\) most of them"
     )
     with pytest.raises(ValueError, match=match):
         auto_shard(model, max_transient=100_000)
-    assert type(model) is Words and not model._forward_pre_hooks
-    with pytest.raises(ValueError, match="too small for the unit"):  # tied: one unit of both
-        auto_shard(Words(tied=True), {type(model.layers[0])}, max_transient=100_000)
+    assert type(model) is LargeVocabulary and not model._forward_pre_hooks
+    with pytest.raises(ValueError, match="too small for the unit"):  # it has both tied modules
+        auto_shard(LargeVocabulary(tied=True), {type(model.layers[0])}, max_transient=100_000)
 
 
 @pytest.mark.parametrize("name", ["max_transient", "min_unit"])
-def test_bounds_are_positive_numbers(name: str, fake_group: int) -> None:
-    for shard in (auto_shard, partial(planned, world_size=8)):
-        for wrong in (0, -1):
+def test_bound_that_is_no_positive_integer_raises(name: str, fake_group: int) -> None:
+    for function in (auto_shard, partial(quiet_plan, world_size=8)):
+        for value in (0, -1):
             with pytest.raises(ValueError, match=f"{name} is a positive number of bytes, not"):
-                shard(Words(), **{name: wrong})
-        for other in ("1GiB", True):
+                function(LargeVocabulary(), **{name: value})
+        for value in ("1GiB", True):
             with pytest.raises(TypeError, match=f"{name} is a number of bytes, such as"):
-                shard(Words(), **{name: other})
+                function(LargeVocabulary(), **{name: value})
 
 
-# ---- mistakes ------------------------------------------------------------------------------------
+# ---- invalid arguments ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -473,30 +484,33 @@ def test_bounds_are_positive_numbers(name: str, fake_group: int) -> None:
         ({"mp_policy": MixedPrecisionPolicy("bfloat16")}, Exception, "bfloat16|is_floating_point"),
     ],
 )
-def test_arguments_that_a_plan_does_not_understand(
+def test_plan_with_argument_of_wrong_type_or_value_raises(
     kwargs: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
-        planned(on_meta(), **kwargs)
+        quiet_plan(meta_model(), **kwargs)
 
 
-@pytest.mark.parametrize("call", [planned, fsdp_c.explain, auto_shard])
-def test_what_is_no_module(call: Any, fake_group: int) -> None:
+@pytest.mark.parametrize("call", [quiet_plan, fsdp_c.explain, auto_shard])
+def test_plan_explain_and_auto_shard_of_no_module_raise(call: Any, fake_group: int) -> None:
     with pytest.raises(TypeError, match="expects a module, not int"):
         call(3)
-    with pytest.raises(TypeError, match=r"expects a module, not the class Words: Words\(...\) is"):
-        call(Words)
+    match = r"expects a module, not the class LargeVocabulary: LargeVocabulary\(...\) is"
+    with pytest.raises(TypeError, match=match):
+        call(LargeVocabulary)
 
 
-def test_explain_takes_the_optimizer_itself(fake_group: int) -> None:
-    wrong: Any = "AdamW"
+def test_explain_with_name_of_optimizer_raises(fake_group: int) -> None:
+    name: Any = "AdamW"
     with pytest.raises(TypeError, match="explain expects the model's optimizer, not 'AdamW'"):
-        fsdp_c.explain(auto_shard(Words()), wrong)
+        fsdp_c.explain(auto_shard(LargeVocabulary()), name)
 
 
-def test_a_batch_that_does_not_fit_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_with_batch_of_wrong_shape_raises_and_logs_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.raises(ValueError, match=r"of the batch's sizes and dtypes, to see .*RuntimeError"):
-        planned(Model(), batch=torch.ones(2, 9))
+        quiet_plan(Model(), batch=torch.ones(2, 9))
     assert caplog.messages == []
 
 
@@ -509,15 +523,15 @@ def test_a_batch_that_does_not_fit_is_one_sentence(caplog: pytest.LogCaptureFixt
         (("8", "--optimizer", "LBFGS"), "LBFGS cannot make a step"),
     ],
 )
-def test_arguments_that_the_command_does_not_understand(
+def test_plan_command_with_invalid_argument_exits_with_message(
     arguments: tuple[str, ...], match: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        plan_command.main(["test_plan:Words", *arguments])
+        plan_command.main(["test_plan:LargeVocabulary", *arguments])
     assert caught.value.code == 2 and match in capsys.readouterr().err
 
 
-def test_a_model_that_cannot_be_made_is_told_from_one_that_does_not_fit(
+def test_plan_command_with_failing_constructor_exits_with_status_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as caught:

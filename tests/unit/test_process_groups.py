@@ -1,4 +1,4 @@
-"""Process groups that are put in the place of others, as fault-tolerance libraries do it."""
+"""Process groups that replace those of a mesh info, as fault-tolerance libraries replace them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torchs
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from fsdp_c import fully_shard as ours
+from fsdp_c import fully_shard
 
 pytestmark = pytest.mark.torch("2.13")
-BOTH = (torchs, ours)
+BOTH = (torch_fully_shard, fully_shard)
 
 
 class Group(dist.ProcessGroup):
-    """Whose ranks all hold what this one holds; notes its calls, and is registered nowhere."""
+    """A process group in Python, not registered with torch, that appends its calls to ``calls``.
+
+    Its collectives act as if all ranks held the tensors of this one.
+    """
 
     def __init__(self, ranks: int, calls: list[str], label: str, rank: int = 0) -> None:
         super().__init__(rank, ranks)
-        self.ranks, self.calls, self.label, self.own = ranks, calls, label, rank
+        self.ranks, self.calls, self.label, self.own_rank = ranks, calls, label, rank
 
     def getBackendName(self) -> str:
         return "python"
 
     def rank(self) -> int:
-        return self.own
+        return self.own_rank
 
     def all_gather_single(self, output: Any, shard: Any, options: Any = None) -> None:
         self.calls.append(f"{self.label} gather")
         output.copy_(shard.clone().repeat(self.ranks))
 
-    def reduce_scatter_single(self, output: Any, whole: Any, options: Any = None) -> None:
+    def reduce_scatter_single(self, output: Any, input_tensor: Any, options: Any = None) -> None:
         self.calls.append(f"{self.label} reduce")
-        output.copy_(whole.view(self.ranks, -1).sum(0))
+        output.copy_(input_tensor.view(self.ranks, -1).sum(0))
 
     def allreduce(self, tensors: list[Any], options: Any = None) -> None:
         self.calls.append(f"{self.label} all-reduce")
@@ -47,8 +50,8 @@ class Group(dist.ProcessGroup):
             tensor.mul_(self.ranks)
 
 
-class Elastic(Group):
-    """One that may lose ranks."""
+class ElasticGroup(Group):
+    """A group whose size changes with the attribute ``ranks``."""
 
     def size(self) -> int:
         return self.ranks
@@ -60,11 +63,12 @@ def step(model: Any) -> list[Any]:
     return [param.grad.to_local().tolist() for param in model.parameters()]
 
 
-def groups(model: Any) -> list[Any]:
-    found = []
+def param_groups_of(model: Any) -> list[Any]:
+    """Returns the FSDPParamGroups of the first layer and of the root."""
+    groups = []
     for module in (model[0], model):
-        found += module._get_fsdp_state()._fsdp_param_groups
-    return found
+        groups += module._get_fsdp_state()._fsdp_param_groups
+    return groups
 
 
 def build(shard: Callable[..., Any], mesh: Any, **kwargs: Any) -> Any:
@@ -74,84 +78,87 @@ def build(shard: Callable[..., Any], mesh: Any, **kwargs: Any) -> Any:
     return shard(model, mesh=mesh, **kwargs)
 
 
-def put_shard(model: Any, calls: list[str]) -> None:
-    for group in groups(model):
+def replace_shard_group(model: Any, calls: list[str]) -> None:
+    for group in param_groups_of(model):
         group.mesh_info.shard_process_group = Group(4, calls, "shard")
 
 
-def put_replicate(model: Any, calls: list[str]) -> None:
-    for group in groups(model):
+def replace_replicate_group(model: Any, calls: list[str]) -> None:
+    for group in param_groups_of(model):
         group.mesh_info.replicate_process_group = Group(2, calls, "replicate")
 
 
-def put_more_replicas(model: Any, calls: list[str]) -> None:
-    """Which changes what gradients are divided by."""
-    for group in groups(model):
+def replace_replicate_group_by_larger(model: Any, calls: list[str]) -> None:
+    """The number of replicas changes the divisor of the gradients."""
+    for group in param_groups_of(model):
         group.mesh_info.replicate_process_group = Group(4, calls, "replicate")
 
 
-def put_scatter(model: Any, calls: list[str]) -> None:
-    for group in groups(model):
-        group.mesh_info.reduce_scatter_process_group = Group(4, calls, "scatter")
+def replace_reduce_scatter_group(model: Any, calls: list[str]) -> None:
+    for group in param_groups_of(model):
+        group.mesh_info.reduce_scatter_process_group = Group(4, calls, "reduce-scatter")
 
 
-def put_info(model: Any, calls: list[str]) -> None:
-    for group in groups(model):
-        before = group.mesh_info
-        info = type(before)(before.mesh, before.shard_mesh_dim, before.replicate_mesh_dim)
-        info.shard_process_group = Group(4, calls, "other info's")
+def replace_mesh_info(model: Any, calls: list[str]) -> None:
+    for group in param_groups_of(model):
+        old = group.mesh_info
+        info = type(old)(old.mesh, old.shard_mesh_dim, old.replicate_mesh_dim)
+        info.shard_process_group = Group(4, calls, "shard of new info")
         group.mesh_info = info
 
 
-def put_smaller(model: Any, calls: list[str]) -> None:
-    for group in groups(model):
+def replace_post_forward_group(model: Any, calls: list[str]) -> None:
+    for group in param_groups_of(model):
         if group.post_forward_mesh_info is not None:
-            group.post_forward_mesh_info.shard_process_group = Group(2, calls, "smaller")
+            group.post_forward_mesh_info.shard_process_group = Group(2, calls, "post-forward")
 
 
-SWAPS = {
-    "shard": put_shard,
-    "replicate": put_replicate,
-    "more replicas": put_more_replicas,
-    "scatter": put_scatter,
-    "info": put_info,
-    "smaller": put_smaller,
+REPLACEMENTS = {
+    "shard": replace_shard_group,
+    "replicate": replace_replicate_group,
+    "more replicas": replace_replicate_group_by_larger,
+    "reduce-scatter": replace_reduce_scatter_group,
+    "mesh info": replace_mesh_info,
+    "post-forward": replace_post_forward_group,
 }
 
 
-def swapped(shard: Callable[..., Any], name: str, when: str) -> list[Any]:
+def train_with_replacement(shard: Callable[..., Any], name: str, when: str) -> list[Any]:
+    """Returns the gradients of each step, and the calls of the new groups."""
     calls: list[str] = []
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
-    kwargs = {"reshard_after_forward": 2} if name == "smaller" else {}
+    kwargs = {"reshard_after_forward": 2} if name == "post-forward" else {}
     model = build(shard, mesh, **kwargs)
-    found = []
+    grads = []
     if when == "after a step":
-        found.append(step(model))
+        grads.append(step(model))
     if when == "between forward and backward":
         output = model(torch.ones(2, 8)).sum()
-        SWAPS[name](model, calls)
+        REPLACEMENTS[name](model, calls)
         output.backward()
     else:
-        SWAPS[name](model, calls)
-    found += [step(model), step(model)]
-    return [found, calls]
+        REPLACEMENTS[name](model, calls)
+    grads += [step(model), step(model)]
+    return [grads, calls]
 
 
-@pytest.mark.parametrize("when", ["at once", "after a step", "between forward and backward"])
-@pytest.mark.parametrize("name", SWAPS)
-def test_a_group_that_is_put_into_a_mesh_info_is_used(
+@pytest.mark.parametrize(
+    "when", ["before the first step", "after a step", "between forward and backward"]
+)
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_replaced_group_of_mesh_info_is_called_as_by_torch(
     fake_group: int, name: str, when: str
 ) -> None:
-    theirs, mine = (swapped(shard, name, when) for shard in BOTH)
-    assert theirs[1] != []
-    assert mine == theirs
+    expected, actual = (train_with_replacement(shard, name, when) for shard in BOTH)
+    assert expected[1] != []
+    assert actual == expected
 
 
-class Scaling(Group):
-    """Notes by which operations it is to reduce, factors included."""
+class ReduceOpRecorder(Group):
+    """A group that records the reduce operations that it receives, with their factors."""
 
-    def reduce_scatter_single(self, output: Any, whole: Any, options: Any = None) -> None:
-        super().reduce_scatter_single(output, whole)
+    def reduce_scatter_single(self, output: Any, input_tensor: Any, options: Any = None) -> None:
+        super().reduce_scatter_single(output, input_tensor)
         self.calls.append(repr(options.reduceOp.__getstate__()))
 
     def allreduce(self, tensors: list[Any], options: Any = None) -> None:
@@ -169,91 +176,92 @@ DIVISIONS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("how", DIVISIONS)
-def test_groups_of_unknown_backends_are_given_the_operations_that_torch_gives(
+def test_group_of_unknown_backend_receives_reduce_ops_of_torch(
     fake_group: int, how: str, dtype: torch.dtype
 ) -> None:
-    """torch never asks whether they know a premultiplied sum."""
-    found = []
+    """torch does not check whether such a backend supports PREMUL_SUM."""
+    results = []
     for shard in BOTH:
         calls: list[str] = []
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
         model = build(shard, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
-        for group in groups(model):
-            group.mesh_info.shard_process_group = Scaling(4, calls, "shard")
-            group.mesh_info.replicate_process_group = Scaling(2, calls, "replicate")
+        for group in param_groups_of(model):
+            group.mesh_info.shard_process_group = ReduceOpRecorder(4, calls, "shard")
+            group.mesh_info.replicate_process_group = ReduceOpRecorder(2, calls, "replicate")
         for module in (model[0], model):
             DIVISIONS[how](module)
-        found.append((step(model), calls))
-    assert found[1] == found[0]
+        results.append((step(model), calls))
+    assert results[1] == results[0]
     assert ("0.333" in str(calls)) == (how == "by a factor" and dtype != torch.float16)
 
 
-def test_replicas_may_come_and_go(fake_group: int) -> None:
-    found = []
+def test_replicate_group_of_changing_size_gives_gradients_of_torch(fake_group: int) -> None:
+    results = []
     for shard in BOTH:
         calls: list[str] = []
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
         model = build(shard, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        elastic = Elastic(2, calls, "elastic")
-        for group in groups(model):
+        elastic = ElasticGroup(2, calls, "elastic")
+        for group in param_groups_of(model):
             group.mesh_info.replicate_process_group = elastic
         steps = [step(model)]
         elastic.ranks = 1
         steps.append(step(model))
-        found.append((steps, calls))
-    assert found[1] == found[0]
-    assert found[0][0][0] != found[0][0][1]
+        results.append((steps, calls))
+    assert results[1] == results[0]
+    torch_steps, _ = results[0]
+    assert torch_steps[0] != torch_steps[1]
 
 
 @pytest.mark.parametrize("ranks, rank", [(8, 0), (2, 0), (4, 1)])
-def test_a_group_that_the_parameters_do_not_fit_is_refused(
+def test_replacement_group_of_other_size_or_rank_raises(
     fake_group: int, ranks: int, rank: int
 ) -> None:
-    """torch goes on with buffers of other sizes, or rows in another order."""
+    """torch accepts it and computes with wrong buffer sizes or shards in the wrong order."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
-    model = build(ours, mesh)
+    model = build(fully_shard, mesh)
     expected = step(model)
-    info = groups(model)[1].mesh_info
-    before = info.shard_process_group
+    info = param_groups_of(model)[1].mesh_info
+    original = info.shard_process_group
     with pytest.raises(ValueError, match=f"has rank {rank} of {ranks}, but .* rank 0 of 4"):
         info.shard_process_group = Group(ranks, [], "other", rank)
-    assert info.shard_process_group is before
+    assert info.shard_process_group is original
     assert step(model) == expected
 
 
 @pytest.mark.parametrize("hsdp", [False, True])
-def test_mesh_infos_without_a_group_for_reduce_scatters_shard_and_train(
+def test_mesh_info_without_reduce_scatter_group_trains(
     fake_group: int, monkeypatch: pytest.MonkeyPatch, hsdp: bool
 ) -> None:
-    """Those of torch 2.11 have no such attribute."""
+    """In torch 2.11 mesh infos have no ``reduce_scatter_process_group``."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
-    expected = step(build(ours, mesh if hsdp else mesh["s"]))
+    expected = step(build(fully_shard, mesh if hsdp else mesh["s"]))
     post_init = FSDPMeshInfo.__post_init__
 
-    def older(self: Any) -> None:
+    def post_init_of_2_11(self: Any) -> None:
         post_init(self)
         del self.reduce_scatter_process_group
 
-    monkeypatch.setattr(FSDPMeshInfo, "__post_init__", older)
-    model = build(ours, mesh if hsdp else mesh["s"])
-    assert not any(hasattr(g.mesh_info, "reduce_scatter_process_group") for g in groups(model))
+    monkeypatch.setattr(FSDPMeshInfo, "__post_init__", post_init_of_2_11)
+    model = build(fully_shard, mesh if hsdp else mesh["s"])
+    assert not any(
+        hasattr(g.mesh_info, "reduce_scatter_process_group") for g in param_groups_of(model)
+    )
     assert step(model) == expected
 
 
-def test_mesh_infos_stay_what_they_are(fake_group: int) -> None:
+def test_mesh_info_keeps_class_repr_and_equality_of_torch(fake_group: int) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
-    [group, root] = groups(build(ours, mesh))
+    [group, root] = param_groups_of(build(fully_shard, mesh))
     info = group.mesh_info
     assert isinstance(info, HSDPMeshInfo) and isinstance(info, FSDPMeshInfo)
     assert info == root.mesh_info and type(info).__name__ == "HSDPMeshInfo"
     assert repr(info) == repr(HSDPMeshInfo(mesh, 1, 0))
-    root.post_forward_mesh_info = HSDPMeshInfo(mesh, 1, 0)  # one that says the same
+    root.post_forward_mesh_info = HSDPMeshInfo(mesh, 1, 0)  # equal to mesh_info
     assert not root._use_post_forward_mesh
 
 
-def test_what_is_no_process_group_of_torch_is_called_by_torch(fake_group: int) -> None:
-    """One that only behaves like a group."""
-
+def test_object_with_interface_of_process_group_is_called_as_by_torch(fake_group: int) -> None:
     class Wrapper:
         def __init__(self, inner: Any) -> None:
             self.inner = inner
@@ -261,12 +269,12 @@ def test_what_is_no_process_group_of_torch_is_called_by_torch(fake_group: int) -
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
-    found = []
+    results = []
     for shard in BOTH:
         calls: list[str] = []
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
         model = build(shard, mesh)
-        for group in groups(model):
+        for group in param_groups_of(model):
             group.mesh_info.shard_process_group = Wrapper(Group(4, calls, "wrapped"))
-        found.append((step(model), step(model), calls))
-    assert found[1] == found[0]
+        results.append((step(model), step(model), calls))
+    assert results[1] == results[0]

@@ -1,7 +1,7 @@
-"""A user's all-reduce on a stream of its own is between what reduces before and after it.
+"""An all-reduce hook with its own stream is synchronized with the all-reduce stream on both sides.
 
-This is B9 of tests/STOCK_BUGS.md. The core's side, that the row lives as long, is in
-``tests/c/test_reduce.c``.
+In torch the memory of the hook's tensor can be reused too early: tests/STOCK_BUGS.md, B9.
+tests/c/test_reduce.c tests that the core keeps this memory until the hook's stream is done.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import torch
 from fsdp_c import ParamGroup
 
 
-class Stream:
-    """Notes who waits for whom."""
+class FakeStream:
+    """Appends to ``log`` which stream waits for which."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: FakeStream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
 
-def run_hook(own: bool) -> list[str]:
-    """What is ordered around a hook, while the core's all-reduce stream is the current one."""
+def run_hook(has_stream: bool) -> list[str]:
+    """Runs a hook while the all-reduce stream is current. Returns the log of stream operations."""
     log: list[str] = []
-    current = Stream("all-reduce", log)
-    side = Stream("user", log)
+    current = FakeStream("all-reduce", log)
+    hook_stream = FakeStream("user", log)
 
     @contextlib.contextmanager
-    def on(stream: Stream) -> Iterator[None]:
+    def use_stream(stream: FakeStream) -> Iterator[None]:
         log.append(f"on {stream.name}")
         yield
 
     group: Any = SimpleNamespace(
-        _reduce_hook=lambda row: log.append("hook"),
-        _all_reduce_hook_stream=side if own else None,
+        _reduce_hook=lambda output: log.append("hook"),
+        _all_reduce_hook_stream=hook_stream if has_stream else None,
         device=torch.device("cuda"),
-        device_handle=SimpleNamespace(current_stream=lambda: current, stream=on),
+        device_handle=SimpleNamespace(current_stream=lambda: current, stream=use_stream),
     )
     ParamGroup._run_reduce_hook(group, torch.zeros(1))
     return log
 
 
-def test_the_hooks_own_stream_is_ordered_on_both_sides() -> None:
+def test_hook_with_stream_runs_between_two_stream_waits() -> None:
     waits = "user waits for all-reduce", "all-reduce waits for user"
-    assert run_hook(own=True) == [waits[0], "on user", "hook", waits[1]]
+    assert run_hook(has_stream=True) == [waits[0], "on user", "hook", waits[1]]
 
 
-def test_without_one_it_runs_where_the_core_is() -> None:
-    assert run_hook(own=False) == ["hook"]
+def test_hook_without_stream_runs_on_current_stream_without_waits() -> None:
+    assert run_hook(has_stream=False) == ["hook"]

@@ -1,4 +1,4 @@
-"""User code that reaches back into what has called it."""
+"""User code called by fsdp_c that resets the iteration, raises, or changes returned lists."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.nn as nn
 from fsdp_c import fully_shard
 
 
-class Skipped(Exception):
-    """A user's own way out of a backward."""
+class StepSkipped(Exception):
+    """Raised by user code to stop a forward or backward."""
 
 
-def two_layers() -> nn.Sequential:
+def make_model() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def sharded() -> Any:
-    model = two_layers()
+def make_sharded_model() -> Any:
+    model = make_model()
     for layer in model:
         fully_shard(layer)
     return fully_shard(model)
@@ -33,18 +33,20 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_gradient_hook_may_reset_the_iteration(single_group: int, raises: bool) -> None:
-    """As one does who has seen a bad gradient."""
-    model = sharded()
+def test_reset_iter_state_in_gradient_hook_lets_next_step_train(
+    single_group: int, raises: bool
+) -> None:
+    """Users do this to skip a step whose gradients are not finite."""
+    model = make_sharded_model()
 
-    def give_up(param: nn.Parameter) -> None:
+    def reset(param: nn.Parameter) -> None:
         model.reset_iter_state()
         if raises:
-            raise Skipped
+            raise StepSkipped
 
-    handles = [p.register_post_accumulate_grad_hook(give_up) for p in model.parameters()]
+    handles = [p.register_post_accumulate_grad_hook(reset) for p in model.parameters()]
     if raises:
-        with pytest.raises(Skipped):
+        with pytest.raises(StepSkipped):
             loss_of(model).backward()
     else:
         loss_of(model).backward()
@@ -52,15 +54,15 @@ def test_a_gradient_hook_may_reset_the_iteration(single_group: int, raises: bool
         handle.remove()
     model.reset_iter_state()
     model.zero_grad()
-    reference = two_layers()
+    reference = make_model()
     loss_of(reference).backward()
     loss_of(model).backward()
-    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours.grad.to_local(), expected.grad)
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(param.grad.to_local(), expected.grad)
 
 
-def test_lists_that_are_handed_out_are_copies(single_group: int) -> None:
-    model = sharded()
+def test_lists_of_states_groups_and_params_are_copies(single_group: int) -> None:
+    model = make_sharded_model()
     loss_of(model).backward()
     state = model._get_fsdp_state()
     for owner, name in (
@@ -75,13 +77,15 @@ def test_lists_that_are_handed_out_are_copies(single_group: int) -> None:
 
 
 def fail(*unused: Any) -> None:
-    raise Skipped
+    raise StepSkipped
 
 
 @pytest.mark.parametrize("outer", ["unused", "used"])
-def test_a_reset_reaches_units_that_are_roots_of_their_own(single_group: int, outer: str) -> None:
-    """They have run by themselves; the module around them, if at all, without them."""
-    model = two_layers()
+def test_reset_iter_state_resets_nested_units_that_are_own_roots(
+    single_group: int, outer: str
+) -> None:
+    """A nested unit that ran before its parent, or was added later, is a root itself."""
+    model = make_model()
     inner: Any = fully_shard(model[0])
     if outer == "unused":
         root: Any = fully_shard(model)
@@ -91,7 +95,7 @@ def test_a_reset_reaches_units_that_are_roots_of_their_own(single_group: int, ou
         root(torch.ones(2, 4))
         root.inner = inner
     handle = inner.register_forward_pre_hook(fail)
-    with pytest.raises(Skipped):
+    with pytest.raises(StepSkipped):
         inner(torch.ones(2, 4))
     handle.remove()
     [group] = inner._get_fsdp_state()._fsdp_param_groups

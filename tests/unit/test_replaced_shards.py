@@ -1,7 +1,7 @@
-"""Another local tensor in the place of a shard: followed where it fits, refused by name where not.
+"""A replaced local tensor of a sharded parameter is used if it fits, and raises otherwise.
 
-torch's FSDP2 adopts one before its first forward, or from ``load_state_dict(assign=True)``, and
-pads it with zeros where rows are missing; later it goes on with the old values.
+torch's FSDP2 uses a replaced local tensor only before the first forward and after
+``load_state_dict(assign=True)``, and pads missing rows with zeros. Later it uses the old values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @pytest.fixture(params=[0, 1], autouse=True)
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Of two ranks: the second has two of five rows, and one of padding."""
+    """Runs each test as rank 0 and rank 1 of 2. Rank 1 has two of five rows and one of padding."""
     dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=2)
     try:
         yield request.param
@@ -43,54 +43,55 @@ def model_of(shard: Callable[..., Any] = fsdp_c.fully_shard, wrap: bool = False)
     return shard(model)
 
 
-def loss_of(model: Any) -> float:
+def train_step(model: Any) -> float:
+    """Runs forward and backward. Returns the loss."""
     loss = model(torch.ones(2, 4)).square().sum()
     loss.backward()
     model.zero_grad()
     return loss.item()
 
 
-def evaluated(model: Any) -> float:
+def eval_loss(model: Any) -> float:
     with torch.no_grad():
         return model(torch.ones(2, 4)).square().sum().item()
 
 
-def expected() -> float:
-    """The loss after the first weight's shard was tripled, by torch's FSDP2."""
+def loss_of_torch() -> float:
+    """Returns the loss under torch's FSDP2 after its first weight's shard is multiplied by 3."""
     model = model_of(fully_shard)
     with torch.no_grad():
         model[0].weight._local_tensor.mul_(3)
-    return loss_of(model)
+    return train_step(model)
 
 
-def tripled(param: Any) -> torch.Tensor:
+def tripled_local(param: Any) -> torch.Tensor:
     return param._local_tensor.detach().clone().mul_(3)
 
 
-def by_object(model: Any, change: Change) -> None:
-    model[0].weight._local_tensor = change(tripled(model[0].weight))
+def replace_local_tensor(model: Any, change: Change) -> None:
+    model[0].weight._local_tensor = change(tripled_local(model[0].weight))
 
 
-def by_data(model: Any, change: Change) -> None:
-    model[0].weight._local_tensor.data = change(tripled(model[0].weight))
+def replace_data(model: Any, change: Change) -> None:
+    model[0].weight._local_tensor.data = change(tripled_local(model[0].weight))
 
 
-def by_loading(model: Any, change: Change) -> None:
+def load_with_assign(model: Any, change: Change) -> None:
     state = model.state_dict()
     param = state["0.weight"]
-    state["0.weight"] = DTensor(change(tripled(param)), param._spec, requires_grad=False)
+    state["0.weight"] = DTensor(change(tripled_local(param)), param._spec, requires_grad=False)
     model.load_state_dict(state, assign=True)
 
 
-WAYS = [by_object, by_data, by_loading]
+REPLACEMENTS = [replace_local_tensor, replace_data, load_with_assign]
 
 
-def in_other_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+def with_other_strides(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.t().contiguous().t()
 
 
-def conjugated(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, as negatives that are not computed yet."""
+def with_negative_bit(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns equal values as a view with torch's negative bit set."""
     return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
 
 
@@ -99,67 +100,67 @@ def with_padding(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("replace", REPLACEMENTS)
 @pytest.mark.parametrize(
     "change",
-    [torch.clone, in_other_memory_order, conjugated, with_padding],
+    [torch.clone, with_other_strides, with_negative_bit, with_padding],
     ids=lambda c: c.__name__,
 )
-def test_a_shard_of_the_same_size_is_followed(
-    way: Callable[..., None], change: Change, trained: bool
+def test_replaced_shard_of_same_size_is_used(
+    replace: Callable[..., None], change: Change, trained: bool
 ) -> None:
     model = model_of()
     if trained:
-        loss_of(model)
-    way(model, change)
-    assert loss_of(model) == expected()
+        train_step(model)
+    replace(model, change)
+    assert train_step(model) == loss_of_torch()
     weight = model[0].weight
     assert weight._local_tensor.shape == (3 if dist.get_rank() == 0 else 2, 4)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with torch.no_grad():  # what is written now is what is gathered
+    with torch.no_grad():  # the next forward gathers the new values
         weight._local_tensor.zero_()
-    assert loss_of(model) == 0.0
+    assert train_step(model) == 0.0
 
 
-@pytest.mark.parametrize("way", [by_object, by_data])
-def test_a_shard_replaced_while_the_unit_is_unsharded_is_followed(way: Callable[..., None]) -> None:
+@pytest.mark.parametrize("replace", [replace_local_tensor, replace_data])
+def test_shard_replaced_while_unit_is_unsharded_is_used(replace: Callable[..., None]) -> None:
     model = model_of()
-    evaluated(model)
+    eval_loss(model)
     model[0].set_reshard_after_forward(False)
-    evaluated(model)
+    eval_loss(model)
     (group,) = model[0]._get_fsdp_state()._fsdp_param_groups
     assert group.is_unsharded
     sharded = group.fsdp_params[0].sharded_param
-    if way is by_object:
-        sharded._local_tensor = tripled(sharded)
+    if replace is replace_local_tensor:
+        sharded._local_tensor = tripled_local(sharded)
     else:
-        sharded._local_tensor.data = tripled(sharded)
-    assert evaluated(model) == expected()
+        sharded._local_tensor.data = tripled_local(sharded)
+    assert eval_loss(model) == loss_of_torch()
 
 
-def test_a_wrapper_in_the_place_of_a_tensor_and_back_is_followed() -> None:
+def test_shard_replaced_by_tensor_subclass_and_back_is_used() -> None:
     model = model_of()
-    first = loss_of(model)
+    original_loss = train_step(model)
     weight = model[0].weight
     plain = weight._local_tensor.detach().clone()
     weight._local_tensor = Wrapping(3 * plain)
-    assert loss_of(model) == expected()
+    assert train_step(model) == loss_of_torch()
     weight._local_tensor = Wrapping(plain.clone())
-    assert loss_of(model) == first
+    assert train_step(model) == original_loss
     weight._local_tensor = 3 * plain
-    assert loss_of(model) == expected()
+    assert train_step(model) == loss_of_torch()
 
 
-def test_swapped_tensors_are_followed() -> None:
+def test_shard_replaced_by_swap_tensors_is_used() -> None:
     model = model_of()
-    loss_of(model)
+    train_step(model)
     weight = model[0].weight
-    other = nn.Parameter(DTensor(tripled(weight), weight._spec, requires_grad=False))
+    other = nn.Parameter(DTensor(tripled_local(weight), weight._spec, requires_grad=False))
     torch.utils.swap_tensors(weight, other)
-    assert loss_of(model) == expected()
+    assert train_step(model) == loss_of_torch()
 
 
-UNFIT: dict[str, Change] = {
+WRONG_SHAPES: dict[str, Change] = {
     "one row": lambda tensor: tensor[:1].clone(),
     "more rows": lambda tensor: torch.cat([tensor, tensor]),
     "fewer columns": lambda tensor: tensor[:, :2].clone(),
@@ -167,78 +168,82 @@ UNFIT: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("change", UNFIT.values(), ids=UNFIT)
-def test_a_shard_of_another_size_is_refused(way: Callable[..., None], change: Change) -> None:
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+@pytest.mark.parametrize("change", WRONG_SHAPES.values(), ids=WRONG_SHAPES)
+def test_replaced_shard_of_other_shape_raises(replace: Callable[..., None], change: Change) -> None:
     model = model_of()
-    before = evaluated(model)
+    original_loss = eval_loss(model)
     rows = 3 if dist.get_rank() == 0 else 2
-    first = rf"Expects size torch.Size\(\[{rows}, 4\]\) but got torch.Size\(.*\nparameter '.*weight"
-    with pytest.raises(AssertionError, match=first):
-        way(model, change)
-        loss_of(model)
-    if way is by_loading:  # the model is as it was
-        assert evaluated(model) == before
+    match = rf"Expects size torch.Size\(\[{rows}, 4\]\) but got torch.Size\(.*\nparameter '.*weight"
+    with pytest.raises(AssertionError, match=match):
+        replace(model, change)
+        train_step(model)
+    if replace is load_with_assign:  # the failed load leaves the model unchanged
+        assert eval_loss(model) == original_loss
 
 
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("way", [by_object, by_data])
-def test_a_shard_of_another_dtype_is_refused(way: Callable[..., None], trained: bool) -> None:
+@pytest.mark.parametrize("replace", [replace_local_tensor, replace_data])
+def test_replaced_shard_of_other_dtype_raises(replace: Callable[..., None], trained: bool) -> None:
     model = model_of()
     if trained:
-        loss_of(model)
-    way(model, torch.Tensor.bfloat16)
+        train_step(model)
+    replace(model, torch.Tensor.bfloat16)
     with pytest.raises(
         RuntimeError, match=r"expected .* dtype torch\.float32 but got torch.bfloat16"
     ):
-        loss_of(model)
+        train_step(model)
 
 
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("way", [by_object, by_loading])
-def test_a_shard_without_values_is_refused(way: Callable[..., None], trained: bool) -> None:
+@pytest.mark.parametrize("replace", [replace_local_tensor, load_with_assign])
+def test_replaced_shard_on_meta_raises_until_materialized(
+    replace: Callable[..., None], trained: bool
+) -> None:
     model = model_of()
     if trained:
-        loss_of(model)
-    way(model, lambda tensor: tensor.to("meta"))
+        train_step(model)
+    replace(model, lambda tensor: tensor.to("meta"))
     with pytest.raises(RuntimeError, match=r"materialized .*: \['0.weight'\]"):
-        loss_of(model)
-    with torch.no_grad():  # and can be given some
+        train_step(model)
+    with torch.no_grad():
         model.to_empty(device="cpu")
         for param in model.parameters():
             param.zero_()
-    assert loss_of(model) == 0.0
+    assert train_step(model) == 0.0
 
 
 @pytest.mark.parametrize(
     ("rows", "dtype", "error"), [(5, torch.bfloat16, RuntimeError), (6, None, AssertionError)]
 )
-def test_data_of_another_dtype_or_size_is_refused(
+def test_dtensor_data_of_other_dtype_or_shape_raises(
     rows: int, dtype: torch.dtype | None, error: type[Exception]
 ) -> None:
-    """``.data`` of a DTensor leaves its local tensor, and so its values, as they are."""
+    """Assigning ``.data`` of a DTensor does not change its local tensor."""
     model = model_of()
-    loss_of(model)
+    train_step(model)
     weight = model[0].weight
     weight.data = distribute_tensor(
         torch.zeros(rows, 4, dtype=dtype), weight.device_mesh, weight.placements
     )
     with pytest.raises(error, match=r"parameter '0\.weight'"):
-        loss_of(model)
+        train_step(model)
 
 
-def test_nothing_is_looked_for_while_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_check_is_not_run_while_shards_are_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = model_of()
     wrapped = model_of(wrap=True)
-    called: list[object] = []
-    loss_of(model)
-    loss_of(wrapped)
-    kind = type(model[0]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0])
-    monkeypatch.setattr(kind, "_follow_shard", called.append)
-    for each in (model, wrapped):
-        loss_of(each)
-        each.to(torch.float64).to(torch.float32)
-        loss_of(each)
-        each.load_state_dict(each.state_dict(), assign=True)
-        loss_of(each)
-    assert called == []
+    calls: list[object] = []
+    train_step(model)
+    train_step(wrapped)
+    param_class = type(model[0]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0])
+    monkeypatch.setattr(param_class, "_follow_shard", calls.append)
+    for tested in (model, wrapped):
+        train_step(tested)
+        tested.to(torch.float64).to(torch.float32)
+        train_step(tested)
+        tested.load_state_dict(tested.state_dict(), assign=True)
+        train_step(tested)
+    assert calls == []

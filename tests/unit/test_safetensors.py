@@ -1,4 +1,4 @@
-"""Reading safetensors files: what a file says is checked before it is believed."""
+"""Readers of safetensors files and of their index validate headers before they use them."""
 
 from __future__ import annotations
 
@@ -18,48 +18,51 @@ from fsdp_c.safetensors import SafetensorsFile, SafetensorsIndex, open_safetenso
 
 
 def entry(begin: int, end: int) -> dict[str, Any]:
+    """Returns a valid header entry of a U8 tensor at these byte offsets."""
     return {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
 
 
 class TestFile:
     @pytest.mark.parametrize("pad", range(8))
-    def test_gives_back_every_dtype_at_any_alignment(self, tmp_path: Path, pad: int) -> None:
+    def test_file_with_any_dtype_and_alignment_returns_saved_tensors(
+        self, tmp_path: Path, pad: int
+    ) -> None:
         tensors = {
             name: torch.arange(6).to(dtype).view(2, 3)
             if dtype.itemsize > 1 or dtype == torch.uint8
             else torch.tensor([[1, 0, 1]]).to(dtype)
             for name, dtype in DTYPES.items()
         }
-        found = SafetensorsFile(write(tmp_path / "a", tensors, pad))
-        assert set(found) == set(tensors) and len(found) == len(tensors)
+        loaded = SafetensorsFile(write(tmp_path / "a", tensors, pad))
+        assert set(loaded) == set(tensors) and len(loaded) == len(tensors)
         for name, tensor in tensors.items():
-            assert found.facts(name) == (tensor.dtype, tensor.shape)
-            assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-            assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+            assert loaded.facts(name) == (tensor.dtype, tensor.shape)
+            assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
+            assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8))
         with pytest.raises(KeyError):
-            found["nothing"]
+            loaded["nothing"]
 
-    def test_scalars_and_empty_tensors(self, tmp_path: Path) -> None:
+    def test_file_with_scalar_and_empty_tensor_returns_them(self, tmp_path: Path) -> None:
         header = {
             "s": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]},
             "e": {"dtype": "F32", "shape": [0, 4], "data_offsets": [4, 4]},
         }
         raw = bytes(torch.tensor([3.5]).view(torch.uint8).tolist())
-        found = SafetensorsFile(write_header(tmp_path / "a", header, raw))
-        assert torch.equal(found["s"], torch.tensor(3.5))
-        assert found["e"].shape == (0, 4)
+        loaded = SafetensorsFile(write_header(tmp_path / "a", header, raw))
+        assert torch.equal(loaded["s"], torch.tensor(3.5))
+        assert loaded["e"].shape == (0, 4)
 
-    def test_names_come_in_the_order_of_the_bytes(self, tmp_path: Path) -> None:
+    def test_file_iterates_names_in_order_of_data_offsets(self, tmp_path: Path) -> None:
         path = write_header(tmp_path / "a", {"late": entry(4, 8), "early": entry(0, 4)}, b"\0" * 8)
         assert list(SafetensorsFile(path)) == ["early", "late"]
 
-    def test_tensors_are_on_the_cpu_whatever_the_default(self, tmp_path: Path) -> None:
+    def test_file_tensors_are_on_cpu_for_any_default_device(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a", {"a": torch.ones(3)})
         with torch.device("meta"):
             assert SafetensorsFile(path)["a"].tolist() == [1, 1, 1]
 
     @pytest.mark.parametrize(
-        "wrong",
+        "invalid_entry",
         [
             3,
             {},
@@ -75,8 +78,8 @@ class TestFile:
             {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]},
         ],
     )
-    def test_entries_that_cannot_be_true(self, tmp_path: Path, wrong: Any) -> None:
-        path = write_header(tmp_path / "a", {"weight": wrong}, b"\0" * 4)
+    def test_header_with_invalid_entry_raises(self, tmp_path: Path, invalid_entry: Any) -> None:
+        path = write_header(tmp_path / "a", {"weight": invalid_entry}, b"\0" * 4)
         with pytest.raises(ValueError, match=f"{path} is not a safetensors file: .*header"):
             SafetensorsFile(path)
 
@@ -90,9 +93,9 @@ class TestFile:
             (b'{"a": %b, "a": %b}' % ((json.dumps(entry(0, 4)).encode(),) * 2), 4),
             (b'{"a": {"dtype": "U8", "shape": [4], "shape": [4], "data_offsets": [0, 4]}}', 4),
         ],
-        ids=["overlap", "hole", "bytes left", "bytes before", "a name twice", "a key twice"],
+        ids=["overlap", "gap", "bytes after", "bytes before", "duplicate name", "duplicate key"],
     )
-    def test_headers_that_do_not_say_exactly_what_is_there(
+    def test_header_that_does_not_cover_data_exactly_once_raises(
         self, tmp_path: Path, header: Any, length: int
     ) -> None:
         path = write_header(tmp_path / "a", header, b"\0" * length)
@@ -102,14 +105,14 @@ class TestFile:
     @pytest.mark.parametrize(
         "header",
         [b"[" * 100_000, b'{"a":' * 100_000, b"{]", b"[]", b'{"\xff": 1}', b'{"a": NaN}'],
-        ids=["lists", "objects", "no JSON", "no object", "no UTF-8", "NaN"],
+        ids=["nested lists", "nested objects", "no JSON", "no object", "no UTF-8", "NaN"],
     )
-    def test_headers_that_are_something_else(self, tmp_path: Path, header: bytes) -> None:
+    def test_header_that_is_no_json_object_raises(self, tmp_path: Path, header: bytes) -> None:
         with pytest.raises(ValueError, match=r"is not a safetensors file: .*header"):
             SafetensorsFile(write_header(tmp_path / "a", header))
 
     @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x05" + b"\0" * 7 + b"{}"])
-    def test_files_that_are_something_else(self, tmp_path: Path, content: bytes) -> None:
+    def test_file_without_valid_header_length_raises(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "a").write_bytes(content)
         with pytest.raises(ValueError, match=r"is not a safetensors file: .*header"):
             SafetensorsFile(tmp_path / "a")
@@ -118,35 +121,37 @@ class TestFile:
 
     @settings(max_examples=200, deadline=None)
     @given(st.binary(max_size=40), st.integers(0, 60))
-    def test_no_bytes_make_it_fail_otherwise(
+    def test_file_of_random_bytes_raises_only_value_error(
         self, tmp_path_factory: Any, text: bytes, length: int
     ) -> None:
         path = tmp_path_factory.mktemp("f") / "a"
         path.write_bytes(length.to_bytes(8, "little") + text)
         try:
-            found = SafetensorsFile(path)
+            loaded = SafetensorsFile(path)
         except ValueError as error:
             assert str(path) in str(error)
         else:
-            assert [found[name] for name in found] == []
+            assert [loaded[name] for name in loaded] == []
 
-    @pytest.mark.parametrize("kind", ["many tensors", "a long shape"])
-    def test_a_large_header_takes_no_time(self, tmp_path: Path, kind: str) -> None:
+    @pytest.mark.parametrize("kind", ["many tensors", "long shape"])
+    def test_large_header_is_read_in_less_than_2_5_cpu_seconds(
+        self, tmp_path: Path, kind: str
+    ) -> None:
         header: Any = {f"layers.{i}.{'weight' * 5}": entry(4 * i, 4 * i + 4) for i in range(15_000)}
-        if kind == "a long shape":
+        if kind == "long shape":
             header = {"a": {"dtype": "U8", "shape": [2**40] * 100_000, "data_offsets": [0, 4]}}
         path = write_header(tmp_path / "a", header, b"\0" * 60_000)
         assert path.stat().st_size > 1_300_000
         start = time.process_time()
         try:
-            found = SafetensorsFile(path)
-            assert len([found.facts(name) for name in found]) == 15_000
+            loaded = SafetensorsFile(path)
+            assert len([loaded.facts(name) for name in loaded]) == 15_000
         except ValueError:
-            assert kind == "a long shape"
+            assert kind == "long shape"
         assert time.process_time() - start < 2.5
 
     @pytest.mark.parametrize("library", [None, object])
-    def test_the_library_is_asked_for(
+    def test_missing_or_old_safetensors_library_raises_with_pip_command(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Any
     ) -> None:
         path = write(tmp_path / "a", {"a": torch.ones(2)})
@@ -156,19 +161,19 @@ class TestFile:
 
 
 class TestIndex:
-    def test_finds_tensors_in_their_files(self, tmp_path: Path) -> None:
+    def test_index_finds_tensors_in_their_files(self, tmp_path: Path) -> None:
         write(tmp_path / "one.safetensors", {"a": torch.ones(2), "unused": torch.ones(1)})
         write(tmp_path / "two.safetensors", {"b": torch.zeros(3)})
-        places = {"b": "two.safetensors", "a": "one.safetensors"}
+        weight_map = {"b": "two.safetensors", "a": "one.safetensors"}
         index = tmp_path / "model.safetensors.index.json"
-        index.write_text(json.dumps({"weight_map": places}))
+        index.write_text(json.dumps({"weight_map": weight_map}))
         for path in (index, tmp_path):
-            found = open_safetensors(path)
-            assert list(found) == ["a", "b"] and len(found) == 2
-            assert torch.equal(found["b"], torch.zeros(3))
-            assert found.facts("a") == (torch.float32, (2,))
+            loaded = open_safetensors(path)
+            assert list(loaded) == ["a", "b"] and len(loaded) == 2
+            assert torch.equal(loaded["b"], torch.zeros(3))
+            assert loaded.facts("a") == (torch.float32, (2,))
 
-    def test_a_tensor_that_is_not_where_it_should_be(self, tmp_path: Path) -> None:
+    def test_index_naming_file_without_tensor_raises(self, tmp_path: Path) -> None:
         write(tmp_path / "one.safetensors", {"a": torch.ones(2)})
         index = tmp_path / "i.json"
         index.write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
@@ -176,18 +181,18 @@ class TestIndex:
             SafetensorsIndex(index)
 
     @pytest.mark.parametrize(
-        "place", ["../one.safetensors", "/etc/passwd", "sub/../../one", "..", 3, None, "", "a\0b"]
+        "file", ["../one.safetensors", "/etc/passwd", "sub/../../one", "..", 3, None, "", "a\0b"]
     )
-    def test_files_elsewhere_are_not_looked_at(self, tmp_path: Path, place: Any) -> None:
+    def test_index_naming_file_outside_its_folder_raises(self, tmp_path: Path, file: Any) -> None:
         write(tmp_path / "one.safetensors", {"a": torch.ones(2)})
         index = tmp_path / "folder" / "i.json"
         index.parent.mkdir()
-        index.write_text(json.dumps({"weight_map": {"a": place}}))
+        index.write_text(json.dumps({"weight_map": {"a": file}}))
         with pytest.raises(ValueError, match=r"places 'a' in .*, which is (not in its folder|no)"):
             SafetensorsIndex(index)
 
-    def test_links_are_followed(self, tmp_path: Path) -> None:
-        """As in Hugging Face's cache: names here, contents in a folder beside."""
+    def test_index_and_files_that_are_symbolic_links_load(self, tmp_path: Path) -> None:
+        """Hugging Face's cache stores contents in ``blobs`` and links to them in ``snapshots``."""
         (tmp_path / "blobs").mkdir()
         (tmp_path / "snapshot" / "sub").mkdir(parents=True)
         blob = write(tmp_path / "blobs" / "123", {"a": torch.ones(2)})
@@ -202,18 +207,18 @@ class TestIndex:
     @pytest.mark.parametrize(
         "text", ["", "{}", "[]", '{"weight_map": 3}', "[" * 100_000, "\x00\xff"], ids=range(6)
     )
-    def test_something_else(self, tmp_path: Path, text: str) -> None:
+    def test_invalid_index_raises(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "i.json").write_text(text)
         with pytest.raises(ValueError, match="not an index"):
             SafetensorsIndex(tmp_path / "i.json")
 
 
-def test_a_folder_with_one_file(tmp_path: Path) -> None:
+def test_open_safetensors_of_folder_opens_its_file(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"a": torch.ones(2)})
     assert list(open_safetensors(tmp_path)) == ["a"]
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_open_safetensors_of_path_without_file_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no safetensors file in"):
         open_safetensors(tmp_path)
     with pytest.raises(FileNotFoundError):

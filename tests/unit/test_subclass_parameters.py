@@ -1,4 +1,4 @@
-"""Parameters of tensor subclasses: what of a subclass fully_shard may rely on."""
+"""fully_shard of parameters of tensor subclasses: operators it uses, and references it keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import fsdp_c
 
 
 class OnlyChunks(One):
-    """Can be chunked, padded and copied, but not cut elsewhere; NF4Tensor is like that."""
+    """Supports chunk, pad and copy, but no slices of part of a dimension, as NF4Tensor."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,7 +30,9 @@ class OnlyChunks(One):
 
 
 @pytest.mark.parametrize("shard", [public.fully_shard, fsdp_c.fully_shard])
-def test_a_subclass_need_not_know_slices(fake_group: int, shard: Callable[..., Any]) -> None:
+def test_fully_shard_of_subclass_without_slices_shards_it(
+    fake_group: int, shard: Callable[..., Any]
+) -> None:
     values = torch.arange(64.0).view(16, 4)
     module = nn.Linear(4, 16, bias=False)
     module.weight = nn.Parameter(OnlyChunks(values.clone()))
@@ -41,15 +43,15 @@ def test_a_subclass_need_not_know_slices(fake_group: int, shard: Callable[..., A
     assert module(torch.ones(3, 4)).shape == (3, 16)
 
 
-def test_the_whole_tensor_inside_of_a_wrapper_is_not_kept(fake_group: int) -> None:
-    whole = torch.ones(16, 4)
+def test_tensor_inside_wrapper_subclass_is_freed_after_sharding(fake_group: int) -> None:
+    inner = torch.ones(16, 4)
     module = nn.Linear(4, 16, bias=False)
-    module.weight = nn.Parameter(Wrapping(whole))
+    module.weight = nn.Parameter(Wrapping(inner))
     module.weight.note = "kept"
-    alive = weakref.ref(whole)
+    reference = weakref.ref(inner)
     fsdp_c.fully_shard(module)
     module(torch.ones(3, 4)).sum().backward()
     assert module.weight.note == "kept"
-    del whole
+    del inner
     gc.collect()
-    assert alive() is None
+    assert reference() is None

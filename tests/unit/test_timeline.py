@@ -1,4 +1,4 @@
-"""``fsdp_c.trace``: what is read from a profiler's ranges, and that nothing is left behind."""
+"""``fsdp_c.trace`` computes spans from profiler events, and leaves no state on the model."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> No
         optimizer.step()
 
 
-def lane(found: list[Span], name: str) -> list[tuple[str, str, int, int]]:
-    return [tuple(span[1:]) for span in found if span.lane == name]  # type: ignore[misc]
+def spans_in_lane(all_spans: list[Span], lane: str) -> list[tuple[str, str, int, int]]:
+    """Returns (kind, unit, begin, end) of the spans in one lane."""
+    return [tuple(span[1:]) for span in all_spans if span.lane == lane]  # type: ignore[misc]
 
 
-# ---- what is read --------------------------------------------------------------------------------
+# ---- spans of profiler events --------------------------------------------------------------------
 
-A_STEP = [
+STEP_ON_CPU = [
     Event(BLOCK, 0, 1000),
     Event("FSDP::pre_forward (a)", 100, 200),
     Event("FSDP::all_gather (a)", 101, 120),
@@ -49,11 +50,11 @@ A_STEP = [
 ]
 
 
-def test_a_step_on_the_cpu() -> None:
-    found = spans_of(A_STEP[::-1])
-    assert lane(found, GATHER) == [(GATHER, "a", 115, 170)]
-    assert lane(found, REDUCE) == [(REDUCE, "a", 540, 700)]
-    assert lane(found, COMPUTE) == [
+def test_spans_of_cpu_step_cover_it_without_gaps() -> None:
+    all_spans = spans_of(STEP_ON_CPU[::-1])
+    assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
+    assert spans_in_lane(all_spans, REDUCE) == [(REDUCE, "a", 540, 700)]
+    assert spans_in_lane(all_spans, COMPUTE) == [
         (spans.OUTSIDE, "", 0, 100),
         (spans.SHARDING, "a", 100, 130),
         (spans.GATHER_WAIT, "a", 130, 170),
@@ -75,28 +76,29 @@ def test_a_step_on_the_cpu() -> None:
     ]
 
 
-def test_collectives_that_are_waited_for_where_they_are_issued() -> None:
-    """As torch's FSDP2 does on the CPU."""
-    at_once = [
+def test_spans_of_collective_awaited_at_issue_contain_gather_wait() -> None:
+    """On CPU torch's FSDP2 waits for a collective in the hook that issues it."""
+    events = [
         Event(BLOCK, 0, 1000),
         Event("FSDP::all_gather (a)", 100, 200),
         Event("c10d::_allgather_base_", 110, 120),
         Event("gloo:all_gather", 125, 190, flying=True),
     ]
-    assert (spans.GATHER_WAIT, "a", 120, 190) in lane(spans_of(at_once), COMPUTE)
+    assert (spans.GATHER_WAIT, "a", 120, 190) in spans_in_lane(spans_of(events), COMPUTE)
 
 
-def test_collectives_of_others_take_their_turn_and_are_left_out() -> None:
-    others = [
+def test_spans_omit_collectives_issued_outside_of_fsdp() -> None:
+    other_collectives = [
         Event("c10d::_allgather_base_", 10, 12),
         Event("gloo:all_gather", 15, 105, flying=True),
         Event("gloo:all_gather", -50, -5, flying=True),  # issued before the trace
     ]
-    assert lane(spans_of(A_STEP + others), GATHER) == [(GATHER, "a", 115, 170)]
+    all_spans = spans_of(STEP_ON_CPU + other_collectives)
+    assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
 
 
-def test_a_step_on_a_device_has_the_times_of_kernels() -> None:
-    on_host = [event for event in A_STEP if not event.flying]
+def test_spans_of_cuda_step_have_times_of_kernels() -> None:
+    host_events = [event for event in STEP_ON_CPU if not event.flying]
     launches = [Event("aten::mm", 250, 252, id=1), Event("aten::mm", 420, 425, id=2)]
     kernels = [
         Event("ncclDevKernel_AllGather_RING_LL", 2000, 2100, on_device=True, id=7),
@@ -106,34 +108,34 @@ def test_a_step_on_a_device_has_the_times_of_kernels() -> None:
         Event("sgemm", 200_000, 200_100, on_device=True, id=2),
         Event("ncclDevKernel_ReduceScatter_Sum", 199_950, 200_050, on_device=True, id=8),
     ]
-    found = spans_of([*on_host, *launches, *kernels])
-    assert lane(found, GATHER) == [(GATHER, "a", 2000, 2100)]
-    assert lane(found, REDUCE) == [(REDUCE, "a", 199_950, 200_050)]
-    assert lane(found, COMPUTE) == [
+    all_spans = spans_of([*host_events, *launches, *kernels])
+    assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 2000, 2100)]
+    assert spans_in_lane(all_spans, REDUCE) == [(REDUCE, "a", 199_950, 200_050)]
+    assert spans_in_lane(all_spans, COMPUTE) == [
         (spans.FORWARD, "a", 2050, 2060),
         (spans.GATHER_WAIT, "a", 2060, 2100),
         (spans.REDUCE_WAIT, "a", 199_950, 200_000),
         (spans.BACKWARD, "a", 200_000, 200_100),
     ]
-    assert (spans.FORWARD, "a", 200, 300) in lane(found, HOST)
+    assert (spans.FORWARD, "a", 200, 300) in spans_in_lane(all_spans, HOST)
 
 
-def test_the_sentence() -> None:
+def test_summary_states_shares_of_time_and_longest_wait() -> None:
     trace = StepTrace()
     with pytest.raises(RuntimeError, match="still open"):
         trace.summary()
     ms = 1_000_000
-    quiet = [
+    rank_without_wait = [
         Span(COMPUTE, spans.FORWARD, "blocks.3", 0, 88 * ms),
         Span(GATHER, GATHER, "blocks.3", 40 * ms, 50 * ms),
     ]
-    waiting = [
+    rank_with_wait = [
         Span(COMPUTE, spans.FORWARD, "blocks.3", 0, 88 * ms),
         Span(COMPUTE, spans.GATHER_WAIT, "blocks.3", 88 * ms, 100 * ms),
         Span(GATHER, GATHER, "blocks.3", 80 * ms, 100 * ms),
         Span(REDUCE, REDUCE, "blocks.4", 90 * ms, 101 * ms),
     ]
-    trace.ranks, trace._closed = [quiet, waiting], True
+    trace.ranks, trace._closed = [rank_without_wait, rank_with_wait], True
     assert trace.summary() == (
         "101 ms on 2 ranks: 87 % forward, 6 % wait for a gather. 61 % of communication is hidden; "
         "'blocks.3' waits 12 ms for its gather on rank 1."
@@ -141,81 +143,81 @@ def test_the_sentence() -> None:
     assert trace.seconds()[spans.GATHER_WAIT] == {"blocks.3": pytest.approx(0.006)}
 
 
-# ---- a live model --------------------------------------------------------------------------------
+# ---- traces of a model ---------------------------------------------------------------------------
 
 
-def test_every_moment_is_somebodys_and_the_model_is_as_it_was(
+def test_trace_of_step_has_no_gaps_and_leaves_model_unchanged(
     fake_group: int, tmp_path: Path
 ) -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
-    before = _state(model)
-    with fsdp_c.trace(model) as found:
-        assert str(found) == "a trace that is still open" and _overrides(model) == 0
+    before = _snapshot(model)
+    with fsdp_c.trace(model) as trace:
+        assert str(trace) == "a trace that is still open" and _overrides(model) == 0
         step(model, optimizer)
-    assert _overrides(model) == 0 and _state(model) == before
+    assert _overrides(model) == 0 and _snapshot(model) == before
     assert not torch.autograd.profiler._is_profiler_enabled
-    (rank,) = found.ranks
-    computing = [span for span in rank if span.lane == COMPUTE]
-    assert computing[0].begin == 0
-    assert all(a.end == b.begin for a, b in itertools.pairwise(computing))
+    (rank,) = trace.ranks
+    compute = [span for span in rank if span.lane == COMPUTE]
+    assert compute[0].begin == 0
+    assert all(a.end == b.begin for a, b in itertools.pairwise(compute))
     for kind in (spans.FORWARD, spans.BACKWARD):
-        units = list(dict.fromkeys(span.unit for span in computing if span.kind == kind))
+        units = list(dict.fromkeys(span.unit for span in compute if span.kind == kind))
         blocks = ["blocks.0", "blocks.1", "blocks.2"]
-        own = blocks if kind == spans.FORWARD else blocks[::-1]
-        assert [unit for unit in units if unit != spans.ROOT] == own and spans.ROOT in units
-    assert any(span.kind == spans.OPTIMIZER for span in computing)
+        expected = blocks if kind == spans.FORWARD else blocks[::-1]
+        assert [unit for unit in units if unit != spans.ROOT] == expected and spans.ROOT in units
+    assert any(span.kind == spans.OPTIMIZER for span in compute)
     assert len([span for span in rank if span.lane == GATHER]) == 7
     assert len([span for span in rank if span.lane == REDUCE]) == 4
-    _check_files(found, tmp_path)
+    _check_files(trace, tmp_path)
 
 
-def _check_files(found: StepTrace, folder: Path) -> None:
+def _check_files(trace: StepTrace, folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    found.plot(folder / "step.png")
+    trace.plot(folder / "step.png")
     assert (folder / "step.png").read_bytes().startswith(b"\x89PNG")
-    found.save(folder / "step.json")
+    trace.save(folder / "step.json")
     saved = json.loads((folder / "step.json").read_text())
-    shown = [event for event in saved["traceEvents"] if event["ph"] == "X"]
-    assert len(shown) == len(found.ranks[0])
-    assert saved["otherData"]["summary"] == found.summary()
+    complete_events = [event for event in saved["traceEvents"] if event["ph"] == "X"]
+    assert len(complete_events) == len(trace.ranks[0])
+    assert saved["otherData"]["summary"] == trace.summary()
 
 
 @pytest.mark.parametrize("writes", [True, False])
-def test_a_missing_matplotlib_is_missed_on_every_rank(
+def test_plot_without_matplotlib_raises_on_every_rank(
     fake_group: int, writes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Else the rank that draws would stop, and the others wait for it."""
+    """If only the rank that draws raised, the other ranks would wait for it."""
     model = sharded()
-    with fsdp_c.trace(model) as found:
+    with fsdp_c.trace(model) as trace:
         step(model)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(timeline, "_writes", lambda: writes)
-    for picture in (found, fsdp_c.explain(model)):
+    for plottable in (trace, fsdp_c.explain(model)):
         with pytest.raises(ImportError, match="a picture needs matplotlib: pip install matplotl"):
-            picture.plot(tmp_path / "step.png")
+            plottable.plot(tmp_path / "step.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_an_exception_leaves_nothing_behind(fake_group: int) -> None:
+def test_exception_in_trace_leaves_model_unchanged(fake_group: int) -> None:
     model = sharded()
     step(model)
-    before = _state(model)
-    with pytest.raises(KeyError, match="mine"), fsdp_c.trace(model) as found:
+    before = _snapshot(model)
+    with pytest.raises(KeyError, match="stop"), fsdp_c.trace(model) as trace:
         step(model)
-        raise KeyError("mine")
+        raise KeyError("stop")
     assert not torch.autograd.profiler._is_profiler_enabled
-    assert _overrides(model) == 0 and _state(model) == before
-    assert str(found) == "a trace that an exception has ended"
+    assert _overrides(model) == 0 and _snapshot(model) == before
+    assert str(trace) == "a trace that an exception has ended"
     with pytest.raises(RuntimeError, match="nothing was traced: an exception has left"):
-        found.summary()
-    with fsdp_c.trace(model) as again:
+        trace.summary()
+    with fsdp_c.trace(model) as next_trace:
         step(model)
-    assert again.ranks[0]
+    assert next_trace.ranks[0]
 
 
-def test_what_cannot_be_traced(fake_group: int) -> None:
+def test_trace_of_invalid_model_or_without_steps_raises(fake_group: int) -> None:
     with pytest.raises(ValueError, match="trace expects a model that fully_shard was applied to"):
         with fsdp_c.trace(nn.Linear(2, 2)):
             pass
@@ -230,22 +232,23 @@ def test_what_cannot_be_traced(fake_group: int) -> None:
     with fsdp_c.trace(model) as empty:
         pass
     assert str(empty) == "a trace without steps"
-    for ask in (empty.summary, lambda: empty.plot("x.png"), lambda: empty.save("x.json")):
+    for call in (empty.summary, lambda: empty.plot("x.png"), lambda: empty.save("x.json")):
         with pytest.raises(RuntimeError, match="nothing was traced"):
-            ask()
+            call()
 
 
 def _overrides(model: Any) -> int:
-    found = 0
+    """Returns the union of the override flags of all states and parameter groups."""
+    flags = 0
     for module in fsdp_c.units.sharded_modules(model):
         state = module._get_fsdp_state()
-        for one in (state, *state._fsdp_param_groups):
-            found |= _C._testing.overrides(one)
-    return found
+        for owner in (state, *state._fsdp_param_groups):
+            flags |= _C._testing.overrides(owner)
+    return flags
 
 
-def _state(model: nn.Module) -> list[Any]:
-    """What a trace might have left on modules and their parameters."""
+def _snapshot(model: nn.Module) -> list[Any]:
+    """Returns the hooks, attributes and parameters of all modules."""
     return [
         (dict(m._forward_pre_hooks), dict(m._forward_hooks), sorted(vars(m)), dict(m._parameters))
         for m in model.modules()

@@ -1,4 +1,4 @@
-"""A second thread in a model is refused before it changes anything; the first is unharmed."""
+"""A second thread in a model raises before it changes anything, and the first thread trains on."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import fully_shard
 
-SECONDS = 30
-"""After which a thread that waits for another gives up."""
+TIMEOUT = 30  # seconds that a thread waits for another
 
 
 class Gate(nn.Module):
-    """Where a forward (or a backward) stops until it is let through; open at first."""
+    """Blocks one forward, or backward, after ``armed`` is set, until ``open`` is set.
+
+    ``reached`` is set when a thread is blocked.
+    """
 
     def __init__(self, backward: bool) -> None:
         super().__init__()
         self.reached, self.open, self.armed = threading.Event(), threading.Event(), False
         self.in_backward = backward
 
-    def stop(self, *unused: Any) -> None:
+    def block_if_armed(self, *unused: Any) -> None:
         if self.armed:
             self.armed = False
             self.reached.set()
-            assert self.open.wait(SECONDS)
+            assert self.open.wait(TIMEOUT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.in_backward:
-            self.stop()
+            self.block_if_armed()
         elif x.requires_grad:
-            x.register_hook(self.stop)
+            x.register_hook(self.block_if_armed)
         return x
 
 
-def plain(backward: bool = False) -> nn.Sequential:
+def make_model(backward: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), Gate(backward), nn.Linear(4, 4))
 
 
-def sharded(backward: bool = False, group: bool = False) -> Any:
-    model = plain(backward)
+def make_sharded_model(backward: bool = False, group: bool = False) -> Any:
+    """Shards both layers, as one unit if ``group``, and the root."""
+    model = make_model(backward)
     if group:
         fully_shard([model[0], model[2]])
     else:
@@ -70,26 +73,26 @@ def evaluate(model: nn.Module) -> torch.Tensor:
         return loss_of(model)
 
 
-def expect_steps(model: nn.Module, steps: int) -> None:
-    """The gradients are those of so many steps."""
-    reference = plain()
+def assert_gradients_of_steps(model: nn.Module, steps: int) -> None:
+    """Asserts that the gradients are the sum of this number of steps."""
+    reference = make_model()
     for _ in range(steps):
         step(reference)
-    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours.grad.to_local(), expected.grad)
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(param.grad.to_local(), expected.grad)
 
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as found:
-        yield found
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
 
 
 @pytest.mark.parametrize("group", [False, True])
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("call", [step, evaluate])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_while_one_thread_is_in_it(
+def test_second_thread_during_forward_or_backward_raises(
     single_group: int,
     pool: ThreadPoolExecutor,
     backward: bool,
@@ -97,48 +100,48 @@ def test_while_one_thread_is_in_it(
     used: bool,
     group: bool,
 ) -> None:
-    model = sharded(backward, group)
+    model = make_sharded_model(backward, group)
     if used:
         step(model)
     model[1].armed = True
     first = pool.submit(step, model)
-    assert model[1].reached.wait(SECONDS)
+    assert model[1].reached.wait(TIMEOUT)
     pass_name = "backward" if backward else "forward"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"thread is in the {pass_name} of the root module"):
             call(model)
     model[1].open.set()
-    first.result(SECONDS)
-    expect_steps(model, 2 if used else 1)
-    call(model)  # now it is alone
-    expect_steps(model, (2 if used else 1) + (call is step))
+    first.result(TIMEOUT)
+    assert_gradients_of_steps(model, 2 if used else 1)
+    call(model)  # the first thread has finished
+    assert_gradients_of_steps(model, (2 if used else 1) + (call is step))
 
 
-def test_in_lazy_init(single_group: int, pool: ThreadPoolExecutor) -> None:
-    model = sharded()
+def test_second_thread_during_lazy_init_raises(single_group: int, pool: ThreadPoolExecutor) -> None:
+    model = make_sharded_model()
     state = model._get_fsdp_state()
     lazy_init, gate = state._lazy_init, Gate(False)
     gate.armed = True
 
-    def slow() -> None:
-        gate.stop()
+    def blocking_lazy_init() -> None:
+        gate.block_if_armed()
         lazy_init()
 
-    state._lazy_init = slow
+    state._lazy_init = blocking_lazy_init
     first = pool.submit(step, model)
-    assert gate.reached.wait(SECONDS)
+    assert gate.reached.wait(TIMEOUT)
     with pytest.raises(RuntimeError, match="in the forward of"):
         step(model)
     gate.open.set()
-    first.result(SECONDS)
-    expect_steps(model, 1)
+    first.result(TIMEOUT)
+    assert_gradients_of_steps(model, 1)
 
 
 @pytest.mark.parametrize("other", ["forward", "backward"])
-def test_a_backward_while_another_thread_runs(
+def test_backward_during_pass_of_another_thread_raises(
     single_group: int, pool: ThreadPoolExecutor, other: str
 ) -> None:
-    model = sharded(other == "backward")
+    model = make_sharded_model(other == "backward")
     loss = loss_of(model)
     model[1].armed = True
     run = evaluate if other == "forward" else step
@@ -149,50 +152,52 @@ def test_a_backward_while_another_thread_runs(
         first = pool.submit(second.backward)
     else:
         first = pool.submit(run, model)
-    assert model[1].reached.wait(SECONDS)
+    assert model[1].reached.wait(TIMEOUT)
     with pytest.raises(RuntimeError, match=f"another thread is in the {other} of"):
         loss.backward()
     model[1].open.set()
-    result = first.result(SECONDS)
+    result = first.result(TIMEOUT)
     if other == "forward":
-        assert torch.equal(result, evaluate(plain()))
+        assert torch.equal(result, evaluate(make_model()))
     else:
-        expect_steps(model, 1)
+        assert_gradients_of_steps(model, 1)
     model.reset_iter_state()
     model.zero_grad()
     step(model)
-    expect_steps(model, 1)
+    assert_gradients_of_steps(model, 1)
 
 
-def test_threads_that_take_turns(single_group: int, pool: ThreadPoolExecutor) -> None:
-    """Also with the forward in one and the backward in the other."""
-    model = sharded()
+def test_steps_in_alternating_threads_train(single_group: int, pool: ThreadPoolExecutor) -> None:
+    """Forward and backward of one step may also run in different threads."""
+    model = make_sharded_model()
     step(model)
-    pool.submit(step, model).result(SECONDS)
-    pool.submit(loss_of(model).backward).result(SECONDS)
-    pool.submit(loss_of, model).result(SECONDS).backward()
-    expect_steps(model, 4)
+    pool.submit(step, model).result(TIMEOUT)
+    pool.submit(loss_of(model).backward).result(TIMEOUT)
+    pool.submit(loss_of, model).result(TIMEOUT).backward()
+    assert_gradients_of_steps(model, 4)
 
 
-def test_a_reset_lets_another_thread_in(single_group: int, pool: ThreadPoolExecutor) -> None:
-    model = sharded()
+def test_step_after_reset_iter_state_in_another_thread_trains(
+    single_group: int, pool: ThreadPoolExecutor
+) -> None:
+    model = make_sharded_model()
 
     def fail(*unused: Any) -> None:
         raise ValueError
 
     handle = model[1].register_forward_hook(fail)
     with pytest.raises(ValueError):
-        pool.submit(step, model).result(SECONDS)
+        pool.submit(step, model).result(TIMEOUT)
     handle.remove()
     with pytest.raises(RuntimeError, match="call reset_iter_state"):
         step(model)
     model.reset_iter_state()
     step(model)
-    expect_steps(model, 1)
+    assert_gradients_of_steps(model, 1)
 
 
-class Branches(nn.Module):
-    """Runs its units in threads of its own."""
+class RunsUnitsInThreads(nn.Module):
+    """Calls each of its units in a new thread, one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,56 +209,53 @@ class Branches(nn.Module):
             return torch.stack([pool.submit(part, x).result() for part in self.parts]).sum(0)
 
 
-def test_units_in_threads_of_one_forward(single_group: int) -> None:
-    reference, model = Branches(), Branches()
+def test_units_called_in_threads_of_one_forward_train(single_group: int) -> None:
+    reference, model = RunsUnitsInThreads(), RunsUnitsInThreads()
     for part in model.parts:
         fully_shard(part)
     fully_shard(model)
-    for each in (model, reference):
-        step(each)
-        step(each)
-    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours.grad.to_local(), expected.grad)  # type: ignore[union-attr]
+    for trained in (model, reference):
+        step(trained)
+        step(trained)
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(param.grad.to_local(), expected.grad)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_is_no_other_thread(
+def test_checkpoint_recomputation_in_backward_thread_trains(
     single_group: int, pool: ThreadPoolExecutor, reentrant: bool
 ) -> None:
-    model = sharded()
+    model = make_sharded_model()
     x = torch.ones(2, 4, requires_grad=True)
 
-    def run() -> torch.Tensor:
-        inner = checkpoint(model, x, use_reentrant=reentrant)
-        loss: torch.Tensor = inner.square().sum()
-        return loss
-
-    pool.submit(run().backward).result(SECONDS)
-    expect_steps(model, 1)
+    output = checkpoint(model, x, use_reentrant=reentrant)
+    loss: torch.Tensor = output.square().sum()
+    pool.submit(loss.backward).result(TIMEOUT)
+    assert_gradients_of_steps(model, 1)
 
 
-def test_two_threads_at_once_are_right_or_refused(single_group: int) -> None:
-    model = sharded()
-    expected = evaluate(plain())
-    before = sys.getswitchinterval()
-    wrong: list[Any] = []
+def test_two_concurrent_threads_give_right_output_or_raise(single_group: int) -> None:
+    model = make_sharded_model()
+    expected = evaluate(make_model())
+    switch_interval = sys.getswitchinterval()
+    failures: list[Any] = []
 
-    def run() -> None:
+    def evaluate_repeatedly() -> None:
         for _ in range(60):
             try:
                 if not torch.equal(evaluate(model), expected):
-                    wrong.append("output")
+                    failures.append("output")
             except RuntimeError as error:
                 if "another thread" not in str(error):
-                    wrong.append(error)
+                    failures.append(error)
 
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=run) for _ in range(2)]
+        threads = [threading.Thread(target=evaluate_repeatedly) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(SECONDS)
+            thread.join(TIMEOUT)
     finally:
-        sys.setswitchinterval(before)
-    assert wrong == []
+        sys.setswitchinterval(switch_interval)
+    assert failures == []

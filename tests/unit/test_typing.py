@@ -1,4 +1,4 @@
-"""What a user's type checker sees: mypy and pyright pass on a script that uses everything."""
+"""mypy and pyright accept typed_user.py, which uses every public name, and find its type errors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ import pytest
 import fsdp_c
 
 ROOT = Path(__file__).resolve().parents[2]
-USER = Path(__file__).with_name("typed_user.py")
+USER_SCRIPT = Path(__file__).with_name("typed_user.py")
 IGNORED = re.compile(r"  # type: ignore\[.*\]")
 
 
-def check(*command: str) -> subprocess.CompletedProcess[str]:
+def run_checker(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
-def mistaken_lines() -> list[int]:
-    lines = USER.read_text().splitlines()
+def lines_with_type_errors() -> list[int]:
+    """Returns the numbers of the lines that ignore a type error."""
+    lines = USER_SCRIPT.read_text().splitlines()
     return [number for number, line in enumerate(lines, 1) if IGNORED.search(line)]
 
 
-def test_the_script_uses_everything() -> None:
-    """Every public name, and every argument of what shards, plans and explains."""
-    text = USER.read_text()
+def test_user_script_uses_all_public_names_and_arguments() -> None:
+    """The arguments are those of ``auto_shard``, ``plan`` and ``explain``."""
+    text = USER_SCRIPT.read_text()
     arguments = {
         name
         for function in (fsdp_c.auto_shard, fsdp_c.plan, fsdp_c.explain)
@@ -41,22 +42,22 @@ def test_the_script_uses_everything() -> None:
     assert [name for name in sorted(arguments) if not re.search(rf"\b{name}=", text)] == []
 
 
-def test_mypy_passes_on_a_users_script() -> None:
-    """Strictly: a mistake that it does not see is an ignore without use, which it reports."""
+def test_mypy_strict_accepts_user_script() -> None:
+    """mypy reports an unused ``type: ignore`` for each error that it does not find."""
     pytest.importorskip("mypy")
-    done = check(sys.executable, "-m", "mypy", "--strict", str(USER))
+    done = run_checker(sys.executable, "-m", "mypy", "--strict", str(USER_SCRIPT))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(mistaken_lines()) >= 9
+    assert len(lines_with_type_errors()) >= 9
 
 
-def test_pyright_passes_on_a_users_script_and_sees_its_mistakes(tmp_path: Path) -> None:
+def test_pyright_accepts_user_script_and_finds_its_type_errors(tmp_path: Path) -> None:
     pyright = shutil.which("pyright", path=str(Path(sys.executable).parent))
     if pyright is None:
         pytest.skip("needs pyright")
-    done = check(pyright, "--pythonpath", sys.executable, str(USER))
+    done = run_checker(pyright, "--pythonpath", sys.executable, str(USER_SCRIPT))
     assert done.returncode == 0, done.stdout + done.stderr
-    bare = tmp_path / "bare.py"
-    bare.write_text(IGNORED.sub("", USER.read_text()))
-    done = check(pyright, "--pythonpath", sys.executable, str(bare))
-    found = {int(n) for n in re.findall(r"bare\.py:(\d+):\d+ - error", done.stdout)}
-    assert found == set(mistaken_lines()), done.stdout
+    without_ignores = tmp_path / "without_ignores.py"
+    without_ignores.write_text(IGNORED.sub("", USER_SCRIPT.read_text()))
+    done = run_checker(pyright, "--pythonpath", sys.executable, str(without_ignores))
+    errors = {int(n) for n in re.findall(r"without_ignores\.py:(\d+):\d+ - error", done.stdout)}
+    assert errors == set(lines_with_type_errors()), done.stdout

@@ -1,4 +1,4 @@
-"""``auto_shard``: tied and frozen weights, full precision, and that a failure changes nothing."""
+"""``auto_shard``: tied and frozen parameters, full precision, small units, and failed calls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fsdp_c.wrap_policy import children_first
 
 class TestHelpers:
     @given(trees)
-    def test_post_order_is_torchs(self, tree: nn.Module) -> None:
-        ours = wrap.post_order_named_modules(tree)
-        assert ours == _wrap_utils._get_post_order_named_modules(tree)
+    def test_post_order_equals_torch(self, tree: nn.Module) -> None:
+        expected = _wrap_utils._get_post_order_named_modules(tree)
+        assert wrap.post_order_named_modules(tree) == expected
 
-    def test_post_order_of_torchs_own_example(self) -> None:
+    def test_post_order_of_nested_module_dict_yields_children_first(self) -> None:
         model = nn.ModuleDict(
             {
                 "s1": nn.ReLU(),
@@ -38,77 +38,78 @@ class TestHelpers:
                 "s3": nn.ReLU(),
             }
         )
-        found = [name for name, _ in wrap.post_order_named_modules(model)]
-        assert found == ["s1", "s2.ss1", "s2.ss2", "s2", "s3", ""]
+        names = [name for name, _ in wrap.post_order_named_modules(model)]
+        assert names == ["s1", "s2.ss1", "s2.ss2", "s2", "s3", ""]
 
     @given(trees, classes, st.integers(0, 20))
-    def test_managed_parameters_and_names_are_torchs(
+    def test_managed_parameters_and_their_names_equal_torch(
         self, tree: nn.Module, kinds: set[Any], skip: int
     ) -> None:
         ignored = set(list(tree.parameters())[skip : skip + 2])
-        ours: set[nn.Module] = set()
-        theirs: set[nn.Module] = set()
+        visited: set[nn.Module] = set()
+        visited_by_torch: set[nn.Module] = set()
         for name, module in wrap.post_order_named_modules(tree):
             if isinstance(module, (*kinds, nn.Conv1d)):
                 assert wrap.managed_param_to_fqn(
-                    module, ignored, ours, name
-                ) == _wrap_utils._get_managed_param_to_fqn(module, ignored, theirs, name)
-                assert ours == theirs
+                    module, ignored, visited, name
+                ) == _wrap_utils._get_managed_param_to_fqn(module, ignored, visited_by_torch, name)
+                assert visited == visited_by_torch
 
     @given(trees)
-    def test_children_first_has_every_module_once(self, tree: nn.Module) -> None:
+    def test_children_first_yields_every_module_once(self, tree: nn.Module) -> None:
         assert set(children_first(tree)) == set(tree.modules())
         assert len(list(children_first(tree))) == len(list(tree.modules()))
 
 
 class TestFrozenParameters:
     @given(trees, classes, st.integers(0, 2**16))
-    def test_the_units_that_torch_complains_about(
+    def test_mixed_requires_grad_lists_names_that_torch_warns_about(
         self, tree: nn.Module, kinds: set[Any], bits: int
     ) -> None:
         for i, param in enumerate(tree.parameters()):
             param.requires_grad_(bool(bits >> i & 1))
         units = wrap.plan(tree, kinds)[:-1]
-        ours = [message.split("\n", 1)[1] for message in wrap.mixed_requires_grad(tree, units, ())]
+        messages = wrap.mixed_requires_grad(tree, units, ())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             _wrap_utils._validate_frozen_params(
                 tree, {unit.modules[0] for unit in units}, set(), use_orig_params=True
             )
-        theirs = [str(one.message).split("\n", 1)[1] for one in caught]
-        assert sorted(ours) == sorted(theirs)  # the lists of names, word for word
+        names = [message.split("\n", 1)[1] for message in messages]
+        torch_names = [str(warning.message).split("\n", 1)[1] for warning in caught]
+        assert sorted(names) == sorted(torch_names)
 
-    def mixed(self) -> Transformer:
+    def model_with_frozen_mlp(self) -> Transformer:
         model = Transformer()
         model.layers[1].mlp.requires_grad_(False)
         return model
 
-    def test_warn_by_default(self, fake_group: int) -> None:
+    def test_unit_with_frozen_parameters_warns_by_default(self, fake_group: int) -> None:
         with pytest.warns(
             UserWarning, match="layers.1 has both parameters with requires_grad=True"
         ):
-            auto_shard(self.mixed())
+            auto_shard(self.model_with_frozen_mlp())
 
-    def test_raise_if_asked(self, fake_group: int) -> None:
-        model = self.mixed()
+    def test_unit_with_frozen_parameters_raises_with_frozen_error(self, fake_group: int) -> None:
+        model = self.model_with_frozen_mlp()
         before = snapshot(model)
         with pytest.raises(ValueError, match=r"layers.1 has both.*\n.*\n\['layers.1.norm.weight'"):
             auto_shard(model, frozen="error")
         assert_unchanged(model, before)
 
-    def test_say_nothing_if_asked_or_separate(self, fake_group: int) -> None:
+    def test_frozen_ignore_or_frozen_units_do_not_warn(self, fake_group: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            auto_shard(self.mixed(), frozen="ignore")
-            auto_shard(self.mixed(), {nn.Sequential, Layer, nn.LayerNorm})
+            auto_shard(self.model_with_frozen_mlp(), frozen="ignore")
+            auto_shard(self.model_with_frozen_mlp(), {nn.Sequential, Layer, nn.LayerNorm})
 
-    def test_unknown_choice(self) -> None:
+    def test_auto_shard_with_unknown_value_of_frozen_raises(self) -> None:
         with pytest.raises(ValueError, match="'warn', 'error' or 'ignore', not 'maybe'"):
             auto_shard(nn.Linear(1, 1), frozen="maybe")  # type: ignore[arg-type]
 
 
 class TestSharding:
-    def test_shards_the_units_and_the_root(self, fake_group: int) -> None:
+    def test_auto_shard_shards_units_and_root(self, fake_group: int) -> None:
         model = auto_shard(Transformer(), reshard_after_forward=True)
         sharded = {name for name, m in model.named_modules() if isinstance(m, FSDPModule)}
         assert sharded == {"", "layers.0", "layers.1", "layers.2"}
@@ -116,14 +117,14 @@ class TestSharding:
         train(model)
         assert all(p.grad is not None for p in model.parameters())
 
-    def test_units_of_several_modules_are_one_group(self, fake_group: int) -> None:
+    def test_unit_of_several_modules_has_one_state(self, fake_group: int) -> None:
         model = Transformer(layers=4)
         auto_shard(model, 2 * bytes_of(model.layers[0].parameters()))
         assert fully_shard.state(model.layers[0]) is fully_shard.state(model.layers[1])
         assert fully_shard.state(model.layers[1]) is not fully_shard.state(model.layers[2])
         train(model)
 
-    def test_ignored_modules_and_parameters_stay(self, fake_group: int) -> None:
+    def test_ignored_modules_and_parameters_are_not_sharded(self, fake_group: int) -> None:
         model = Transformer()
         auto_shard(
             model,
@@ -131,22 +132,24 @@ class TestSharding:
             ignored_modules=[model.layers[0]],
             ignored_params=[model.head.weight],
         )
-        plain = {n for n, p in model.named_parameters() if type(p) is nn.Parameter}
-        assert plain == {
+        unsharded = {n for n, p in model.named_parameters() if type(p) is nn.Parameter}
+        assert unsharded == {
             "head.weight",
             *(f"layers.0.{name}" for name, _ in model.layers[0].named_parameters()),
         }
         assert not any(isinstance(m, FSDPModule) for m in model.layers[0].modules())
 
-    def test_another_function_may_shard(self, fake_group: int) -> None:
+    def test_shard_fn_is_called_for_each_unit_and_root(self, fake_group: int) -> None:
         calls: list[Any] = []
         auto_shard(Transformer(), shard_fn=lambda module, **kwargs: calls.append(kwargs), mesh=None)
         assert calls == [{"mesh": None}] * 4
 
-    @pytest.mark.parametrize("applied", ["ours", "inside"])
-    def test_a_model_with_sharded_parts_is_refused(self, fake_group: int, applied: str) -> None:
+    @pytest.mark.parametrize("sharded", ["root", "submodule"])
+    def test_auto_shard_of_model_with_sharded_module_raises(
+        self, fake_group: int, sharded: str
+    ) -> None:
         model = Transformer()
-        fully_shard(model if applied == "ours" else model.layers[1].mlp)
+        fully_shard(model if sharded == "root" else model.layers[1].mlp)
         before = snapshot(model)
         with pytest.raises(ValueError, match="modules to not already have FSDP applied but found"):
             auto_shard(model)
@@ -156,32 +159,34 @@ class TestSharding:
 class TestFullPrecision:
     POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
-    def test_batch_norms_are_units_that_keep_their_dtype(self, fake_group: int) -> None:
+    def test_batch_norm_is_unit_in_full_precision(self, fake_group: int) -> None:
         model = Transformer(norm=nn.BatchNorm1d)
         with pytest.warns(
             UserWarning, match=r"Both mixed precision and an auto_wrap_policy.*\n.*BatchNorm1d"
         ):
             auto_shard(model, mp_policy=self.POLICY)
-        seen: dict[str, tuple[torch.dtype, ...]] = {}
+        dtypes: dict[str, tuple[torch.dtype, ...]] = {}
 
-        def note(name: str) -> Any:
+        def make_recording_hook(name: str) -> Any:
             def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-                seen[name] = (args[0].dtype, module._parameters["weight"].dtype)
+                dtypes[name] = (args[0].dtype, module._parameters["weight"].dtype)
 
             return hook
 
         norm = model.layers[0].norm
         assert isinstance(norm, FSDPModule)
-        # fully_shard's own hook casts the output after hooks that were there before.
-        norm.register_forward_pre_hook(lambda m, args: note("norm")(m, args, args[0]))
-        model.layers[0].mlp[0].register_forward_hook(note("linear"))
+        # A forward hook would run after fully_shard's, which reshards the weight.
+        norm.register_forward_pre_hook(
+            lambda m, args: make_recording_hook("norm")(m, args, args[0])
+        )
+        model.layers[0].mlp[0].register_forward_hook(make_recording_hook("linear"))
         model(torch.arange(8))
-        assert seen == {
+        assert dtypes == {
             "norm": (torch.float32, torch.float32),
             "linear": (torch.bfloat16, torch.bfloat16),
         }
 
-    def test_classes_can_be_chosen(self, fake_group: int) -> None:
+    def test_full_precision_classes_become_units_in_float32(self, fake_group: int) -> None:
         with pytest.warns(UserWarning, match="LayerNorm"):
             units = wrap.plan(
                 Transformer(), full_precision_classes=[nn.LayerNorm], mp_policy=self.POLICY
@@ -197,7 +202,9 @@ class TestFullPrecision:
         assert units[1].kwargs["mp_policy"] is self.POLICY
 
     @pytest.mark.parametrize("policy", ["blocks", 2000, {Layer}])
-    def test_runs_under_every_kind_of_policy(self, fake_group: int, policy: Any) -> None:
+    def test_full_precision_units_train_under_every_kind_of_policy(
+        self, fake_group: int, policy: Any
+    ) -> None:
         model = Transformer(norm=nn.BatchNorm1d)
         with pytest.warns(UserWarning, match="Both mixed precision"):
             auto_shard(model, policy, mp_policy=self.POLICY)
@@ -205,7 +212,7 @@ class TestFullPrecision:
         assert all(isinstance(norm, FSDPModule) for norm in norms)
         train(model)
 
-    def test_nothing_is_overridden_without_mixed_precision(self) -> None:
+    def test_batch_norm_is_no_unit_without_mixed_precision(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             units = wrap.plan(Transformer(norm=nn.BatchNorm1d))
@@ -213,59 +220,63 @@ class TestFullPrecision:
 
 
 class TestSmallUnits:
-    """``min_unit``: neighbours share a gather and a reduction."""
+    """``min_unit``: small adjacent units are merged, so that they share collectives."""
 
-    def layers(self, *widths: int) -> nn.Sequential:
+    def make_layers(self, *widths: int) -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(width, 8, bias=False) for width in widths))
 
-    def names(self, model: nn.Module, min_unit: int | None, **kwargs: Any) -> list[tuple[str, ...]]:
-        found = wrap.plan(model, {nn.Linear}, min_unit=min_unit, **kwargs)
-        return [unit.names for unit in found]
+    def unit_names(
+        self, model: nn.Module, min_unit: int | None, **kwargs: Any
+    ) -> list[tuple[str, ...]]:
+        return units_of(wrap.plan(model, {nn.Linear}, min_unit=min_unit, **kwargs))
 
-    def test_neighbours_are_joined_until_they_are_large_enough(self) -> None:
-        model = self.layers(8, 8, 8, 8, 8)  # 256 bytes each
-        assert self.names(model, None)[:-1] == [("0",), ("1",), ("2",), ("3",), ("4",)]
-        assert self.names(model, 256)[:-1] == [("0",), ("1",), ("2",), ("3",), ("4",)]
-        assert self.names(model, 257)[:-1] == [("0", "1"), ("2", "3"), ("4",)]
-        assert self.names(model, 10**6) == [("0", "1", "2", "3", "4"), ("",)]
+    def test_adjacent_units_are_merged_until_min_unit_is_reached(self) -> None:
+        model = self.make_layers(8, 8, 8, 8, 8)  # 256 bytes per layer
+        assert self.unit_names(model, None)[:-1] == [("0",), ("1",), ("2",), ("3",), ("4",)]
+        assert self.unit_names(model, 256)[:-1] == [("0",), ("1",), ("2",), ("3",), ("4",)]
+        assert self.unit_names(model, 257)[:-1] == [("0", "1"), ("2", "3"), ("4",)]
+        assert self.unit_names(model, 10**6) == [("0", "1", "2", "3", "4"), ("",)]
 
-    def test_bytes_are_those_that_are_gathered(self) -> None:
+    def test_min_unit_counts_bytes_in_compute_dtype(self) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        assert self.names(self.layers(8, 8, 8, 8), 300, mp_policy=policy)[:-1] == [
+        assert self.unit_names(self.make_layers(8, 8, 8, 8), 300, mp_policy=policy)[:-1] == [
             ("0", "1", "2"),
             ("3",),
         ]
 
-    def test_a_large_one_stands_between(self) -> None:
-        assert self.names(self.layers(8, 80, 8, 8), 1000)[:-1] == [("0",), ("1",), ("2", "3")]
+    def test_units_separated_by_large_unit_are_not_merged(self) -> None:
+        names = self.unit_names(self.make_layers(8, 80, 8, 8), 1000)
+        assert names[:-1] == [("0",), ("1",), ("2", "3")]
 
-    def test_only_modules_of_one_parent(self) -> None:
-        model = nn.Sequential(self.layers(8, 8), self.layers(8, 8))
-        assert self.names(model, 10**6) == [("0.0", "0.1"), ("1.0", "1.1"), ("",)]
+    def test_units_of_different_parents_are_not_merged(self) -> None:
+        model = nn.Sequential(self.make_layers(8, 8), self.make_layers(8, 8))
+        assert self.unit_names(model, 10**6) == [("0.0", "0.1"), ("1.0", "1.1"), ("",)]
 
-    def test_units_around_others_may_be_joined_too(self) -> None:
+    def test_units_that_contain_units_are_merged(self) -> None:
         model = nn.Sequential(*(Block([nn.Linear(4, 4)]) for _ in range(3)))
-        found = wrap.plan(model, {Block, nn.Linear}, min_unit=10**6)
-        assert [len(unit.modules) for unit in found if Block in map(type, unit.modules)] == [3]
+        units = wrap.plan(model, {Block, nn.Linear}, min_unit=10**6)
+        assert [len(unit.modules) for unit in units if Block in map(type, unit.modules)] == [3]
 
-    @pytest.mark.torch("2.13")  # fake groups of before leave what is reduced unwritten
-    def test_a_step_has_fewer_collectives_and_the_same_gradients(self, fake_group: int) -> None:
+    @pytest.mark.torch("2.13")  # the fake group of older releases does not write reduced tensors
+    def test_step_with_merged_units_has_fewer_collectives_and_same_gradients(
+        self, fake_group: int
+    ) -> None:
         def step(min_unit: int | None) -> tuple[int, list[torch.Tensor]]:
             torch.manual_seed(0)
-            model = auto_shard(self.layers(8, 8, 8, 8), {nn.Linear}, min_unit=min_unit)
+            model = auto_shard(self.make_layers(8, 8, 8, 8), {nn.Linear}, min_unit=min_unit)
             with CommDebugMode() as mode:
                 loss = model(torch.ones(2, 8)).sum()
             loss.backward()
             grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
             return mode.get_total_counts(), grads
 
-        (many, separate), (few, together) = step(None), step(10**6)
-        assert (many, few) == (4, 1)
-        assert len(separate) == 4 and all(map(torch.equal, separate, together))
+        (count, grads), (merged_count, merged_grads) = step(None), step(10**6)
+        assert (count, merged_count) == (4, 1)
+        assert len(grads) == 4 and all(map(torch.equal, grads, merged_grads))
 
 
 class TestTiedWeights:
-    def test_separate_units_become_one(self, fake_group: int) -> None:
+    def test_units_that_share_a_parameter_become_one(self, fake_group: int) -> None:
         model = Transformer(tied=True)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -276,7 +287,7 @@ class TestTiedWeights:
         train(model)
         assert model.embed.weight is model.head.weight
 
-    def test_a_unit_inside_the_other_is_not_made(self, fake_group: int) -> None:
+    def test_module_tied_to_enclosing_unit_is_no_unit(self, fake_group: int) -> None:
         model = Transformer(tied=True)
         units = wrap.plan(model, {nn.Embedding, Layer})
         assert units_of(units) == [("layers.0",), ("layers.1",), ("layers.2",), ("",)]
@@ -284,7 +295,7 @@ class TestTiedWeights:
         train(model)
         assert model.embed.weight is model.head.weight
 
-    def test_all_units_between_the_two_go(self) -> None:
+    def test_units_between_tied_parameters_are_dropped(self) -> None:
         inner = nn.Linear(2, 2)
         model = Block([Block([nn.Sequential(inner)]), nn.Linear(2, 2)])
         model.part1.weight = inner.weight
@@ -292,7 +303,7 @@ class TestTiedWeights:
             units = wrap.plan(model, {nn.Sequential, Block})
         assert units_of(units) == [("",)]
 
-    def test_units_with_more_than_the_tied_weight_are_warned_about(self) -> None:
+    def test_merging_units_with_further_parameters_warns(self) -> None:
         model = Transformer()
         model.layers[2].mlp[0].weight = model.layers[0].mlp[0].weight
         with pytest.warns(UserWarning) as caught:
@@ -304,14 +315,14 @@ class TestTiedWeights:
             "unit 'layers.2' are one parameter: the two become one unit"
         )
 
-    def test_a_module_registered_in_two_units(self, fake_group: int) -> None:
+    def test_units_that_share_a_module_become_one(self, fake_group: int) -> None:
         model = Transformer()
         model.layers[2].mlp = model.layers[0].mlp
         auto_shard(model)
         assert fully_shard.state(model.layers[0]) is fully_shard.state(model.layers[2])
         train(model)
 
-    def test_units_with_different_arguments_are_refused_by_name(self, fake_group: int) -> None:
+    def test_tied_units_with_different_arguments_raise_with_names(self, fake_group: int) -> None:
         model = Transformer(tied=True)
         policy = CustomPolicy(
             lambda m: (
@@ -328,7 +339,7 @@ class TestTiedWeights:
             auto_shard(model, policy)
         assert_unchanged(model, before)
 
-    def test_units_that_would_be_inside_one_another_are_refused(self) -> None:
+    def test_ties_that_nest_units_in_each_other_raise(self) -> None:
         a, b = nn.Linear(2, 2), nn.Linear(2, 2)
         x, y = Block([a, nn.Linear(3, 3)]), Block([b, nn.Linear(3, 3)])
         model = nn.Sequential(x, y)
@@ -345,14 +356,14 @@ class TestTiedWeights:
 
     @settings(max_examples=200)
     @given(st.data())
-    def test_every_parameter_ends_in_one_unit(self, data: st.DataObject) -> None:
+    def test_random_ties_put_every_parameter_in_one_unit(self, data: st.DataObject) -> None:
         leaves = [nn.Linear(2, 2) for _ in range(6)]
         model = nn.Sequential(
             Block(leaves[:2]), nn.Sequential(Block(leaves[2:4]), leaves[4]), leaves[5]
         )
         for _ in range(data.draw(st.integers(0, 3))):
-            one, other = data.draw(st.lists(st.sampled_from(leaves), min_size=2, max_size=2))
-            one.weight = other.weight
+            target, source = data.draw(st.lists(st.sampled_from(leaves), min_size=2, max_size=2))
+            target.weight = source.weight
         chosen = data.draw(st.sets(st.sampled_from(list(model.modules())[1:])))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -361,16 +372,17 @@ class TestTiedWeights:
             except ValueError as error:
                 assert "inside one another" in str(error)
                 return
-        assert all(len(found) == 1 for found in wrap._owners(model, units).values())
+        assert all(len(owners) == 1 for owners in wrap._owners(model, units).values())
         for i, unit in enumerate(units):
             below = {m for module in unit.modules for m in module.modules() if m is not module}
             assert not below & {module for later in units[i:] for module in later.modules}
 
 
-class TestAllOrNothing:
-    def fails(
+class TestFailedCalls:
+    def assert_raises_unchanged(
         self, model: nn.Module, error: type[Exception], match: str, *args: Any, **kw: Any
     ) -> None:
+        """Asserts that ``auto_shard`` raises and leaves the model as it was."""
         before = snapshot(model)
         attributes = [dict(m.__dict__) for m in model.modules()]
         with pytest.raises(error, match=match):
@@ -379,56 +391,59 @@ class TestAllOrNothing:
         after = [dict(m.__dict__) for m in model.modules()]
         assert [list(d) for d in after] == [list(d) for d in attributes]
 
-    def test_a_policy_that_raises(self, fake_group: int) -> None:
+    def test_exception_in_policy_leaves_model_unchanged(self, fake_group: int) -> None:
         def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
             if isinstance(module, nn.LayerNorm):
-                raise RuntimeError("no norms, please")
+                raise RuntimeError("policy failed")
             return True
 
-        self.fails(Transformer(), RuntimeError, "no norms, please", policy)
-        self.fails(
+        self.assert_raises_unchanged(Transformer(), RuntimeError, "policy failed", policy)
+        self.assert_raises_unchanged(
             Transformer(),
             RuntimeError,
-            "no norms, please",
+            "policy failed",
             CustomPolicy(lambda m: policy(m, False, 0)),
         )
 
-    def test_a_policy_that_returns_nonsense(self, fake_group: int) -> None:
-        self.fails(Transformer(), ValueError, "should return", CustomPolicy(lambda m: "yes"))  # type: ignore[arg-type, return-value]
+    def test_policy_that_returns_string_raises(self, fake_group: int) -> None:
+        policy = CustomPolicy(lambda m: "yes")  # type: ignore[arg-type, return-value]
+        self.assert_raises_unchanged(Transformer(), ValueError, "should return", policy)
 
     @pytest.mark.parametrize("policy", [None, True, 1.5, "layers", [int], object()])
-    def test_something_that_is_no_policy(self, fake_group: int, policy: Any) -> None:
+    def test_auto_shard_with_object_that_is_no_policy_raises(
+        self, fake_group: int, policy: Any
+    ) -> None:
         error = ValueError if policy == "layers" else TypeError
-        self.fails(Transformer(), error, "auto_shard", policy)
+        self.assert_raises_unchanged(Transformer(), error, "auto_shard", policy)
 
-    def test_an_argument_that_fully_shard_does_not_have(self, fake_group: int) -> None:
-        self.fails(Transformer(), TypeError, "wrap_root", wrap_root=True)
+    def test_auto_shard_with_unknown_argument_raises(self, fake_group: int) -> None:
+        self.assert_raises_unchanged(Transformer(), TypeError, "wrap_root", wrap_root=True)
 
-    def test_a_unit_that_fully_shard_refuses_after_others(self, fake_group: int) -> None:
+    def test_auto_shard_failing_at_last_unit_leaves_model_unchanged(self, fake_group: int) -> None:
         model = Transformer()
         model.layers[2].norm.weight = nn.Parameter(torch.tensor(1.0))
-        self.fails(model, ValueError, "doesn't support scalar parameters")
+        self.assert_raises_unchanged(model, ValueError, "doesn't support scalar parameters")
         model.layers[2].norm.weight = nn.Parameter(torch.ones(8))
         auto_shard(model)
         train(model)
 
-    def test_a_mesh_that_only_the_root_has_and_that_is_bad(self, fake_group: int) -> None:
+    def test_invalid_mesh_of_root_only_leaves_model_unchanged(self, fake_group: int) -> None:
         model = Transformer()
         mesh = init_device_mesh("cpu", (2, 2, 2))
         policy = CustomPolicy(lambda m: {"mesh": mesh} if m is model else isinstance(m, Layer))
-        self.fails(model, ValueError, "1D or 2D", policy)
+        self.assert_raises_unchanged(model, ValueError, "1D or 2D", policy)
 
-    def test_other_hooks_and_states_survive(self, fake_group: int) -> None:
+    def test_failed_auto_shard_keeps_existing_hooks(self, fake_group: int) -> None:
         model = Transformer()
         calls: list[str] = []
         model.layers[0].register_forward_pre_hook(lambda m, args: calls.append("hook"))
         model.layers[2].norm.weight = nn.Parameter(torch.tensor(1.0))
-        self.fails(model, ValueError, "scalar")
+        self.assert_raises_unchanged(model, ValueError, "scalar")
         model.layers[2].norm.weight = nn.Parameter(torch.ones(8))
         model(torch.arange(8))
         assert calls == ["hook"]
 
-    def test_without_originals_the_units_before_the_failure_stay_sharded(
+    def test_auto_shard_failing_with_keep_originals_false_leaves_earlier_units_sharded(
         self, fake_group: int
     ) -> None:
         model = Transformer()
@@ -437,7 +452,7 @@ class TestAllOrNothing:
             auto_shard(model, keep_originals=False)
         assert isinstance(model.layers[0], FSDPModule)
 
-    def test_originals_are_freed_at_the_end(self, fake_group: int) -> None:
+    def test_original_parameters_are_freed_after_auto_shard(self, fake_group: int) -> None:
         import gc
         import weakref
 

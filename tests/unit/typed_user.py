@@ -1,4 +1,4 @@
-"""A user's script that uses everything, for the type checkers; nobody runs it."""
+"""A script that uses every public name of fsdp_c. test_typing.py type-checks it without running."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False)
 mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
 
 
-def shard_by_hand() -> None:
+def shard_each_layer() -> None:
     model = Model()
     for layer in model.layers:
         unit: FSDPModule = fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
@@ -124,7 +124,7 @@ def train() -> None:
     fsdp_c.uninstall()
 
 
-def look() -> None:
+def analyze() -> None:
     model = Model()
     optimizer = optim.accelerate(torch.optim.SGD(model.parameters()))
     rate: dict[str, object] = optimizer.defaults
@@ -138,22 +138,22 @@ def look() -> None:
     assert units and rate and fits is not None
     with trace(model) as step:
         model(torch.ones(2, 8)).sum().backward()
-    found: StepTrace = step
-    found.plot("step.png")
-    found.save("step.json")
+    step_trace: StepTrace = step
+    step_trace.plot("step.png")
+    step_trace.save("step.json")
     set_transport(model, "gloo")
     set_bucket_cap(model, 256.0)
     set_reduction_overlap(model, overlap=False)
     release_memory()
 
 
-def newer(root: FSDPModule, handle: GradientReductionHandle) -> None:
+def use_methods_of_newer_torch(root: FSDPModule, handle: GradientReductionHandle) -> None:
     handle.wait()
     root.reset_iter_state()
 
 
-def wrong() -> None:
-    """Each line is an error, which a checker that sees ``Any`` everywhere would not find."""
+def make_type_errors() -> None:
+    """Each line has a type error, which a checker would not report if fsdp_c's types were Any."""
     auto_shard(Model(), "block")  # type: ignore[arg-type]
     auto_shard(Model(), mp_polcy=policy)  # type: ignore[call-arg]
     auto_shard(Model(), mesh=8)  # type: ignore[arg-type]

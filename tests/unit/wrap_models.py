@@ -13,7 +13,7 @@ from fsdp_c import wrap
 
 
 class Block(nn.Module):
-    """Some children, called one after the other."""
+    """Calls its children one after the other."""
 
     def __init__(self, children: list[nn.Module]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Layer(nn.Module):
-    """One of a transformer's layers: (batch, width) -> (batch, width)."""
+    """A transformer layer without attention: (batch, width) -> (batch, width)."""
 
     def __init__(self, width: int, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, layers in a ``ModuleList``, head; head and embedding tied if asked."""
+    """An embedding, layers in a ``ModuleList``, and a head, tied to the embedding if ``tied``."""
 
     def __init__(
         self,
@@ -84,6 +84,7 @@ LEAVES: list[Callable[[], nn.Module]] = [
     lambda: nn.Conv1d(1, 1, 3),
 ]
 
+# Strategies for random modules without children, module trees, and sets of module classes.
 leaves: st.SearchStrategy[nn.Module] = st.sampled_from(LEAVES).map(lambda make: make())
 trees = st.recursive(
     leaves,

@@ -1,4 +1,4 @@
-"""DTensors that the extension makes are what torch's own function makes of the same parts."""
+"""DTensors that the extension constructs equal those that torch constructs from the same parts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fsdp_c import MixedPrecisionPolicy, fully_shard
 from fsdp_c.bind import BOUND, _probe
 from fsdp_c.compat import dtensor_new
 
+# The last shape has more dimensions than the extension supports.
 SHAPES = [(16,), (3, 5), (5, 1, 2), (8, 0), (1, 16), (2, 1, 1, 1, 1, 1, 1, 2), (9,) + (1,) * 8]
-"""The last has more dimensions than the extension takes upon itself."""
 
 
-class Whole(nn.Module):
-    """Sums its parameters; all have gradients then."""
+class SumOfParameters(nn.Module):
+    """Has a parameter of each shape. The backward of its output gives all of them gradients."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -39,17 +39,20 @@ class Whole(nn.Module):
         return total
 
 
-@pytest.fixture(params=["by us", "by torch"], autouse=True)
-def maker(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Who makes them: torch does after ``bind`` until the extension has shown that it can."""
+@pytest.fixture(params=["by fsdp_c", "by torch"], autouse=True)
+def constructor(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Selects the code that constructs DTensors.
+
+    ``bind`` resets the extension to torch's constructor until a probe succeeds.
+    """
     if request.param == "by torch":
         _C.bind(**BOUND)
     yield request.param
     _C.make_dtensors(*_probe())
 
 
-def facts(tensor: DTensor) -> tuple[Any, ...]:
-    """What can be told of a wrapper from outside."""
+def properties_of(tensor: DTensor) -> tuple[Any, ...]:
+    """Returns all properties of the wrapper that Python can read."""
     layout = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.layout)
     kind = (type(tensor), tensor.dtype, tensor.device, str(torch._C._dispatch_keys(tensor)))
     flags = (tensor.requires_grad, tensor.is_leaf, tensor._is_view(), tensor.is_inference())
@@ -70,34 +73,35 @@ def facts(tensor: DTensor) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_gradients(fake_group: int, dtype: torch.dtype, dim: int) -> None:
+def test_gradient_equals_dtensor_constructed_by_torch(
+    fake_group: int, dtype: torch.dtype, dim: int
+) -> None:
     def placement(param: nn.Parameter) -> Shard:
         return Shard(dim if param.ndim > dim and param.size(dim) % fake_group == 0 else 0)
 
-    model = fully_shard(Whole(dtype), shard_placement_fn=placement)
+    model = fully_shard(SumOfParameters(dtype), shard_placement_fn=placement)
     model().backward()
     for param in model.parameters():
         grad = param.grad
         assert isinstance(grad, DTensor)
-        torchs = dtensor_new(DTensor, grad._local_tensor, grad._spec, requires_grad=False)
-        assert facts(grad) == facts(torchs), param.shape
+        reference = dtensor_new(DTensor, grad._local_tensor, grad._spec, requires_grad=False)
+        assert properties_of(grad) == properties_of(reference), param.shape
 
 
-def test_gradients_of_another_dtype(fake_group: int) -> None:
+def test_gradient_in_mixed_precision_equals_dtensor_constructed_by_torch(fake_group: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = fully_shard(Whole(torch.float32), mp_policy=policy)
+    model = fully_shard(SumOfParameters(torch.float32), mp_policy=policy)
     model().backward()
     for param in model.parameters():
         assert isinstance(param.grad, DTensor)
-        torchs = dtensor_new(
+        reference = dtensor_new(
             DTensor, param.grad._local_tensor, param.grad._spec, requires_grad=False
         )
-        assert facts(param.grad) == facts(torchs)
+        assert properties_of(param.grad) == properties_of(reference)
 
 
-def test_what_it_can_do(fake_group: int) -> None:
-    """Operations come to DTensor, objects die, and copies are whole."""
-    model = fully_shard(Whole(torch.float32))
+def test_gradient_supports_operators_copies_and_deallocation(fake_group: int) -> None:
+    model = fully_shard(SumOfParameters(torch.float32))
     model().backward()
     param = next(model.parameters())
     grad = param.grad
@@ -109,14 +113,14 @@ def test_what_it_can_do(fake_group: int) -> None:
     assert repr(grad).startswith("DTensor(")
     assert grad.grad_fn is None and grad.data_ptr() == 0
     assert torch.equal(pickle.loads(pickle.dumps(local)), local)
-    kept = weakref.ref(grad), weakref.ref(local)
+    references = weakref.ref(grad), weakref.ref(local)
     del local
     param.grad = grad = None
-    assert [ref() for ref in kept] == [None, None]
+    assert [ref() for ref in references] == [None, None]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="it need not export what this takes")
-def test_it_makes_them_itself() -> None:
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch may lack the exported symbols")
+def test_make_dtensors_of_probe_returns_true() -> None:
     assert _C.make_dtensors(*_probe())
 
 
@@ -133,17 +137,17 @@ def test_it_makes_them_itself() -> None:
     ],
     ids=repr,
 )
-def test_what_it_leaves_to_torch(spec: Any) -> None:
+def test_make_dtensors_of_unsupported_spec_returns_false(spec: Any) -> None:
     assert not _C.make_dtensors(torch.empty(2), spec)
 
 
-def test_a_local_tensor_that_is_not_plain() -> None:
+def test_make_dtensors_of_local_tensor_that_is_not_plain_returns_false() -> None:
     subclass = nn.Parameter(torch.empty(2), requires_grad=False)
     for local in (subclass, torch.empty(2, requires_grad=True), torch.empty(2, 2).to_sparse()):
         assert not _C.make_dtensors(local, _probe()[1])
 
 
-def test_wrong_arguments() -> None:
+def test_make_dtensors_with_wrong_arguments_raises() -> None:
     for args in ((), (1, None), (torch.empty(2),)):
         with pytest.raises(TypeError, match="make_dtensors takes a tensor and a spec"):
             _C.make_dtensors(*args)  # type: ignore[arg-type]

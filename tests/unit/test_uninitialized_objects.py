@@ -1,6 +1,6 @@
-"""Objects of the extension's types that were not initialised, or whose owners have died.
+"""Uninitialized objects of the extension's types, and objects whose owners were freed.
 
-What random programs have found (``tests/faults/fuzz.py``), one by one.
+Random programs (``tests/faults/fuzz.py``) found these cases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 ATTRIBUTES = [name for name in vars(_C.ParamGroup) if not name.startswith("__")]
 
 
-def group_of(params: list[Any], **kwargs: Any) -> Any:
+def make_group(params: list[Any], **kwargs: Any) -> Any:
     group = _C.ParamGroup.__new__(_C.ParamGroup)
     values = {"pg_name": None, "world": 1, "rank": 0, "module_count": 1} | kwargs
     _C.ParamGroup.__init__(group, params, _C.CommContext(CPU), CPU, **values)
@@ -28,7 +28,7 @@ def group_of(params: list[Any], **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("cls", [_C.ParamGroup, ParamGroup])
 @pytest.mark.parametrize("name", [n for n in ATTRIBUTES if callable(getattr(_C.ParamGroup, n))])
-def test_methods_of_a_group_without_init(cls: Any, name: str) -> None:
+def test_method_of_uninitialized_group_raises(cls: Any, name: str) -> None:
     group = cls.__new__(cls)
     method = getattr(_C.ParamGroup, name)
     arguments = {
@@ -45,90 +45,90 @@ def test_methods_of_a_group_without_init(cls: Any, name: str) -> None:
         method(group, *arguments)
 
 
-def test_what_needs_a_finished_group_refuses_others() -> None:
-    unfinished = _C.ParamGroup.__new__(_C.ParamGroup)
+def test_use_of_uninitialized_group_raises() -> None:
+    uninitialized = _C.ParamGroup.__new__(_C.ParamGroup)
     for name, value in (("comm_ctx", _C.CommContext(CPU)), ("_keep_unsharded_storage", True)):
         with pytest.raises(RuntimeError, match="not initialised"):
-            setattr(unfinished, name, value)
+            setattr(uninitialized, name, value)
     state = _C.State()
     with pytest.raises(RuntimeError, match="not initialised"):
-        state._fsdp_param_groups = [unfinished]
+        state._fsdp_param_groups = [uninitialized]
     assert state._fsdp_param_groups == []
 
 
-def test_a_group_is_made_of_parameters_of_its_own() -> None:
+def test_group_of_uninitialized_or_foreign_parameters_raises() -> None:
     param: Any = _C.Param((4, 4), 0, 1, 0)
     with pytest.raises(ValueError, match="parameter 1 of the group is not initialised"):
-        group_of([param, _C.Param.__new__(_C.Param)])
+        make_group([param, _C.Param.__new__(_C.Param)])
     with pytest.raises(ValueError, match="parameter 1 of the group is in a group already"):
-        group_of([param, param])
-    group = group_of([param])
+        make_group([param, param])
+    group = make_group([param])
     with pytest.raises(ValueError, match="parameter 0 of the group is in a group already"):
-        group_of([param])
+        make_group([param])
     del group
-    group_of([param])
+    make_group([param])
 
 
-def test_links_fit_the_parameters() -> None:
-    """Else buffers would be laid out for other ranks than there is memory for."""
+def test_group_or_link_with_other_rank_or_size_than_parameters_raises() -> None:
+    """Otherwise the buffers would be too small for the layout."""
     param: Any = _C.Param((4, 4), 0, 2, 0)
-    for wrong in ({"world": 4}, {"world": 2, "rank": 1}, {"world": 2, "rank": 2}, {"world": 0}):
+    for link in ({"world": 4}, {"world": 2, "rank": 1}, {"world": 2, "rank": 2}, {"world": 0}):
         with pytest.raises(ValueError, match="the parameters are not sharded for rank"):
-            group_of([param], pg_name="any", **wrong)
+            make_group([param], pg_name="any", **link)
     with pytest.raises(ValueError, match="in process group None"):
-        group_of([param], world=2)
-    group = group_of([param], pg_name="any", world=2)
+        make_group([param], world=2)
+    group = make_group([param], pg_name="any", world=2)
     with pytest.raises(ValueError, match="rank 0 of 3 in process group 'smaller'"):
         group._set_link("post_forward", "smaller", 3, 0)
 
 
-def test_nothing_is_initialised_twice() -> None:
+def test_second_init_of_param_or_group_raises() -> None:
     param: Any = _C.Param((4, 4), 0, 1, 0)
     with pytest.raises(RuntimeError, match="a parameter is initialised once"):
         param.__init__((8,), 0, 1, 0)
-    group = group_of([param])
+    group = make_group([param])
     with pytest.raises(RuntimeError, match="a parameter group is initialised once"):
         group.__init__([], _C.CommContext(CPU), CPU, None, 1, 0, 1)
 
 
-def test_a_context_for_another_device_is_refused() -> None:
-    group = group_of([])
+def test_comm_context_of_other_device_type_raises() -> None:
+    group = make_group([])
     with pytest.raises(ValueError, match="another kind of device"):
         group.comm_ctx = _C.CommContext(torch.device("meta"))
 
 
-def test_the_forward_root_does_not_outlive_its_state(single_group: int) -> None:
-    iteration = _C.IterationContext()
+def test_iter_forward_root_is_none_after_its_state_is_freed(single_group: int) -> None:
+    state_ctx = _C.IterationContext()
     state = _C.State()
     with pytest.raises(ValueError, match="whose _state_ctx this is"):
-        iteration.iter_forward_root = state
-    state._state_ctx = iteration
-    iteration.iter_forward_root = state
-    assert iteration.iter_forward_root is state
+        state_ctx.iter_forward_root = state
+    state._state_ctx = state_ctx
+    state_ctx.iter_forward_root = state
+    assert state_ctx.iter_forward_root is state
     state._state_ctx = _C.IterationContext()
-    assert iteration.iter_forward_root is None
-    state._state_ctx = iteration
-    iteration.iter_forward_root = state
+    assert state_ctx.iter_forward_root is None
+    state._state_ctx = state_ctx
+    state_ctx.iter_forward_root = state
     del state
     gc.collect()
-    assert iteration.iter_forward_root is None
+    assert state_ctx.iter_forward_root is None
 
 
-def test_groups_may_be_replaced_from_within_a_forward(single_group: int) -> None:
-    """By a module's own __setattr__, while the core is at them."""
+def test_groups_replaced_during_pre_forward_do_not_crash(single_group: int) -> None:
+    """A module's ``__setattr__`` replaces them while the core registers parameters."""
 
-    class Meddling(nn.Linear):
+    class ReplacesGroups(nn.Linear):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
-            if name == "bias" and meddling:
+            if name == "bias" and replacing:
                 state = self._get_fsdp_state()  # type: ignore[operator]
                 state._fsdp_param_groups = state._fsdp_param_groups[:0]
                 gc.collect()
 
-    meddling = False
-    module: Any = fully_shard(Meddling(4, 4))
+    replacing = False
+    module: Any = fully_shard(ReplacesGroups(4, 4))
     module(torch.ones(2, 4))
     module.reshard()
-    meddling = True
+    replacing = True
     module(torch.ones(2, 4))
     assert module._get_fsdp_state()._fsdp_param_groups == []

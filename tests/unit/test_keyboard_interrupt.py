@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt at any line of ``fully_shard`` and its siblings: nothing has happened."""
+"""KeyboardInterrupt at any line of ``fully_shard``, ``replicate`` or ``auto_shard`` is undone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fsdp_c
 
+# The number of lines of each call that are interrupted; 0 means all lines.
 SAMPLES = int(os.environ.get("FSDP_C_INTERRUPTS", "40"))
-"""How many lines of each call are interrupted; 0: all."""
-PLACES = ("/fsdp_c/", "/torch/nn/modules/module.py", "/_fully_shard/", "/_composable")
+# Lines of other files are not interrupted.
+TRACED_PATHS = ("/fsdp_c/", "/torch/nn/modules/module.py", "/_fully_shard/", "/_composable")
 
 
-class Tied(nn.Module):
-    """Two blocks with buffers and hooks of their own, and a weight that two modules hold."""
+class TiedModel(nn.Module):
+    """Two blocks with buffers, a head with hooks, and an embedding tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,12 +45,13 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-def shard_blocks_first(model: Any) -> None:
+def shard_first_block(model: Any) -> None:
     fsdp_c.fully_shard(model.blocks[0])
 
 
+# Maps a name to (preparation, call that is interrupted).
 CALLS: dict[str, tuple[Callable[[Any], None], Callable[[Any], Any]]] = {
-    "one module": (shard_blocks_first, lambda model: fsdp_c.fully_shard(model)),
+    "one module": (shard_first_block, lambda model: fsdp_c.fully_shard(model)),
     "with options": (
         lambda model: None,
         lambda model: fsdp_c.fully_shard(
@@ -68,40 +70,40 @@ CALLS: dict[str, tuple[Callable[[Any], None], Callable[[Any], Any]]] = {
 }
 
 
-def picture(model: nn.Module) -> list[Any]:
-    """All that a call could change, but for the numbers."""
-    found: list[Any] = []
+def snapshot(model: nn.Module) -> list[Any]:
+    """Returns everything that a call could change, except for the values of tensors."""
+    entries: list[Any] = []
     for module in model.modules():
-        found.append((type(module), id(_module_state_mapping.get(module))))
+        entries.append((type(module), id(_module_state_mapping.get(module))))
         for name, value in vars(module).items():
-            found.append((name, id(value)))
+            entries.append((name, id(value)))
             if isinstance(value, dict):
-                found.append([(key, id(item)) for key, item in value.items()])
+                entries.append([(key, id(item)) for key, item in value.items()])
     for tensor in (*model.parameters(), *model.buffers()):
-        found.append((tensor.data_ptr(), tensor.requires_grad, type(tensor)))
-    return found
+        entries.append((tensor.data_ptr(), tensor.requires_grad, type(tensor)))
+    return entries
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line; counts all where n is 0."""
+    """Raises KeyboardInterrupt at the n-th traced line. With n = 0, only counts the lines."""
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.seen = 0
-        self.place = ""
+        self.lines = 0
+        self.location = ""
 
     def trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not any(place in frame.f_code.co_filename for place in PLACES):
+        if not any(path in frame.f_code.co_filename for path in TRACED_PATHS):
             return None
         if event == "line":
-            self.seen += 1
-            if self.seen == self.n:
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.lines += 1
+            if self.lines == self.n:
+                self.location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self.trace
 
     def run(self, call: Callable[[], Any]) -> bool:
-        """Whether it was interrupted."""
+        """Runs ``call``. Returns whether it was interrupted."""
         before = sys.gettrace()
         sys.settrace(self.trace)
         try:
@@ -113,44 +115,48 @@ class Interrupt:
         return False
 
 
-def lines_of(prepare: Callable[[Any], None], call: Callable[[Any], Any]) -> Iterator[int]:
-    """Every line of the call, or as many as are wanted; the last ones always. Counted in the second
-    call: what is said once, or looked up once, is in the first."""
+def sample_lines(prepare: Callable[[Any], None], call: Callable[[Any], Any]) -> Iterator[int]:
+    """Yields up to about ``SAMPLES`` of the call's line numbers, including the last 8.
+
+    The lines of a second call are counted, because the first one fills caches.
+    """
     for counter in (Interrupt(0), Interrupt(0)):
-        model = Tied()
+        model = TiedModel()
         prepare(model)
         counter.run(lambda: call(model))  # noqa: B023
-    last = range(counter.seen - 8, counter.seen + 1)
-    step = max(1, counter.seen // SAMPLES) if SAMPLES else 1
-    yield from sorted({*range(1, counter.seen + 1, step), *last})
+    last = range(counter.lines - 8, counter.lines + 1)
+    step = max(1, counter.lines // SAMPLES) if SAMPLES else 1
+    yield from sorted({*range(1, counter.lines + 1, step), *last})
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(fake_group: int, name: str) -> None:
+def test_fully_shard_interrupted_at_any_line_leaves_model_unchanged(
+    fake_group: int, name: str
+) -> None:
     prepare, call = CALLS[name]
-    kept = Tied()
-    call(kept)  # what is cached is cached now; meshes and specs while somebody has them
-    faults = []
-    for n in lines_of(prepare, call):
-        model = Tied()
+    sharded = TiedModel()
+    call(sharded)  # fills caches; keeping the model keeps its mesh and specs cached
+    failures = []
+    for n in sample_lines(prepare, call):
+        model = TiedModel()
         prepare(model)
-        before = picture(model)
+        before = snapshot(model)
         interrupt = Interrupt(n)
         assert interrupt.run(lambda: call(model))  # noqa: B023
-        if picture(model) != before:
-            faults.append(interrupt.place)
+        if snapshot(model) != before:
+            failures.append(interrupt.location)
             continue
         call(model)
         assert any(isinstance(module, FSDPModule) for module in model.modules())
-    assert faults == []
+    assert failures == []
 
 
-def test_the_corrected_call_trains(single_group: int) -> None:
-    for n in lines_of(*CALLS["one module"]):
+def test_fully_shard_repeated_after_interrupt_trains(single_group: int) -> None:
+    for n in sample_lines(*CALLS["one module"]):
         if n % 5:
             continue
-        model: Any = Tied()
-        shard_blocks_first(model)
+        model: Any = TiedModel()
+        shard_first_block(model)
         assert Interrupt(n).run(lambda: fsdp_c.fully_shard(model))  # noqa: B023
         fsdp_c.fully_shard(model)
         model(torch.ones(2, 4)).sum().backward()

@@ -1,4 +1,4 @@
-"""What the extension is given by fsdp_c/bind.py: all of it, or nothing changes."""
+"""``_C.bind`` checks all of its arguments before it stores any of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from fsdp_c.bind import BOUND
 _C = importlib.import_module("fsdp_c._C")
 
 
-@pytest.mark.parametrize("wrong", [3, None, "DTensor"])
-def test_a_dtensor_class_that_is_no_type_is_refused(fake_group: int, wrong: object) -> None:
+@pytest.mark.parametrize("not_a_type", [3, None, "DTensor"])
+def test_bind_with_dtensor_class_that_is_no_type_raises(
+    fake_group: int, not_a_type: object
+) -> None:
     with pytest.raises(TypeError, match="dtensor_class should be a type, not"):
-        _C.bind(**{**BOUND, "dtensor_class": wrong})
+        _C.bind(**{**BOUND, "dtensor_class": not_a_type})
     fsdp_c.fully_shard(nn.Linear(8, 8))
 
 
 @pytest.mark.parametrize("name", BOUND)
-def test_what_is_missing_is_named(name: str) -> None:
+def test_bind_without_argument_raises_with_its_name(name: str) -> None:
     with pytest.raises(TypeError, match=f"bind: missing {name}"):
         _C.bind(**{key: value for key, value in BOUND.items() if key != name})

@@ -1,4 +1,4 @@
-"""The end of the interpreter: threads of torch's that still want the GIL are waited for."""
+"""Interpreter exit waits for torch's threads that need the GIL, and a model cannot train then."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import pytest
 
 import fsdp_c.ending
 
+# A daemon thread runs for sys.argv[1] seconds without the GIL, as torch's threads do. Prints
+# whether wait_for_threads returned after the thread's end, and whether it returned within that
+# time plus one second.
 PROGRAM = """
 import hashlib, sys, threading, time
 from fsdp_c import ending
 ended = threading.Event()
-def work():  # without the GIL, as torch's threads do
+def work():  # pbkdf2_hmac releases the GIL
     while time.monotonic() < until:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
     ended.set()
@@ -28,14 +31,15 @@ print(ended.is_set(), time.monotonic() - begin < until - begin + 1)
 """
 
 
-LATE = """
+# An object in sys.modules trains a model in its finalizer, during interpreter exit.
+TRAINING_AT_EXIT = """
 import sys, torch, torch.distributed as dist, torch.nn as nn
 import fsdp_c
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = fsdp_c.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
 x = torch.ones(2, 8)
 model(x).sum().backward()
-class Late:
+class TrainsInFinalizer:
     def __del__(self, model=model, x=x, no_grad=torch.no_grad, sys=sys):
         with no_grad():
             model(x)
@@ -43,31 +47,31 @@ class Late:
             model(x).sum().backward()
         except RuntimeError as error:
             sys.stderr.write(str(error))
-sys.modules["outlives the program"] = Late()
+sys.modules["freed at exit"] = TrainsInFinalizer()
 """
 
 
-def ends(seconds: float, machine: str = "Linux") -> str:
+def run_program(seconds: float, machine: str = "Linux") -> str:
     command = [sys.executable, "-c", PROGRAM, str(seconds), machine]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_a_thread_that_runs_is_waited_for() -> None:
-    assert ends(0.3) == "True True"
+def test_exit_waits_for_running_thread() -> None:
+    assert run_program(0.3) == "True True"
 
 
-def test_but_not_for_ever() -> None:
-    assert ends(60) == "False True"
+def test_exit_stops_waiting_for_thread_after_timeout() -> None:
+    assert run_program(60) == "False True"
 
 
-def test_where_threads_cannot_be_seen_only_a_moment() -> None:
-    assert ends(60, "no /proc") == "False True"
+def test_exit_without_proc_stops_waiting_after_timeout() -> None:
+    assert run_program(60, "no /proc") == "False True"
 
 
-def test_a_thread_that_sleeps_is_not_waited_for(
+def test_sleeping_or_finished_threads_do_not_count_as_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither is one whose name has a parenthesis in it, nor one that has ended meanwhile."""
+    """Thread names may contain parentheses. Thread 3 has no stat file, as if it had finished."""
     for number, state in (("1", "S"), ("2", "S")):
         (tmp_path / number).mkdir()
         (tmp_path / number / "stat").write_text(f"{number} (R) R 1) {state} 1 2 3\n")
@@ -78,10 +82,10 @@ def test_a_thread_that_sleeps_is_not_waited_for(
     assert fsdp_c.ending._others_run()
 
 
-def test_a_model_is_not_trained_by_what_outlives_the_program() -> None:
-    """It was, and the process ended by SIGABRT; torch's FSDP2 raises, if in other words."""
-    found = subprocess.run(
-        [sys.executable, "-c", LATE], capture_output=True, text=True, check=False
+def test_forward_during_interpreter_shutdown_raises() -> None:
+    """torch's FSDP2 raises, too, with another message. Training would end in SIGABRT."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING_AT_EXIT], capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0
-    assert "the root module (FSDPSequential) cannot be trained while the interp" in found.stderr
+    assert done.returncode == 0
+    assert "the root module (FSDPSequential) cannot be trained while the interp" in done.stderr

@@ -1,4 +1,4 @@
-"""torch's own tools take our modules for what they look like: FSDP2's."""
+"""torch's types, lookups, memory tracker, fake tensors and torch.compile work with fsdp_c."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-import torch.distributed._composable.replicate_with_fsdp as stock_replicate
+import torch.distributed._composable.replicate_with_fsdp as torch_replicate
 import torch.distributed.fsdp as public
-import torch.distributed.fsdp._fully_shard._fully_shard as stock
+import torch.distributed.fsdp._fully_shard._fully_shard as torch_fully_shard
 import torch.nn as nn
 from releases import has
 from torch._dynamo import compiled_autograd
@@ -68,7 +68,7 @@ def world(fake_group: int) -> int:
 # ---- types and lookups ---------------------------------------------------------------------------
 
 
-def test_everything_is_torchs_by_type() -> None:
+def test_objects_are_instances_of_torch_classes() -> None:
     model = model_of(fsdp_c.fully_shard)
     model(torch.ones(2, 16))
     state = model[0]._get_fsdp_state()
@@ -78,66 +78,66 @@ def test_everything_is_torchs_by_type() -> None:
     assert isinstance(group.fsdp_params[0], FSDPParam)
     assert isinstance(group.comm_ctx, FSDPCommContext)
     assert isinstance(state._state_ctx, FSDPStateContext)
-    for found in (
+    for looked_up in (
         public.fully_shard.state(model[0]),
         fsdp_c.fully_shard.state(model[0]),
         _get_module_fsdp_state(model[0]),
         _get_module_state(model[0]),
     ):
-        assert found is state
-    assert stock.get_cls_to_fsdp_cls()[Block] is type(model[0])
+        assert looked_up is state
+    assert torch_fully_shard.get_cls_to_fsdp_cls()[Block] is type(model[0])
     assert type(model[0]).__mro__[1:3] == (FSDPModule, Block)
     assert type(model[:1]) is nn.Sequential
 
 
-def test_a_replicated_module_is_told_apart_by_type() -> None:
+def test_replicated_module_is_instance_of_replicate_classes() -> None:
     module = fsdp_c.replicate(nn.Linear(4, 4))
     state = module._get_fsdp_state()
-    assert isinstance(module, stock_replicate.ReplicateModule)
+    assert isinstance(module, torch_replicate.ReplicateModule)
     assert type(module).__name__ == "ReplicateLinear"
-    assert type(module).__mro__[1:4] == (stock_replicate.ReplicateModule, FSDPModule, nn.Linear)
-    assert isinstance(state, stock_replicate._ReplicateState)
-    assert isinstance(state._state_ctx, stock_replicate._ReplicateStateContext)
-    assert stock_replicate._get_module_replicate_state(module) is state
-    assert stock_replicate.replicate.state(module) is state is fsdp_c.replicate.state(module)
+    assert type(module).__mro__[1:4] == (torch_replicate.ReplicateModule, FSDPModule, nn.Linear)
+    assert isinstance(state, torch_replicate._ReplicateState)
+    assert isinstance(state._state_ctx, torch_replicate._ReplicateStateContext)
+    assert torch_replicate._get_module_replicate_state(module) is state
+    assert torch_replicate.replicate.state(module) is state is fsdp_c.replicate.state(module)
     assert public.fully_shard.state(module) is None
     assert state._get_state_for_module(fsdp_c.fully_shard(nn.Linear(4, 4))) is None
 
 
-def test_fsdp_module_is_what_torchs_module_holds_at_the_call(
+def test_fully_shard_uses_fsdp_module_class_replaced_in_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Registered(FSDPModule, ABC):
-        """What a library puts there."""
+    class ReplacedFSDPModule(FSDPModule, ABC):
+        """A subclass that a library puts in place of torch's class."""
 
-    class Fresh(nn.Linear):
-        """Not in torch's table of classes yet."""
+    class NewLinear(nn.Linear):
+        """A class for which torch has not cached a sharded class yet."""
 
-    monkeypatch.setattr(stock, "FSDPModule", Registered)
-    module = fsdp_c.fully_shard(Fresh(4, 4))
-    assert isinstance(module, Registered)
+    monkeypatch.setattr(torch_fully_shard, "FSDPModule", ReplacedFSDPModule)
+    module = fsdp_c.fully_shard(NewLinear(4, 4))
+    assert isinstance(module, ReplacedFSDPModule)
 
 
 # ---- memory tracker ------------------------------------------------------------------------------
 
-EARLIER = {"All Gather", "Reduce Scatter"}  # buffers that we give back sooner than torch does
+EARLY_FREED = {"All Gather", "Reduce Scatter"}  # kinds of buffers that fsdp_c frees before torch
 
 
-def tracked(shard: Shard, **kwargs: Any) -> tuple[list[Any], int, dict[Any, Any]]:
-    """What the tracker was told in two steps, the peak, and what is left at the end."""
+def track_memory(shard: Shard, **kwargs: Any) -> tuple[list[Any], int, dict[Any, Any]]:
+    """Returns the tracker's updates during two steps, the peak, and the memory held at the end."""
     model = model_of(shard, **kwargs)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(4, 16)
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((x,))
-    told: list[Any] = []
-    update = tracker._update_snap
+    updates: list[Any] = []
+    update_snap = tracker._update_snap
 
-    def noting(kind: Any, info: Any, *args: Any, **kw: Any) -> None:
-        told.append((kind.name, info.reftype.value, info.mem_consumed))
-        update(kind, info, *args, **kw)
+    def recording_update_snap(kind: Any, info: Any, *args: Any, **kw: Any) -> None:
+        updates.append((kind.name, info.reftype.value, info.mem_consumed))
+        update_snap(kind, info, *args, **kw)
 
-    tracker._update_snap = noting
+    tracker._update_snap = recording_update_snap
     with tracker:
         for _ in range(2):
             model(x).sum().backward()
@@ -153,31 +153,33 @@ def tracked(shard: Shard, **kwargs: Any) -> tuple[list[Any], int, dict[Any, Any]
     model(x).sum().backward()
     cpu = torch.device("cpu")
     peak = tracker.get_tracker_snapshot("peak")[cpu]["Total"]
-    return told, peak, tracker.get_tracker_snapshot("current")[cpu]
+    return updates, peak, tracker.get_tracker_snapshot("current")[cpu]
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED], ids=["fp32", "mixed"])
-def test_the_memory_tracker_sees_what_it_sees_of_torchs(policy: MixedPrecisionPolicy) -> None:
-    tracked(BOTH[0], mp_policy=policy)  # DTensor's caches are filled: that would be seen, too
-    (stock_told, stock_peak, stock_left), (told, peak, left) = (
-        tracked(shard, mp_policy=policy) for shard in BOTH
+def test_memory_tracker_records_same_updates_as_with_torch(policy: MixedPrecisionPolicy) -> None:
+    track_memory(BOTH[0], mp_policy=policy)  # fills DTensor's caches, which would be recorded
+    (torch_updates, torch_peak, torch_end), (updates, peak, end) = (
+        track_memory(shard, mp_policy=policy) for shard in BOTH
     )
 
-    def of_parameters(lines: list[Any]) -> list[Any]:
-        return [line for line in lines if line[1] in ("Unsharded Param", "Sharded Param")]
+    def of_parameters(updates: list[Any]) -> list[Any]:
+        return [update for update in updates if update[1] in ("Unsharded Param", "Sharded Param")]
 
-    assert of_parameters(told) == of_parameters(stock_told)
-    assert sum(kind == "SIZE" for kind, *_ in told) > 10  # it sees parameters freed and allocated
-    ends = [line for line in stock_told if line[0] != "DEL" or line[1] not in EARLIER]
-    assert [line for line in told if line[0] != "DEL" or line[1] not in EARLIER] == ends
-    assert left == stock_left
-    assert peak <= stock_peak
+    def without_early_frees(updates: list[Any]) -> list[Any]:
+        return [update for update in updates if update[0] != "DEL" or update[1] not in EARLY_FREED]
+
+    assert of_parameters(updates) == of_parameters(torch_updates)
+    assert sum(kind == "SIZE" for kind, *_ in updates) > 10  # unshard and reshard resize storages
+    assert without_early_frees(updates) == without_early_frees(torch_updates)
+    assert end == torch_end
+    assert peak <= torch_peak
 
 
 # ---- fake tensors --------------------------------------------------------------------------------
 
 
-def test_fake_tensors_train() -> None:
+def test_training_on_fake_tensors_gives_gradient_shapes_of_torch() -> None:
     mesh = init_device_mesh("cpu", (8,))
     shapes = []
     for shard in BOTH:
@@ -197,12 +199,15 @@ def test_fake_tensors_train() -> None:
 
 # ---- process groups written in Python ------------------------------------------------------------
 
-_names = itertools.count()
+_group_numbers = itertools.count()
 
 
 def python_mesh(calls: list[str]) -> DeviceMesh:
-    """A mesh of 4 whose collectives are Python methods; ranks hold the same as this one."""
-    name = f"python {next(_names)}"
+    """Returns a mesh of 4 ranks over a process group in Python, which appends to ``calls``.
+
+    Its collectives act as if all ranks held the tensors of this one.
+    """
+    name = f"python {next(_group_numbers)}"
 
     class Group(dist.ProcessGroup):
         def __init__(self) -> None:
@@ -223,9 +228,11 @@ def python_mesh(calls: list[str]) -> DeviceMesh:
             calls.append("gather")
             output.copy_(shard.clone().repeat(4))
 
-        def reduce_scatter_single(self, output: Any, whole: Any, options: Any = None) -> None:
+        def reduce_scatter_single(
+            self, output: Any, input_tensor: Any, options: Any = None
+        ) -> None:
             calls.append("reduce")
-            output.copy_(whole.view(4, -1).sum(0))
+            output.copy_(input_tensor.view(4, -1).sum(0))
 
         if not has("2.13"):
             _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
@@ -239,25 +246,25 @@ def python_mesh(calls: list[str]) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu")
 
 
-def test_the_methods_of_a_python_process_group_are_called() -> None:
-    found = []
+def test_methods_of_python_process_group_are_called_as_by_torch() -> None:
+    results = []
     for shard in BOTH:
         calls: list[str] = []
         module = shard(nn.Linear(8, 8), mesh=python_mesh(calls), reshard_after_forward=True)
         nn.init.ones_(module.weight)
         module(torch.ones(2, 8)).sum().backward()
-        found.append((calls, module.weight.grad.to_local().tolist()))
-    assert found[0] == found[1]
-    assert found[1][0] == ["gather", "gather", "reduce"]
+        results.append((calls, module.weight.grad.to_local().tolist()))
+    assert results[0] == results[1]
+    assert results[1][0] == ["gather", "gather", "reduce"]
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
 
 
-@pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
-@pytest.mark.parametrize("hooks", ["ours", "registered again"])
+@pytest.mark.torch("2.13")  # the fake group of older releases does not write gathered tensors
+@pytest.mark.parametrize("hooks", ["original", "registered again"])
 @pytest.mark.parametrize("shard", BOTH, ids=["torch", "fsdp_c"])
-def test_dynamo_compiles_what_is_between_the_hooks(shard: Shard, hooks: str) -> None:
+def test_dynamo_compiles_code_between_hooks(shard: Shard, hooks: str) -> None:
     torch._dynamo.reset()
     counters.clear()
     graphs: list[int] = []
@@ -281,39 +288,39 @@ def test_dynamo_compiles_what_is_between_the_hooks(shard: Shard, hooks: str) -> 
         compiled(x).sum().backward()
         eager(x).sum().backward()
     assert graphs and sum(counters["graph_break"].values()) >= 1
-    for one, other in zip(model.parameters(), eager.parameters()):
-        assert torch.equal(one.grad.to_local(), other.grad.to_local())
+    for param, eager_param in zip(model.parameters(), eager.parameters()):
+        assert torch.equal(param.grad.to_local(), eager_param.grad.to_local())
     torch._dynamo.reset()
 
 
 @pytest.mark.torch("2.13")
-def test_compiled_autograd_is_refused_where_torch_loses_the_gradients() -> None:
-    """Nobody calls FSDP2 at the end of a compiled backward: torch's reduces nothing, silently."""
+def test_backward_under_compiled_autograd_raises() -> None:
+    """A compiled backward does not call FSDP2's final callback: under torch it reduces nothing."""
     x = torch.ones(2, 8)
-    stock_module, module, eager = (
+    torch_module, module, eager = (
         shard(nn.Linear(8, 8)) for shard in (public.fully_shard, *2 * [fsdp_c.fully_shard])
     )
-    stock_weight = stock_module.weight
+    torch_weight = torch_module.weight
     with compiled_autograd._enable(torch.compile(backend="eager")):
-        stock_module(x).sum().backward()
+        torch_module(x).sum().backward()
         with pytest.raises(NotImplementedError, match="compiled autograd cannot run") as refusal:
             module(x).sum().backward()
     torch._dynamo.reset()
-    assert stock_weight.grad is None
+    assert torch_weight.grad is None
     assert "frame #" not in str(refusal.value)
     module.reset_iter_state()
-    for one in (module, eager):
-        one(x).sum().backward()
+    for trained in (module, eager):
+        trained(x).sum().backward()
     assert torch.equal(module.bias.grad.to_local(), eager.bias.grad.to_local())
 
 
-def test_the_module_of_the_package_and_the_function_have_one_name() -> None:
+def test_submodules_with_name_of_their_function_are_importable() -> None:
     assert importlib.import_module("fsdp_c.explain").explain is fsdp_c.explain
     assert importlib.import_module("fsdp_c.fully_shard").fully_shard is fsdp_c.fully_shard
 
 
-def test_the_interpreter_lingers_where_gloo_may_have_run() -> None:
-    """Its threads abort a process that ends while they wait for the GIL (test_ending.py)."""
+def test_process_exit_after_forward_waits_for_gloo_threads() -> None:
+    """gloo's threads abort a process that exits while they wait for the GIL."""
     program = (
         "import atexit, fsdp_c.ending; waited = []\n"
         "fsdp_c.ending.wait_for_threads = lambda: waited.append(1)\n"

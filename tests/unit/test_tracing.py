@@ -1,4 +1,4 @@
-"""Tracers and fake tensors: refused where they would spoil the model, which stays usable."""
+"""Tracers and fake tensors that would corrupt a sharded model raise, and the model stays usable."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from fsdp_c import fully_shard
 X = torch.ones(2, 4)
 
 
-def plain() -> nn.Sequential:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
 
-def sharded(used: bool = False) -> Any:
-    model = plain()
+def make_sharded_model(used: bool = False) -> Any:
+    """Returns a sharded model, after one step if ``used``."""
+    model = make_model()
     fully_shard(model[0])
     fully_shard(model[2])
     fully_shard(model)
@@ -34,19 +35,19 @@ def sharded(used: bool = False) -> Any:
     return model
 
 
-def expect_usable(model: nn.Module) -> None:
-    """A step has the plain model's numbers."""
-    reference = plain()
+def assert_trains(model: nn.Module) -> None:
+    """Asserts that a step gives the output and gradients of the unsharded model."""
+    reference = make_model()
     output, expected = model(X), reference(X)
     assert type(output) is torch.Tensor and torch.equal(output, expected)
     output.sum().backward()
     expected.sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        local = ours.grad.to_local()  # type: ignore[union-attr]
-        assert type(local) is torch.Tensor and torch.equal(local, theirs.grad)
+    for param, expected_param in zip(model.parameters(), reference.parameters(), strict=True):
+        local = param.grad.to_local()  # type: ignore[union-attr]
+        assert type(local) is torch.Tensor and torch.equal(local, expected_param.grad)
 
 
-def on_fake_tensors(model: nn.Module) -> Any:
+def forward_fake_tensor(model: nn.Module) -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True):
         return model(torch.ones(2, 4))
 
@@ -62,66 +63,66 @@ TRACERS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("name", TRACERS)
-def test_a_graph_is_refused(single_group: int, name: str, used: bool) -> None:
-    model = sharded(used)
+def test_tracing_of_sharded_model_raises(single_group: int, name: str, used: bool) -> None:
+    model = make_sharded_model(used)
     with pytest.raises(RuntimeError, match="FSDPSequential cannot be exported or traced after"):
         TRACERS[name](model)
-    expect_usable(model)
+    assert_trains(model)
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_strict_export_is_refused_by_dynamo(single_group: int, used: bool) -> None:
-    model = sharded(used)
+def test_strict_export_raises_in_dynamo(single_group: int, used: bool) -> None:
+    model = make_sharded_model(used)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.export.export(model, (X,), strict=True)
-    expect_usable(model)
+    assert_trains(model)
 
 
-def test_the_first_forward_is_not_on_fake_tensors(single_group: int) -> None:
-    """torch's keeps the fake parameters for good."""
-    model = sharded()
+def test_first_forward_on_fake_tensors_raises(single_group: int) -> None:
+    """torch's FSDP2 would keep the fake parameters."""
+    model = make_sharded_model()
     with pytest.raises(RuntimeError, match="first forward of FSDPSequential cannot run on fake"):
-        on_fake_tensors(model)
-    expect_usable(model)
+        forward_fake_tensor(model)
+    assert_trains(model)
 
 
-def test_a_later_forward_may_be(single_group: int) -> None:
-    model = sharded(True)
-    assert isinstance(on_fake_tensors(model), FakeTensor)
-    expect_usable(model)
+def test_later_forward_on_fake_tensors_works(single_group: int) -> None:
+    model = make_sharded_model(True)
+    assert isinstance(forward_fake_tensor(model), FakeTensor)
+    assert_trains(model)
 
 
-def test_a_model_of_fake_tensors_is_traced_as_before(single_group: int) -> None:
+def test_forward_of_model_of_fake_tensors_works(single_group: int) -> None:
     mesh = init_device_mesh("cpu", (1,))
     with FakeTensorMode():
-        model = fully_shard(plain(), mesh=mesh)
+        model = fully_shard(make_model(), mesh=mesh)
         assert isinstance(model(torch.ones(2, 4)), FakeTensor)
 
 
-def test_real_make_fx_runs_the_model(single_group: int) -> None:
-    model = sharded()
+def test_make_fx_on_real_tensors_runs_model(single_group: int) -> None:
+    model = make_sharded_model()
     make_fx(model)(X)
-    expect_usable(model)
+    assert_trains(model)
 
 
-def under_mutations(model: nn.Module, steps: int = 3) -> None:
+def train_with_mutation_allowed(model: nn.Module, steps: int = 3) -> None:
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         for _ in range(steps):
             model(X).sum().backward()
 
 
-def test_a_context_that_would_clone_freed_memory_is_refused(fake_group: int) -> None:
-    """It ended the process; torch's FSDP2 fails in it, too, in other words."""
-    model = sharded()
+def test_allow_mutation_on_saved_tensors_with_reshard_raises(fake_group: int) -> None:
+    """The context would clone freed parameters. torch's FSDP2 raises another message."""
+    model = make_sharded_model()
     with pytest.raises(RuntimeError, match="Linear is resharded after forward, and allow_mutation"):
-        under_mutations(model)
+        train_with_mutation_allowed(model)
     model(X).sum().backward()
 
 
-def test_the_same_where_nothing_is_freed(fake_group: int) -> None:
-    model = fully_shard(plain())  # a root stays unsharded
-    under_mutations(model)
-    blocks = plain()
+def test_allow_mutation_on_saved_tensors_without_reshard_trains(fake_group: int) -> None:
+    model = fully_shard(make_model())  # a root is not resharded after forward
+    train_with_mutation_allowed(model)
+    blocks = make_model()
     fully_shard(blocks[0], reshard_after_forward=False)
     fully_shard(blocks)
-    under_mutations(blocks)
+    train_with_mutation_allowed(blocks)

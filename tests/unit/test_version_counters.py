@@ -1,4 +1,7 @@
-"""An optimizer's step counts as a write to its shards: it writes them below what counts."""
+"""An optimizer step increments the version counters of the shards that it updates.
+
+DTensor's operators write local tensors below autograd, which does not increment the counters.
+"""
 
 from __future__ import annotations
 
@@ -25,37 +28,37 @@ def versions(model: nn.Module) -> list[int]:
     return [local._version for local in locals_of(model)]
 
 
-def test_a_step_counts_for_the_optimizers_own_shards_only(fake_group: int) -> None:
-    mine, others = (fsdp_c.fully_shard(nn.Linear(8, 8)) for _ in range(2))
+def test_step_increments_versions_of_own_shards_only(fake_group: int) -> None:
+    optimized, other = (fsdp_c.fully_shard(nn.Linear(8, 8)) for _ in range(2))
     plain = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([{"params": mine.weight}, {"params": [mine.bias, plain]}])
-    before = versions(mine), versions(others), plain._version
-    optimizer.step()  # nothing has a gradient: what counts is the hook
-    assert versions(mine) == [version + 1 for version in before[0]]
-    assert (versions(others), plain._version) == before[1:]
+    optimizer = torch.optim.SGD([{"params": optimized.weight}, {"params": [optimized.bias, plain]}])
+    before = versions(optimized), versions(other), plain._version
+    optimizer.step()  # no parameter has a gradient: the step's hook increments the versions
+    assert versions(optimized) == [version + 1 for version in before[0]]
+    assert (versions(other), plain._version) == before[1:]
 
 
-def test_no_python_frame_of_ours_counts(fake_group: int) -> None:
-    """All there is, after the first step, is one that has seen the optimizer already."""
+def test_second_step_runs_one_python_function_of_fsdp_c(fake_group: int) -> None:
+    """The function is the hook that checks each optimizer once."""
     model = fsdp_c.fully_shard(nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.step()
-    before, called = versions(model), []
+    before, calls = versions(model), []
 
     def profile(frame: Any, event: str, arg: Any) -> None:
         name = frame.f_code.co_filename
         if event == "call" and "fsdp_c" in name and "tests" not in name:
-            called.append(f"{Path(name).name}:{frame.f_code.co_name}")
+            calls.append(f"{Path(name).name}:{frame.f_code.co_name}")
 
     sys.setprofile(profile)
     try:
         optimizer.step()
     finally:
         sys.setprofile(None)
-    assert called == ["suspicions.py:_before_step"] and versions(model) != before
+    assert calls == ["suspicions.py:_before_step"] and versions(model) != before
 
 
-def test_shards_made_in_inference_mode_have_no_counter(fake_group: int) -> None:
+def test_step_on_shard_created_in_inference_mode_increments_other_shards(fake_group: int) -> None:
     model = fsdp_c.fully_shard(nn.Linear(8, 8))
     with torch.inference_mode():
         model.weight._local_tensor = model.weight._local_tensor.clone()  # type: ignore[union-attr]
@@ -71,9 +74,11 @@ def test_shards_made_in_inference_mode_have_no_counter(fake_group: int) -> None:
         (SimpleNamespace(param_groups=[{}]), KeyError),
         (SimpleNamespace(param_groups=[{"params": None}]), TypeError),
     ],
-    ids=["nothing", "a number", "no params", "None"],
+    ids=["no param_groups", "param_groups of int", "group without params", "params of None"],
 )
-def test_what_is_no_optimizer_is_an_error(optimizer: object, error: type[Exception]) -> None:
+def test_count_step_of_object_that_is_no_optimizer_raises(
+    optimizer: object, error: type[Exception]
+) -> None:
     with pytest.raises(error):
         _C.count_step(optimizer, (), {})
     with pytest.raises(TypeError, match="an optimizer was expected"):

@@ -1,4 +1,7 @@
-"""What trains nothing, silently, is said once and by name, and not as a Python warning."""
+"""Log messages about configurations that silently train nothing or waste memory.
+
+Each is logged once, with the name of the module, and never raised as a Python warning.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 @pytest.fixture
-def said(
+def logged(
     fake_group: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], list[str]]]:
-    """What was said in this test; Python warnings are errors meanwhile."""
+    """Yields a function that returns the warnings logged so far. Python warnings raise."""
     monkeypatch.setattr(suspicions, "_said", set())
-    monkeypatch.setattr(suspicions, "_registered", {})  # other tests' models may still be there
+    monkeypatch.setattr(suspicions, "_registered", {})  # models of other tests may be alive
 
     def lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -42,7 +45,7 @@ def said(
         yield lines
 
 
-Said = Callable[[], list[str]]
+Logged = Callable[[], list[str]]
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -51,46 +54,46 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_a_model_without_mistakes_is_nobodys_concern(said: Said) -> None:
+def test_model_without_mistakes_logs_nothing(logged: Logged) -> None:
     model = sharded(mp_policy=MIXED)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for _ in range(2):
         train(model, optimizer)
     model.load_state_dict(model.state_dict(), assign=True)
     train(model, torch.optim.SGD(model.parameters()))
-    assert said() == []
+    assert logged() == []
 
 
-def test_transport_with_unknown_value_is_reported(
-    said: Said, monkeypatch: pytest.MonkeyPatch
+def test_unknown_transport_logs_valid_names(
+    logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_C_TRANSPORT", "gloo")
     step(sharded())
-    assert said() == []
+    assert logged() == []
     monkeypatch.setenv("FSDP_C_TRANSPORT", "sockets")
     step(sharded())
-    (line,) = said()
+    (line,) = logged()
     assert "FSDP_C_TRANSPORT=sockets" in line and '"direct"' in line and '"gloo"' in line
 
 
 # ---- backwards that raise ------------------------------------------------------------------------
 
 
-def test_a_backward_that_raised_and_the_forward_after_it(said: Said) -> None:
+def test_forward_after_failed_backward_logs_warning(logged: Logged) -> None:
     model = sharded()
     output = model(torch.ones(2, 8))
     model.embed.register_full_backward_pre_hook(lambda *unused: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             model(torch.ones(2, 8)).sum().backward()
-    (line,) = said()
+    (line,) = logged()
     assert "the backward before this forward of FSDPModel did not come to its end" in line
     assert "zero_grad()" in line
     assert output.grad_fn is not None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_forwards_within_a_backward_follow_none_that_raised(said: Said, reentrant: bool) -> None:
+def test_recomputed_forward_during_backward_logs_nothing(logged: Logged, reentrant: bool) -> None:
     model = sharded()
     step(model)
     x = torch.ones(2, 8, requires_grad=True)
@@ -106,27 +109,28 @@ def test_forwards_within_a_backward_follow_none_that_raised(said: Said, reentran
     model(x)
     loss.backward()
     model(x)
-    assert said() == []
+    assert logged() == []
 
 
-def test_a_backward_from_within_a_backward(said: Said) -> None:
-    model, inner = sharded(), sharded()
+def test_nested_backward_in_hook_logs_nothing(logged: Logged) -> None:
+    model, other_model = sharded(), sharded()
 
-    def nested(grad: torch.Tensor) -> None:
+    def run_backwards(grad: torch.Tensor) -> None:
         with torch.enable_grad():
             model(torch.ones(2, 8)).sum().backward()
-            inner(torch.ones(2, 8)).sum().backward()
+            other_model(torch.ones(2, 8)).sum().backward()
 
     for _ in range(2):
         output = model(torch.ones(2, 8))
-        output.register_hook(nested)
+        output.register_hook(run_backwards)
         output.sum().backward()
         step(model)
-    assert said() == []
+    assert logged() == []
 
 
-def test_an_end_of_a_backward_that_fails(said: Said) -> None:
-    """The call-back itself raises: the next forward starts over."""
+def test_forward_after_failed_final_callback_logs_warning_and_resets_state(
+    logged: Logged,
+) -> None:
     model = sharded()
     with pytest.MonkeyPatch.context() as patch:
         group = releases.groups_of(model._get_fsdp_state())[0]
@@ -134,7 +138,7 @@ def test_an_end_of_a_backward_that_fails(said: Said) -> None:
         with pytest.raises(ZeroDivisionError):
             step(model)
     step(model)
-    (line,) = said()
+    (line,) = logged()
     assert "did not come to its end" in line
     assert model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued is False
 
@@ -142,115 +146,115 @@ def test_an_end_of_a_backward_that_fails(said: Said) -> None:
 # ---- optimizers ----------------------------------------------------------------------------------
 
 
-def test_an_optimizer_made_before_sharding(said: Said) -> None:
+def test_optimizer_created_before_sharding_logs_warning(logged: Logged) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sharded(model)
     for _ in range(2):
         train(model, optimizer)
-    (line,) = said()
+    (line,) = logged()
     assert "SGD holds 15 of 15 parameters as they were before sharding ('embed.weight', " in line
     assert line.endswith("Build it after the last fully_shard")
 
 
-def test_an_optimizer_of_parts_made_before_and_after(said: Said) -> None:
+def test_optimizer_with_some_unsharded_parameters_logs_their_names(logged: Logged) -> None:
     model = Model()
     before = model.head.weight
     sharded(model)
     train(model, torch.optim.SGD([before, model.embed.weight], lr=0.1))
-    assert "SGD holds 1 of 2 parameters as they were before sharding ('head.weight')" in said()[0]
+    assert "SGD holds 1 of 2 parameters as they were before sharding ('head.weight')" in logged()[0]
 
 
-def test_an_optimizer_whose_parameters_were_exchanged_in_time(said: Said) -> None:
-    """As accelerate does it."""
+def test_optimizer_with_parameters_replaced_by_sharded_ones_logs_nothing(logged: Logged) -> None:
+    """accelerate replaces an optimizer's parameters in this way."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["params"] = list(sharded(model).parameters())
     train(model, optimizer)
-    assert said() == []
+    assert logged() == []
 
 
-def test_an_optimizer_of_a_refused_sharding(said: Said) -> None:
+def test_optimizer_after_failed_fully_shard_logs_nothing(logged: Logged) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="scalar"):
         fully_shard(model)
     train(model, optimizer)
-    assert said() == []
+    assert logged() == []
 
 
-def test_replicas_are_watched_too(said: Said) -> None:
+def test_optimizer_created_before_replicate_logs_warning(logged: Logged) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fsdp_c.replicate(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about views
+        warnings.simplefilter("ignore")  # torch warns about views
         train(model, optimizer)
-    assert "SGD holds 15 of 15 parameters" in said()[0]
+    assert "SGD holds 15 of 15 parameters" in logged()[0]
 
 
 # ---- parameters ----------------------------------------------------------------------------------
 
 
-def test_a_parameter_replaced_after_the_first_step(said: Said) -> None:
+def test_parameter_replaced_after_first_step_logs_warning(logged: Logged) -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer)
     model.head.weight = nn.Parameter(torch.zeros(8, 8))
     for _ in range(2):
         train(model, optimizer)
-    (line,) = said()
+    (line,) = logged()
     assert line.startswith("fsdp_c: 'head.weight' were replaced after sharding")
 
 
-def test_parameters_of_other_modules_may_be_replaced(said: Said) -> None:
+def test_parameter_replaced_outside_model_logs_nothing(logged: Logged) -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = nn.Linear(8, 8)
     other.weight = nn.Parameter(torch.zeros(8, 8))
     model.head.extra = nn.Parameter(torch.zeros(8))
     train(model, optimizer)
-    assert said() == []
+    assert logged() == []
 
 
 # ---- units ---------------------------------------------------------------------------------------
 
 
-def test_blocks_left_in_the_root(said: Said) -> None:
+def test_blocks_left_in_root_unit_log_warning(logged: Logged) -> None:
     model = fully_shard(Model())
     step(model)  # type: ignore[arg-type]
-    (line,) = said()
+    (line,) = logged()
     assert line.startswith("fsdp_c: 'blocks.0', 'blocks.1', 'blocks.2' are repeated layers but no")
 
 
-def test_a_policy_on_blocks_but_not_on_the_root(said: Said) -> None:
-    class Casts(Block):
+def test_mixed_precision_policy_on_blocks_only_logs_warning(logged: Logged) -> None:
+    class FloatOutputBlock(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).float()
 
     model = Model()
-    model.blocks = nn.ModuleList(Casts() for _ in range(3))
+    model.blocks = nn.ModuleList(FloatOutputBlock() for _ in range(3))
     for block in model.blocks:
         fully_shard(block, mp_policy=MIXED)
     step(fully_shard(model))  # type: ignore[arg-type]
-    (line,) = said()
+    (line,) = logged()
     assert "the blocks compute in bfloat16, but 'embed.weight', 'embed.bias', 'head.weight'" in line
 
 
-def test_a_unit_several_times_larger_than_the_median(
-    said: Said, monkeypatch: pytest.MonkeyPatch
+def test_unit_much_larger_than_median_logs_warning(
+    logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def model() -> Any:
-        found = Model()
-        found.head = nn.Linear(8, 4096)
-        return sharded(found)
+    def model_with_large_head() -> Any:
+        model = Model()
+        model.head = nn.Linear(8, 4096)
+        return sharded(model)
 
-    step(model())
-    assert said() == []  # small models are nobody's concern
+    step(model_with_large_head())
+    assert logged() == []  # the unit is smaller than _LARGE
     monkeypatch.setattr(suspicions, "_LARGE", 64 * 2**10)
-    step(model())
-    (line,) = said()
+    step(model_with_large_head())
+    (line,) = logged()
     size = 4 * (72 + 8 * 4096 + 4096)
     assert line.startswith(
         f"fsdp_c: the unit '(root)' gathers 0 MiB, {size / 1120:.1f} times what the median unit "
@@ -258,11 +262,11 @@ def test_a_unit_several_times_larger_than_the_median(
     )
 
 
-def test_data_parallel_inside(said: Said) -> None:
+def test_ddp_inside_sharded_model_logs_warning(logged: Logged) -> None:
     model = Model()
     model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
     step(sharded(model))
-    assert said()[0].startswith("fsdp_c: 'head' are DistributedDataParallel")
+    assert logged()[0].startswith("fsdp_c: 'head' are DistributedDataParallel")
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -277,44 +281,48 @@ def test_data_parallel_inside(said: Said) -> None:
         ({"ignored_params": {nn.Linear(1, 1)}}, "ignored_params has a Linear in it"),
     ],
 )
-def test_arguments_that_do_nothing(said: Said, arguments: dict[str, Any], match: str) -> None:
+def test_argument_without_effect_logs_warning(
+    logged: Logged, arguments: dict[str, Any], match: str
+) -> None:
     if "mp_policy" in arguments and releases.has("2.15"):
-        with pytest.raises(TypeError):  # in torch, too
+        with pytest.raises(TypeError):  # as in torch
             fully_shard(nn.Linear(8, 8), **arguments)
         return
     fully_shard(nn.Linear(8, 8), **arguments)
-    (line,) = said()
+    (line,) = logged()
     assert match in line
     fully_shard(nn.Linear(8, 8), offload_policy=None, ignored_params=set())  # type: ignore[call-overload]
-    assert len(said()) == 1
+    assert len(logged()) == 1
 
 
-# ---- how it is said ------------------------------------------------------------------------------
+# ---- logging -------------------------------------------------------------------------------------
 
 
-def test_each_is_said_once(said: Said) -> None:
+def test_warning_about_second_model_is_not_repeated(logged: Logged) -> None:
     for _ in range(2):
         step(fully_shard(Model()))  # type: ignore[arg-type]
-    assert len(said()) == 1
+    assert len(logged()) == 1
 
 
-def test_only_rank_0_speaks(said: Said) -> None:
+def test_warning_is_not_logged_on_rank_3(logged: Logged) -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     step(fully_shard(Model()))  # type: ignore[arg-type]
-    assert said() == []
+    assert logged() == []
 
 
-def test_a_failure_of_the_search_fails_nothing(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_check_does_not_stop_training(
+    logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*args: Any) -> None:
-        raise OSError("odd module")
+        raise OSError("the check fails")
 
     monkeypatch.setattr(suspicions, "blocks_in_root", fails)
     step(fully_shard(Model()))  # type: ignore[arg-type]
-    assert said() == []
+    assert logged() == []
 
 
-def test_models_and_optimizers_are_not_kept(said: Said) -> None:
+def test_models_and_optimizers_are_freed_after_check(logged: Logged) -> None:
     import gc
     import weakref
 
@@ -322,17 +330,17 @@ def test_models_and_optimizers_are_not_kept(said: Said) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer)
     model.head.weight = nn.Parameter(torch.zeros(8, 8))
-    found = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.head)]
+    references = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.head)]
     del model, optimizer
     gc.collect()
-    assert [one() for one in found] == [None, None, None]
+    assert [reference() for reference in references] == [None, None, None]
 
 
-def test_no_parameter_has_a_weak_reference(fake_group: int) -> None:
-    """torch.utils.swap_tensors, and so module.to() and load_state_dict(), refuses those."""
+def test_parameters_after_sharding_have_no_weak_references(fake_group: int) -> None:
+    """torch.utils.swap_tensors rejects tensors with weak references; module.to() calls it."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     originals = list(model.parameters())
     fully_shard(model)
     model[0].weight = nn.Parameter(torch.ones(8, 8))
-    everything = [*originals, *model.parameters()]
-    assert [weakref.getweakrefcount(param) for param in everything] == [0] * len(everything)
+    params = [*originals, *model.parameters()]
+    assert [weakref.getweakrefcount(param) for param in params] == [0] * len(params)

@@ -1,4 +1,4 @@
-"""Transitions, attributes and contexts of FSDP2 used by hand, on our objects as on torch's."""
+"""Private FSDP2 methods and attributes, called directly, behave as in torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 import torch.nn as nn
 from linear_stack import DIM, model_of, step
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
 import fsdp_c
 
-IMPLEMENTATIONS: list[Callable[..., Any]] = [stock_fully_shard, fsdp_c.fully_shard]
+IMPLEMENTATIONS: list[Callable[..., Any]] = [torch_fully_shard, fsdp_c.fully_shard]
 
 
 def group_of(module: Any) -> Any:
@@ -32,8 +32,8 @@ def world(fake_group: int) -> int:
 # ---- attributes ----------------------------------------------------------------------------------
 
 
-# How torch 2.15 goes about reductions and manual finalization; ours keep that in the core.
-OF_TORCHS_REDUCTIONS = {
+# Attributes of torch 2.15's reduction bookkeeping. fsdp_c keeps this state in C.
+ONLY_IN_TORCH = {
     "_all_gather_output_fn",
     "_fsdp_params_with_wider_grad_dtype",
     "_partial_reduce_output_layout",
@@ -46,24 +46,24 @@ OF_TORCHS_REDUCTIONS = {
 }
 
 
-@pytest.mark.torch("2.13")  # the attributes of that release
-@pytest.mark.parametrize("kind", ["state", "group", "param", "communication", "iteration"])
-def test_whatever_torchs_objects_have_ours_have_too(kind: str) -> None:
-    found = []
+@pytest.mark.torch("2.13")  # fsdp_c has the attributes of this release
+@pytest.mark.parametrize("kind", ["state", "group", "param", "comm context", "state context"])
+def test_objects_have_all_attributes_of_torch_objects(kind: str) -> None:
+    objects = []
     for shard in IMPLEMENTATIONS:
         model = model_of(shard)
         step(model)
         state, group = model[0]._get_fsdp_state(), group_of(model[0])
         kinds = {"state": state, "group": group, "param": group.fsdp_params[0]}
-        kinds |= {"communication": group.comm_ctx, "iteration": state._state_ctx}
-        found.append(kinds[kind])
-    stock, ours = found
-    assert vars(stock)
-    missing = [name for name in vars(stock) if not hasattr(ours, name)]
-    assert [name for name in missing if name not in OF_TORCHS_REDUCTIONS] == []
+        kinds |= {"comm context": group.comm_ctx, "state context": state._state_ctx}
+        objects.append(kinds[kind])
+    torch_object, fsdp_c_object = objects
+    assert vars(torch_object)
+    missing = [name for name in vars(torch_object) if not hasattr(fsdp_c_object, name)]
+    assert [name for name in missing if name not in ONLY_IN_TORCH] == []
 
 
-def test_partial_gradients_can_be_dropped() -> None:
+def test_partial_reduce_output_can_only_be_set_to_none() -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     model = model_of(fsdp_c.fully_shard, mesh=mesh)
     model.set_requires_all_reduce(False)
@@ -80,7 +80,7 @@ def test_partial_gradients_can_be_dropped() -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, 2])
-def test_transitions(reshard: bool | int) -> None:
+def test_direct_transitions_of_group_and_param_change_sharded_state(reshard: bool | int) -> None:
     model = model_of(fsdp_c.fully_shard, reshard_after_forward=reshard)
     group = group_of(model[0])
     param = group.fsdp_params[0]
@@ -107,33 +107,33 @@ def test_transitions(reshard: bool | int) -> None:
 # ---- the communication context -------------------------------------------------------------------
 
 
-def test_the_start_of_the_communication_context_can_be_replaced() -> None:
-    def start(context: Any, device: torch.device) -> None:
-        """As a vendor's does it, with streams of its own."""
+def test_replaced_lazy_init_of_comm_context_provides_streams() -> None:
+    def lazy_init(context: Any, device: torch.device) -> None:
+        """Sets the attributes as a backend with its own streams does."""
         for name in ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"):
             setattr(context, f"{name}_stream", torch.cpu.Stream())
         context.device_handle = torch.cpu
         context.all_gather_state = None
         context.reduce_scatter_states = []  # torch 2.13
-        context.reduce_scatter_state = None  # before
+        context.reduce_scatter_state = None  # before torch 2.13
         context.post_forward_order = []
         context._last_post_reduce_events = {}
         context.reduce_scatter_max_input_buffers = 2
 
-    found = []
+    has_grads = []
     for shard in IMPLEMENTATIONS:
-        with mock.patch.object(FSDPCommContext, "lazy_init", start):
+        with mock.patch.object(FSDPCommContext, "lazy_init", lazy_init):
             model = model_of(shard)
             step(model)
         step(model)
         context = model._get_fsdp_state()._comm_ctx
         assert context.all_gather_stream is context.all_gather_stream
-        found.append([parameter.grad is not None for parameter in model.parameters()])
+        has_grads.append([parameter.grad is not None for parameter in model.parameters()])
         assert context.post_forward_order == []
-    assert found[0] == found[1] == [True] * 6
+    assert has_grads[0] == has_grads[1] == [True] * 6
 
 
-def test_the_order_of_forwards_can_only_be_emptied() -> None:
+def test_post_forward_order_can_only_be_set_to_empty_list() -> None:
     model = model_of(fsdp_c.fully_shard)
     model(torch.ones(2, DIM))
     context = model._get_fsdp_state()._comm_ctx
@@ -144,7 +144,7 @@ def test_the_order_of_forwards_can_only_be_emptied() -> None:
     assert context.post_forward_order == []
 
 
-def test_gathers_wait_for_the_optimizers_event_once() -> None:
+def test_post_optim_event_is_waited_for_once() -> None:
     model = model_of(fsdp_c.fully_shard)
     context = type(model._get_fsdp_state()._comm_ctx)
     event = object()
@@ -156,46 +156,46 @@ def test_gathers_wait_for_the_optimizers_event_once() -> None:
     assert model._get_fsdp_state()._state_ctx.post_optim_event is None
 
 
-# ---- what the root does with its arguments -------------------------------------------------------
+# ---- device of forward arguments -----------------------------------------------------------------
 
 
-class Telling(nn.Module):
-    """Notes where its arguments are."""
+class DeviceRecorder(nn.Module):
+    """Appends the device type of each of its forward arguments to ``device_types``."""
 
-    def __init__(self, seen: list[str]) -> None:
+    def __init__(self, device_types: list[str]) -> None:
         super().__init__()
-        self.seen = seen
+        self.device_types = device_types
 
-    def forward(self, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        self.seen += [x.device.type, *(y.device.type for y in (*rest, *named.values()))]
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.device_types += [x.device.type, *(y.device.type for y in (*args, *kwargs.values()))]
         return x
 
 
-def as_on_an_accelerator(module: Any) -> Any:
-    """Its state takes "meta" for its device."""
+def shard_on_meta(module: Any) -> Any:
+    """Shards a module whose state moves inputs to the meta device, as to an accelerator."""
     state = fsdp_c.fully_shard(module)._get_fsdp_state()  # type: ignore[attr-defined]
-    assert not state._moves_inputs  # what is for the CPU is there
+    assert not state._moves_inputs  # on CPU the inputs need no move
     state._device, state._moves_inputs = torch.device("meta"), True
     return module
 
 
-def test_the_roots_arguments_are_put_on_the_device() -> None:
-    seen: list[str] = []
-    module = as_on_an_accelerator(Telling(seen))
-    module(torch.ones(1), torch.ones(2), named=torch.ones(3))
+def test_forward_arguments_of_root_are_moved_to_device() -> None:
+    device_types: list[str] = []
+    module = shard_on_meta(DeviceRecorder(device_types))
+    module(torch.ones(1), torch.ones(2), extra=torch.ones(3))
     module(torch.ones(1))
-    assert seen == ["meta"] * 4
+    assert device_types == ["meta"] * 4
 
 
-def test_those_of_the_units_below_are_left_where_they_are() -> None:
+def test_forward_arguments_of_child_unit_are_not_moved() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = as_on_an_accelerator(Telling([]))
+            self.inner = shard_on_meta(DeviceRecorder([]))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(torch.ones_like(x, device="cpu"))
 
-    module = as_on_an_accelerator(Outer())
+    module = shard_on_meta(Outer())
     assert module(torch.ones(1)).device.type == "cpu"
-    assert module.inner.seen == ["cpu"]
+    assert module.inner.device_types == ["cpu"]

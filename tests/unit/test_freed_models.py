@@ -1,0 +1,78 @@
+"""Attributes of parameters and autograd hooks on them do not keep a deleted model alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import fsdp_c
+
+
+class ReturnsParameter(nn.Module):
+    """Returns one of its parameters besides the output, as a loss with learned weights does.
+
+    With ``has_attributes``, parameters have attributes, one of which references the model.
+    """
+
+    def __init__(self, has_attributes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        if has_attributes:
+            for param in self.parameters():
+                param.owner = self  # type: ignore[attr-defined]
+                param.note = "kept"  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x) * self.scale, self.scale
+
+
+def step(model: nn.Module) -> None:
+    output, scale = model(torch.ones(2, 4))
+    (output.square().sum() + scale.exp().sum()).backward()
+
+
+def unsharded_params_of(model: Any) -> list[Any]:
+    [group] = model._get_fsdp_state()._fsdp_param_groups
+    return [param._unsharded_param for param in group.fsdp_params]
+
+
+@pytest.mark.parametrize("has_attributes", [True, False])
+@pytest.mark.parametrize("shard", [fsdp_c.fully_shard, fsdp_c.replicate])
+def test_deleted_model_with_references_in_parameters_is_freed(
+    fake_group: int, shard: Any, has_attributes: bool
+) -> None:
+    model = shard(ReturnsParameter(has_attributes))
+    for _ in range(3):
+        step(model)
+    references = [weakref.ref(model), weakref.ref(model._get_fsdp_state())]
+    references += [weakref.ref(param) for param in unsharded_params_of(model)]
+    del model
+    gc.collect()
+    assert [reference() is None for reference in references] == [True] * 5
+
+
+def test_attributes_of_parameters_are_copied_to_unsharded_parameters(fake_group: int) -> None:
+    model: Any = fsdp_c.fully_shard(ReturnsParameter(True))
+    assert all(param.owner is model and param.note == "kept" for param in model.parameters())
+    step(model)
+    assert all(param.note == "kept" for param in unsharded_params_of(model))
+
+
+def test_returned_parameter_is_unsharded_for_backward_and_has_one_hook(single_group: int) -> None:
+    model: Any = fsdp_c.fully_shard(ReturnsParameter(False), reshard_after_forward=True)
+    reference = ReturnsParameter(False)
+    for _ in range(3):
+        model.zero_grad()
+        reference.zero_grad()
+        step(model)
+        step(reference)
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(param.grad.to_local(), expected.grad)
+    assert [len(p._backward_hooks or ()) for p in unsharded_params_of(model)] == [0, 0, 1]
