@@ -1,7 +1,7 @@
-"""Rank 0 waits in a collective for a late rank 1, which sends it a SIGINT; then both recover.
+"""Rank 0 waits in a collective for a late rank 1, which sends it SIGINT; then both recover.
 
-Run by ``test_interrupt.py`` on two gloo ranks. The late rank joins the collective in the end, as a
-process that was only slow would, and leaves its step by an exception of its own.
+``test_interrupt.py`` runs this module on two gloo ranks. Rank 1 joins the collective late, as a
+slow process would, and then leaves its step by raising ``PeerLeft``.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ import torch.nn as nn
 from behaviour import Api, differences, shard, train
 from behaviour import plain as blocks_and_head
 
-SIGNAL_AFTER = 0.4
-"""Seconds that rank 0 has to reach its collective before the signal is sent."""
-LATE = 1.0
-"""Seconds from the signal until rank 1 joins."""
+SIGNAL_AFTER_SECONDS = 0.4
+"""Seconds from the barrier to the signal, in which rank 0 enters its collective."""
+LATE_SECONDS = 1.0
+"""Seconds from the signal until rank 1 joins the collective."""
 
 
-class Left(Exception):
-    """How rank 1 leaves its step, right after the collective."""
+class PeerLeft(Exception):
+    """Raised by rank 1 to leave its step right after the collective."""
 
 
-def leave(*unused: Any) -> None:
-    raise Left
+def raise_peer_left(*unused: Any) -> None:
+    raise PeerLeft
 
 
 class Case:
-    """A model, and the step with the collective in question: ``begin``, then ``wait_in``."""
+    """A model and one step: ``begin`` runs the part before the collective under test, and
+    ``wait_in`` the part that waits in it."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self.model = model
@@ -47,8 +48,8 @@ class Case:
     def wait_in(self) -> None:
         raise NotImplementedError
 
-    def late(self) -> None:
-        """Rank 1's way through the same collective, and no other."""
+    def join_late(self) -> None:
+        """Rank 1 issues the same collective and no further one."""
         self.wait_in()
 
     def forward(self) -> torch.Tensor:
@@ -57,13 +58,13 @@ class Case:
 
 
 class GatherInForward(Case):
-    """The root's all-gather."""
+    """Waits in the root's all-gather in forward."""
 
     def wait_in(self) -> None:
         self.forward()
 
-    def late(self) -> None:
-        handle = self.model.register_forward_pre_hook(leave)
+    def join_late(self) -> None:
+        handle = self.model.register_forward_pre_hook(raise_peer_left)
         try:
             self.forward()
         finally:
@@ -71,7 +72,7 @@ class GatherInForward(Case):
 
 
 class InBackward(Case):
-    """A collective of a backward; its forward has been run."""
+    """Base of cases whose collective runs in backward, after a complete forward."""
 
     def begin(self) -> None:
         self.loss = self.forward()
@@ -82,29 +83,29 @@ class InBackward(Case):
 
 
 class GatherInBackward(InBackward):
-    """The all-gather of the only block, ahead of its backward."""
+    """Waits in the all-gather of the only block, before its backward."""
 
-    def late(self) -> None:
-        # Runs after the block's own hook on its output, which waits.
-        self.inside.register_hook(leave)
+    def join_late(self) -> None:
+        # Autograd runs this hook after the block's pre-backward hook, which waits for the gather.
+        self.inside.register_hook(raise_peer_left)
         self.wait_in()
 
     def forward(self) -> torch.Tensor:
-        keep = self.model[0].linear.register_forward_hook(
+        handle = self.model[0].linear.register_forward_hook(
             lambda module, args, output: setattr(self, "inside", output)
         )
         try:
             return super().forward()
         finally:
-            keep.remove()
+            handle.remove()
 
 
 class Reduction(InBackward):
-    """The reduce-scatter of the root, which has all parameters."""
+    """Waits in the reduce-scatter of the root, which holds all parameters."""
 
 
 class Handle(Case):
-    """An all-gather by hand."""
+    """Waits in an all-gather that ``unshard(async_op=True)`` issued."""
 
     def wait_in(self) -> None:
         self.model.unshard(async_op=True).wait()
@@ -119,100 +120,110 @@ CASES: dict[str, Callable[..., Case]] = {
 }
 
 
-HANDLED = ["gather in forward", "gather in backward", "reduction"]
+HANDLER_CASES = ["gather in forward", "gather in backward", "reduction"]
 
 
 def fill_memory(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors of every size that a buffer of the model may have, of one value."""
+    """Allocates tensors with one value in every size that a buffer of the model can have. They
+    would reuse the memory of a buffer that was released too early."""
     sizes = {2 * p.numel() for p in model.parameters()}
     total = sum(p.numel() for p in model.parameters())
     sizes |= {n for size in (total, total + 8) for n in range(size // 2, size + 8)}
     return [torch.full((size,), -77.0) for size in sorted(sizes) for _ in range(4)]
 
 
-def recover(api: Api, case: Case, found: dict[str, Any]) -> None:
-    """Resets, and looks at what the abandoned collective does to memory when its peer joins."""
+def recover(api: Api, case: Case, outcome: dict[str, Any]) -> None:
+    """Resets the model, then checks whether the abandoned collective overwrites reused memory."""
     model = case.model
     start = time.monotonic()
     model.reset_iter_state()
     model.zero_grad()
-    found["reset took"] = time.monotonic() - start
+    outcome["reset took"] = time.monotonic() - start
     if not api.ours or api.rank != 0:
         dist.barrier()
         return
     context = model._get_fsdp_state()._comm_ctx
-    found["parked"] = context.collectives_parked
+    outcome["parked"] = context.collectives_parked
     filled = fill_memory(model)
-    dist.barrier()  # the late rank has been through the collective
-    found["overwritten"] = sum(not bool((tensor == -77.0).all()) for tensor in filled)
+    dist.barrier()  # the late rank has joined the collective
+    outcome["overwritten"] = sum(not bool((tensor == -77.0).all()) for tensor in filled)
 
 
-def signal_and_join(case: Case, waiting: int, number: signal.Signals) -> float:
-    """The other rank's part: signals the one that waits, joins it late; gives the signal's time."""
-    time.sleep(SIGNAL_AFTER)
+def signal_and_join(case: Case, waiting_pid: int, number: signal.Signals) -> float:
+    """Runs the late rank: signals the waiting process, then joins its collective.
+
+    Returns the time of the signal.
+    """
+    time.sleep(SIGNAL_AFTER_SECONDS)
     sent = time.monotonic()
-    os.kill(waiting, number)
-    time.sleep(LATE)
-    with contextlib.suppress(Left):
-        case.late()
+    os.kill(waiting_pid, number)
+    time.sleep(LATE_SECONDS)
+    with contextlib.suppress(PeerLeft):
+        case.join_late()
     return sent
 
 
-def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
-    """One case: rank 0 tells when it saw the signal, rank 1 when it sent it."""
-    expected = train(make(api).model, api.rank, 2)
-    case = make(api)
+def run_with_sigint(api: Api, make_case: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
+    """Runs one case with SIGINT. Rank 0 records when it was interrupted, rank 1
+    when it sent the signal."""
+    expected = train(make_case(api).model, api.rank, 2)
+    case = make_case(api)
     if isinstance(case, Handle):
         train(case.model, api.rank, 0)
         case.model._get_fsdp_state()._lazy_init()
-    found: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     case.begin()
     dist.barrier()
     if api.rank == 0:
         try:
             case.wait_in()
-            time.sleep(LATE)  # the signal comes now, where it was not seen before
+            time.sleep(LATE_SECONDS)  # a signal that did not interrupt the wait is handled here
         except KeyboardInterrupt:
-            found["seen"] = time.monotonic()
+            outcome["interrupted at"] = time.monotonic()
     else:
-        found["sent"] = signal_and_join(case, peers[0], signal.SIGINT)
-    recover(api, case, found)
-    found["as without"] = differences(expected, train(case.model, api.rank, 2)) == []
+        outcome["sent at"] = signal_and_join(case, peers[0], signal.SIGINT)
+    recover(api, case, outcome)
+    outcome["matches expected"] = differences(expected, train(case.model, api.rank, 2)) == []
     if api.ours:
-        found["parked in the end"] = case.model._get_fsdp_state()._comm_ctx.collectives_parked
-    return found
+        outcome["parked in the end"] = case.model._get_fsdp_state()._comm_ctx.collectives_parked
+    return outcome
 
 
-def reset_by_handler(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
-    """One case whose signal has a handler on rank 0 that resets the model, and returns."""
-    expected = train(make(api).model, api.rank, 2)
-    case = make(api)
-    found: dict[str, Any] = {"error": ""}
+def run_with_resetting_handler(
+    api: Api, make_case: Callable[..., Case], peers: list[int]
+) -> dict[str, Any]:
+    """Runs one case in which rank 0's signal handler resets the model and returns."""
+    expected = train(make_case(api).model, api.rank, 2)
+    case = make_case(api)
+    outcome: dict[str, Any] = {"error": ""}
     case.begin()
     dist.barrier()
     if api.rank == 0:
-        before = signal.signal(signal.SIGUSR1, lambda *unused: case.model.reset_iter_state())
+        previous_handler = signal.signal(
+            signal.SIGUSR1, lambda *unused: case.model.reset_iter_state()
+        )
         try:
             case.wait_in()
         except RuntimeError as error:
-            found["error"] = str(error)
-        signal.signal(signal.SIGUSR1, before)
+            outcome["error"] = str(error)
+        signal.signal(signal.SIGUSR1, previous_handler)
     else:
         signal_and_join(case, peers[0], signal.SIGUSR1)
-    recover(api, case, found)
-    found["as without"] = differences(expected, train(case.model, api.rank, 2)) == []
-    return found
+    recover(api, case, outcome)
+    outcome["matches expected"] = differences(expected, train(case.model, api.rank, 2)) == []
+    return outcome
 
 
 def interrupt_all(rank: int, world: int, name: str, attempts: int) -> dict[str, list[Any]]:
-    """Every case, ``attempts`` times; ours also with handlers that reset (``handler: case``)."""
+    """Runs every case ``attempts`` times, and for fsdp_c also with signal handlers that reset
+    (``handler: case``)."""
     api = Api(name, rank, world, Path())
     peers: list[Any] = [None] * world
     dist.all_gather_object(peers, os.getpid())
-    found = {
-        title: [interrupted(api, make, peers) for _ in range(attempts)]
-        for title, make in CASES.items()
+    outcome = {
+        title: [run_with_sigint(api, make_case, peers) for _ in range(attempts)]
+        for title, make_case in CASES.items()
     }
-    for title in HANDLED if api.ours else []:
-        found[f"handler: {title}"] = [reset_by_handler(api, CASES[title], peers)]
-    return found
+    for title in HANDLER_CASES if api.ours else []:
+        outcome[f"handler: {title}"] = [run_with_resetting_handler(api, CASES[title], peers)]
+    return outcome
