@@ -52,7 +52,7 @@ def bits(value: Any) -> Any:
         return {str(key): bits(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [bits(item) for item in value]
-    raise TypeError(f"cannot note a {type(value)}")
+    raise TypeError(f"cannot record a {type(value)}")
 
 
 def _tensor_bits(tensor: torch.Tensor) -> Any:
@@ -114,16 +114,16 @@ def seed_everything(seed: int = 0) -> None:
 
 def tokens(count: int, seed: int = 0) -> list[list[int]]:
     """Returns ``count`` rows of SEQUENCE token ids with a pattern that a model can learn."""
-    made = torch.Generator().manual_seed(seed)
-    start = torch.randint(VOCABULARY, (count, 1), generator=made)
-    step = torch.randint(1, 4, (count, 1), generator=made)
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(VOCABULARY, (count, 1), generator=generator)
+    step = torch.randint(1, 4, (count, 1), generator=generator)
     return ((start + step * torch.arange(SEQUENCE)) % VOCABULARY).tolist()
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     """Returns :func:`tokens` as items of a data set for causal language models."""
-    made = [torch.tensor(row) for row in tokens(count, seed)]
-    return [{"input_ids": row, "labels": row.clone()} for row in made]
+    token_rows = [torch.tensor(row) for row in tokens(count, seed)]
+    return [{"input_ids": row, "labels": row.clone()} for row in token_rows]
 
 
 def batches(count: int, size: int = 2, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:

@@ -242,5 +242,5 @@ def test_client_results_with_fsdp_c_match_torch(launches: Launches, client: str,
             if left_entry != right_entry
         ]
         assert not mismatches, f"rank {rank}: " + "\n".join(mismatches[:20])
-    found = list(differences(folders[False] / case / "files", folders[True] / case / "files"))
-    assert not found, "\n".join(found[:20])
+    mismatches = list(differences(folders[False] / case / "files", folders[True] / case / "files"))
+    assert not mismatches, "\n".join(mismatches[:20])

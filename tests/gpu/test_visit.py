@@ -124,7 +124,7 @@ def test_summary_of_step_without_result_reports_fail(tmp_path: Path) -> None:
     assert completed.stdout.startswith("FAIL quiet")
 
 
-def test_check_kernels_wrong_unpack_is_reported(tmp_path: Path) -> None:
+def test_check_kernels_reports_wrong_unpack_only(tmp_path: Path) -> None:
     """The comparison detects an unwritten byte. The kernel writes one byte less per column."""
     script = textwrap.dedent(
         """
@@ -149,7 +149,7 @@ def test_check_kernels_wrong_unpack_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "messages"), [(False, []), (True, ["pack", "mixed", "uneven"])])
-def test_check_jit_wrong_kernels_are_reported(
+def test_check_jit_reports_wrong_kernels_only(
     tmp_path: Path, wrong: bool, messages: list[str]
 ) -> None:
     """Runs check_jit.py on a driver that executes the kernels' source on the CPU. With
@@ -190,7 +190,7 @@ def test_check_jit_wrong_kernels_are_reported(
     assert all(word in line for word, line in zip(messages, lines))
 
 
-def test_graphs_replay_without_effect_is_reported() -> None:
+def test_graphs_reports_replay_without_effect() -> None:
     """Runs graphs.py with a fake CUDA graph that reruns the captured step, or does nothing."""
     script = textwrap.dedent(
         """

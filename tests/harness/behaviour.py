@@ -1,4 +1,4 @@
-"""Behaviour scenarios: functions that run under torch's FSDP2 and under fsdp_c, in own processes.
+"""Behavior scenarios: functions that run under torch's FSDP2 and under fsdp_c, in own processes.
 
 A worker module (``behaviour_*.py``) defines functions marked ``@scenario(world)``. Each function
 takes an ``Api`` and returns a picklable value. ``outcomes(...)`` runs all scenarios of one world
@@ -226,11 +226,11 @@ def _gather_together(
     flat_shards = []
     for name, tensor in tensors.items():
         rows = -(-len(tensor) // world)
-        own = min(rows, max(len(tensor) - rank * rows, 0))
+        own_rows = min(rows, max(len(tensor) - rank * rows, 0))
         local = tensor._local_tensor.detach()
-        assert local.shape == (own, *tensor.shape[1:]), (name, local.shape)
+        assert local.shape == (own_rows, *tensor.shape[1:]), (name, local.shape)
         padded = local.new_zeros((rows, *tensor.shape[1:]))
-        padded[:own] = local
+        padded[:own_rows] = local
         flat_shards.append(padded.view(-1).view(torch.uint8))
     flat = torch.cat(flat_shards)
     gathered = [torch.empty_like(flat) for _ in range(world)]
@@ -390,6 +390,6 @@ def assert_same(name: str, world: int = 2) -> list[Any]:
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579":
         first.reverse()
     results = {implementation: returned(name, implementation, world) for implementation in first}
-    found = differences(results["torch"], results["fsdp_c"], name)
-    assert not found, "torch and fsdp_c differ:\n" + "\n".join(found[:20])
+    mismatches = differences(results["torch"], results["fsdp_c"], name)
+    assert not mismatches, "torch and fsdp_c differ:\n" + "\n".join(mismatches[:20])
     return results["fsdp_c"]

@@ -9,7 +9,7 @@ import pytest
 from launch import run_ranks
 
 WORLD_SIZE = 4
-OURS = os.environ.get("FSDP_C_PARITY_OURS", "fsdp_c")
+UNDER_TEST = os.environ.get("FSDP_C_PARITY_OURS", "fsdp_c")
 
 Records = list[dict[str, features.Record]]
 
@@ -25,7 +25,7 @@ def records() -> tuple[Records, Records]:
         run_ranks(
             features.run, WORLD_SIZE, (name,), timeout=400, env=one_thread, collective_timeout=300
         )
-        for name in ("torch", OURS)
+        for name in ("torch", UNDER_TEST)
     )
     return torch_records, fsdp_c_records
 

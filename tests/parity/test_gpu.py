@@ -1,7 +1,7 @@
 """Parity on a CUDA device: trainings give torch's bits, with non-blocking launches.
 
 Four processes share the device over gloo. NCCL runs on one rank, and on two if there are two
-devices. tests/gpu looks for races, with a process group that never waits on the host.
+devices. tests/gpu tests for races, with a process group that never waits on the host.
 """
 
 from __future__ import annotations

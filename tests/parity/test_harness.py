@@ -103,7 +103,7 @@ def test_wide_grid_has_settings_for_every_launch() -> None:
     }
 
 
-def test_thread_ranks_detect_differences_and_errors(tmp_path: Path) -> None:
+def test_run_grid_on_threads_detects_differences_and_errors(tmp_path: Path) -> None:
     threads = Launch(4, threads=True)
     settings = [
         replace(PLAIN, perturb=1e-3),
@@ -123,7 +123,7 @@ def test_thread_ranks_detect_differences_and_errors(tmp_path: Path) -> None:
         assert differences(torch_records[2][rank], fsdp_c_records[2][rank]) == []
 
 
-def test_setting_with_error_on_one_rank_keeps_other_settings(tmp_path: Path) -> None:
+def test_run_grid_with_error_on_one_rank_keeps_other_records(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
     raising = "test_harness:fully_shard_raising_on_rank_1"
     lost = run_grid(raising, settings, Launch(2), tmp_path, ours=True, collective_seconds=5)
@@ -133,7 +133,7 @@ def test_setting_with_error_on_one_rank_keeps_other_settings(tmp_path: Path) -> 
     assert [differences(torch_records[i][0], lost[i][0]) for i in (0, 2)] == [[], []]
 
 
-def test_differences_found_for_perturbed_run_only(tmp_path: Path) -> None:
+def test_run_grid_differs_from_perturbed_run_only(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, perturb=1e-3)]
     torch_records = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
     fsdp_c_records = run_grid("torch", settings, Launch(2), tmp_path, ours=True)
@@ -146,7 +146,7 @@ def test_differences_found_for_perturbed_run_only(tmp_path: Path) -> None:
     assert "step 1" not in lines
 
 
-def test_setting_that_crashes_keeps_other_settings(tmp_path: Path) -> None:
+def test_run_grid_with_crashing_setting_keeps_other_records(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
     fsdp_c_records = run_grid(
         "test_harness:fully_shard_exiting_on_reshard", settings, Launch(2), tmp_path, ours=True
@@ -173,8 +173,8 @@ def test_exceptions_are_compared_by_type_and_message(tmp_path: Path) -> None:
     label, text = records[0][-1]
     assert label == "error"
     assert text.startswith("RuntimeError: ")
-    other = [*records[0][:-1], ("error", "ValueError: something else")]
-    assert len(differences(records[0], other)) == 1
+    other_records = [*records[0][:-1], ("error", "ValueError: something else")]
+    assert len(differences(records[0], other_records)) == 1
 
 
 class TestDifferences:
@@ -187,31 +187,31 @@ class TestDifferences:
             recorder.tensor("t", tensor)
         return recorder.entries
 
-    def test_differences_of_adjacent_floats_are_found(self) -> None:
+    def test_differences_of_adjacent_floats_are_reported(self) -> None:
         ones = torch.ones(3)
         next_up = torch.nextafter(ones, torch.tensor(2.0))
         assert differences(self.record(ones), self.record(ones.clone())) == []
         assert "3 of 3 differ" in differences(self.record(ones), self.record(next_up))[0]
 
-    def test_differences_of_signed_zeros_are_found(self) -> None:
+    def test_differences_of_signed_zeros_are_reported(self) -> None:
         assert differences(self.record(torch.zeros(1)), self.record(-torch.zeros(1))) != []
 
     def test_differences_of_equal_nans_is_empty(self) -> None:
         nan = torch.tensor([float("nan")])
         assert differences(self.record(nan), self.record(nan.clone())) == []
 
-    def test_differences_of_dtype_shape_and_none_are_found(self) -> None:
+    def test_differences_of_dtype_shape_and_none_are_reported(self) -> None:
         empty = torch.empty(0, 5)
         assert differences(self.record(empty), self.record(torch.empty(0, 7))) != []
         assert differences(self.record(empty), self.record(empty.bfloat16())) != []
         assert differences(self.record(empty), [("t", None)]) != []
 
-    def test_differences_of_entry_counts_are_found(self) -> None:
+    def test_differences_of_entry_counts_are_reported(self) -> None:
         ones = torch.ones(3)
         assert differences(self.record(ones, ones), self.record(ones)) != []
         assert differences(self.record(ones), self.record(ones, ones)) != []
 
-    def test_differences_of_collective_order_are_found(self) -> None:
+    def test_differences_of_collective_order_are_reported(self) -> None:
         gather = ("collective allgather_base", [("torch.float32", 4), ("torch.float32", 2)])
         scatter = ("collective reduce_scatter_base", [("torch.float32", 2), ("torch.float32", 4)])
         assert differences([gather, scatter], [scatter, gather]) != []

@@ -27,7 +27,7 @@ SETTINGS += [Setting(placement="last"), Setting(placement="mixed", param="bf16",
 
 @pytest.fixture(scope="module")
 def torch_records(tmp_path_factory: pytest.TempPathFactory) -> list[RankRecords]:
-    return run_grid("torch", SETTINGS, LAUNCH, tmp_path_factory.mktemp("stock"), ours=False)
+    return run_grid("torch", SETTINGS, LAUNCH, tmp_path_factory.mktemp("torch"), ours=False)
 
 
 @pytest.mark.parametrize("implementation", ["without_kernels", "in_pieces"])

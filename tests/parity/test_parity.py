@@ -37,7 +37,7 @@ from worker import RankRecords, run_grid
 # exceeds all of theirs.
 pytestmark = pytest.mark.timeout(7200)
 
-OURS = os.environ.get("FSDP_C_PARITY_OURS", "fsdp_c")
+UNDER_TEST = os.environ.get("FSDP_C_PARITY_OURS", "fsdp_c")
 SEED = int(os.environ.get("FSDP_C_PARITY_SEED", "0"))
 COUNT = int(os.environ.get("FSDP_C_PARITY_COUNT", "260"))
 LAUNCHES = [Launch(1), Launch(2), Launch(4), Launch(8, threads=True)]
@@ -75,8 +75,9 @@ Results = Callable[[bool, Launch], list[RankRecords]]
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Returns ``results(ours, launch)``, which runs the launch's settings on first use and returns
-    their records.
+    """Returns ``results(under_test, launch)``: the records of the launch's settings.
+
+    The first call for an implementation and a launch runs the settings.
 
     pytest-xdist workers share records through files. If another worker is running the requested
     implementation, this worker runs the other implementation first, and then waits.
@@ -88,25 +89,27 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder.mkdir(exist_ok=True)
     cache: dict[tuple[bool, Launch], list[RankRecords]] = {}
 
-    def get_records(ours: bool, launch: Launch) -> list[RankRecords]:
-        if (ours, launch) not in cache:
-            if not _run_shared(folder, ours, launch, wait=False):
-                _run_shared(folder, not ours, launch, wait=False)
-                _run_shared(folder, ours, launch, wait=True)
-            cache[ours, launch] = pickle.loads(_records_path(folder, ours, launch).read_bytes())
-        return cache[ours, launch]
+    def get_records(under_test: bool, launch: Launch) -> list[RankRecords]:
+        if (under_test, launch) not in cache:
+            if not _run_shared(folder, under_test, launch, wait=False):
+                _run_shared(folder, not under_test, launch, wait=False)
+                _run_shared(folder, under_test, launch, wait=True)
+            cache[under_test, launch] = pickle.loads(
+                _records_path(folder, under_test, launch).read_bytes()
+            )
+        return cache[under_test, launch]
 
     return get_records
 
 
-def _records_path(folder: Path, ours: bool, launch: Launch) -> Path:
-    return folder / f"{'ours' if ours else 'stock'}_{launch}.pkl"
+def _records_path(folder: Path, under_test: bool, launch: Launch) -> Path:
+    return folder / f"{'under_test' if under_test else 'torch'}_{launch}.pkl"
 
 
-def _run_shared(folder: Path, ours: bool, launch: Launch, wait: bool) -> bool:
+def _run_shared(folder: Path, under_test: bool, launch: Launch, wait: bool) -> bool:
     """Runs the settings unless their records exist. Without ``wait``, returns False if another
     worker is running them."""
-    saved = _records_path(folder, ours, launch)
+    saved = _records_path(folder, under_test, launch)
     with saved.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -115,9 +118,11 @@ def _run_shared(folder: Path, ours: bool, launch: Launch, wait: bool) -> bool:
         if not saved.exists():
             # The iteration order of sets differs between fresh interpreters, but not between forks.
             # fsdp_c must not depend on it.
-            fresh = ours and launch == Launch(2)
-            implementation = OURS if ours else "torch"
-            records = run_grid(implementation, PLAN[launch], launch, folder, ours, fresh=fresh)
+            fresh = under_test and launch == Launch(2)
+            implementation = UNDER_TEST if under_test else "torch"
+            records = run_grid(
+                implementation, PLAN[launch], launch, folder, under_test, fresh=fresh
+            )
             saved.write_bytes(pickle.dumps(records))
         return True
 
@@ -149,11 +154,11 @@ def test_torch_trains_at_least_97_percent_of_settings(results: Results, launch: 
     ],
 )
 def test_setting_results_match_torch(results: Results, launch: Launch, index: int) -> None:
-    stock, ours = results(False, launch)[index], results(True, launch)[index]
+    expected, actual = results(False, launch)[index], results(True, launch)[index]
     lines = [
         f"rank {rank}: {line}"
         for rank in range(launch.world_size)
-        for line in differences(stock[rank], ours[rank])
+        for line in differences(expected[rank], actual[rank])
     ]
     assert not lines, f"{PLAN[launch][index]!r}\n" + "\n".join(lines)
 
@@ -163,10 +168,11 @@ def test_uneven_shards_on_smaller_mesh_match_torch(tmp_path: Path) -> None:
     (tests/STOCK_BUGS.md, B5). The collectives therefore differ, but the results must be equal."""
     plain = Setting(family="odd", reshard="2")
     settings = [plain, replace(plain, param="bf16"), replace(plain, comm="custom", inference=True)]
-    stock = run_grid("torch", settings, Launch(4), tmp_path, ours=False)
-    ours = run_grid(OURS, settings, Launch(4), tmp_path, ours=True)
+    torch_records = run_grid("torch", settings, Launch(4), tmp_path, ours=False)
+    fsdp_c_records = run_grid(UNDER_TEST, settings, Launch(4), tmp_path, ours=True)
     for index, setting in enumerate(settings):
         for rank in range(4):
-            left, right = trained(stock[index][rank]), trained(ours[index][rank])
-            assert left[-1][0].startswith("final state")
-            assert differences(left, right) == [], setting
+            expected = trained(torch_records[index][rank])
+            actual = trained(fsdp_c_records[index][rank])
+            assert expected[-1][0].startswith("final state")
+            assert differences(expected, actual) == [], setting

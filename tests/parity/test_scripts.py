@@ -75,7 +75,7 @@ def outcomes_of(name: str) -> tuple[list[Any], list[Any]]:
 
 
 def assert_raised(outcome: Any, kind: str, beginning: str) -> None:
-    assert isinstance(outcome, Raised), f"no exception but {outcome!r}"
+    assert isinstance(outcome, Raised), f"expected an exception, got {outcome!r}"
     assert outcome.kind == kind and outcome.text.startswith(beginning), outcome
 
 

@@ -222,8 +222,8 @@ def build_model(linear_type: type[nn.Linear]) -> Any:
 
 def install_evil_hooks(world: World, model: Any) -> None:
     EvilLinear.world = weakref.ref(world)
-    for one in model.parameters():
-        one.register_post_accumulate_grad_hook(Evil(world, 1))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(Evil(world, 1))
     model[0].register_forward_hook(Evil(world, 2))
 
 

@@ -163,7 +163,7 @@ USAGES: dict[str, Callable[[nn.Sequential], Any]] = {
     "while gathering": lambda model: model[0].unshard(async_op=True),
     "failed in forward": lambda model: fail_in(model, "forward"),
     "failed in backward": lambda model: fail_in(model, "backward"),
-    "without synchronisation": lambda model: (
+    "without gradient sync": lambda model: (
         model.set_requires_gradient_sync(False),
         model(torch.ones(2, 5)).sum().backward(),
     ),

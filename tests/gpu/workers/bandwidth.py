@@ -112,11 +112,13 @@ def unpack(world: int, shift: int = 0) -> Work:
     memory = random_tensor(total * world + 8, torch.bfloat16)
     rows = memory[shift // 2 : shift // 2 + total * world].view(world, total)
     whole = [torch.empty(world, size, dtype=torch.bfloat16, device=DEVICE) for size in sizes]
-    places, at = [], 0
+    descriptors, offset = [], 0
     for size, entry in zip(sizes, whole):
-        places.append(Column(dst=entry.data_ptr(), offset=at * 2, bytes=size * 2, blocks=1))
-        at += size
-    columns = library.array(Column, places)
+        descriptors.append(
+            Column(dst=entry.data_ptr(), offset=offset * 2, bytes=size * 2, blocks=1)
+        )
+        offset += size
+    columns = library.array(Column, descriptors)
     return Work(
         f"unpack bfloat16, {world} ranks" + (f", {shift} bytes off" if shift else ""),
         total * world * 4,
@@ -131,13 +133,13 @@ def pack_gradients(world: int, target: torch.dtype) -> Work:
     total = sum(grad.numel() for grad in grads) // world
     buffer = torch.empty(world, total, dtype=target, device=DEVICE)
     code, size = (FP32, 4) if target == torch.float32 else (BF16, 2)
-    places, at = [], 0
+    descriptors, offset = [], 0
     for grad in grads:
         chunk = grad.numel() // world
-        place = {"numel": grad.numel(), "chunk": chunk, "offset": at, "blocks": 1}
-        places.append(Gradient(src=grad.data_ptr(), itemsize=2, src_dtype=BF16, **place))
-        at += chunk
-    table = library.array(Gradient, places)
+        layout = {"numel": grad.numel(), "chunk": chunk, "offset": offset, "blocks": 1}
+        descriptors.append(Gradient(src=grad.data_ptr(), itemsize=2, src_dtype=BF16, **layout))
+        offset += chunk
+    table = library.array(Gradient, descriptors)
     return Work(
         f"pack gradients bfloat16 to {str(target)[6:]}, {world} ranks",
         total * world * (2 + size),

@@ -66,11 +66,11 @@ def _c_size(size: int) -> Any:
 def expected(case: Case) -> Any:
     """Returns the destination after the CPU's kernels. Checks that exactly ``case.written`` was
     written, by comparing runs with two poison values."""
-    result, other = (_run_on_cpu(case, poison) for poison in (POISON, POISON ^ 0xFF))
+    result, other_result = (_run_on_cpu(case, poison) for poison in (POISON, POISON ^ 0xFF))
     written = np.zeros(len(result), bool)
     for offset, size in case.written:
         written[offset : offset + size] = True
-    if not np.array_equal(result == other, written):
+    if not np.array_equal(result == other_result, written):
         raise AssertionError(f"{case.name}: the CPU's kernels wrote other bytes than case.written")
     return result
 

@@ -116,14 +116,16 @@ def main() -> None:
     if len(sys.argv) > 1:
         print(json.dumps(run_all_cases(sys.argv[1])))
         return
-    found = run_both_implementations()
-    outcomes = found["fsdp_c"]
+    outcomes_by_implementation = run_both_implementations()
+    outcomes = outcomes_by_implementation["fsdp_c"]
     failures = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome != "equal"]
-    captured_by_torch = sum(outcome == "equal" for outcome in found["torch"].values())
+    captured_by_torch = sum(
+        outcome == "equal" for outcome in outcomes_by_implementation["torch"].values()
+    )
     total = len(outcomes)
     line = f"{total - len(failures)} of {total} captured and replayed with equal bits"
     line += f" (torch {captured_by_torch})" + (f"; {failures[0]}" if failures else "")
-    conclude(not failures, line, **found)
+    conclude(not failures, line, **outcomes_by_implementation)
 
 
 if __name__ == "__main__":

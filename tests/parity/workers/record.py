@@ -171,7 +171,7 @@ def error_entry(error: BaseException) -> Entry:
 
 
 def trained(entries: list[Entry]) -> list[Entry]:
-    """Returns the entries with tensors, which are results that the user sees."""
+    """Returns the entries that hold tensors: the results that are visible to users."""
     return [entry for entry in entries if isinstance(entry[1], Bits)]
 
 

@@ -347,16 +347,16 @@ def nested_inputs_with_mixed_precision(api: Script) -> Any:
             super().__init__()
             self.linear = nn.Linear(width, width)
 
-        def forward(self, given: dict[str, Any]) -> torch.Tensor:
-            return self.linear(given["rows"]) + given["list"][0].to(torch.bfloat16)
+        def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+            return self.linear(inputs["rows"]) + inputs["list"][0].to(torch.bfloat16)
 
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     model = api.fully_shard(Summed(api.width), mp_policy=policy)
 
     def loss(step: int) -> torch.Tensor:
-        given = {"rows": api.rows(step), "list": [api.rows(step + 1)]}
-        return model(given).square().mean()
+        inputs = {"rows": api.rows(step), "list": [api.rows(step + 1)]}
+        return model(inputs).square().mean()
 
     return api.train(model, loss)
 
@@ -372,8 +372,14 @@ def grouped_branches_chosen_by_keyword(api: Script) -> Any:
                 {"a": nn.Linear(width, width), "b": nn.Linear(width, width)}
             )
 
-        def forward(self, *, given: dict[str, torch.Tensor], which: str = "a") -> dict[str, Any]:
-            return {"output": self.branch[which](given["rows"]), "none": None, "text": which}
+        def forward(
+            self, *, inputs: dict[str, torch.Tensor], branch_name: str = "a"
+        ) -> dict[str, Any]:
+            return {
+                "output": self.branch[branch_name](inputs["rows"]),
+                "none": None,
+                "text": branch_name,
+            }
 
     torch.manual_seed(0)
     model = Branches(api.width)
@@ -381,7 +387,7 @@ def grouped_branches_chosen_by_keyword(api: Script) -> Any:
     api.fully_shard(model)
 
     def loss(step: int) -> torch.Tensor:
-        output = model(given={"rows": api.rows(step)}, which="ab"[step % 2])
+        output = model(inputs={"rows": api.rows(step)}, branch_name="ab"[step % 2])
         return output["output"].square().mean()
 
     return api.train(model, loss)

@@ -5,7 +5,7 @@ non-plain value. Random combinations with the basic grid's dimensions follow. Al
 supported features only (surface.py).
 
 Where torch is wrong, results cannot be compared. ``_without_torch_bugs`` removes such values and
-gives the reason for each; other tests cover fsdp_c's behaviour there.
+gives the reason for each; other tests cover fsdp_c's behavior there.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ EXTRAS: dict[str, tuple[Any, ...]] = {
 
 def generate_wide(seed: int, count: int, features: frozenset[str]) -> list[Placed]:
     """Returns the first ``count`` settings whose features are all in ``features``."""
-    settings = dict.fromkeys(place for place in _anchors() if needed(place[1]) <= features)
+    settings = dict.fromkeys(placed for placed in _anchors() if needed(placed[1]) <= features)
     rng = random.Random(seed)
     while len(settings) < count:
-        place = _random(rng)
-        if needed(place[1]) <= features:
-            settings[place] = None
+        placed = _random(rng)
+        if needed(placed[1]) <= features:
+            settings[placed] = None
     return list(settings)[:count]
 
 
