@@ -136,7 +136,7 @@ def batches(count: int, size: int = 2, seed: int = 0) -> Iterator[dict[str, torc
 
 
 def llama(**overrides: Any) -> nn.Module:
-    """Creates a Llama with two layers. Its embeddings are not tied unless overridden."""
+    """Creates a Llama with two layers, and with untied embeddings unless overridden."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     seed_everything(1)

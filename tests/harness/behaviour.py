@@ -3,7 +3,7 @@
 A worker module (``behaviour_*.py``) defines functions marked ``@scenario(world)``. Each function
 takes an ``Api`` and returns a picklable value. ``outcomes(...)`` runs all scenarios of one world
 size in one launch per implementation, because a launch costs seconds and a scenario milliseconds.
-It caches the results in a file that all pytest-xdist workers share. A scenario that raises does not
+A file caches the results for all pytest-xdist workers. A scenario that raises does not
 stop the others: its outcome is a ``Raised``.
 """
 

@@ -1,7 +1,7 @@
 """Tensor subclasses that implement FSDP2's all-gather extensions (``fsdp_pre_all_gather``).
 
-``One`` and ``Five`` hold a plain tensor and add its row sums to the all-gather as a second input,
-so that tests cover several inputs per parameter. The gathered tensor is the first input times the
+``One`` and ``Five`` hold a plain tensor. Their second all-gather input is a column of row sums, so
+that tests cover several inputs per parameter. The gathered tensor is the first input times the
 scale that the metadata carries. The two classes differ in the number of arguments of
 ``fsdp_pre_all_gather``. ``Negated`` gathers the negated tensor as its only input.
 """

@@ -1,10 +1,10 @@
-"""Starts ranks by fork from a process that has imported torch, which saves each rank the import.
+"""Starts ranks by fork from a process that has imported torch, so that ranks skip that import.
 
 ``start(arguments, env, output)`` starts this process's fork server on first use and requests a
-child from it. It returns a ``ForkedRank``, which has the methods of ``subprocess.Popen`` that the
-launcher uses. The child has its own environment, output file and session. Its interpreter shuts
-down normally, but torch's static destructors do not run. The server never imports fsdp_c. It
-freezes its objects (``gc.freeze``), so that collections in ranks neither scan nor copy them.
+child from it. The result is a ``ForkedRank``, which has the methods of ``subprocess.Popen`` that
+the launcher uses. The child has its own environment, output file and session. The interpreter shuts
+down normally, but torch's static destructors do not run. The server never imports fsdp_c. Its
+objects are frozen (``gc.freeze``), so that collections in ranks neither scan nor copy them.
 
 The protocol is one JSON document per line over the server's stdin and stdout. The response to
 ``{"start": ...}`` is a pid. The response to ``{"poll": pid}`` is an exit status (negative: a

@@ -1,8 +1,9 @@
 """Trains a step in which one call fails, on every rank at the same point, then checks recovery.
 
 ``test_sweep.py`` runs this module on gloo ranks. Each attempt restores the same weights and trains
-one step with a failure. It recovers with ``reset_iter_state()`` and ``zero_grad()``, repeats the
-step and trains one more. Losses, gradients and weights must equal those of a run without failure.
+one step with a failure. Then the trainer calls ``reset_iter_state()`` and ``zero_grad()``, repeats
+the step and trains one more. Losses, gradients and weights must equal those of a run without
+failure.
 """
 
 from __future__ import annotations

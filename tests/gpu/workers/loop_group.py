@@ -64,7 +64,7 @@ class Finished(Work):
 
 
 class Queued(Work):
-    """Work of an asynchronous collective. It holds the tensors until ``wait`` is called."""
+    """Work of an asynchronous collective. The object holds the tensors until ``wait`` is called."""
 
     def __init__(self, module: Any, stream: Any, tensors: list[torch.Tensor]) -> None:
         super().__init__()

@@ -52,9 +52,8 @@ def add_step(step: str, status: str, limit: str, begin: str) -> None:
     step_verdict = verdict(status) if reported or status not in ("0", SKIPPED) else "FAIL"
     seconds = time.time() - float(begin)
     results = read_json(OUT / "results.json", {})
-    results[step] = {"verdict": step_verdict, "seconds": round(seconds, 2), "line": line} | result[
-        "figures"
-    ]
+    entry = {"verdict": step_verdict, "seconds": round(seconds, 2), "line": line}
+    results[step] = entry | result["figures"]
     partial = OUT / "results.partial"
     partial.write_text(json.dumps(results, indent=1) + "\n")
     partial.rename(OUT / "results.json")
@@ -72,11 +71,9 @@ def print_line(line: str) -> None:
 def print_totals(seconds: str) -> int:
     results = read_json(OUT / "results.json", {})
     verdicts = [entry["verdict"] for entry in results.values()]
-    counts = {
-        step_verdict: verdicts.count(step_verdict) for step_verdict in ("PASS", "FAIL", "SKIP")
-    }
+    counts = {name: verdicts.count(name) for name in ("PASS", "FAIL", "SKIP")}
     failed = [step for step, entry in results.items() if entry["verdict"] == "FAIL"]
-    text = ", ".join(f"{count} {step_verdict}" for step_verdict, count in counts.items())
+    text = ", ".join(f"{count} {name}" for name, count in counts.items())
     print_line(f"{text} in {seconds} s" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed or not results else 0
 

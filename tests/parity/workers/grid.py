@@ -132,7 +132,7 @@ def repaired(setting: Setting) -> Setting:
         setting = dataclasses.replace(setting, param=None, inputs=None)
     if setting.family == "frozen" and setting.toggle_frozen and (setting.param or setting.reduce):
         # torch fixes a group's dtypes at its first forward, from the parameters that require
-        # gradients then. It fails in backward if a completely frozen group is unfrozen later.
+        # gradients then. torch fails in backward if a completely frozen group is unfrozen later.
         setting = dataclasses.replace(setting, toggle_frozen=False)
     if setting.family == "unused" and setting.schedule.startswith("no_sync") and setting.reduce:
         # torch fails in backward on a group without a forward, if gradients are accumulated

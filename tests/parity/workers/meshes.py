@@ -146,8 +146,8 @@ def existing_groups() -> set[Any]:
 def drop_new_groups(kept: set[Any]) -> None:
     """Destroys the process groups that are not in ``kept``.
 
-    Separate reduce-scatter groups stay. Their name is a hash of their ranks, and torch would
-    connect the next group of that name to addresses that the destroyed one left in the store.
+    Separate reduce-scatter groups stay. Their name is a hash of their ranks. The store keeps
+    the addresses of a destroyed group, and torch would connect the next group of that name to them.
     """
     for group in existing_groups() - kept:
         if group.group_desc != "fsdp_reduce_scatter":

@@ -171,7 +171,7 @@ def _tokens(generator: torch.Generator, dtype: torch.dtype) -> Inputs:
 
 
 def transformer() -> Case:
-    """A transformer. Its token inputs cannot require gradients."""
+    """A transformer, whose token inputs cannot require gradients."""
     model = Transformer(tied=False)
     return Case(
         model,

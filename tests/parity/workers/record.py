@@ -120,9 +120,9 @@ def recorded_collectives() -> Iterator[CollectiveRecorder]:
 
     A dispatch mode would also receive all other operators, and implementations may disable fast
     paths under a mode. The kernel is registered at the BackendSelect key, through which all calls
-    go, including those below autograd. It redispatches, because redispatch releases the GIL.
-    ``call_boxed`` would hold the GIL while it waits for peers, but gloo's threads need the GIL to
-    free tensors.
+    go, including those below autograd. The kernel redispatches, because redispatch releases the
+    GIL. ``call_boxed`` would hold the GIL while it waits for peers, but gloo's threads need the GIL
+    to free tensors.
     """
     collective_recorder = CollectiveRecorder()
     library = torch.library.Library("c10d", "IMPL")

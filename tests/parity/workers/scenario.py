@@ -1,9 +1,9 @@
 """The training script that both implementations run: one setting on one rank.
 
 ``run_setting`` builds the setting's model from a fixed seed and wraps it with the given
-``fully_shard`` (building.py). It trains three steps and records all observable results: losses,
-dtypes and bits of outputs and gradients, parameters and their registration, state dicts, calls of
-hooks, and collectives.
+``fully_shard`` (building.py). The script trains three steps and records all observable results:
+losses, dtypes and bits of outputs and gradients, parameters and their registration, state dicts,
+calls of hooks, and collectives.
 """
 
 from __future__ import annotations

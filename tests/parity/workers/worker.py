@@ -2,7 +2,7 @@
 
 Every rank appends one pickled record per setting to its own file, so that earlier records survive a
 crash. After a crash ``run_grid`` marks the current setting as crashed and starts new ranks for the
-next one. It also starts new ranks after a setting that left the ranks at different collectives.
+next one. New ranks also start after a setting that left the ranks at different collectives.
 """
 
 from __future__ import annotations
