@@ -26,7 +26,7 @@ from typing import Any
 import loop_group
 import race
 import variants
-from run_with_long_pauses import BUILT, ON_CUDA, start_device
+from outcome import BUILT, ON_CUDA, start_device
 from variants import Stage
 
 VARIANT = "mixed"
