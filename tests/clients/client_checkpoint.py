@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint`` and its state-dict functions on what FSDP2 sharded."""
+"""``torch.distributed.checkpoint`` and its state-dict functions on models sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 class Net(nn.Module):
-    """Uneven shards (7 and 5 rows on two ranks), a buffer, tied weights, a frozen parameter."""
+    """A model with uneven shards (7 and 5 rows on two ranks), a buffer, tied weights and a frozen
+    parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,20 +55,22 @@ def build(seed: int = 5, shard: bool = True, **settings: Any) -> tuple[nn.Module
     return model, torch.optim.AdamW(trainable, lr=0.05)
 
 
-def step(report: Report, model: nn.Module, optimizer: Any, count: int, seed: int = 0) -> None:
+def train_steps(
+    report: Report, model: nn.Module, optimizer: Any, count: int, seed: int = 0
+) -> None:
     data = torch.Generator().manual_seed(10 * seed + rank())
     for _ in range(count):
         x = torch.randint(7, (8,), generator=data)
         loss = nn.functional.cross_entropy(model(x).float(), (x + 1) % 7)
         loss.backward()
-        report.note("loss", loss)
-        report.note("norm", nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        report.record("loss", loss)
+        report.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad()
 
 
 class App(Stateful):
-    """Model and optimizer as one item of a checkpoint, as DCP's own tutorial has it."""
+    """Model and optimizer as one Stateful item of a checkpoint, as in torch's DCP tutorial."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
@@ -86,83 +89,85 @@ class App(Stateful):
 
 
 def case_sharded(report: Report) -> None:
-    """Saves, goes on; a fresh model loads and goes on in the same way."""
+    """Saves and trains on. A new model loads the checkpoint and trains equally."""
     model, optimizer = build()
-    step(report, model, optimizer, 2)
+    train_steps(report, model, optimizer, 2)
     dcp.save({"app": App(model, optimizer)}, checkpoint_id=report.files / "sharded")
-    step(report, model, optimizer, 2, seed=1)
-    fresh, other = build(seed=6)
-    dcp.load({"app": App(fresh, other)}, checkpoint_id=report.files / "sharded")
-    step(report, fresh, other, 2, seed=1)
-    for left, right in zip(model.parameters(), fresh.parameters()):
+    train_steps(report, model, optimizer, 2, seed=1)
+    restored, restored_optimizer = build(seed=6)
+    dcp.load({"app": App(restored, restored_optimizer)}, checkpoint_id=report.files / "sharded")
+    train_steps(report, restored, restored_optimizer, 2, seed=1)
+    for left, right in zip(model.parameters(), restored.parameters()):
         assert torch.equal(left.to_local(), right.to_local())
-    report.model(fresh)
+    report.record_model(restored)
 
 
 def case_async(report: Report) -> None:
-    """An asynchronous save in the midst of steps holds what the model was when it was called."""
+    """An asynchronous save between steps holds the values at the time of the call."""
     model, optimizer = build()
-    step(report, model, optimizer, 1)
-    # The saving thread must not share a gloo group with the steps that go on.
+    train_steps(report, model, optimizer, 1)
+    # The saving thread needs its own gloo group, because the steps use the default group.
     future = dcp.async_save(
         {"app": App(model, optimizer)},
         checkpoint_id=report.files / "async",
         process_group=dist.new_group(),
     )
-    step(report, model, optimizer, 1, seed=1)
+    train_steps(report, model, optimizer, 1, seed=1)
     future.result()
-    fresh, other = build(seed=6)
-    dcp.load({"app": App(fresh, other)}, checkpoint_id=report.files / "async")
-    step(report, fresh, other, 1, seed=1)
-    report.model(fresh)
+    restored, restored_optimizer = build(seed=6)
+    dcp.load({"app": App(restored, restored_optimizer)}, checkpoint_id=report.files / "async")
+    train_steps(report, restored, restored_optimizer, 1, seed=1)
+    report.record_model(restored)
 
 
 def case_full(report: Report) -> None:
-    """Full state dicts on rank 0, a torch.save file, and back by broadcast."""
+    """Full state dicts: saved by rank 0 with torch.save, and loaded by broadcast from rank 0."""
     model, optimizer = build()
-    step(report, model, optimizer, 2)
+    train_steps(report, model, optimizer, 2)
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(model, optimizer, options=full)
+    weights, optimizer_state = get_state_dict(model, optimizer, options=full)
     if rank() == 0:
-        torch.save({"model": weights, "optim": moments}, report.files / "full.pt")
-        report.note("model", weights)
-    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    fresh, other = build(seed=6)
-    set_model_state_dict(fresh, weights if rank() == 0 else {}, options=spread)
-    set_optimizer_state_dict(fresh, other, moments if rank() == 0 else {}, options=spread)
-    step(report, model, optimizer, 2, seed=1)
-    step(report, fresh, other, 2, seed=1)
-    report.model(fresh)
+        torch.save({"model": weights, "optim": optimizer_state}, report.files / "full.pt")
+        report.record("model", weights)
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    restored, restored_optimizer = build(seed=6)
+    set_model_state_dict(restored, weights if rank() == 0 else {}, options=broadcast)
+    set_optimizer_state_dict(
+        restored, restored_optimizer, optimizer_state if rank() == 0 else {}, options=broadcast
+    )
+    train_steps(report, model, optimizer, 2, seed=1)
+    train_steps(report, restored, restored_optimizer, 2, seed=1)
+    report.record_model(restored)
 
 
 def case_options(report: Report) -> None:
-    """The other options: sharded offload, frozen parameters left out, submodules, flat moments."""
+    """Remaining options: sharded offload, no frozen parameters, flattened optimizer state."""
     model, optimizer = build(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    step(report, model, optimizer, 2)
+    train_steps(report, model, optimizer, 2)
     offloaded = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
-    report.note("offloaded", offloaded)
+    report.record("offloaded", offloaded)
     trained = StateDictOptions(ignore_frozen_params=True, full_state_dict=True)
-    report.note("trained", get_model_state_dict(model, options=trained))
+    report.record("trained", get_model_state_dict(model, options=trained))
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    report.note("moments", get_optimizer_state_dict(model, optimizer, options=flat))
+    report.record("moments", get_optimizer_state_dict(model, optimizer, options=flat))
     plain, _ = build(seed=6, shard=False)
-    wanted = copy.deepcopy(plain.state_dict())
+    target_state = copy.deepcopy(plain.state_dict())
     loaded = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, wanted, options=loaded)
-    step(report, model, optimizer, 1)
-    report.model(model)
+    set_model_state_dict(model, target_state, options=loaded)
+    train_steps(report, model, optimizer, 1)
+    report.record_model(model)
 
 
 def case_formats(report: Report) -> None:
-    """A DCP folder becomes a torch.save file and the other way round."""
+    """Converts a DCP folder to a torch.save file and back."""
     model, optimizer = build()
-    step(report, model, optimizer, 1)
+    train_steps(report, model, optimizer, 1)
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=report.files / "dcp")
     if rank() == 0:
         dcp_to_torch_save(report.files / "dcp", report.files / "from_dcp.pt")
         torch_save_to_dcp(report.files / "from_dcp.pt", report.files / "to_dcp")
-        report.note("file", torch.load(report.files / "from_dcp.pt")["model"])
-    report.model(model)
+        report.record("file", torch.load(report.files / "from_dcp.pt")["model"])
+    report.record_model(model)
 
 
 if __name__ == "__main__":

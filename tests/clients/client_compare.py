@@ -1,7 +1,7 @@
-"""How two runs of a client are compared: what their ranks noted, and the files they left.
+"""Compares two runs of a client: the reports of their ranks and the files that they wrote.
 
-Files are equal where their bytes are. Some formats put the time or a random number into
-their files; those are opened and compared by what they hold, bit for bit.
+Files are first compared by their bytes. Some formats store the time or a random number; such files
+are loaded, and their contents are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 VOLATILE = ("time", "timestamp", "_per_second")
-"""Ends of keys whose values tell the time rather than a result."""
+"""Suffixes of keys whose values depend on the time of the run."""
 
 LEAVES = (enum.Enum, type, types.FunctionType)
-"""Objects that have a ``__dict__`` and are compared as one thing all the same."""
+"""Types that have a ``__dict__`` but are compared as a whole."""
 
 
 def differences(left: Path, right: Path) -> Iterator[str]:
-    """What is not the same in two folders of files, one line each; nothing where they are equal."""
+    """Yields one line per difference between the files of two folders."""
     names = {folder: _names(folder) for folder in (left, right)}
     yield from (f"{name}: only in the first" for name in sorted(names[left] - names[right]))
     yield from (f"{name}: only in the second" for name in sorted(names[right] - names[left]))
@@ -44,7 +44,7 @@ def _file_differences(name: str, left: Path, right: Path) -> Iterator[str]:
     if read is None:
         yield f"{name}: the bytes differ"
         return
-    yield from unequal(name, read(left), read(right))
+    yield from value_differences(name, read(left), read(right))
 
 
 def _reader(path: Path) -> Any:
@@ -58,50 +58,50 @@ def _reader(path: Path) -> Any:
 
 
 def _metadata(path: Path) -> Any:
-    """DCP's metadata but for the identity of the one save."""
-    made = pickle.loads(path.read_bytes())
-    return dataclasses.replace(made, storage_meta=None)
+    """Reads DCP's metadata without the identity of the save operation."""
+    metadata = pickle.loads(path.read_bytes())
+    return dataclasses.replace(metadata, storage_meta=None)
 
 
-def unequal(place: str, left: Any, right: Any) -> Iterator[str]:
-    """Where two trees of results differ, one line each; volatile entries do not count."""
+def value_differences(path: str, left: Any, right: Any) -> Iterator[str]:
+    """Yields one line per difference between two nested results. Volatile entries are ignored."""
     if type(left) is not type(right):
-        yield f"{place}: {type(left).__name__} and {type(right).__name__}"
+        yield f"{path}: {type(left).__name__} and {type(right).__name__}"
     elif isinstance(left, dict):
-        yield from _unequal_keys(place, left, right)
+        yield from _dict_differences(path, left, right)
     elif isinstance(left, list | tuple):
         if len(left) != len(right):
-            yield f"{place}: {len(left)} and {len(right)} items"
-        for index, (one, other) in enumerate(zip(left, right)):
-            yield from unequal(f"{place}[{index}]", one, other)
+            yield f"{path}: {len(left)} and {len(right)} items"
+        for index, (left_item, right_item) in enumerate(zip(left, right)):
+            yield from value_differences(f"{path}[{index}]", left_item, right_item)
     elif isinstance(left, torch.Tensor):
         if not same_tensor(left, right):
-            yield f"{place}: tensors differ"
+            yield f"{path}: tensors differ"
     elif hasattr(left, "__dict__") and not isinstance(left, LEAVES):
-        yield from _unequal_keys(place, vars(left), vars(right))
+        yield from _dict_differences(path, vars(left), vars(right))
     elif isinstance(left, float):
         if left.hex() != right.hex():
-            yield f"{place}: {left!r} and {right!r}"
+            yield f"{path}: {left!r} and {right!r}"
     elif left != right:
-        yield f"{place}: {left!r} and {right!r}"
+        yield f"{path}: {left!r} and {right!r}"
 
 
-def _unequal_keys(place: str, left: dict[Any, Any], right: dict[Any, Any]) -> Iterator[str]:
+def _dict_differences(path: str, left: dict[Any, Any], right: dict[Any, Any]) -> Iterator[str]:
     if list(left) != list(right):
-        yield f"{place}: keys {sorted(map(str, set(left) ^ set(right)))} or their order differ"
+        yield f"{path}: keys {sorted(map(str, set(left) ^ set(right)))} or their order differ"
     for key in left:
         if key in right and not str(key).endswith(VOLATILE):
-            yield from unequal(f"{place}.{key}", left[key], right[key])
+            yield from value_differences(f"{path}.{key}", left[key], right[key])
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether dtype, shape and bits are the same (subclasses: of all their inner tensors)."""
+    """Returns whether dtype, shape and bits are equal, for subclasses of all inner tensors."""
     if type(left) is not type(right) or left.dtype != right.dtype or left.shape != right.shape:
         return False
     if hasattr(left, "__tensor_flatten__"):
         names, context = left.__tensor_flatten__()
-        other_names, other = right.__tensor_flatten__()
-        same = list(names) == list(other_names) and str(context) == str(other)
+        right_names, right_context = right.__tensor_flatten__()
+        same = list(names) == list(right_names) and str(context) == str(right_context)
         return same and all(same_tensor(getattr(left, n), getattr(right, n)) for n in names)
     if left.layout != right.layout or left.device != right.device:
         return False

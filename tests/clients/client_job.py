@@ -1,12 +1,12 @@
-"""What the client scripts share: one rank's report, tiny models, data; nothing of fsdp_c.
+"""Shared by the client scripts: reports, small models and data. Does not import fsdp_c.
 
-A script defines functions ``case_<name>(report)`` and calls :func:`main`, which runs the cases that
-the command line names, in that order, in one process per rank:
+A script defines functions ``case_<name>(report)`` and calls :func:`main`. ``main`` runs the cases
+named on the command line, in that order, in one process per rank:
 
     torchrun --nproc-per-node 2 client_x.py FOLDER name ...
 
-Each case leaves ``FOLDER/<name>/rank<r>.json`` (what it noted) and whatever files the library wrote
-under ``FOLDER/<name>/files``. The test compares both between two runs of the same script.
+Each case writes ``FOLDER/<name>/rank<r>.json``, its report, and the library's files under
+``FOLDER/<name>/files``. The test compares both between two runs of the same script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# Hubs cannot be reached where this runs, and must not be: everything is made on the spot.
+# Tests run without network access, so models and data are generated instead of downloaded.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -39,7 +39,7 @@ SEQUENCE = 16
 
 
 def bits(value: Any) -> Any:
-    """``value`` as JSON keeps it to the bit: floats in hex, tensors by dtype, shape and hash."""
+    """Converts ``value`` to JSON without loss: floats in hex, tensors as dtype, shape and hash."""
     if isinstance(value, bool | int | str | None):
         return value
     if isinstance(value, float):
@@ -52,7 +52,7 @@ def bits(value: Any) -> Any:
         return {str(key): bits(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [bits(item) for item in value]
-    raise TypeError(f"cannot note a {type(value)}")
+    raise TypeError(f"cannot record a {type(value)}")
 
 
 def _tensor_bits(tensor: torch.Tensor) -> Any:
@@ -61,13 +61,13 @@ def _tensor_bits(tensor: torch.Tensor) -> Any:
         return [type(tensor).__name__, {name: bits(getattr(tensor, name)) for name in inner}]
     if tensor.numel() == 1 and tensor.is_floating_point():
         return [str(tensor.dtype), list(tensor.shape), float(tensor).hex()]
-    # A copy: numpy() makes the storage of what it is called on unresizable, an unsharded one too.
+    # Clones first: numpy() makes a storage non-resizable, and FSDP2 resizes unsharded storages.
     raw = tensor.cpu().contiguous().clone().view(-1).view(torch.uint8).numpy().tobytes()
     return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(raw).hexdigest()[:16]]
 
 
 class Report:
-    """What one rank noted in one case, in order, and the folder for the case's files."""
+    """The values that one rank recorded in one case, in order, and the folder for its files."""
 
     def __init__(self, folder: Path) -> None:
         self.files = folder / "files"
@@ -75,30 +75,30 @@ class Report:
         self.entries: list[tuple[str, Any]] = []
         self.states: set[str] = set()
 
-    def note(self, label: str, value: Any) -> None:
-        """Notes a number, a tensor or a tree of them under ``label``."""
+    def record(self, label: str, value: Any) -> None:
+        """Records a number, a tensor or a nested structure of them under ``label``."""
         self.entries.append((label, bits(value)))
 
-    def model(self, model: nn.Module) -> None:
-        """Notes whose FSDP states the modules of ``model`` have, and all parameters."""
-        self.sharded(model)
+    def record_model(self, model: nn.Module) -> None:
+        """Records the sharded modules of ``model`` and all its parameters."""
+        self.record_sharded_modules(model)
         for name, parameter in model.named_parameters():
-            self.note(f"parameter {name}", parameter)
+            self.record(f"parameter {name}", parameter)
 
-    def sharded(self, model: nn.Module) -> None:
-        """Notes which modules are sharded, and by which implementation."""
+    def record_sharded_modules(self, model: nn.Module) -> None:
+        """Records which modules are sharded, and the modules that define their FSDP states."""
         names = []
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
                 names.append(name)
                 self.states.add(type(module._get_fsdp_state()).__module__)
-        assert names, "no module is sharded: the client has not used fully_shard"
-        self.note("sharded modules", names)
+        assert names, "no module is sharded: the client did not call fully_shard"
+        self.record("sharded modules", names)
 
-    def gradients(self, model: nn.Module) -> None:
-        """Notes the gradients of all parameters (None included)."""
+    def record_gradients(self, model: nn.Module) -> None:
+        """Records the gradients of all parameters, None included."""
         for name, parameter in model.named_parameters():
-            self.note(f"gradient {name}", parameter.grad)
+            self.record(f"gradient {name}", parameter.grad)
 
 
 def rank() -> int:
@@ -106,37 +106,37 @@ def rank() -> int:
 
 
 def seed_everything(seed: int = 0) -> None:
-    """The same random numbers on every rank and in every run."""
+    """Seeds all random number generators equally on every rank."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def tokens(count: int, seed: int = 0) -> list[list[int]]:
-    """``count`` rows of SEQUENCE token ids that a model can learn something from."""
-    made = torch.Generator().manual_seed(seed)
-    start = torch.randint(VOCABULARY, (count, 1), generator=made)
-    step = torch.randint(1, 4, (count, 1), generator=made)
+    """Returns ``count`` rows of SEQUENCE token ids with a pattern that a model can learn."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(VOCABULARY, (count, 1), generator=generator)
+    step = torch.randint(1, 4, (count, 1), generator=generator)
     return ((start + step * torch.arange(SEQUENCE)) % VOCABULARY).tolist()
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """:func:`tokens` as the items of a data set for causal language models."""
-    made = [torch.tensor(row) for row in tokens(count, seed)]
-    return [{"input_ids": row, "labels": row.clone()} for row in made]
+    """Returns :func:`tokens` as items of a data set for causal language models."""
+    token_rows = [torch.tensor(row) for row in tokens(count, seed)]
+    return [{"input_ids": row, "labels": row.clone()} for row in token_rows]
 
 
 def batches(count: int, size: int = 2, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
-    """``count`` batches of ``size`` rows for this rank."""
+    """Yields ``count`` batches of ``size`` rows for this rank."""
     world = dist.get_world_size()
-    own = rows(world * count * size, seed)[rank() :: world]
+    own_rows = rows(world * count * size, seed)[rank() :: world]
     for first in range(0, count * size, size):
-        batch = own[first : first + size]
+        batch = own_rows[first : first + size]
         yield {key: torch.stack([row[key] for row in batch]) for key in batch[0]}
 
 
 def llama(**overrides: Any) -> nn.Module:
-    """A Llama of two layers, from its configuration; untied unless overridden."""
+    """Creates a Llama with two layers, and with untied embeddings unless overridden."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     seed_everything(1)
@@ -158,7 +158,7 @@ def llama(**overrides: Any) -> nn.Module:
 
 
 def gpt2(**overrides: Any) -> nn.Module:
-    """A GPT-2 of two layers with tied embeddings and no dropout."""
+    """Creates a GPT-2 with two layers, tied embeddings and no dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     seed_everything(2)
@@ -178,9 +178,9 @@ def gpt2(**overrides: Any) -> nn.Module:
 
 
 def force_accelerate() -> None:
-    """Has accelerate take the CPU and gloo for what it takes an accelerator and NCCL for.
+    """Makes accelerate treat the CPU with gloo as an accelerator with NCCL.
 
-    On a CPU host accelerate makes a job of its kind MULTI_CPU, and FSDP is dropped without a word.
+    On a CPU host, accelerate classifies the job as MULTI_CPU and silently disables FSDP.
     """
     from accelerate.state import DistributedType, PartialState
 
@@ -192,32 +192,32 @@ def finite(values: Iterable[float]) -> bool:
     return all(torch.isfinite(torch.tensor(float(value))) for value in values)
 
 
-def _run(case: Callable[[Report], None], folder: Path) -> None:
+def _run_case(case: Callable[[Report], None], folder: Path) -> None:
     report = Report(folder)
     seed_everything()
     case(report)
-    assert report.states, "the case never said what is sharded"
+    assert report.states, "the case recorded no sharded modules"
     text = json.dumps({"states": sorted(report.states), "entries": report.entries}, indent=1)
     (folder / f"rank{rank()}.json").write_text(text)
 
 
 def main(namespace: dict[str, Any], *, before: Callable[[], None] = lambda: None) -> None:
-    """Runs the cases of ``namespace`` that the command line names, ``before`` before each.
+    """Runs the cases of ``namespace`` that the command line names, and ``before`` before each.
 
-    A case that fails leaves its traceback instead of a report, and the next one runs; where only
-    some ranks fail the others wait until the caller's time limit.
+    A case that raises writes its traceback instead of a report, and the next case runs. If a case
+    raises on some ranks only, the others wait until the caller's time limit.
     """
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in sys.argv[2:]:
-        place = folder / name
-        place.mkdir(exist_ok=True)
+        case_folder = folder / name
+        case_folder.mkdir(exist_ok=True)
         try:
             before()
-            _run(namespace[f"case_{name}"], place)
+            _run_case(namespace[f"case_{name}"], case_folder)
         except Exception:
-            (place / f"rank{rank()}.error.txt").write_text(traceback.format_exc())
+            (case_folder / f"rank{rank()}.error.txt").write_text(traceback.format_exc())
             traceback.print_exc()
         gc.collect()
         torch._dynamo.reset()

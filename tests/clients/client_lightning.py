@@ -1,4 +1,4 @@
-"""Lightning's ModelParallelStrategy, in Fabric and in the Trainer: the model is fully_shard's."""
+"""Lightning's ModelParallelStrategy in Fabric and in the Trainer, with fully_shard."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def loss_of(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tenso
 
 
 def shard(model: Net, mesh: Any, **settings: Any) -> Net:
-    """FSDP2 over the mesh's data dimension; tensor parallel blocks where it has the other one."""
+    """Shards over the mesh's data dimension. Parallelizes blocks over its tensor dimension, if
+    that has several ranks."""
     if mesh["tensor_parallel"].size() > 1:
         plan = {
             "embed": RowwiseParallel(input_layouts=Replicate()),
@@ -88,7 +89,7 @@ def fabric_job(
     precision: Any = None,
     **settings: Any,
 ) -> tuple[Any, Any, Any]:
-    """A fabric, and a model and an optimizer that it has set up."""
+    """Returns a fabric, and a model and an optimizer that it has set up."""
     strategy = FabricStrategy(
         lambda model, mesh: shard(model, mesh, **settings),
         data_parallel_size=data,
@@ -115,8 +116,8 @@ def fabric_steps(
     for batch in list(loader)[first:last]:
         loss = loss_of(model(batch["input_ids"]), batch)
         fabric.backward(loss)
-        report.note("loss", fabric.all_reduce(loss.detach()))
-        report.note("norm", fabric.clip_gradients(model, optimizer, max_norm=1.0))
+        report.record("loss", fabric.all_reduce(loss.detach()))
+        report.record("norm", fabric.clip_gradients(model, optimizer, max_norm=1.0))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -124,14 +125,14 @@ def fabric_steps(
 def case_fabric(report: Report) -> None:
     fabric, model, optimizer = fabric_job()
     fabric_steps(report, fabric, model, optimizer, 0, 3)
-    report.model(model)
+    report.record_model(model)
 
 
 def case_fabric_empty(report: Report) -> None:
-    """Built on the meta device, sharded there, then allocated and initialised."""
+    """Fabric creates the model on the meta device, shards it, then allocates and initializes it."""
     fabric, model, optimizer = fabric_job(empty=True)
     fabric_steps(report, fabric, model, optimizer, 0, 3)
-    report.model(model)
+    report.record_model(model)
 
 
 def case_fabric_bf16(report: Report) -> None:
@@ -139,7 +140,7 @@ def case_fabric_bf16(report: Report) -> None:
         precision="bf16-true", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
     )
     fabric_steps(report, fabric, model, optimizer, 0, 3)
-    report.model(model)
+    report.record_model(model)
 
 
 def case_fabric_no_sync(report: Report) -> None:
@@ -149,24 +150,24 @@ def case_fabric_no_sync(report: Report) -> None:
         for _ in range(2):
             fabric.backward(model(batch["input_ids"][None]).square().mean())
     fabric_steps(report, fabric, model, optimizer, 0, 2)
-    report.model(model)
+    report.record_model(model)
 
 
 def fabric_checkpoint(report: Report, distributed: bool) -> None:
-    """Saves in the middle; another job loads and goes on in the same way."""
+    """Saves after two steps and trains on. A new job loads the checkpoint and trains equally."""
     fabric, model, optimizer = fabric_job(distributed=distributed)
     fabric_steps(report, fabric, model, optimizer, 0, 2)
     path = report.files / ("shards" if distributed else "full.ckpt")
     fabric.save(path, {"model": model, "optimizer": optimizer, "step": 2})
     fabric_steps(report, fabric, model, optimizer, 2, 4)
-    other, fresh, optimizer = fabric_job(seed=2, distributed=distributed)
-    state = {"model": fresh, "optimizer": optimizer, "step": 0}
-    other.load(path, state)
+    other_fabric, restored, optimizer = fabric_job(seed=2, distributed=distributed)
+    state = {"model": restored, "optimizer": optimizer, "step": 0}
+    other_fabric.load(path, state)
     assert state["step"] == 2
-    fabric_steps(report, other, fresh, optimizer, 2, 4)
-    for left, right in zip(model.parameters(), fresh.parameters()):
+    fabric_steps(report, other_fabric, restored, optimizer, 2, 4)
+    for left, right in zip(model.parameters(), restored.parameters()):
         assert torch.equal(left.to_local(), right.to_local())
-    report.model(fresh)
+    report.record_model(restored)
 
 
 def case_fabric_shards(report: Report) -> None:
@@ -178,18 +179,18 @@ def case_fabric_full(report: Report) -> None:
 
 
 def case_fabric_tensor_parallel(report: Report) -> None:
-    """Four ranks: two by two."""
+    """Four ranks: two data-parallel by two tensor-parallel."""
     fabric, model, optimizer = fabric_job(2, 2)
     fabric_steps(report, fabric, model, optimizer, 0, 3)
     fabric.save(report.files / "shards", {"model": model})
-    report.model(model)
+    report.record_model(model)
 
 
 # ---- Trainer -------------------------------------------------------------------------------------
 
 
 class Lit(L.LightningModule):
-    """Shards itself in ``configure_model``, as the strategy asks."""
+    """A module that shards itself in ``configure_model``, as the strategy requires."""
 
     def __init__(self, report: Report, compile: bool = False, **settings: Any) -> None:
         super().__init__()
@@ -207,16 +208,16 @@ class Lit(L.LightningModule):
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         loss = loss_of(self.net(batch["input_ids"]), batch)
         self.log("loss", loss, sync_dist=True)
-        self.report.note("loss", loss)
+        self.report.record("loss", loss)
         return loss
 
     def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
         loss = loss_of(self.net(batch["input_ids"]), batch)
         self.log("validation", loss, sync_dist=True)
-        self.report.note("validation", loss)
+        self.report.record("validation", loss)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.report.note("norm", nn.utils.get_total_norm([p.grad for p in self.parameters()]))
+        self.report.record("norm", nn.utils.get_total_norm([p.grad for p in self.parameters()]))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -260,33 +261,33 @@ def fit(
 def case_trainer(report: Report) -> None:
     model = Lit(report)
     trainer = fit(report, model)
-    report.model(model)
+    report.record_model(model)
     trainer.validate(model, DataLoader(rows(4, seed=2), batch_size=1), verbose=False)
 
 
 def case_trainer_accumulation(report: Report) -> None:
     model = Lit(report, reshard_after_forward=False)
     fit(report, model, accumulate_grad_batches=2)
-    report.model(model)
+    report.record_model(model)
 
 
 def case_trainer_bf16_compile(report: Report) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = Lit(report, compile=True, mp_policy=policy)
     fit(report, model)
-    report.model(model)
+    report.record_model(model)
 
 
 def trainer_resume(report: Report, distributed: bool) -> None:
-    whole = Lit(report)
-    fit(report, whole, distributed=distributed)
+    uninterrupted = Lit(report)
+    fit(report, uninterrupted, distributed=distributed)
     model = Lit(report)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     (checkpoint,) = (report.files / "run").glob("*step=2*")
     fit(report, model, distributed=distributed, resume=checkpoint)
-    report.model(model)
+    report.record_model(model)
 
 
 def case_trainer_resume_shards(report: Report) -> None:

@@ -1,6 +1,6 @@
-"""Stages that FSDP2 shards, under every schedule of ``torch.distributed.pipelining``.
+"""Pipeline stages sharded by FSDP2, with every schedule of ``torch.distributed.pipelining``.
 
-Four ranks: two of a pipeline by two of data parallelism.
+The scripts use four ranks: two pipeline ranks by two data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -34,53 +34,53 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output.float(), target)
 
 
-def stages(mesh: DeviceMesh, numbers: list[int], total: int, **settings: object) -> list:
-    """This rank's stages of ``total``, two blocks each, every block and the stage sharded."""
+def build_stages(mesh: DeviceMesh, numbers: list[int], total: int, **settings: object) -> list:
+    """Returns this rank's stages out of ``total``. Each stage and its two blocks are sharded."""
     seed_everything(3)
     chunks = [nn.Sequential(Block(), Block()) for _ in range(total)]
-    made = []
+    built = []
     for number in numbers:
         chunk = copy.deepcopy(chunks[number])
         for block in chunk:
             fully_shard(block, mesh=mesh["dp"], **settings)
         fully_shard(chunk, mesh=mesh["dp"], **settings)
         group = mesh.get_group("pp")
-        made.append(PipelineStage(chunk, number, total, torch.device("cpu"), group=group))
-    return made
+        built.append(PipelineStage(chunk, number, total, torch.device("cpu"), group=group))
+    return built
 
 
 def train(
     report: Report, schedule_name: str, per_rank: int, shape: str = "loop", **settings: object
 ) -> None:
-    """Three steps of ``schedule_name`` with ``per_rank`` stages on each rank of the pipeline."""
+    """Trains three steps of ``schedule_name`` with ``per_rank`` stages per pipeline rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    place, total = mesh["pp"].get_local_rank(), 2 * per_rank
-    numbers = [place] if per_rank == 1 else [place, place + 2]
+    pipeline_rank, total = mesh["pp"].get_local_rank(), 2 * per_rank
+    numbers = [pipeline_rank] if per_rank == 1 else [pipeline_rank, pipeline_rank + 2]
     if shape == "V":
-        numbers = [place, total - 1 - place]
-    own = stages(mesh, numbers, total, **settings)
+        numbers = [pipeline_rank, total - 1 - pipeline_rank]
+    own_stages = build_stages(mesh, numbers, total, **settings)
     kind = getattr(schedules, schedule_name)
     single = issubclass(kind, schedules.PipelineScheduleSingle)
-    schedule = kind(own[0] if single else own, MICROBATCHES, loss_fn=loss_of)
-    optimizers = [torch.optim.AdamW(stage.submod.parameters(), lr=0.05) for stage in own]
+    schedule = kind(own_stages[0] if single else own_stages, MICROBATCHES, loss_fn=loss_of)
+    optimizers = [torch.optim.AdamW(stage.submod.parameters(), lr=0.05) for stage in own_stages]
     data = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
     for _ in range(3):
         x = torch.randn(BATCH, DIM, generator=data)
         target = torch.randn(BATCH, DIM, generator=data)
         losses: list[torch.Tensor] = []
-        arguments = (x,) if any(stage.is_first for stage in own) else ()
-        last = any(stage.is_last for stage in own)
+        arguments = (x,) if any(stage.is_first for stage in own_stages) else ()
+        last = any(stage.is_last for stage in own_stages)
         schedule.step(*arguments, target=target if last else None, losses=losses)
         for position, loss in enumerate(losses):
-            report.note(f"loss {position}", loss)
+            report.record(f"loss {position}", loss)
         assert bool(losses) == last
-        for stage, optimizer in zip(own, optimizers):
-            report.gradients(stage.submod)
+        for stage, optimizer in zip(own_stages, optimizers):
+            report.record_gradients(stage.submod)
             assert any(parameter.grad is not None for parameter in stage.submod.parameters())
             optimizer.step()
             optimizer.zero_grad()
-    for stage in own:
-        report.model(stage.submod)
+    for stage in own_stages:
+        report.record_model(stage.submod)
     assert rank() < 4
 
 

@@ -1,4 +1,4 @@
-"""torchao's tensor subclasses: weights with their own all-gather, and quantised optimizers."""
+"""torchao's tensor subclasses: weights with all-gather extensions, and quantized optimizers."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def train(
             x = torch.randn(16, width, generator=data)
             loss = (model(x) - x.flip(-1)).square().float().mean()
             loss.backward()
-            report.note("loss", loss)
-        report.gradients(model)
+            report.record("loss", loss)
+        report.record_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         after(model)
     with torch.no_grad():
-        report.note("evaluation", model(torch.randn(4, width, generator=data)))
+        report.record("evaluation", model(torch.randn(4, width, generator=data)))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -86,66 +86,72 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-def float8(report: Report, after: Callable[[nn.Module], None], **settings: Any) -> None:
-    """Weights travel as float8: the cast is an extension of the all-gather."""
+def train_float8(report: Report, after: Callable[[nn.Module], None], **settings: Any) -> None:
+    """All-gathers weights in float8: torchao implements the cast as an all-gather extension."""
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     model = shard(convert_to_float8_training(build(), config=config), **settings)
     train(report, model, adamw(model), after)
-    report.model(model)
+    report.record_model(model)
 
 
 def case_float8(report: Report) -> None:
-    float8(report, lambda model: None)
+    train_float8(report, lambda model: None)
 
 
 def case_float8_precomputed(report: Report) -> None:
-    float8(report, precompute_float8_dynamic_scale_for_fsdp, mp_policy=BF16)
+    train_float8(report, precompute_float8_dynamic_scale_for_fsdp, mp_policy=BF16)
 
 
 def case_float8_no_reshard(report: Report) -> None:
-    float8(report, precompute_float8_dynamic_scale_for_fsdp, reshard_after_forward=False)
+    train_float8(report, precompute_float8_dynamic_scale_for_fsdp, reshard_after_forward=False)
 
 
-def quantised(report: Report, config: Any, after: Any = lambda model: None, **more: Any) -> None:
-    settings = {key: more.pop(key) for key in ("mp_policy", "reshard_after_forward") if key in more}
+def train_quantized(
+    report: Report, config: Any, after: Any = lambda model: None, **overrides: Any
+) -> None:
+    settings = {
+        key: overrides.pop(key)
+        for key in ("mp_policy", "reshard_after_forward")
+        if key in overrides
+    }
     model = build()
     quantize_(model, config)
     model = shard(model, **settings)
-    train(report, model, adamw(model), after, **more)
-    report.model(model)
+    train(report, model, adamw(model), after, **overrides)
+    report.record_model(model)
 
 
 def case_int8_mixed(report: Report) -> None:
-    """A fused copy of weight and cast: one input, another dtype than the parameter's."""
-    quantised(report, int8_mixed_precision_training(), mp_policy=BF16)
+    """The extension gathers one input, whose dtype differs from the parameter's."""
+    train_quantized(report, int8_mixed_precision_training(), mp_policy=BF16)
 
 
 def case_int8_mixed_module(report: Report) -> None:
     config = Int8MixedPrecisionTrainingConfig(output=True, grad_input=False, grad_weight=False)
-    quantised(report, config, mp_policy=BF16, accumulate=2)
+    train_quantized(report, config, mp_policy=BF16, accumulate=2)
 
 
 def case_int8_weights(report: Report) -> None:
-    """int8 data and a scale: two inputs, and the gradient of a quantised parameter."""
+    """The extension gathers two inputs, int8 data and a scale; the quantized weight is trained."""
     model = build()
     quantize_(model, int8_weight_only_quantized_training())
     model = shard(model, mp_policy=BF16)
     seed_everything(rank())  # stochastic rounding in the optimizer's copy
     train(report, model, torch.optim.SGD(model.parameters(), lr=0.05))
-    report.model(model)
+    report.record_model(model)
 
 
 def case_bitnet(report: Report) -> None:
-    quantised(report, bitnet_training(), mp_policy=BF16)
+    train_quantized(report, bitnet_training(), mp_policy=BF16)
 
 
 def case_bitnet_precomputed(report: Report) -> None:
-    """With scales computed ahead two bits a weight travel, packed into bytes."""
-    quantised(report, bitnet_training(), precompute_bitnet_scale_for_fsdp)
+    """With precomputed scales the all-gather moves two bits per weight, packed into bytes."""
+    train_quantized(report, bitnet_training(), precompute_bitnet_scale_for_fsdp)
 
 
 class Adapted(nn.Module):
-    """QLoRA by hand: a frozen NF4 weight and a trained low-rank update."""
+    """A QLoRA layer: a frozen NF4 weight and a trained low-rank update."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -158,53 +164,53 @@ class Adapted(nn.Module):
         return x + linear_nf4(x, self.weight) + self.up(self.down(x))
 
 
-def nf4(report: Report, **settings: Any) -> None:
+def train_nf4(report: Report, **settings: Any) -> None:
     seed_everything(4)
     model = shard(nn.Sequential(Adapted(WIDTH), Adapted(WIDTH)), **settings)
     train(report, model, adamw(model))
-    report.model(model)
+    report.record_model(model)
 
 
 def case_nf4(report: Report) -> None:
-    nf4(report)
+    train_nf4(report)
 
 
 def case_nf4_no_reshard(report: Report) -> None:
-    nf4(report, reshard_after_forward=False)
+    train_nf4(report, reshard_after_forward=False)
 
 
-def optimised(report: Report, kind: Any) -> None:
-    """Moments in a few bits, DTensors of subclasses; saved in the middle and resumed."""
+def train_with_quantized_optimizer(report: Report, kind: Any) -> None:
+    """Quantized optimizer states, which are DTensors of subclasses; saved and resumed once."""
     torch.compiler.set_stance("force_eager")
     model = shard(build(96))
     optimizer = kind(model.parameters(), lr=0.01)
     train(report, model, optimizer, steps=2, width=96)
     moments = [list(state.values()) for state in optimizer.state.values()]
-    assert any(type(m.to_local()) is not torch.Tensor for _, m, _ in moments), "nothing quantised"
-    report.note("moments", moments)
+    assert any(type(m.to_local()) is not torch.Tensor for _, m, _ in moments), "not quantized"
+    report.record("moments", moments)
     weights, state = get_state_dict(model, optimizer)
-    report.note("optimizer", list(state["state"]))
+    report.record("optimizer", list(state["state"]))
     save({"model": weights}, checkpoint_id=report.files / "model")
-    fresh = shard(build(96))
-    other = kind(fresh.parameters(), lr=0.01)
-    train(report, fresh, other, steps=1, width=96)
-    loaded = get_state_dict(fresh, other)[0]
+    restored = shard(build(96))
+    restored_optimizer = kind(restored.parameters(), lr=0.01)
+    train(report, restored, restored_optimizer, steps=1, width=96)
+    loaded = get_state_dict(restored, restored_optimizer)[0]
     load({"model": loaded}, checkpoint_id=report.files / "model")
-    set_state_dict(fresh, other, model_state_dict=loaded, optim_state_dict=state)
-    train(report, fresh, other, steps=1, width=96)
-    report.model(fresh)
+    set_state_dict(restored, restored_optimizer, model_state_dict=loaded, optim_state_dict=state)
+    train(report, restored, restored_optimizer, steps=1, width=96)
+    report.record_model(restored)
 
 
 def case_adamw8bit(report: Report) -> None:
-    optimised(report, AdamW8bit)
+    train_with_quantized_optimizer(report, AdamW8bit)
 
 
 def case_adamw4bit(report: Report) -> None:
-    optimised(report, AdamW4bit)
+    train_with_quantized_optimizer(report, AdamW4bit)
 
 
 def case_adamwfp8(report: Report) -> None:
-    optimised(report, AdamWFp8)
+    train_with_quantized_optimizer(report, AdamWFp8)
 
 
 def case_adamw8bit_uneven(report: Report) -> None:

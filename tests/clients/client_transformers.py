@@ -1,4 +1,4 @@
-"""transformers' Trainer with FSDP2, peft's LoRA, and models that transformers shards by itself."""
+"""transformers' Trainer with FSDP2, peft's LoRA, and models that transformers itself shards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 
-def before() -> None:
-    """No state of the case before, and FSDP on the CPU."""
+def reset_state() -> None:
+    """Resets accelerate's singletons and enables FSDP on the CPU."""
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()
@@ -47,7 +47,7 @@ def arguments(report: Report, kind: type = TrainingArguments, **overrides: Any) 
 
 
 def train(report: Report, model: Any, **overrides: Any) -> Trainer:
-    """Trains ``model`` for ``max_steps`` and notes each logged loss and gradient norm."""
+    """Trains ``model`` for ``max_steps`` and records each logged loss and gradient norm."""
     trainer = Trainer(
         model=model,
         args=arguments(report, **overrides),
@@ -55,23 +55,23 @@ def train(report: Report, model: Any, **overrides: Any) -> Trainer:
         eval_dataset=rows(6, seed=1),
     )
     trainer.train()
-    note_history(report, trainer)
-    report.model(trainer.model)
+    record_history(report, trainer)
+    report.record_model(trainer.model)
     return trainer
 
 
-def note_history(report: Report, trainer: Trainer) -> None:
+def record_history(report: Report, trainer: Trainer) -> None:
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(steps) == trainer.state.max_steps
     for entry in trainer.state.log_history:
-        kept = {k: v for k, v in entry.items() if not k.endswith(("runtime", "_per_second"))}
-        report.note("log", kept)
+        recorded = {k: v for k, v in entry.items() if not k.endswith(("runtime", "_per_second"))}
+        report.record("log", recorded)
 
 
 def case_train(report: Report) -> None:
     trainer = train(report, llama())
-    report.note("evaluation", trainer.evaluate()["eval_loss"])
-    report.note("predictions", [torch.tensor(x) for x in trainer.predict(rows(4, 2))[:1]])
+    report.record("evaluation", trainer.evaluate()["eval_loss"])
+    report.record("predictions", [torch.tensor(x) for x in trainer.predict(rows(4, 2))[:1]])
     trainer.save_model(str(report.files / "model"))
 
 
@@ -92,16 +92,19 @@ def case_compile(report: Report) -> None:
     train(report, llama(), torch_compile=True, torch_compile_backend="aot_eager")
 
 
-def resume(report: Report, model: Any, again: Any, **overrides: Any) -> None:
-    """Four steps, and two of the same from the checkpoint after the second: equal in the end."""
+def resume(report: Report, model: Any, make_restored_model: Any, **overrides: Any) -> None:
+    """Trains four steps, then repeats the last two from the checkpoint after the second. Both runs
+    must end with equal parameters."""
     settings = {"save_strategy": "steps", "save_steps": 2} | overrides
-    whole = train(report, model(), **settings)
-    before()
-    trainer = Trainer(model=again(), args=arguments(report, **settings), train_dataset=rows(24))
+    uninterrupted = train(report, model(), **settings)
+    reset_state()
+    trainer = Trainer(
+        model=make_restored_model(), args=arguments(report, **settings), train_dataset=rows(24)
+    )
     trainer.train(resume_from_checkpoint=str(report.files / "run" / "checkpoint-2"))
-    note_history(report, trainer)
-    report.sharded(trainer.model)
-    for left, right in zip(whole.model.parameters(), trainer.model.parameters()):
+    record_history(report, trainer)
+    report.record_sharded_modules(trainer.model)
+    for left, right in zip(uninterrupted.model.parameters(), trainer.model.parameters()):
         assert torch.equal(left.to_local(), right.to_local())
 
 
@@ -120,20 +123,20 @@ def lora(seed: int = 0) -> Any:
     model = get_peft_model(llama(), config)
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at first: nothing would tell the seeds apart
+        if "lora_B" in name:  # peft initializes these to zero, which would hide the seed
             torch.nn.init.normal_(parameter, std=0.02)
     return model
 
 
 def case_lora(report: Report) -> None:
-    """Frozen and trained parameters in one model; only the adapter is written."""
+    """A model with frozen and trained parameters. Only the adapter is saved."""
     trainer = train(report, lora())
     trainer.save_model(str(report.files / "adapter"))
     if rank() == 0:
-        fresh = PeftModel.from_pretrained(llama(), report.files / "adapter")
-        kept = {k: v for k, v in fresh.named_parameters() if "lora_" in k}
-        assert kept
-        report.note("adapter", kept)
+        loaded = PeftModel.from_pretrained(llama(), report.files / "adapter")
+        recorded = {k: v for k, v in loaded.named_parameters() if "lora_" in k}
+        assert recorded
+        report.record("adapter", recorded)
 
 
 def case_lora_resume(report: Report) -> None:
@@ -145,7 +148,7 @@ def case_lora_bf16(report: Report) -> None:
 
 
 def case_generate(report: Report) -> None:
-    """Greedy and sampled generation with the sharded model, between steps of training."""
+    """Generates greedily and by sampling with the sharded model, between training steps."""
     trainer = Seq2SeqTrainer(
         model=llama(use_cache=True),
         args=arguments(
@@ -160,18 +163,18 @@ def case_generate(report: Report) -> None:
         eval_dataset=rows(6, seed=1),
     )
     trainer.train()
-    note_history(report, trainer)
+    record_history(report, trainer)
     prompt = torch.tensor([row["input_ids"].tolist()[:6] for row in rows(2, seed=3 + rank())])
-    made = trainer.model.generate(prompt, max_new_tokens=8 + 4 * rank(), synced_gpus=True)
-    report.note("greedy", made)
+    generated = trainer.model.generate(prompt, max_new_tokens=8 + 4 * rank(), synced_gpus=True)
+    report.record("greedy", generated)
     torch.manual_seed(rank())
-    report.note("sampled", trainer.model.generate(prompt, max_new_tokens=6, do_sample=True))
-    report.note("generated", torch.tensor(trainer.predict(rows(4, seed=4)).predictions))
-    report.model(trainer.model)
+    report.record("sampled", trainer.model.generate(prompt, max_new_tokens=6, do_sample=True))
+    report.record("generated", torch.tensor(trainer.predict(rows(4, seed=4)).predictions))
+    report.record_model(trainer.model)
 
 
 def case_sharded_at_load(report: Report) -> None:
-    """``from_pretrained`` with a DistributedConfig: transformers calls fully_shard by itself."""
+    """``from_pretrained`` with a DistributedConfig, in which transformers calls fully_shard."""
     if rank() == 0:
         llama().save_pretrained(report.files / "model")
     torch.distributed.barrier()
@@ -181,13 +184,13 @@ def case_sharded_at_load(report: Report) -> None:
     for batch in batches(3):
         loss = model(**batch).loss
         loss.backward()
-        report.note("loss", loss)
-        report.note("norm", clip_grad_norm_(model.parameters(), 1.0))
+        report.record("loss", loss)
+        report.record("norm", clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad()
-    report.model(model)
+    report.record_model(model)
     model.save_pretrained(report.files / "trained")
 
 
 if __name__ == "__main__":
-    main(globals(), before=before)
+    main(globals(), before=reset_state)

@@ -1,11 +1,11 @@
-"""TRL's supervised fine-tuning (and preference tuning) under FSDP2."""
+"""TRL's supervised fine-tuning and preference tuning with FSDP2."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from client_job import VOCABULARY, Report, llama, main, tokens
-from client_transformers import before, note_history
+from client_transformers import record_history, reset_state
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -16,17 +16,17 @@ WORDS = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(VOCABULARY - 3))]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose words are the names of its ids."""
+    """Creates a tokenizer with one word per token id."""
     vocabulary = {word: index for index, word in enumerate(WORDS)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    word_level = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        tokenizer_object=word_level, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """Sentences of different lengths."""
+    """Generates sentences of different lengths."""
     rows = enumerate(tokens(count, seed))
     return [" ".join(WORDS[token] for token in row[: 6 + index % 9]) for index, row in rows]
 
@@ -59,8 +59,8 @@ def tune(report: Report, data: Dataset, peft: LoraConfig | None = None, **overri
         peft_config=peft,
     )
     trainer.train()
-    note_history(report, trainer)
-    report.model(trainer.model)
+    record_history(report, trainer)
+    report.record_model(trainer.model)
     trainer.save_model(str(report.files / "model"))
 
 
@@ -74,7 +74,7 @@ def case_sft_packed_bf16(report: Report) -> None:
 
 
 def case_sft_completions(report: Report) -> None:
-    """Losses on completions only, with accumulation and gradient checkpointing."""
+    """Computes the loss on completions only, with accumulation and gradient checkpointing."""
     prompts, answers = sentences(24), sentences(24, seed=1)
     data = Dataset.from_dict({"prompt": prompts, "completion": [" " + text for text in answers]})
     tune(report, data, gradient_accumulation_steps=2, gradient_checkpointing=True)
@@ -86,7 +86,7 @@ def case_sft_lora(report: Report) -> None:
 
 
 def case_dpo(report: Report) -> None:
-    """A second, frozen model of reference is sharded beside the trained one."""
+    """DPO also shards a second, frozen reference model."""
     data = Dataset.from_dict(
         {
             "prompt": sentences(24),
@@ -102,10 +102,10 @@ def case_dpo(report: Report) -> None:
         processing_class=tokenizer(),
     )
     trainer.train()
-    note_history(report, trainer)
-    report.model(trainer.model)
-    report.sharded(trainer.ref_model)
+    record_history(report, trainer)
+    report.record_model(trainer.model)
+    report.record_sharded_modules(trainer.ref_model)
 
 
 if __name__ == "__main__":
-    main(globals(), before=before)
+    main(globals(), before=reset_state)

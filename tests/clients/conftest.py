@@ -1,4 +1,4 @@
-"""The client tests need libraries that nothing else needs: ``make test-clients`` brings them."""
+"""Skips the client tests outside of ``make test-clients``, which installs their libraries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SWITCH = "FSDP_C_TEST_CLIENTS"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what launches a library, visibly, everywhere but under ``make test-clients``."""
+    """Skips test_clients.py, with a reason, unless FSDP_C_TEST_CLIENTS is set."""
     if os.environ.get(SWITCH):
         return
     for item in items:
         if item.path == Path(__file__).with_name("test_clients.py"):
-            item.add_marker(pytest.mark.skip(reason="a library's job: run by make test-clients"))
+            item.add_marker(pytest.mark.skip(reason="needs libraries: run make test-clients"))

@@ -1,7 +1,7 @@
-"""Unchanged libraries on two ranks or more, with and without ``FSDP_C=1``: the same to the bit.
+"""Unmodified libraries on two or four ranks, with and without ``FSDP_C=1``: equal bits and files.
 
-Each script is run twice, all wanted cases in one go, as torchrun would run any job; the second time
-with ``FSDP_C=1`` in the environment and nothing else different. The scripts import nothing of ours.
+torchrun runs each script twice, with all selected cases in one job. The runs differ only in
+``FSDP_C=1`` in the environment of the second one. The scripts do not import fsdp_c.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from client_compare import differences
 from site_dir import installed_environment
 
 HERE = Path(__file__).parent
-SHOWN = 8000
-"""Characters of a failed launch's output that are shown (the end of it)."""
+OUTPUT_CHARACTERS = 8000
+"""Maximum number of characters at the end of a failed launch's output that are shown."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """A script, the cases it is to run, and on how many ranks."""
+    """A script, the cases to run, and the number of ranks."""
 
     script: str
     cases: tuple[str, ...]
@@ -140,32 +140,34 @@ PARAMETERS = [
 
 
 class Launches:
-    """Runs each script twice, when it is first asked for, and keeps the folders."""
+    """Runs each script twice on first use and keeps the folders of both runs."""
 
-    def __init__(self, base: Path, wanted: dict[str, list[str]]) -> None:
+    def __init__(self, base: Path, selected: dict[str, list[str]]) -> None:
         self.base = base
-        self.wanted = wanted
+        self.selected = selected
         self.folders: dict[tuple[str, bool], Path] = {}
 
-    def folder(self, name: str, ours: bool) -> Path:
-        """Where the run of client ``name`` left its cases."""
-        if (name, ours) not in self.folders:
-            # Both run in a folder of the same name: libraries write it into their files.
+    def folder(self, name: str, use_fsdp_c: bool) -> Path:
+        """Returns the folder with the cases of client ``name``, run under one implementation."""
+        if (name, use_fsdp_c) not in self.folders:
+            # Both runs use the same path, because libraries write it into their files.
             job = self.base / name / "job"
             job.mkdir(parents=True)
-            self._launch(name, ours, job)
-            self.folders[name, ours] = job.rename(job.with_name("fsdp_c" if ours else "torch"))
-        return self.folders[name, ours]
+            self._launch(name, use_fsdp_c, job)
+            self.folders[name, use_fsdp_c] = job.rename(
+                job.with_name("fsdp_c" if use_fsdp_c else "torch")
+            )
+        return self.folders[name, use_fsdp_c]
 
-    def _launch(self, name: str, ours: bool, folder: Path) -> None:
+    def _launch(self, name: str, use_fsdp_c: bool, folder: Path) -> None:
         client = CLIENTS[name]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(client.ranks), str(HERE / client.script)]
-        command += [str(folder), *self.wanted[name]]
+        command += [str(folder), *self.selected[name]]
         site = self.base / "site"
         site.mkdir(exist_ok=True)
-        extra = {"FSDP_C": "1"} if ours else {}
-        # Some libraries write sets of names into their files, in the order of their hashes.
+        extra = {"FSDP_C": "1"} if use_fsdp_c else {}
+        # Some libraries write sets of names to files, in an order that depends on the hash seed.
         extra["PYTHONHASHSEED"] = "0"
         environment = installed_environment(site, OMP_NUM_THREADS="1", **extra)
         with (folder / "output.txt").open("wb") as output:
@@ -180,13 +182,13 @@ class Launches:
             try:
                 process.wait(client.timeout)
             except subprocess.TimeoutExpired:
-                output.write(b"\nstopped: out of time\n")
+                output.write(b"\nstopped at the time limit\n")
             finally:
                 _stop(process)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun and its ranks; torchrun takes its workers with it on SIGTERM."""
+    """Terminates torchrun, which stops its workers on SIGTERM; kills the group after 20 s."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -198,39 +200,48 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    wanted: dict[str, list[str]] = {}
+    selected: dict[str, list[str]] = {}
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
         if callspec is not None and "client" in callspec.params:
-            wanted.setdefault(callspec.params["client"], []).append(callspec.params["case"])
-    return Launches(tmp_path_factory.mktemp("clients"), wanted)
+            selected.setdefault(callspec.params["client"], []).append(callspec.params["case"])
+    return Launches(tmp_path_factory.mktemp("clients"), selected)
 
 
 def reports(folder: Path, case: str, ranks: int) -> list[dict[str, Any]]:
-    """What the ranks noted; fails with what went wrong where one has not come to its end."""
+    """Returns the reports of all ranks. Fails with the ranks' errors if a report is missing."""
     paths = [folder / case / f"rank{rank}.json" for rank in range(ranks)]
     if not all(path.exists() for path in paths):
         errors = sorted((folder / case).glob("*.error.txt")) or [folder / "output.txt"]
-        texts = [f"{path.name}:\n{path.read_text(errors='replace')[-SHOWN:]}" for path in errors]
+        texts = [
+            f"{path.name}:\n{path.read_text(errors='replace')[-OUTPUT_CHARACTERS:]}"
+            for path in errors
+        ]
         pytest.fail(f"{folder.name}, {case}\n" + "\n".join(texts), pytrace=False)
     return [json.loads(path.read_text()) for path in paths]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("client", "case"), PARAMETERS)
-def test_same_numbers_and_files(launches: Launches, client: str, case: str) -> None:
+def test_client_results_with_fsdp_c_match_torch(launches: Launches, client: str, case: str) -> None:
     ranks = CLIENTS[client].ranks
-    folders = {ours: launches.folder(client, ours) for ours in (False, True)}
-    stock, ours = (reports(folders[which], case, ranks) for which in (False, True))
-    for report in stock:
+    folders = {use_fsdp_c: launches.folder(client, use_fsdp_c) for use_fsdp_c in (False, True)}
+    torch_reports, fsdp_c_reports = (
+        reports(folders[use_fsdp_c], case, ranks) for use_fsdp_c in (False, True)
+    )
+    for report in torch_reports:
         assert all(name.startswith("torch.distributed.") for name in report["states"])
-    for report in ours:
+    for report in fsdp_c_reports:
         assert all(name.startswith("fsdp_c") for name in report["states"])
-    for rank, (left, right) in enumerate(zip(stock, ours)):
+    for rank, (left, right) in enumerate(zip(torch_reports, fsdp_c_reports)):
         labels = [label for label, _ in left["entries"]]
         assert labels == [label for label, _ in right["entries"]], f"rank {rank}"
         pairs = zip(labels, left["entries"], right["entries"])
-        wrong = [f"{label}: {one[1]} {other[1]}" for label, one, other in pairs if one != other]
-        assert not wrong, f"rank {rank}: " + "\n".join(wrong[:20])
-    found = list(differences(folders[False] / case / "files", folders[True] / case / "files"))
-    assert not found, "\n".join(found[:20])
+        mismatches = [
+            f"{label}: {left_entry[1]} {right_entry[1]}"
+            for label, left_entry, right_entry in pairs
+            if left_entry != right_entry
+        ]
+        assert not mismatches, f"rank {rank}: " + "\n".join(mismatches[:20])
+    mismatches = list(differences(folders[False] / case / "files", folders[True] / case / "files"))
+    assert not mismatches, "\n".join(mismatches[:20])

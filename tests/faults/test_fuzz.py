@@ -1,4 +1,4 @@
-"""No sequence of calls with wrong arguments takes the process down."""
+"""Sequences of calls with invalid arguments raise exceptions and never crash the process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/faults/workers/fuzz.py"
 EXAMPLES = int(os.environ.get("FSDP_C_FUZZ", "30"))
-"""Programs to run; always the same ones. Another seed: ``fuzz.py`` by hand."""
+"""Number of generated programs. They are the same in each run; run ``fuzz.py`` for other seeds."""
 
 
-def test_the_process_survives_random_programs() -> None:
+def test_extension_types_with_random_calls_do_not_crash() -> None:
     env = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), str(EXAMPLES)],
@@ -21,6 +21,6 @@ def test_the_process_survives_random_programs() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240 + 4 * EXAMPLES,  # 15 s of CPU time, on machines that have other work
+        timeout=240 + 4 * EXAMPLES,  # 30 programs take 15 s of CPU time; machines may be loaded
     )
     assert ran.returncode == 0, ran.stdout[-8000:]

@@ -1,6 +1,7 @@
-"""The visit itself: visit.sh on the simulated accelerator, and what becomes of broken steps.
+"""visit.sh on the simulated accelerator, and its reports of failing steps.
 
-What needs CUDA is skipped there by name; the rest runs, so that it is in order when a GPU is.
+Steps that need CUDA are skipped and listed as such. All other steps run, so that they do not break
+unnoticed on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -28,101 +29,103 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass
-class Visit:
-    """What a visit left behind."""
+class VisitResult:
+    """Files and exit status of one run of visit.sh."""
 
     status: int
     lines: dict[str, tuple[str, str]]
-    """By step: the verdict, and what it said."""
-    end: str
+    """Maps each step to its verdict and its summary line."""
+    last_line: str
     results: dict[str, Any]
     log: str
 
 
-def visit(out: Path, only: str = STEPS, **environment: str) -> Visit:
+def run_visit(out: Path, only: str = STEPS, **environment: str) -> VisitResult:
     env = os.environ | {"OUT": str(out), "PYTHON": sys.executable} | environment
     command = [str(GPU / "visit.sh"), "--device", "sim", "--only", only]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=380)
-    assert done.stderr == "", (out / "log.txt").read_text()
-    *lines, end = (out / "summary.txt").read_text().splitlines()
-    assert done.stdout.splitlines() == [*lines, end]
-    found = [LINE.fullmatch(line) for line in lines]
-    return Visit(
-        done.returncode,
-        {match[2]: (match[1], match[4]) for match in found if match is not None},
-        end,
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=380)
+    assert completed.stderr == "", (out / "log.txt").read_text()
+    *lines, last_line = (out / "summary.txt").read_text().splitlines()
+    assert completed.stdout.splitlines() == [*lines, last_line]
+    result = [LINE.fullmatch(line) for line in lines]
+    return VisitResult(
+        completed.returncode,
+        {match[2]: (match[1], match[4]) for match in result if match is not None},
+        last_line,
         json.loads((out / "results.json").read_text()),
         (out / "log.txt").read_text(),
     )
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Visit:
+def complete_visit(tmp_path_factory: pytest.TempPathFactory) -> VisitResult:
     simulated = GPU.parent / "accelerator/workers/simulated_build.py"
-    subprocess.run([sys.executable, str(simulated)], check=True)  # minutes, where it is not there
-    return visit(tmp_path_factory.mktemp("visit"))
+    subprocess.run([sys.executable, str(simulated)], check=True)  # takes minutes if not yet built
+    return run_visit(tmp_path_factory.mktemp("visit"))
 
 
 @pytest.mark.xdist_group("visit")
-def test_all_that_can_run_without_cuda_passes(whole: Visit) -> None:
-    verdicts = {step: verdict for step, (verdict, _) in whole.lines.items()}
+def test_visit_on_simulated_device_passes_all_steps_without_cuda(
+    complete_visit: VisitResult,
+) -> None:
+    verdicts = {step: verdict for step, (verdict, _) in complete_visit.lines.items()}
     expected = {step: "SKIP" if step in ON_CUDA_ONLY else "PASS" for step in STEPS.split()}
-    assert verdicts == expected, whole.log
-    assert whole.status == 0
-    assert whole.end.startswith("9 PASS, 0 FAIL, 4 SKIP in ")
+    assert verdicts == expected, complete_visit.log
+    assert complete_visit.status == 0
+    assert complete_visit.last_line.startswith("9 PASS, 0 FAIL, 4 SKIP in ")
 
 
 @pytest.mark.xdist_group("visit")
-def test_what_is_skipped_says_why(whole: Visit) -> None:
-    reasons = {said for verdict, said in whole.lines.values() if verdict == "SKIP"}
+def test_visit_skipped_steps_report_reason(complete_visit: VisitResult) -> None:
+    reasons = {line for verdict, line in complete_visit.lines.values() if verdict == "SKIP"}
     assert reasons == {"needs CUDA"}
 
 
 @pytest.mark.xdist_group("visit")
-def test_all_numbers_are_in_one_file(whole: Visit) -> None:
-    assert list(whole.results) == STEPS.split()
-    races = whole.results["races"]
+def test_visit_results_file_contains_numbers_of_all_steps(complete_visit: VisitResult) -> None:
+    assert list(complete_visit.results) == STEPS.split()
+    races = complete_visit.results["races"]
     assert len(races["digests"]) > 25
-    # A race that is there is seen: in stock, in ours, and where ours leaves out a wait.
-    assert all(control["shown"] for control in races["controls"].values())
-    assert races["controls"]["waits of ours"]["shown"] >= 4
-    assert whole.results["bandwidth"]["kernels"]
-    assert set(whole.results["gpt"]["ms"]) == {"torch", "fsdp_c"}
+    # Each control removes a wait. The races step must detect it under torch and under fsdp_c.
+    assert all(control["detected"] for control in races["controls"].values())
+    assert races["controls"]["waits of fsdp_c"]["detected"] >= 4
+    assert complete_visit.results["bandwidth"]["kernels"]
+    assert set(complete_visit.results["gpt"]["ms"]) == {"torch", "fsdp_c"}
 
 
 @pytest.mark.parametrize(
-    ("breakage", "said"),
+    ("broken_step", "message"),
     [
-        ("kernels=fail", "exit status 3: broken on purpose"),
-        ("kernels=hang", "stopped after 4 s; last line: it printed nothing"),
+        ("kernels=fail", "exit status 3: deliberate failure"),
+        ("kernels=hang", "stopped after 4 s; last line: no output"),
     ],
 )
-def test_a_broken_step_is_reported_and_the_next_one_runs(
-    tmp_path: Path, breakage: str, said: str
+def test_visit_failing_step_is_reported_and_next_step_runs(
+    tmp_path: Path, broken_step: str, message: str
 ) -> None:
     only = "kernels memcheck"
-    found = visit(tmp_path, only, VISIT_BREAK=breakage, VISIT_LIMIT="4")
-    assert found.lines == {"kernels": ("FAIL", said), "memcheck": ("SKIP", "needs CUDA")}
-    assert found.end.endswith("; failed: kernels")
-    assert found.status == 1
+    result = run_visit(tmp_path, only, VISIT_BREAK=broken_step, VISIT_LIMIT="4")
+    assert result.lines == {"kernels": ("FAIL", message), "memcheck": ("SKIP", "needs CUDA")}
+    assert result.last_line.endswith("; failed: kernels")
+    assert result.status == 1
 
 
-def test_a_visit_ends_in_time(tmp_path: Path) -> None:
-    found = visit(tmp_path, "kernels memcheck", VISIT_BREAK="kernels=hang", VISIT_SECONDS="5")
-    assert found.lines["kernels"][0] == "FAIL"
-    assert found.lines["memcheck"] == ("FAIL", "no time was left for it")
+def test_visit_hanging_step_ends_within_time_limit(tmp_path: Path) -> None:
+    result = run_visit(tmp_path, "kernels memcheck", VISIT_BREAK="kernels=hang", VISIT_SECONDS="5")
+    assert result.lines["kernels"][0] == "FAIL"
+    assert result.lines["memcheck"] == ("FAIL", "no time left")
 
 
-def test_a_step_that_ends_without_a_word_has_failed(tmp_path: Path) -> None:
-    """An exit in the middle, with status 0."""
+def test_summary_of_step_without_result_reports_fail(tmp_path: Path) -> None:
+    """A process that exits with status 0 before it writes its result counts as failed."""
     env = os.environ | {"OUT": str(tmp_path), "VISIT_WORK": str(tmp_path)}
     command = [sys.executable, str(WORKERS / "summary.py"), "quiet", "0", "10", "0"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.stdout.startswith("FAIL quiet")
+    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert completed.stdout.startswith("FAIL quiet")
 
 
-def test_kernels_that_are_wrong_are_found(tmp_path: Path) -> None:
-    """The comparison bites: a byte that is not written, and one too many."""
+def test_check_kernels_reports_wrong_unpack_only(tmp_path: Path) -> None:
+    """The comparison detects an unwritten byte. The kernel writes one byte less per column."""
     script = textwrap.dedent(
         """
         import kernel_library as library, check_kernels, ctypes
@@ -140,14 +143,17 @@ def test_kernels_that_are_wrong_are_found(tmp_path: Path) -> None:
     )
     env = os.environ | {"VISIT_DEVICE": "sim", "PYTHONPATH": str(WORKERS)}
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert "unpack, seed " in done.stdout, done.stderr
-    assert "pack, seed " not in re.sub("unpack", "", done.stdout)
+    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert "unpack, seed " in completed.stdout, completed.stderr
+    assert "pack, seed " not in re.sub("unpack", "", completed.stdout)
 
 
-@pytest.mark.parametrize(("wrong", "said"), [(False, []), (True, ["pack", "mixed", "uneven"])])
-def test_kernels_of_nvrtc_are_compared(tmp_path: Path, wrong: bool, said: list[str]) -> None:
-    """check_jit.py on a driver that runs their source on this processor, or leaves out a part."""
+@pytest.mark.parametrize(("wrong", "messages"), [(False, []), (True, ["pack", "mixed", "uneven"])])
+def test_check_jit_reports_wrong_kernels_only(
+    tmp_path: Path, wrong: bool, messages: list[str]
+) -> None:
+    """Runs check_jit.py on a driver that executes the kernels' source on the CPU. With
+    ``wrong=True`` the driver skips a part of each launch."""
     folder = GPU.parent / "c/fake_cuda"
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
     command += [f"-I{folder}", f"-I{GPU.parents[1] / 'csrc'}", str(folder / "driver.cpp")]
@@ -167,7 +173,7 @@ def test_kernels_of_nvrtc_are_compared(tmp_path: Path, wrong: bool, said: list[s
         loop_group.join(variants.WORLD, device)
         driver.take_launches()
         found = check_kernels.differences(4, False, kernels)[:1]
-        found += check_jit.trained_apart(device, address)
+        found += check_jit.differing_trainings(device, address)
         assert driver.take_launches() > 50
         print("FOUND", *found, sep="\\n")
         """
@@ -175,15 +181,17 @@ def test_kernels_of_nvrtc_are_compared(tmp_path: Path, wrong: bool, said: list[s
     folders = ("gpu", "parity")
     path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
     env = os.environ | {"VISIT_DEVICE": "cpu", "PYTHONPATH": os.pathsep.join(path)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    lines = done.stdout.partition("FOUND\n")[2].splitlines()
-    assert done.returncode == 0, done.stderr
-    assert len(lines) == len(said), lines
-    assert all(word in line for word, line in zip(said, lines))
+    completed = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True
+    )
+    lines = completed.stdout.partition("FOUND\n")[2].splitlines()
+    assert completed.returncode == 0, completed.stderr
+    assert len(lines) == len(messages), lines
+    assert all(word in line for word, line in zip(messages, lines))
 
 
-def test_a_graph_that_does_not_run_is_found() -> None:
-    """graphs.py, with graphs that run their step again, or do not, in the place of CUDA's."""
+def test_graphs_reports_replay_without_effect() -> None:
+    """Runs graphs.py with a fake CUDA graph that reruns the captured step, or does nothing."""
     script = textwrap.dedent(
         """
         import contextlib, functools
@@ -191,10 +199,10 @@ def test_a_graph_that_does_not_run_is_found() -> None:
         from outcome import start_device
 
         step, last = graphs.step, []
-        def noted(*arguments):
+        def recorded_step(*arguments):
             last[:] = [functools.partial(step, *arguments)]
             step(*arguments)
-        graphs.step = noted
+        graphs.step = recorded_step
         class Graph:
             def replay(self):
                 if self.runs:
@@ -207,14 +215,18 @@ def test_a_graph_that_does_not_run_is_found() -> None:
         loop_group.join(variants.WORLD, device)
         stage = race.make_stage("fsdp_c", device)
         for Graph.runs, name in ((True, "mixed"), (True, "hsdp"), (False, "mixed")):
-            print(name, graphs.attempt(stage, graphs.JOBS[name]))
+            print(name, graphs.run_case(stage, graphs.CASES[name]))
         """
     )
     folders = ("gpu", "accelerator", "parity")
     path = [str(GPU.parents[1]), *(str(GPU.parent / name / "workers") for name in folders)]
     env = os.environ | {"VISIT_DEVICE": "sim", "PYTHONPATH": os.pathsep.join(path)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["mixed equal", "hsdp equal", "mixed differs"], done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True
+    )
+    assert completed.stdout.splitlines() == ["mixed equal", "hsdp equal", "mixed differs"], (
+        completed.stderr
+    )
 
 
 # ---- drop_waits.c --------------------------------------------------------------------------------
@@ -232,7 +244,7 @@ int wait_once(void) { return cudaStreamWaitEvent(0, 0, 0) + 0; }
 """
 
 
-def _library(source: str, target: Path, *options: str) -> None:
+def _compile_library(source: str, target: Path, *options: str) -> None:
     target.parent.mkdir(exist_ok=True)
     file = target.with_suffix(".c")
     file.write_text(source)
@@ -240,32 +252,35 @@ def _library(source: str, target: Path, *options: str) -> None:
     subprocess.run(command, check=True)
 
 
-def test_one_wait_of_the_extension_is_left_out(tmp_path: Path) -> None:
-    """In front of a runtime with versioned symbols, loaded privately, as torch loads CUDA's."""
+def test_drop_waits_skips_one_wait_of_extension(tmp_path: Path) -> None:
+    """The shim precedes a runtime with versioned symbols, loaded with RTLD_LOCAL as torch does."""
     runtime, versions = tmp_path / "libcudart.so.13", tmp_path / "versions"
     versions.write_text("libcudart.so.13 { global: *; };\n")
-    _library(RUNTIME, runtime, f"-Wl,--version-script={versions}", "-Wl,-soname,libcudart.so.13")
-    ours = tmp_path / "fsdp_c" / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
-    others = tmp_path / "torch" / "libc10_cuda.so"
-    for one in (ours, others):
-        _library(CALLER, one, str(runtime), f"-Wl,-rpath,{tmp_path}")
+    _compile_library(
+        RUNTIME, runtime, f"-Wl,--version-script={versions}", "-Wl,-soname,libcudart.so.13"
+    )
+    extension = tmp_path / "fsdp_c" / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
+    other_library = tmp_path / "torch" / "libc10_cuda.so"
+    for library in (extension, other_library):
+        _compile_library(CALLER, library, str(runtime), f"-Wl,-rpath,{tmp_path}")
     script = textwrap.dedent(
         f"""
         import ctypes, sys
         sys.path.insert(0, {str(WORKERS)!r})
-        ours, others = (ctypes.CDLL(path) for path in ({str(ours)!r}, {str(others)!r}))
+        extension = ctypes.CDLL({str(extension)!r})
+        other = ctypes.CDLL({str(other_library)!r})
         shim = ctypes.CDLL(None)
         shim.visit_drop(ctypes.c_long(1))
-        print([ours.wait_once() for _ in range(3)], others.wait_once(), shim.visit_waits())
+        print([extension.wait_once() for _ in range(3)], other.wait_once(), shim.visit_waits())
         """
     )
     shim = tmp_path / "drop_waits.so"
-    _library((WORKERS / "drop_waits.c").read_text(), shim, "-ldl")
-    done = subprocess.run(
+    _compile_library((WORKERS / "drop_waits.c").read_text(), shim, "-ldl")
+    completed = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"LD_PRELOAD": str(shim)},
         capture_output=True,
         text=True,
     )
-    # The second one is left out: the runtime has not seen it.
-    assert done.stdout == "[1, 0, 2] 3 3\n", done.stderr
+    # The second wait is dropped: the runtime does not count it.
+    assert completed.stdout == "[1, 0, 2] 3 3\n", completed.stderr

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# One visit to a GPU: ten minutes that say whether fsdp_c is right and fast there.
+# Runs all GPU checks in ten minutes: correctness first, then speed.
 #
 #     tests/gpu/visit.sh                       on a machine with a CUDA device
-#     tests/gpu/visit.sh --device sim          on the simulated accelerator (what needs CUDA is skipped)
+#     tests/gpu/visit.sh --device sim          on the simulated accelerator (steps that need CUDA are skipped)
 #     tests/gpu/visit.sh --only "facts races"  some of the steps
 #
-# Each step is a process with a time limit of its own. It leaves one line PASS, FAIL or SKIP in
-# $OUT/summary.txt and its numbers in $OUT/results.json; what it printed is in $OUT/log.txt. A step
-# that fails or hangs does not keep the next one from running, and the whole ends within
-# VISIT_SECONDS (580). Truth comes first, speed after. The exit status is 1 where a step failed.
+# Each step is a process with its own time limit. It adds one line with PASS, FAIL or SKIP to
+# $OUT/summary.txt, its numbers to $OUT/results.json and its output to $OUT/log.txt. The next step
+# runs even if a step fails or hangs. All steps together end within VISIT_SECONDS (580). The exit
+# status is 1 if a step failed.
 #
-# VISIT_BREAK="STEP=fail" or "STEP=hang" breaks a step on purpose, VISIT_LIMIT=n limits each to n
-# seconds: what tests/gpu/test_visit.py uses to see that a failure is reported.
+# For tests/gpu/test_visit.py: VISIT_BREAK="STEP=fail" or "STEP=hang" makes a step fail or hang, and
+# VISIT_LIMIT=n limits each step to n seconds.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -28,7 +28,7 @@ done
 
 export VISIT_DEVICE=$device
 export OUT=${OUT:-$PWD/build/gpu/out}
-VISIT_WORK=$(mktemp -d) # results and logs of the single steps
+VISIT_WORK=$(mktemp -d) # results and logs of each step
 export VISIT_WORK
 trap 'rm -rf "$VISIT_WORK"' EXIT
 mkdir -p "$OUT" build/gpu
@@ -55,7 +55,7 @@ step() {
     wanted "$name" || return 0
     [ "$limit" -le "$left" ] || limit=$left
     case ${VISIT_BREAK:-} in
-    "$name=fail") set -- bash -c 'echo "broken on purpose" && exit 3' ;;
+    "$name=fail") set -- bash -c 'echo "deliberate failure" && exit 3' ;;
     "$name=hang") set -- sleep 1000 ;;
     esac
     begin=$(date +%s.%N)
@@ -68,7 +68,7 @@ step() {
     "$python" $workers/summary.py "$name" "$code" "$limit" "$begin"
 }
 
-# The same, for what no other device has.
+# Runs a step on CUDA only; on other devices the step is skipped.
 cuda_step() {
     if [ "$device" = cuda ]; then
         step "$@"

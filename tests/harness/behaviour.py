@@ -1,10 +1,10 @@
-"""Behaviour scenarios: functions that run under torch's FSDP2 and under fsdp_c, in own processes.
+"""Behavior scenarios: functions that run under torch's FSDP2 and under fsdp_c, in own processes.
 
-A worker module (``behaviour_*.py``) defines functions marked ``@scenario(world)``; each takes an
-``Api`` and returns something that pickles. ``outcomes(...)`` runs all scenarios of one world size
-in one launch for an implementation (a launch costs seconds, a scenario milliseconds) and remembers
-what came back, across the workers of pytest-xdist too. A scenario that raises does not stop the
-others: its outcome is a ``Raised``.
+A worker module (``behaviour_*.py``) defines functions marked ``@scenario(world)``. Each function
+takes an ``Api`` and returns a picklable value. ``outcomes(...)`` runs all scenarios of one world
+size in one launch per implementation, because a launch costs seconds and a scenario milliseconds.
+A file caches the results for all pytest-xdist workers. A scenario that raises does not
+stop the others: its outcome is a ``Raised``.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ MODULES = (
     "behaviour_direct_calls",
 )
 DIM = 5
-"""Width of the models here: not divisible by 2, so that shards are uneven."""
+"""Width of the models in this file. Not divisible by 2, so that shards are uneven."""
 
 
 @dataclass
 class Api:
-    """One implementation, seen from one rank."""
+    """One implementation of FSDP2, in one rank of a launch."""
 
     name: str
     rank: int
@@ -88,7 +88,7 @@ class Api:
 
 @dataclass
 class Raised:
-    """The outcome of a scenario that raised."""
+    """Outcome of a scenario that raised: the type's name and the traceback."""
 
     kind: str
     text: str
@@ -99,14 +99,14 @@ _scenarios: dict[int, dict[str, Scenario]] = {}
 
 
 def scenario(world: int = 2) -> Callable[[Scenario], Scenario]:
-    """Registers a function to be run on ``world`` ranks."""
+    """Registers a function to run on ``world`` ranks."""
 
     def register(function: Scenario) -> Scenario:
         name = function.__name__
-        known = _scenarios.setdefault(world, {})
-        if name in known:
-            raise ValueError(f"two scenarios are called {name}")
-        known[name] = function
+        registered = _scenarios.setdefault(world, {})
+        if name in registered:
+            raise ValueError(f"scenario {name!r} is already registered")
+        registered[name] = function
         return function
 
     return register
@@ -123,8 +123,10 @@ def run_scenarios(
     modules: tuple[str, ...] = MODULES,
     only: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Runs the scenarios of ``modules`` for ``world`` ranks under one implementation: all, or the
-    named ones."""
+    """Runs the scenarios of ``modules`` that are registered for ``world`` ranks.
+
+    If ``only`` is not empty, runs only the scenarios that it names. Returns outcomes by name.
+    """
     results: dict[str, Any] = {}
     for module in modules:
         importlib.import_module(module)
@@ -139,13 +141,16 @@ def run_scenarios(
                 results[title] = function(Api(name, rank, world, Path(folder)))
         except Exception as error:
             results[title] = Raised(type(error).__name__, traceback.format_exc())
-        _meet(rank, world, title)
+        _wait_for_all_ranks(rank, world, title)
     return results
 
 
-def _meet(rank: int, world: int, title: str) -> None:
-    """All ranks have run the scenario. gloo's barrier would raise what a collective of it that is
-    still in flight raises, which torch's own FSDP2 does not wait for after an error."""
+def _wait_for_all_ranks(rank: int, world: int, title: str) -> None:
+    """Blocks until every rank has run the scenario.
+
+    The store replaces ``dist.barrier()``: after an error, torch's FSDP2 leaves collectives pending,
+    and gloo's barrier raises their errors.
+    """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{title}/{rank}", "")
     store.wait([f"{title}/{peer}" for peer in range(world)])
@@ -164,7 +169,7 @@ class Block(nn.Module):
 
 
 def plain(blocks: int = 3, seed: int = 7) -> nn.Sequential:
-    """Blocks, then a head that belongs to the root's own group."""
+    """Returns ``blocks`` Blocks and a linear head, digest stays in the root's parameter group."""
     torch.manual_seed(seed)
     return nn.Sequential(*(Block() for _ in range(blocks)), nn.Linear(DIM, 3))
 
@@ -180,27 +185,30 @@ def batch(rank: int, step: int = 0) -> torch.Tensor:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """A DTensor gathered, a tensor copied."""
+    """Returns a copy of a tensor, gathered from all ranks if it is a DTensor."""
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().clone()
 
 
 def all_whole(tensors: dict[str, Any]) -> dict[str, Any]:
-    """``whole`` of each, or None. Rows that one group shards plainly travel in one collective: with
-    DTensor's own, one for each, they took a sixth of all scenarios' time."""
+    """Applies ``whole`` to every tensor; None stays None.
+
+    DTensors sharded on dim 0 of a 1-D mesh share one all-gather per process group. One all-gather
+    for each DTensor took a sixth of the run time of all scenarios.
+    """
     together: dict[dist.ProcessGroup, list[str]] = {}
     for name, tensor in tensors.items():
-        if _has_plain_rows(tensor):
+        if _is_sharded_on_dim_0(tensor):
             together.setdefault(tensor.device_mesh.get_group(), []).append(name)
-    found: dict[str, Any] = {}
+    gathered: dict[str, Any] = {}
     for group, names in together.items():
-        found |= _gathered({name: tensors[name] for name in names}, group)
-    for name in tensors.keys() - found.keys():
-        found[name] = None if tensors[name] is None else whole(tensors[name])
-    return {name: found[name] for name in tensors}
+        gathered |= _gather_together({name: tensors[name] for name in names}, group)
+    for name in tensors.keys() - gathered.keys():
+        gathered[name] = None if tensors[name] is None else whole(tensors[name])
+    return {name: gathered[name] for name in tensors}
 
 
-def _has_plain_rows(tensor: Any) -> bool:
+def _is_sharded_on_dim_0(tensor: Any) -> bool:
     return (
         isinstance(tensor, DTensor)
         and tensor.device_mesh.ndim == 1
@@ -210,25 +218,28 @@ def _has_plain_rows(tensor: Any) -> bool:
     )
 
 
-def _gathered(tensors: dict[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """The rows of all ranks, by name."""
+def _gather_together(
+    tensors: dict[str, DTensor], group: dist.ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """All-gathers shards of dim 0 in one collective. Returns the full tensors by name."""
     world, rank = group.size(), group.rank()
-    parts = []
+    flat_shards = []
     for name, tensor in tensors.items():
         rows = -(-len(tensor) // world)
-        own = min(rows, max(len(tensor) - rank * rows, 0))
+        own_rows = min(rows, max(len(tensor) - rank * rows, 0))
         local = tensor._local_tensor.detach()
-        assert local.shape == (own, *tensor.shape[1:]), (name, local.shape)
-        part = local.new_zeros((rows, *tensor.shape[1:]))
-        part[:own] = local
-        parts.append(part.view(-1).view(torch.uint8))
-    row = torch.cat(parts)
-    everything = [torch.empty_like(row) for _ in range(world)]
-    dist.all_gather(everything, row, group=group)
-    columns = zip(*(one.split([len(part) for part in parts]) for one in everything))
+        assert local.shape == (own_rows, *tensor.shape[1:]), (name, local.shape)
+        padded = local.new_zeros((rows, *tensor.shape[1:]))
+        padded[:own_rows] = local
+        flat_shards.append(padded.view(-1).view(torch.uint8))
+    flat = torch.cat(flat_shards)
+    gathered = [torch.empty_like(flat) for _ in range(world)]
+    dist.all_gather(gathered, flat, group=group)
+    sizes = [len(shard) for shard in flat_shards]
+    shards_by_tensor = zip(*(rank_bytes.split(sizes) for rank_bytes in gathered))
     return {
-        name: torch.cat(column).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
-        for (name, tensor), column in zip(tensors.items(), columns)
+        name: torch.cat(shards).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        for (name, tensor), shards in zip(tensors.items(), shards_by_tensor)
     }
 
 
@@ -247,22 +258,24 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> list[Any]:
-    """Losses and gradients of ``steps`` steps, then the weights."""
+    """Trains ``steps`` steps. Returns each step's loss and gradients, then the final weights."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     forward = forward or model
-    seen: list[Any] = []
+    results: list[Any] = []
     for step in range(steps):
         loss = forward(batch(rank, step)).square().mean()
         loss.backward()
-        seen += [loss.item(), grads(model)]
+        results += [loss.item(), grads(model)]
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, weights(model)]
+    return [*results, weights(model)]
 
 
 def collectives(run: Callable[[], Any]) -> Counter[str]:
-    """Dispatcher ops that ``run()`` issues, by name. One forward at most: torch's CommDebugMode
-    loses count of modules after a backward."""
+    """Returns the count of each dispatched collective that ``run()`` issues, by operator name.
+
+    ``run`` contains at most one forward: CommDebugMode loses track of modules after a backward.
+    """
     with CommDebugMode() as mode:
         run()
     return Counter({str(op): count for op, count in mode.get_comm_counts().items()})
@@ -274,15 +287,18 @@ def collectives(run: Callable[[], Any]) -> Counter[str]:
 def folder_of(
     implementation: str, world: int, modules: tuple[str, ...], only: tuple[str, ...] = ()
 ) -> Path:
-    """Where the test workers of this run share outcomes. Its name is short whatever the number of
-    modules: file systems allow 255 bytes. Torch's own stay for the runs that come after where
-    FSDP_C_STOCK_OUTCOMES names a folder: `make test` runs scenarios on two builds of ours."""
+    """Returns the folder in digest the pytest-xdist workers of this run share outcomes.
+
+    The name contains a hash instead of the modules, because file systems limit names to 255 bytes.
+    If FSDP_C_STOCK_OUTCOMES names a folder, torch's outcomes are stored there and reused by later
+    runs: `make test` runs the scenarios on two builds of fsdp_c.
+    """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
-    which = hashlib.sha256(" ".join(modules + only).encode()).hexdigest()[:16]
-    kept = os.environ.get("FSDP_C_STOCK_OUTCOMES")
-    if kept and implementation == "torch":
-        return Path(kept) / f"{which}_{world}"
-    return Path(tempfile.gettempdir()) / f"fsdp_c_{which}_{run}_{world}_{implementation}"
+    digest = hashlib.sha256(" ".join(modules + only).encode()).hexdigest()[:16]
+    outcomes_root = os.environ.get("FSDP_C_STOCK_OUTCOMES")
+    if outcomes_root and implementation == "torch":
+        return Path(outcomes_root) / f"{digest}_{world}"
+    return Path(tempfile.gettempdir()) / f"fsdp_c_{digest}_{run}_{world}_{implementation}"
 
 
 @functools.cache
@@ -293,8 +309,11 @@ def outcomes(
     only: tuple[str, ...] = (),
     timeout: float = 240,
 ) -> list[dict[str, Any]]:
-    """For each rank: name of the scenario -> what it returned, or Raised. Run by one test worker,
-    read by all; ``only`` the named ones, if any are named."""
+    """Returns, for each rank, a dict from scenario name to returned value or ``Raised``.
+
+    One pytest-xdist worker runs the scenarios; the others read its file. If ``only`` is not empty,
+    only the scenarios that it names run.
+    """
     folder = folder_of(implementation, world, modules, only)
     folder.mkdir(exist_ok=True, parents=True)
     with (folder / "lock").open("w") as lock:
@@ -303,20 +322,20 @@ def outcomes(
         if not saved.exists():
             files = folder / "files"
             files.mkdir(exist_ok=True)
-            found = run_ranks(
+            results = run_ranks(
                 run_scenarios,
                 world,
                 (implementation, str(files), modules, only),
                 timeout=timeout,
             )
-            saved.write_bytes(pickle.dumps(found))
+            saved.write_bytes(pickle.dumps(results))
         return pickle.loads(saved.read_bytes())
 
 
 def returned(
     name: str, implementation: str, world: int = 2, modules: tuple[str, ...] = MODULES
 ) -> list[Any]:
-    """What a scenario returned, rank by rank; fails where it raised."""
+    """Returns what the scenario returned on each rank. Fails if it raised on any rank."""
     results = [ranks[name] for ranks in outcomes(implementation, world, modules)]
     for rank, result in enumerate(results):
         if isinstance(result, Raised):
@@ -327,16 +346,21 @@ def returned(
 def raised(
     name: str, implementation: str, world: int = 2, modules: tuple[str, ...] = MODULES
 ) -> list[Raised]:
-    """What a scenario raised, rank by rank; fails where it did not."""
+    """Returns the exception of the scenario on each rank. Fails if any rank did not raise."""
     results = [ranks[name] for ranks in outcomes(implementation, world, modules)]
     for rank, result in enumerate(results):
         if not isinstance(result, Raised):
-            raise AssertionError(f"{implementation}, rank {rank}: no exception but {result!r}")
+            raise AssertionError(
+                f"{implementation}, rank {rank}: expected an exception, got {result!r}"
+            )
     return results
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """What differs between two structures; tensors are compared in bits, dtype included."""
+    """Lists the differences between two nested structures, with their paths.
+
+    Tensors are compared by dtype, shape and exact values.
+    """
     if type(a) is not type(b):
         return [f"{where}: {type(a).__name__} and {type(b).__name__}"]
     if isinstance(a, torch.Tensor):
@@ -359,12 +383,13 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
 
 
 def assert_same(name: str, world: int = 2) -> list[Any]:
-    """The scenario gave the same under both implementations; returns ours."""
-    # Two test workers do not wait for one launch, but begin with one each.
+    """Fails unless the scenario gave equal results under torch and fsdp_c. Returns fsdp_c's."""
+    # Odd and even xdist workers start with different implementations, so that two workers launch
+    # both in parallel instead of waiting for the same one.
     first = ["fsdp_c", "torch"]
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579":
         first.reverse()
     results = {implementation: returned(name, implementation, world) for implementation in first}
-    found = differences(results["torch"], results["fsdp_c"], name)
-    assert not found, "torch's and ours differ:\n" + "\n".join(found[:20])
+    mismatches = differences(results["torch"], results["fsdp_c"], name)
+    assert not mismatches, "torch and fsdp_c differ:\n" + "\n".join(mismatches[:20])
     return results["fsdp_c"]

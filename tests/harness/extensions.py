@@ -1,9 +1,9 @@
-"""Parameters that take part in their own all-gather: tensor subclasses with FSDP's extensions.
+"""Tensor subclasses that implement FSDP2's all-gather extensions (``fsdp_pre_all_gather``).
 
-``One`` and ``Five`` hold a plain tensor and add a column of row sums to the all-gather as a second
-input, to show that several inputs travel; the gathered tensor is the first input times the scale
-that the metadata carries. They differ in the arguments of ``fsdp_pre_all_gather``. ``Negated``
-sends its negative, alone.
+``One`` and ``Five`` hold a plain tensor. Their second all-gather input is a column of row sums, so
+that tests cover several inputs per parameter. The gathered tensor is the first input times the
+scale that the metadata carries. The two classes differ in the number of arguments of
+``fsdp_pre_all_gather``. ``Negated`` gathers the negated tensor as its only input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCALE = 0.5
 
 
 class Extended(torch.Tensor):
-    """A wrapper around ``held``: every operation on it is one on ``held``, wrapped again."""
+    """A wrapper subclass: each operation runs on ``held``, and its result is wrapped again."""
 
     held: torch.Tensor
 
@@ -56,9 +56,9 @@ class Extended(torch.Tensor):
 
 
 class WithSums(Extended):
-    """Sends a column of row sums besides."""
+    """Gathers the tensor and its row sums. Subclasses define ``fsdp_pre_all_gather``."""
 
-    def _gathered(self) -> tuple[tuple[torch.Tensor, ...], Any]:
+    def _all_gather_inputs(self) -> tuple[tuple[torch.Tensor, ...], Any]:
         sums = self.held.sum(dim=1, keepdim=True)
         return (self.held, sums), SCALE
 
@@ -83,7 +83,7 @@ class WithSums(Extended):
 
 class One(WithSums):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        return self._gathered()
+        return self._all_gather_inputs()
 
 
 class Five(WithSums):
@@ -92,7 +92,7 @@ class Five(WithSums):
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         if len(outer_size) != 2 or outer_stride[1] != 1 or not isinstance(module, nn.Linear):
             raise ValueError(f"unexpected {outer_size} {outer_stride} {type(module)}")
-        return self._gathered()
+        return self._all_gather_inputs()
 
 
 class Negated(Extended):
@@ -119,7 +119,7 @@ class Negated(Extended):
 
 
 def extend(model: nn.Module, kind: str) -> None:
-    """Make the weights of all linear layers parameters of the extended kind."""
+    """Replaces the weight of every nn.Linear by a parameter of subclass ``kind``."""
     subclass = {"one": One, "five": Five}[kind]
     for module in model.modules():
         if isinstance(module, nn.Linear):

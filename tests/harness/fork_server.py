@@ -1,14 +1,14 @@
-"""Ranks by fork, from a process that has imported torch: each saves the seconds of that import.
+"""Starts ranks by fork from a process that has imported torch, so that ranks skip that import.
 
-``start(command, env, output)`` asks this process's server, begun on first use, for a child and
-returns a ``ForkedRank``, which has what the launcher needs of ``subprocess.Popen``. The child is a
-process of its own from the first line of the launcher's part on, with its own environment, output
-and session, and its interpreter ends as any does; torch's destructors are left out. fsdp_c is not
-imported before the fork. What is there at the fork is frozen: collections in ranks would look at
-all of torch's objects, and so copy them.
+``start(arguments, env, output)`` starts this process's fork server on first use and requests a
+child from it. The result is a ``ForkedRank``, which has the methods of ``subprocess.Popen`` that
+the launcher uses. The child has its own environment, output file and session. The interpreter shuts
+down normally, but torch's static destructors do not run. The server never imports fsdp_c. Its
+objects are frozen (``gc.freeze``), so that collections in ranks neither scan nor copy them.
 
-The server speaks JSON lines over its standard streams: ``{"start": ...}`` is answered with a pid,
-``{"poll": pid}`` with an exit status (negative: a signal) or null. It ends with its client.
+The protocol is one JSON document per line over the server's stdin and stdout. The response to
+``{"start": ...}`` is a pid. The response to ``{"poll": pid}`` is an exit status (negative: a
+signal) or null. The server exits when its client closes the pipe.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# With what torch itself imports late, for optimizers, compilation and functional transforms.
+# Includes modules that torch imports lazily for optimizers, compilation and functional transforms.
 IMPORTED = (
     "torch",
     "torch._decomp",
@@ -39,7 +39,7 @@ IMPORTED = (
 
 
 class ForkedRank:
-    """A child of the server."""
+    """A rank that the fork server started."""
 
     def __init__(self, server: Server, pid: int) -> None:
         self.server = server
@@ -48,11 +48,11 @@ class ForkedRank:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self.server.ask({"poll": self.pid})
+            self.returncode = self.server.send_request({"poll": self.pid})
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:  # not waited for, so that the pid is still its own
+        if self.poll() is None:  # The server has not reaped the child, so the pid is not reused.
             os.kill(self.pid, number)
 
     def wait(self) -> int:
@@ -62,7 +62,7 @@ class ForkedRank:
 
 
 class Server:
-    """The client's end of a server."""
+    """The client's side of a fork server process."""
 
     def __init__(self) -> None:
         launcher = Path(__file__).with_name("launch.py")
@@ -75,7 +75,7 @@ class Server:
         )
         atexit.register(self.process.kill)
 
-    def ask(self, request: dict[str, Any]) -> Any:
+    def send_request(self, request: dict[str, Any]) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
@@ -86,49 +86,52 @@ _server = functools.cache(Server)
 
 
 def start(arguments: list[str], env: dict[str, str], output: Path) -> ForkedRank:
-    """Run the launcher's part with ``arguments`` in a new child."""
+    """Forks a child that runs the launcher with ``arguments``."""
     server = _server()
     request = {"start": arguments, "env": env, "output": str(output)}
-    return ForkedRank(server, server.ask(request))
+    return ForkedRank(server, server.send_request(request))
 
 
 def serve() -> list[str] | None:
-    """The life of a server. In a child: its arguments; in the server, at its end: None."""
+    """Runs the server loop. Returns the arguments in a child, and None in the server at its end."""
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    _end_before_what_is_registered()
-    requests, answers = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # nothing but answers goes to the client
+    _skip_static_destructors_at_exit()
+    requests, responses = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # stdout carries responses only; other output goes to stderr
     buffered = b""
     while True:
-        line, found, buffered = buffered.partition(b"\n")
-        if not found:
-            more = os.read(requests, 1 << 20)
-            if not more:
+        line, newline, buffered = buffered.partition(b"\n")
+        if not newline:
+            received = os.read(requests, 1 << 20)
+            if not received:
                 return None
-            buffered = line + more
+            buffered = line + received
             continue
         request = json.loads(line)
         if "start" in request:
-            answer: int | None = os.fork()
-            if answer == 0:
+            response: int | None = os.fork()
+            if response == 0:
                 os.close(requests)
-                os.close(answers)
-                _become(request)
+                os.close(responses)
+                _detach_from_server(request)
                 return list(request["start"])
         else:
-            answer = _poll(request["poll"])
-        os.write(answers, json.dumps(answer).encode() + b"\n")
+            response = _poll(request["poll"])
+        os.write(responses, json.dumps(response).encode() + b"\n")
 
 
-def _end_before_what_is_registered() -> None:
-    """C's exit() calls last what was registered first. Half of the CPU time of a short rank went to
-    destructors that torch registers while it is imported (0.15 s). Python's own end comes before,
-    and so do the destructors of what a rank loads after the fork, fsdp_c's too."""
+def _skip_static_destructors_at_exit() -> None:
+    """Makes the process exit before torch's static destructors run.
+
+    C's exit() calls handlers in reverse order of registration. torch registers destructors while it
+    is imported; they took 0.15 s, half of the CPU time of a short rank. Python's finalization and
+    the destructors of libraries loaded after the fork, such as fsdp_c, still run.
+    """
     libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # with the status
+    libc.on_exit(libc._exit, None)  # on_exit passes the exit status to _exit
 
 
 def _poll(pid: int) -> int | None:
@@ -136,8 +139,8 @@ def _poll(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if done else None
 
 
-def _become(request: dict[str, Any]) -> None:
-    """The child leaves the server's session, streams and environment."""
+def _detach_from_server(request: dict[str, Any]) -> None:
+    """Moves the child to a new session, with the request's output file and environment."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     null, output = os.open(os.devnull, os.O_RDONLY), os.open(request["output"], os.O_WRONLY)

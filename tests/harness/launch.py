@@ -1,17 +1,16 @@
-"""Run a function or a script on several gloo ranks, each in a process of its own.
+"""Runs a function or a script on several gloo ranks, each in its own process.
 
-``run_ranks(target, world_size, args)`` starts ``world_size`` processes, joins them into one
-default gloo process group (rendezvous through a file in a temporary directory: no port, no
-network), calls ``target(rank, world_size, *args)`` in each and returns the pickled results in
-rank order. When a rank raises, dies or the time is up, the rest are stopped and ``RanksFailed``
-carries every rank's exit status and the end of its output; on a time-out the stacks of all
-threads are printed there too.
+``run_ranks(target, world_size, args)`` starts ``world_size`` processes and joins them into one
+default gloo process group, with a file in a temporary directory as rendezvous. Each process calls
+``target(rank, world_size, *args)``; the pickled results are returned in rank order. When a rank
+raises, dies or exceeds the time limit, the other ranks are stopped. ``RanksFailed`` then carries
+every rank's exit status and the end of its output, with the stacks of all threads after a time-out.
 
-The processes are forks of one that has imported torch (fork_server.py), or, where asked for, fresh
-interpreters. The target must be importable by name in one (no lambdas, no nested functions).
-A target that is a path is run as a script with ``args`` as its ``sys.argv[1:]`` under the
-environment that torchrun would give it; it forms its own process group and its results are the
-texts it printed.
+By default the processes are forked from one that has imported torch (fork_server.py). With
+``fresh=True`` they are new interpreters. A function target must be importable by name (no lambdas,
+no nested functions). A target that is a path runs as a script, with ``args`` as ``sys.argv[1:]``
+and the environment variables of torchrun. A script creates its own process group, and its result
+is its output.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ import fork_server
 ENDING = Path(__file__).resolve().parents[2] / "fsdp_c/ending.py"
 
 OUTPUT_SHOWN = 6000
-"""Characters of a failed rank's output that its report keeps (the end of it)."""
+"""Maximum number of characters at the end of a failed rank's output that its report keeps."""
 
 GRACE_SECONDS = 5.0
-"""How long the other ranks may go on after one has failed, so that they can report too."""
+"""Seconds that the other ranks may continue after one has failed, so that they can report too."""
 
 
 @dataclass
 class RankReport:
-    """How one rank ended: its exit status (None: still running) and the end of its output."""
+    """One rank's exit status (None if it still runs) and the end of its output."""
 
     rank: int
     returncode: int | None
@@ -84,12 +83,12 @@ def run_ranks(
     collective_timeout: float = 90.0,
     fresh: bool = False,
 ) -> list[Any]:
-    """Run ``target`` on ``world_size`` ranks and return their results in rank order.
+    """Runs ``target`` on ``world_size`` ranks and returns their results in rank order.
 
-    ``args`` and the results travel by pickle. ``timeout`` bounds the whole run and
-    ``collective_timeout`` (seconds) each collective of the default process group. ``env`` adds to
-    the environment. ``fresh``: interpreters that share nothing, as the seed of hashes that orders
-    sets. Raises ``RanksFailed``.
+    ``args`` and the results are pickled. ``timeout`` limits the whole run in seconds, and
+    ``collective_timeout`` each collective of the default process group. ``env`` is added to the
+    environment. ``fresh`` starts new interpreters, which do not share their hash seed, so the
+    iteration order of sets differs between ranks. Raises ``RanksFailed``.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp_c_ranks_") as folder:
         return _Launch(
@@ -101,7 +100,7 @@ Process = subprocess.Popen[bytes] | fork_server.ForkedRank
 
 
 class _Launch:
-    """The ranks of one run: their processes, their output files and their results."""
+    """The ranks of one run, with their processes, output files and results."""
 
     def __init__(
         self,
@@ -171,7 +170,7 @@ class _Launch:
             )
 
     def _wait(self, processes: list[Process], timeout: float) -> str | None:
-        """Wait for all ranks; the reason of the failure, or None when all ended well."""
+        """Waits for all ranks. Returns the reason of a failure, or None if all ranks succeeded."""
         deadline = time.monotonic() + timeout
         reason = None
         while True:
@@ -199,7 +198,7 @@ class _Launch:
 
 
 def _name_of(target: Callable[..., Any]) -> tuple[str, str]:
-    """The module and qualified name under which a fresh interpreter can import ``target``."""
+    """Returns the module and qualified name by which a new interpreter imports ``target``."""
     name = target.__qualname__
     if "<" in name or target.__module__ == "__main__":
         raise ValueError(f"{target!r} cannot be imported by name in a fresh interpreter")
@@ -213,7 +212,7 @@ def _free_port() -> int:
 
 
 def _print_stacks(processes: list[Process]) -> None:
-    """Have every rank that still runs write the stacks of its threads into its output."""
+    """Signals every running rank to write the stacks of its threads to its output."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGUSR1)
@@ -227,18 +226,18 @@ def _stop(process: Process) -> None:
 
 
 def _main(folder: Path, rank: int) -> None:
-    """The life of one rank."""
+    """Runs one rank: reads the payload, joins the process group and calls the target."""
     payload = pickle.loads((folder / "payload.pkl").read_bytes())
     sys.path[:] = payload["path"]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # The parent may have been killed: no rank outlives it by more than a moment.
+    # A killed parent cannot stop its ranks; the kernel does.
     die_with_parent()
     if payload["is_script"]:
         sys.argv = [payload["target"], *map(str, pickle.loads(payload["args"]))]
-        sys.path.insert(0, str(Path(payload["target"]).parent))  # as python puts it
+        sys.path.insert(0, str(Path(payload["target"]).parent))  # as `python SCRIPT` does
         runpy.run_path(payload["target"], run_name="__main__")
-        _let_threads_finish()
+        _wait_for_gloo_threads()
         return
 
     import torch
@@ -258,7 +257,7 @@ def _main(folder: Path, rank: int) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=payload["collective_timeout"]),
     )
-    # A rank with little to do must not be gone while gloo still connects the others.
+    # A rank that exits early would break gloo's connections while the other ranks still set up.
     store.set(f"joined/{rank}", "")
     store.wait([f"joined/{peer}" for peer in range(world_size)])
     result = function(rank, world_size, *pickle.loads(payload["args"]))
@@ -267,18 +266,22 @@ def _main(folder: Path, rank: int) -> None:
     partial.rename(folder / f"result_{rank}.pkl")
     if dist.is_initialized():
         dist.destroy_process_group()
-    _let_threads_finish()
+    _wait_for_gloo_threads()
 
 
-def _let_threads_finish() -> None:
-    """gloo's threads take the GIL to drop tensors that Python has seen, and DTensor's caches keep
-    their group alive after its end. One that waits for the GIL when the interpreter ends aborts the
-    process, under torch as under fsdp_c: ranks of both end as fsdp_c's do."""
+def _wait_for_gloo_threads() -> None:
+    """Waits until gloo's threads have released their tensors.
+
+    gloo's threads take the GIL to release tensors that have Python objects, and DTensor's caches
+    keep the group alive after its destruction. A thread that waits for the GIL during interpreter
+    shutdown aborts the process, under torch and under fsdp_c. Ranks of both therefore end as
+    fsdp_c's do.
+    """
     runpy.run_path(str(ENDING))["wait_for_threads"]()
 
 
 def die_with_parent() -> None:
-    """Linux: have the kernel kill this process when its parent ends."""
+    """Linux only: requests SIGKILL for this process when its parent dies."""
     import ctypes
 
     try:
@@ -300,5 +303,5 @@ if __name__ == "__main__":
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        # A rank that failed must not wait for its peers while the interpreter shuts down.
+        # A failed rank exits at once: interpreter shutdown could wait for its peers.
         os._exit(1)

@@ -1,7 +1,7 @@
-"""``python tests/harness/nvrtc_check.py LIBRARY...``: whether NVRTC compiles the device side of the
-CUDA kernels for each architecture from sm_70 on that it knows. `make cuda-check` runs it.
+"""Checks that NVRTC compiles the device code of the CUDA kernels for each architecture from sm_70.
 
-pip has NVRTC for every CUDA release (nvidia-cuda-nvrtc-cu12, ...), nvcc only for some.
+``python tests/harness/nvrtc_check.py LIBRARY...`` takes NVRTC libraries; `make cuda-check` runs it.
+pip offers NVRTC for every CUDA release (nvidia-cuda-nvrtc-cu12, ...), and nvcc for some only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    # Without fsdp_c, which needs torch.
+    # Loads the file without the fsdp_c package, whose import needs torch.
     path = Path(__file__).resolve().parents[2] / "fsdp_c/nvrtc.py"
     spec = importlib.util.spec_from_file_location("nvrtc", path)
     assert spec is not None and spec.loader is not None

@@ -1,6 +1,6 @@
-"""What the installed torch has of FSDP2, for tests that also run on older releases.
+"""FSDP2 features of the installed torch, for tests that also run on older releases.
 
-A test that needs more is marked ``@pytest.mark.torch("2.12")``, and skipped, visibly, below that.
+A test that needs a newer torch is marked ``@pytest.mark.torch("2.12")`` and skipped below it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
 ShardPlacementResult: Any = getattr(common, "ShardPlacementResult", None)
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-"""The name of the function of torch.distributed that FSDP2 gathers with."""
+"""Name of the torch.distributed function that FSDP2 calls for all-gathers."""
 
 SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
-"""The name of the one that it reduces with."""
+"""Name of the torch.distributed function that FSDP2 calls for reduce-scatters."""
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The parameter groups of a state of torch's or ours; torch 2.11 knew one at most."""
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:
-        found = [state._fsdp_param_group]
-    return [group for group in found if group is not None]
+    """Returns the parameter groups of a torch or fsdp_c state. In torch 2.11 a state has at most
+    one group, in the attribute ``_fsdp_param_group``."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def has(release: str) -> bool:
-    """Whether the installed torch is of this release ("2.12") or a newer one."""
+    """Returns whether the installed torch is ``release`` (such as "2.12") or newer."""
     installed = torch.__version__.split(".")
     return tuple(map(int, installed[:2])) >= tuple(map(int, release.split(".")))

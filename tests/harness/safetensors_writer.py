@@ -1,4 +1,4 @@
-"""Writes safetensors files, good and bad ones, for the tests that read them."""
+"""Writes valid and invalid safetensors files for the tests of fsdp_c's reader."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], pad: int = 0) -> Path:
-    """A safetensors file; ``pad`` spaces after the header move the data."""
+    """Writes a safetensors file. ``pad`` spaces after the header shift the data's offset."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, tensor in tensors.items():

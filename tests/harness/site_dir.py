@@ -1,4 +1,4 @@
-"""A folder for PYTHONPATH that makes fsdp_c look installed by pip: its entry points are found."""
+"""Creates a PYTHONPATH folder with the metadata of an installed fsdp_c, including entry points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def entry_points() -> str:
-    """The section ``torch.backends`` of pyproject.toml, as pip writes it."""
+    """Returns the section ``torch.backends`` of pyproject.toml in the format of pip's metadata."""
     text = (ROOT / "pyproject.toml").read_text()
     section = re.search(r'^\[project\.entry-points\."torch\.backends"\]\n((?:.+\n)+)', text, re.M)
     assert section is not None
@@ -20,7 +20,8 @@ def entry_points() -> str:
 
 
 def installed_environment(folder: Path, **extra: str) -> dict[str, str]:
-    """The environment of a child process that finds fsdp_c and, in ``folder``, its entry points."""
+    """Returns the environment of a child process that imports fsdp_c from this checkout and finds
+    its entry points in ``folder``."""
     info = folder / "fsdp_c-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp_c\nVersion: 0\n")

@@ -1,4 +1,4 @@
-"""Tensor subclasses that wrap another tensor and have no memory of their own, nor extensions."""
+"""Wrapper tensor subclasses: they hold another tensor, own no memory and have no extensions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 
 
 class Wrapping(torch.Tensor):
-    """A tensor in the shape of another, which it holds; what is computed from one is one."""
+    """A tensor with the shape of the tensor that it holds. Results of operations are wrapped."""
 
     held: torch.Tensor
 
@@ -44,7 +44,7 @@ class Wrapping(torch.Tensor):
 
 
 class Traceable(Wrapping):
-    """The same with what makes dynamo see through it."""
+    """A wrapping subclass with the methods that dynamo needs to trace it."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["held"], None

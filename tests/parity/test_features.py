@@ -1,4 +1,4 @@
-"""Parity of the features that the generated grid does not reach: see features.py."""
+"""Parity of the features that the generated grid does not cover; see workers/features.py."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import pytest
 from launch import run_ranks
 
 WORLD_SIZE = 4
-OURS = os.environ.get("FSDP_C_PARITY_OURS", "fsdp_c")
+UNDER_TEST = os.environ.get("FSDP_C_PARITY_OURS", "fsdp_c")
 
 Records = list[dict[str, features.Record]]
 
-# The first test runs all cases, the others read its results: keep them on one worker.
+# The first test runs all cases and the others read its results, so one worker runs all of them.
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("parity features")]
 
 
 @pytest.fixture(scope="module")
-def stock_and_ours() -> tuple[Records, Records]:
-    """The records of every rank, under torch and under fsdp_c."""
+def records() -> tuple[Records, Records]:
+    """Returns the records of every rank under torch and under fsdp_c."""
     one_thread = {"OMP_NUM_THREADS": "1"}
-    stock, ours = (
+    torch_records, fsdp_c_records = (
         run_ranks(
             features.run, WORLD_SIZE, (name,), timeout=400, env=one_thread, collective_timeout=300
         )
-        for name in ("torch", OURS)
+        for name in ("torch", UNDER_TEST)
     )
-    return stock, ours
+    return torch_records, fsdp_c_records
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,5 @@ def stock_and_ours() -> tuple[Records, Records]:
         for name in features.CASES
     ],
 )
-def test_same_bits(stock_and_ours: tuple[Records, Records], name: str) -> None:
-    features.assert_same_bits(*stock_and_ours, name)
+def test_feature_results_match_torch(records: tuple[Records, Records], name: str) -> None:
+    features.assert_same_bits(*records, name)

@@ -1,7 +1,7 @@
-"""On a CUDA device: what is trained has torch's bits, with launches that do not block.
+"""Parity on a CUDA device: trainings give torch's bits, with non-blocking launches.
 
-Four processes share the device, and gloo makes the collectives on CUDA tensors; NCCL runs on one
-rank, and with two devices on two. Races show in tests/gpu, by way of a group that never waits.
+Four processes share the device over gloo. NCCL runs on one rank, and on two if there are two
+devices. tests/gpu tests for races, with a process group that never waits on the host.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.xdist_group
 Runs = dict[str, list[dict[str, gpu_jobs.Record]]]
 
 
-def runs(launch: str) -> Runs:
+def run_both(launch: str) -> Runs:
     return {name: gpu_jobs.launch(launch, name) for name in ("torch", "fsdp_c")}
 
 
 @pytest.fixture(scope="module")
-def gloo() -> Runs:
-    return runs("gloo4")
+def gloo_four_ranks() -> Runs:
+    return run_both("gloo4")
 
 
 @pytest.fixture(scope="module")
-def solo() -> Runs:
-    return runs("nccl1")
+def nccl_one_rank() -> Runs:
+    return run_both("nccl1")
 
 
 @pytest.fixture(scope="module")
-def nccl() -> Runs:
+def nccl_two_ranks() -> Runs:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    return runs("nccl2")
+    return run_both("nccl2")
 
 
 def assert_same(runs: Runs, name: str) -> None:
@@ -42,22 +42,23 @@ def assert_same(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*gpu_jobs.CASES, *gpu_jobs.MANY_RANKS])
-def test_four_processes_on_one_device(gloo: Runs, name: str) -> None:
-    assert_same(gloo, name)
+def test_gpu_case_over_gloo_with_four_ranks_matches_torch(gloo_four_ranks: Runs, name: str) -> None:
+    assert_same(gloo_four_ranks, name)
 
 
 @pytest.mark.parametrize("name", gpu_jobs.CASES)
-def test_one_rank(solo: Runs, name: str) -> None:
-    assert_same(solo, name)
+def test_gpu_case_over_nccl_with_one_rank_matches_torch(nccl_one_rank: Runs, name: str) -> None:
+    assert_same(nccl_one_rank, name)
 
 
 @pytest.mark.parametrize("name", gpu_jobs.CASES)
-def test_two_ranks_over_nccl(nccl: Runs, name: str) -> None:
-    assert_same(nccl, name)
+def test_gpu_case_over_nccl_with_two_ranks_matches_torch(nccl_two_ranks: Runs, name: str) -> None:
+    assert_same(nccl_two_ranks, name)
 
 
-def test_the_extension_has_cuda_kernels() -> None:
-    """A build beside a CUDA torch and nvcc has them; without, every group would use none."""
+def test_extension_contains_cuda_kernels() -> None:
+    """A build with CUDA torch and nvcc contains the kernels. Without them every group would use
+    torch's operations."""
     from fsdp_c import _C
 
     assert _C.CUDA_KERNELS

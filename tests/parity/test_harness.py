@@ -1,4 +1,4 @@
-"""The parity harness itself: its grid covers what it claims, and its comparison can fail."""
+"""The parity harness: its grid covers all values, and its comparison detects differences."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.timeout(1200)
 PLAIN = Setting(family="tiny")
 
 
-def fully_shard_that_dies(*args: Any, **kwargs: Any) -> None:
-    """An implementation whose process dies, as one with a memory error does."""
+def fully_shard_exiting(*args: Any, **kwargs: Any) -> None:
+    """An implementation whose process exits, as after a memory error."""
     os._exit(7)
 
 
-def fully_shard_mostly(module: Any, **kwargs: Any) -> Any:
-    """Torch's, but dying on what the plain setting does not do: reshard_after_forward=True."""
+def fully_shard_exiting_on_reshard(module: Any, **kwargs: Any) -> Any:
+    """torch's, but the process exits for reshard_after_forward=True, which PLAIN does not use."""
     from torch.distributed.fsdp import fully_shard
 
     if kwargs["reshard_after_forward"]:
@@ -38,8 +38,8 @@ def fully_shard_mostly(module: Any, **kwargs: Any) -> Any:
     return fully_shard(module, **kwargs)
 
 
-def fully_shard_losing_a_rank(module: Any, **kwargs: Any) -> Any:
-    """Torch's, but one rank raises where the plain setting does not go; the others go on."""
+def fully_shard_raising_on_rank_1(module: Any, **kwargs: Any) -> Any:
+    """torch's, but rank 1 raises for reshard_after_forward=True, and the other ranks continue."""
     from torch.distributed.fsdp import fully_shard
 
     if kwargs["reshard_after_forward"] and torch.distributed.get_rank() == 1:
@@ -47,29 +47,29 @@ def fully_shard_losing_a_rank(module: Any, **kwargs: Any) -> Any:
     return fully_shard(module, **kwargs)
 
 
-def test_grid_is_a_function_of_its_seed() -> None:
+def test_grid_depends_on_seed_only() -> None:
     assert generate(3, 220) == generate(3, 220)
     assert generate(3, 220) != generate(4, 220)
 
 
-def test_a_wider_grid_contains_the_narrower() -> None:
+def test_larger_grid_starts_with_smaller_grid() -> None:
     assert generate(3, 400)[:220] == generate(3, 220)
 
 
-def test_grid_has_no_duplicates_and_names_are_unique() -> None:
+def test_grid_setting_names_are_unique() -> None:
     settings = generate(0, 240)
     assert len(settings) == len({str(setting) for setting in settings}) == 240
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_grid_takes_every_value_of_every_dimension(name: str) -> None:
-    taken = {getattr(setting, name) for setting in generate(0, 240)}
-    assert taken == set(CHOICES[name])
+def test_grid_contains_every_value_of_dimension(name: str) -> None:
+    generated = {getattr(setting, name) for setting in generate(0, 240)}
+    assert generated == set(CHOICES[name])
 
 
-def test_grid_takes_every_mixed_precision_combination() -> None:
-    taken = {tuple(getattr(s, name) for name in MIXED_FIELDS) for s in generate(0, 240)}
-    assert set(MIXED) <= taken
+def test_grid_contains_every_mixed_precision_combination() -> None:
+    generated = {tuple(getattr(s, name) for name in MIXED_FIELDS) for s in generate(0, 240)}
+    assert set(MIXED) <= generated
 
 
 @pytest.mark.parametrize(
@@ -83,135 +83,139 @@ def test_grid_takes_every_mixed_precision_combination() -> None:
         ("compiled", ("blocks", "root")),
     ],
 )
-def test_wide_grid_takes_every_value_of_every_dimension(name: str, values: tuple[Any, ...]) -> None:
-    taken = {getattr(s, name) for _, s in generate_wide(0, 360, frozenset(FEATURES))}
-    assert set(values) <= taken
+def test_wide_grid_contains_every_value_of_dimension(name: str, values: tuple[Any, ...]) -> None:
+    generated = {getattr(s, name) for _, s in generate_wide(0, 360, frozenset(FEATURES))}
+    assert set(values) <= generated
 
 
-def test_wide_grid_uses_no_feature_that_has_not_landed() -> None:
-    few = frozenset({"hsdp"})
-    settings = generate_wide(0, 100, few)
+def test_wide_grid_uses_given_features_only() -> None:
+    hsdp_only = frozenset({"hsdp"})
+    settings = generate_wide(0, 100, hsdp_only)
     assert len(settings) == 100
-    assert all(needed(setting) <= few for _, setting in settings)
-    assert generate_wide(0, 300, few)[:100] == settings
+    assert all(needed(setting) <= hsdp_only for _, setting in settings)
+    assert generate_wide(0, 300, hsdp_only)[:100] == settings
 
 
-def test_every_launch_of_the_wide_grid_has_settings() -> None:
+def test_wide_grid_has_settings_for_every_launch() -> None:
     launches = [launch for launch, _ in generate_wide(0, 360, frozenset(FEATURES))]
     assert {launch: launches.count(launch) for launch in set(launches)}.keys() == {
         launch for launch, _, _ in PLACES
     }
 
 
-def test_threads_as_ranks_compare_like_processes(tmp_path: Path) -> None:
+def test_run_grid_on_threads_detects_differences_and_errors(tmp_path: Path) -> None:
     threads = Launch(4, threads=True)
     settings = [
         replace(PLAIN, perturb=1e-3),
         replace(PLAIN, family="residual", param="bf16", cast_inputs=False),
         replace(PLAIN, mesh="hsdp"),
     ]
-    stock = run_grid("torch", settings, threads, tmp_path, ours=False)
-    ours = run_grid("torch", settings, threads, tmp_path, ours=True)
-    found = "\n".join(differences(stock[0][3], ours[0][3]))
-    assert "step 2.0 output" in found
-    assert "step 1" not in found
-    # An error, which all ranks raise; the setting behind it runs on new ranks.
+    torch_records = run_grid("torch", settings, threads, tmp_path, ours=False)
+    fsdp_c_records = run_grid("torch", settings, threads, tmp_path, ours=True)
+    lines = "\n".join(differences(torch_records[0][3], fsdp_c_records[0][3]))
+    assert "step 2.0 output" in lines
+    assert "step 1" not in lines
+    # All ranks raise the error of setting 1. Setting 2 runs on new ranks.
     for rank in range(4):
-        assert stock[1][rank][-1][0] == "error"
-        assert any(METHODS[0].strip("_") in label for label, _ in stock[2][rank])
-        assert any("allreduce" in label for label, _ in stock[2][rank])
-        assert differences(stock[2][rank], ours[2][rank]) == []
+        assert torch_records[1][rank][-1][0] == "error"
+        assert any(METHODS[0].strip("_") in label for label, _ in torch_records[2][rank])
+        assert any("allreduce" in label for label, _ in torch_records[2][rank])
+        assert differences(torch_records[2][rank], fsdp_c_records[2][rank]) == []
 
 
-def test_ranks_out_of_step_cost_their_own_setting_only(tmp_path: Path) -> None:
+def test_run_grid_with_error_on_one_rank_keeps_other_records(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
-    losing = "test_harness:fully_shard_losing_a_rank"
-    lost = run_grid(losing, settings, Launch(2), tmp_path, ours=True, collective_seconds=5)
-    stock = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
+    raising = "test_harness:fully_shard_raising_on_rank_1"
+    lost = run_grid(raising, settings, Launch(2), tmp_path, ours=True, collective_seconds=5)
+    torch_records = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
     assert lost[1][1][-1] == ("error", "ValueError: lost")
-    assert lost[1][0][-1][0] == "error"  # its peer has waited in vain
-    assert [differences(stock[i][0], lost[i][0]) for i in (0, 2)] == [[], []]
+    assert lost[1][0][-1][0] == "error"  # its peer's collective timed out
+    assert [differences(torch_records[i][0], lost[i][0]) for i in (0, 2)] == [[], []]
 
 
-def test_equal_runs_compare_equal_and_a_perturbed_one_does_not(tmp_path: Path) -> None:
+def test_run_grid_differs_from_perturbed_run_only(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, perturb=1e-3)]
-    stock = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
-    ours = run_grid("torch", settings, Launch(2), tmp_path, ours=True)
+    torch_records = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
+    fsdp_c_records = run_grid("torch", settings, Launch(2), tmp_path, ours=True)
     for rank in range(2):
-        assert stock[0][rank][-1][0].startswith("final state")
-        assert any(label.startswith("collective") for label, _ in stock[0][rank])
-        assert differences(stock[0][rank], ours[0][rank]) == []
-    found = "\n".join(differences(stock[1][0], ours[1][0]))
-    assert "step 2.0 output" in found
-    assert "step 1" not in found
+        assert torch_records[0][rank][-1][0].startswith("final state")
+        assert any(label.startswith("collective") for label, _ in torch_records[0][rank])
+        assert differences(torch_records[0][rank], fsdp_c_records[0][rank]) == []
+    lines = "\n".join(differences(torch_records[1][0], fsdp_c_records[1][0]))
+    assert "step 2.0 output" in lines
+    assert "step 1" not in lines
 
 
-def test_a_crash_costs_its_own_setting_only(tmp_path: Path) -> None:
+def test_run_grid_with_crashing_setting_keeps_other_records(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
-    ours = run_grid("test_harness:fully_shard_mostly", settings, Launch(2), tmp_path, ours=True)
-    stock = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
-    assert differences(stock[0][1], ours[0][1]) == []
-    assert ours[1][1][0][0] == "crash"
-    assert "exit status 7" in ours[1][1][0][1]
-    assert differences(stock[1][1], ours[1][1]) != []
-    assert differences(stock[2][1], ours[2][1]) == []
+    fsdp_c_records = run_grid(
+        "test_harness:fully_shard_exiting_on_reshard", settings, Launch(2), tmp_path, ours=True
+    )
+    torch_records = run_grid("torch", settings, Launch(2), tmp_path, ours=False)
+    assert differences(torch_records[0][1], fsdp_c_records[0][1]) == []
+    assert fsdp_c_records[1][1][0][0] == "crash"
+    assert "exit status 7" in fsdp_c_records[1][1][0][1]
+    assert differences(torch_records[1][1], fsdp_c_records[1][1]) != []
+    assert differences(torch_records[2][1], fsdp_c_records[2][1]) == []
 
 
-def test_an_implementation_that_always_dies_is_given_up(tmp_path: Path) -> None:
-    dies = "test_harness:fully_shard_that_dies"
-    ours = run_grid(dies, generate(0, 5), Launch(1), tmp_path, ours=True, max_crashes=2)
-    assert [records[0][-1][0] for records in ours] == ["crash"] * 2 + ["not run"] * 3
+def test_run_grid_stops_after_max_crashes(tmp_path: Path) -> None:
+    always_exiting = "test_harness:fully_shard_exiting"
+    fsdp_c_records = run_grid(
+        always_exiting, generate(0, 5), Launch(1), tmp_path, ours=True, max_crashes=2
+    )
+    assert [records[0][-1][0] for records in fsdp_c_records] == ["crash"] * 2 + ["not run"] * 3
 
 
-def test_an_exception_is_compared_by_type_and_message(tmp_path: Path) -> None:
+def test_exceptions_are_compared_by_type_and_message(tmp_path: Path) -> None:
     failing = replace(PLAIN, family="residual", param="bf16", cast_inputs=False)
     [records] = run_grid("torch", [failing], Launch(2), tmp_path, ours=False)
     label, text = records[0][-1]
     assert label == "error"
     assert text.startswith("RuntimeError: ")
-    other = [*records[0][:-1], ("error", "ValueError: something else")]
-    assert len(differences(records[0], other)) == 1
+    other_records = [*records[0][:-1], ("error", "ValueError: something else")]
+    assert len(differences(records[0], other_records)) == 1
 
 
 class TestDifferences:
-    """Bits, not tolerances."""
+    """``differences`` compares bits, without tolerances."""
 
     @staticmethod
-    def note(*tensors: torch.Tensor) -> list[Any]:
+    def record(*tensors: torch.Tensor) -> list[Any]:
         recorder = Recorder()
         for tensor in tensors:
             recorder.tensor("t", tensor)
         return recorder.entries
 
-    def test_the_smallest_step_counts(self) -> None:
-        one = torch.ones(3)
-        next_up = torch.nextafter(one, torch.tensor(2.0))
-        assert differences(self.note(one), self.note(one.clone())) == []
-        assert "3 of 3 differ" in differences(self.note(one), self.note(next_up))[0]
+    def test_differences_of_adjacent_floats_are_reported(self) -> None:
+        ones = torch.ones(3)
+        next_up = torch.nextafter(ones, torch.tensor(2.0))
+        assert differences(self.record(ones), self.record(ones.clone())) == []
+        assert "3 of 3 differ" in differences(self.record(ones), self.record(next_up))[0]
 
-    def test_the_sign_of_zero_counts(self) -> None:
-        assert differences(self.note(torch.zeros(1)), self.note(-torch.zeros(1))) != []
+    def test_differences_of_signed_zeros_are_reported(self) -> None:
+        assert differences(self.record(torch.zeros(1)), self.record(-torch.zeros(1))) != []
 
-    def test_nan_equals_itself(self) -> None:
+    def test_differences_of_equal_nans_is_empty(self) -> None:
         nan = torch.tensor([float("nan")])
-        assert differences(self.note(nan), self.note(nan.clone())) == []
+        assert differences(self.record(nan), self.record(nan.clone())) == []
 
-    def test_dtype_shape_and_emptiness_count(self) -> None:
+    def test_differences_of_dtype_shape_and_none_are_reported(self) -> None:
         empty = torch.empty(0, 5)
-        assert differences(self.note(empty), self.note(torch.empty(0, 7))) != []
-        assert differences(self.note(empty), self.note(empty.bfloat16())) != []
-        assert differences(self.note(empty), [("t", None)]) != []
+        assert differences(self.record(empty), self.record(torch.empty(0, 7))) != []
+        assert differences(self.record(empty), self.record(empty.bfloat16())) != []
+        assert differences(self.record(empty), [("t", None)]) != []
 
-    def test_missing_and_additional_entries_count(self) -> None:
-        one = torch.ones(3)
-        assert differences(self.note(one, one), self.note(one)) != []
-        assert differences(self.note(one), self.note(one, one)) != []
+    def test_differences_of_entry_counts_are_reported(self) -> None:
+        ones = torch.ones(3)
+        assert differences(self.record(ones, ones), self.record(ones)) != []
+        assert differences(self.record(ones), self.record(ones, ones)) != []
 
-    def test_the_order_of_collectives_counts(self) -> None:
+    def test_differences_of_collective_order_are_reported(self) -> None:
         gather = ("collective allgather_base", [("torch.float32", 4), ("torch.float32", 2)])
         scatter = ("collective reduce_scatter_base", [("torch.float32", 2), ("torch.float32", 4)])
         assert differences([gather, scatter], [scatter, gather]) != []
 
-    def test_non_contiguous_tensors_compare_by_value(self) -> None:
+    def test_bits_of_non_contiguous_tensor_equal_contiguous_copy(self) -> None:
         matrix = torch.arange(6.0).view(2, 3)
         assert Bits.of(matrix.t()) == Bits.of(matrix.t().contiguous())

@@ -1,8 +1,10 @@
-"""Parity in other ways of moving the same data: a part of the basic grid, on two ranks. Torch's
-multi-tensor operations take the place of our kernels, as on a device that has none; or every
-parameter's part of a row is a message of its own, as large ones' are. (Collectives are recorded, so
-that the rows themselves are whole: test_pieces.py has those that are not.) Or every parameter is
-reduced by itself, which changes the collectives and nothing that is trained."""
+"""Parity of other data paths of fsdp_c: a part of the basic grid, on two ranks.
+
+- without_kernels: torch's foreach operations replace fsdp_c's kernels, as on unsupported devices.
+- in_pieces: every parameter is a separate chunk of the collective, as large parameters are. The
+  recording of collectives disables chunked collectives; test_pieces.py covers those.
+- in_buckets: every gradient is reduced separately. This changes the collectives, but no results.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +21,38 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("parity_other_w
 
 LAUNCH = Launch(2)
 SETTINGS = [at_world_size(s, 2) for s in generate(1, 16) if needed(s) <= LANDED]
-# What the grid's draw may lack: another dim than 0.
+# Dimensions other than 0, which the random settings may not contain.
 SETTINGS += [Setting(placement="last"), Setting(placement="mixed", param="bf16", reduce="fp32")]
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> list[RankRecords]:
-    return run_grid("torch", SETTINGS, LAUNCH, tmp_path_factory.mktemp("stock"), ours=False)
+def torch_records(tmp_path_factory: pytest.TempPathFactory) -> list[RankRecords]:
+    return run_grid("torch", SETTINGS, LAUNCH, tmp_path_factory.mktemp("torch"), ours=False)
 
 
-@pytest.mark.parametrize("way", ["without_kernels", "in_pieces"])
-def test_same_bits(stock: list[RankRecords], tmp_path: Path, way: str) -> None:
-    ours = run_grid(f"{way}:fully_shard", SETTINGS, LAUNCH, tmp_path, ours=True)
+@pytest.mark.parametrize("implementation", ["without_kernels", "in_pieces"])
+def test_other_data_path_matches_torch(
+    torch_records: list[RankRecords], tmp_path: Path, implementation: str
+) -> None:
+    fsdp_c_records = run_grid(
+        f"{implementation}:fully_shard", SETTINGS, LAUNCH, tmp_path, ours=True
+    )
     for index, setting in enumerate(SETTINGS):
         for rank in range(2):
-            assert differences(stock[index][rank], ours[index][rank]) == [], setting
+            assert differences(torch_records[index][rank], fsdp_c_records[index][rank]) == [], (
+                setting
+            )
 
 
-def test_same_bits_in_buckets(stock: list[RankRecords], tmp_path: Path) -> None:
-    ours = run_grid("in_buckets:fully_shard", SETTINGS, LAUNCH, tmp_path, ours=True)
-    longer = 0
+def test_reduction_in_buckets_matches_torch(
+    torch_records: list[RankRecords], tmp_path: Path
+) -> None:
+    fsdp_c_records = run_grid("in_buckets:fully_shard", SETTINGS, LAUNCH, tmp_path, ours=True)
+    longer_records = 0
     for index, setting in enumerate(SETTINGS):
         for rank in range(2):
-            left, right = stock[index][rank], ours[index][rank]
-            assert differences(trained(left), trained(right)) == [], setting
-            longer += len(right) > len(left)
-    assert longer > len(SETTINGS)  # more collectives in most settings: there were buckets
+            expected, actual = torch_records[index][rank], fsdp_c_records[index][rank]
+            assert differences(trained(expected), trained(actual)) == [], setting
+            longer_records += len(actual) > len(expected)
+    # Most settings ran more collectives, so the buckets were used.
+    assert longer_records > len(SETTINGS)

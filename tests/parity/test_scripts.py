@@ -1,8 +1,8 @@
-"""Parity of scripts: unusual things that users do around FSDP2, bit by bit beside torch.
+"""Parity of scripts: unusual user code around FSDP2 gives torch's results.
 
-What each script saw on two ranks, losses, gradients and weights above all, must be equal, or both
-implementations raise the same. `make parity` runs all of them, `make test` those that are cheap.
-workers/scripts.py says how to write one.
+Results on two ranks (losses, gradients and weights) must be equal, or both implementations must
+raise the same error. `make parity` runs all scripts, `make test` the cheap ones. workers/scripts.py
+documents how to write a script.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from behaviour import Raised, differences, outcomes
 WORLD_SIZE = 2
 WHOLE = os.environ.get("FSDP_C_PARITY_WHOLE", "0") != "0"
 
-# The first test runs all scripts, the others read what came out: keep them on one worker.
+# The first test runs all scripts and the others read its results, so one worker runs all of them.
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("parity_scripts")]
 
 for module in scripts.MODULES:
@@ -27,49 +27,55 @@ for module in scripts.MODULES:
 ALL = (*scripts.CHEAP, *scripts.COSTLY)
 NAMES = ALL if WHOLE else tuple(scripts.CHEAP)
 
-SINCE = {"dual_numbers": "2.13", "dual_numbers_of_a_transform": "2.13"}
-"""Scripts that need a later torch than 2.11."""
+SINCE = {"forward_ad_dual_level": "2.13", "func_jvp": "2.13"}
+"""Scripts that need a torch release after 2.11."""
 
 REFUSED = {
-    "a_copy_before_the_first_step": ("AssertionError", "FSDP does not support deepcopy"),
-    "a_learning_rate_that_is_a_tensor": ("ValueError", "lr as a Tensor is not supported"),
-    "a_parameter_as_output": ("RuntimeError", "The tensor has a non-zero number of elements"),
-    "a_parameter_as_output_wide": ("RuntimeError", "The tensor has a non-zero number of elements"),
-    "an_averaged_model": ("AssertionError", "FSDP does not support deepcopy"),
-    "batch_norm_of_mixed_dtypes": ("RuntimeError", "expected scalar type BFloat16"),
+    "deepcopy_before_first_step": ("AssertionError", "FSDP does not support deepcopy"),
+    "tensor_learning_rate": ("ValueError", "lr as a Tensor is not supported"),
+    "parameter_as_output": ("RuntimeError", "The tensor has a non-zero number of elements"),
+    "parameter_as_output_wide": ("RuntimeError", "The tensor has a non-zero number of elements"),
+    "swa_averaged_model": ("AssertionError", "FSDP does not support deepcopy"),
+    "batch_norm_with_mixed_precision": ("RuntimeError", "expected scalar type BFloat16"),
     "convolutions_with_channels_last": ("NotImplementedError", "FSDP does not support non-cont"),
     "embedding_with_sparse_gradients": ("NotImplementedError", "Could not run 'fsdp::chunk_cat'"),
-    "lazy_modules_at_once": ("RuntimeError", "Can't access the shape of an uninitialized"),
-    "parameters_that_are_not_contiguous": ("NotImplementedError", "FSDP does not support non-con"),
-    "zero_redundancy": ("NotImplementedError", "Operator c10d.broadcast_.default does not"),
+    "lazy_modules_sharded_before_first_call": (
+        "RuntimeError",
+        "Can't access the shape of an uninitialized",
+    ),
+    "non_contiguous_parameters": ("NotImplementedError", "FSDP does not support non-con"),
+    "zero_redundancy_optimizer": (
+        "NotImplementedError",
+        "Operator c10d.broadcast_.default does not",
+    ),
 }
-"""What both implementations raise."""
+"""The exceptions that both implementations raise, by script."""
 
-BETTER = {
-    "dual_numbers": (
-        "dual_numbers_of_a_transform",
+FIXED = {
+    "forward_ad_dual_level": (
+        "func_jvp",
         ("RuntimeError", "A custom Function's forward is returning a view"),
     ),
-    "parameters_without_elements": (
-        "parameters_of_odd_shapes",
+    "parameters_with_zero_elements": (
+        "parameters_with_uneven_shapes",
         ("RuntimeError", "_chunk_cat expects non-empty tensor"),
     ),
 }
-"""Where ours is better: another script, under torch, that finds what is right, and what torch
-raises in this one."""
+"""Scripts in which torch raises and fsdp_c does not. Each has the script that gives the expected
+results under torch, and torch's exception."""
 
 
-def seen(name: str) -> tuple[list[Any], list[Any]]:
-    """What the script returned or raised on each rank, under torch and under fsdp_c."""
-    stock, ours = (
+def outcomes_of(name: str) -> tuple[list[Any], list[Any]]:
+    """Returns each rank's result or exception of the script, under torch and under fsdp_c."""
+    torch_outcome, fsdp_c_outcome = (
         outcomes(implementation, WORLD_SIZE, scripts.MODULES, NAMES, timeout=900)
         for implementation in ("torch", "fsdp_c")
     )
-    return [rank[name] for rank in stock], [rank[name] for rank in ours]
+    return [rank[name] for rank in torch_outcome], [rank[name] for rank in fsdp_c_outcome]
 
 
 def assert_raised(outcome: Any, kind: str, beginning: str) -> None:
-    assert isinstance(outcome, Raised), f"no exception but {outcome!r}"
+    assert isinstance(outcome, Raised), f"expected an exception, got {outcome!r}"
     assert outcome.kind == kind and outcome.text.startswith(beginning), outcome
 
 
@@ -78,17 +84,17 @@ def assert_raised(outcome: Any, kind: str, beginning: str) -> None:
     [
         pytest.param(name, marks=pytest.mark.torch(SINCE.get(name, "2.11")))
         for name in NAMES
-        if name not in BETTER
+        if name not in FIXED
     ],
 )
-def test_same_bits(name: str) -> None:
-    for stock, ours in zip(*seen(name)):
-        found = differences(stock, ours, name)
-        assert not found, "torch's and ours differ:\n" + "\n".join(found[:20])
+def test_script_results_match_torch(name: str) -> None:
+    for torch_outcome, fsdp_c_outcome in zip(*outcomes_of(name)):
+        lines = differences(torch_outcome, fsdp_c_outcome, name)
+        assert not lines, "torch and fsdp_c differ:\n" + "\n".join(lines[:20])
         if name in REFUSED:
-            assert_raised(ours, *REFUSED[name])
+            assert_raised(fsdp_c_outcome, *REFUSED[name])
         else:
-            assert not isinstance(ours, Raised), ours
+            assert not isinstance(fsdp_c_outcome, Raised), fsdp_c_outcome
 
 
 @pytest.mark.parametrize(
@@ -96,18 +102,18 @@ def test_same_bits(name: str) -> None:
     [
         pytest.param(name, marks=pytest.mark.torch(SINCE.get(name, "2.11")))
         for name in NAMES
-        if name in BETTER
+        if name in FIXED
     ],
 )
-def test_stock_raises_and_ours_is_right(name: str) -> None:
-    other, raised = BETTER[name]
-    right, _ = seen(other)
-    for expected, stock, ours in zip(right, *seen(name)):
-        assert_raised(stock, *raised)
+def test_script_that_torch_rejects_gives_expected_results(name: str) -> None:
+    reference_script, torch_exception = FIXED[name]
+    expected_outcomes, _ = outcomes_of(reference_script)
+    for expected, torch_outcome, fsdp_c_outcome in zip(expected_outcomes, *outcomes_of(name)):
+        assert_raised(torch_outcome, *torch_exception)
         assert not isinstance(expected, Raised)
-        assert differences(expected, ours, name) == []
+        assert differences(expected, fsdp_c_outcome, name) == []
 
 
-def test_all_names_are_those_of_scripts() -> None:
-    for named in (SINCE, REFUSED, BETTER):
-        assert set(named) <= set(ALL)
+def test_listed_names_are_scripts() -> None:
+    for names in (SINCE, REFUSED, FIXED):
+        assert set(names) <= set(ALL)

@@ -1,10 +1,10 @@
-"""Random programs over the extension's types: wrong arguments, unfinished objects, re-entry.
+"""Random programs over the extension's types: invalid arguments, uninitialized objects, re-entry.
 
-Run by ``test_fuzz.py`` in a process of its own, with a debugging allocator. hypothesis makes the
-programs; each runs in a fork: one that crashes is a failed example, is shortened and shown.
-A program may get any exception, but the process has to live.
+``test_fuzz.py`` runs this script in its own process, with a debugging allocator. hypothesis
+generates the programs. Each program runs in a forked process and may raise any exception. If the
+process crashes, the program is shortened and printed.
 
-    PYTHONMALLOC=debug python fuzz.py 2000        # as many examples; a second number is the seed
+    PYTHONMALLOC=debug python fuzz.py 2000        # number of programs; an optional second: the seed
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ import fsdp_c
 from fsdp_c import _C, comm_context, param, param_group, state
 from fsdp_c.bind import BOUND
 
-SECONDS = 10
-"""After which a program hangs."""
-SHORTEN = 15
-"""Seconds for making one that fails shorter."""
-DEPTH = 3
-"""How often a program is entered again from within what it calls."""
+TIMEOUT_SECONDS = 10
+"""Time limit of a program. A longer run counts as a hang."""
+SHORTEN_SECONDS = 15
+"""Seconds spent on shortening a failing program."""
+MAX_DEPTH = 3
+"""Maximum depth of re-entry: steps that run inside a call of another step."""
 TYPES = (
     _C.Param,
     _C.ParamGroup,
@@ -66,11 +66,11 @@ FUNCTIONS = (
     _C._testing.fault_arm,
 )
 TP_CLEAR = 192
-"""Where a type's tp_clear is, in bytes (64 bit; CPython 3.10 to 3.13)."""
+"""Offset in bytes of tp_clear in PyTypeObject (64 bit; CPython 3.10 to 3.13)."""
 
 
 def public(cls: type) -> tuple[list[str], list[str]]:
-    """Attributes and methods that the C type has."""
+    """Returns the names of the non-dunder attributes and methods that the C type defines."""
     names = [n for n in vars(cls) if not n.startswith("__")]
     methods = [n for n in names if callable(vars(cls)[n])]
     return [n for n in names if n not in methods], methods
@@ -83,31 +83,31 @@ def base_of(obj: Any) -> type | None:
     return next((cls for cls in BASES if isinstance(obj, cls)), None)
 
 
-class Odd(Exception):
-    """What evil objects raise."""
+class EvilError(Exception):
+    """Raised by Evil objects."""
 
 
 class World:
-    """The objects of one program, and the steps that are left of it."""
+    """The objects of one program and its remaining steps."""
 
     def __init__(self, steps: list[tuple[int, ...]], models: list[Any]) -> None:
         self.steps = list(steps)
         self.depth = 0
         self.models = models
-        make_evil(self, models[1])
+        install_evil_hooks(self, models[1])
         self.objects: list[Any] = []
         for model in self.models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     self.add(module._get_fsdp_state())
-        self.objects += [make(cls) for cls in TYPES]
+        self.objects += [allocate(cls) for cls in TYPES]
         self.values = values_of(self)
 
-    def add(self, found: Any) -> None:
-        self.objects += [found, found._state_ctx, found._comm_ctx]
-        for group in found._fsdp_param_groups:
+    def add(self, state_object: Any) -> None:
+        self.objects += [state_object, state_object._state_ctx, state_object._comm_ctx]
+        for group in state_object._fsdp_param_groups:
             self.objects += [group, *group.fsdp_params]
-        module = found._modules[0]
+        module = state_object._modules[0]
         self.objects += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
     def run(self) -> None:
@@ -115,15 +115,15 @@ class World:
             self.step()
 
     def step(self) -> None:
-        """One step; whatever it raises is right."""
+        """Runs one step and ignores its exception: any exception is allowed."""
         numbers = self.steps.pop(0)
-        what = STEPS[numbers[0] % len(STEPS)]
+        step_function = STEPS[numbers[0] % len(STEPS)]
         with contextlib.suppress(Exception):
-            what(self, *numbers[1:])
+            step_function(self, *numbers[1:])
 
     def reenter(self) -> None:
-        """What evil objects do wherever they are asked anything."""
-        if self.depth < DEPTH and self.steps:
+        """Runs the next step inside the current one. Evil objects call it in every method."""
+        if self.depth < MAX_DEPTH and self.steps:
             self.depth += 1
             try:
                 self.step()
@@ -134,7 +134,7 @@ class World:
         return self.objects[number % len(self.objects)]
 
     def value(self, number: int) -> Any:
-        """A value; every other one is an object, or a list of them."""
+        """Returns the value that ``number`` selects; about half are objects or lists of objects."""
         number, kind = divmod(number, 4)
         if kind == 0:
             return self.object(number)
@@ -145,7 +145,7 @@ class World:
 
 
 class Evil:
-    """Answers every question by going on with the program, and then often with an exception."""
+    """Every special method runs the next step of the program, then may raise an exception."""
 
     def __init__(self, world: World, mood: int) -> None:
         self.__dict__.update(world=weakref.ref(world), mood=mood)
@@ -155,7 +155,7 @@ class Evil:
         if world is not None:
             world.reenter()
         if self.__dict__["mood"] == 0:
-            raise Odd
+            raise EvilError
         return answer
 
     def __eq__(self, other: object) -> bool:
@@ -199,7 +199,7 @@ class Evil:
 
 
 class EvilLinear(nn.Linear):
-    """Goes on with the program whenever a parameter is registered, before or after."""
+    """Runs the next step of the program before and after a parameter is assigned."""
 
     world: Any = None
 
@@ -212,8 +212,8 @@ class EvilLinear(nn.Linear):
             world.reenter()
 
 
-def model_of(made: type[nn.Linear]) -> Any:
-    model: Any = nn.Sequential(made(2, 2), made(2, 2))
+def build_model(linear_type: type[nn.Linear]) -> Any:
+    model: Any = nn.Sequential(linear_type(2, 2), linear_type(2, 2))
     for block in model:
         fsdp_c.fully_shard(block)
     fsdp_c.fully_shard(model)
@@ -221,22 +221,22 @@ def model_of(made: type[nn.Linear]) -> Any:
     return model
 
 
-def make_evil(world: World, model: Any) -> None:
+def install_evil_hooks(world: World, model: Any) -> None:
     EvilLinear.world = weakref.ref(world)
-    for one in model.parameters():
-        one.register_post_accumulate_grad_hook(Evil(world, 1))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(Evil(world, 1))
     model[0].register_forward_hook(Evil(world, 2))
 
 
-def make(cls: type) -> Any:
-    """An object without its ``__init__``."""
+def allocate(cls: type) -> Any:
+    """Returns an object whose ``__init__`` has not run."""
     if issubclass(cls, _C.CommContext):
         return cls.__new__(cls, torch.device("cpu"))
     return cls.__new__(cls)
 
 
 def values_of(world: World) -> list[Any]:
-    """Constants, and functions that make what is to be new each time."""
+    """Returns constants, and functions that create the values that must be new on each use."""
     linear = nn.Linear(2, 2)
     return [
         None, True, False, 0, 1, 2, -1, 2**31, 2**63, -(2**63), 1.5, float("nan"), "", "shard",
@@ -254,30 +254,30 @@ def values_of(world: World) -> list[Any]:
     ]  # fmt: skip
 
 
-# ---- steps: the world, then numbers that choose ----
+# ---- steps: functions of the world and of numbers that select objects, names and values ----
 
 
-def get(world: World, which: int, name: int, *unused: int) -> None:
-    obj = world.object(which)
+def get(world: World, index: int, name: int, *unused: int) -> None:
+    obj = world.object(index)
     attributes, _ = NAMES[base_of(obj)]  # type: ignore[index]
     repr(getattr(obj, attributes[name % len(attributes)]))
 
 
-def put(world: World, which: int, name: int, value: int, *unused: int) -> None:
-    obj = world.object(which)
+def put(world: World, index: int, name: int, value: int, *unused: int) -> None:
+    obj = world.object(index)
     attributes, _ = NAMES[base_of(obj)]  # type: ignore[index]
     setattr(obj, attributes[name % len(attributes)], world.value(value))
 
 
-def remove(world: World, which: int, name: int, *unused: int) -> None:
-    obj = world.object(which)
+def remove(world: World, index: int, name: int, *unused: int) -> None:
+    obj = world.object(index)
     attributes, _ = NAMES[base_of(obj)]  # type: ignore[index]
     delattr(obj, attributes[name % len(attributes)])
 
 
-def call(world: World, which: int, name: int, *numbers: int) -> None:
-    """A method, with as many arguments as it takes to get beyond their number being wrong."""
-    obj = world.object(which)
+def call(world: World, index: int, name: int, *numbers: int) -> None:
+    """Calls a method with 0, 1, ... arguments, so that one call has a valid argument count."""
+    obj = world.object(index)
     base = base_of(obj)
     if base is None:
         obj(*(world.value(n) for n in numbers[:3]))  # a hook
@@ -290,8 +290,8 @@ def call(world: World, which: int, name: int, *numbers: int) -> None:
             method(obj, *args[:count])
 
 
-def initialise(world: World, which: int, *numbers: int) -> None:
-    obj = world.object(which)
+def initialize(world: World, index: int, *numbers: int) -> None:
+    obj = world.object(index)
     args = [world.value(n) for n in numbers]
     if isinstance(obj, _C.Param):
         _C.Param.__init__(obj, (2, 2), 0, *args[:3])
@@ -302,38 +302,40 @@ def initialise(world: World, which: int, *numbers: int) -> None:
         type(obj).__init__(obj, *args)
 
 
-def function(world: World, which: int, *numbers: int) -> None:
+def function(world: World, index: int, *numbers: int) -> None:
     args = [world.value(n) for n in numbers]
-    called: Callable[..., Any] = FUNCTIONS[which % len(FUNCTIONS)]
+    target: Callable[..., Any] = FUNCTIONS[index % len(FUNCTIONS)]
     for count in range(len(args) + 1):
         with contextlib.suppress(TypeError):
-            called(*args[:count])
+            target(*args[:count])
 
 
-def bind(world: World, which: int, value: int, *unused: int) -> None:
+def bind(world: World, index: int, value: int, *unused: int) -> None:
     names = sorted(BOUND)
-    _C.bind(**{**BOUND, names[which % len(names)]: world.value(value)})
+    _C.bind(**{**BOUND, names[index % len(names)]: world.value(value)})
 
 
-def new(world: World, which: int, *unused: int) -> None:
-    world.objects.append(make(TYPES[which % len(TYPES)]))
+def new(world: World, index: int, *unused: int) -> None:
+    world.objects.append(allocate(TYPES[index % len(TYPES)]))
 
 
-def drop(world: World, which: int, *unused: int) -> None:
+def drop(world: World, index: int, *unused: int) -> None:
     if len(world.objects) > 1:
-        world.objects.pop(which % len(world.objects))
+        world.objects.pop(index % len(world.objects))
 
 
 def forget(world: World, *unused: int) -> None:
-    """All but a few of the objects die, models too."""
+    """Drops all models but one and all objects but the last 12."""
     world.models = world.models[:1]
     world.objects = world.objects[-12:]
 
 
-def clear(world: World, which: int, *unused: int) -> None:
-    """What the collector does to an object of a cycle, while it can be reached; no call is under
-    way then."""
-    obj = world.object(which)
+def clear(world: World, index: int, *unused: int) -> None:
+    """Calls tp_clear of a reachable object, as the garbage collector does for objects in cycles.
+
+    Only at depth 0, where no method of the object runs.
+    """
+    obj = world.object(index)
     if world.depth > 0:
         return
     slot = ctypes.c_void_p.from_address(id(base_of(obj) or type(obj)) + TP_CLEAR).value
@@ -345,19 +347,19 @@ def collect(world: World, *unused: int) -> None:
     gc.collect()
 
 
-def forward(world: World, which: int, grad: int, *unused: int) -> None:
-    model = world.models[which % len(world.models)]
+def forward(world: World, index: int, grad: int, *unused: int) -> None:
+    model = world.models[index % len(world.models)]
     loss = model(torch.ones(1, 2)).sum()
     if grad % 4:
         loss.backward()
 
 
-def reset(world: World, which: int, *unused: int) -> None:
-    world.models[which % len(world.models)].reset_iter_state()
+def reset(world: World, index: int, *unused: int) -> None:
+    world.models[index % len(world.models)].reset_iter_state()
 
 
 STEPS = (
-    *(get, put, put, put, remove, call, call, call, initialise, function, bind, new, drop),
+    *(get, put, put, put, remove, call, call, call, initialize, function, bind, new, drop),
     *(forget, clear, collect, forward, forward, reset),
 )
 
@@ -366,14 +368,14 @@ STEPS = (
 
 
 def run_in_fork(steps: list[tuple[int, ...]], log: Any) -> int:
-    """The exit code of a process that runs the program; its stacks are in ``log``."""
+    """Runs the program in a forked process. Returns its exit code; ``log`` receives the stacks."""
     log.seek(0)
     log.truncate()
     child = os.fork()
     if child == 0:
         os.dup2(log.fileno(), 2)
         faulthandler.enable(log)
-        signal.alarm(SECONDS)
+        signal.alarm(TIMEOUT_SECONDS)
         world = World(steps, MODELS)
         world.run()
         _C.bind(**BOUND)
@@ -384,19 +386,19 @@ def run_in_fork(steps: list[tuple[int, ...]], log: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def shortened(steps: list[tuple[int, ...]], log: Any) -> list[tuple[int, ...]]:
-    """A part of a program that fails, without what is not needed for that."""
-    end = time.monotonic() + SHORTEN
-    at = len(steps)
-    while at > 0 and time.monotonic() < end:
-        at -= 1
-        less = steps[:at] + steps[at + 1 :]
-        if run_in_fork(less, log) != 0:
-            steps = less
+def shorten(steps: list[tuple[int, ...]], log: Any) -> list[tuple[int, ...]]:
+    """Returns a shorter program that still fails, by removing steps one at a time."""
+    end = time.monotonic() + SHORTEN_SECONDS
+    position = len(steps)
+    while position > 0 and time.monotonic() < end:
+        position -= 1
+        candidate = steps[:position] + steps[position + 1 :]
+        if run_in_fork(candidate, log) != 0:
+            steps = candidate
     return steps
 
 
-def show(steps: list[tuple[int, ...]]) -> str:
+def format_steps(steps: list[tuple[int, ...]]) -> str:
     return "\n".join(f"  {STEPS[s[0] % len(STEPS)].__name__}{s[1:]}" for s in steps)
 
 
@@ -414,15 +416,15 @@ def explore(examples: int, seed: int | None, log: Any) -> None:
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(st.lists(step, min_size=12, max_size=40))
-    def lives(steps: list[tuple[int, ...]]) -> None:
+    def survives(steps: list[tuple[int, ...]]) -> None:
         if run_in_fork(steps, log) != 0:
-            steps = shortened(steps, log)
+            steps = shorten(steps, log)
             code = run_in_fork(steps, log)
             log.seek(0)
             text = log.read()
-            raise AssertionError(f"exit code {code} after\n{show(steps)}\n{text[-6000:]}")
+            raise AssertionError(f"exit code {code} after\n{format_steps(steps)}\n{text[-6000:]}")
 
-    (lives if seed is None else hypothesis.seed(seed)(lives))()
+    (survives if seed is None else hypothesis.seed(seed)(survives))()
 
 
 MODELS: list[Any] = []
@@ -433,8 +435,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     gc.collect()
-    gc.freeze()  # what is there already need not be looked at in each fork
-    MODELS.extend(model_of(made) for made in (nn.Linear, EvilLinear))
+    gc.freeze()  # collections in the forked processes skip the objects that exist here
+    MODELS.extend(build_model(linear_type) for linear_type in (nn.Linear, EvilLinear))
     with tempfile.TemporaryFile("w+") as log:
         explore(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None, log)
 

@@ -1,6 +1,6 @@
-"""How long things live: over many steps, after a model is deleted, and when a peer dies.
+"""Lifetimes: leaks over many steps, deletion of a model, and the death of a peer.
 
-Run by ``test_lifetime.py`` on gloo ranks.
+``test_lifetime.py`` runs this module on gloo ranks.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from torch.distributed.device_mesh import DeviceMesh
 # ---- many steps ----
 
 WIDTH = 200
-"""A parameter of a block has 160 kB: one that leaks in each of 50 steps shows."""
+"""Width of the model. A parameter has 160 kB, so a leak of one per step is measurable."""
 
 
 class UserError(Exception):
     pass
 
 
-def fail(*unused: Any) -> None:
+def raise_user_error(*unused: Any) -> None:
     raise UserError
 
 
-def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-    output.register_hook(fail)
+def raise_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    output.register_hook(raise_user_error)
 
 
-FAILURES = {"forward": fail, "backward": fail_in_backward}
-"""Forward hooks."""
+FAILURES = {"forward": raise_user_error, "backward": raise_in_backward}
+"""Forward hooks that raise in forward or in backward."""
 
 
 class Mallinfo2(ctypes.Structure):
-    """glibc's account of what is allocated."""
+    """glibc's struct mallinfo2, with the numbers of allocated bytes."""
 
     _fields_ = [(f"unused{i}", ctypes.c_size_t) for i in range(4)]
     _fields_ += [("mapped", ctypes.c_size_t), *((f"unused{i}", ctypes.c_size_t) for i in (5, 6))]
@@ -56,11 +56,11 @@ class Mallinfo2(ctypes.Structure):
 
 
 def allocated() -> int:
-    """Bytes that somebody in this process holds."""
+    """Returns the bytes that malloc has handed out in this process."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = Mallinfo2
-    found = mallinfo2()
-    return int(found.in_arenas + found.mapped)
+    result = mallinfo2()
+    return int(result.in_arenas + result.mapped)
 
 
 def census() -> dict[str, int]:
@@ -68,7 +68,7 @@ def census() -> dict[str, int]:
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     return {
         "tensors": len(tensors),
-        "objects of ours": sum(
+        "objects of fsdp_c": sum(
             str(type(o).__module__).startswith("fsdp_c") for o in gc.get_objects()
         ),
         "process groups": len(dist.distributed_c10d._world.pg_map),
@@ -83,8 +83,8 @@ def wide() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
 
-def all_kinds_of_steps(model: nn.Sequential, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Accumulation, evaluation, state dicts, gathers by hand, failures in forward and backward."""
+def run_varied_steps(model: nn.Sequential, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Runs accumulation, evaluation, state dicts, manual gathers and steps that raise."""
     x = torch.ones(2, WIDTH) + rank
     for last in (False, True):
         model.set_requires_gradient_sync(last)
@@ -96,7 +96,7 @@ def all_kinds_of_steps(model: nn.Sequential, optimizer: torch.optim.Optimizer, r
     model.state_dict()
     model[0].unshard(async_op=True).wait()
     model[0].reshard()
-    model[1].unshard(async_op=True)  # nobody waits: the next forward does
+    model[1].unshard(async_op=True)  # never waited for here; the next forward waits
     for hook in FAILURES.values():
         handle = model[1].register_forward_hook(hook)
         with contextlib.suppress(UserError):
@@ -106,41 +106,41 @@ def all_kinds_of_steps(model: nn.Sequential, optimizer: torch.optim.Optimizer, r
         model.zero_grad()
 
 
-def steps(rank: int, world: int) -> list[dict[str, int]]:
-    """The census after some steps, and after 50 more."""
+def census_before_and_after_50_steps(rank: int, world: int) -> list[dict[str, int]]:
+    """Returns the census after 10 steps and after 50 more."""
     api = Api("fsdp_c", rank, world, Path())
     model = shard(api, wide())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    found = []
+    result = []
     for count in (10, 50):
         for _ in range(count):
-            all_kinds_of_steps(model, optimizer, rank)
+            run_varied_steps(model, optimizer, rank)
         dist.barrier()
-        found.append(census())
-    return found
+        result.append(census())
+    return result
 
 
 # ---- a deleted model ----
 
 
-def everything_of(model: nn.Module) -> dict[str, Any]:
-    """Weak references to all that the model consists of, by what it is."""
-    found: dict[str, Any] = {"model": weakref.ref(model)}
+def weak_references(model: nn.Module) -> dict[str, Any]:
+    """Returns weak references to all parts of the model, by name."""
+    result: dict[str, Any] = {"model": weakref.ref(model)}
     for index, module in enumerate(model.modules()):
-        found[f"module {index}"] = weakref.ref(module)
+        result[f"module {index}"] = weakref.ref(module)
         if not hasattr(module, "_get_fsdp_state"):
             continue
         state = module._get_fsdp_state()
-        found[f"state {index}"] = weakref.ref(state)
-        found[f"context {index}"] = weakref.ref(state._comm_ctx)
+        result[f"state {index}"] = weakref.ref(state)
+        result[f"context {index}"] = weakref.ref(state._comm_ctx)
         for group in state._fsdp_param_groups:
-            found[f"group {index}"] = weakref.ref(group)
+            result[f"group {index}"] = weakref.ref(group)
             for number, param in enumerate(group.fsdp_params):
-                found[f"param {index} {number}"] = weakref.ref(param)
-                found[f"shard {index} {number}"] = weakref.ref(param.sharded_param)
+                result[f"param {index} {number}"] = weakref.ref(param)
+                result[f"shard {index} {number}"] = weakref.ref(param.sharded_param)
                 if hasattr(param, "_unsharded_param"):
-                    found[f"unsharded {index} {number}"] = weakref.ref(param._unsharded_param)
-    return found
+                    result[f"unsharded {index} {number}"] = weakref.ref(param._unsharded_param)
+    return result
 
 
 def evaluate(model: nn.Module) -> None:
@@ -148,54 +148,54 @@ def evaluate(model: nn.Module) -> None:
         model(torch.ones(2, 5))
 
 
-def leave_in(model: nn.Sequential, where: str) -> None:
+def fail_in(model: nn.Sequential, where: str) -> None:
     model[1].register_forward_hook(FAILURES[where])
     with contextlib.suppress(UserError):
         model(torch.ones(2, 5)).square().mean().backward()
 
 
-LIVES: dict[str, Callable[[nn.Sequential], Any]] = {
+USAGES: dict[str, Callable[[nn.Sequential], Any]] = {
     "never used": lambda model: None,
     "trained": lambda model: train(model, 0, 2),
     "evaluated": evaluate,
     "after a forward": lambda model: model(torch.ones(2, 5)).sum().item(),
     "gathered by hand": lambda model: model[0].unshard(),
     "while gathering": lambda model: model[0].unshard(async_op=True),
-    "failed in forward": lambda model: leave_in(model, "forward"),
-    "failed in backward": lambda model: leave_in(model, "backward"),
-    "without synchronisation": lambda model: (
+    "failed in forward": lambda model: fail_in(model, "forward"),
+    "failed in backward": lambda model: fail_in(model, "backward"),
+    "without gradient sync": lambda model: (
         model.set_requires_gradient_sync(False),
         model(torch.ones(2, 5)).sum().backward(),
     ),
 }
 
 
-def threads_after(most: int) -> int:
-    """Threads of this process, once there are at most so many or after two seconds."""
+def wait_for_threads(limit: int) -> int:
+    """Waits up to 2 s until at most ``limit`` threads run. Returns the number of threads."""
     deadline = time.monotonic() + 2
-    while len(os.listdir("/proc/self/task")) > most and time.monotonic() < deadline:
+    while len(os.listdir("/proc/self/task")) > limit and time.monotonic() < deadline:
         time.sleep(0.01)
     return len(os.listdir("/proc/self/task"))
 
 
-def deletions(rank: int, world: int) -> dict[str, Any]:
-    """What is left of a model after each life, and of the threads of all."""
+def delete_after_each_usage(rank: int, world: int) -> dict[str, Any]:
+    """Deletes a model after each usage. Returns surviving parts and the number of new threads."""
     api = Api("fsdp_c", rank, world, Path())
-    train(shard(api, blocks_and_head()), rank, 1)  # what torch makes once
+    train(shard(api, blocks_and_head()), rank, 1)  # creates torch's per-process objects
     gc.collect()
-    threads = threads_after(0)
-    found: dict[str, Any] = {}
-    for life, lead in LIVES.items():
+    threads = wait_for_threads(0)
+    result: dict[str, Any] = {}
+    for usage, use in USAGES.items():
         model = shard(api, blocks_and_head())
-        lead(model)
-        parts = everything_of(model)
+        use(model)
+        parts = weak_references(model)
         del model
         gc.collect()
-        found[life] = [name for name, ref in parts.items() if ref() is not None]
-        found[f"{life}, parts"] = len(parts)
+        result[usage] = [name for name, ref in parts.items() if ref() is not None]
+        result[f"{usage}, parts"] = len(parts)
         dist.barrier()
-    found["more threads"] = threads_after(threads) - threads
-    return found
+    result["more threads"] = wait_for_threads(threads) - threads
+    return result
 
 
 # ---- a dead peer ----
@@ -203,20 +203,22 @@ def deletions(rank: int, world: int) -> dict[str, Any]:
 PLACES = ["gather in forward", "gather in backward", "reduction"]
 
 
-def lose_a_peer(rank: int, world: int, folder: str) -> None:
-    """Rank 3 shares one group with each other rank, and dies while they wait for it.
+def run_with_peer_death(rank: int, world: int, folder: str) -> None:
+    """Rank 3 shares one group with each other rank, and dies while the other ranks wait for it.
 
-    Each of the others writes what it saw to a file.
+    Each of the other ranks writes its exception to a file.
     """
     api = Api("fsdp_c", rank, world, Path(folder))
     last = world - 1
     groups = [dist.new_group([r, last]) for r in range(last)]
-    brief = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
+    short_timeout_group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
     if rank == 0:
-        absent = CASES["handle"](api, mesh=DeviceMesh.from_group(brief, "cpu"))
-        witness(api.folder / "nobody comes", absent.wait_in)
-    mine = range(last) if rank == last else [rank]
-    cases = {r: CASES[PLACES[r]](api, mesh=DeviceMesh.from_group(groups[r], "cpu")) for r in mine}
+        case_without_peer = CASES["handle"](
+            api, mesh=DeviceMesh.from_group(short_timeout_group, "cpu")
+        )
+        report_exception(api.folder / "missing peer", case_without_peer.wait_in)
+    led = range(last) if rank == last else [rank]
+    cases = {r: CASES[PLACES[r]](api, mesh=DeviceMesh.from_group(groups[r], "cpu")) for r in led}
     for case in cases.values():
         train(case.model, 0, 1)
         case.begin()
@@ -226,11 +228,11 @@ def lose_a_peer(rank: int, world: int, folder: str) -> None:
         for process in processes[:last]:
             wait_until_blocked(process)
         os.kill(os.getpid(), signal.SIGKILL)
-    witness(api.folder / PLACES[rank], cases[rank].wait_in)
+    report_exception(api.folder / PLACES[rank], cases[rank].wait_in)
 
 
-def witness(path: Path, run: Callable[[], None]) -> None:
-    """Writes type, seconds and message of the exception of ``run()``, and of its cause."""
+def report_exception(path: Path, run: Callable[[], None]) -> None:
+    """Runs ``run()`` and writes its exception's type, seconds, message and cause to ``path``."""
     start = time.monotonic()
     try:
         run()

@@ -1,9 +1,9 @@
-"""A training step in which one thing fails, on every rank at the same point, and what comes after.
+"""Trains a step in which one call fails, on every rank at the same point, then checks recovery.
 
-Run by ``test_sweep.py`` on gloo ranks. Each attempt starts from the same weights, behind the clean
-step that ended the attempt before: it trains one step with the failure, recovers with
-``reset_iter_state()`` and ``zero_grad()``, repeats the step and trains one more. Losses, gradients
-and weights must equal those of a clean run.
+``test_sweep.py`` runs this module on gloo ranks. Each attempt restores the same weights and trains
+one step with a failure. Then the trainer calls ``reset_iter_state()`` and ``zero_grad()``, repeats
+the step and trains one more. Losses, gradients and weights must equal those of a run without
+failure.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fsdp_c import _C, MixedPrecisionPolicy, fully_shard, replicate
 
 DIM = 6
 FAILING, NEXT = 1, 2
-"""Steps of an attempt; step 0 is trained once, at the start."""
+"""Step numbers of an attempt. Step 0 is trained once, when the trainer is created."""
 
 
 class UserError(Exception):
-    """Raised by the model's own code."""
+    """Raised by the model's forward or by a hook in its backward."""
 
 
 class Block(nn.Module):
-    """Linear, norm, and a point where user code can fail in forward or backward."""
+    """Linear, norm, and a fault that can be raised in forward or in backward."""
 
     def __init__(self, bomb: Bomb) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Bomb:
-    """Raises UserError at its n-th tick; 0: never."""
+    """Raises UserError at the n-th call of ``tick``. ``left`` holds n; 0 disables it."""
 
     def __init__(self) -> None:
         self.left = 0
@@ -58,7 +58,7 @@ class Bomb:
 
 
 Reshard = bool | None | Literal["replicate"]
-"""reshard_after_forward; or ``replicate``, with a bucket for every few parameters."""
+"""Values of reshard_after_forward, or "replicate": DDP mode with several small buckets."""
 
 
 def build(mixed: bool, reshard: Reshard) -> tuple[nn.Module, Bomb]:
@@ -88,13 +88,13 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 class Trainer:
-    """The script under test: accumulation without synchronisation, then a synchronised backward."""
+    """Trains with fsdp_c: optionally one unsynchronized backward, then a synchronized one."""
 
     def __init__(self, rank: int, mixed: bool, accumulate: bool, reshard: Reshard) -> None:
         self.rank = rank
         self.parts = 2 if accumulate else 1
         self.model, self.bomb = build(mixed, reshard)
-        self.train_step(0)  # lazy init and first-use allocations
+        self.train_step(0)  # runs lazy initialization and the allocations of the first step
         self.model.zero_grad()
         self.start = [local(p) for p in self.model.parameters()]
 
@@ -121,7 +121,10 @@ class Trainer:
                 group._check()
 
     def run(self, arm: Callable[[], None]) -> tuple[list[Any], str | None]:
-        """(what was computed, the failure's type and text or None)."""
+        """Trains the failing and the next step.
+
+        Returns the results and the failure's type and text, or None if no call failed.
+        """
         with torch.no_grad():
             for p, start in zip(self.model.parameters(), self.start):
                 p.to_local().copy_(start)
@@ -159,7 +162,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
 def points(
     trainer: Trainer, kind: str, first: int, stride: int
 ) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Every n, or every other, with what makes the n-th call fail."""
+    """Yields n and a function that makes the n-th call fail, for every ``stride``-th n."""
     for n in itertools.count(first, stride):
         if kind == "boundary":
             yield n, lambda n=n: _C._testing.fault_arm(n)
@@ -170,27 +173,30 @@ def points(
 def sweep(
     rank: int, world: int, kind: str, mixed: bool, accumulate: bool, reshard: Reshard
 ) -> dict[str, Any]:
-    """Fails at every point in turn: {'points': count, 'wrong': [(n, failure)], ...}. Where two
-    microbatches make most calls twice, at every other boundary call, the odd or the even ones,
-    unless SWEEP_WHOLE is set."""
+    """Fails at every point in turn. Returns the number of points and the failures whose results
+    differ.
+
+    With accumulation, two microbatches repeat most boundary calls. The sweep then takes only the
+    odd or only the even boundary calls, unless SWEEP_WHOLE is set.
+    """
     torch.set_num_threads(1)
     trainer = Trainer(rank, mixed, accumulate, reshard)
     expected, failure = trainer.run(lambda: None)
     assert failure is None
-    wrong: list[tuple[int, str]] = []
-    seen: set[str] = set()
-    thin = kind == "boundary" and accumulate and "SWEEP_WHOLE" not in os.environ
-    first, stride = (1 + mixed, 2) if thin else (1, 1)
+    mismatches: list[tuple[int, str]] = []
+    failure_types: set[str] = set()
+    every_other = kind == "boundary" and accumulate and "SWEEP_WHOLE" not in os.environ
+    first, stride = (1 + mixed, 2) if every_other else (1, 1)
     for n, arm in points(trainer, kind, first, stride):
-        got, failure = trainer.run(arm)
+        actual, failure = trainer.run(arm)
         if failure is None:
             return {
                 "points": n - stride,
-                "wrong": wrong,
-                "failures": seen,
-                "same": same(got, expected),
+                "mismatches": mismatches,
+                "failures": failure_types,
+                "same": same(actual, expected),
             }
-        seen.add(failure.split(":")[0])
-        if not same(got, expected):
-            wrong.append((n, failure))
+        failure_types.add(failure.split(":")[0])
+        if not same(actual, expected):
+            mismatches.append((n, failure))
     raise AssertionError("unreachable")

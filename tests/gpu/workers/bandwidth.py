@@ -1,9 +1,9 @@
-"""Bytes per second of each kernel, read and written, beside a copy of the device's memory and
-beside torch's own operation for the same work.
+"""Measures the bandwidth of each kernel, beside a device memory copy and torch's own operation.
 
-The parameters are those of a layer of an 8 B Llama. On CUDA the kernels of the library (the same
-source as the extension's), by events, the median of several; a kernel below 0.8 of the copy is a
-failure. Elsewhere the fake ones on a small layer, which only shows that this still runs.
+Bandwidth counts bytes read and written. The parameters are those of one layer of an 8 B Llama. On
+CUDA the kernels come from a library built from the extension's source. Times come from CUDA events,
+as the median of several rounds; a kernel below 0.8 of the memory copy fails the step. Elsewhere a
+small layer runs on the fake kernels, only to check that this script works.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ LAYER = (
 )
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 REPEATS = 5
-"""Launches between two events, so that the host is ahead of the device."""
+"""Launches between two events, so that host time does not limit the measurement."""
 
 
 @dataclass
 class Work:
-    """Something to time; ``held``: it has to reach the goal."""
+    """One operation to measure. If ``has_goal``, it must reach GOAL of the memory copy."""
 
     name: str
     bytes: int
     run: Callable[[], Any]
-    other: Callable[[], Any] | None = None
-    held: bool = True
+    torch_run: Callable[[], Any] | None = None
+    has_goal: bool = True
 
 
 def shapes() -> list[tuple[int, int]]:
@@ -51,7 +51,7 @@ def random_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Of one call: the median of several rounds."""
+    """Returns the time of one call in milliseconds, as the median of several rounds."""
     for _ in range(3):
         run()
     return statistics.median(_round(run) for _ in range(11 if ON_CUDA else 1)) / REPEATS
@@ -106,23 +106,25 @@ def pack(world: int, source: torch.dtype) -> Work:
 
 
 def unpack(world: int, shift: int = 0) -> Work:
-    """``shift``: bytes by which the row is away from an address of 16."""
+    """Measures unpack; ``shift`` is the offset in bytes of the buffer from 16-byte alignment."""
     sizes = [rows * columns // world for rows, columns in shapes()]
     total = sum(sizes)
     memory = random_tensor(total * world + 8, torch.bfloat16)
     rows = memory[shift // 2 : shift // 2 + total * world].view(world, total)
     whole = [torch.empty(world, size, dtype=torch.bfloat16, device=DEVICE) for size in sizes]
-    places, at = [], 0
-    for size, one in zip(sizes, whole):
-        places.append(Column(dst=one.data_ptr(), offset=at * 2, bytes=size * 2, blocks=1))
-        at += size
-    columns = library.array(Column, places)
+    descriptors, offset = [], 0
+    for size, entry in zip(sizes, whole):
+        descriptors.append(
+            Column(dst=entry.data_ptr(), offset=offset * 2, bytes=size * 2, blocks=1)
+        )
+        offset += size
+    columns = library.array(Column, descriptors)
     return Work(
         f"unpack bfloat16, {world} ranks" + (f", {shift} bytes off" if shift else ""),
         total * world * 4,
         lambda: library.cuda().unpack(rows.data_ptr(), total * 2, world, columns, stream()),
         lambda: torch.split_with_sizes_copy(rows, sizes, dim=1, out=whole),
-        held=not shift,
+        has_goal=not shift,
     )
 
 
@@ -131,13 +133,13 @@ def pack_gradients(world: int, target: torch.dtype) -> Work:
     total = sum(grad.numel() for grad in grads) // world
     buffer = torch.empty(world, total, dtype=target, device=DEVICE)
     code, size = (FP32, 4) if target == torch.float32 else (BF16, 2)
-    places, at = [], 0
+    descriptors, offset = [], 0
     for grad in grads:
         chunk = grad.numel() // world
-        place = {"numel": grad.numel(), "chunk": chunk, "offset": at, "blocks": 1}
-        places.append(Gradient(src=grad.data_ptr(), itemsize=2, src_dtype=BF16, **place))
-        at += chunk
-    table = library.array(Gradient, places)
+        layout = {"numel": grad.numel(), "chunk": chunk, "offset": offset, "blocks": 1}
+        descriptors.append(Gradient(src=grad.data_ptr(), itemsize=2, src_dtype=BF16, **layout))
+        offset += chunk
+    table = library.array(Gradient, descriptors)
     return Work(
         f"pack gradients bfloat16 to {str(target)[6:]}, {world} ranks",
         total * world * (2 + size),
@@ -149,7 +151,7 @@ def pack_gradients(world: int, target: torch.dtype) -> Work:
 
 
 def unpack_second_dim(world: int) -> Work:
-    """A matrix cut by columns: a block for each of its rows."""
+    """Measures unpack of a matrix sharded on dim 1, which has one block per row."""
     rows, columns = shapes()[0]
     part = columns // world
     gathered = random_tensor(rows * columns, torch.bfloat16).view(world, rows, part)
@@ -161,7 +163,7 @@ def unpack_second_dim(world: int) -> Work:
         rows * columns * 4,
         lambda: library.cuda().unpack(gathered.data_ptr(), size, world, table, stream()),
         lambda: torch.cat(list(gathered), dim=1, out=whole),
-        held=False,
+        has_goal=False,
     )
 
 
@@ -176,8 +178,8 @@ WORKS: tuple[Callable[[], Work], ...] = (
 )
 
 
-def copy_of_the_device() -> float:
-    """Terabytes per second, read and written."""
+def memory_copy_bandwidth() -> float:
+    """Returns the bandwidth of a device memory copy in TB/s, read and written."""
     numel = (1 << 30) if ON_CUDA else 1 << 16
     source = random_tensor(numel // 2, torch.bfloat16)
     target = torch.empty_like(source)
@@ -186,26 +188,28 @@ def copy_of_the_device() -> float:
 
 def main() -> None:
     torch.manual_seed(0)
-    memcpy = copy_of_the_device()
+    memcpy = memory_copy_bandwidth()
     figures: dict[str, dict[str, float | None]] = {}
-    below = []
+    below_goal = []
     for make in WORKS:
         work = make()
-        ours = work.bytes / milliseconds(work.run) / 1e9
-        other = work.bytes / milliseconds(work.other) / 1e9 if work.other else None
+        measured = work.bytes / milliseconds(work.run) / 1e9
+        torch_measured = work.bytes / milliseconds(work.torch_run) / 1e9 if work.torch_run else None
         figures[work.name] = {
-            "tb_per_s": ours,
-            "of_memcpy": ours / memcpy,
-            "torch_of_memcpy": other / memcpy if other else None,
+            "tb_per_s": measured,
+            "of_memcpy": measured / memcpy,
+            "torch_of_memcpy": torch_measured / memcpy if torch_measured else None,
         }
-        if work.held and ours < GOAL * memcpy:
-            below.append(f"{work.name} {ours / memcpy:.2f}")
-        print(f"{work.name:<50}{ours:8.3f} TB/s  {ours / memcpy:5.2f} of memcpy", flush=True)
-    least = min(one["of_memcpy"] or 0 for one in figures.values())
-    line = f"memcpy {memcpy:.2f} TB/s; {len(figures)} kernels, least {least:.2f} of it"
-    line += f"; below {GOAL}: {', '.join(below)}" if below and ON_CUDA else ""
-    line += "" if ON_CUDA else " (fake kernels: no figures)"
-    conclude(not (below and ON_CUDA), line, memcpy_tb_per_s=memcpy, kernels=figures)
+        if work.has_goal and measured < GOAL * memcpy:
+            below_goal.append(f"{work.name} {measured / memcpy:.2f}")
+        print(
+            f"{work.name:<50}{measured:8.3f} TB/s  {measured / memcpy:5.2f} of memcpy", flush=True
+        )
+    lowest = min(entry["of_memcpy"] or 0 for entry in figures.values())
+    line = f"memcpy {memcpy:.2f} TB/s; {len(figures)} kernels, lowest {lowest:.2f} of it"
+    line += f"; below {GOAL}: {', '.join(below_goal)}" if below_goal and ON_CUDA else ""
+    line += "" if ON_CUDA else " (fake kernels: not a measurement)"
+    conclude(not (below_goal and ON_CUDA), line, memcpy_tb_per_s=memcpy, kernels=figures)
 
 
 if __name__ == "__main__":

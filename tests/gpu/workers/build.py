@@ -1,7 +1,7 @@
-"""Builds the extension for this torch, and the kernels as a library of their own beside it.
+"""Builds the extension for the installed torch, and the kernels as a separate shared library.
 
-On CUDA by ``setup.py build_ext --inplace`` for sm_90: no pip, no isolation, no network; without
-ninja setuptools compiles one file after the other. Elsewhere the extension has to be there.
+On CUDA it runs ``setup.py build_ext --inplace`` for sm_90, without pip, build isolation or network.
+Without ninja, setuptools compiles one file at a time. Elsewhere the extension must exist already.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PROBE = (
 
 
 def command() -> list[str]:
-    """Builds in place. What setuptools before 77 cannot read of pyproject.toml it need not know."""
+    """Returns the build command. setuptools before 77 cannot parse pyproject.toml's license
+    field, so for those the command skips pyproject.toml, which the build does not need."""
     arguments = ["setup.py", "build_ext", "--inplace"]
     if int(setuptools.__version__.split(".")[0]) >= 77:
         return [sys.executable, *arguments]
@@ -40,30 +41,34 @@ def build() -> subprocess.Popen[bytes] | None:
         return None
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
     env = os.environ | {"FSDP_C_CUDA_ARCH": kernel_library.ARCH, "MAX_JOBS": jobs}
-    # A warning of a compiler that is newer than ours is no reason to see nothing else.
+    # A newer compiler may emit new warnings, which must not stop the remaining steps.
     env |= {"TORCH_CUDA_ARCH_LIST": "9.0", "FSDP_C_LENIENT": "1"}
     return subprocess.Popen(command(), cwd=ROOT, env=env)
 
 
 def main() -> None:
     begin = time.perf_counter()
-    running = build()
+    build_process = build()
     kernels = kernel_library.library()
     kernel_seconds = time.perf_counter() - begin
     if DEVICE == "sim":
         import simulated_build
 
         simulated_build.library()
-    status = running.wait() if running is not None else 0
+    status = build_process.wait() if build_process is not None else 0
     seconds = time.perf_counter() - begin
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     print(probe.stdout, probe.stderr)
-    word = probe.stdout.rpartition(" ")[0]
-    good = status == 0 and probe.returncode == 0 and (word == "kernels" or not ON_CUDA)
-    built = f"built in {seconds:.0f} s" if ON_CUDA else "was there"
-    line = f"extension {built} ({word or 'does not import'}), {kernels.name}"
+    kernel_status = probe.stdout.rpartition(" ")[0]
+    passed = status == 0 and probe.returncode == 0 and (kernel_status == "kernels" or not ON_CUDA)
+    built = f"built in {seconds:.0f} s" if ON_CUDA else "already existed"
+    line = f"extension {built} ({kernel_status or 'import failed'}), {kernels.name}"
     conclude(
-        good, line, seconds_of_build=seconds, kernel_seconds=kernel_seconds, extension=probe.stdout
+        passed,
+        line,
+        seconds_of_build=seconds,
+        kernel_seconds=kernel_seconds,
+        extension=probe.stdout,
     )
 
 

@@ -1,7 +1,7 @@
-"""The kernels that NVRTC compiles at first use (FSDP_C_JIT=1), beside the CPU's and nvcc's.
+"""Compares the kernels that NVRTC compiles at first use (FSDP_C_JIT=1) with the CPU's and nvcc's.
 
-Random launches give the CPU's bytes, as in check_kernels.py; short trainings in which the core
-launches them, on streams and in backward's threads, give the bits of those with nvcc's kernels.
+Random launches must give the CPU's bytes, as in check_kernels.py. Short trainings, in which the
+core launches the kernels on streams and in backward threads, must give the bits of nvcc's kernels.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ ROUNDS = 200
 TRAININGS = ("mixed", "uneven", "second_dim", "hsdp_mixed", "offload")
 
 
-def compiled(device: torch.device) -> tuple[Backend, int]:
-    """The kernels, made for this device as fsdp_c makes them."""
+def compile_kernels(device: torch.device) -> tuple[Backend, int]:
+    """Compiles the kernels for this device through fsdp_c.jit."""
     from fsdp_c import jit
 
     return kernel_library.jit(*jit.kernels_for(device))
 
 
 @contextlib.contextmanager
-def in_use(address: int) -> Iterator[None]:
-    """The core launches the kernels of this fck_backend in the place of all others."""
+def kernels_replaced(address: int) -> Iterator[None]:
+    """Makes the core launch the kernels of the fck_backend at ``address`` instead of its own."""
     from fsdp_c import _C
 
     new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -50,17 +50,17 @@ def in_use(address: int) -> Iterator[None]:
         _C._testing.simulate_kernels(None)
 
 
-def trained_apart(device: torch.device, address: int) -> list[str]:
-    """The trainings that come to other bits."""
+def differing_trainings(device: torch.device, address: int) -> list[str]:
+    """Lists the trainings whose results differ between the two sets of kernels."""
     stage = race.make_stage("fsdp_c", device)
-    wrong = []
+    mismatches = []
     for name in TRAININGS:
-        right, _ = race.run(name, stage, 1)
-        with in_use(address):
-            found, _ = race.run(name, stage, 1)
-        if found != right or not re.fullmatch(r"[0-9a-f]{16}", right):
-            wrong.append(f"trained otherwise: {name}, {found} and not {right}")
-    return wrong
+        expected, _ = race.run(name, stage, 1)
+        with kernels_replaced(address):
+            actual, _ = race.run(name, stage, 1)
+        if actual != expected or not re.fullmatch(r"[0-9a-f]{16}", expected):
+            mismatches.append(f"training {name!r}: digest {actual}, expected {expected}")
+    return mismatches
 
 
 def main() -> None:
@@ -68,16 +68,16 @@ def main() -> None:
     device = start_device()
     begin = time.perf_counter()
     try:
-        kernels, address = compiled(device)
+        kernels, address = compile_kernels(device)
     except (RuntimeError, OSError, AttributeError) as error:
-        conclude(False, f"NVRTC has made no kernels: {error}")
+        conclude(False, f"NVRTC did not compile the kernels: {error}")
     seconds = time.perf_counter() - begin
     loop_group.join(variants.WORLD, device)
-    wrong = check_kernels.differences(ROUNDS, bare=False, kernels=kernels)
-    wrong += trained_apart(device, address)
+    mismatches = check_kernels.differences(ROUNDS, bare=False, kernels=kernels)
+    mismatches += differing_trainings(device, address)
     line = f"compiled in {seconds:.1f} s; {ROUNDS} rounds of 3 launches, {len(TRAININGS)} "
-    line += "trainings: " + (wrong[0] if wrong else "equal bytes")
-    conclude(not wrong, line, seconds_of_compilation=seconds, differences=wrong)
+    line += "trainings: " + (mismatches[0] if mismatches else "equal bytes")
+    conclude(not mismatches, line, seconds_of_compilation=seconds, differences=mismatches)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-/* Loaded in front of the CUDA runtime (LD_PRELOAD): leaves out one of the waits for an event by
- * which fsdp_c's extension orders streams. A seeded bug for races.py, without another build. */
+/* LD_PRELOAD library that drops one cudaStreamWaitEvent call of fsdp_c's extension.
+ * races.py uses it as a seeded bug: no separate build of the extension is needed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <execinfo.h>
@@ -12,11 +12,11 @@ typedef int (*wait_function)(void *stream, void *event, unsigned int flags);
 
 enum { DEPTH = 32 };
 
-static long waits;         /* since visit_drop() */
-static long dropped = -1;  /* which of them is left out */
-static uintptr_t from, to; /* where the extension lies in memory */
+static long waits;         /* calls of the extension since visit_drop() */
+static long dropped = -1;  /* index of the call to drop; -1: none */
+static uintptr_t from, to; /* address range of the extension */
 
-static int note_range(struct dl_phdr_info *info, size_t size, void *unused) {
+static int find_extension(struct dl_phdr_info *info, size_t size, void *unused) {
     (void)size;
     (void)unused;
     if (strstr(info->dlpi_name, "fsdp_c/_C.") == NULL) {
@@ -30,7 +30,7 @@ static int note_range(struct dl_phdr_info *info, size_t size, void *unused) {
     return 1;
 }
 
-static int by_the_extension(void) {
+static int is_called_by_extension(void) {
     void *frames[DEPTH];
     const int depth = backtrace(frames, DEPTH);
     for (int i = 0; i < depth; i++) {
@@ -42,24 +42,25 @@ static int by_the_extension(void) {
     return 0;
 }
 
-/* The runtime that is loaded; torch may have loaded it for itself alone. */
+/* Returns the real function of the loaded runtime. torch may load the runtime with RTLD_LOCAL, so
+ * RTLD_NEXT alone may not find it. */
 static wait_function real_wait(void) {
     static const char *const names[] = {"libcudart.so.13", "libcudart.so.12"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         void *library = dlopen(names[i], RTLD_LAZY | RTLD_NOLOAD);
-        void *found = library != NULL ? dlsym(library, "cudaStreamWaitEvent") : NULL;
-        if (found != NULL) {
-            return (wait_function)found;
+        void *function = library != NULL ? dlsym(library, "cudaStreamWaitEvent") : NULL;
+        if (function != NULL) {
+            return (wait_function)function;
         }
     }
     return (wait_function)dlsym(RTLD_NEXT, "cudaStreamWaitEvent");
 }
 
-/* Counts anew; the n-th wait from now on is left out (-1: none). */
+/* Resets the counter. The n-th wait from now on is dropped; -1: none. */
 void visit_drop(long n) {
     waits = 0;
     dropped = n;
-    dl_iterate_phdr(&note_range, NULL);
+    dl_iterate_phdr(&find_extension, NULL);
 }
 
 long visit_waits(void) {
@@ -68,7 +69,7 @@ long visit_waits(void) {
 
 int cudaStreamWaitEvent(void *stream, void *event, unsigned int flags) {
     static wait_function wait;
-    if (to != 0 && by_the_extension() && waits++ == dropped) {
+    if (to != 0 && is_called_by_extension() && waits++ == dropped) {
         return 0;
     }
     if (wait == NULL) {

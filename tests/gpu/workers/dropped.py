@@ -1,12 +1,13 @@
-"""Negative controls of the races: trainings of which one wait is left out have to show it.
+"""Negative controls of the races step: a training with one wait removed must be detected.
 
     dropped.py FILE [--seconds 30]
 
-Two ways to leave out a wait: the event that the gathers wait for comes from before the optimizer
-(both implementations); and each wait of fsdp_c's own in turn, on CUDA by drop_waits.c in front of
-the runtime (LD_PRELOAD), on the simulated device by itself. On CUDA a wait that is not there shows
-in the bits, or (where streams happen to be in order all the same) not; on the simulated device it
-is a finding. FILE gets, for each control, how many were left out and how many of them showed.
+There are two kinds of controls. In the first, the event that the gathers wait for was recorded
+before the optimizer step (both implementations). In the second, each of fsdp_c's own waits is
+dropped in turn: on CUDA by drop_waits.c (LD_PRELOAD), on the simulated device by the device itself.
+On CUDA a missing wait may change the bits, unless the streams happen to run in order anyway. The
+simulated device reports it as a finding. The script writes to FILE, for each control, the number
+of dropped waits and of those that were detected.
 """
 
 from __future__ import annotations
@@ -29,40 +30,50 @@ from outcome import BUILT, ON_CUDA, start_device
 from variants import Stage
 
 VARIANT = "mixed"
-MOST = 60
-"""Waits that are left out in turn; of more, some are taken from all over the training."""
+MAX_DROPPED = 60
+"""Maximum number of dropped waits. If there are more, they are sampled evenly."""
 
 Outcome = tuple[str, bool]
-"""A digest, and whether the simulated device has found something."""
+"""A digest of the results, and whether the simulated device reported a finding."""
 
 
-def shim() -> Path:
-    """drop_waits.c, compiled."""
-    made = BUILT / "drop_waits.so"
+def build_shim() -> Path:
+    """Compiles drop_waits.c and returns the library's path."""
+    library = BUILT / "drop_waits.so"
     BUILT.mkdir(parents=True, exist_ok=True)
     source = Path(__file__).with_name("drop_waits.c")
-    command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", str(source), "-o", str(made)]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        str(source),
+        "-o",
+        str(library),
+    ]
     subprocess.run([*command, "-ldl"], check=True)
-    return made
+    return library
 
 
 def environment() -> dict[str, str]:
-    """That of a process of this file."""
-    return os.environ | ({"LD_PRELOAD": str(shim())} if ON_CUDA else {})
+    """Returns the environment in which this file must run."""
+    return os.environ | ({"LD_PRELOAD": str(build_shim())} if ON_CUDA else {})
 
 
 class Waits:
-    """The waits of the extension: counted, and one left out."""
+    """Counts the extension's waits and drops one of them."""
 
     def __init__(self) -> None:
         self.simulated = race.simulated()
         self.preloaded = ctypes.CDLL(None) if ON_CUDA else None
 
-    def leave_out(self, at: int) -> None:
+    def drop(self, index: int) -> None:
         if self.preloaded is not None:
-            self.preloaded.visit_drop(ctypes.c_long(at))
+            self.preloaded.visit_drop(ctypes.c_long(index))
         else:
-            self.simulated.watch("fsdp_c/_C.", "drop", at)
+            self.simulated.watch("fsdp_c/_C.", "drop", index)
 
     def count(self) -> int:
         if self.preloaded is not None:
@@ -76,61 +87,61 @@ class Waits:
             self.simulated.watch("", "", -1)
 
 
-def outcome(train: Callable[[], list[Any]]) -> Outcome:
-    """Of a training in which all pauses are long."""
+def run_with_long_pauses(train: Callable[[], list[Any]]) -> Outcome:
+    """Runs a training with the longest pauses for all kinds of work."""
     device = race.simulated()
     if device is not None:
         device.forget()
     loop_group.DELAYS.seed(1)
-    loop_group.DELAYS.means = dict.fromkeys(loop_group.Delays.KINDS, loop_group.SLOW)
+    loop_group.DELAYS.means = dict.fromkeys(loop_group.Delays.KINDS, loop_group.LONGEST_PAUSE)
     try:
-        found = variants.digest(train())
+        digest = variants.digest(train())
     except Exception as error:
-        found = type(error).__name__
-    return found, bool(device is not None and device.findings())
+        digest = type(error).__name__
+    return digest, bool(device is not None and device.findings())
 
 
 def stale_events(stage: Stage) -> dict[str, Any]:
-    right, _ = outcome(lambda: variants.optimizer_event(stage, stale=False))
-    found, noted = outcome(lambda: variants.optimizer_event(stage, stale=True))
-    return {"left_out": 1, "shown": int(noted or found != right)}
+    expected, _ = run_with_long_pauses(lambda: variants.optimizer_event(stage, stale=False))
+    digest, has_findings = run_with_long_pauses(lambda: variants.optimizer_event(stage, stale=True))
+    return {"dropped": 1, "detected": int(has_findings or digest != expected)}
 
 
 def dropped_waits(stage: Stage, deadline: float) -> dict[str, Any]:
     waits = Waits()
     train = variants.VARIANTS[VARIANT]
 
-    def without(at: int) -> Outcome:
-        waits.leave_out(at)
+    def run_without_wait(index: int) -> Outcome:
+        waits.drop(index)
         try:
-            return outcome(lambda: train(stage))
+            return run_with_long_pauses(lambda: train(stage))
         finally:
             counts.append(waits.count())
             waits.stop()
 
     counts: list[int] = []
-    right, _ = without(-1)
-    most = MOST if ON_CUDA else 12
-    left_out, shown = [], []
-    for at in range(0, counts[0], max(1, counts[0] // most)):
+    expected, _ = run_without_wait(-1)
+    limit = MAX_DROPPED if ON_CUDA else 12
+    dropped, detected = [], []
+    for index in range(0, counts[0], max(1, counts[0] // limit)):
         if time.monotonic() > deadline:
             break
-        found, noted = without(at)
-        left_out.append(at)
-        if noted or found != right:
-            shown.append(at)
-    figures = {"waits": counts[0], "left_out": len(left_out), "shown": len(shown)}
-    return figures | {"places": shown}
+        digest, has_findings = run_without_wait(index)
+        dropped.append(index)
+        if has_findings or digest != expected:
+            detected.append(index)
+    counters = {"waits": counts[0], "dropped": len(dropped), "detected": len(detected)}
+    return counters | {"places": detected}
 
 
 def controls(device: Any, deadline: float) -> dict[str, Any]:
-    """All of them, in a process that has joined the group."""
-    found = {
+    """Runs all negative controls in this process, which has joined the group."""
+    results = {
         f"stale event, {name}": stale_events(race.make_stage(name, device))
         for name in ("torch", "fsdp_c")
     }
-    found["waits of ours"] = dropped_waits(race.make_stage("fsdp_c", device), deadline)
-    return found
+    results["waits of fsdp_c"] = dropped_waits(race.make_stage("fsdp_c", device), deadline)
+    return results
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The machine: what later figures were measured on."""
+"""Records the machine: device, driver, versions and tools."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ PACKAGES = ("ninja", "numpy", "pytest", "pytest_timeout", "setuptools", "triton"
 
 def output(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"({error})"
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 def gpu() -> dict[str, object]:
     if not ON_CUDA:
         return {}
     values = output("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader").split(", ")
-    found: dict[str, object] = dict(zip(QUERY.split(","), values))
+    facts: dict[str, object] = dict(zip(QUERY.split(","), values))
     if torch.cuda.is_available():
-        about = torch.cuda.get_device_properties(0)
-        found["sms"] = about.multi_processor_count
-        found["capability"] = f"{about.major}.{about.minor}"
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        properties = torch.cuda.get_device_properties(0)
+        facts["sms"] = properties.multi_processor_count
+        facts["capability"] = f"{properties.major}.{properties.minor}"
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
 
 
 def main() -> None:
-    found = {
+    facts = {
         "gpu": gpu(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -52,10 +52,10 @@ def main() -> None:
         "tools": {name: shutil.which(name) for name in TOOLS},
         "packages": {name: importlib.util.find_spec(name) is not None for name in PACKAGES},
     }
-    usable = torch.cuda.is_available() or not ON_CUDA
-    card = found["gpu"].get("name", "no GPU") if ON_CUDA else "no GPU asked for"  # type: ignore
-    line = f"{card}, torch {found['torch']}, Python {found['python']}, {found['cpus']} cores"
-    conclude(usable, line if usable else f"no usable CUDA device: {line}", **found)
+    has_device = torch.cuda.is_available() or not ON_CUDA
+    device_name = facts["gpu"].get("name", "no GPU") if ON_CUDA else "no GPU requested"  # type: ignore
+    line = f"{device_name}, torch {facts['torch']}, Python {facts['python']}, {facts['cpus']} cores"
+    conclude(has_device, line if has_device else f"no usable CUDA device: {line}", **facts)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the host does for a unit and step: benchmarks/host.py by two clocks.
+"""Measures the host time per unit and step with benchmarks/host.py, by two clocks.
 
-By the CPU time of the process, and by the wall from an idle device on, which is what a step waits
-for while the queue is empty. Both above the bare model's.
+The first clock is the CPU time of the process. The second is wall time that starts with an idle
+device, which is the delay of a step while the queue is empty. Both exclude the unsharded model's
+time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GROUPS, PARAMS, ROUNDS = (16, 9, 15) if ON_CUDA else (2, 2, 2)
 JOBS = ("fp32", "mixed") if ON_CUDA else ("mixed",)
 
 
-class Wall(host.Timed):
+class WallTimed(host.Timed):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.clock = time.perf_counter_ns
@@ -31,15 +32,15 @@ def main() -> None:
     shards = implementations()
     figures: dict[str, dict[str, float]] = {}
     for name in JOBS:
-        for clock, timed in (("cpu", host.Timed), ("wall", Wall)):
+        for clock, timed in (("cpu", host.Timed), ("wall", WallTimed)):
             with mock.patch.object(host, "Timed", timed):
-                found = host.measure(shards, mesh, host.JOBS[name], GROUPS, PARAMS, ROUNDS)
-            figures[f"{name} {clock}"] = found
+                times = host.measure(shards, mesh, host.JOBS[name], GROUPS, PARAMS, ROUNDS)
+            figures[f"{name} {clock}"] = times
             if ON_CUDA:
                 torch.cuda.synchronize()
-    parts = [f"{name} {one['stock']:.0f}/{one['ours']:.0f}" for name, one in figures.items()]
-    slower = [name for name, one in figures.items() if one["ours"] > one["stock"]]
-    line = f"us per unit of {PARAMS} parameters and step, stock/ours: {', '.join(parts)}"
+    parts = [f"{name} {times['stock']:.0f}/{times['ours']:.0f}" for name, times in figures.items()]
+    slower = [name for name, times in figures.items() if times["ours"] > times["stock"]]
+    line = f"us per unit of {PARAMS} parameters and step, torch/fsdp_c: {', '.join(parts)}"
     conclude(not (slower and ON_CUDA), line, us_per_group_step=figures, slower=slower)
 
 

@@ -1,7 +1,7 @@
-"""Random launches of the kernels: what lies where, and what is called.
+"""Generates random kernel launches: the layout of their memory, and the call.
 
-Conversions are aligned to their elements, moves start at any byte. Sources hold random finite
-numbers of all magnitudes (which NaN a conversion gives is nobody's promise).
+Conversions are aligned to their element size; copies start at any byte. Sources hold random finite
+numbers of all magnitudes, because the NaN payload after a conversion is unspecified.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import numpy as np
 from kernel_library import Backend, Column, Gradient, Segment
 
 FLOATS = {5: 2, 6: 4, 7: 8, 15: 2}
-"""Sizes of float16, float32, float64 and bfloat16, by torch's numbers."""
+"""Sizes of float16, float32, float64 and bfloat16, by ScalarType number."""
 
 MOVED = {**FLOATS, 0: 1, 11: 1, 10: 16}
-"""What can also be moved: bytes, bools, complex128."""
+"""Sizes of the types that can be copied: floats, uint8, bool and complex128."""
 
 LOWEST_EXPONENT_BIT = {5: (np.uint16, 10), 6: (np.uint32, 23), 7: (np.uint64, 52)}
 LOWEST_EXPONENT_BIT[15] = (np.uint16, 7)
 
 Run = tuple[int, int]
-"""An offset and a number of bytes."""
+"""Offset and number of bytes."""
 
 
 @dataclass
 class Case:
-    """A launch between two pieces of memory."""
+    """One launch that reads a source buffer and writes a destination buffer."""
 
     name: str
     source: Any
-    """The bytes of the source, as an array."""
+    """The source buffer as an array of bytes."""
     size: int
-    """Bytes of the destination."""
+    """Size of the destination buffer in bytes."""
     launch: Callable[[Backend, int, int], None]
-    """Called with the addresses of the two."""
+    """Launches on a backend, with the addresses of source and destination."""
     read: list[Run] = field(default_factory=list)
     written: list[Run] = field(default_factory=list)
 
 
 class Layout:
-    """Places things one after another, with gaps; gives their offsets."""
+    """Assigns offsets to items in order, with random gaps between them."""
 
     def __init__(self, random: Any, gap: int = 20) -> None:
         self.random = random
@@ -51,15 +51,15 @@ class Layout:
         self.runs: list[Run] = []
 
     def place(self, size: int, unit: int) -> int:
-        at = self.size + int(self.random.integers(0, self.gap + 1))
-        at = -(-at // unit) * unit
-        self.size = at + size
-        self.runs.append((at, size))
-        return at
+        offset = self.size + int(self.random.integers(0, self.gap + 1))
+        offset = -(-offset // unit) * unit
+        self.size = offset + size
+        self.runs.append((offset, size))
+        return offset
 
 
 def _fill(random: Any, size: int, numbers: list[tuple[int, int, int]]) -> Any:
-    """Random bytes; finite floats of a type where ``numbers`` says (offset, count, dtype)."""
+    """Returns random bytes. Each (offset, count, dtype) in ``numbers`` becomes finite floats."""
     source = random.integers(0, 256, max(size, 1), dtype=np.uint8)
     for offset, count, dtype in numbers:
         if dtype in LOWEST_EXPONENT_BIT:
@@ -70,42 +70,43 @@ def _fill(random: Any, size: int, numbers: list[tuple[int, int, int]]) -> Any:
 
 
 def _count(random: Any) -> int:
-    """How many things a launch has: at times more than fit into one batch."""
+    """Returns the number of items of a launch. Some launches exceed one batch of the kernel."""
     return int(random.integers(0, 200 if random.random() < 0.12 else 12))
 
 
 def _elements(random: Any, times: int = 1) -> int:
-    """Empty, few, about a vector, a tile, several tiles; fewer where they come many times."""
-    most = random.choice([1, 9, 40, 600, 9000, 40000], p=[0.1, 0.2, 0.3, 0.25, 0.1, 0.05])
-    return int(random.integers(0, min(most, 80_000 // times) + 1))
+    """Returns a number of elements: none, a few, about a vector, one tile or several tiles. The
+    limit shrinks with ``times``, the number of repetitions."""
+    limit = random.choice([1, 9, 40, 600, 9000, 40000], p=[0.1, 0.2, 0.3, 0.25, 0.1, 0.05])
+    return int(random.integers(0, min(limit, 80_000 // times) + 1))
 
 
 def _blocks(random: Any) -> int:
-    """Of a parameter: one where it is cut on its first dim."""
+    """Returns a parameter's number of blocks. A parameter sharded on dim 0 has one."""
     return int(random.choice([1, 2, 5, 37], p=[0.6, 0.2, 0.15, 0.05]))
 
 
 def pack(random: Any) -> Case:
     sources, targets = Layout(random), Layout(random)
-    places, numbers = [], []
+    items, numbers = [], []
     for _ in range(_count(random)):
         moves, count = random.random() < 0.5, _elements(random)
         dtype = int(random.choice(list(MOVED if moves else FLOATS)))
         to = dtype if moves else int(random.choice(list(FLOATS)))
         size, to_size = MOVED[dtype], MOVED[to]
-        # A source of numbers is aligned for the mask; the move of one need not be.
+        # _fill needs aligned floats. Other types may start at any byte.
         unit = size if dtype in FLOATS else 1
-        at = sources.place(count * size, unit)
-        numbers.append((at, count, dtype))
-        there = targets.place(count * to_size, 1 if dtype == to else to_size)
-        place = {"src": at, "dst": there, "count": count, "itemsize": size}
-        places.append(place | {"src_dtype": dtype, "dst_dtype": to})
+        offset = sources.place(count * size, unit)
+        numbers.append((offset, count, dtype))
+        destination = targets.place(count * to_size, 1 if dtype == to else to_size)
+        item = {"src": offset, "dst": destination, "count": count, "itemsize": size}
+        items.append(item | {"src_dtype": dtype, "dst_dtype": to})
 
     def launch(backend: Backend, source: int, target: int) -> None:
         backend.pack(
             [
-                Segment(**one | {"src": source + one["src"], "dst": target + one["dst"]})
-                for one in places
+                Segment(**item | {"src": source + item["src"], "dst": target + item["dst"]})
+                for item in items
             ]
         )
 
@@ -116,18 +117,18 @@ def pack(random: Any) -> Case:
 def unpack(random: Any) -> Case:
     world = int(random.choice([1, 2, 3, 8, 64], p=[0.2, 0.2, 0.2, 0.3, 0.1]))
     columns, targets = Layout(random, gap=3), Layout(random)
-    places = []
+    items = []
     for _ in range(_count(random)):
         blocks = _blocks(random)
         size = _elements(random, blocks * world)
-        there = targets.place(blocks * size * world, 1)
-        at = columns.place(blocks * size, 1)
-        places.append({"dst": there, "offset": at, "bytes": size, "blocks": blocks})
+        destination = targets.place(blocks * size * world, 1)
+        offset = columns.place(blocks * size, 1)
+        items.append({"dst": destination, "offset": offset, "bytes": size, "blocks": blocks})
     shift, row = int(random.integers(0, 17)), columns.size
-    read = [(shift + r * row + at, size) for r in range(world) for at, size in columns.runs]
+    read = [(shift + r * row + offset, size) for r in range(world) for offset, size in columns.runs]
 
     def launch(backend: Backend, source: int, target: int) -> None:
-        table = [Column(**one | {"dst": target + one["dst"]}) for one in places]
+        table = [Column(**item | {"dst": target + item["dst"]}) for item in items]
         backend.unpack(source + shift, row, world, table)
 
     source = _fill(random, shift + world * row, [])
@@ -137,22 +138,22 @@ def unpack(random: Any) -> Case:
 def pack_gradients(random: Any) -> Case:
     world = int(random.choice([1, 2, 3, 8, 64], p=[0.2, 0.2, 0.2, 0.3, 0.1]))
     to = int(random.choice(list(FLOATS)))
-    sources, places, numbers, row = Layout(random), [], [], 0
+    sources, items, numbers, row = Layout(random), [], [], 0
     for _ in range(_count(random)):
         dtype = to if random.random() < 0.4 else int(random.choice(list(FLOATS)))
         width, blocks = int(random.integers(1, 50)), _blocks(random)
         rows = int(_elements(random, width * blocks)) + 1
         numel, chunk = rows * width, -(-rows // world) * width
-        at = sources.place(blocks * numel * FLOATS[dtype], FLOATS[dtype])
-        numbers.append((at, blocks * numel, dtype))
-        place = {"src": at, "numel": numel, "chunk": chunk, "offset": row, "blocks": blocks}
-        places.append(place | {"itemsize": FLOATS[dtype], "src_dtype": dtype})
+        offset = sources.place(blocks * numel * FLOATS[dtype], FLOATS[dtype])
+        numbers.append((offset, blocks * numel, dtype))
+        item = {"src": offset, "numel": numel, "chunk": chunk, "offset": row, "blocks": blocks}
+        items.append(item | {"itemsize": FLOATS[dtype], "src_dtype": dtype})
         row += blocks * chunk
     shift = FLOATS[to] * int(random.integers(0, 9))
     size = world * row * FLOATS[to]
 
     def launch(backend: Backend, source: int, target: int) -> None:
-        table = [Gradient(**one | {"src": source + one["src"]}) for one in places]
+        table = [Gradient(**item | {"src": source + item["src"]}) for item in items]
         backend.pack_gradients(table, world, target + shift, row, to)
 
     source = _fill(random, sources.size, numbers)

@@ -1,7 +1,7 @@
-"""csrc/kernels as a shared library of its own, called by way of ctypes: no torch, no extension.
+"""Builds csrc/kernels as a separate shared library and calls it through ctypes, without torch.
 
-With nvcc it is for the GPU. Elsewhere the same source is compiled for the host against
-tests/c/fake_cuda, so that what calls it cannot rot. The structs are read from kernels.h.
+nvcc compiles it for the GPU. Elsewhere a host compiler compiles the same source against
+tests/c/fake_cuda, so that the callers are tested without a GPU. kernels.h defines the structs.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def _type_of(declaration: str) -> Any:
 
 
 def _name_of(declaration: str) -> str:
-    found = re.search(r"(\w+)$", declaration)
-    assert found is not None, declaration
-    return found[1]
+    match = re.search(r"(\w+)$", declaration)
+    assert match is not None, declaration
+    return match[1]
 
 
 def struct(name: str) -> Any:
-    """The struct of that name, as kernels.h has it."""
-    found = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", HEADER, re.S)
-    assert found is not None, name
-    lines = [line.strip() for line in found[1].split(";") if line.strip()]
+    """Returns a ctypes struct with the fields that kernels.h declares."""
+    match = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", HEADER, re.S)
+    assert match is not None, name
+    lines = [line.strip() for line in match[1].split(";") if line.strip()]
     fields = [(_name_of(line), _type_of(line)) for line in lines]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
@@ -55,21 +55,24 @@ Segment, Column, Gradient = (struct(f"fck_{name}") for name in ("segment", "colu
 
 
 def _backend_members() -> list[tuple[str, list[Any]]]:
-    """The functions of fck_backend with the types of their arguments."""
-    found = re.search(r"typedef struct fck_backend \{(.*?)\} fck_backend;", HEADER, re.S)
-    assert found is not None
-    body = re.sub(r"/\*.*?\*/", "", found[1], flags=re.S)
+    """Returns the functions of fck_backend with their argument types."""
+    match = re.search(r"typedef struct fck_backend \{(.*?)\} fck_backend;", HEADER, re.S)
+    assert match is not None
+    body = re.sub(r"/\*.*?\*/", "", match[1], flags=re.S)
     members = re.findall(r"\(\*(\w+)\)\((.*?)\);", body, re.S)
-    return [(name, [_type_of(one) for one in words.split(",")]) for name, words in members]
+    return [
+        (name, [_type_of(declaration) for declaration in arguments.split(",")])
+        for name, arguments in members
+    ]
 
 
 class Backend:
-    """The CPU's kernels or the GPU's; each raises where a launch fails."""
+    """The kernels of one fck_backend. A failed launch raises RuntimeError."""
 
     def __init__(self, address: int) -> None:
         members = _backend_members()
         table = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
-        for index, (name, arguments) in enumerate(members, 1):  # the first is the name
+        for index, (name, arguments) in enumerate(members, 1):  # the first member is the name
             function = ctypes.CFUNCTYPE(ctypes.c_char_p, *arguments)(table[index])
             setattr(self, f"_{name}", function)
 
@@ -101,12 +104,12 @@ class Backend:
 
 
 def _array(kind: Any, items: Sequence[Any]) -> Any:
-    made = items if isinstance(items, ctypes.Array) else array(kind, items)
-    return ctypes.cast(made, ctypes.c_void_p)
+    descriptors = items if isinstance(items, ctypes.Array) else array(kind, items)
+    return ctypes.cast(descriptors, ctypes.c_void_p)
 
 
 def array(kind: Any, items: Sequence[Any]) -> Any:
-    """Descriptors as the kernels take them, for launches that must cost the host little."""
+    """Returns an array of descriptors that several launches can share."""
     return (kind * len(items))(*items)
 
 
@@ -114,7 +117,7 @@ def array(kind: Any, items: Sequence[Any]) -> Any:
 
 
 def _commands(target: Path) -> list[list[str]]:
-    """What compiles it."""
+    """Returns the commands that compile the library."""
     cpu = target.with_suffix(".cpu.o")
     c_compiler = shlex.split(os.environ.get("CC") or "gcc")
     sources = [str(KERNELS / "kernels_cuda.cu"), str(KERNELS / "kernels_jit.cpp"), str(MEMORY)]
@@ -134,7 +137,7 @@ def _commands(target: Path) -> list[list[str]]:
 
 
 def library() -> Path:
-    """The library; compiled where a source or a command has changed."""
+    """Returns the path of the library. Compiles it if a source or a command changed."""
     files = [*sorted(KERNELS.iterdir()), MEMORY]
     text = "".join(path.read_text() for path in files) + str(_commands(Path("any.so")))
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -168,7 +171,8 @@ def cuda() -> Backend:
 
 
 def jit(launch: int, moves: int, casts: int) -> tuple[Backend, int]:
-    """The GPU's as NVRTC has made them, by what fsdp_c.jit.load gives; and their fck_backend."""
-    pointers = (ctypes.c_void_p(one) for one in (launch, moves, casts))
+    """Returns a Backend of kernels that NVRTC compiled, and the address of its fck_backend. The
+    arguments are those that ``fsdp_c.jit.load`` returns."""
+    pointers = (ctypes.c_void_p(address) for address in (launch, moves, casts))
     address = load().fck_jit(*pointers)
     return Backend(address), address

@@ -1,5 +1,5 @@
-/* Device memory for check_kernels.py, which knows neither torch nor the runtime's types. Built
- * against tests/c/fake_cuda (with VISIT_ON_HOST) it is the host's. */
+/* Device memory functions for check_kernels.py, which imports neither torch nor CUDA bindings.
+ * With VISIT_ON_HOST the functions use host memory. */
 #include <cuda_runtime.h>
 
 #include <cstdlib>

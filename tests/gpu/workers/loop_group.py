@@ -1,12 +1,12 @@
-"""A process group of one real rank, on a device: the others are played.
+"""A process group with one real rank on a device; the other ranks are simulated.
 
-Every collective is work on the device, on the current stream (or, where it is asynchronous, on a
-stream of the group's own, as NCCL's are), after a pause of random length. The host never waits for
-it. What a collective writes is poisoned with NaNs before the pause: who reads it without having
-waited has other bits, and so has a collective whose input somebody overwrites too early.
+Every collective is device work, issued after a pause of random length. Synchronous collectives run
+on the current stream, asynchronous ones on a stream of the group, as in NCCL. The host never waits
+for them. Before the pause, outputs are filled with NaN. A reader that does not wait therefore gets
+other bits. So does a collective whose input is overwritten too early.
 
-The other ranks hold what this one holds. A reduction adds up all rows of its input, so that each
-of them counts.
+The simulated ranks hold the same data as the real one. A reduction sums all rank shards of its
+input, so that every shard affects the result.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 BACKEND = "played"
-SLOW = 1_000_000
-"""The longest mean of a pause, in cycles of the device: about half a millisecond."""
+LONGEST_PAUSE = 1_000_000
+"""The longest mean of a pause in device clock cycles, about half a millisecond."""
 
 
 class Delays:
-    """Random pauses, of another mean for each kind of work, from a seed; 0: none."""
+    """Random pauses. A seed selects one mean per kind of work; seed 0 disables all pauses."""
 
     KINDS = ("gather", "scatter", "reduce", "compute", "optimizer")
 
@@ -39,11 +39,11 @@ class Delays:
 
     def seed(self, seed: int) -> None:
         self._random = random.Random(seed)
-        choices = (0, 0, SLOW // 10, SLOW) if seed else (0,)
+        choices = (0, 0, LONGEST_PAUSE // 10, LONGEST_PAUSE) if seed else (0,)
         self.means = {kind: self._random.choice(choices) for kind in self.KINDS}
 
     def pause(self, kind: str, device: torch.device) -> None:
-        """On the current stream. Devices other than CUDA have no work that takes long."""
+        """Pauses the current stream. Only CUDA devices have work that takes long."""
         if device.type == "cuda" and self.means[kind]:
             with self._lock:
                 length = int(2 * self.means[kind] * self._random.random())
@@ -54,7 +54,7 @@ DELAYS = Delays()
 
 
 class Finished(Work):
-    """Of a collective that is ordered by its stream already."""
+    """Work of a synchronous collective, which the current stream already orders."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
@@ -64,7 +64,7 @@ class Finished(Work):
 
 
 class Queued(Work):
-    """Of an asynchronous collective: its tensors are kept until somebody has waited."""
+    """Work of an asynchronous collective. The object holds the tensors until ``wait`` is called."""
 
     def __init__(self, module: Any, stream: Any, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Queued(Work):
 
 
 class LoopGroup(dist.ProcessGroup):
-    """The group; ``poison`` is for all of them."""
+    """The simulated group. ``poison`` is a class attribute and applies to all instances."""
 
     poison = True
 
@@ -116,13 +116,13 @@ class LoopGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Any, source: Any, options: Any = None) -> Work:
         def gather() -> None:
-            rows = output.view(self._size, -1)
-            self._poison(rows[: self._rank])
-            self._poison(rows[self._rank + 1 :])
+            shards = output.view(self._size, -1)
+            self._poison(shards[: self._rank])
+            self._poison(shards[self._rank + 1 :])
             DELAYS.pause("gather", output.device)
-            for row in rows:
-                if row.data_ptr() != source.data_ptr():
-                    row.copy_(source.view(-1))
+            for shard in shards:
+                if shard.data_ptr() != source.data_ptr():
+                    shard.copy_(source.view(-1))
 
         return self._issue(gather, [output, source], options)
 
@@ -153,8 +153,8 @@ class LoopGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Any]], sources: list[Any], options: Any = None) -> Work:
         def gather() -> None:
-            for row in outputs[0]:
-                row.copy_(sources[0])
+            for shard in outputs[0]:
+                shard.copy_(sources[0])
 
         return self._issue(gather, [*outputs[0], *sources], options)
 
@@ -179,7 +179,7 @@ class LoopGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # ---- how they run ----
+    # ---- execution ----
 
     def _poison(self, tensor: torch.Tensor) -> None:
         if self.poison and tensor.numel():
@@ -200,7 +200,7 @@ class LoopGroup(dist.ProcessGroup):
 
 
 def join(size: int, device: torch.device) -> None:
-    """Makes this process rank 0 of a default group of ``size``."""
+    """Makes this process rank 0 of a default process group of ``size`` ranks."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         devices = sorted({"cpu", device.type})
         dist.Backend.register_backend(
@@ -210,8 +210,8 @@ def join(size: int, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def clean() -> Iterator[None]:
-    """Collectives without poison and pauses, for measuring."""
+def without_pauses() -> Iterator[None]:
+    """Disables poison and pauses, for measurements."""
     LoopGroup.poison = False
     DELAYS.seed(0)
     try:

@@ -1,4 +1,4 @@
-"""What a step of a visit says of itself: one line, and numbers; and what device it runs on."""
+"""The device of a visit, and the result of a step: PASS, FAIL or SKIP with one line and numbers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[3]
 BUILT = ROOT / "build/gpu"
 DEVICE = os.environ.get("VISIT_DEVICE", "cuda")
-"""cuda, sim (tests/accelerator) or cpu."""
+"""Device type: cuda, sim (tests/accelerator) or cpu."""
 
 ON_CUDA = DEVICE == "cuda"
 SKIPPED = 77
-"""The exit status of a step that cannot run here."""
+"""Exit status of a skipped step."""
 
-# A step that is stopped says where it was.
+# visit.sh sends SIGTERM at the time limit; the handler prints the stacks of all threads.
 faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
 
 
-def _let_threads_finish() -> None:
-    """Before the interpreter ends: threads that want the GIL then would abort it."""
+def _wait_for_gloo_threads() -> None:
+    """Waits for gloo's threads: a thread that requests the GIL during shutdown aborts Python."""
     runpy.run_path(str(ROOT / "fsdp_c/ending.py"))["wait_for_threads"]()
 
 
 def _write(line: str, figures: dict[str, Any]) -> None:
-    """Where summary.py finds it; on the screen where a step is run by hand."""
+    """Prints the result, and writes it for summary.py if visit.sh runs the step."""
     print(json.dumps(figures, indent=1, default=str))
     print(line, flush=True)
     if "VISIT_WORK" in os.environ:
@@ -38,28 +38,28 @@ def _write(line: str, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps({"line": line, "figures": figures}, default=str))
 
 
-def conclude(good: bool, line: str, **figures: Any) -> NoReturn:
-    """Ends the step: PASS or FAIL with this line."""
+def conclude(passed: bool, line: str, **figures: Any) -> NoReturn:
+    """Ends the step with PASS or FAIL and this line."""
     _write(line, figures)
-    _let_threads_finish()
-    sys.exit(0 if good else 1)
+    _wait_for_gloo_threads()
+    sys.exit(0 if passed else 1)
 
 
 def skip(reason: str) -> NoReturn:
-    """Ends the step: SKIP."""
+    """Ends the step with SKIP."""
     _write(reason, {})
     sys.exit(SKIPPED)
 
 
 def out_file(name: str) -> Path:
-    """A file that is taken home."""
+    """Returns the path of a file in OUT, the folder that is kept after the visit."""
     folder = Path(os.environ.get("OUT", BUILT / "out"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder / name
 
 
 def start_device() -> Any:
-    """Makes the device of the visit there, and returns it as a torch.device."""
+    """Initializes the device of the visit and returns it as a torch.device."""
     import torch
 
     if DEVICE == "sim":

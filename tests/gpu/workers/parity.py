@@ -1,6 +1,8 @@
-"""tests/parity/test_gpu.py, with launches that do not block: NCCL on one rank, and four processes
-whose collectives gloo makes on CUDA tensors. Without pytest the launches are compared here; without
-CUDA too, on two ranks on the CPU, to see that they still run."""
+"""Runs tests/parity/test_gpu.py with non-blocking launches, under pytest if it is installed.
+
+On CUDA the launches are NCCL on one rank, and gloo with CUDA tensors in four processes. Without
+pytest this script compares the results itself. Without CUDA it runs two ranks on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,20 @@ NEEDED = ("pytest", "pytest_timeout", "xdist")
 OPTIONS = ("-m", "gpu", "-p", "no:cacheprovider", "-q", "--tb=short", "-rfEs")
 
 
-def with_pytest() -> NoReturn:
+def run_with_pytest() -> NoReturn:
     command = [sys.executable, "-m", "pytest", TEST, *OPTIONS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    print(done.stdout[-15000:], done.stderr[-2000:])
-    last = (done.stdout.strip().splitlines() or ["pytest printed nothing"])[-1].strip("= ")
-    failed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, re.M)
-    passed = re.search(r"(\d+) passed", last)
-    line = last + (f"; first: {failed[0]}" if failed else "")
-    conclude(done.returncode == 0 and passed is not None, line, failed=failed)
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(completed.stdout[-15000:], completed.stderr[-2000:])
+    last_line = (completed.stdout.strip().splitlines() or ["pytest printed nothing"])[-1].strip(
+        "= "
+    )
+    failed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", completed.stdout, re.M)
+    passed = re.search(r"(\d+) passed", last_line)
+    line = last_line + (f"; first: {failed[0]}" if failed else "")
+    conclude(completed.returncode == 0 and passed is not None, line, failed=failed)
 
 
-def without_pytest(launches: tuple[str, ...]) -> NoReturn:
+def run_without_pytest(launches: tuple[str, ...]) -> NoReturn:
     import features
     import gpu_jobs
 
@@ -50,10 +54,10 @@ def without_pytest(launches: tuple[str, ...]) -> NoReturn:
 def main() -> None:
     if not ON_CUDA:
         os.environ["FSDP_C_GPU_JOBS_DEVICE"] = "cpu"
-        without_pytest(("gloo2",))
+        run_without_pytest(("gloo2",))
     if all(importlib.util.find_spec(name) for name in NEEDED):
-        with_pytest()
-    without_pytest(("nccl1", "gloo4"))
+        run_with_pytest()
+    run_without_pytest(("nccl1", "gloo4"))
 
 
 if __name__ == "__main__":

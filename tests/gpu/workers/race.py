@@ -1,9 +1,9 @@
-"""Trains all variants under one implementation, for some seeds of delays: a part of races.py.
+"""Trains all variants under one implementation with several seeds of pauses. races.py runs it.
 
     race.py IMPLEMENTATION FILE [--seeds 0 1 2] [--seconds 100]
 
-FILE gets ``{"digests": {variant: {seed: digest}}, "findings": {variant: [...]}}``; a variant that
-raises has the exception in the place of its digest. Findings are those of the simulated device.
+The script writes ``{"digests": {variant: {seed: digest}}, "findings": {variant: [...]}}`` to FILE.
+A variant that raised has its exception instead of a digest. The simulated device reports findings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_stage(implementation: str, device: torch.device) -> Stage:
 
 
 def simulated() -> Any:
-    """The simulated device's module, or None on others."""
+    """Returns the simulated device's module, or None on other devices."""
     if DEVICE != "sim":
         return None
     import simulated
@@ -39,32 +39,33 @@ def simulated() -> Any:
 
 
 def run(name: str, stage: Stage, seed: int) -> tuple[str, list[str]]:
-    """The digest of a variant, and what the simulated device has found."""
+    """Trains one variant. Returns its digest and the simulated device's findings."""
     print(f"{stage.implementation}, seed {seed}: {name}", flush=True)
     loop_group.DELAYS.seed(seed)
     device = simulated()
     if device is not None:
         device.forget()
     try:
-        found = variants.digest(variants.VARIANTS[name](stage))
+        digest = variants.digest(variants.VARIANTS[name](stage))
     except Exception as error:
         traceback.print_exc()
-        found = f"{type(error).__name__}: {error}"[:300]
-    return found, device.findings() if device is not None else []
+        digest = f"{type(error).__name__}: {error}"[:300]
+    return digest, device.findings() if device is not None else []
 
 
 def run_all(implementation: str, device: Any, seeds: list[int], deadline: float) -> dict[str, Any]:
-    """Seed by seed, so that all variants have as many where the time ends first."""
+    """Trains all variants for each seed. The outer loop runs over seeds, so that all variants have
+    about as many seeds if the time limit ends the loop."""
     stage = make_stage(implementation, device)
     digests: dict[str, dict[int, str]] = {name: {} for name in variants.names(device)}
     findings: dict[str, list[str]] = {}
     for seed in seeds:
-        for name, found in digests.items():
+        for name, digest in digests.items():
             if time.monotonic() > deadline:
                 break
-            found[seed], noted = run(name, stage, seed)
-            if noted:
-                findings[name] = noted
+            digest[seed], reported = run(name, stage, seed)
+            if reported:
+                findings[name] = reported
     return {"digests": digests, "findings": findings}
 
 
@@ -79,8 +80,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     device = start_device()
     loop_group.join(variants.WORLD, device)
-    found = run_all(options.implementation, device, options.seeds, deadline)
-    options.file.write_text(json.dumps(found))
+    digest = run_all(options.implementation, device, options.seeds, deadline)
+    options.file.write_text(json.dumps(digest))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Races: stock and ours on a loop group, under many seeds of delays, all with the same bits.
+"""Trains with torch and fsdp_c on a loop group with random pauses. All digests must be equal.
 
 One process trains as rank 0 of eight (loop_group.py). On CUDA several processes share the device,
-each with some of the seeds; on the simulated device, which checks the order of all accesses itself,
-one seed says everything. dropped.py has the negative controls.
+each with some of the seeds. The simulated device checks the order of all accesses itself, so one
+seed is enough. dropped.py runs the negative controls.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from outcome import DEVICE, ON_CUDA, conclude, start_device
 
 SEEDS = 20
 PARTS = 2
-"""Processes for each implementation."""
+"""Number of processes per implementation."""
 
 WORKERS = Path(__file__).parent
 IMPLEMENTATIONS = ("torch", "fsdp_c")
 
 
 class Part:
-    """A process that writes a file."""
+    """A process that writes its result to a file."""
 
     def __init__(self, file: Path, script: str, *arguments: str) -> None:
         self.file = file
@@ -42,7 +42,7 @@ class Part:
         self.process = subprocess.Popen(command, env=env)
 
     def result(self) -> Any:
-        """Waits for it; None where it failed."""
+        """Waits for the process. Returns its result, or None if it failed."""
         return json.loads(self.file.read_text()) if self.process.wait() == 0 else None
 
 
@@ -58,84 +58,100 @@ def start_controls(folder: Path, seconds: float) -> Part:
 
 
 Digests = dict[str, dict[str, dict[str, str]]]
-"""By variant, implementation and seed."""
+"""Digests by variant, implementation and seed."""
 
 
-def gather(results: list[tuple[str, Any]]) -> tuple[Digests, list[str]]:
-    """All digests, and what is wrong with the processes or was found by the simulated device."""
+def merge_results(results: list[tuple[str, Any]]) -> tuple[Digests, list[str]]:
+    """Merges the digests. Also lists failed processes and the simulated device's findings."""
     digests: Digests = {}
-    wrong = []
+    failures = []
     for implementation, result in results:
         if result is None:
-            wrong.append(f"a process of {implementation} failed")
+            failures.append(f"a process of {implementation} failed")
             continue
         for name, by_seed in result["digests"].items():
             digests.setdefault(name, {}).setdefault(implementation, {}).update(
                 {str(seed): digest for seed, digest in by_seed.items()}
             )
         for name, findings in result["findings"].items():
-            wrong.append(f"{implementation}, {name}: {findings[0]}")
-    return digests, wrong
+            failures.append(f"{implementation}, {name}: {findings[0]}")
+    return digests, failures
 
 
-def judge(digests: Digests) -> list[str]:
-    """The variants whose digests are not one, with all that there are."""
-    wrong = []
-    for name, found in digests.items():
-        values = {value for by_seed in found.values() for value in by_seed.values()}
-        complete = set(found) == set(IMPLEMENTATIONS) and all(found.values())
-        good = all(re.fullmatch(r"[0-9a-f]{16}", value) for value in values)
-        if not (complete and good and len(values) == 1):
-            counts = {who: sorted(set(by_seed.values())) for who, by_seed in found.items()}
-            wrong.append(f"{name}: {counts}")
-    return wrong
+def check_digests(digests: Digests) -> list[str]:
+    """Lists the variants whose digests are incomplete, invalid or not all equal."""
+    failures = []
+    for name, counters in digests.items():
+        values = {value for by_seed in counters.values() for value in by_seed.values()}
+        complete = set(counters) == set(IMPLEMENTATIONS) and all(counters.values())
+        valid = all(re.fullmatch(r"[0-9a-f]{16}", value) for value in values)
+        if not (complete and valid and len(values) == 1):
+            counts = {
+                implementation: sorted(set(by_seed.values()))
+                for implementation, by_seed in counters.items()
+            }
+            failures.append(f"{name}: {counts}")
+    return failures
 
 
 def fewest_seeds(digests: Digests) -> int:
-    return min((len(seeds) for one in digests.values() for seeds in one.values()), default=0)
-
-
-def judge_controls(controls: Any) -> list[str]:
-    """Those that did not show."""
-    if controls is None:
-        return ["the negative controls failed"]
-    return [
-        f"not noticed: {name} {found}" for name, found in controls.items() if not found["shown"]
-    ]
-
-
-def shown(controls: Any) -> str:
-    if not controls:
-        return "no controls (no streams)"
-    return "; ".join(
-        f"{name}: {found['shown']} of {found['left_out']} shown" for name, found in controls.items()
+    return min(
+        (
+            len(seeds)
+            for by_implementation in digests.values()
+            for seeds in by_implementation.values()
+        ),
+        default=0,
     )
 
 
-def in_processes(seeds: int, seconds: float) -> tuple[Digests, list[str], Any]:
-    """On CUDA, where several processes share the device."""
+def check_controls(controls: Any) -> list[str]:
+    """Lists the controls of which no dropped wait was detected."""
+    if controls is None:
+        return ["the negative controls failed"]
+    return [
+        f"not detected: {name} {counters}"
+        for name, counters in controls.items()
+        if not counters["detected"]
+    ]
+
+
+def format_controls(controls: Any) -> str:
+    if not controls:
+        return "no controls (device without streams)"
+    return "; ".join(
+        f"{name}: {counters['detected']} of {counters['dropped']} detected"
+        for name, counters in controls.items()
+    )
+
+
+def run_in_processes(seeds: int, seconds: float) -> tuple[Digests, list[str], Any]:
+    """Runs each part in its own process; used on CUDA, where processes share the device."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = [
-            (implementation, start_race(folder, implementation, some, seconds))
+            (implementation, start_race(folder, implementation, part_seeds, seconds))
             for implementation in IMPLEMENTATIONS
-            for some in (list(range(part, seeds, PARTS)) for part in range(PARTS))
-            if some
+            for part_seeds in (list(range(part, seeds, PARTS)) for part in range(PARTS))
+            if part_seeds
         ]
-        digests, wrong = gather([(who, part.result()) for who, part in parts])
-        return digests, wrong, start_controls(folder, 28).result()
+        digests, failures = merge_results(
+            [(implementation, part.result()) for implementation, part in parts]
+        )
+        return digests, failures, start_controls(folder, 28).result()
 
 
-def in_this_process(seeds: int, seconds: float) -> tuple[Digests, list[str], Any]:
+def run_in_this_process(seeds: int, seconds: float) -> tuple[Digests, list[str], Any]:
     deadline = time.monotonic() + seconds
     warnings.simplefilter("ignore")
     device = start_device()
     loop_group.join(variants.WORLD, device)
     results = [
-        (who, race.run_all(who, device, list(range(seeds)), deadline)) for who in IMPLEMENTATIONS
+        (implementation, race.run_all(implementation, device, list(range(seeds)), deadline))
+        for implementation in IMPLEMENTATIONS
     ]
-    digests, wrong = gather(results)
-    return digests, wrong, dropped.controls(device, deadline) if DEVICE != "cpu" else {}
+    digests, failures = merge_results(results)
+    return digests, failures, dropped.controls(device, deadline) if DEVICE != "cpu" else {}
 
 
 def main() -> None:
@@ -143,12 +159,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS if ON_CUDA else 1)
     parser.add_argument("--seconds", type=float, default=70)
     options = parser.parse_args()
-    run = in_processes if ON_CUDA else in_this_process
-    digests, wrong, controls = run(options.seeds, options.seconds)
-    wrong += judge_controls(controls) + judge(digests)
+    run = run_in_processes if ON_CUDA else run_in_this_process
+    digests, failures, controls = run(options.seeds, options.seconds)
+    failures += check_controls(controls) + check_digests(digests)
     line = f"{len(digests)} variants, {fewest_seeds(digests)} seeds: "
-    line += wrong[0] if wrong else f"stock and ours equal; left out on purpose: {shown(controls)}"
-    conclude(not wrong, line, digests=digests, wrong=wrong, controls=controls)
+    line += (
+        failures[0] if failures else f"digests equal; dropped waits: {format_controls(controls)}"
+    )
+    conclude(not failures, line, digests=digests, failures=failures, controls=controls)
 
 
 if __name__ == "__main__":

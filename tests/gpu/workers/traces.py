@@ -1,4 +1,4 @@
-"""A traced step of a small GPT and a snapshot of the memory, stock's and ours: files to look at."""
+"""Writes a profiler trace and a memory snapshot of a step of a small GPT, for torch and fsdp_c."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CONFIG = (
     if ON_CUDA
     else GPTConfig(layers=2, width=32, heads=2, context=16)
 )
-NAMES = {"torch": "stock", "fsdp_c": "ours"}
+IMPLEMENTATIONS = ("torch", "fsdp_c")
 
 
 def trace(job: Job, name: str) -> dict[str, int]:
-    """Writes a step's trace; how many events of each kind it has."""
+    """Writes the trace of one step. Returns the number of events by category."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_CUDA else [])]
     with profile(activities=activities) as profiler:
         job.step()
@@ -44,7 +44,7 @@ def trace(job: Job, name: str) -> dict[str, int]:
 
 
 def snapshot(job: Job, name: str) -> bool:
-    """Writes who has held memory during a step."""
+    """Writes a snapshot of the allocations of one step. Returns whether the device supports it."""
     if not ON_CUDA:
         return False
     torch.cuda.memory._record_memory_history(max_entries=50_000, stacks="python")
@@ -61,18 +61,18 @@ def snapshot(job: Job, name: str) -> bool:
 def main() -> None:
     device = start_device()
     loop_group.join(WORLD, device)
-    found: dict[str, dict[str, int]] = {}
-    with loop_group.clean():
-        for implementation, name in NAMES.items():
-            job = Job(Stage(implementation, device), CONFIG, batch=2)
+    events: dict[str, dict[str, int]] = {}
+    with loop_group.without_pauses():
+        for name in IMPLEMENTATIONS:
+            job = Job(Stage(name, device), CONFIG, batch=2)
             for _ in range(2):
                 job.step()
-            found[name] = trace(job, name)
+            events[name] = trace(job, name)
             snapshots = snapshot(job, name)
-    launches = [f"{name} {one['launches']}" for name, one in found.items()]
+    launches = [f"{name} {kinds['launches']}" for name, kinds in events.items()]
     line = f"launches in a step: {', '.join(launches)}" if ON_CUDA else "traces written"
     line += "" if snapshots else "; snapshots need CUDA"
-    conclude(True, line, events=found)
+    conclude(True, line, events=events)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Short trainings that never make the host wait: one for each part of FSDP2 that orders streams.
+"""Short trainings without host synchronization: one for each part of FSDP2 that orders streams.
 
-``VARIANTS`` maps a name to a function of a :class:`Stage`, which is one implementation's functions
-on one device. What a training gives is kept on the device and looked at when all is over.
+``VARIANTS`` maps a name to a function of a :class:`Stage`, which holds one implementation's
+functions and a device. Results stay on the device; ``digest`` reads them after the training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Sync = Callable[[Any, bool], None]
 
 
 class Paused(torch.autograd.Function):
-    """The identity, with a pause on the way there and back."""
+    """The identity, with a pause in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Paused(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A residual layer, with a parameter of one element among the others."""
+    """A residual layer. One of its parameters has a single element."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def _mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> D
 
 @dataclass
 class Stage:
-    """One implementation's functions on a device, and how large the models are."""
+    """One implementation's functions, a device, and the size of the models."""
 
     implementation: str
     device: torch.device
@@ -84,11 +84,11 @@ class Stage:
     steps: int = 3
 
     def __post_init__(self) -> None:
-        ours = self.implementation == "fsdp_c"
-        replicates = "torch.distributed._composable.replicate_with_fsdp"
-        self.fully_shard = (importlib.import_module("fsdp_c") if ours else fsdp).fully_shard
-        room = importlib.import_module("fsdp_c" if ours else replicates)
-        self.replicate = room.replicate
+        is_fsdp_c = self.implementation == "fsdp_c"
+        torch_replicate = "torch.distributed._composable.replicate_with_fsdp"
+        self.fully_shard = (importlib.import_module("fsdp_c") if is_fsdp_c else fsdp).fully_shard
+        replicate_module = importlib.import_module("fsdp_c" if is_fsdp_c else torch_replicate)
+        self.replicate = replicate_module.replicate
         self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     @property
@@ -115,31 +115,32 @@ class Stage:
         return self.fully_shard(model, **kwargs)
 
     def inputs(self, count: int, width: int = 0) -> list[torch.Tensor]:
-        """The same at each call; they are on the device from the first one on."""
+        """Returns the same ``count`` inputs at each call. The device copies are cached."""
         width = width or self.width
         if (count, width) not in self._inputs:
             generator = torch.Generator().manual_seed(1)
-            made = torch.randn((count, self.rows, width), generator=generator)
-            self._inputs[count, width] = list(made.to(self.device))
+            inputs_on_host = torch.randn((count, self.rows, width), generator=generator)
+            self._inputs[count, width] = list(inputs_on_host.to(self.device))
         return self._inputs[count, width]
 
     def train(
         self, model: Any, *, micro: int = 1, sync: Sync | None = None, width: int = 0
     ) -> list[Any]:
-        """Steps of ``micro`` backwards each; ``sync(model, is_last)`` before each."""
+        """Trains ``steps`` steps of ``micro`` backwards. Calls ``sync(model, is_last)`` before
+        each backward. Returns losses, gradients and final weights."""
         inputs = iter(self.inputs(self.steps * micro, width))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-        kept: list[Any] = []
+        results: list[Any] = []
         for _ in range(self.steps):
             for index in range(micro):
                 if sync is not None:
                     sync(model, index == micro - 1)
-                kept.append(self.backward(model, next(inputs)))
-            kept += copies(p.grad for p in model.parameters())
+                results.append(self.backward(model, next(inputs)))
+            results += copies(p.grad for p in model.parameters())
             DELAYS.pause("optimizer", self.device)
             optimizer.step()
             optimizer.zero_grad()
-        return kept + copies(model.parameters())
+        return results + copies(model.parameters())
 
     def backward(self, model: Any, x: torch.Tensor) -> torch.Tensor:
         loss = model(x).float().pow(2).mean()
@@ -148,19 +149,22 @@ class Stage:
 
 
 def copies(tensors: Any) -> list[Any]:
-    """What the local tensors hold now, on the current stream."""
-    locals_ = [one._local_tensor if isinstance(one, DTensor) else one for one in tensors]
-    return [None if one is None else one.detach().clone() for one in locals_]
+    """Copies the local tensors on the current stream."""
+    locals_ = [
+        tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors
+    ]
+    return [None if tensor is None else tensor.detach().clone() for tensor in locals_]
 
 
-def digest(kept: Sequence[Any]) -> str:
-    """Of all bytes; waits for the device. Raises where poison is left."""
-    found = hashlib.sha256()
-    for tensor in kept:
+def digest(results: Sequence[Any]) -> str:
+    """Hashes all bytes. Waits for the device. Raises ValueError if a tensor is not finite, which
+    poison is not."""
+    sha = hashlib.sha256()
+    for tensor in results:
         if tensor is not None and not tensor.isfinite().all():
             raise ValueError("a tensor is not finite")
-        found.update(b"none" if tensor is None else _bytes(tensor))
-    return found.hexdigest()[:16]
+        sha.update(b"none" if tensor is None else _bytes(tensor))
+    return sha.hexdigest()[:16]
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -171,7 +175,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 Variant = Callable[[Stage], list[Any]]
 VARIANTS: dict[str, Variant] = {}
 NEEDS: dict[str, Any] = {}
-"""Whether the installed torch has what a variant uses, where older releases do not."""
+"""Maps a variant to whether the installed torch supports it. Unlisted variants always run."""
 
 
 def variant(function: Variant) -> Variant:
@@ -179,19 +183,19 @@ def variant(function: Variant) -> Variant:
     return function
 
 
-def needs(there: bool) -> Callable[[Variant], Variant]:
+def needs(supported: bool) -> Callable[[Variant], Variant]:
     def mark(function: Variant) -> Variant:
-        NEEDS[function.__name__] = there
+        NEEDS[function.__name__] = supported
         return function
 
     return mark
 
 
 def names(device: torch.device) -> list[str]:
-    """The variants that this torch and this device have."""
-    found = [name for name in VARIANTS if NEEDS.get(name, True)]
-    streams = device.type != "cpu"
-    return [name for name in found if streams or not name.startswith(("offload", "on_a"))]
+    """Returns the variants that the installed torch and the device support."""
+    supported = [name for name in VARIANTS if NEEDS.get(name, True)]
+    has_streams = device.type != "cpu"
+    return [name for name in supported if has_streams or not name.startswith(("offload", "on_a"))]
 
 
 def units(model: Any) -> list[Any]:
@@ -260,14 +264,14 @@ def prefetched(stage: Stage) -> list[Any]:
 
 
 @variant
-def unsharded_by_hand(stage: Stage) -> list[Any]:
+def manual_unshard(stage: Stage) -> list[Any]:
     model = stage.shard(stage.blocks())
-    kept = []
+    results = []
     for _ in range(2):
         handles = [unit.unshard(async_op=True) for unit in units(model)]
         handles[0].wait()
-        kept += stage.train(model)
-    return kept
+        results += stage.train(model)
+    return results
 
 
 @variant
@@ -327,9 +331,9 @@ def on_a_side_stream(stage: Stage) -> list[Any]:
     stream = module.Stream()
     stream.wait_stream(module.current_stream())
     with module.stream(stream):
-        kept = stage.train(model)
+        results = stage.train(model)
     module.current_stream().wait_stream(stream)
-    return kept
+    return results
 
 
 @variant
@@ -389,20 +393,20 @@ def _two_roots(stage: Stage, shared: bool) -> list[Any]:
         for model in (first, second):
             model._get_fsdp_state()._lazy_init()
         fsdp.share_comm_ctx([*units(first), *units(second)])  # type: ignore[attr-defined]
-    kept: list[Any] = []
+    results: list[Any] = []
     for x in stage.inputs(stage.steps):
-        kept.append(stage.backward(lambda y: second(first(y)), x))
-        kept += copies(p.grad for p in (*first.parameters(), *second.parameters()))
-    return kept
+        results.append(stage.backward(lambda y: second(first(y)), x))
+        results += copies(p.grad for p in (*first.parameters(), *second.parameters()))
+    return results
 
 
 @variant
 def evaluated(stage: Stage) -> list[Any]:
     model = stage.shard(stage.blocks())
-    kept = stage.train(model)
+    results = stage.train(model)
     with torch.no_grad():
-        kept += copies([model(stage.inputs(1)[0])])
-    return kept + stage.train(model)
+        results += copies([model(stage.inputs(1)[0])])
+    return results + stage.train(model)
 
 
 @variant
@@ -411,17 +415,18 @@ def on_an_optimizer_stream(stage: Stage) -> list[Any]:
 
 
 def optimizer_event(stage: Stage, stale: bool) -> list[Any]:
-    """The optimizer on a stream of its own, with an event for the next gathers to wait for.
+    """Trains with the optimizer on its own stream and an event for the next gathers to wait for.
 
-    ``stale``: the event is one from before the optimizer. A dropped wait, which has to show.
+    With ``stale``, the event was recorded before the optimizer step. This seeded bug must change
+    the results.
     """
     model = stage.shard(stage.blocks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
     module = stage.module()
     stream = module.Stream()
-    kept: list[Any] = []
+    results: list[Any] = []
     for x in stage.inputs(stage.steps):
-        kept.append(stage.backward(model, x))
+        results.append(stage.backward(model, x))
         stream.wait_stream(module.current_stream())
         before = stream.record_event()
         with module.stream(stream):
@@ -429,8 +434,8 @@ def optimizer_event(stage: Stage, stale: bool) -> list[Any]:
             optimizer.step()
         after = stream.record_event()
         model.set_post_optim_event(before if stale else after)
-        for p in model.parameters():  # zero_grad() would let memory go that the optimizer reads
-            kept.append(p.grad)
+        for p in model.parameters():  # zero_grad() would free memory that the optimizer reads
+            results.append(p.grad)
             p.grad = None
     module.current_stream().wait_stream(stream)
-    return copies(kept) + copies(model.parameters())
+    return copies(results) + copies(model.parameters())

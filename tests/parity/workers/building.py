@@ -1,4 +1,4 @@
-"""Builds a setting's model and wraps it: everything before the first forward."""
+"""Builds the model of a setting and applies fully_shard: everything before the first forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
-from comms import NotedAllGather, NotedReduceScatter, ReduceHook
+from comms import RecordingAllGather, RecordingReduceScatter, ReduceHook
 from extensions import extend
 from meshes import Meshes, has_tensor_dim, is_spmd
 from models import FAMILIES, Case
@@ -36,18 +36,18 @@ SEED = 1234
 
 FullyShard = Callable[..., Any]
 
-# Ranks that are threads share torch's global generator: one at a time may seed it and draw.
-_drawing = threading.Lock()
+# Thread ranks share torch's global generator, so only one of them may seed it and draw at a time.
+_generator_lock = threading.Lock()
 
 
 def seed_generator(seed: int) -> None:
-    """Seed torch's global generator, not while another thread draws a model's weights from it."""
-    with _drawing:
+    """Seeds torch's global generator while no other thread draws a model's weights from it."""
+    with _generator_lock:
         torch.manual_seed(seed)
 
 
 def load_implementation(name: str) -> FullyShard:
-    """``fully_shard`` of torch ("torch"), of this project ("fsdp_c"), or "module:function"."""
+    """Returns the ``fully_shard`` of "torch", of "fsdp_c" or of "module:function"."""
     if name == "torch":
         name = "torch.distributed.fsdp:fully_shard"
     elif name == "fsdp_c":
@@ -57,7 +57,7 @@ def load_implementation(name: str) -> FullyShard:
 
 
 class Recomputed(nn.Module):
-    """Calls a (wrapped) block under torch's checkpoint()."""
+    """Runs a (wrapped) block under torch's checkpoint()."""
 
     def __init__(self, block: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -70,15 +70,15 @@ class Recomputed(nn.Module):
 
 @dataclass
 class Built:
-    """A wrapped model, ready to run."""
+    """A model after fully_shard, with the modules that the schedules need."""
 
     case: Case
     units: list[Any]
-    """The wrapped modules below the roots, in forward order; one for each group."""
+    """The wrapped modules below the roots, in forward order, one per parameter group."""
 
 
 class Builder:
-    """Builds models of one setting on one rank."""
+    """Builds the models of one setting on one rank."""
 
     def __init__(
         self, setting: Setting, fully_shard: FullyShard, meshes: Meshes, recorder: Recorder
@@ -89,10 +89,10 @@ class Builder:
         self.recorder = recorder
 
     def build(self, seed: int, meta: bool = False) -> Built:
-        """The setting's model, wrapped; on meta it is materialised and filled after wrapping."""
+        """Builds and wraps the setting's model. A meta model gets its values after wrapping."""
         setting = self.setting
         builder = (FAMILIES | WIDE_FAMILIES)[setting.family]
-        with _drawing, torch.device("meta" if meta else "cpu"):
+        with _generator_lock, torch.device("meta" if meta else "cpu"):
             torch.manual_seed(seed)
             case = builder()
         model = case.model
@@ -101,7 +101,7 @@ class Builder:
             extend(model, setting.extension)
         self._parallelize(case)
         if DEVICE != "cpu" and not meta:
-            model.to(DEVICE)  # ignored parameters stay where they are
+            model.to(DEVICE)  # does not move ignored parameters
         named = dict(model.named_parameters())
         self._ignored = {named[name] for name in case.ignored} if setting.ignored else None
         self._experts = {named[name] for name in case.experts}
@@ -126,7 +126,7 @@ class Builder:
     # ---- before wrapping ----------------------------------------------------------------------
 
     def _parallelize(self, case: Case) -> None:
-        """Make the parameters DTensors where the setting's mesh asks for it."""
+        """Makes the parameters DTensors if the setting's mesh has a tensor or SPMD dimension."""
         kind = self.setting.mesh
         if has_tensor_dim(kind):
             styles = {
@@ -140,7 +140,8 @@ class Builder:
             self._distribute(case)
 
     def _distribute(self, case: Case) -> None:
-        """Every parameter on the whole mesh; inputs and outputs of the model stay plain."""
+        """Distributes all parameters over the whole mesh. The model's inputs and outputs stay
+        plain tensors."""
         mesh = self.meshes.whole(self.setting.mesh)
         names = mesh.mesh_dim_names or ()
         tensor_dim = {"column": 0, "gathered": 0, "row": 1}
@@ -178,7 +179,7 @@ class Builder:
         case.model.register_forward_hook(to_local)
 
     def _checkpoint(self, case: Case) -> None:
-        """Put the setting's kind of recomputation into the model, before it is wrapped."""
+        """Adds the setting's kind of activation checkpointing before the model is wrapped."""
         kind = self.setting.checkpoint
         for group in case.blocks:
             block = group[0]
@@ -201,8 +202,8 @@ class Builder:
             output_dtype=_dtype(setting.output),
             cast_forward_inputs=setting.cast_inputs,
         )
-        # Only the root converts its outputs: an inner unit's output dtype would be seen by code
-        # that multiplies it with parameters of the compute dtype.
+        # Only the root casts its outputs. Code between units multiplies inner outputs with
+        # parameters of the compute dtype.
         inner = MixedPrecisionPolicy(
             param_dtype=policy.param_dtype,
             reduce_dtype=policy.reduce_dtype,
@@ -221,11 +222,11 @@ class Builder:
         for root in case.roots or [case.model]:
             self.fully_shard(root, mp_policy=policy, **options)
         classes = [type(module).__name__ for module in case.model.modules()]
-        self.recorder.note("classes", classes)
+        self.recorder.record("classes", classes)
         for module, name in case.methods:
             torch_fsdp.register_fsdp_forward_method(module, name)
         if case.roots:
-            # Each root must know that it is one before they share.
+            # share_comm_ctx needs roots whose lazy initialization has run.
             roots: list[Any] = case.roots
             for root in roots:
                 root._get_fsdp_state()._lazy_init()
@@ -233,7 +234,7 @@ class Builder:
         return units
 
     def _options(self) -> dict[str, Any]:
-        """The arguments of fully_shard beside modules and precision."""
+        """Returns the arguments of fully_shard other than modules and mp_policy."""
         setting = self.setting
         reshard: Any = setting.reshard
         options: dict[str, Any] = {
@@ -250,7 +251,7 @@ class Builder:
         return options
 
     def _placement(self, parameter: nn.Parameter) -> Any:
-        """The setting's shard_placement_fn."""
+        """Implements shard_placement_fn for the setting."""
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         size = self.meshes.shard_size(self.setting.mesh)
         if self.setting.placement == "experts":
@@ -266,10 +267,12 @@ class Builder:
     # ---- after wrapping -----------------------------------------------------------------------
 
     def _fill(self, model: nn.Module) -> None:
-        """Give materialised parameters and buffers values that depend on shard and name only."""
+        """Fills materialized parameters with values that depend on shard and index only."""
         with torch.no_grad():
             for index, parameter in enumerate(model.parameters()):
-                generator = torch.Generator().manual_seed(SEED + index + 97 * _shard_of(parameter))
+                generator = torch.Generator().manual_seed(
+                    SEED + index + 97 * _shard_index(parameter)
+                )
                 local = local_part(parameter)
                 local.copy_(torch.randn(local.shape, generator=generator) * 0.3)
             for name, buffer in model.named_buffers():
@@ -288,7 +291,7 @@ class Builder:
         kind = self.setting.divide
         for module in wrapped_modules(model):
             if kind == "world":
-                # gloo has no pre-multiplied sum: only the factor that stock turns into an average
+                # gloo has no PREMUL_SUM, so only torch's default factor, an average, is possible.
                 module.set_gradient_divide_factor(float(self.meshes.shard_size(self.setting.mesh)))
             if kind in ("force_sum", "force_sum_factor"):
                 module.set_force_sum_reduction_for_comms(True)
@@ -309,8 +312,8 @@ class Builder:
                 root._set_unshard_async_op(True)
         for index, module in enumerate(wrapped_modules(case.model)):
             if setting.comm == "custom":
-                module.set_custom_all_gather(NotedAllGather(recorder))
-                module.set_custom_reduce_scatter(NotedReduceScatter(recorder))
+                module.set_custom_all_gather(RecordingAllGather(recorder))
+                module.set_custom_reduce_scatter(RecordingReduceScatter(recorder))
             if setting.comm == "memory":
                 module.set_allocate_memory_from_process_group_for_comm(True)
             if setting.reduce_hook:
@@ -321,7 +324,7 @@ class Builder:
                 module.set_unshard_in_backward(False)
 
     def _register_hooks(self, model: nn.Module) -> None:
-        """Hooks that note what they see: on parameters, gradients and modules."""
+        """Registers hooks on parameters, gradients and modules that record their arguments."""
         recorder = self.recorder
 
         def on_gradient(name: str) -> Callable[[torch.Tensor], None]:
@@ -336,7 +339,7 @@ class Builder:
         def on_forward(name: str, when: str) -> Callable[..., None]:
             def hook(module: nn.Module, *rest: Any) -> None:
                 kinds = [type(p).__name__ for p in module.parameters()]
-                recorder.note(f"{when} {name}", kinds)
+                recorder.record(f"{when} {name}", kinds)
 
             return hook
 
@@ -350,16 +353,16 @@ class Builder:
                 module.register_forward_hook(on_forward(name, "first after"), prepend=True)
 
 
-# ---- small things -------------------------------------------------------------------------------
+# ---- helpers ------------------------------------------------------------------------------------
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a DTensor's local shard."""
+    """Returns a DTensor's local shard, or a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def wrapped_modules(model: nn.Module) -> list[Any]:
-    """The modules that ``fully_shard`` was applied to."""
+    """Returns the modules to which ``fully_shard`` was applied."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -367,31 +370,31 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
 
 
-def _shard_of(parameter: torch.Tensor) -> int:
-    """Which shard of the parameter this rank has: equal on ranks with equal shards."""
+def _shard_index(parameter: torch.Tensor) -> int:
+    """Returns the index of this rank's shard. Ranks with equal shards have equal indices."""
     if not isinstance(parameter, DTensor):
         return 0
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
-    number = 0
+    shard_index = 0
     for placement, size, place in zip(
         parameter.placements, parameter.device_mesh.shape, coordinate, strict=True
     ):
         if not isinstance(placement, (Replicate, Partial)):
-            number = number * size + place
-    return number
+            shard_index = shard_index * size + place
+    return shard_index
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a module's name fits a pattern whose ``*`` stands for one part of the name."""
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(
-        w in ("*", p) for w, p in zip(wanted, parts, strict=True)
+    """Returns whether a module name matches a pattern, in which ``*`` stands for one part."""
+    pattern_parts, parts = pattern.split("."), name.split(".")
+    return len(pattern_parts) == len(parts) and all(
+        w in ("*", p) for w, p in zip(pattern_parts, parts, strict=True)
     )
 
 
 def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` wherever ``old`` is a child of a module below ``root``."""
+    """Replaces ``old`` by ``new`` wherever it is a child of a module below ``root``."""
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
             if child is old:

@@ -1,4 +1,4 @@
-"""User-defined communication: what set_custom_all_gather and its like are given."""
+"""Custom communication objects that record their arguments."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from releases import GATHER, SCATTER
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
-class _Noted:
-    """Allocates as FSDP would and notes what it was asked for."""
+class _RecordingAllocator:
+    """Allocates as FSDP2 does and records size and dtype."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -21,11 +21,11 @@ class _Noted:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        self.recorder.note(f"{type(self).__name__} allocate", (tuple(size), str(dtype)))
+        self.recorder.record(f"{type(self).__name__} allocate", (tuple(size), str(dtype)))
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class NotedAllGather(_Noted, AllGather):
+class RecordingAllGather(_RecordingAllocator, AllGather):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -33,11 +33,11 @@ class NotedAllGather(_Noted, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self.recorder.note("custom all-gather", (output_tensor.numel(), async_op))
+        self.recorder.record("custom all-gather", (output_tensor.numel(), async_op))
         return getattr(dist, GATHER)(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class NotedReduceScatter(_Noted, ReduceScatter):
+class RecordingReduceScatter(_RecordingAllocator, ReduceScatter):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -46,14 +46,14 @@ class NotedReduceScatter(_Noted, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self.recorder.note("custom reduce-scatter", (input_tensor.numel(), str(op), async_op))
+        self.recorder.record("custom reduce-scatter", (input_tensor.numel(), str(op), async_op))
         return getattr(dist, SCATTER)(
             output_tensor, input_tensor, group=group, op=op, async_op=async_op
         )
 
 
 class ReduceHook:
-    """An all-reduce hook: notes the buffer and changes it in place."""
+    """An all-reduce hook that records the buffer and scales it in place."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         self.recorder = recorder

@@ -1,8 +1,8 @@
-"""What the generated grid does not reach: each feature as one seeded script on four gloo ranks.
+"""Features that the generated grid does not cover: one seeded training per case on four gloo ranks.
 
-``run(rank, world_size, implementation)`` trains every case under one implementation and returns
-``{case: record}``. A record holds losses as numbers and gradients and parameters as digests of
-their bytes, so that equal means equal in bits; an exception is recorded as its text.
+``run(rank, world_size, implementation)`` runs every case under one implementation and returns
+``{case: record}``. A record holds losses as numbers, and gradients and parameters as digests of
+their bytes, so that equal records mean equal bits. An exception is recorded as its text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Sync = Callable[[Any, bool], None]
 
 
 class Tools:
-    """One implementation's functions, and the rank's place."""
+    """One implementation's functions, and this process's rank."""
 
     def __init__(self, rank: int, world_size: int, implementation: str) -> None:
         self.rank = rank
@@ -49,11 +49,13 @@ class Tools:
             package = importlib.import_module("fsdp_c")
             self.fully_shard, self.replicate = package.fully_shard, package.replicate
         else:
-            room = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
-            self.fully_shard, self.replicate = fsdp.fully_shard, room.replicate
+            replicate_module = importlib.import_module(
+                "torch.distributed._composable.replicate_with_fsdp"
+            )
+            self.fully_shard, self.replicate = fsdp.fully_shard, replicate_module.replicate
 
     def mesh(self, *names: str) -> DeviceMesh:
-        """2 x world_size/2."""
+        """Returns a mesh of shape (2, world_size / 2)."""
         return init_device_mesh("cpu", (2, self.world_size // 2), mesh_dim_names=names)
 
     def shard(self, model: nn.Sequential, **kwargs: Any) -> Any:
@@ -68,7 +70,8 @@ class Tools:
     def train(
         self, model: Any, *, micro: int = 1, sync: Sync | None = None, width: int = WIDTH
     ) -> Record:
-        """Three steps of ``micro`` backwards each; ``sync(model, is_last)`` before each."""
+        """Trains three steps of ``micro`` backwards. Calls ``sync(model, is_last)`` before each
+        backward."""
         record: Record = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(3):
@@ -84,7 +87,7 @@ class Tools:
         return [*record, digest(model.parameters())]
 
     def accumulate(self, model: Any) -> Record:
-        """Three backwards whose gradients nobody steps with or drops."""
+        """Runs three backwards without optimizer steps and without clearing gradients."""
         record: Record = []
         for step in range(3):
             loss = model(self.input(step)).pow(2).sum()
@@ -94,7 +97,7 @@ class Tools:
 
 
 def blocks(seed: int = 0, width: int = WIDTH, bias: bool = True) -> nn.Sequential:
-    """Three two-layer blocks of ``width``."""
+    """Creates three blocks of two linear layers."""
     torch.manual_seed(seed)
     return nn.Sequential(
         *(
@@ -108,24 +111,24 @@ def blocks(seed: int = 0, width: int = WIDTH, bias: bool = True) -> nn.Sequentia
     )
 
 
-COUNTED = (GATHER, SCATTER, "all_reduce")
+COLLECTIVES = (GATHER, SCATTER, "all_reduce")
 
 
 @contextmanager
-def _counted(seen: list[str], *names: str) -> Iterator[None]:
-    """Functions of ``torch.distributed`` replaced by ones that note the call in ``seen``."""
+def _calls_recorded(calls: list[str], *names: str) -> Iterator[None]:
+    """Replaces functions of ``torch.distributed`` by ones that append their names to ``calls``."""
     originals = {name: getattr(dist, name) for name in names}
 
-    def counting(name: str) -> Callable[..., Any]:
+    def recording(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen.append(name)
+            calls.append(name)
             return originals[name](*args, **kwargs)
 
         return call
 
     try:
         for name in names:
-            setattr(dist, name, counting(name))
+            setattr(dist, name, recording(name))
         yield
     finally:
         for name, original in originals.items():
@@ -133,20 +136,20 @@ def _counted(seen: list[str], *names: str) -> Iterator[None]:
 
 
 def digest(tensors: Any) -> str:
-    """Of the bytes of all local tensors; None stands for itself."""
-    found = hashlib.sha256()
+    """Hashes the bytes of all local tensors. None counts as a value of its own."""
+    hasher = hashlib.sha256()
     for tensor in tensors:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if local is None:
-            found.update(b"none")
+            hasher.update(b"none")
         elif local.numel() > 0:
             data = local.detach().cpu().contiguous().clone()
-            found.update(data.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+            hasher.update(data.view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]
 
 
 class Gather(AllGather):
-    """A user's own all-gather, which counts."""
+    """A custom all-gather that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -162,7 +165,7 @@ class Gather(AllGather):
 
 
 class Scatter(ReduceScatter):
-    """A user's own reduce-scatter, which counts."""
+    """A custom reduce-scatter that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -179,7 +182,7 @@ class Scatter(ReduceScatter):
 
 CASES: dict[str, Callable[[Tools], Record]] = {}
 SINCE: dict[str, str] = {}
-"""The release of torch that a case needs, where older ones cannot do it."""
+"""The first torch release that supports a case. Cases that are not listed need none."""
 
 
 def case(function: Callable[[Tools], Record]) -> Callable[[Tools], Record]:
@@ -195,7 +198,7 @@ def since(release: str) -> Callable[[Callable[[Tools], Record]], Callable[[Tools
     return mark
 
 
-# ---- replicas ----
+# ---- HSDP and replicate ----
 
 
 def _all_reduce(model: Any, last: bool) -> None:
@@ -222,27 +225,27 @@ def hsdp_mixed(tools: Tools) -> Record:
 
 
 @case
-def hsdp_half(tools: Tools) -> Record:
+def hsdp_fp16(tools: Tools) -> Record:
     return _hsdp(tools, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
 
 
 @case
-def hsdp_without_all_reduce_until_the_last(tools: Tools) -> Record:
+def hsdp_all_reduce_in_last_microbatch(tools: Tools) -> Record:
     return _hsdp(tools, _all_reduce, 3)
 
 
 @case
-def hsdp_mixed_without_all_reduce_until_the_last(tools: Tools) -> Record:
+def hsdp_mixed_all_reduce_in_last_microbatch(tools: Tools) -> Record:
     return _hsdp(tools, _all_reduce, 3, mp_policy=MIXED)
 
 
 @case
-def hsdp_without_reduction_until_the_last(tools: Tools) -> Record:
+def hsdp_reduction_in_last_microbatch(tools: Tools) -> Record:
     return _hsdp(tools, _all_sync, 2)
 
 
 @case
-def hsdp_with_forced_sums(tools: Tools) -> Record:
+def hsdp_force_sum_reduction(tools: Tools) -> Record:
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
     for unit in (*model, model):
         unit.set_force_sum_reduction_for_comms(True)
@@ -250,7 +253,7 @@ def hsdp_with_forced_sums(tools: Tools) -> Record:
 
 
 @case
-def hsdp_with_a_reduce_hook(tools: Tools) -> Record:
+def hsdp_all_reduce_hook(tools: Tools) -> Record:
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
     for unit in (*model, model):
         unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
@@ -278,7 +281,7 @@ def replicate_below_fully_shard(tools: Tools) -> Record:
     return tools.train(tools.fully_shard(model))
 
 
-# ---- where shards lie ----
+# ---- shard placement and reshard_after_forward ----
 
 
 def _second(param: nn.Parameter) -> Shard | None:
@@ -286,53 +289,53 @@ def _second(param: nn.Parameter) -> Shard | None:
 
 
 @case
-def second_dim(tools: Tools) -> Record:
+def shard_dim_1(tools: Tools) -> Record:
     return tools.train(tools.shard(blocks(), shard_placement_fn=_second, mp_policy=MIXED))
 
 
 @case
-def second_dim_hsdp(tools: Tools) -> Record:
+def shard_dim_1_hsdp(tools: Tools) -> Record:
     return _hsdp(tools, shard_placement_fn=_second)
 
 
 @case
-def smaller_group_after_forward(tools: Tools) -> Record:
+def reshard_to_two_ranks(tools: Tools) -> Record:
     return tools.train(tools.shard(blocks(), reshard_after_forward=2, mp_policy=MIXED))
 
 
 @case
-def smaller_group_after_forward_uneven(tools: Tools) -> Record:
+def reshard_to_two_ranks_uneven(tools: Tools) -> Record:
     return tools.train(tools.shard(blocks(width=9), reshard_after_forward=2), width=9)
 
 
 @case
-def smaller_group_after_forward_patched(tools: Tools) -> Record:
-    """The functions that move the data are replaced by ones that count and call them."""
-    seen: list[str] = []
-    with _counted(seen, GATHER, SCATTER):
+def reshard_to_two_ranks_patched_collectives(tools: Tools) -> Record:
+    """Replaces torch's all-gather and reduce-scatter by counting functions during training."""
+    calls: list[str] = []
+    with _calls_recorded(calls, GATHER, SCATTER):
         record = tools.train(tools.shard(blocks(), reshard_after_forward=2, mp_policy=MIXED))
-    return [*record, seen]
+    return [*record, calls]
 
 
 @case
-def hsdp_patched_between_partial_backwards(tools: Tools) -> Record:
-    """Microbatches that are not all-reduced, the collectives replaced during every other one."""
-    seen: list[str] = []
+def hsdp_patched_collectives_while_accumulating(tools: Tools) -> Record:
+    """Accumulates without all-reduce, with the collectives replaced in every other microbatch."""
+    calls: list[str] = []
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
     record: Record = []
     for step in range(2):
         for index in range(4):
             model.set_requires_all_reduce(index == 3)
-            with _counted(seen, *(COUNTED if (step + index) % 2 else ())):
+            with _calls_recorded(calls, *(COLLECTIVES if (step + index) % 2 else ())):
                 model(tools.input(10 * step + index)).pow(2).sum().backward()
         record.append(digest(p.grad for p in model.parameters()))
         model.zero_grad()
-    return [*record, seen]
+    return [*record, calls]
 
 
 @since("2.13")
 @case
-def a_mesh_for_each_parameter(tools: Tools) -> Record:
+def mesh_per_parameter(tools: Tools) -> Record:
     info = FSDPMeshInfo(tools.mesh("replicate", "shard")["shard"], shard_mesh_dim=0)
 
     def place(param: nn.Parameter) -> Any:
@@ -347,7 +350,7 @@ def offload(tools: Tools) -> Record:
     return tools.train(tools.shard(blocks(), offload_policy=policy))
 
 
-# ---- parallel DTensors ----
+# ---- tensor and pipeline parallelism ----
 
 
 def _tensor_parallel(tools: Tools, mesh: DeviceMesh) -> nn.Sequential:
@@ -372,13 +375,13 @@ def tensor_parallel_mixed_accumulated(tools: Tools) -> Record:
 
 @since("2.13")
 @case
-def one_mesh_for_all_kinds_of_parallelism(tools: Tools) -> Record:
+def spmd_mesh_with_dp_mesh_dims(tools: Tools) -> Record:
     mesh = tools.mesh("dp", "tp")
     model = blocks(bias=False)
     for block in model:
         for index, dim in ((0, 0), (2, 1)):
-            whole = block[index].weight.detach()
-            weight = distribute_tensor(whole, mesh, [Replicate(), Shard(dim)])
+            full_weight = block[index].weight.detach()
+            weight = distribute_tensor(full_weight, mesh, [Replicate(), Shard(dim)])
             block[index].weight = nn.Parameter(weight)
     tools.shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     record: Record = []
@@ -415,7 +418,7 @@ def pipeline_of_two_stages(tools: Tools) -> Record:
     return record
 
 
-# ---- what users plug in ----
+# ---- custom communication and extensions ----
 
 
 @case
@@ -429,7 +432,7 @@ def custom_collectives(tools: Tools) -> Record:
 
 
 @case
-def custom_reduce_scatter_of_hsdp(tools: Tools) -> Record:
+def hsdp_custom_reduce_scatter(tools: Tools) -> Record:
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
     for unit in (*model, model):
         unit.set_custom_reduce_scatter(Scatter())
@@ -446,7 +449,7 @@ def reduce_hook(tools: Tools) -> Record:
 
 @since("2.13")
 @case
-def own_group_for_reduce_scatters(tools: Tools) -> Record:
+def separate_reduce_scatter_group(tools: Tools) -> Record:
     model = tools.shard(blocks())
     model.set_separate_reduce_scatter_group(True)
     model.set_reduce_scatter_max_input_buffers(3)
@@ -463,7 +466,7 @@ def all_gather_extension(tools: Tools) -> Record:
 
 
 @case
-def another_forward_method(tools: Tools) -> Record:
+def registered_forward_method(tools: Tools) -> Record:
     class Coder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -487,7 +490,7 @@ def another_forward_method(tools: Tools) -> Record:
     return record
 
 
-# ---- transforms, compilation, modes ----
+# ---- torch.compile, torch.func, autograd modes ----
 
 
 @case
@@ -505,7 +508,7 @@ def compiled_root(tools: Tools) -> Record:
 
 @since("2.13")
 @case
-def forward_mode_derivative(tools: Tools) -> Record:
+def func_jvp(tools: Tools) -> Record:
     model = tools.shard(blocks())
     x = tools.input(0)
     return [digest(torch.func.jvp(model, (x,), (torch.ones_like(x),)))]
@@ -513,13 +516,13 @@ def forward_mode_derivative(tools: Tools) -> Record:
 
 @since("2.13")
 @case
-def functional_gradient(tools: Tools) -> Record:
+def func_grad(tools: Tools) -> Record:
     model = tools.shard(blocks())
     return [digest([torch.func.grad(lambda x: model(x).sum())(tools.input(0))])]
 
 
 @case
-def gradient_of_the_input(tools: Tools) -> Record:
+def autograd_grad_of_input(tools: Tools) -> Record:
     model = tools.shard(blocks())
     x = tools.input(0).requires_grad_()
     return [digest(torch.autograd.grad(model(x).sum(), x)), *tools.train(model)]
@@ -535,16 +538,16 @@ def inference_mode_between_steps(tools: Tools) -> Record:
 
 
 def assert_same_bits(
-    stock: list[dict[str, Record]], ours: list[dict[str, Record]], name: str
+    torch_records: list[dict[str, Record]], fsdp_c_records: list[dict[str, Record]], name: str
 ) -> None:
-    """On every rank, the case trained under torch, and gave the same under fsdp_c."""
-    for theirs, records in zip(stock, ours, strict=True):
-        assert "Error: " not in str(theirs[name][0]), f"stock cannot do this: {theirs[name]}"
-        assert records[name] == theirs[name]
+    """Checks on every rank that the case ran under torch and gave the same record under fsdp_c."""
+    for expected, actual in zip(torch_records, fsdp_c_records, strict=True):
+        assert "Error: " not in str(expected[name][0]), f"torch raised: {expected[name]}"
+        assert actual[name] == expected[name]
 
 
 def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
-    """All cases, one after the other."""
+    """Runs all cases in order and returns their records."""
     warnings.simplefilter("ignore")
     tools = Tools(rank, world_size, implementation)
     records: dict[str, Record] = {}

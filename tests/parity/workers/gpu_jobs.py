@@ -1,9 +1,9 @@
-"""Seeded scripts on a CUDA device, for torch's FSDP2 and for fsdp_c.
+"""Seeded trainings on a CUDA device, under torch's FSDP2 and under fsdp_c.
 
-``run(rank, world_size, implementation)`` trains every case and returns ``{case: record}``, as
-features.py does on the CPU. ``launch("gloo4", implementation)`` starts the ranks: NCCL has a device
-for each of them, while those of gloo, which makes collectives on CUDA tensors, share the first one.
-Launches do not block. FSDP_C_GPU_JOBS_DEVICE=cpu runs them where there is no device, with gloo.
+``run(rank, world_size, implementation)`` runs every case and returns ``{case: record}``, as
+features.py does on the CPU. ``launch("gloo4", implementation)`` starts the ranks. With NCCL each
+rank has its own device. With gloo, which supports CUDA tensors, all ranks share the first device.
+Launches are non-blocking. FSDP_C_GPU_JOBS_DEVICE=cpu runs the cases without a GPU, over gloo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEVICE = os.environ.get("FSDP_C_GPU_JOBS_DEVICE", "cuda")
 
 
 class GpuTools(Tools):
-    """One implementation's functions, on this process's CUDA device."""
+    """One implementation's functions on this process's CUDA device."""
 
     def flat(self) -> DeviceMesh:
         return init_device_mesh(DEVICE, (self.world_size,))
@@ -59,7 +59,7 @@ def mixed(tools: GpuTools) -> Record:
 
 
 @case
-def uneven_rows(tools: GpuTools) -> Record:
+def uneven_shards(tools: GpuTools) -> Record:
     return tools.flat_case(width=9, mp_policy=MIXED)
 
 
@@ -83,7 +83,7 @@ def accumulated(tools: GpuTools) -> Record:
 
 
 @case
-def prefetched_by_hand(tools: GpuTools) -> Record:
+def manual_prefetch(tools: GpuTools) -> Record:
     model = tools.shard(blocks(), mesh=tools.flat())
     for now, then in itertools.pairwise(model):
         now.set_modules_to_forward_prefetch([then])
@@ -93,8 +93,8 @@ def prefetched_by_hand(tools: GpuTools) -> Record:
 
 
 @case
-def memory_from_the_group(tools: GpuTools) -> Record:
-    """NCCL has memory to give where the device has multicast, gloo has none."""
+def memory_from_process_group(tools: GpuTools) -> Record:
+    """NCCL provides buffers on devices with multicast; gloo provides none."""
     model = tools.shard(blocks(), mesh=tools.flat(), mp_policy=MIXED)
     for unit in (*model, model):
         unit.set_allocate_memory_from_process_group_for_comm(True)
@@ -118,24 +118,24 @@ def clipped(tools: GpuTools) -> Record:
 
 
 def hsdp(tools: GpuTools) -> Record:
-    """Needs an even number of ranks, at least four."""
+    """HSDP; needs an even number of ranks, at least four."""
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
     return tools.train(model)
 
 
-def smaller_group_after_forward(tools: GpuTools) -> Record:
+def reshard_to_two_ranks(tools: GpuTools) -> Record:
     return tools.flat_case(reshard_after_forward=2, mp_policy=MIXED)
 
 
 MANY_RANKS: dict[str, Callable[[GpuTools], Record]] = {
     "hsdp": hsdp,
-    "smaller_group_after_forward": smaller_group_after_forward,
+    "reshard_to_two_ranks": reshard_to_two_ranks,
 }
-"""Cases for four ranks and more."""
+"""Cases that need at least four ranks."""
 
 
 def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
-    """This rank's records."""
+    """Runs all cases and returns this rank's records."""
     warnings.simplefilter("ignore")
     if DEVICE == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -153,7 +153,7 @@ def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
 
 
 def launch(name: str, implementation: str) -> list[dict[str, Record]]:
-    """The records of all ranks: "nccl1" is one rank over NCCL."""
+    """Runs all cases on a launch ("nccl1": one rank over NCCL). Returns all ranks' records."""
     backend, ranks = name[:-1], int(name[-1])
     return run_ranks(
         run,
@@ -162,5 +162,5 @@ def launch(name: str, implementation: str) -> list[dict[str, Record]]:
         backend=backend,
         timeout=400,
         collective_timeout=40,
-        fresh=DEVICE == "cuda",  # no fork of a process that may have used the device
+        fresh=DEVICE == "cuda",  # CUDA does not support fork after its initialization
     )

@@ -1,7 +1,7 @@
-"""The basic grid, generated from a seed: what FSDP2 does on a flat mesh with its core settings.
+"""The basic grid: FSDP2's core settings on a flat mesh, generated from a seed.
 
-``generate(seed, count)`` returns first the anchors (each value of each dimension once, everything
-else plain, so that a failure points at its cause) and then random combinations.
+``generate(seed, count)`` returns the anchors first, then random combinations. An anchor changes one
+dimension of the plain setting to one value, so that a failure identifies its cause.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ MIXED = (
     ("fp32", "fp64", None, True, "fp64", "fp32"),
     (None, "fp32", None, True, "fp64", None),
     (None, None, None, True, "fp16", None),
-    # mismatching dtypes: both must fail alike
+    # Mismatching dtypes: both implementations must raise the same error.
     ("bf16", "fp32", None, False, "fp32", None),
 )
 MIXED_FIELDS = ("param", "reduce", "output", "cast_inputs", "original", "inputs")
 
 
 def generate(seed: int, count: int) -> list[Setting]:
-    """The first ``count`` settings of the grid of this seed: the anchors, then random ones."""
+    """Returns the first ``count`` settings of the grid: the anchors, then random settings."""
     settings = dict.fromkeys(_anchors())
     rng = random.Random(seed)
     while len(settings) < count:
@@ -75,21 +75,21 @@ def generate(seed: int, count: int) -> list[Setting]:
 
 
 def at_world_size(setting: Setting, world_size: int) -> Setting:
-    """The setting as it is run on this many ranks."""
+    """Adapts the setting to a launch with ``world_size`` ranks."""
     if world_size == 1 and setting.divide in ("force_sum_factor", "fp16_factor"):
-        # On one rank stock divides by a given factor in place of the collective, and then again
-        # after it where the reduction is a plain sum. Ours divides once.
+        # On one rank torch divides by a given factor instead of running the collective, and again
+        # after it if the reduction is a plain sum. fsdp_c divides once.
         return dataclasses.replace(setting, divide="world")
     return setting
 
 
 def _anchors() -> list[Setting]:
     plain = Setting()
-    found = [plain]
+    anchors = [plain]
     for name, values in CHOICES.items():
-        found += [repaired(dataclasses.replace(plain, **{name: value})) for value in values]
-    found += [_with_mixed(plain, mixed) for mixed in MIXED]
-    return found
+        anchors += [repaired(dataclasses.replace(plain, **{name: value})) for value in values]
+    anchors += [_with_mixed(plain, mixed) for mixed in MIXED]
+    return anchors
 
 
 def _with_mixed(setting: Setting, mixed: tuple[Any, ...]) -> Setting:
@@ -97,8 +97,8 @@ def _with_mixed(setting: Setting, mixed: tuple[Any, ...]) -> Setting:
 
 
 def random_setting(rng: random.Random) -> Setting:
-    """A combination: the structural dimensions freely, each of the others now and then. AdamW steps
-    DTensors in the anchors."""
+    """Returns a random combination. The first four dimensions are drawn freely, each of the others
+    with a probability. AdamW steps local shards here; the anchors cover AdamW over DTensors."""
     setting = Setting(
         family=rng.choice(CHOICES["family"]),
         wrap=rng.choice(CHOICES["wrap"]),
@@ -117,7 +117,7 @@ def random_setting(rng: random.Random) -> Setting:
 
 
 def repaired(setting: Setting) -> Setting:
-    """Drop what cannot be combined, so that nearly every setting trains."""
+    """Removes values that cannot be combined, so that nearly every setting trains."""
     if setting.divide == "fp16_factor":
         setting = dataclasses.replace(setting, reduce="fp16")
     elif setting.divide is not None and "fp16" in (setting.reduce, setting.param, setting.original):
@@ -131,16 +131,16 @@ def repaired(setting: Setting) -> Setting:
     if setting.family == "batchnorm" and compute != setting.original:
         setting = dataclasses.replace(setting, param=None, inputs=None)
     if setting.family == "frozen" and setting.toggle_frozen and (setting.param or setting.reduce):
-        # Stock fixes a group's dtypes at its first forward from the parameters that train then,
-        # and fails in backward when a group that was frozen as a whole is released later.
+        # torch fixes a group's dtypes at its first forward, from the parameters that require
+        # gradients then. torch fails in backward if a completely frozen group is unfrozen later.
         setting = dataclasses.replace(setting, toggle_frozen=False)
     if setting.family == "unused" and setting.schedule.startswith("no_sync") and setting.reduce:
-        # Stock fails in backward on a group that no forward has reached, when gradients are
-        # accumulated without reduction in a dtype of their own.
+        # torch fails in backward on a group without a forward, if gradients are accumulated
+        # without reduction and reduce_dtype is set.
         setting = dataclasses.replace(setting, reduce=None)
     if (setting.schedule, setting.checkpoint) == ("summed", "reentrant"):
-        # The inner backward of reentrant recomputation ends stock's iteration early: it loses the
-        # gradients of the other forward and trains on with stale unsharded parameters.
+        # The inner backward of reentrant checkpointing ends torch's iteration early: torch loses
+        # the other forward's gradients and continues with stale unsharded parameters.
         setting = dataclasses.replace(setting, checkpoint="nonreentrant")
     if setting.checkpoint == "inside" and setting.state is not None:
         setting = dataclasses.replace(setting, state=None)

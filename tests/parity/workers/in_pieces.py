@@ -1,4 +1,4 @@
-"""fsdp_c with every parameter a piece of its own: ``FSDP_C_PARITY_OURS=in_pieces:fully_shard``."""
+"""fsdp_c with one chunk per parameter: ``FSDP_C_PARITY_OURS=in_pieces:fully_shard``."""
 
 from __future__ import annotations
 

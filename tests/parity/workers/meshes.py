@@ -1,7 +1,7 @@
-"""The device meshes of one launch, and which part of each does what.
+"""The device meshes of one launch, and the role of each dimension.
 
-A kind of mesh is named by the setting; its shape follows from the number of ranks. Meshes are made
-when first asked for, by all ranks alike, and kept: making one makes process groups.
+A setting names a kind of mesh; the shape follows from the number of ranks. All ranks create a mesh
+on its first use and cache it, because creating a mesh creates process groups.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "dims_hsdp": ("replicate", "shard", "tensor"),
     "dims_two": ("shard", "context"),
 }
-"""The dimensions of each kind. The dims kinds are meshes whose parameters are DTensors on the whole
-mesh, and of which dp_mesh_dims names the data-parallel dimensions."""
+"""Dimension names of each kind. In the dims kinds all parameters are DTensors on the whole mesh,
+and dp_mesh_dims names the data-parallel dimensions."""
 
 SHAPES: dict[tuple[str, int], tuple[int, ...]] = {
     ("hsdp", 2): (2, 1),
@@ -53,22 +53,22 @@ SHAPES: dict[tuple[str, int], tuple[int, ...]] = {
 
 
 def is_hsdp(kind: str) -> bool:
-    """Whether gradients are all-reduced over a replicating dimension."""
+    """Returns whether gradients are all-reduced over a replicate dimension."""
     return "replicate" in KINDS[kind]
 
 
 def has_tensor_dim(kind: str) -> bool:
-    """Whether modules are parallelised over a tensor dimension beside FSDP's mesh."""
+    """Returns whether modules are parallelized over a tensor dimension outside of FSDP's mesh."""
     return kind in ("tp", "hsdp_tp")
 
 
 def is_spmd(kind: str) -> bool:
-    """Whether all parameters are DTensors on the whole mesh (dp_mesh_dims)."""
+    """Returns whether all parameters are DTensors on the whole mesh (dp_mesh_dims)."""
     return kind.startswith("dims")
 
 
 class Meshes:
-    """The meshes of this rank, by kind."""
+    """This rank's meshes by kind."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -77,7 +77,7 @@ class Meshes:
         self._experts: FSDPMeshInfo | None = None
 
     def prepare(self, setting: Setting) -> None:
-        """Make the meshes that a setting uses, so that they outlive it."""
+        """Creates the meshes that a setting uses, so that they outlive the setting."""
         self.whole(setting.mesh)
         if has_tensor_dim(setting.mesh):
             self.data(setting.mesh)
@@ -86,16 +86,16 @@ class Meshes:
             self.experts()
 
     def whole(self, kind: str) -> DeviceMesh:
-        """The mesh with all its dimensions."""
+        """Returns the mesh with all its dimensions."""
         if kind not in self._meshes:
             shape = SHAPES.get((kind, self.world_size), (self.world_size,))
-            # A plain mesh stays unnamed, as the default one.
+            # Without dimension names, as fully_shard's default mesh.
             names = None if kind == "flat" else KINDS[kind]
             self._meshes[kind] = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
         return self._meshes[kind]
 
     def data(self, kind: str) -> DeviceMesh:
-        """What ``fully_shard`` is given."""
+        """Returns the mesh that ``fully_shard`` receives."""
         mesh = self.whole(kind)
         if not has_tensor_dim(kind):
             return mesh
@@ -103,11 +103,11 @@ class Meshes:
         return mesh[names] if len(names) > 1 else mesh[names[0]]
 
     def tensor(self, kind: str) -> DeviceMesh:
-        """The dimension over which modules are parallelised."""
+        """Returns the dimension over which modules are parallelized."""
         return self.whole(kind)["tensor"]
 
     def dims(self, kind: str) -> Any:
-        """dp_mesh_dims of a kind of the dims family."""
+        """Returns dp_mesh_dims for a dims kind."""
         names = KINDS[kind]
         shard = tuple(name for name in names if name in ("shard", "context"))
         return DataParallelMeshDims(
@@ -116,12 +116,12 @@ class Meshes:
         )
 
     def shard_size(self, kind: str) -> int:
-        """Over how many ranks FSDP shards a parameter."""
+        """Returns the number of ranks over which FSDP shards a parameter."""
         sizes = dict(zip(KINDS[kind], self.whole(kind).shape, strict=True))
         return sizes.get("world", sizes.get("shard", 1)) * sizes.get("context", 1)
 
     def data_rank(self, kind: str) -> int:
-        """The rank among those with different inputs: tensor-parallel peers share theirs."""
+        """Returns the index of this rank's inputs; tensor-parallel peers have equal inputs."""
         mesh = self.whole(kind)
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
@@ -132,22 +132,22 @@ class Meshes:
         return rank
 
     def experts(self) -> FSDPMeshInfo:
-        """A smaller mesh for parameters with a mesh of their own: the last dim of the hsdp mesh."""
+        """Returns the shard dimension of the hsdp mesh, for parameters with their own mesh."""
         if self._experts is None:
             self._experts = FSDPMeshInfo(self.whole("hsdp")["shard"], shard_mesh_dim=0)
         return self._experts
 
 
 def existing_groups() -> set[Any]:
-    """The process groups that exist now."""
+    """Returns the process groups that exist now."""
     return set(dist.distributed_c10d._world.pg_map)
 
 
 def drop_new_groups(kept: set[Any]) -> None:
-    """Destroy the process groups that are not among those ``kept``.
+    """Destroys the process groups that are not in ``kept``.
 
-    Groups for reduce-scatters alone stay: they are named by a hash of their ranks, and torch would
-    join the next one of that name through the addresses that the destroyed one left in the store.
+    Separate reduce-scatter groups stay. Their name is a hash of their ranks. The store keeps
+    the addresses of a destroyed group, and torch would connect the next group of that name to them.
     """
     for group in existing_groups() - kept:
         if group.group_desc != "fsdp_reduce_scatter":

@@ -1,9 +1,9 @@
 """The small models of the parity grid, one builder per family.
 
-Every dimension is small and odd (5, 7, 13) so that shards are uneven on two ranks and on four, and
-some are empty. A builder returns a ``Case``: the model, the modules to wrap in forward order, and a
-function that makes the inputs of one microbatch. Builders draw from the global generator only,
-so that the same seed gives the same weights in every process.
+Dimensions are small and odd (5, 7, 13), so that shards on two and four ranks are uneven and some
+are empty. A builder returns a ``Case``: the model, the modules to wrap in forward order, and a
+function that creates the inputs of one microbatch. Builders use torch's global generator only, so
+that a seed gives the same weights in every process.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class Case:
-    """One model of the grid and how to drive it."""
+    """One model of the grid, with everything that the script needs to train it."""
 
     model: nn.Module
     blocks: list[list[nn.Module]]
-    """What to wrap below the root, in forward order; several modules in one entry share a group."""
+    """Modules to wrap below the root in forward order. Modules of one entry share a group."""
     inputs: Callable[[torch.Generator, torch.dtype], Inputs]
-    """Arguments of one forward, drawn from the generator, floating tensors in the given dtype."""
+    """Returns the arguments of one forward, drawn from the generator. Floating tensors have the
+    given dtype."""
     leaves: list[nn.Module] = field(default_factory=list)
-    """Modules inside the blocks that are wrapped too when the wrapping is nested deeply."""
+    """Modules inside the blocks that are wrapped too if ``wrap`` is "deep"."""
     toggled: list[str] = field(default_factory=list)
-    """Parameters whose requires_grad the script flips between steps (all names of their group)."""
+    """Parameters whose requires_grad is flipped between steps; contains all of their group."""
     ignored: list[str] = field(default_factory=list)
     """Parameters that may be passed as ignored_params."""
     checkpointable: bool = True
-    """Whether the blocks take and return plain tensors, so that they can be recomputed."""
+    """Whether the blocks take and return plain tensors, so that checkpoint() accepts them."""
     parallel: dict[str, str] = field(default_factory=dict)
-    """How modules can be parallelised over a tensor dimension: column, row, or gathered (column,
-    with whole outputs). Empty: not at all."""
+    """Parallel style of each module: column, row, or gathered (column with gathered outputs).
+    Empty if the model cannot be parallelized."""
     experts: list[str] = field(default_factory=list)
-    """Parameters that may live on a mesh of their own."""
+    """Parameters that may have their own mesh."""
     unneeded: list[nn.Module] = field(default_factory=list)
     """Modules whose backward does not read their parameters."""
     methods: list[tuple[nn.Module, str]] = field(default_factory=list)
-    """Methods that are forward methods of their (wrapped) module."""
+    """Methods to register with register_fsdp_forward_method."""
     roots: list[nn.Module] = field(default_factory=list)
-    """The roots where the model itself is not one."""
+    """The roots, if the model itself is not a root."""
 
 
 class Block(nn.Module):
-    """A residual pair of linear layers around a norm: (batch, dim) -> (batch, dim)."""
+    """A residual pair of linear layers after a norm: (batch, dim) -> (batch, dim)."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ def _rows_of(dim: int) -> Callable[[torch.Generator, torch.dtype], Inputs]:
 
 
 def mlp() -> Case:
-    """A plain stack of linear layers of changing width."""
+    """Linear layers of changing width."""
     blocks = [
         nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 13)),
         nn.Sequential(nn.Linear(13, 13), nn.Tanh()),
@@ -90,7 +91,7 @@ def mlp() -> Case:
 
 
 def residual() -> Case:
-    """Equal residual blocks below a root that has parameters of its own."""
+    """Equal residual blocks below a root that has its own parameters."""
 
     class Residual(nn.Module):
         def __init__(self) -> None:
@@ -117,7 +118,7 @@ def residual() -> Case:
 
 
 class Attention(nn.Module):
-    """Causal attention of one head, written out: (batch, time, dim) -> (batch, time, dim)."""
+    """Causal single-head attention: (batch, time, dim) -> (batch, time, dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A transformer layer: attention, then a gated pair of linears."""
+    """A transformer layer: attention, then a two-layer MLP."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model over 11 symbols; ``tied`` shares the embedding with the output layer."""
+    """A language model over 11 tokens. ``tied`` shares the embedding with the output layer."""
 
     def __init__(self, tied: bool, layers: int = 3) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ def _tokens(generator: torch.Generator, dtype: torch.dtype) -> Inputs:
 
 
 def transformer() -> Case:
-    """Token inputs, so that the first unit's inputs need no gradient."""
+    """A transformer, whose token inputs cannot require gradients."""
     model = Transformer(tied=False)
     return Case(
         model,
@@ -183,7 +184,7 @@ def transformer() -> Case:
 
 
 def tied() -> Case:
-    """A parameter under two names in one group (embedding and head, both with the root)."""
+    """A parameter with two names in one group: embedding and head, both in the root's group."""
     model = Transformer(tied=True, layers=2)
     return Case(
         model,
@@ -196,7 +197,7 @@ def tied() -> Case:
 
 
 def grouped() -> Case:
-    """Lists of modules that share a group: two layers, and the norm with the head."""
+    """Lists of modules that share a group: two layers, and norm with head."""
     model = Transformer(tied=False, layers=4)
     first, second, third, fourth = model.layers
     return Case(
@@ -211,7 +212,7 @@ def grouped() -> Case:
 
 
 def shared_module() -> Case:
-    """One block called twice in a forward and registered under two names."""
+    """One block that is called twice per forward and registered under two names."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -235,7 +236,7 @@ def shared_module() -> Case:
 
 
 def shared_parameters() -> Case:
-    """Two linears of one block with one weight, and a bias used by both."""
+    """Two linear layers of one block that share weight and bias."""
 
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -260,7 +261,7 @@ def shared_parameters() -> Case:
 
 
 def unused() -> Case:
-    """Parameters that no forward touches: within a block, and a block that never runs."""
+    """Parameters without use in forward: some within a block, and a whole block."""
 
     class Idle(nn.Module):
         def __init__(self) -> None:
@@ -294,7 +295,7 @@ def unused() -> Case:
 
 
 def frozen() -> Case:
-    """A frozen block, a block frozen in part, and a trainable one."""
+    """A frozen block, a partly frozen block and a trainable block."""
 
     class Frozen(nn.Module):
         def __init__(self) -> None:
@@ -320,7 +321,7 @@ def frozen() -> Case:
 
 
 def tiny() -> Case:
-    """Parameters smaller than the world: most ranks hold empty shards."""
+    """Parameters with fewer rows than ranks, so that most ranks hold empty shards."""
 
     class Tiny(nn.Module):
         def __init__(self) -> None:
@@ -344,14 +345,14 @@ def tiny() -> Case:
 
 
 def single() -> Case:
-    """Groups of exactly one parameter."""
+    """Groups with exactly one parameter."""
     blocks = [nn.Linear(7, 13, bias=False), nn.Linear(13, 8, bias=False), nn.Linear(8, 5, False)]
     model = nn.Sequential(blocks[0], nn.ReLU(), blocks[1], nn.Tanh(), blocks[2])
     return Case(model, [[b] for b in blocks], _rows_of(7), toggled=["2.weight"])
 
 
 def batchnorm() -> Case:
-    """Batch norms with their buffers; for parameters of the buffers' dtype only."""
+    """Batch norms with buffers. Works only if compute and parameter dtype are equal."""
     blocks = [
         nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU()),
         nn.Sequential(nn.Linear(13, 5, bias=False), nn.BatchNorm1d(5)),
@@ -367,7 +368,7 @@ def batchnorm() -> Case:
 
 
 def conv() -> Case:
-    """Convolutions with group norms, and a linear head."""
+    """Convolutions with group norms and a linear head."""
 
     class Conv(nn.Module):
         def __init__(self) -> None:
@@ -396,7 +397,7 @@ def conv() -> Case:
 
 @dataclass
 class Bundle:
-    """A dataclass as it travels between blocks."""
+    """A dataclass that one block returns and the next one takes."""
 
     hidden: torch.Tensor
     extra: dict[str, torch.Tensor]
@@ -445,7 +446,7 @@ def structures() -> Case:
 
 
 def keywords() -> Case:
-    """Keyword arguments: tensors, None, numbers, and a dict of tensors."""
+    """Keyword arguments: tensors, None, numbers and a dict of tensors."""
 
     class Keyed(nn.Module):
         def __init__(self) -> None:
@@ -490,7 +491,7 @@ def keywords() -> Case:
 
 
 def branches() -> Case:
-    """A block whose output is used twice, and one whose output is not used at all."""
+    """A block whose output is used twice, and a block whose output is unused."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -540,7 +541,7 @@ FAMILIES: dict[str, Callable[[], Case]] = {
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nested output, in a fixed order."""
+    """Returns the tensors of a nested output in a fixed order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

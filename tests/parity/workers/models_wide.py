@@ -1,7 +1,7 @@
-"""The models of the wide grid: those that a part of FSDP2's surface needs for itself.
+"""Models of the wide grid, each for one part of FSDP2's surface.
 
-As in models.py, but some have even dimensions: sharding a dim other than 0 must be even, and so
-must whatever an all-gather extension returns.
+They follow models.py, but some have even dimensions: shards on a dim other than 0 must be even, and
+so must the outputs of all-gather extensions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from models import Block, Case, Inputs, _rows_of
 
 
 def even() -> Case:
-    """Residual blocks whose dimensions divide by eight."""
+    """Residual blocks whose dimensions are divisible by eight."""
 
     class Even(nn.Module):
         def __init__(self) -> None:
@@ -44,7 +44,7 @@ def even() -> Case:
 
 
 def odd() -> Case:
-    """As ``even``, but a half of each parallelised dimension is odd, so that shards are uneven."""
+    """As ``even``, but half of each parallelized dimension is odd, so that shards are uneven."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -70,7 +70,7 @@ def odd() -> Case:
 
 
 def embedding() -> Case:
-    """An embedding as a unit of its own: its backward needs no parameter."""
+    """An embedding with its own group, whose backward needs no parameter."""
 
     class Embedded(nn.Module):
         def __init__(self) -> None:
@@ -100,7 +100,7 @@ def embedding() -> Case:
 
 
 def methods() -> Case:
-    """Blocks that are entered by methods other than forward."""
+    """Blocks that are called through methods other than forward."""
 
     class Coder(nn.Module):
         def __init__(self) -> None:
@@ -141,7 +141,7 @@ def methods() -> Case:
 
 
 def chunked() -> Case:
-    """A group of norm and head, the head called once for each chunk of the norm's output."""
+    """Norm and head in one group. The head is called for each chunk of the norm's output."""
 
     class Chunked(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +165,7 @@ def chunked() -> Case:
 
 
 def partial() -> Case:
-    """Groups of several modules of which a forward reaches the first, the last or none but one."""
+    """Groups of several modules. Forward calls only the first, or only the last module."""
 
     class Partial(nn.Module):
         def __init__(self) -> None:
@@ -192,7 +192,7 @@ def partial() -> Case:
 
 
 def conditional() -> Case:
-    """Blocks with two branches; the inputs say which is used, on each rank differently."""
+    """Blocks with two branches. The inputs select the branch, differently on each rank."""
 
     class Either(nn.Module):
         def __init__(self) -> None:
@@ -223,7 +223,7 @@ def conditional() -> Case:
 
 
 def views() -> Case:
-    """Blocks whose outputs are views: of their inputs, of each other, of something local."""
+    """Blocks whose outputs are views of inputs, of each other and of local tensors."""
 
     class Viewing(nn.Module):
         def __init__(self) -> None:
@@ -257,7 +257,7 @@ def views() -> Case:
 
 
 def pair() -> Case:
-    """Two roots below a module that is not wrapped, sharing their communication context."""
+    """Two roots below an unwrapped module, with a shared communication context."""
 
     class Half(nn.Module):
         def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""What a rank writes down while it runs a setting, and how two such records are compared.
+"""Records what a rank observes while it runs a setting, and compares two records.
 
-A record is a list of entries in the order of events. Tensors are kept as dtype, shape and raw
-bytes, so that equal means equal in bits (NaNs included); collectives are entries of the same list,
-so that their place among the losses and gradients is compared too.
+A record is a list of entries in the order of events. Tensors are stored as dtype, shape and raw
+bytes, so that equal means equal in bits, NaNs included. Collectives are entries of the same list,
+so that their order relative to losses and gradients is compared too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Bits:
-    """A tensor's value: dtype, shape and bytes; ``kind`` says what held it."""
+    """A tensor's dtype, shape and bytes. ``kind`` describes its class and, for DTensors, layout."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Bits:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Bits:
-        """The bits of a plain tensor, or of a DTensor's local shard (kind: its global layout)."""
+        """Returns the bits of a plain tensor or of a DTensor's local shard."""
         kind = type(tensor).__name__
         with torch.no_grad():
             if isinstance(tensor, DTensor):
@@ -57,7 +57,7 @@ class Bits:
                     f"{kind} {tuple(tensor.shape)} {tensor.placements} on "
                     f"{tuple(mesh.shape)} {mesh.mesh_dim_names or ''}"
                 )
-                tensor = tensor._local_tensor  # at once: each operation on a DTensor takes longer
+                tensor = tensor._local_tensor  # first: operations on DTensors are slow
             tensor = tensor.detach()
             if hasattr(tensor, "held"):
                 kind = f"{kind} of {type(tensor).__name__}"
@@ -66,7 +66,7 @@ class Bits:
         return cls(str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes(), kind)
 
     def tensor(self) -> torch.Tensor:
-        """The value as a tensor of its dtype and shape."""
+        """Returns the value as a tensor."""
         dtype = getattr(torch, self.dtype.removeprefix("torch."))
         if not self.data:
             return torch.empty(self.shape, dtype=dtype)
@@ -82,123 +82,133 @@ class Recorder:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
 
-    def note(self, label: str, value: Any) -> None:
+    def record(self, label: str, value: Any) -> None:
         self.entries.append((label, value))
 
     def tensor(self, label: str, tensor: torch.Tensor | None) -> None:
         self.entries.append((label, None if tensor is None else Bits.of(tensor)))
 
 
-class Tap(threading.local):
-    """Where this thread's collectives are noted: ``recorder``, or nowhere."""
+class CollectiveRecorder(threading.local):
+    """Per-thread recorder of collectives. ``recorder`` is None while nothing is recorded."""
 
     recorder: Recorder | None = None
 
-    def note(self, name: str, tensors: list[Any], group: dist.ProcessGroup) -> None:
-        """Note a collective: its name, dtype and element count of its tensors, its ranks.
+    def record(self, name: str, tensors: list[Any], group: dist.ProcessGroup) -> None:
+        """Records a collective: name, dtype and element count of its tensors, and its ranks.
 
-        One of a group of one rank is not noted: nothing travels, and whether it is issued at all is
-        the implementation's own affair.
+        Collectives of single-rank groups are not recorded: they move no data, and implementations
+        may omit them.
         """
         if self.recorder is not None and group.size() > 1:
-            ranks = dist.get_process_group_ranks(_known(group))
-            facts = [_facts(arg) for arg in tensors if _has_tensors(arg)]
-            self.recorder.note(f"collective {name.strip('_')}", (*facts, ranks))
+            ranks = dist.get_process_group_ranks(_registered_group(group))
+            descriptions = [_describe(arg) for arg in tensors if _contains_tensors(arg)]
+            self.recorder.record(f"collective {name.strip('_')}", (*descriptions, ranks))
 
 
-def _known(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group as torch.distributed knows it: ours may exchange rows over one of the same name."""
+def _registered_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the group that torch.distributed has registered. fsdp_c may run collectives over an
+    unregistered group with the same name."""
     if group in c10d._world.pg_group_ranks:
         return group
     return c10d._resolve_process_group(group.group_name)
 
 
 @contextmanager
-def recorded_collectives() -> Iterator[Tap]:
-    """Put a recording kernel before the kernels of the c10d operators.
+def recorded_collectives() -> Iterator[CollectiveRecorder]:
+    """Registers a recording kernel that runs before the kernels of the c10d operators.
 
-    A dispatch mode would see them as well, but would also see every other operator, and a fast
-    path may rightly step aside under a mode. The kernel sits at the BackendSelect key, which every
-    call passes, those made below autograd included. It goes on by redispatching, which releases
-    the GIL (``call_boxed`` of a kernel taken from the dispatcher would hold it while waiting for
-    peers; gloo's threads need it to free tensors).
+    A dispatch mode would also receive all other operators, and implementations may disable fast
+    paths under a mode. The kernel is registered at the BackendSelect key, through which all calls
+    go, including those below autograd. The kernel redispatches, because redispatch releases the
+    GIL. ``call_boxed`` would hold the GIL while it waits for peers, but gloo's threads need the GIL
+    to free tensors.
     """
-    tap = Tap()
+    collective_recorder = CollectiveRecorder()
     library = torch.library.Library("c10d", "IMPL")
     for name in COLLECTIVES:
-        _wrap(library, name, tap)
+        _wrap(library, name, collective_recorder)
     try:
-        yield tap
+        yield collective_recorder
     finally:
         library._destroy()
 
 
-def _wrap(library: torch.library.Library, name: str, tap: Tap) -> None:
+def _wrap(
+    library: torch.library.Library, name: str, collective_recorder: CollectiveRecorder
+) -> None:
     operator = getattr(torch.ops.c10d, name).default
-    group_at = [argument.name for argument in operator._schema.arguments].index("process_group")
+    group_index = [argument.name for argument in operator._schema.arguments].index("process_group")
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, DISPATCH_KEYS[DEVICE]))
 
     def kernel(*args: Any) -> Any:
-        tap.note(name, list(args[:group_at]), dist.ProcessGroup.unbox(args[group_at]))
+        collective_recorder.record(
+            name, list(args[:group_index]), dist.ProcessGroup.unbox(args[group_index])
+        )
         return operator.redispatch(keys, *args)
 
     library.impl(name, kernel, "BackendSelect")
 
 
-def _has_tensors(arg: Any) -> bool:
+def _contains_tensors(arg: Any) -> bool:
     return isinstance(arg, (torch.Tensor, list, tuple))
 
 
-def _facts(arg: Any) -> Any:
+def _describe(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor):
         return (str(arg.dtype), arg.numel())
-    return [_facts(entry) for entry in arg]
+    return [_describe(entry) for entry in arg]
 
 
 def error_entry(error: BaseException) -> Entry:
-    """An exception as an entry: type and message, memory addresses blanked.
+    """Converts an exception to an entry: its type and message, without memory addresses.
 
-    Without the C++ stack that torch appends where TORCH_SHOW_CPP_STACKTRACES is set: it names
-    whoever called the operator.
+    The C++ stack that torch appends under TORCH_SHOW_CPP_STACKTRACES is removed, because it
+    contains the operator's callers.
     """
     message = re.sub(r"0x[0-9a-f]+", "0x", str(error).partition("\nException raised from")[0])
     return ("error", f"{type(error).__name__}: {message}")
 
 
 def trained(entries: list[Entry]) -> list[Entry]:
-    """What a record says about tensors that the user sees."""
+    """Returns the entries that hold tensors: the results that are visible to users."""
     return [entry for entry in entries if isinstance(entry[1], Bits)]
 
 
-def differences(stock: list[Entry], ours: list[Entry], limit: int = 8) -> list[str]:
-    """What differs between two records, at most ``limit`` lines; empty when they are equal."""
-    found: list[str] = []
-    for index, (left, right) in enumerate(zip(stock, ours, strict=False)):
+def differences(
+    torch_entries: list[Entry], fsdp_c_entries: list[Entry], limit: int = 8
+) -> list[str]:
+    """Lists the differences between two records, in at most ``limit`` lines."""
+    lines: list[str] = []
+    for index, (left, right) in enumerate(zip(torch_entries, fsdp_c_entries, strict=False)):
         if left != right:
-            found.append(f"entry {index}: {_difference(left, right)}")
+            lines.append(f"entry {index}: {_difference(left, right)}")
         if left[0] != right[0]:
-            # The sequences of events have parted: what follows only repeats that.
-            found += [f"  before it: {_show(entry)}" for entry in stock[max(0, index - 3) : index]]
+            # The event sequences diverge here, so that all later entries differ too.
+            lines += [
+                f"  before it: {_format(entry)}"
+                for entry in torch_entries[max(0, index - 3) : index]
+            ]
             break
-        if len(found) >= limit:
-            found.append("(and more)")
+        if len(lines) >= limit:
+            lines.append("(and more)")
             break
-    if len(stock) != len(ours):
-        found.append(f"number of entries: stock {len(stock)}, ours {len(ours)}")
-    return found
+    if len(torch_entries) != len(fsdp_c_entries):
+        lines.append(f"number of entries: torch {len(torch_entries)}, fsdp_c {len(fsdp_c_entries)}")
+    return lines
 
 
 def _difference(left: Entry, right: Entry) -> str:
-    (label, a), (other, b) = left, right
-    if label != other or not (isinstance(a, Bits) and isinstance(b, Bits)):
-        return f"stock {_show(left)}, ours {_show(right)}"
+    (label, a), (other_label, b) = left, right
+    if label != other_label or not (isinstance(a, Bits) and isinstance(b, Bits)):
+        return f"torch {_format(left)}, fsdp_c {_format(right)}"
     if (a.dtype, a.shape, a.kind) != (b.dtype, b.shape, b.kind):
-        return f"{label}: stock {a}, ours {b}"
+        return f"{label}: torch {a}, fsdp_c {b}"
     x, y = a.tensor(), b.tensor()
-    gap = (x.double() - y.double()).abs()
-    return f"{label}: {int((x != y).sum())} of {x.numel()} differ, by up to {gap.max():.3g}"
+    deviation = (x.double() - y.double()).abs()
+    return f"{label}: {int((x != y).sum())} of {x.numel()} differ, by up to {deviation.max():.3g}"
 
 
-def _show(entry: Entry) -> str:
+def _format(entry: Entry) -> str:
     label, value = entry
     return f"{label} {value}"

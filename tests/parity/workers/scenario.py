@@ -1,9 +1,9 @@
 """The training script that both implementations run: one setting on one rank.
 
-``run_setting`` builds the setting's model from a fixed seed, wraps it with the given
-``fully_shard`` (building.py), trains three steps as the setting says and notes everything
-observable on the way: losses, outputs' and gradients' dtypes and bits, parameters and how they are
-registered, state dicts, hooks called, collectives issued.
+``run_setting`` builds the setting's model from a fixed seed and wraps it with the given
+``fully_shard`` (building.py). The script trains three steps and records all observable results:
+losses, dtypes and bits of outputs and gradients, parameters and their registration, state dicts,
+calls of hooks, and collectives.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_setting(
     recorder: Recorder,
     ours: bool,
 ) -> None:
-    """Run one setting into ``recorder``; an exception becomes its last entry."""
+    """Runs one setting. An exception becomes the last entry of ``recorder``."""
     try:
         Script(setting, fully_shard, meshes, recorder, ours).run()
     except Exception as error:
@@ -50,7 +50,7 @@ def run_setting(
 
 
 class Script:
-    """One run of one setting; schedules.py drives it through its public methods."""
+    """One run of one setting. schedules.py calls its public methods."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class Script:
 
     def run(self) -> None:
         self._start(SEED, meta=self.setting.state == "meta")
-        self._note_parameters("initial")
+        self._record_parameters("initial")
         for step in range(STEPS):
             if self.ours and self.setting.perturb and step == STEPS - 1:
                 with torch.no_grad():
                     local_part(next(self.model.parameters())).add_(self.setting.perturb)
             self._change_settings(step)
             self._step(step)
-        self._note_state_dict("final")
+        self._record_state_dict("final")
         if self.setting.state in ("copy", "assign"):
             self._continue_from_state_dict()
 
@@ -86,9 +86,9 @@ class Script:
         self.optimizers = self._make_optimizers()
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer | LocalSteps]:
-        """The setting's optimizer over the parameters of each mesh, and one over ignored ones.
+        """Creates one optimizer per mesh, and one for ignored parameters.
 
-        One each, because torch's foreach and fused kernels refuse to mix them.
+        torch's foreach and fused kernels do not accept parameters of several meshes.
         """
         ignored = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
         groups = [*self._wrapped_by_mesh(), ignored]
@@ -97,7 +97,7 @@ class Script:
         return [self._make_optimizer(group) for group in groups if group]
 
     def _wrapped_by_mesh(self) -> list[list[Any]]:
-        """The wrapped parameters in the model's order, those on each device mesh for themselves."""
+        """Returns the wrapped parameters of each device mesh, in the model's order."""
         groups: dict[Any, list[Any]] = {}
         for parameter in self.model.parameters():
             if isinstance(parameter, DTensor):
@@ -115,12 +115,12 @@ class Script:
     # ---- one step -----------------------------------------------------------------------------
 
     def _change_settings(self, step: int) -> None:
-        """What the setting changes between steps."""
+        """Applies the changes that the setting makes between steps."""
         setting = self.setting
         if setting.toggle_reshard and step > 0:
             self.model.set_reshard_after_forward(step == 2)
         if setting.toggle_frozen and step > 0:
-            # Stock forgets what is set on parameters that an evaluation has left unsharded.
+            # torch ignores settings of parameters that an evaluation left unsharded.
             for module in wrapped_modules(self.model):
                 module.reshard()
             for name, parameter in self.model.named_parameters():
@@ -131,11 +131,11 @@ class Script:
 
     def _step(self, step: int) -> None:
         setting, label = self.setting, f"step {step}"
-        self.recorder.note("begin", label)
+        self.recorder.record("begin", label)
         seed_generator(SEED + step)
-        self._unshard_by_hand(label)
+        self._unshard_manually(label)
         RUN[setting.schedule](self, label)
-        self.note_gradients(label)
+        self.record_gradients(label)
         if setting.clip:
             for wrapped in self._wrapped_by_mesh():
                 norm = nn.utils.clip_grad_norm_(wrapped, 0.1)
@@ -143,7 +143,7 @@ class Script:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=setting.zero == "none")
-        self._note_parameters(label)
+        self._record_parameters(label)
         if setting.optim_event:
             event: Any = getattr(torch, DEVICE).Event()
             event.record()
@@ -153,7 +153,7 @@ class Script:
         if setting.inference:
             self._evaluate(label, torch.inference_mode())
 
-    def _unshard_by_hand(self, label: str) -> None:
+    def _unshard_manually(self, label: str) -> None:
         kind, model = self.setting.unshard, self.model
         if kind == "sync":
             model.unshard()
@@ -168,9 +168,9 @@ class Script:
             self.units[-1].reshard()
         elif kind == "reshard":
             model.unshard()
-            self.note_registered(f"{label} unsharded")
+            self.record_registered(f"{label} unsharded")
             model.reshard()
-            self.note_registered(f"{label} resharded")
+            self.record_registered(f"{label} resharded")
 
     def inputs(self, label: str, micro: int) -> Inputs:
         setting = self.setting
@@ -184,12 +184,12 @@ class Script:
         return args, kwargs
 
     def forward(self, label: str, micro: int = 0, inputs: Inputs | None = None) -> torch.Tensor:
-        """One forward; its loss, a scalar: the mean square of every output."""
+        """Runs one forward. Returns the sum of the mean squares of all outputs."""
         args, kwargs = inputs or self.inputs(label, micro)
         outputs = tensors_in(self.model(*args, **kwargs))
         for output in outputs:
             self.recorder.tensor(f"{label}.{micro} output", output)
-        self.note_registered(f"{label}.{micro} after forward")
+        self.record_registered(f"{label}.{micro} after forward")
         losses = [output.float().square().mean() for output in outputs if output.requires_grad]
         loss = torch.stack(losses).sum()
         self.recorder.tensor(f"{label}.{micro} loss", loss)
@@ -197,10 +197,10 @@ class Script:
 
     def backward(self, label: str, loss: torch.Tensor, **options: Any) -> None:
         loss.backward(**options)
-        self.note_registered(f"{label} after backward")
+        self.record_registered(f"{label} after backward")
 
     def _evaluate(self, label: str, without_gradients: Any) -> None:
-        """A forward without gradients, after the optimizer's step."""
+        """Runs a forward without gradients after the optimizer step."""
         self.model.eval()
         with without_gradients:
             args, kwargs = self.inputs(label, 9)
@@ -208,31 +208,31 @@ class Script:
                 self.recorder.tensor(f"{label} evaluated", output)
         self.model.train()
         for root in self.case.roots or [self.model]:
-            _forget_forward_order(root)
+            _clear_forward_order(root)
 
     def _continue_from_state_dict(self) -> None:
-        """Load the state into a differently seeded, newly wrapped model and train one step."""
+        """Loads the state dict into a new model with another seed and trains one step."""
         state = {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in self.model.state_dict().items()
         }
         self._start(SEED + 1)
         result = self.model.load_state_dict(state, assign=self.setting.state == "assign")
-        self.recorder.note("loaded", str(result))
+        self.recorder.record("loaded", str(result))
         self.optimizers = self._make_optimizers()
-        self._note_parameters("loaded")
+        self._record_parameters("loaded")
         self._step(STEPS)
-        self._note_state_dict("continued")
+        self._record_state_dict("continued")
 
-    # ---- notes --------------------------------------------------------------------------------
+    # ---- recording ----------------------------------------------------------------------------
 
-    def _note_parameters(self, label: str) -> None:
+    def _record_parameters(self, label: str) -> None:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.recorder.tensor(f"{label} parameter {name}", parameter)
 
-    def note_registered(self, label: str) -> None:
-        """How the parameters are registered now: sharded or not, their dtype, requires_grad."""
-        self.recorder.note(
+    def record_registered(self, label: str) -> None:
+        """Records the registered parameters: class, dtype, requires_grad and is_leaf."""
+        self.recorder.record(
             label,
             [
                 (type(p).__name__, str(p.dtype), p.requires_grad, p.is_leaf)
@@ -240,17 +240,17 @@ class Script:
             ],
         )
 
-    def note_gradients(self, label: str) -> None:
+    def record_gradients(self, label: str) -> None:
         for name, parameter in self.model.named_parameters():
             self.recorder.tensor(f"{label} gradient {name}", parameter.grad)
 
-    def _note_state_dict(self, label: str) -> None:
+    def _record_state_dict(self, label: str) -> None:
         for name, value in self.model.state_dict().items():
             self.recorder.tensor(f"{label} state {name}", value)
 
 
 class LocalSteps:
-    """An optimizer over the local shards of parameters, which are there from its first step on."""
+    """An optimizer over the local shards of parameters, which it creates in its first step."""
 
     def __init__(self, parameters: list[Any], make: MakeOptimizer) -> None:
         self.parameters = parameters
@@ -259,7 +259,9 @@ class LocalSteps:
 
     def step(self) -> None:
         if not self.shards:
-            self.shards = [nn.Parameter(local_part(one).detach()) for one in self.parameters]
+            self.shards = [
+                nn.Parameter(local_part(parameter).detach()) for parameter in self.parameters
+            ]
             self.optimizer = self.make(self.shards)
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             assert shard.data_ptr() == local_part(parameter).data_ptr(), "the shard has moved"
@@ -274,15 +276,15 @@ class LocalSteps:
                 parameter.grad.zero_()
 
 
-def _forget_forward_order(root: Any) -> None:
-    """Stock only: drop what a forward without gradients has left in the order for prefetching.
+def _clear_forward_order(root: Any) -> None:
+    """Clears the entries that a forward without gradients left in torch's prefetch order.
 
-    Stock never does (tests/STOCK_BUGS.md, B6), and so gathers a group for nothing in the next
-    backward. With this its collectives are those that it issues in training alone.
+    torch never clears them (tests/STOCK_BUGS.md, B6), and therefore gathers a group without need
+    in the next backward. With this function its collectives are those of training only.
     """
     state = root._get_fsdp_state()
     if type(state) is FSDPState:
         state._comm_ctx.post_forward_order.clear()
-        for one in state._state_ctx.all_states:
-            for group in groups_of(one):
+        for fsdp_state in state._state_ctx.all_states:
+            for group in groups_of(fsdp_state):
                 group._post_forward_indices.clear()

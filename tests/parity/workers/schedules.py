@@ -1,7 +1,7 @@
-"""How a step's microbatches are run: one function for each schedule of the grid.
+"""Runs the microbatches of a step: one function for each schedule of the grid.
 
-A schedule drives the script of scenario.py: ``script.forward`` and ``script.backward`` run one
-microbatch and note what is seen; ``label`` names the step.
+A schedule calls the script of scenario.py: ``script.forward`` and ``script.backward`` run one
+microbatch and record the results. ``label`` names the step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _no_sync(script: Script, label: str) -> None:
         script.model.set_requires_gradient_sync(micro == 2)
         script.backward(label, script.forward(label, micro))
         if micro < 2:
-            script.note_gradients(label)
+            script.record_gradients(label)
 
 
 def _no_sync_some(script: Script, label: str) -> None:
@@ -87,12 +87,12 @@ def _retained(script: Script, label: str) -> None:
 
 def _input_grad(script: Script, label: str) -> None:
     inputs = script.inputs(label, 0)
-    wanted = [t for t in tensors_in(inputs[0]) if t.requires_grad]
-    if wanted:
+    inputs_with_grad = [t for t in tensors_in(inputs[0]) if t.requires_grad]
+    if inputs_with_grad:
         loss = script.forward(label, 0, inputs)
-        for gradient in torch.autograd.grad(loss, wanted, allow_unused=True):
+        for gradient in torch.autograd.grad(loss, inputs_with_grad, allow_unused=True):
             script.recorder.tensor(f"{label} input gradient", gradient)
-        script.note_registered(f"{label} after autograd.grad")
+        script.record_registered(f"{label} after autograd.grad")
     script.backward(label, script.forward(label, 1))
 
 
@@ -105,7 +105,7 @@ def _no_all_reduce(script: Script, label: str) -> None:
     for micro in range(3):
         script.model.set_requires_all_reduce(micro == 2)
         script.backward(label, script.forward(label, micro))
-        script.note_gradients(label)
+        script.record_gradients(label)
 
 
 def _no_all_reduce_some(script: Script, label: str) -> None:

@@ -1,9 +1,9 @@
-"""Scripts: unusual things that users do around FSDP2, on two ranks and over small models.
+"""Scripts: unusual user code around FSDP2, run on two ranks over small models.
 
-A module ``scripts_*.py`` defines functions marked ``@script()``; each takes a ``Script`` and
-returns what it saw. All of them run in one launch for each implementation (``behaviour.py``). Of a
-script marked ``wide`` there is a second one, ``name_wide``, over parameters that are large enough
-to be moved by themselves.
+A module ``scripts_*.py`` defines functions marked ``@script()``. Each takes a ``Script`` and
+returns its results. All scripts run in one launch per implementation (``behaviour.py``). A script
+marked ``wide`` also runs as ``name_wide``, over parameters that are large enough to form their own
+chunks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MODULES = (
     "scripts_writes",
 )
 WIDE = 300
-"""Width of the large models: a weight of 360,000 bytes."""
-SHOWN = 4096
-"""Bytes of a tensor that is handed back as it is; of a larger one, a digest."""
+"""Width of the large models, whose weights have 360,000 bytes."""
+MAX_RETURNED_BYTES = 4096
+"""Maximum number of bytes of a tensor that is returned as it is. Larger ones become digests."""
 
 Loss = Callable[[int], torch.Tensor]
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -39,7 +39,7 @@ Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class Script(Api):
-    """One implementation, and what most scripts begin with: a model, its data, its training."""
+    """One implementation, with the model, data and training loop that most scripts use."""
 
     width: int = DIM
 
@@ -51,7 +51,7 @@ class Script(Api):
         )
 
     def shard(self, model: Any, units: Iterable[nn.Module] | None = None, **kwargs: Any) -> Any:
-        """The units (the children that have parameters), then the model itself."""
+        """Shards ``units`` (default: the children with parameters), then the model itself."""
         if units is None:
             children = list(model.children())
             units = [child for child in children if next(child.parameters(), None) is not None]
@@ -63,7 +63,7 @@ class Script(Api):
         return self.shard(self.blocks(), **kwargs)
 
     def rows(self, step: int = 0, count: int = 4) -> torch.Tensor:
-        """Other rows in each step, and on each rank."""
+        """Returns ``count`` rows that differ between steps and ranks."""
         generator = torch.Generator().manual_seed(100 * self.rank + step)
         return torch.randn(count, self.width, generator=generator)
 
@@ -77,21 +77,24 @@ class Script(Api):
         steps: int = 2,
         optimizer: Optimizer | None = None,
     ) -> list[Any]:
-        """Loss and gradients of each step, then the weights: this rank's part of them."""
+        """Trains ``steps`` steps. Returns each step's loss and gradients, then the weights, as
+        local shards."""
         params = list(model.parameters())
-        chosen = optimizer(params) if optimizer else torch.optim.SGD(params, lr=0.1, momentum=0.9)
-        seen: list[Any] = []
+        chosen_optimizer = (
+            optimizer(params) if optimizer else torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        )
+        results: list[Any] = []
         for step in range(steps):
             value = loss(step) if loss else self.loss(model, step)
             value.backward()
-            seen += [copy_of(value), gradients(model)]
-            chosen.step()
-            chosen.zero_grad()
-        return [*seen, weights(model)]
+            results += [copy_of(value), gradients(model)]
+            chosen_optimizer.step()
+            chosen_optimizer.zero_grad()
+        return [*results, weights(model)]
 
 
 def copy_of(tensor: Any) -> Any:
-    """This rank's part of a tensor as it is now."""
+    """Copies this rank's part of a tensor."""
     if tensor is None:
         return None
     part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -107,10 +110,10 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 
 
 def returnable(value: Any) -> Any:
-    """What a script saw, with this rank's parts of tensors, digests of large ones."""
+    """Converts results to local tensors, and large tensors to digests."""
     if isinstance(value, torch.Tensor):
         part = copy_of(value)
-        if part.nbytes <= SHOWN:
+        if part.nbytes <= MAX_RETURNED_BYTES:
             return part
         data = part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return [str(part.dtype), tuple(part.shape), hashlib.sha256(data).hexdigest()]
@@ -122,7 +125,7 @@ def returnable(value: Any) -> Any:
 
 
 def attempted(run: Callable[[], Any]) -> Any:
-    """What ``run()`` returns, or the exception that it raises: its type and first line."""
+    """Returns the result of ``run()``, or the type and first line of its exception."""
     try:
         return returnable(run())
     except Exception as error:
@@ -133,12 +136,15 @@ def attempted(run: Callable[[], Any]) -> Any:
 Function = Callable[[Script], Any]
 CHEAP: list[str] = []
 COSTLY: list[str] = []
-"""The names of all scripts, of the modules that have been imported."""
+"""Names of all registered scripts."""
 
 
 def script(wide: bool = False, costly: bool = False) -> Callable[[Function], Function]:
-    """Registers a function to be run on two ranks. ``wide``: over large parameters too;
-    ``costly``: ranks spend more than a seventh of a second on it, and `make test` leaves it out."""
+    """Registers a function to run on two ranks.
+
+    ``wide``: also run it over large parameters. ``costly``: leave it out of `make test`, because
+    its ranks need more than a seventh of a second.
+    """
 
     def register(function: Function) -> Function:
         widths = {function.__name__: DIM}
@@ -155,8 +161,8 @@ def script(wide: bool = False, costly: bool = False) -> Callable[[Function], Fun
 def _register(function: Function, name: str, width: int) -> None:
     @functools.wraps(function)
     def run(api: Api) -> Any:
-        given = {field.name: getattr(api, field.name) for field in fields(Api)}
-        return attempted(lambda: function(Script(**given, width=width)))
+        api_fields = {field.name: getattr(api, field.name) for field in fields(Api)}
+        return attempted(lambda: function(Script(**api_fields, width=width)))
 
     run.__name__ = name
     scenario()(run)

@@ -1,4 +1,4 @@
-"""Scripts about modes and tools of autograd and of torch that a step runs under."""
+"""Scripts that train under modes and tools of autograd and of torch."""
 
 from __future__ import annotations
 
@@ -21,92 +21,94 @@ from torch.utils.checkpoint import (
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def forwards_within(run: Script, context: Context) -> list[Any]:
-    """Trains, with each forward, and no backward, within the context."""
-    model = run.sharded()
+def train_with_forwards_in(api: Script, context: Context) -> list[Any]:
+    """Trains with each forward, but no backward, inside ``context()``."""
+    model = api.sharded()
 
     def loss(step: int) -> torch.Tensor:
         with context():
-            return run.loss(model, step)
+            return api.loss(model, step)
 
-    return run.train(model, loss)
+    return api.train(model, loss)
 
 
-def training_within(run: Script, context: Context) -> list[Any]:
-    model = run.sharded()
+def train_in(api: Script, context: Context) -> list[Any]:
+    model = api.sharded()
     with context():
-        return run.train(model)
+        return api.train(model)
 
 
 # ---- saved tensors ----
 
 
 @script()
-def anomalies_are_looked_for(run: Script) -> Any:
-    return training_within(run, torch.autograd.detect_anomaly)
+def detect_anomaly(api: Script) -> Any:
+    return train_in(api, torch.autograd.detect_anomaly)
 
 
 @script()
-def saved_tensors_on_the_cpu(run: Script) -> Any:
-    return forwards_within(run, torch.autograd.graph.save_on_cpu)
+def save_on_cpu(api: Script) -> Any:
+    return train_with_forwards_in(api, torch.autograd.graph.save_on_cpu)
 
 
 @script()
-def saved_tensors_are_copies(run: Script) -> Any:
+def saved_tensors_hooks_that_copy(api: Script) -> Any:
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:
         return (tensor.clone(),)
 
     def unpack(packed: tuple[torch.Tensor]) -> torch.Tensor:
         return packed[0]
 
-    return forwards_within(run, lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+    return train_with_forwards_in(
+        api, lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    )
 
 
 @script(wide=True)
-def saved_tensors_pass_through_hooks(run: Script) -> Any:
+def saved_tensors_hooks_without_change(api: Script) -> Any:
     def same(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    return forwards_within(run, lambda: torch.autograd.graph.saved_tensors_hooks(same, same))
+    return train_with_forwards_in(api, lambda: torch.autograd.graph.saved_tensors_hooks(same, same))
 
 
 # ---- modes ----
 
 
-class Functions(TorchFunctionMode):
-    """Passes on what is called."""
+class PassThroughFunctionMode(TorchFunctionMode):
+    """Calls each function unchanged."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         return function(*args, **(kwargs or {}))
 
 
-class Operations(TorchDispatchMode):
-    """Passes on what is dispatched."""
+class PassThroughDispatchMode(TorchDispatchMode):
+    """Calls each operator unchanged."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         return function(*args, **(kwargs or {}))
 
 
 @script()
-def within_a_function_mode(run: Script) -> Any:
-    return training_within(run, Functions)
+def torch_function_mode(api: Script) -> Any:
+    return train_in(api, PassThroughFunctionMode)
 
 
 @script()
-def within_a_dispatch_mode(run: Script) -> Any:
-    return training_within(run, Operations)
+def torch_dispatch_mode(api: Script) -> Any:
+    return train_in(api, PassThroughDispatchMode)
 
 
 @script()
-def within_a_default_device(run: Script) -> Any:
-    return training_within(run, lambda: torch.device("cpu"))
+def default_device_context(api: Script) -> Any:
+    return train_in(api, lambda: torch.device("cpu"))
 
 
 @script(costly=True)
-def dual_numbers(run: Script) -> Any:
-    """Forward-mode derivatives without torch.func."""
-    model = run.sharded()
-    rows = run.rows()
+def forward_ad_dual_level(api: Script) -> Any:
+    """Forward-mode derivatives through torch.autograd.forward_ad."""
+    model = api.sharded()
+    rows = api.rows()
     with torch.autograd.forward_ad.dual_level():
         output = model(torch.autograd.forward_ad.make_dual(rows, torch.ones_like(rows)))
         primal, tangent = torch.autograd.forward_ad.unpack_dual(output)
@@ -114,76 +116,76 @@ def dual_numbers(run: Script) -> Any:
 
 
 @script(costly=True)
-def dual_numbers_of_a_transform(run: Script) -> Any:
-    """The same by torch.func."""
-    rows = run.rows()
-    return list(torch.func.jvp(run.sharded(), (rows,), (torch.ones_like(rows),)))
+def func_jvp(api: Script) -> Any:
+    """Forward-mode derivatives through torch.func."""
+    rows = api.rows()
+    return list(torch.func.jvp(api.sharded(), (rows,), (torch.ones_like(rows),)))
 
 
 # ---- torch.func.functional_call ----
 
 
 @script()
-def called_with_its_own_parameters(run: Script) -> Any:
-    model = run.sharded()
+def functional_call_with_own_parameters(api: Script) -> Any:
+    model = api.sharded()
     own = dict(model.named_parameters())
 
     def loss(step: int) -> torch.Tensor:
-        return torch.func.functional_call(model, own, (run.rows(step),)).square().mean()
+        return torch.func.functional_call(model, own, (api.rows(step),)).square().mean()
 
-    return run.train(model, loss)
+    return api.train(model, loss)
 
 
 @script()
-def called_with_scaled_parameters(run: Script) -> Any:
-    model = run.sharded()
+def functional_call_with_scaled_parameters(api: Script) -> Any:
+    model = api.sharded()
 
     def loss(step: int) -> torch.Tensor:
         scaled = {name: param * 0.5 for name, param in model.named_parameters()}
-        return torch.func.functional_call(model, scaled, (run.rows(step),)).square().mean()
+        return torch.func.functional_call(model, scaled, (api.rows(step),)).square().mean()
 
-    return run.train(model, loss)
+    return api.train(model, loss)
 
 
 # ---- autograd.grad and backward with inputs ----
 
 
 @script()
-def backward_to_the_inputs_only(run: Script) -> Any:
-    model = run.sharded()
-    rows = run.rows().requires_grad_()
+def backward_with_inputs_argument(api: Script) -> Any:
+    model = api.sharded()
+    rows = api.rows().requires_grad_()
     model(rows).sum().backward(inputs=[rows])
-    return [copy_of(rows.grad), gradients(model), run.train(model)]
+    return [copy_of(rows.grad), gradients(model), api.train(model)]
 
 
 @script()
-def gradients_of_sharded_parameters(run: Script) -> Any:
-    """By autograd.grad, which finds none: forward used other tensors than these."""
-    model = run.sharded()
-    seen: list[Any] = []
+def autograd_grad_of_sharded_parameters(api: Script) -> Any:
+    """autograd.grad returns None: forward used the unsharded parameters instead."""
+    model = api.sharded()
+    results: list[Any] = []
     for create_graph in (False, False, True):
-        loss = run.loss(model)
+        loss = api.loss(model)
         params = list(model.parameters())
-        found = torch.autograd.grad(loss, params, create_graph=create_graph, allow_unused=True)
-        seen.append([copy_of(gradient) for gradient in found])
-    return [*seen, run.train(model)]
+        grads = torch.autograd.grad(loss, params, create_graph=create_graph, allow_unused=True)
+        results.append([copy_of(gradient) for gradient in grads])
+    return [*results, api.train(model)]
 
 
 # ---- checkpoints ----
 
 
 @script()
-def checkpoints_without_early_stop(run: Script) -> Any:
-    model = run.sharded()
+def checkpoint_without_early_stop(api: Script) -> Any:
+    model = api.sharded()
 
     def loss(step: int) -> torch.Tensor:
-        hidden = run.rows(step)
+        hidden = api.rows(step)
         with set_checkpoint_early_stop(False):
             for block in model:
                 hidden = checkpoint(block, hidden, use_reentrant=False)
         return hidden.square().mean()
 
-    return run.train(model, loss)
+    return api.train(model, loss)
 
 
 def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -193,23 +195,23 @@ def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 @script()
-def selective_checkpoints(run: Script) -> Any:
-    model = run.sharded()
+def selective_checkpoint(api: Script) -> Any:
+    model = api.sharded()
 
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(policy)
 
     def loss(step: int) -> torch.Tensor:
-        hidden = run.rows(step)
+        hidden = api.rows(step)
         for block in model:
             hidden = checkpoint(block, hidden, use_reentrant=False, context_fn=contexts)
         return hidden.square().mean()
 
-    return run.train(model, loss)
+    return api.train(model, loss)
 
 
 class Twice(nn.Module):
-    """One layer, checkpointed in each of two calls."""
+    """One layer, called twice and checkpointed in both calls."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -221,18 +223,18 @@ class Twice(nn.Module):
 
 
 @script()
-def a_layer_checkpointed_twice(run: Script) -> Any:
+def layer_checkpointed_twice(api: Script) -> Any:
     torch.manual_seed(0)
-    model = run.shard(nn.Sequential(Twice(run.width), Twice(run.width)))
-    return run.train(model, lambda step: model(run.rows(step).requires_grad_()).square().mean())
+    model = api.shard(nn.Sequential(Twice(api.width), Twice(api.width)))
+    return api.train(model, lambda step: model(api.rows(step).requires_grad_()).square().mean())
 
 
 # ---- torch.compile ----
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """What was compiled is forgotten, before and after."""
+def fresh_compiler() -> Iterator[None]:
+    """Resets torch.compile before and after the block."""
     torch.compiler.reset()
     try:
         yield
@@ -240,35 +242,35 @@ def compiling() -> Iterator[None]:
         torch.compiler.reset()
 
 
-def compiled_after_sharding(run: Script, backend: str) -> list[Any]:
-    model = run.sharded()
-    with compiling():
+def train_compiled_after_sharding(api: Script, backend: str) -> list[Any]:
+    model = api.sharded()
+    with fresh_compiler():
         for block in model:
             block.compile(backend=backend)
-        return run.train(model)
+        return api.train(model)
 
 
 @script(costly=True)
-def blocks_compiled_after_sharding(run: Script) -> Any:
-    return compiled_after_sharding(run, "eager")
+def blocks_compiled_after_sharding(api: Script) -> Any:
+    return train_compiled_after_sharding(api, "eager")
 
 
 @script(costly=True)
-def blocks_compiled_ahead_of_time(run: Script) -> Any:
-    return compiled_after_sharding(run, "aot_eager")
+def blocks_compiled_with_aot_eager(api: Script) -> Any:
+    return train_compiled_after_sharding(api, "aot_eager")
 
 
 @script(costly=True)
-def compiled_optimizer_step(run: Script) -> Any:
-    model = run.sharded()
+def compiled_optimizer_step(api: Script) -> Any:
+    model = api.sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[Any] = []
-    with compiling():
+    results: list[Any] = []
+    with fresh_compiler():
         step = torch.compile(lambda: optimizer.step(), backend="eager")
         for index in range(2):
-            loss = run.loss(model, index)
+            loss = api.loss(model, index)
             loss.backward()
             step()
             optimizer.zero_grad()
-            seen += [copy_of(loss), weights(model)]
-    return seen
+            results += [copy_of(loss), weights(model)]
+    return results

@@ -1,5 +1,5 @@
-"""Scripts about what users do with gradients: hooks, scaling, changes between backward and step,
-and functions whose gradients are shared, kept or changed by others."""
+"""Scripts about gradients: hooks, loss scaling, changes between backward and step, and autograd
+functions that share, keep or change gradients."""
 
 from __future__ import annotations
 
@@ -13,80 +13,80 @@ from scripts import Script, copy_of, gradients, script, weights
 # ---- hooks on parameters ----
 
 
-def hooked(seen: list[Any], model: nn.Module) -> None:
-    """Doubles each gradient, and notes it where it has been accumulated."""
+def register_gradient_hooks(results: list[Any], model: nn.Module) -> None:
+    """Registers hooks that double each gradient and record its accumulation."""
     for param in model.parameters():
         param.register_hook(lambda gradient: gradient * 2)
-        param.register_post_accumulate_grad_hook(lambda param: seen.append(tuple(param.shape)))
+        param.register_post_accumulate_grad_hook(lambda param: results.append(tuple(param.shape)))
 
 
 @script()
-def hooks_on_parameters_before_sharding(run: Script) -> Any:
-    seen: list[Any] = []
-    model = run.blocks()
-    hooked(seen, model)
-    return [run.train(run.shard(model)), seen]
+def parameter_hooks_before_sharding(api: Script) -> Any:
+    results: list[Any] = []
+    model = api.blocks()
+    register_gradient_hooks(results, model)
+    return [api.train(api.shard(model)), results]
 
 
 @script()
-def hooks_on_parameters_after_sharding(run: Script) -> Any:
-    seen: list[Any] = []
-    model = run.sharded()
-    hooked(seen, model)
-    return [run.train(model), seen]
+def parameter_hooks_after_sharding(api: Script) -> Any:
+    results: list[Any] = []
+    model = api.sharded()
+    register_gradient_hooks(results, model)
+    return [api.train(model), results]
 
 
 @script()
-def hooks_that_note_gradients(run: Script) -> Any:
-    """Their order too."""
-    seen: list[Any] = []
-    model = run.sharded()
+def tensor_hooks_record_gradients(api: Script) -> Any:
+    """Records the order of the gradients too."""
+    results: list[Any] = []
+    model = api.sharded()
     for name, param in model.named_parameters():
-        param.register_hook(lambda gradient, name=name: seen.append([name, copy_of(gradient)]))
-    return [run.train(model), seen]
+        param.register_hook(lambda gradient, name=name: results.append([name, copy_of(gradient)]))
+    return [api.train(model), results]
 
 
 @script()
-def hooks_that_note_accumulated_gradients(run: Script) -> Any:
-    seen: list[Any] = []
-    model = run.sharded()
+def post_accumulate_hooks_record_gradients(api: Script) -> Any:
+    results: list[Any] = []
+    model = api.sharded()
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(
-            lambda param, name=name: seen.append([name, copy_of(param.grad)])
+            lambda param, name=name: results.append([name, copy_of(param.grad)])
         )
-    return [run.train(model), seen]
+    return [api.train(model), results]
 
 
 # ---- scaled losses ----
 
 
 @script()
-def scaled_losses_under_autocast(run: Script) -> Any:
-    model = run.sharded()
+def grad_scaler_under_autocast(api: Script) -> Any:
+    model = api.sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
-    seen: list[Any] = []
+    results: list[Any] = []
     for step in range(2):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(run.rows(step)).float().square().mean()
+            loss = model(api.rows(step)).float().square().mean()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        seen += [copy_of(loss), gradients(model)]
+        results += [copy_of(loss), gradients(model)]
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return [*seen, weights(model), scaler.get_scale()]
+    return [*results, weights(model), scaler.get_scale()]
 
 
 @script()
-def a_scaled_loss_that_overflows_on_one_rank(run: Script) -> Any:
-    model = run.sharded()
+def grad_scaler_with_overflow_on_one_rank(api: Script) -> Any:
+    model = api.sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     for step in range(2):
-        factor = float("inf") if step == run.rank == 0 else 1.0
-        loss = model(run.rows(step) * factor).square().mean()
+        factor = float("inf") if step == api.rank == 0 else 1.0
+        loss = model(api.rows(step) * factor).square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -98,64 +98,64 @@ def a_scaled_loss_that_overflows_on_one_rank(run: Script) -> Any:
 
 
 @script()
-def gradients_are_replaced(run: Script) -> Any:
-    model = run.sharded()
+def gradients_replaced_before_step(api: Script) -> Any:
+    model = api.sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    seen: list[Any] = []
+    results: list[Any] = []
     for step in range(3):
-        run.loss(model, step).backward()
+        api.loss(model, step).backward()
         for param in model.parameters():
             param.grad = param.grad * 0.5
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        seen.append(weights(model))
-    return [*seen, gradients(model)]
+        results.append(weights(model))
+    return [*results, gradients(model)]
 
 
 @script()
-def gradients_are_changed_in_place(run: Script) -> Any:
-    """Between the backwards that one step adds up, too."""
-    model = run.sharded()
+def gradients_changed_in_place(api: Script) -> Any:
+    """Scales gradients in place after every backward, also between accumulated backwards."""
+    model = api.sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[Any] = []
+    results: list[Any] = []
     for step in range(4):
-        run.loss(model, step).backward()
+        api.loss(model, step).backward()
         with torch.no_grad():
             for param in model.parameters():
                 param.grad.mul_(0.5)
-        seen.append(gradients(model))
+        results.append(gradients(model))
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
-    return [*seen, weights(model)]
+    return [*results, weights(model)]
 
 
 @script(costly=True)
-def total_norm_of_gradients(run: Script) -> Any:
-    model = run.sharded()
-    run.loss(model).backward()
+def total_norm_and_value_clipping(api: Script) -> Any:
+    model = api.sharded()
+    api.loss(model).backward()
     total = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)
     return [total.full_tensor(), gradients(model)]
 
 
 @script(costly=True)
-def norms_of_parameters_in_the_loss(run: Script) -> Any:
-    """Sharded parameters get gradients of both kinds: from their units and by themselves."""
-    model = run.sharded()
+def parameter_norms_in_loss(api: Script) -> Any:
+    """Sharded parameters get gradients from FSDP2's reduction and from the loss directly."""
+    model = api.sharded()
 
     def loss(step: int) -> torch.Tensor:
         squares = sum(param.square().sum() for param in model.parameters())
-        return run.loss(model, step) + 0.01 * squares.full_tensor()
+        return api.loss(model, step) + 0.01 * squares.full_tensor()
 
-    return run.train(model, loss)
-
-
-# ---- functions whose gradients are shared, kept or changed ----
+    return api.train(model, loss)
 
 
-class Added(torch.autograd.Function):
-    """A sum both of whose inputs get the same gradient, as one object."""
+# ---- functions that share, keep or change gradients ----
+
+
+class SharedGradientSum(torch.autograd.Function):
+    """A sum that returns the same gradient object for both inputs."""
 
     @staticmethod
     def forward(context: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -166,8 +166,8 @@ class Added(torch.autograd.Function):
         return gradient, gradient
 
 
-class Copied(torch.autograd.Function):
-    """A copy whose input gets the copy's gradient itself."""
+class GradientAliasingCopy(torch.autograd.Function):
+    """A copy whose backward returns its argument."""
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -178,8 +178,8 @@ class Copied(torch.autograd.Function):
         return gradient
 
 
-class Kept(torch.autograd.Function):
-    """A copy whose gradient somebody keeps."""
+class GradientKeepingCopy(torch.autograd.Function):
+    """A copy whose backward keeps the gradient that it returns."""
 
     gradients: list[torch.Tensor] = []
 
@@ -190,7 +190,7 @@ class Kept(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
-        Kept.gradients.append(gradient)
+        GradientKeepingCopy.gradients.append(gradient)
         return gradient
 
 
@@ -198,7 +198,7 @@ Compute = Callable[["Pair", torch.Tensor], torch.Tensor]
 
 
 class Pair(nn.Module):
-    """Two square parameters, and a function that uses them."""
+    """Two square parameters and a function that uses them."""
 
     def __init__(self, width: int, compute: Compute) -> None:
         super().__init__()
@@ -210,84 +210,86 @@ class Pair(nn.Module):
         return self.compute(self, rows)
 
 
-def with_pairs(run: Script, compute: Compute) -> list[Any]:
+def train_pairs(api: Script, compute: Compute) -> list[Any]:
     torch.manual_seed(1)
-    pairs = nn.Sequential(Pair(run.width, compute), Pair(run.width, compute))
-    return run.train(run.shard(pairs))
+    pairs = nn.Sequential(Pair(api.width, compute), Pair(api.width, compute))
+    return api.train(api.shard(pairs))
 
 
 @script(wide=True)
-def two_parameters_get_one_gradient(run: Script) -> Any:
-    return with_pairs(run, lambda pair, rows: rows @ Added.apply(pair.left, pair.right))
+def gradient_shared_by_two_parameters(api: Script) -> Any:
+    return train_pairs(
+        api, lambda pair, rows: rows @ SharedGradientSum.apply(pair.left, pair.right)
+    )
 
 
 @script()
-def gradients_that_are_expanded(run: Script) -> Any:
-    return with_pairs(run, lambda pair, rows: rows + pair.left.sum() + pair.right.mean())
+def expanded_gradients(api: Script) -> Any:
+    return train_pairs(api, lambda pair, rows: rows + pair.left.sum() + pair.right.mean())
 
 
 @script()
-def gradients_of_a_slice(run: Script) -> Any:
+def gradients_of_slice(api: Script) -> Any:
     def compute(pair: Pair, rows: torch.Tensor) -> torch.Tensor:
         return rows + (pair.left + pair.right)[: len(rows)]
 
-    return with_pairs(run, compute)
+    return train_pairs(api, compute)
 
 
 @script(wide=True)
-def gradients_that_are_transposed(run: Script) -> Any:
+def transposed_gradients(api: Script) -> Any:
     def compute(pair: Pair, rows: torch.Tensor) -> torch.Tensor:
         twice = pair.left.expand(2, *pair.left.shape).sum(0)
         return rows @ (twice + pair.right.t())
 
-    return with_pairs(run, compute)
+    return train_pairs(api, compute)
 
 
 @script(wide=True)
-def gradients_that_somebody_keeps(run: Script) -> Any:
+def gradients_kept_by_function(api: Script) -> Any:
     def compute(pair: Pair, rows: torch.Tensor) -> torch.Tensor:
-        return rows @ Kept.apply(pair.left) + rows @ pair.right
+        return rows @ GradientKeepingCopy.apply(pair.left) + rows @ pair.right
 
-    Kept.gradients.clear()
-    return [with_pairs(run, compute), list(Kept.gradients)]
+    GradientKeepingCopy.gradients.clear()
+    return [train_pairs(api, compute), list(GradientKeepingCopy.gradients)]
 
 
 @script(wide=True)
-def gradients_changed_by_a_hook(run: Script) -> Any:
-    """In place, on their way to the parameter."""
+def gradients_changed_by_tensor_hook(api: Script) -> Any:
+    """A hook changes the gradient in place before it is accumulated."""
 
     def compute(pair: Pair, rows: torch.Tensor) -> torch.Tensor:
-        copied = Copied.apply(pair.left)
+        copied = GradientAliasingCopy.apply(pair.left)
         if copied.requires_grad:
             copied.register_hook(lambda gradient: gradient.mul_(1.5))
         return rows @ copied + rows @ pair.right
 
-    return with_pairs(run, compute)
+    return train_pairs(api, compute)
 
 
 @script()
-def values_of_a_parameter_without_its_gradient(run: Script) -> Any:
+def detached_parameter_in_forward(api: Script) -> Any:
     def compute(pair: Pair, rows: torch.Tensor) -> torch.Tensor:
         return rows * pair.left.detach().sum() + rows @ pair.right
 
-    return with_pairs(run, compute)
+    return train_pairs(api, compute)
 
 
 # ---- accumulation ----
 
 
 @script(costly=True)
-def an_evaluation_between_microbatches(run: Script) -> Any:
-    found: dict[str, Any] = {}
+def evaluation_between_microbatches(api: Script) -> Any:
+    results: dict[str, Any] = {}
     for reshard in (True, False):
-        model = run.sharded()
+        model = api.sharded()
         model.set_requires_gradient_sync(False)
         model.set_reshard_after_backward(reshard)
-        run.loss(model, 0).backward()
+        api.loss(model, 0).backward()
         with torch.no_grad():
-            output = copy_of(model(run.rows(5)))
+            output = copy_of(model(api.rows(5)))
         model.set_requires_gradient_sync(True)
         model.set_reshard_after_backward(True)
-        run.loss(model, 1).backward()
-        found[str(reshard)] = [output, gradients(model)]
-    return found
+        api.loss(model, 1).backward()
+        results[str(reshard)] = [output, gradients(model)]
+    return results

@@ -1,5 +1,5 @@
-"""Scripts about modules: torch's own that are out of the ordinary, parametrized weights, what is
-made late or moved, and modules that are wrapped."""
+"""Scripts about modules: unusual torch modules, parametrizations, unusual parameters, lazy and
+moved modules, wrappers, and unusual inputs."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ def transformer() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def train_and_evaluate(run: Script, model: nn.Module) -> list[Any]:
-    """Evaluations take torch's fast path, which reads all weights at once."""
-    words = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(run.rank))
-    seen: list[Any] = []
+def train_and_evaluate(api: Script, model: nn.Module) -> list[Any]:
+    """Trains and evaluates twice. Evaluation takes torch's fast path, which reads all weights."""
+    words = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(api.rank))
+    results: list[Any] = []
     for _ in range(2):
         model.train()
-        seen += run.train(model, lambda step: model(words).square().mean())
+        results += api.train(model, lambda step: model(words).square().mean())
         model.eval()
         with torch.no_grad():
-            seen.append(copy_of(model(words)))
+            results.append(copy_of(model(words)))
         with torch.inference_mode():
-            seen.append(model(words).clone())
-    return seen
+            results.append(model(words).clone())
+    return results
 
 
 @script(costly=True)
-def encoder_layers(run: Script) -> Any:
-    return train_and_evaluate(run, run.shard(transformer()))
+def transformer_encoder_layers(api: Script) -> Any:
+    return train_and_evaluate(api, api.shard(transformer()))
 
 
 @script(costly=True)
-def attention_as_a_unit(run: Script) -> Any:
-    """Its output projection's weight is read without a call of its module."""
+def attention_as_fsdp_unit(api: Script) -> Any:
+    """Attention reads its output projection's weight without calling that module."""
     model = transformer()
     for layer in model:
-        run.fully_shard(layer.self_attn)
-    return train_and_evaluate(run, run.shard(model))
+        api.fully_shard(layer.self_attn)
+    return train_and_evaluate(api, api.shard(model))
 
 
 class Recurrent(nn.Module):
@@ -66,19 +66,19 @@ class Recurrent(nn.Module):
 
 
 @script()
-def recurrent_layers(run: Script) -> Any:
-    """Which keep a list of their weights."""
+def lstm_layers(api: Script) -> Any:
+    """LSTM modules keep a list of their weights."""
     torch.manual_seed(0)
-    model = run.shard(Recurrent(run.width))
+    model = api.shard(Recurrent(api.width))
 
     def loss(step: int) -> torch.Tensor:
-        return model(run.rows(step, 6).view(2, 3, run.width)).square().mean()
+        return model(api.rows(step, 6).view(2, 3, api.width)).square().mean()
 
-    return run.train(model, loss)
+    return api.train(model, loss)
 
 
-class Stepwise(nn.Module):
-    """A cell that is called four times in a forward."""
+class RepeatedCell(nn.Module):
+    """Calls a GRU cell four times per forward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,93 +93,93 @@ class Stepwise(nn.Module):
 
 
 @script(costly=True)
-def a_cell_called_many_times(run: Script) -> Any:
+def gru_cell_called_four_times(api: Script) -> Any:
     torch.manual_seed(0)
-    return run.train(run.shard(Stepwise(run.width)))
+    return api.train(api.shard(RepeatedCell(api.width)))
 
 
 @script()
-def embedding_with_sparse_gradients(run: Script) -> Any:
+def embedding_with_sparse_gradients(api: Script) -> Any:
     torch.manual_seed(0)
-    embedding = nn.Embedding(64, run.width, sparse=True)
-    model = run.shard(nn.Sequential(embedding, nn.Linear(run.width, run.width)))
-    return run.train(model, lambda step: model(torch.arange(5)).square().mean())
+    embedding = nn.Embedding(64, api.width, sparse=True)
+    model = api.shard(nn.Sequential(embedding, nn.Linear(api.width, api.width)))
+    return api.train(model, lambda step: model(torch.arange(5)).square().mean())
 
 
-def normalized(run: Script) -> nn.Sequential:
+def build_batch_norm_model(api: Script) -> nn.Sequential:
     torch.manual_seed(0)
-    linears = [nn.Linear(run.width, run.width) for _ in range(2)]
-    return nn.Sequential(linears[0], nn.BatchNorm1d(run.width), linears[1])
+    linears = [nn.Linear(api.width, api.width) for _ in range(2)]
+    return nn.Sequential(linears[0], nn.BatchNorm1d(api.width), linears[1])
 
 
 @script()
-def batch_norm_outside_of_units(run: Script) -> Any:
-    model = normalized(run)
-    run.shard(model, [model[0], model[2]])
-    return [run.train(model), list(model.buffers())]
+def batch_norm_outside_of_units(api: Script) -> Any:
+    model = build_batch_norm_model(api)
+    api.shard(model, [model[0], model[2]])
+    return [api.train(model), list(model.buffers())]
 
 
 @script()
-def batch_norm_of_mixed_dtypes(run: Script) -> Any:
-    model = normalized(run)
-    run.shard(model, [model[0], model[2]], mp_policy=HALF)
-    return [run.train(model), list(model.buffers())]
+def batch_norm_with_mixed_precision(api: Script) -> Any:
+    model = build_batch_norm_model(api)
+    api.shard(model, [model[0], model[2]], mp_policy=HALF)
+    return [api.train(model), list(model.buffers())]
 
 
 @script()
-def dropout(run: Script) -> Any:
-    """Sharding draws no random numbers, and gathering neither."""
+def dropout(api: Script) -> Any:
+    """Neither sharding nor gathering draws random numbers."""
     torch.manual_seed(0)
-    linears = [nn.Linear(run.width, run.width) for _ in range(2)]
-    model = run.shard(nn.Sequential(linears[0], nn.Dropout(0.5), linears[1]))
-    torch.manual_seed(run.rank)
-    return [run.train(model), torch.rand(2)]
+    linears = [nn.Linear(api.width, api.width) for _ in range(2)]
+    model = api.shard(nn.Sequential(linears[0], nn.Dropout(0.5), linears[1]))
+    torch.manual_seed(api.rank)
+    return [api.train(model), torch.rand(2)]
 
 
 @script()
-def convolutions_with_channels_last(run: Script) -> Any:
+def convolutions_with_channels_last(api: Script) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    run.shard(model.to(memory_format=torch.channels_last))
-    image = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(run.rank))
-    return run.train(model, lambda step: model(image).square().mean())
+    api.shard(model.to(memory_format=torch.channels_last))
+    image = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(api.rank))
+    return api.train(model, lambda step: model(image).square().mean())
 
 
 # ---- parametrized weights ----
 
 
-def parametrized(run: Script, parametrize: Any, steps: int = 2) -> list[Any]:
-    model = run.blocks()
+def train_parametrized(api: Script, parametrize: Any, steps: int = 2) -> list[Any]:
+    model = api.blocks()
     for block in model:
         parametrize(block[0])
-    return run.train(run.shard(model), steps=steps)
+    return api.train(api.shard(model), steps=steps)
 
 
 @script()
-def weight_norm_by_hooks(run: Script) -> Any:
-    return parametrized(run, nn.utils.weight_norm)
+def weight_norm_by_hooks(api: Script) -> Any:
+    return train_parametrized(api, nn.utils.weight_norm)
 
 
 @script()
-def weight_norm_by_parametrization(run: Script) -> Any:
-    return parametrized(run, parametrizations.weight_norm)
+def weight_norm_by_parametrization(api: Script) -> Any:
+    return train_parametrized(api, parametrizations.weight_norm)
 
 
 @script()
-def spectral_norm(run: Script) -> Any:
-    return parametrized(run, parametrizations.spectral_norm)
+def spectral_norm(api: Script) -> Any:
+    return train_parametrized(api, parametrizations.spectral_norm)
 
 
 @script()
-def orthogonal_weights(run: Script) -> Any:
-    return parametrized(run, parametrizations.orthogonal, steps=1)
+def orthogonal_parametrization(api: Script) -> Any:
+    return train_parametrized(api, parametrizations.orthogonal, steps=1)
 
 
-# ---- parameters that are out of the ordinary ----
+# ---- unusual parameters ----
 
 
-class Shapes(nn.Module):
-    """One row for two ranks, more than can be divided, and maybe none at all."""
+class UnevenShapes(nn.Module):
+    """A parameter with one row, one of uneven size, and optionally one without elements."""
 
     def __init__(self, width: int, empty: bool) -> None:
         super().__init__()
@@ -192,34 +192,34 @@ class Shapes(nn.Module):
         return output if self.none is None else output + self.none.sum()
 
 
-def train_shapes(run: Script, empty: bool) -> list[Any]:
-    """Losses, and the gradients and weights that have elements."""
+def train_shapes(api: Script, empty: bool) -> list[Any]:
+    """Trains. Returns losses, and gradients and weights of parameters with elements."""
     torch.manual_seed(0)
-    model = run.shard(nn.Sequential(*(Shapes(run.width, empty) for _ in range(2))))
+    model = api.shard(nn.Sequential(*(UnevenShapes(api.width, empty) for _ in range(2))))
     params = [param for param in model.parameters() if param.numel()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[Any] = []
+    results: list[Any] = []
     for step in range(2):
-        loss = run.loss(model, step)
+        loss = api.loss(model, step)
         loss.backward()
-        seen += [copy_of(loss), [copy_of(param.grad) for param in params]]
+        results += [copy_of(loss), [copy_of(param.grad) for param in params]]
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, [copy_of(param) for param in params]]
+    return [*results, [copy_of(param) for param in params]]
 
 
 @script()
-def parameters_without_elements(run: Script) -> Any:
-    return train_shapes(run, empty=True)
+def parameters_with_zero_elements(api: Script) -> Any:
+    return train_shapes(api, empty=True)
 
 
 @script()
-def parameters_of_odd_shapes(run: Script) -> Any:
-    return train_shapes(run, empty=False)
+def parameters_with_uneven_shapes(api: Script) -> Any:
+    return train_shapes(api, empty=False)
 
 
 class Transposed(nn.Module):
-    """A parameter that is a view of a transposed tensor."""
+    """A parameter that is a transposed view."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -230,13 +230,13 @@ class Transposed(nn.Module):
 
 
 @script()
-def parameters_that_are_not_contiguous(run: Script) -> Any:
+def non_contiguous_parameters(api: Script) -> Any:
     torch.manual_seed(0)
-    return run.train(run.shard(nn.Sequential(Transposed(run.width), Transposed(run.width))))
+    return api.train(api.shard(nn.Sequential(Transposed(api.width), Transposed(api.width))))
 
 
-class Giving(nn.Module):
-    """Its output is its parameter, or a view of it."""
+class ReturnsParameter(nn.Module):
+    """Returns its parameter, or a view of it."""
 
     def __init__(self, width: int, view: bool) -> None:
         super().__init__()
@@ -247,12 +247,12 @@ class Giving(nn.Module):
         return self.weight.t() if self.view else self.weight
 
 
-class Taking(nn.Module):
-    """Uses another module's parameter."""
+class UsesOtherParameter(nn.Module):
+    """Uses another module's parameter through that module's output."""
 
     def __init__(self, width: int, view: bool) -> None:
         super().__init__()
-        self.giving = Giving(width, view)
+        self.giving = ReturnsParameter(width, view)
         self.linear = nn.Linear(width, width)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -260,110 +260,110 @@ class Taking(nn.Module):
 
 
 @script(wide=True)
-def a_parameter_as_output(run: Script) -> Any:
+def parameter_as_output(api: Script) -> Any:
     torch.manual_seed(0)
-    return run.train(run.shard(Taking(run.width, view=False)))
+    return api.train(api.shard(UsesOtherParameter(api.width, view=False)))
 
 
 @script(wide=True)
-def a_view_of_a_parameter_as_output(run: Script) -> Any:
+def parameter_view_as_output(api: Script) -> Any:
     torch.manual_seed(0)
-    model = Taking(run.width, view=True)
-    run.fully_shard(model.giving, reshard_after_forward=False)
-    run.fully_shard(model)
-    return run.train(model)
+    model = UsesOtherParameter(api.width, view=True)
+    api.fully_shard(model.giving, reshard_after_forward=False)
+    api.fully_shard(model)
+    return api.train(model)
 
 
-# ---- what is made late, moved or initialized again ----
+# ---- lazy, moved and reinitialized modules ----
 
 
 @script()
-def lazy_modules_after_a_first_call(run: Script) -> Any:
+def lazy_modules_sharded_after_first_call(api: Script) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.LazyLinear(run.width), nn.Tanh(), nn.LazyLinear(3))
-    model(run.rows())
-    return run.train(run.shard(model))
+    model = nn.Sequential(nn.LazyLinear(api.width), nn.Tanh(), nn.LazyLinear(3))
+    model(api.rows())
+    return api.train(api.shard(model))
 
 
 @script()
-def lazy_modules_at_once(run: Script) -> Any:
+def lazy_modules_sharded_before_first_call(api: Script) -> Any:
     torch.manual_seed(0)
-    return run.train(run.fully_shard(nn.Sequential(nn.LazyLinear(run.width), nn.Tanh())))
+    return api.train(api.fully_shard(nn.Sequential(nn.LazyLinear(api.width), nn.Tanh())))
 
 
 @script()
-def moved_to_where_it_is(run: Script) -> Any:
-    model = run.sharded()
+def moved_to_same_device(api: Script) -> Any:
+    model = api.sharded()
     model.to("cpu")
     model.cpu()
-    return run.train(model)
+    return api.train(model)
 
 
 @script(costly=True)
-def made_half_before_the_first_step(run: Script) -> Any:
-    model = run.sharded()
+def converted_to_bfloat16_after_sharding(api: Script) -> Any:
+    model = api.sharded()
     model.to(torch.bfloat16)
 
     def loss(step: int) -> torch.Tensor:
-        return model(run.rows(step).bfloat16()).float().square().mean()
+        return model(api.rows(step).bfloat16()).float().square().mean()
 
-    return run.train(model, loss)
+    return api.train(model, loss)
 
 
 @script(costly=True)
-def initialized_by_apply(run: Script) -> Any:
-    """With random operations on DTensors."""
+def initialized_by_apply_after_sharding(api: Script) -> Any:
+    """Initializes with random operations on DTensors."""
 
     def initialize(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
 
-    model = run.sharded()
+    model = api.sharded()
     torch.manual_seed(1)
     model.apply(initialize)
-    return run.train(model)
+    return api.train(model)
 
 
 # ---- wrappers ----
 
 
 @script()
-def wrappers_that_offload_or_recompute(run: Script) -> Any:
-    """Around blocks that are sharded as wrapped."""
-    model = run.blocks()
+def offload_and_checkpoint_wrappers(api: Script) -> Any:
+    """The wrapped blocks are FSDP units."""
+    model = api.blocks()
     model[0] = offload_wrapper(model[0])
     for index in (1, 2):
         model[index] = checkpoint_wrapper(model[index])
-    return run.train(run.shard(model))
+    return api.train(api.shard(model))
 
 
 @script()
-def containers_in_other_dtypes(run: Script) -> Any:
-    """Which tensors of a dict are cast to the policy's dtype."""
+def nested_inputs_with_mixed_precision(api: Script) -> Any:
+    """Of the tensors in nested inputs, only those that torch casts change their dtype."""
 
     class Summed(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
             self.linear = nn.Linear(width, width)
 
-        def forward(self, given: dict[str, Any]) -> torch.Tensor:
-            return self.linear(given["rows"]) + given["list"][0].to(torch.bfloat16)
+        def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+            return self.linear(inputs["rows"]) + inputs["list"][0].to(torch.bfloat16)
 
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    model = run.fully_shard(Summed(run.width), mp_policy=policy)
+    model = api.fully_shard(Summed(api.width), mp_policy=policy)
 
     def loss(step: int) -> torch.Tensor:
-        given = {"rows": run.rows(step), "list": [run.rows(step + 1)]}
-        return model(given).square().mean()
+        inputs = {"rows": api.rows(step), "list": [api.rows(step + 1)]}
+        return model(inputs).square().mean()
 
-    return run.train(model, loss)
+    return api.train(model, loss)
 
 
 @script()
-def branches_chosen_by_keyword(run: Script) -> Any:
-    """Two modules of one group, of which each step calls one; a dict as output."""
+def grouped_branches_chosen_by_keyword(api: Script) -> Any:
+    """Two modules in one group, of which each step calls one. The output is a dict."""
 
     class Branches(nn.Module):
         def __init__(self, width: int) -> None:
@@ -372,41 +372,47 @@ def branches_chosen_by_keyword(run: Script) -> Any:
                 {"a": nn.Linear(width, width), "b": nn.Linear(width, width)}
             )
 
-        def forward(self, *, given: dict[str, torch.Tensor], which: str = "a") -> dict[str, Any]:
-            return {"output": self.branch[which](given["rows"]), "none": None, "text": which}
+        def forward(
+            self, *, inputs: dict[str, torch.Tensor], branch_name: str = "a"
+        ) -> dict[str, Any]:
+            return {
+                "output": self.branch[branch_name](inputs["rows"]),
+                "none": None,
+                "text": branch_name,
+            }
 
     torch.manual_seed(0)
-    model = Branches(run.width)
-    run.fully_shard([model.branch["a"], model.branch["b"]])
-    run.fully_shard(model)
+    model = Branches(api.width)
+    api.fully_shard([model.branch["a"], model.branch["b"]])
+    api.fully_shard(model)
 
     def loss(step: int) -> torch.Tensor:
-        output = model(given={"rows": run.rows(step)}, which="ab"[step % 2])
+        output = model(inputs={"rows": api.rows(step)}, branch_name="ab"[step % 2])
         return output["output"].square().mean()
 
-    return run.train(model, loss)
+    return api.train(model, loss)
 
 
-class Named(torch.Tensor):
-    """Of no other behaviour: what is computed with one is one, too."""
+class PlainSubclass(torch.Tensor):
+    """A subclass without other behavior. Operations on it return the subclass."""
 
 
 @script()
-def tensors_of_a_subclass(run: Script) -> Any:
-    """Inputs of units keep their class where they get the post-backward node, too."""
-    seen: list[Any] = []
+def tensor_subclass_inputs(api: Script) -> Any:
+    """Inputs keep their class, also when FSDP2 inserts its post-backward function."""
+    results: list[Any] = []
 
-    def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        seen.append((type(args[0]).__name__, type(output).__name__, args[0].requires_grad))
+    def record_types(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        results.append((type(args[0]).__name__, type(output).__name__, args[0].requires_grad))
 
-    model = run.sharded()
+    model = api.sharded()
     for block in model:
-        block.register_forward_hook(note)
+        block.register_forward_hook(record_types)
 
     def loss(step: int) -> torch.Tensor:
-        rows = run.rows(step).as_subclass(Named).requires_grad_(step == 1)
+        rows = api.rows(step).as_subclass(PlainSubclass).requires_grad_(step == 1)
         output = model(rows)
-        seen.append(type(output).__name__)
+        results.append(type(output).__name__)
         return output.as_subclass(torch.Tensor).square().mean()
 
-    return [run.train(model, loss), seen]
+    return [api.train(model, loss), results]

@@ -1,5 +1,7 @@
-"""Scripts about optimizers: all of torch's, in other arrangements, and averages of weights.
-torch.distributed.optim is imported late: it compiles its optimizers by TorchScript, and warns."""
+"""Scripts about optimizers: all of torch's, unusual uses of them, and averages of weights.
+
+Scripts import torch.distributed.optim when they run: its import compiles TorchScript and warns.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 
 
 @script(costly=True)
-def every_optimizer_of_torch(run: Script) -> Any:
-    """Some cannot step DTensors: then both fail alike."""
+def all_torch_optimizers(api: Script) -> Any:
+    """Optimizers that cannot step DTensors must raise the same error under both implementations."""
     kinds = (
         torch.optim.SGD,
         torch.optim.Adam,
@@ -29,58 +31,58 @@ def every_optimizer_of_torch(run: Script) -> Any:
         torch.optim.Rprop,
         torch.optim.Adafactor,
     )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for kind in kinds:
         for foreach in (True, False):
-            model = run.shard(run.blocks(1))
-            found[f"{kind.__name__} {foreach}"] = attempted(
-                lambda kind=kind, foreach=foreach, model=model: run.train(
+            model = api.shard(api.blocks(1))
+            results[f"{kind.__name__} {foreach}"] = attempted(
+                lambda kind=kind, foreach=foreach, model=model: api.train(
                     model, optimizer=lambda params: kind(params, lr=0.01, foreach=foreach)
                 )
             )
-    return found
+    return results
 
 
-def trained_by(run: Script, optimizer: Callable[..., torch.optim.Optimizer]) -> list[Any]:
-    return run.train(run.sharded(), optimizer=optimizer)
+def train_with(api: Script, optimizer: Callable[..., torch.optim.Optimizer]) -> list[Any]:
+    return api.train(api.sharded(), optimizer=optimizer)
 
 
 @script(costly=True)
-def muon(run: Script) -> Any:
+def muon(api: Script) -> Any:
     def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Muon([param for param in params if param.ndim == 2], lr=0.1)
 
-    return trained_by(run, optimizer)
+    return train_with(api, optimizer)
 
 
 @script(costly=True)
-def zero_redundancy(run: Script) -> Any:
+def zero_redundancy_optimizer(api: Script) -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
 
-    return trained_by(run, optimizer)
+    return train_with(api, optimizer)
 
 
 @script()
-def a_learning_rate_that_is_a_tensor(run: Script) -> Any:
+def tensor_learning_rate(api: Script) -> Any:
     def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=torch.tensor(0.01), foreach=True)
 
-    return trained_by(run, optimizer)
+    return train_with(api, optimizer)
 
 
 @script(costly=True)
-def lbfgs(run: Script) -> Any:
-    """Which takes several forwards and backwards for a step, and shards that are even."""
-    run = replace(run, width=8)
-    model = run.sharded()
+def lbfgs(api: Script) -> Any:
+    """LBFGS runs several forwards and backwards per step, and needs even shards."""
+    api = replace(api, width=8)
+    model = api.sharded()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = run.loss(model)
+        loss = api.loss(model)
         loss.backward()
         return loss
 
@@ -89,44 +91,44 @@ def lbfgs(run: Script) -> Any:
 
 
 @script(costly=True)
-def steps_that_torch_takes_in_backward(run: Script) -> Any:
+def apply_optimizer_in_backward(api: Script) -> Any:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
-    model = run.sharded()
+    model = api.sharded()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    seen: list[Any] = []
+    results: list[Any] = []
     for step in range(2):
-        loss = run.loss(model, step)
+        loss = api.loss(model, step)
         loss.backward()
-        seen += [copy_of(loss), gradients(model), weights(model)]
-    return seen
+        results += [copy_of(loss), gradients(model), weights(model)]
+    return results
 
 
 @script()
-def groups_of_parameters_and_a_schedule(run: Script) -> Any:
-    model = run.sharded()
+def param_groups_and_lr_scheduler(api: Script) -> Any:
+    model = api.sharded()
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params[:2], lr=0.01, momentum=0.9)
     optimizer.add_param_group({"params": params[2:], "lr": 0.1})
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    seen: list[Any] = []
+    results: list[Any] = []
     for step in range(3):
-        loss = run.loss(model, step)
+        loss = api.loss(model, step)
         loss.backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        seen += [copy_of(loss), schedule.get_last_lr()]
-    return [*seen, weights(model)]
+        results += [copy_of(loss), schedule.get_last_lr()]
+    return [*results, weights(model)]
 
 
 @script()
-def an_average_of_weights_by_hand(run: Script) -> Any:
-    model = run.sharded()
+def manual_weight_average(api: Script) -> Any:
+    model = api.sharded()
     averages = [param.detach().clone() for param in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        run.loss(model, step).backward()
+        api.loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         torch._foreach_lerp_(averages, [param.detach() for param in model.parameters()], 0.5)
@@ -134,15 +136,15 @@ def an_average_of_weights_by_hand(run: Script) -> Any:
 
 
 @script()
-def an_averaged_model(run: Script) -> Any:
-    """Torch's copies the model, which FSDP2 refuses."""
-    return AveragedModel(run.sharded()).n_averaged
+def swa_averaged_model(api: Script) -> Any:
+    """torch's AveragedModel copies the model, which FSDP2 rejects."""
+    return AveragedModel(api.sharded()).n_averaged
 
 
 @script(costly=True)
-def arithmetic_on_sharded_parameters(run: Script) -> Any:
-    model = run.sharded()
-    run.train(model)
+def arithmetic_on_sharded_parameters(api: Script) -> Any:
+    model = api.sharded()
+    api.train(model)
     params = list(model.parameters())
     return [
         [torch.linalg.vector_norm(param).full_tensor() for param in params],

@@ -1,5 +1,4 @@
-"""Scripts about the course of a run: processes that it forks, evaluations, several models, and
-forwards that fail."""
+"""Scripts about whole runs: forked processes, evaluations, several models, and failing forwards."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 @script(costly=True)
-def data_from_forked_workers(run: Script) -> Any:
-    model = run.sharded()
+def dataloader_with_forked_workers(api: Script) -> Any:
+    model = api.sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = torch.randn(16, run.width, generator=torch.Generator().manual_seed(run.rank))
+    rows = torch.randn(16, api.width, generator=torch.Generator().manual_seed(api.rank))
     for (part,) in DataLoader(TensorDataset(rows), batch_size=4, num_workers=2):
         model(part).square().mean().backward()
         optimizer.step()
@@ -30,9 +29,9 @@ def data_from_forked_workers(run: Script) -> Any:
 
 
 @script()
-def a_fork_that_reads_the_weights(run: Script) -> Any:
-    model = run.sharded()
-    before = run.train(model)
+def forked_child_reads_weights(api: Script) -> Any:
+    model = api.sharded()
+    before = api.train(model)
     child = os.fork()
     if child == 0:
         status = 1
@@ -42,88 +41,88 @@ def a_fork_that_reads_the_weights(run: Script) -> Any:
         finally:
             os._exit(status)
     _, status = os.waitpid(child, 0)
-    return [before, status, run.train(model)]
+    return [before, status, api.train(model)]
 
 
 @script(costly=True)
-def a_fork_that_ends_as_python_does(run: Script) -> Any:
-    model = run.sharded()
-    before = run.train(model)
+def forked_child_exits_interpreter(api: Script) -> Any:
+    model = api.sharded()
+    before = api.train(model)
     child = multiprocessing.get_context("fork").Process(target=sys.exit, args=(3,))
     child.start()
     child.join(60)
-    return [before, child.exitcode, run.train(model)]
+    return [before, child.exitcode, api.train(model)]
 
 
 # ---- evaluations ----
 
 
 @script(costly=True)
-def generation_between_steps(run: Script) -> Any:
-    """Each output is the next input."""
-    model = run.sharded()
-    first = run.train(model, steps=1)
-    seen: list[Any] = []
+def generation_between_steps(api: Script) -> Any:
+    """Uses each output as the next input."""
+    model = api.sharded()
+    first = api.train(model, steps=1)
+    results: list[Any] = []
     with torch.no_grad():
-        hidden = run.rows()
+        hidden = api.rows()
         for _ in range(5):
             hidden = model(hidden)
-            seen.append(copy_of(hidden))
-    return [first, seen, run.train(model)]
+            results.append(copy_of(hidden))
+    return [first, results, api.train(model)]
 
 
 @script()
-def frozen_and_trained_again_in_half_precision(run: Script) -> Any:
-    model = run.sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    seen = run.train(model, steps=1)
+def block_frozen_and_unfrozen_in_bfloat16(api: Script) -> Any:
+    model = api.sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    results = api.train(model, steps=1)
     model[0].requires_grad_(False)
-    seen += run.train(model, steps=1)
+    results += api.train(model, steps=1)
     model.requires_grad_(True)
-    return [*seen, run.train(model, steps=1)]
+    return [*results, api.train(model, steps=1)]
 
 
 # ---- several models ----
 
 
 @script()
-def two_models_against_each_other(run: Script) -> Any:
-    """The critic sees the generator's output, detached, then as it is."""
-    maker, critic = run.sharded(), run.sharded()
-    makers = torch.optim.SGD(maker.parameters(), lr=0.1)
-    critics = torch.optim.SGD(critic.parameters(), lr=0.1)
-    seen: list[Any] = []
+def generator_and_critic(api: Script) -> Any:
+    """The critic receives the generator's output, first detached, then attached."""
+    generator, critic = api.sharded(), api.sharded()
+    generator_optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    results: list[Any] = []
     for step in range(3):
-        made = maker(run.rows(step))
-        verdict = critic(made.detach()).mean() - critic(run.rows(step + 7)).mean()
-        verdict.backward()
-        critics.step()
-        critics.zero_grad()
-        loss = -critic(maker(run.rows(step))).mean()
+        generated = generator(api.rows(step))
+        critic_loss = critic(generated.detach()).mean() - critic(api.rows(step + 7)).mean()
+        critic_loss.backward()
+        critic_optimizer.step()
+        critic_optimizer.zero_grad()
+        loss = -critic(generator(api.rows(step))).mean()
         loss.backward()
-        makers.step()
-        makers.zero_grad()
-        critics.zero_grad()
-        seen += [copy_of(verdict), copy_of(loss)]
-    return [*seen, weights(maker), weights(critic)]
+        generator_optimizer.step()
+        generator_optimizer.zero_grad()
+        critic_optimizer.zero_grad()
+        results += [copy_of(critic_loss), copy_of(loss)]
+    return [*results, weights(generator), weights(critic)]
 
 
 @script()
-def a_teacher_and_a_student(run: Script) -> Any:
-    teacher = run.shard(run.blocks(seed=5)).requires_grad_(False).eval()
-    student = run.sharded()
+def teacher_and_student(api: Script) -> Any:
+    teacher = api.shard(api.blocks(seed=5)).requires_grad_(False).eval()
+    student = api.sharded()
 
     def loss(step: int) -> torch.Tensor:
-        rows = run.rows(step)
+        rows = api.rows(step)
         return (student(rows) - teacher(rows).detach() * 2).square().mean()
 
-    return run.train(student, loss)
+    return api.train(student, loss)
 
 
 # ---- forwards that fail ----
 
 
-class Failing(nn.Module):
-    """Raises in its first forward."""
+class RaisesOnce(nn.Module):
+    """Raises in its first forward only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,12 +136,12 @@ class Failing(nn.Module):
 
 
 @script()
-def a_first_forward_that_raises(run: Script) -> Any:
-    model = run.blocks()
-    model.append(Failing())
-    run.shard(model)
+def first_forward_raises(api: Script) -> Any:
+    model = api.blocks()
+    model.append(RaisesOnce())
+    api.shard(model)
     try:
-        model(run.rows())
+        model(api.rows())
     except ValueError as error:
-        return [str(error), run.train(model)]
+        return [str(error), api.train(model)]
     return None

@@ -1,8 +1,8 @@
-"""One setting of the parity grid: a model, a way to wrap it, a training script; where it runs.
+"""One setting of the parity grid: a model, a way to wrap it, a training script and a launch.
 
-Every field of ``Setting`` is one dimension of the grid and its default is the plain case. The first
-part of the fields is FSDP2's core (the basic grid, grid.py), the second the rest of its surface
-(wide.py; surface.py says which feature each value needs).
+Every field of ``Setting`` is one dimension of the grid; its default is the plain case. The first
+part of the fields is FSDP2's core (the basic grid, grid.py), the second part the rest of its
+surface (wide.py). surface.py maps values to the features that they need.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 DEVICE = os.environ.get("FSDP_C_PARITY_DEVICE", "cpu")
-"""Where the models are trained: "cpu", or "sim", the simulated accelerator."""
+"""Device type of the models: "cpu", or "sim" for the simulated accelerator."""
 
 DTYPES = {
     "fp32": torch.float32,
@@ -26,13 +26,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of the grid; the defaults are the plain case."""
+    """One point of the grid. The defaults are the plain case."""
 
     family: str = "residual"
     wrap: str = "blocks"
-    """root: the root alone; blocks: blocks and root; deep: leaves of blocks, blocks and root."""
+    """root: only the root; blocks: blocks and root; deep: leaves of blocks, blocks and root."""
     reshard: bool | str | None = None
-    """reshard_after_forward of every wrapped module; a number's digits: to that many ranks."""
+    """reshard_after_forward of every wrapped module. A string holds a number of ranks."""
     param: str | None = None
     reduce: str | None = None
     output: str | None = None
@@ -40,13 +40,13 @@ class Setting:
     original: str = "fp32"
     """dtype of the parameters before wrapping."""
     inputs: str | None = None
-    """dtype of floating inputs; None: that of the parameters."""
+    """dtype of floating inputs; None: the parameters' dtype."""
     schedule: str = "plain"
-    """How a step's microbatches are run; see SCHEDULES."""
+    """Order of forwards and backwards in a step; see SCHEDULES."""
     optimizer: str = "sgd"
     local_step: bool = False
-    """The optimizer is given local shards. Given DTensors, torch looks for how its operations are
-    sharded, which takes a third of a setting's time with AdamW."""
+    """The optimizer receives local shards. With DTensors, torch's sharding propagation takes a
+    third of a setting's time for AdamW."""
     clip: bool = False
     checkpoint: str | None = None
     """reentrant, nonreentrant: torch's checkpoint() around wrapped blocks; inside: checkpoint
@@ -54,27 +54,26 @@ class Setting:
     prefetch: str | None = None
     divide: str | None = None
     unshard: str | None = None
-    """Explicit unshard/reshard calls around the forward."""
+    """Explicit unshard and reshard calls around the forward."""
     toggle_reshard: bool = False
     toggle_frozen: bool = False
     evaluate: bool = False
     hooks: bool = False
     ignored: bool = False
     state: str | None = None
-    """assign, copy: continue in a new model from the state dict; meta: start on meta."""
+    """assign, copy: continue in a new model from the state dict; meta: start on the meta device."""
     reset: bool = False
     zero: str = "none"
-    """none: gradients dropped after each step; keep: set to zero in place."""
+    """none: zero_grad drops gradients; keep: zero_grad sets them to zero in place."""
     mesh: str = "flat"
-    """The shape of the device mesh and the parts of it that shard, replicate or split tensors; see
-    meshes.py."""
+    """Kind of device mesh; see meshes.py."""
     placement: str | None = None
-    """shard_placement_fn. last: the last dim where it is even; mixed: dim 1 of wide matrices;
-    experts: some parameters on a mesh of their own."""
+    """shard_placement_fn. last: the last dim if it is even; mixed: dim 1 of wide matrices; experts:
+    a separate mesh for some parameters."""
     offload: bool = False
     comm: str | None = None
-    """custom: own all-gather and reduce-scatter; memory: buffers from the process group; separate:
-    a process group of its own for reduce-scatters; buffers: up to three of its inputs kept."""
+    """custom: custom all-gather and reduce-scatter; memory: buffers from the process group;
+    separate: a separate group for reduce-scatters; buffers: up to three of their input buffers."""
     reduce_hook: bool = False
     """set_all_reduce_hook"""
     zeros: bool = False
@@ -82,28 +81,28 @@ class Setting:
     async_op: bool = False
     """_set_unshard_async_op"""
     keep_sharded: bool = False
-    """set_unshard_in_backward(False) on the modules whose backward needs no parameter"""
+    """set_unshard_in_backward(False) on modules whose backward needs no parameter"""
     optim_event: bool = False
     """set_post_optim_event after each optimizer step"""
     extension: str | None = None
-    """Parameters that are tensor subclasses with all-gather extensions. one, five: the number of
+    """Parameters are tensor subclasses with all-gather extensions. one, five: the number of
     arguments of fsdp_pre_all_gather."""
     inference: bool = False
-    """As evaluate, under inference_mode."""
+    """As ``evaluate``, under inference_mode."""
     compiled: str | None = None
     """torch.compile (backend eager) of the blocks before wrapping, or of the root after it."""
     perturb: float = 0.0
-    """Test of the harness: added to a parameter before the last step by "ours" only."""
+    """For tests of the harness: fsdp_c's run adds this to a parameter before the last step."""
 
     def __str__(self) -> str:
-        """The fields that differ from the plain case, short enough for a test's name."""
-        words = [self.family]
+        """Returns the fields that differ from the plain case, for test names."""
+        parts = [self.family]
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
             if entry.name == "family" or value == entry.default:
                 continue
-            words.append(entry.name if value is True else f"{entry.name}={value}")
-        return ",".join(words)
+            parts.append(entry.name if value is True else f"{entry.name}={value}")
+        return ",".join(parts)
 
 
 SCHEDULES = (
@@ -112,7 +111,7 @@ SCHEDULES = (
     "no_sync",  # two microbatches without reduction, a third with
     "no_sync_some",  # as no_sync, but only the blocks skip the reduction (recurse=False)
     "keep_params",  # two microbatches, parameters kept unsharded after the first's backward
-    "no_sync_keep_params",  # both of the above, as a pipeline schedule does
+    "no_sync_keep_params",  # no_sync and keep_params together, as a pipeline schedule does
     "last_backward",  # set_is_last_backward(False) for all but the last microbatch
     "interleaved",  # forward a, forward b, backward a, backward b
     "reversed",  # forward a, forward b, backward b, backward a
@@ -126,14 +125,14 @@ WIDE_SCHEDULES = (
     "no_all_reduce",  # two microbatches reduce-scattered only, the third all-reduced too
     "no_all_reduce_some",  # as no_all_reduce, but only the blocks skip the all-reduce
     "mixed_sync",  # a microbatch without reduction, one without all-reduce, one with both
-    "pipeline",  # reductions after all backwards, issued by hand as a pipeline schedule does
+    "pipeline",  # manual reductions after all backwards, as in a pipeline schedule
 )
-"""Those of issue 4."""
+"""Schedules that only the wide grid uses."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How ranks are started: each in a process of its own over gloo, or all as threads of one."""
+    """How ranks run: one gloo process per rank, or all ranks as threads of one process."""
 
     world_size: int
     threads: bool = False

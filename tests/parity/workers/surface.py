@@ -1,7 +1,7 @@
-"""Which settings need which part of FSDP2's surface, and what of it fsdp_c has by now.
+"""Maps settings to the features of FSDP2 that they need, and lists the supported features.
 
-The wide grid is made of settings whose features have all landed. To try out others:
-``FSDP_C_PARITY_FEATURES=all`` (or their names, with commas).
+The wide grid contains only settings whose features are all supported. To test others, set
+``FSDP_C_PARITY_FEATURES`` to ``all`` or to names separated by commas.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ LATER = {
     "dataclasses": "2.12",  # as outputs
     "reset": "2.13",
 }
-"""The releases of torch that brought features which 2.11 does not have."""
+"""The torch releases that added features which 2.11 lacks."""
 
 LANDED = frozenset(name for name in FEATURES if has(LATER.get(name, "2.11")))
 
 
 def landed() -> frozenset[str]:
-    """What the wide grid may use, as the environment says."""
-    asked = os.environ.get("FSDP_C_PARITY_FEATURES", "")
-    if asked == "all":
+    """Returns the features that the wide grid may use: supported ones and those requested in the
+    environment."""
+    requested = os.environ.get("FSDP_C_PARITY_FEATURES", "")
+    if requested == "all":
         return frozenset(FEATURES)
-    names = {name for name in asked.split(",") if name}
+    names = {name for name in requested.split(",") if name}
     unknown = names - set(FEATURES)
     if unknown:
         raise ValueError(f"FSDP_C_PARITY_FEATURES: {sorted(unknown)} not in {sorted(FEATURES)}")
@@ -72,5 +73,5 @@ def landed() -> frozenset[str]:
 
 
 def needed(setting: Setting) -> frozenset[str]:
-    """The features that a setting uses."""
+    """Returns the features that a setting uses."""
     return frozenset(name for name, uses in FEATURES.items() if uses(setting))

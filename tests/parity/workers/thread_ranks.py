@@ -1,7 +1,7 @@
-"""Ranks that are threads of one process, over PyTorch's threaded process group.
+"""Runs ranks as threads of one process, over PyTorch's threaded process group.
 
-Its collectives are methods of a Python class, which copy between the threads' tensors. They are
-recorded there; torch's operators do not see them.
+The group's collectives are methods of a Python class that copy between the threads' tensors. This
+module records those methods, because the calls do not pass through torch's operators.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from record import COLLECTIVES, Tap
+from record import COLLECTIVES, CollectiveRecorder
 from releases import has
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
@@ -29,38 +29,38 @@ METHODS = (  # the first one gathers
 
 
 @contextmanager
-def recorded_methods() -> Iterator[Tap]:
-    """Record the calls of the threaded group's methods; those that they make in turn are not."""
-    tap = Tap()
-    inside = threading.local()
+def recorded_methods() -> Iterator[CollectiveRecorder]:
+    """Records calls of the threaded group's methods, except calls between these methods."""
+    collective_recorder = CollectiveRecorder()
+    nested = threading.local()
     group = threaded.ProcessLocalGroup
     originals = {name: vars(group)[name] for name in METHODS if name in vars(group)}
 
     def recording(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(inside, "method", False):
+            if getattr(nested, "method", False):
                 return method(self, *args, **kwargs)
-            tap.note(name, list(args[:2]), self)
-            inside.method = True
+            collective_recorder.record(name, list(args[:2]), self)
+            nested.method = True
             try:
                 return method(self, *args, **kwargs)
             finally:
-                inside.method = False
+                nested.method = False
 
         return call
 
     for name, method in originals.items():
         setattr(group, name, recording(name, method))
     try:
-        yield tap
+        yield collective_recorder
     finally:
         for name, method in originals.items():
             setattr(group, name, method)
 
 
 def run_threads(world_size: int, target: Callable[[int], None]) -> None:
-    """Call ``target(rank)`` on threads that form one process group; returns when all have ended."""
+    """Runs ``target(rank)`` on threads that form one process group, and joins them."""
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     store = dist.HashStore()
@@ -82,5 +82,5 @@ def run_threads(world_size: int, target: Callable[[int], None]) -> None:
 
 
 def stop_peers(error: BaseException) -> None:
-    """Have the other ranks leave the collectives in which they wait for this one."""
+    """Makes the other ranks raise in the collectives in which they wait for this rank."""
     threaded.ProcessLocalGroup.exception_handle(error)

@@ -1,11 +1,11 @@
-"""The wide grid: the rest of FSDP2's surface, on meshes of two and three dimensions too.
+"""The wide grid: the rest of FSDP2's surface, also on meshes of two and three dimensions.
 
-``generate_wide`` gives settings together with the launch that each is run on: the anchors (each
-value of each dimension, by itself), then random combinations of these and of the basic grid's
-dimensions. Only features that have landed are used (surface.py).
+``generate_wide`` returns pairs of a launch and a setting. The anchors come first, each with one
+non-plain value. Random combinations with the basic grid's dimensions follow. All settings use
+supported features only (surface.py).
 
-Where stock is wrong, nothing can be compared. What is left out for that is written down, each with
-its reason, in ``_without_stock_bugs``; other tests hold what ours does there.
+Where torch is wrong, results cannot be compared. ``_without_torch_bugs`` removes such values and
+gives the reason for each; other tests cover fsdp_c's behavior there.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ PLACES: tuple[tuple[Launch, str, int], ...] = (
     (THREADS8, "hsdp_tp", 1),
     (THREADS8, "dims", 1),
 )
-"""Launch, kind of mesh, and how often random settings take it.
+"""Launch, kind of mesh, and its weight among random settings.
 
-Threads keep one DTensor cache each, so that "dims_hsdp" takes them 18 seconds, and has a place on
-processes only.
+Each thread has its own DTensor cache, so "dims_hsdp" takes threads 18 seconds. It runs on processes
+only.
 """
 
 EXTRAS: dict[str, tuple[Any, ...]] = {
@@ -66,28 +66,28 @@ EXTRAS: dict[str, tuple[Any, ...]] = {
 
 
 def generate_wide(seed: int, count: int, features: frozenset[str]) -> list[Placed]:
-    """The first ``count`` settings whose features are all among ``features``."""
-    found = dict.fromkeys(place for place in _anchors() if needed(place[1]) <= features)
+    """Returns the first ``count`` settings whose features are all in ``features``."""
+    settings = dict.fromkeys(placed for placed in _anchors() if needed(placed[1]) <= features)
     rng = random.Random(seed)
-    while len(found) < count:
-        place = _random(rng)
-        if needed(place[1]) <= features:
-            found[place] = None
-    return list(found)[:count]
+    while len(settings) < count:
+        placed = _random(rng)
+        if needed(placed[1]) <= features:
+            settings[placed] = None
+    return list(settings)[:count]
 
 
 def _anchors() -> list[Placed]:
     plain = Setting(family="even")
-    found: list[Placed] = []
+    settings: list[Placed] = []
 
     def add(launch: Launch, setting: Setting, **values: Any) -> None:
-        found.append(fitted(launch, replace(setting, **values)))
+        settings.append(remove_conflicts(launch, replace(setting, **values)))
 
     for launch, mesh, _ in PLACES:
-        # On three dimensions torch's search takes a second for each shape and dtype: those of one
-        # model, computed in float32.
-        three = mesh == "dims_hsdp"
-        start = replace(plain, mesh=mesh, family="odd" if three else "even")
+        # With three dimensions, torch's sharding propagation takes a second per shape and dtype.
+        # The anchors there use one model in float32.
+        has_three_dims = mesh == "dims_hsdp"
+        start = replace(plain, mesh=mesh, family="odd" if has_three_dims else "even")
         for reshard in (None,) if launch.threads else (None, True, False):
             add(launch, start, reshard=reshard)
         if launch.threads:
@@ -95,7 +95,7 @@ def _anchors() -> list[Placed]:
         elif mesh != "flat":
             add(launch, start, family="odd", wrap="deep", optimizer="adamw")
             add(launch, start, clip=True, state="copy")
-            mixed = {"reduce": "bf16"} if three else {"param": "bf16", "reduce": "fp32"}
+            mixed = {"reduce": "bf16"} if has_three_dims else {"param": "bf16", "reduce": "fp32"}
             add(launch, start, schedule="no_sync", **mixed)
     for schedule in WIDE_SCHEDULES:
         for reduce in (None, "fp32"):
@@ -130,11 +130,11 @@ def _anchors() -> list[Placed]:
         add(GLOO4, plain, family=family, zeros=zeros, mesh="hsdp")
     for compiled in ("blocks", "root"):
         add(GLOO2, plain, compiled=compiled)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(settings))
 
 
 def _random(rng: random.Random) -> Placed:
-    """A combination: a place and a basic setting, and each of the extras now and then."""
+    """Returns a random combination of launch, mesh, basic setting and extras."""
     weights = [weight for _, _, weight in PLACES]
     launch, mesh, _ = rng.choices(PLACES, weights)[0]
     setting = replace(random_setting(rng), mesh=mesh)
@@ -147,94 +147,94 @@ def _random(rng: random.Random) -> Placed:
     for name, values in EXTRAS.items():
         if rng.random() < 0.15:
             setting = replace(setting, **{name: rng.choice(values)})
-    return fitted(launch, setting)
+    return remove_conflicts(launch, setting)
 
 
-def fitted(launch: Launch, setting: Setting) -> Placed:
-    """The setting without what cannot be combined with the rest of it or with its launch."""
+def remove_conflicts(launch: Launch, setting: Setting) -> Placed:
+    """Removes values that cannot be combined with the launch or with other values."""
     setting = repaired(setting)
-    for rule in (_possible, _trainable, _without_stock_bugs):
+    for rule in (_without_unsupported, _without_untrainable, _without_torch_bugs):
         setting = rule(launch, setting)
     return launch, setting
 
 
-def _default(setting: Setting, *names: str) -> Setting:
-    """The setting with some fields back at their plain values."""
+def _reset_fields(setting: Setting, *names: str) -> Setting:
+    """Resets some fields to their plain values."""
     fields = {entry.name: entry.default for entry in dataclasses.fields(setting)}
     return replace(setting, **{name: fields[name] for name in names})
 
 
-def _possible(launch: Launch, setting: Setting) -> Setting:
-    """What FSDP2 refuses or does not have."""
+def _without_unsupported(launch: Launch, setting: Setting) -> Setting:
+    """Removes combinations that FSDP2 rejects or does not have."""
     mesh = setting.mesh
     if launch.threads and setting.family in ("transformer", "tied", "grouped"):
-        # Threads share one random generator, so dropout would not repeat.
+        # Threads share one random generator, so dropout would not be reproducible.
         setting = replace(setting, family="even")
     if (has_tensor_dim(mesh) or is_spmd(mesh)) and setting.family not in ("even", "odd"):
         setting = replace(setting, family="odd" if setting.placement is None else "even")
     if not is_hsdp(mesh) and setting.schedule in WIDE_SCHEDULES[:3]:
-        setting = _default(setting, "schedule")
+        setting = _reset_fields(setting, "schedule")
     if isinstance(setting.reshard, str):
         if has_tensor_dim(mesh) or is_spmd(mesh) or setting.extension:
-            setting = _default(setting, "reshard")
+            setting = _reset_fields(setting, "reshard")
         elif int(setting.reshard) > _shard_size(launch, mesh):
             setting = replace(setting, reshard="2" if _shard_size(launch, mesh) > 1 else "1")
     if setting.placement == "experts" and (mesh != "flat" or launch.world_size != 4):
-        setting = _default(setting, "placement")
+        setting = _reset_fields(setting, "placement")
     if setting.placement == "experts" and (
         setting.comm == "custom" or setting.reduce_hook or setting.schedule == "pipeline"
     ):
-        setting = _default(setting, "comm", "reduce_hook", "schedule")
+        setting = _reset_fields(setting, "comm", "reduce_hook", "schedule")
     if setting.extension and (has_tensor_dim(mesh) or is_spmd(mesh)):
-        # The harness's subclasses do not know how to be a DTensor's local tensor in all operations.
-        setting = _default(setting, "extension")
+        # The harness's subclasses do not support all operations as a DTensor's local tensor.
+        setting = _reset_fields(setting, "extension")
     if setting.extension and setting.family != "even":
         setting = replace(setting, family="even")
     if setting.family == "pair":
-        # What is set on the one root of a model, and schedules that do.
-        setting = _default(setting, "schedule", "toggle_reshard", "reset", "optim_event")
+        # These settings and schedules call methods of a single root.
+        setting = _reset_fields(setting, "schedule", "toggle_reshard", "reset", "optim_event")
         if setting.wrap == "root" or setting.unshard:
-            setting = _default(setting, "wrap", "unshard")
+            setting = _reset_fields(setting, "wrap", "unshard")
         if setting.output:
-            # The second root would get what the first one returns.
-            setting = _default(setting, *MIXED_FIELDS)
+            # The cast output of the first root would be the input of the second root.
+            setting = _reset_fields(setting, *MIXED_FIELDS)
     return setting
 
 
-def _trainable(launch: Launch, setting: Setting) -> Setting:
-    """What FSDP2 accepts but cannot train, or this harness cannot compare."""
+def _without_untrainable(launch: Launch, setting: Setting) -> Setting:
+    """Removes combinations that FSDP2 accepts but cannot train, or the harness cannot compare."""
     mixed = any(getattr(setting, name) for name in ("param", "reduce", "output", "inputs"))
     if setting.divide in ("force_sum_factor",) and is_hsdp(setting.mesh):
-        setting = _default(setting, "divide")
+        setting = _reset_fields(setting, "divide")
     if setting.extension and (mixed or setting.original != "fp32" or setting.state):
-        setting = _default(setting, *MIXED_FIELDS, "divide", "state")
+        setting = _reset_fields(setting, *MIXED_FIELDS, "divide", "state")
     return setting
 
 
-def _without_stock_bugs(launch: Launch, setting: Setting) -> Setting:
-    """Where stock fails or is wrong (tests/STOCK_BUGS.md has the numbers)."""
+def _without_torch_bugs(launch: Launch, setting: Setting) -> Setting:
+    """Removes combinations in which torch fails or is wrong (numbers: tests/STOCK_BUGS.md)."""
     shard_size = _shard_size(launch, setting.mesh)
     if isinstance(setting.reshard, str) and setting.placement in ("last", "mixed"):
         # B4: a parameter sharded on dim 1 fails in backward after resharding to fewer ranks.
-        setting = _default(setting, "placement")
+        setting = _reset_fields(setting, "placement")
     if isinstance(setting.reshard, str) and 1 < int(setting.reshard) < shard_size:
-        # B5: uneven shards are cut wrongly on the smaller mesh, in rows of another size.
+        # B5: torch splits uneven shards wrongly on the smaller mesh.
         setting = replace(setting, family="even", keep_sharded=False)
     if isinstance(setting.reshard, str) and (setting.evaluate or setting.inference):
-        # Parameters that an evaluation left on the smaller mesh: stock loses requires_grad set on
-        # them, and cannot gather them once reshard_after_forward has changed.
-        setting = _default(setting, "toggle_reshard", "toggle_frozen")
+        # An evaluation leaves parameters on the smaller mesh. torch then loses their requires_grad
+        # and cannot gather them after reshard_after_forward changed.
+        setting = _reset_fields(setting, "toggle_reshard", "toggle_frozen")
     if shard_size == 1:
-        # B3: one rank fails with extensions and under inference mode, and divides twice.
-        setting = _default(setting, "extension", "inference", "divide")
+        # B3: a single shard fails with extensions and under inference mode, and divides twice.
+        setting = _reset_fields(setting, "extension", "inference", "divide")
     if setting.zeros and setting.family == "unused":
         # B7: the mode skips groups that were never gathered.
-        setting = _default(setting, "zeros")
+        setting = _reset_fields(setting, "zeros")
     if setting.family == "conditional" and not setting.zeros:
         setting = replace(setting, zeros=True)
     if setting.family == "conditional" and setting.schedule in WIDE_SCHEDULES[:3]:
-        # B1: partial reductions of changing sets of parameters are added up wrongly.
-        setting = _default(setting, "schedule")
+        # B1: partial reductions of changing sets of parameters are accumulated wrongly.
+        setting = _reset_fields(setting, "schedule")
     return setting
 
 

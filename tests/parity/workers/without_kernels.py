@@ -1,5 +1,5 @@
-"""fsdp_c with torch's multi-tensor operations in the place of its kernels, as on a device that has
-none: ``FSDP_C_PARITY_OURS=without_kernels:fully_shard``."""
+"""fsdp_c with torch's foreach operations instead of its own kernels, as on unsupported devices:
+``FSDP_C_PARITY_OURS=without_kernels:fully_shard``."""
 
 from __future__ import annotations
 
