@@ -153,7 +153,7 @@ def test_same_bits(results: Results, launch: Launch, index: int) -> None:
 
 
 def test_uneven_shards_on_a_smaller_mesh_train_to_the_same_bits(tmp_path: Path) -> None:
-    """Left out of the grid: stock cuts them in rows of another size (tests/STOCK_BUGS.md, B5), so
+    """Left out of the grid: stock cuts them in rows of another size (tests/TORCH_BUGS.md, B5), so
     that its collectives there are not ours. What is trained must be the same all the same."""
     plain = Setting(family="odd", reshard="2")
     settings = [plain, replace(plain, param="bf16"), replace(plain, comm="custom", inference=True)]

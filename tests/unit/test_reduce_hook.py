@@ -1,6 +1,6 @@
 """A user's all-reduce on a stream of its own is between what reduces before and after it.
 
-This is B9 of tests/STOCK_BUGS.md. The core's side, that the row lives as long, is in
+This is B9 of tests/TORCH_BUGS.md. The core's side, that the row lives as long, is in
 ``tests/c/test_reduce.c``.
 """
 

@@ -277,7 +277,7 @@ class LocalSteps:
 def _forget_forward_order(root: Any) -> None:
     """Stock only: drop what a forward without gradients has left in the order for prefetching.
 
-    Stock never does (tests/STOCK_BUGS.md, B6), and so gathers a group for nothing in the next
+    Stock never does (tests/TORCH_BUGS.md, B6), and so gathers a group for nothing in the next
     backward. With this its collectives are those that it issues in training alone.
     """
     state = root._get_fsdp_state()

@@ -212,7 +212,7 @@ def _trainable(launch: Launch, setting: Setting) -> Setting:
 
 
 def _without_stock_bugs(launch: Launch, setting: Setting) -> Setting:
-    """Where stock fails or is wrong (tests/STOCK_BUGS.md has the numbers)."""
+    """Where stock fails or is wrong (tests/TORCH_BUGS.md has the numbers)."""
     shard_size = _shard_size(launch, setting.mesh)
     if isinstance(setting.reshard, str) and setting.placement in ("last", "mixed"):
         # B4: a parameter sharded on dim 1 fails in backward after resharding to fewer ranks.
