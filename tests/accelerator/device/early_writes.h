@@ -13,9 +13,9 @@ namespace sim {
 /* Bytes that a reader gets in the second run. Operations and blocks are identified by their numbers,
  * which are equal in both runs. */
 struct EarlyWrite {
-    uint64_t reader = 0, writer = 0;
+    uint64_t reader = 0, writer = 0; /* operations */
     uint64_t block = 0;
-    size_t offset = 0;
+    size_t offset = 0; /* in the block */
     std::string data;
 };
 
@@ -28,7 +28,7 @@ class EarlyWrites {
     /* Records that `by` writes [from, cell.end) without waiting for readers of the cell. With
      * `poison`, `by` is an allocation, after which the bytes are undefined. */
     void record(const Block &block, uintptr_t from, const Cell &cell, const Epoch &by, bool poison);
-    /* Copies the bytes of the writes of `writer`, which has run. */
+    /* Stores the bytes that `writer` has written. Call it after the operation has run. */
     void complete(const Epoch &writer);
     /* Copies the recorded bytes for `reader` into [from, to), and appends the bytes before to
      * `replaced`. */
@@ -36,7 +36,7 @@ class EarlyWrites {
                 std::vector<Bytes> &replaced) const;
 
   private:
-    uint64_t first_operation_ = 0, first_block_ = 0; /* of the run */
+    uint64_t first_operation_ = 0, first_block_ = 0; /* numbers at the beginning of the run */
     std::vector<EarlyWrite> recorded_, replayed_;
     /* Indices in recorded_ and addresses of writes that have not run. */
     std::vector<std::pair<size_t, uintptr_t>> incomplete_;

@@ -132,7 +132,7 @@ class Group final : public c10d::Backend {
                              inner_->_allgather_base(out[0], in[0])->wait();
                              return;
                          }
-                         const at::Tensor row =
+                         const at::Tensor shard =
                              in[0].clone(); /* the input may be a part of the output */
                          for (at::Tensor &part : out[0].view(-1).chunk(size_)) {
                              part.copy_(shard.view(-1));

@@ -26,10 +26,10 @@ def run(
     implementation: str,
     settings: list[Setting],
     folder: str,
-    ours: bool,
+    is_fsdp_c: bool,
 ) -> float:
     """Has the parameters and the result of ``worker.run_on_processes``."""
-    if ours:
+    if is_fsdp_c:
         simulated.use_kernels(os.environ.get("FSDP_C_SIM_KERNELS", "1") != "0")
     original_run_one = worker._Rank._run_one
 
@@ -42,5 +42,5 @@ def run(
     worker._Rank._run_one = run_one_and_prepend_findings  # type: ignore[method-assign]
     assert dist.is_initialized()
     return worker.run_on_processes(
-        rank, processes, world_size, implementation, settings, folder, ours
+        rank, processes, world_size, implementation, settings, folder, is_fsdp_c
     )

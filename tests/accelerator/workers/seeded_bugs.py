@@ -295,8 +295,11 @@ early."""
 
 
 def count_early_writes(bug: Bug) -> tuple[int, int]:
-    """Returns the number of writes that can come early in all runs with the bug, and the number of
-    runs that have such writes and still train to the bits of a run without the bug."""
+    """Counts writes that can come early, in runs with the bug.
+
+    Returns the number of such writes in all runs. The second value is the number of runs with such
+    writes whose record equals that of a run without the bug.
+    """
     expected = call_faults.run(bug.scenario).record
     writes = unchanged_runs = 0
     for index in matching_calls(bug)[:4]:
