@@ -217,9 +217,10 @@ def matches(call: call_faults.CallSite, bug: Bug) -> bool:
 
 
 def matching_calls(bug: Bug) -> list[int]:
-    """Indices of the calls that match the bug, in a run without the fault.
+    """Returns the indices of the calls that match the bug.
 
-    The fault's name decides which kinds of calls the device logs, so the run has that name.
+    The run is given the fault, which decides the kinds of calls that the device logs, but no index,
+    so no call fails.
     """
     calls = call_faults.run(bug.scenario, fault=bug.fault).calls
     return [index for index, call in enumerate(calls) if matches(call, bug)]
@@ -254,8 +255,8 @@ SEEDS = 8
 
 
 def count_wrong_runs(bug: Bug) -> int:
-    """Runs with the bug and delayed writes, over all seeds, whose record differs from a run without
-    both."""
+    """Runs the scenario with the bug and delayed writes, over all seeds. Returns how many records
+    differ from that of a run without both."""
     expected = call_faults.run(bug.scenario).record
     indices = matching_calls(bug)
     wrong = 0
@@ -269,7 +270,8 @@ def count_wrong_runs(bug: Bug) -> int:
 
 
 def count_wrong_runs_without_bug(name: str) -> int:
-    """Runs with delayed writes, over all seeds, whose record differs from a run without them."""
+    """Runs the scenario with delayed writes, over all seeds. Returns how many records differ from
+    that of a run without them."""
     expected = call_faults.run(name).record
     wrong = 0
     for seed in range(1, SEEDS + 1):
