@@ -1,14 +1,15 @@
-"""Bytes per second of gathers, reductions and kernels against size, beside a copy in memory.
+"""Bytes per second of gathers, reductions and CPU kernels against size, compared with memcpy.
 
-Method. Two gloo ranks with one thread each, everything in float32, sizes of the unsharded data. All
-take turns; the best of the rounds, since other processes only ever add to a time.
+Method. Two gloo ranks with one thread each, all data in float32. Sizes are those of the unsharded
+data. The implementations take turns; the best round counts, because other processes can only
+lengthen a call.
 
-- Transport: ``all_gather`` and ``reduce_scatter`` of torch's process group; a unit of one parameter
-  that is unsharded and resharded, or whose gradient is reduced, under stock and under ours, with
-  packing and unpacking.
-- Kernels of the CPU, through ctypes, on rank 0 while the other one waits: pack, unpack and pack
-  gradients of eight parameters. ``memcpy`` copies as many bytes in one call. Bytes are counted
-  once.
+- Transport: ``all_gather`` and ``reduce_scatter`` of torch's process group, and a unit of one
+  parameter under torch's FSDP2 ("stock") and fsdp_c ("ours"). The unit is unsharded and resharded,
+  or its gradient is reduced; both include packing and unpacking.
+- CPU kernels, called through ctypes on rank 0 while the other rank waits: pack, unpack and pack
+  gradients of eight parameters. ``memcpy`` copies as many bytes in one call. Each byte counts once,
+  not twice for read and write.
 
     python benchmarks/bandwidth.py [--most MIB] [--rounds N] [--json FILE]
 """
@@ -40,15 +41,15 @@ from fsdp_c.ending import wait_for_threads
 RANKS = 2
 KIB = 1024
 SIZES = tuple(64 * KIB * 4**power for power in range(6))  # to 64 MiB
-PARTS = 8  # parameters
-FLOAT32 = 6  # torch's number of the type
+PARAMETERS = 8
+FLOAT32 = 6  # torch's ScalarType::Float
 Call = Callable[[], object]
-"""What it takes is timed, or a float that it returns: its own seconds."""
+"""A call to time. If it returns a float, that is its duration in seconds."""
 Calls = dict[str, Call]
 
 
 class Unit(nn.Module):
-    """One parameter of so many bytes; its gathers and reductions by hand."""
+    """A module with one parameter of ``size`` bytes, whose FSDP methods are called directly."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -56,7 +57,8 @@ class Unit(nn.Module):
 
 
 def sharded(name: str, size: int) -> tuple[Call, Call]:
-    """A gather with its free, and a reduction, of a unit under an implementation."""
+    """Returns two calls for a unit under an implementation: unshard with reshard, and a
+    reduction."""
     unit: Any = implementations()[name](Unit(size))
     state = unit._get_fsdp_state()
     state._lazy_init()
@@ -72,7 +74,7 @@ def sharded(name: str, size: int) -> tuple[Call, Call]:
         unit.weight.grad = gradient
         begin = time.perf_counter()
         group.post_backward()
-        state._root_post_backward_final_callback()  # ours is in flight until then
+        state._root_post_backward_final_callback()  # fsdp_c waits for the reduction here
         seconds = time.perf_counter() - begin
         assert unit.weight.grad is not None, name
         unit.weight.grad = None
@@ -82,7 +84,7 @@ def sharded(name: str, size: int) -> tuple[Call, Call]:
 
 
 def transport(size: int) -> tuple[Calls, Calls]:
-    """Gathers and reductions of ``size`` bytes."""
+    """Returns the calls for gathers and for reductions of ``size`` bytes, by implementation."""
     whole, part = torch.ones(size // 4), torch.ones(size // 4 // RANKS)
     all_gather, reduce_scatter = getattr(dist, ALL_GATHER), getattr(dist, REDUCE_SCATTER)
     gathers: Calls = {"torch.distributed": lambda: all_gather(whole, part)}
@@ -93,7 +95,7 @@ def transport(size: int) -> tuple[Calls, Calls]:
 
 
 def kernels(size: int) -> Calls:
-    """The CPU's kernels over ``PARTS`` parameters of ``size`` bytes together."""
+    """Returns calls of the CPU kernels for ``PARAMETERS`` parameters of ``size`` bytes in total."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     name = ctypes.pythonapi.PyCapsule_GetName
@@ -101,8 +103,8 @@ def kernels(size: int) -> Calls:
     capsule = _C._testing.kernels()
     backend = Backend(pointer(capsule, name(capsule)))
     source, target = torch.ones(size // 4), torch.zeros(size // 4)
-    parts = list(zip(source.chunk(PARTS), target.chunk(PARTS), strict=True))
-    numel = size // 4 // PARTS
+    parts = list(zip(source.chunk(PARAMETERS), target.chunk(PARAMETERS), strict=True))
+    numel = size // 4 // PARAMETERS
     segments = [
         Segment(src=a.data_ptr(), dst=b.data_ptr(), count=numel, itemsize=4,
                 src_dtype=FLOAT32, dst_dtype=FLOAT32)
@@ -118,46 +120,48 @@ def kernels(size: int) -> Calls:
                  blocks=1, itemsize=4, src_dtype=FLOAT32)
         for i, (a, _) in enumerate(parts)
     ]  # fmt: skip
-    packing, unpacking = array(Segment, segments), array(Column, columns)
-    collecting = array(Gradient, gradients)
-    rows, to, row = source.data_ptr(), target.data_ptr(), size // RANKS
-    keep = (source, target)
+    segments_array, columns_array = array(Segment, segments), array(Column, columns)
+    gradients_array = array(Gradient, gradients)
+    src, dst, row_bytes = source.data_ptr(), target.data_ptr(), size // RANKS
+    keep_alive = (source, target)
     return {
-        "memcpy": lambda keep=keep: ctypes.memmove(to, rows, size),
-        "pack": lambda: backend.pack(packing),
-        "unpack": lambda: backend.unpack(rows, row, RANKS, unpacking),
-        "pack gradients": lambda: backend.pack_gradients(collecting, RANKS, to, row // 4, FLOAT32),
+        "memcpy": lambda keep_alive=keep_alive: ctypes.memmove(dst, src, size),
+        "pack": lambda: backend.pack(segments_array),
+        "unpack": lambda: backend.unpack(src, row_bytes, RANKS, columns_array),
+        "pack gradients": lambda: backend.pack_gradients(
+            gradients_array, RANKS, dst, row_bytes // 4, FLOAT32
+        ),
     }
 
 
 def best_of(calls: Calls, rounds: int, before: Callable[[], object]) -> dict[str, float]:
-    """Seconds of each call, the best of the rounds."""
+    """Returns the shortest duration of each call in seconds. ``before()`` precedes each call."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds + 2):
         for name, call in calls.items():
             before()
             begin = time.perf_counter()
-            own = call()
-            seconds = own if isinstance(own, float) else time.perf_counter() - begin
+            result = call()
+            seconds = result if isinstance(result, float) else time.perf_counter() - begin
             best[name] = min(best[name], seconds)
     return best
 
 
-def measure(most: int, rounds: int) -> dict[str, dict[int, dict[str, float]]]:
-    """GB/s by what is measured, size and name; in every rank."""
-    found: dict[str, dict[int, dict[str, float]]] = {"gather": {}, "reduction": {}, "kernel": {}}
+def measure(max_size: int, rounds: int) -> dict[str, dict[int, dict[str, float]]]:
+    """Returns GB/s by operation, size and name. Every rank calls it."""
+    rates: dict[str, dict[int, dict[str, float]]] = {"gather": {}, "reduction": {}, "kernel": {}}
     for size in SIZES:
-        if size > most:
+        if size > max_size:
             break
-        parts = dict(zip(found, (*transport(size), kernels(size)), strict=True))
-        for what, calls in parts.items():
+        calls_by_operation = dict(zip(rates, (*transport(size), kernels(size)), strict=True))
+        for operation, calls in calls_by_operation.items():
             dist.barrier()
-            alone = what == "kernel"
-            if alone and dist.get_rank() != 0:
+            is_local = operation == "kernel"
+            if is_local and dist.get_rank() != 0:
                 continue
-            seconds = best_of(calls, rounds, (lambda: None) if alone else dist.barrier)
-            found[what][size] = {name: size / value / 1e9 for name, value in seconds.items()}
-    return found
+            seconds = best_of(calls, rounds, (lambda: None) if is_local else dist.barrier)
+            rates[operation][size] = {name: size / value / 1e9 for name, value in seconds.items()}
+    return rates
 
 
 def size_name(size: int) -> str:
@@ -166,19 +170,19 @@ def size_name(size: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes per second against size.")
-    parser.add_argument("--most", type=int, default=64, help="MiB of the largest")
+    parser.add_argument("--most", type=int, default=64, help="largest size in MiB")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     if not start_ranks(RANKS):
         return
-    found = measure(options.most * KIB * KIB, options.rounds)
+    rates = measure(options.most * KIB * KIB, options.rounds)
     if dist.get_rank() == 0:
-        for what, sizes in found.items():
+        for operation, sizes in rates.items():
             names = list(next(iter(sizes.values())))
             rows = [[size_name(size), *row.values()] for size, row in sizes.items()]
-            print(f"{what}: GB/s\n{table(['', *names], rows)}\n", flush=True)
-        write_json(options.json, "bandwidth", found)
+            print(f"{operation}: GB/s\n{table(['', *names], rows)}\n", flush=True)
+        write_json(options.json, "bandwidth", rates)
     dist.barrier()
     dist.destroy_process_group()
     wait_for_threads()

@@ -1,8 +1,10 @@
-"""All benchmarks, and a report of them: what ``make bench`` runs.
+"""Runs all benchmarks and writes a report; ``make bench`` calls it.
 
-Each benchmark runs by itself, one after the other. The report has tables and plots, with machine,
-load, date and commands on top; plots lie in a folder beside it that has its name. ``--quick`` tries
-the machinery on tiny models in a minute: its figures mean nothing.
+The benchmarks run one after the other, each in its own process. The report begins with machine,
+load, date and commands, followed by tables and plots. The plots are in a folder with the report's
+name. ``--quick`` tests the scripts on tiny models in a minute; its figures mean nothing.
+
+Labels in tables and JSON: ``stock`` is torch's FSDP2, ``ours`` is fsdp_c.
 
     python benchmarks/bench.py [--quick] [--only steps host ...] [--out benchmarks/report.md]
 """
@@ -46,11 +48,14 @@ QUICK: dict[str, tuple[str, ...]] = {
     "host": ("--jobs", "fp32", "--params", "1", "2", "--rounds", "2", "--groups", "2"),
     "bandwidth": ("--most", "1", "--rounds", "2"),
 }
-"""The benchmarks and their options."""
+"""``FULL`` and ``QUICK`` map each benchmark to its options."""
 
 
 class Result:
-    """What a benchmark printed, and what it wrote as JSON."""
+    """Runs one benchmark. Holds its command, duration, printed output and JSON data.
+
+    Raises SystemExit if the benchmark fails.
+    """
 
     def __init__(self, name: str, options: Sequence[str], folder: Path) -> None:
         target = folder / f"{name}.json"
@@ -58,28 +63,28 @@ class Result:
         self.command = " ".join(["python", f"benchmarks/{name}.py", *map(_quoted, options)])
         print(f"== {self.command}", flush=True)
         begin = time.perf_counter()
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, str(HERE / f"{name}.py"), *options, "--json", str(target)],
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.printed = done.stdout.strip()
-        print(self.printed, flush=True)
-        if done.returncode != 0:
-            raise SystemExit(f"{self.command}: exit status {done.returncode}")
+        self.output = process.stdout.strip()
+        print(self.output, flush=True)
+        if process.returncode != 0:
+            raise SystemExit(f"{self.command}: exit status {process.returncode}")
         self.seconds = time.perf_counter() - begin
-        self.found: dict[str, Any] = json.loads(target.read_text())
+        self.data: dict[str, Any] = json.loads(target.read_text())
 
 
 def _quoted(option: str) -> str:
     return f'"{option}"' if " " in option else option
 
 
-# ---- on top --------------------------------------------------------------------------------------
+# ---- header --------------------------------------------------------------------------------------
 
 
 def machine() -> str:
-    """Processor, cores and memory."""
+    """Describes processor, cores and memory."""
     cpuinfo, meminfo = (Path("/proc", name) for name in ("cpuinfo", "meminfo"))
     if not cpuinfo.exists():
         return f"{platform.machine()}, {os.cpu_count()} cores"
@@ -90,20 +95,20 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Of the tree that was measured; empty where there is no git."""
+    """Commit of the measured tree; empty if git is missing."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+        process = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     except OSError:
         return ""
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
-def head(results: dict[str, Result], load: tuple[str, str], quick: bool) -> Iterator[str]:
+def header(results: dict[str, Result], load: tuple[str, str], quick: bool) -> Iterator[str]:
     yield "# Benchmarks: a run"
     yield ""
     if quick:
-        yield "**A quick run on tiny models, to try the machinery: no figure here means anything.**"
+        yield "**A quick run on tiny models, to test the scripts. Its figures mean nothing.**"
         yield ""
     yield f"- machine: {machine()}"
     yield f"- load (1, 5, 15 minutes): {load[0]} before, {load[1]} after"
@@ -127,18 +132,19 @@ def markdown(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterato
 
 
 def picture(name: str, title: str, result: Result, folder: Path) -> Iterator[str]:
-    getattr(pictures, name)(result.found, folder / f"{name}.png")
+    getattr(pictures, name)(result.data, folder / f"{name}.png")
     yield f"![{title}]({folder.name}/{name}.png)"
 
 
-def of_steps(result: Result, folder: Path) -> Iterator[str]:
+def steps_section(result: Result, folder: Path) -> Iterator[str]:
     yield "## Steps"
     yield ""
-    yield "Medians of one run in which all take turns; wall/ours is how many times as long as ours."
-    yield "Peaks: resident memory above that at the step's begin."
+    yield "Medians of one run in which all implementations take turns."
+    yield "wall/ours: wall time relative to fsdp_c."
+    yield "Peaks: resident memory above the value at the beginning of the step."
     yield ""
     yield from picture("steps", "wall, CPU, page faults and peak of a step", result, folder)
-    for model in result.found["models"].values():
+    for model in result.data["models"].values():
         for kind in ("without", "with"):
             yield ""
             yield f"**{model['title']}, {kind} {model['optimizer']}**, {model['rounds']} rounds"
@@ -150,16 +156,16 @@ def of_steps(result: Result, folder: Path) -> Iterator[str]:
     yield from picture("memory", "resident memory over one step", result, folder)
 
 
-def of_host(result: Result, folder: Path) -> Iterator[str]:
+def host_section(result: Result, folder: Path) -> Iterator[str]:
     yield "## Host time"
     yield ""
     yield "us of CPU per group and step above the bare model, on a fake group of 8 ranks."
     yield ""
     yield from picture("host", "host time against parameters per group", result, folder)
-    jobs = {name: job for name, job in result.found.items() if isinstance(job, dict)}
+    jobs = {name: job for name, job in result.data.items() if isinstance(job, dict)}
     for name, job in jobs.items():
         rows = [
-            [count, *(row.get(who) for who in ("bare", "stock", "ours")), job["ratio"][count]]
+            [count, *(row.get(column) for column in ("bare", "stock", "ours")), job["ratio"][count]]
             for count, row in job["us_per_group_step"].items()
         ]
         yield ""
@@ -168,48 +174,50 @@ def of_host(result: Result, folder: Path) -> Iterator[str]:
         yield from markdown(["parameters", "bare", "stock", "ours", "stock/ours"], rows)
 
 
-def of_bandwidth(result: Result, folder: Path) -> Iterator[str]:
+def bandwidth_section(result: Result, folder: Path) -> Iterator[str]:
     yield "## Bandwidth"
     yield ""
-    yield "GB/s of unsharded data, best of the rounds; stock and ours with packing and unpacking."
+    yield "GB/s of unsharded data, best round; stock and ours include packing and unpacking."
     yield ""
     yield from picture("bandwidth", "bandwidth against size", result, folder)
-    for what in ("gather", "reduction", "kernel"):
-        sizes = result.found[what]
+    for operation in ("gather", "reduction", "kernel"):
+        sizes = result.data[operation]
         names = list(next(iter(sizes.values())))
         rows = [[size_name(int(size)), *row.values()] for size, row in sizes.items()]
         yield ""
-        yield from markdown([what, *names], rows)
+        yield from markdown([operation, *names], rows)
 
 
-def printed(result: Result, _: Path) -> Iterator[str]:
-    """A benchmark without a section of its own."""
+def output_section(result: Result, _: Path) -> Iterator[str]:
+    """The benchmark's output as printed, for benchmarks without tables or plots of their own."""
     yield f"## {result.name}"
     yield ""
-    yield f"```\n{result.printed}\n```"
+    yield f"```\n{result.output}\n```"
 
 
-SECTIONS = {"steps": of_steps, "host": of_host, "bandwidth": of_bandwidth}
+SECTIONS = {"steps": steps_section, "host": host_section, "bandwidth": bandwidth_section}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="All benchmarks, and a report of them.")
-    parser.add_argument("--quick", action="store_true", help="tiny models, a minute")
-    parser.add_argument("--only", nargs="+", choices=FULL, metavar="NAME", help="these benchmarks")
+    parser = argparse.ArgumentParser(description="Runs all benchmarks and writes a report.")
+    parser.add_argument("--quick", action="store_true", help="tiny models, takes a minute")
+    parser.add_argument(
+        "--only", nargs="+", choices=FULL, metavar="NAME", help="run only these benchmarks"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "report.md")
     options = parser.parse_args()
     folder = options.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     chosen = QUICK if options.quick else FULL
-    before = _load()
+    load_before = _load()
     results = {
         name: Result(name, arguments, folder)
         for name, arguments in chosen.items()
         if options.only is None or name in options.only
     }
-    lines = [*head(results, (before, _load()), options.quick)]
+    lines = [*header(results, (load_before, _load()), options.quick)]
     for name, result in results.items():
-        lines += ["", *SECTIONS.get(name, printed)(result, folder)]
+        lines += ["", *SECTIONS.get(name, output_section)(result, folder)]
     options.out.write_text("\n".join(lines) + "\n")
     print(f"written: {options.out}")
 

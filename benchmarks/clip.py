@@ -1,11 +1,11 @@
-"""``fsdp_c.clip_grad_norm_`` beside torch's on the same sharded gradients, over gloo.
+"""``fsdp_c.clip_grad_norm_`` compared with torch's on the same sharded gradients, over gloo.
 
-Method. ``--ranks`` processes, a model of ``--params`` parameters sharded layer by layer, gradients
-of one backward. The two calls take turns in each round on fresh copies of the gradients, with a
-norm that makes them scale. The figures are minima over the rounds on rank 0, in milliseconds: wall
-time, and CPU time of the calling thread (without the wait for the collective). "switched" is what
-torch's function does under FSDP_C=1: its total is torch's on any number of ranks; that of
-``fsdp_c.clip_grad_norm_`` has to be on two.
+Method. ``--ranks`` processes shard a model of ``--params`` parameters layer by layer and run one
+backward. The calls take turns in each round on fresh copies of the gradients, with a norm that
+makes them scale. The script reports minima over the rounds on rank 0 in milliseconds. CPU time is
+that of the calling thread and excludes the wait for the collective. "switched" is
+torch's function under FSDP_C=1, whose total norm equals torch's on any number of ranks. The total
+norm of ``fsdp_c.clip_grad_norm_`` must equal torch's on two ranks.
 
     python benchmarks/clip.py [--params 500] [--width 16 64 256] [--ranks 2] [--rounds 50]
 """
@@ -23,7 +23,7 @@ from fsdp_c import clip_for_torch, clip_grad_norm_, fully_shard
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Gradient clipping beside torch's.")
+    parser = argparse.ArgumentParser(description="Gradient clipping, torch and fsdp_c.")
     parser.add_argument("--params", type=int, default=500)
     parser.add_argument("--width", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--ranks", type=int, default=2)
@@ -37,15 +37,14 @@ def main() -> None:
         print(f"clip_grad_norm_, {options.params} parameters, {options.ranks} ranks: ms")
         print(two_clocks("width", results))
         print("torch's function, switched")
-        print(
-            two_clocks("width", {w: {**one, "ours": one["switched"]} for w, one in results.items()})
-        )
+        switched = {w: {**times, "ours": times["switched"]} for w, times in results.items()}
+        print(two_clocks("width", switched))
         write_json(options.json, "clip", {"ms": results, **vars(options)})
     dist.destroy_process_group()
 
 
 def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
-    """Milliseconds of one call, for layers of (width, width)."""
+    """Returns milliseconds of one call by implementation, for layers of (width, width)."""
     torch.manual_seed(0)
     model = model_of(options.params, width)
     for layer in model:
@@ -54,11 +53,11 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
     model(torch.randn(2, width)).square().mean().backward()
     params = list(model.parameters())
     grads = [param.grad._local_tensor for param in params]
-    kept = [grad.clone() for grad in grads]
+    saved_grads = [grad.clone() for grad in grads]
     totals: dict[str, torch.Tensor] = {}
 
     def restore() -> None:
-        torch._foreach_copy_(grads, kept)
+        torch._foreach_copy_(grads, saved_grads)
 
     def stock() -> None:
         totals["stock"] = torch.nn.utils.clip_grad_norm_(params, 1e-2)
@@ -70,11 +69,11 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
         totals["switched"] = clip_for_torch.clip_grad_norm_(params, 1e-2)
 
     calls = {"stock": stock, "ours": ours, "switched": switched}
-    found = side_by_side(calls, options.rounds, restore)
+    times = side_by_side(calls, options.rounds, restore)
     expected = totals["stock"].full_tensor()
     assert torch.equal(expected, totals["switched"].full_tensor())
     assert options.ranks > 2 or torch.equal(expected, totals["ours"])
-    return found
+    return times
 
 
 if __name__ == "__main__":

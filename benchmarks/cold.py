@@ -1,11 +1,11 @@
-"""The cold side beside torch's: ``fully_shard``, and the imports of the first call.
+"""Start-up cost of torch's FSDP2 and fsdp_c: ``fully_shard``, imports, first call.
 
-Method. One process, a fake process group of 8 ranks. Models of ``--params`` parameters, blocks of
-nine (small: what is measured is not the copying), sharded block by block. Torch's and
-ours take turns in each round, each on a model of its own; the figures are minima of the process
-time over the rounds, in milliseconds, and the medians of the rounds' ratios. Imports and the first
-call of a process, on one layer, are measured in processes of their own, after torch's
-``fully_shard`` was imported.
+Method. One process with a fake process group of 8 ranks shards models of ``--params`` parameters
+block by block. A block has nine parameters, so small that copying does not count. The two
+implementations take turns in each round, each on its own model. The script reports minima of
+process time over the rounds in milliseconds, and medians of the rounds' ratios. Imports, and a
+process's first call on one layer, are measured in separate processes after
+``torch.distributed.fsdp`` was imported.
 
     python benchmarks/cold.py [--params 216 2000] [--rounds 7]
 """
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from report import table, write_json
-from torch.distributed.fsdp import fully_shard as stock
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -48,7 +48,7 @@ PACKAGES = {"stock": "torch.distributed.fsdp", "ours": "fsdp_c"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cold start beside torch's.")
+    parser = argparse.ArgumentParser(description="Start-up cost of torch and fsdp_c.")
     parser.add_argument("--params", type=int, nargs="+", default=[216, 2000])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", help="write the results to this file as well")
@@ -57,7 +57,7 @@ def main() -> None:
     rows: list[list[object]] = []
     for count in options.params:
         rows += measure(count, options.rounds)
-    print(table(["what", "parameters", "stock ms", "ours ms", "stock / ours"], rows))
+    print(table(["call", "parameters", "stock ms", "ours ms", "stock / ours"], rows))
     first = {name: first_use(package) for name, package in PACKAGES.items()}
     for name, (imports, call) in first.items():
         print(f"{name}: imports {imports:.0f} ms, first call {call:.0f} ms")
@@ -66,8 +66,8 @@ def main() -> None:
 
 
 def measure(count: int, rounds: int) -> list[list[object]]:
-    """The row of ``fully_shard`` for models of ``count`` parameters."""
-    calls = {"stock": stock, "ours": fully_shard}
+    """Returns the row of ``fully_shard`` for models of ``count`` parameters."""
+    calls = {"stock": torch_fully_shard, "ours": fully_shard}
     shards: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name, function in calls.items():
@@ -80,7 +80,7 @@ def measure(count: int, rounds: int) -> list[list[object]]:
 
 
 def block() -> nn.Module:
-    """Nine parameters."""
+    """A block with nine parameters."""
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.RMSNorm(8))
 
 
@@ -91,28 +91,28 @@ def shard_blocks(function: Callable[..., object], model: nn.Sequential) -> None:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Milliseconds of the process's time."""
+    """Returns the call's process time in milliseconds."""
     begin = time.process_time()
     call()
     return (time.process_time() - begin) * 1000
 
 
-def row(what: str, count: int, found: dict[str, list[float]]) -> list[object]:
-    ratio = statistics.median(a / b for a, b in zip(found["stock"], found["ours"], strict=True))
-    numbers = (f"{min(found['stock']):.1f}", f"{min(found['ours']):.1f}", f"{ratio:.2f}")
-    return [what, count, *numbers]
+def row(call: str, count: int, times: dict[str, list[float]]) -> list[object]:
+    ratio = statistics.median(a / b for a, b in zip(times["stock"], times["ours"], strict=True))
+    numbers = (f"{min(times['stock']):.1f}", f"{min(times['ours']):.1f}", f"{ratio:.2f}")
+    return [call, count, *numbers]
 
 
 def first_use(package: str) -> tuple[float, float]:
-    """Milliseconds of imports, and of the first call; the best of three."""
+    """Returns milliseconds of the imports and of the first call, minima of three processes."""
     root = Path(__file__).resolve().parents[1]
-    found = []
+    times = []
     for _ in range(3):
         command = [sys.executable, "-c", _IMPORT.format(package=package)]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-        imports, call = done.stdout.split()[-2:]
-        found.append((float(imports), float(call)))
-    return min(one[0] for one in found), min(one[1] for one in found)
+        process = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+        imports, call = process.stdout.split()[-2:]
+        times.append((float(imports), float(call)))
+    return min(imports for imports, _ in times), min(call for _, call in times)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
-"""Host cost of a training step, per parameter group and per parameter, beside stock FSDP2.
+"""Host cost of a training step per parameter group and per parameter, torch's FSDP2 and fsdp_c.
 
-Method. One process, a fake process group of 8 ranks (collectives complete at once), ``--groups``
-equal groups of tiny parameters below a root without parameters, resharded after forward. A group's
-forward multiplies its input by each of its parameters, so that the model itself costs little. Three
-copies of the model, bare, under stock and under ours, take turns within every round; a step is one
-forward and one backward, timed as CPU time of the calling thread (which runs the backward too, as
-everything is on CPU). With ``--device`` another than the CPU, autograd runs backward in threads of
-its own: then it is the CPU time of the whole process, and the device is idle when a step begins and
-done with it after the clock has been read. The garbage collector is off. Gradients are set to None
-between steps, outside the timed part, so every backward creates its gradients anew as in a usual
-loop.
+Method. One process with a fake process group of 8 ranks, whose collectives complete at once. The
+model has ``--groups`` equal groups of tiny parameters below a root without parameters, resharded
+after forward. A group's forward multiplies its input by each of its parameters, so the model itself
+costs little. Three copies of the model take turns within every round: bare, under torch ("stock")
+and under fsdp_c ("ours"). A step is one forward and one backward.
 
-The figure of a model is its minimum over the rounds; the cost of an implementation is
-(its figure - the bare model's) / groups, and cost per parameter is the slope of a least-squares
-line over the numbers of parameters per group. The bare model of the mixed runs computes in bf16.
+On the CPU, the time of a step is the CPU time of the calling thread, which also runs backward. With
+another ``--device``, autograd runs backward in its own threads. The time is then the CPU time of
+the process, the device is idle when a step begins, and its work is not waited for. The garbage
+collector is off. Gradients are set to None between steps, outside the timed part, so every backward
+allocates its gradients as in a usual training loop.
 
-Each kind of job is a table: both precisions on a flat mesh, the same on a 2 x 4 mesh (HSDP), and
-forwards alone under no_grad.
+The time of a model is its minimum over the rounds. The cost of an implementation is (its time - the
+bare model's time) / groups. The cost per parameter is the slope of a least-squares line over the
+numbers of parameters per group. The bare model of the mixed runs computes in bf16.
+
+Each job is a table: both precisions on a 1-D mesh, both on a 2 x 4 mesh (HSDP), and forwards alone
+under no_grad.
 
     python benchmarks/host.py [--rounds N] [--groups N] [--params 1 2 5 9 14 20] [--jobs fp32 ...]
                               [--device cuda] [--json FILE]
@@ -44,7 +45,7 @@ STEPS_PER_TURN = 2
 
 @dataclass(frozen=True)
 class Job:
-    """What the steps of one table do."""
+    """Settings of the steps in one table."""
 
     precision: str
     hsdp: bool = False
@@ -62,7 +63,7 @@ JOBS = {
 
 
 class Group(nn.Module):
-    """Multiplies its input by each of ``count`` vectors of its own: (WIDTH,) -> (WIDTH,)."""
+    """Multiplies its input by each of its ``count`` vectors: (WIDTH,) -> (WIDTH,)."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -107,7 +108,8 @@ class Timed:
 
 
 def build(job: Job, groups: int, params: int, shard: FullyShard | None, mesh: DeviceMesh) -> Timed:
-    """A model of ``groups`` groups of ``params`` vectors, wrapped by ``shard`` unless None."""
+    """Builds a model of ``groups`` groups of ``params`` vectors, sharded by ``shard`` unless
+    None."""
     model = nn.Sequential(*(Group(params) for _ in range(groups))).to(mesh.device_type)
     x = torch.ones(WIDTH, device=mesh.device_type)
     policy = POLICIES[job.precision]
@@ -128,29 +130,30 @@ def measure(
     params: int,
     rounds: int,
 ) -> dict[str, float]:
-    """Microseconds per group and step: of the bare model, and of each implementation above it."""
+    """Returns microseconds per group and step: of the bare model, and of each implementation above
+    the bare model."""
     timed = {"bare": build(job, groups, params, None, mesh)}
     for name, shard in shards.items():
         timed[name] = build(job, groups, params, shard, mesh)
-    for one in timed.values():
+    for run in timed.values():
         for _ in range(5):
-            one.step()
-        one.times.clear()
+            run.step()
+        run.times.clear()
     gc.collect()
     gc.disable()
     try:
         for _ in range(rounds):
-            for one in timed.values():
+            for run in timed.values():
                 for _ in range(STEPS_PER_TURN):
-                    one.step()
+                    run.step()
     finally:
         gc.enable()
-    best = {name: min(one.times) / 1000 / groups for name, one in timed.items()}
+    best = {name: min(run.times) / 1000 / groups for name, run in timed.items()}
     return {name: us if name == "bare" else us - best["bare"] for name, us in best.items()}
 
 
 def fit(points: dict[int, float]) -> tuple[float, float]:
-    """Intercept and slope of the least-squares line through (parameters per group, us)."""
+    """Returns intercept and slope of the least-squares line through (parameters per group, us)."""
     count = len(points)
     mean_x, mean_y = sum(points) / count, sum(points.values()) / count
     spread = sum((x - mean_x) ** 2 for x in points)
@@ -159,20 +162,22 @@ def fit(points: dict[int, float]) -> tuple[float, float]:
 
 
 def ratio(row: dict[str, float]) -> float | None:
-    """How many times the cost of ours stock's is."""
+    """Returns torch's cost divided by fsdp_c's, None if fsdp_c was not measured."""
     return row["stock"] / row["ours"] if "ours" in row else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host cost per group and parameter.")
-    parser.add_argument("--rounds", type=int, default=30, help="turns of each model")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="rounds in which each model takes a turn"
+    )
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--params", type=int, nargs="+", default=[1, 2, 5, 9, 14, 20])
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), metavar="JOB")
     parser.add_argument(
         "--device",
         default="cpu",
-        help="device type; with another than cpu the CPU time of all threads",
+        help="device type; except with cpu, the CPU time of all threads counts",
     )
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
@@ -198,7 +203,7 @@ def main() -> None:
 def report(
     title: str, rows: dict[int, dict[str, float]], implementations: list[str]
 ) -> dict[str, Any]:
-    """Print one job's table and lines; the same as JSON."""
+    """Prints one job's table and fitted lines. Returns them for the JSON file."""
     print(f"{title}: us of CPU time per group and step above the bare model")
     shown = [params for params in rows if params in SHOWN] or list(rows)
     lines = [

@@ -1,10 +1,10 @@
-"""``fsdp_c.load_full_state_dict`` beside torch's own full-state-dict load, over gloo.
+"""``fsdp_c.load_full_state_dict`` compared with torch's ``set_model_state_dict``, over gloo.
 
-Method. ``--ranks`` processes, a model of ``--params`` parameters sharded layer by layer. Rank 0 has
-the full state dict; it goes into the model by torch's ``set_model_state_dict`` (with the options
-``full_state_dict`` and ``broadcast_from_rank0``) and by ours, in turns; the weights have to become
-the source's. The figures are minima over the rounds on rank 0, in milliseconds: wall time, and
-CPU time of the calling thread.
+Method. ``--ranks`` processes shard a model of ``--params`` parameters layer by layer. Rank 0 has
+the full state dict. The two functions load it in turns, torch's with the options
+``full_state_dict`` and ``broadcast_from_rank0``. Before the rounds, the script checks that both set
+the weights to those of the state dict. It reports minima over the rounds on rank 0 in milliseconds:
+wall time, and CPU time of the calling thread.
 
     python benchmarks/load.py [--params 500] [--width 16 64 256] [--ranks 2] [--rounds 5]
 """
@@ -24,7 +24,7 @@ from fsdp_c import fully_shard, load_full_state_dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Loading full weights beside torch's.")
+    parser = argparse.ArgumentParser(description="Loading a full state dict, torch and fsdp_c.")
     parser.add_argument("--params", type=int, default=500)
     parser.add_argument("--width", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--ranks", type=int, default=2)
@@ -42,15 +42,15 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
-    """Milliseconds of one load, for layers of (width, width)."""
+    """Returns milliseconds of one load by implementation, for layers of (width, width)."""
     torch.manual_seed(1)
     source = model_of(options.params, width).state_dict()
     model = model_of(options.params, width)
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    mine: dict[str, Any] = source if dist.get_rank() == 0 else {}
-    torchs = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    full_state: dict[str, Any] = source if dist.get_rank() == 0 else {}
+    state_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
     def clear() -> None:
         for param in model.parameters():
@@ -62,10 +62,10 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
             assert torch.equal(param._local_tensor, chunks[dist.get_rank()])
 
     def stock() -> None:
-        set_model_state_dict(model, dict(mine), options=torchs)
+        set_model_state_dict(model, dict(full_state), options=state_options)
 
     def ours() -> None:
-        load_full_state_dict(model, mine, progress=False)
+        load_full_state_dict(model, full_state, progress=False)
 
     calls = {"stock": stock, "ours": ours}
     for call in calls.values():

@@ -1,16 +1,19 @@
-"""Transient memory of a training step in units of one group's parameters, beside stock FSDP2.
+"""Transient memory of a training step in units of one group's parameters, torch's FSDP2 and fsdp_c.
 
-Method. A fake process group of 8 ranks (collectives complete at once, so nothing stays in flight
-longer than the code keeps it), ``--groups`` equal groups of a few square weights below a root
-without parameters, resharded after forward, one row of activations. After two steps of warm-up one
-step runs under torch's profiler, which sees every allocation and free of the CPU allocator with its
-address. An allocation still alive after the backward was produced to stay (the sharded gradients);
-all others are transient. The figures are the highest sums of transient bytes alive at one time
-during the forward and during the backward, divided by a unit: the bytes of one group's full
-parameters in the dtype of the computation (fp32, or bf16 when mixed). Sharded parameters existed
-before the step and are never counted; activations are, but amount to about 0.01 units. "kept" in
-the JSON is what the step leaves behind. (Counting the gradient shards of the group in reduction as
-produced already lowers the backward figures by 1/8 unit, or 2/8 when mixed: 3.9 and 4.8 of stock.)
+Method. One process with a fake process group of 8 ranks. Collectives complete at once, so buffers
+live no longer than the implementation keeps them. The model has ``--groups`` equal groups of a few
+square weights below a root without parameters, resharded after forward. The input has one row.
+After two warm-up steps, one step runs under torch's profiler, which records the address of every
+allocation and free of the CPU allocator.
+
+An allocation that is still alive after backward is persistent (the sharded gradients); all others
+are transient. The result is the highest sum of transient bytes during forward and during backward,
+divided by a unit. A unit is the bytes of one group's full parameters in the compute dtype (fp32, or
+bf16 when mixed). Sharded parameters exist before the step and are not counted. Activations are
+counted and amount to about 0.01 units. "kept" in the JSON is the persistent memory.
+
+If the gradient shards of the group in reduction counted as persistent, the backward results would
+be lower by 1/8 unit, or 2/8 when mixed.
 
     python benchmarks/memory.py [--groups N] [--params 1 4] [--json FILE]
 """
@@ -30,21 +33,22 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 WORLD_SIZE = 8
 ELEMENTS = 1_000_000
-"""Parameters of a group, about: each weight is a square of ELEMENTS / params."""
+"""Approximate elements of a group: each weight is a square matrix of ELEMENTS / params elements."""
 
 FORWARD, BACKWARD = "memory.py forward", "memory.py backward"
 
 Peaks = dict[str, float]
-"""Highest transient units in "forward" and "backward", and units left behind ("kept")."""
+"""Peak transient units in "forward" and "backward", and persistent units ("kept")."""
 
 
 def side_of(params: int) -> int:
-    """Rows and columns of a weight, a multiple of the world size: no padding in the figures."""
+    """Rows and columns of a weight: a multiple of the world size, so that shards have no
+    padding."""
     return round((ELEMENTS / params) ** 0.5 / WORLD_SIZE) * WORLD_SIZE
 
 
 def measure(shard: FullyShard, mesh: DeviceMesh, precision: str, groups: int, params: int) -> Peaks:
-    """The peaks of one implementation."""
+    """Returns the peaks of one implementation in units."""
     side, policy = side_of(params), POLICIES[precision]
     model = nn.Sequential(
         *(
@@ -71,14 +75,15 @@ def measure(shard: FullyShard, mesh: DeviceMesh, precision: str, groups: int, pa
 
 
 def peaks_of(step: Callable[[], object]) -> dict[str, int]:
-    """Bytes of a call that records the ranges FORWARD and BACKWARD: transient peaks, and kept."""
+    """Calls ``step``, which must record the ranges FORWARD and BACKWARD. Returns its transient
+    peaks and persistent memory in bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     return _peaks(sorted(_events(profiler), key=lambda event: event.start_time_ns))
 
 
 def _events(profiler: profile) -> Iterator[Any]:
-    """All events of the profile, nested ones included."""
+    """Yields all events of the profile, including nested ones."""
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     while pending:
         event = pending.pop()
@@ -87,7 +92,8 @@ def _events(profiler: profile) -> Iterator[Any]:
 
 
 def _peaks(events: list[Any]) -> dict[str, int]:
-    """Peak transient bytes by phase and bytes kept, from a profile's events in order of time."""
+    """Returns peak transient bytes by phase, and persistent bytes. ``events`` are sorted by
+    time."""
     [backward] = [event.start_time_ns for event in events if event.name == BACKWARD]
     events = [event for event in events if event.tag == _EventType.Allocation]
     peaks = {"forward": 0, "backward": 0, "kept": 0}
@@ -96,7 +102,7 @@ def _peaks(events: list[Any]) -> dict[str, int]:
     for event, transient in zip(events, _freed_later(events), strict=True):
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size < 0:
-            # Memory from before the profile is not in the table: its free changes nothing here.
+            # Memory allocated before the profile is not in ``alive``; its free is ignored.
             total -= alive.pop(address, 0)
         elif transient:
             alive[address] = size
@@ -109,17 +115,17 @@ def _peaks(events: list[Any]) -> dict[str, int]:
 
 
 def _freed_later(events: list[Any]) -> list[bool]:
-    """For each allocation event, whether its address is freed before it is allocated again."""
-    found = []
+    """Returns for each event whether its address is freed before it is allocated again."""
+    results = []
     freed: set[int] = set()
     for event in reversed(events):
         address = event.extra_fields.ptr
-        found.append(address in freed)
+        results.append(address in freed)
         if event.extra_fields.alloc_size < 0:
             freed.add(address)
         else:
             freed.discard(address)
-    return found[::-1]
+    return results[::-1]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What a stretch of a process costs: time, page faults, memory."""
+"""Measures time, page faults and memory of a section of the process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MIB = 2**20
 
 
 class Cost(NamedTuple):
-    """Milliseconds of wall and of CPU (all threads), page faults, MiB at the peak above the start.
+    """Wall and CPU milliseconds (of all threads), page faults, and the peak in MiB above the start.
 
-    The peak is of resident memory; ``None`` where the kernel does not let it be reset.
+    The peak is that of resident memory. It is ``None`` if the kernel does not allow a reset.
     """
 
     wall: float
@@ -33,33 +33,34 @@ class Cost(NamedTuple):
 
 
 class Meter:
-    """Starts when it is made."""
+    """Starts measuring when it is constructed."""
 
     def __init__(self) -> None:
-        self._resets = reset_peak()
+        self._has_peak = reset_peak()
         self._resident = resident()
         self._faults = _faults()
         self._cpu = time.process_time()
         self._wall = time.perf_counter()
 
     def read(self) -> Cost:
-        """What it has cost since the start."""
+        """Returns the cost since the start."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         faults = _faults() - self._faults
-        most = (peak() - self._resident) / MIB if self._resets else None
-        return Cost(wall * 1000, cpu * 1000, faults, most)
+        peak_mib = (peak() - self._resident) / MIB if self._has_peak else None
+        return Cost(wall * 1000, cpu * 1000, faults, peak_mib)
 
 
 def give_back() -> None:
-    """Has fsdp_c and the C library give the kernel what they keep free: it would hide a peak."""
+    """Makes fsdp_c and the C library return free memory to the kernel, since it would hide a
+    peak."""
     fsdp_c.release_memory()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
@@ -68,12 +69,13 @@ def _faults() -> int:
 
 
 def peak() -> int:
-    """Most bytes that were in memory since the last reset."""
+    """Peak resident memory in bytes since the last ``reset_peak()``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def reset_peak() -> bool:
+    """Resets the peak. Returns False if the kernel does not allow it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return True
@@ -82,7 +84,7 @@ def reset_peak() -> bool:
 
 # ---- over time -----------------------------------------------------------------------------------
 
-_WATCH = """
+_SAMPLER = """
 import sys, time
 with open(f"/proc/{sys.argv[1]}/statm") as source, open(sys.argv[2], "w", buffering=1) as target:
     while True:
@@ -93,24 +95,29 @@ with open(f"/proc/{sys.argv[1]}/statm") as source, open(sys.argv[2], "w", buffer
 
 
 def memory_over(call: Callable[[], object]) -> list[tuple[float, float]]:
-    """Milliseconds since the call began, and MiB of resident memory above those at its begin.
+    """Calls ``call`` and samples resident memory meanwhile.
 
-    Another process looks: a thread here would wait for the GIL, and take it from the call.
+    Returns pairs of milliseconds and MiB, both relative to the beginning of the call. Another
+    process samples, because a thread of this one would compete with the call for the GIL.
     """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "samples")
         target.touch()
-        command = [sys.executable, "-S", "-c", _WATCH, str(os.getpid()), str(target)]
-        watcher = subprocess.Popen(command)
+        command = [sys.executable, "-S", "-c", _SAMPLER, str(os.getpid()), str(target)]
+        sampler = subprocess.Popen(command)
         try:
             while not target.read_text():
                 time.sleep(0.01)
-            start, begin = resident(), time.perf_counter()
+            resident_before, begin = resident(), time.perf_counter()
             call()
             end = time.perf_counter()
         finally:
-            watcher.terminate()
-            watcher.wait()
+            sampler.terminate()
+            sampler.wait()
         rows = [line.split() for line in target.read_text().splitlines()[:-1]]
-    samples = [(float(moment), int(pages) * PAGE) for moment, pages in rows]
-    return [((t - begin) * 1000, (b - start) / MIB) for t, b in samples if begin <= t <= end]
+    samples = [(float(seconds), int(pages) * PAGE) for seconds, pages in rows]
+    return [
+        ((seconds - begin) * 1000, (size - resident_before) / MIB)
+        for seconds, size in samples
+        if begin <= seconds <= end
+    ]

@@ -1,9 +1,9 @@
-"""CPU time of an optimizer step over sharded parameters, beside plain tensors of the same sizes.
+"""CPU time of an optimizer step over sharded parameters and over plain tensors of the same sizes.
 
-One process, a fake process group of 8 ranks, ``--params`` parameters of 16 x 16 elements, on one
-thread. Three optimizers take turns: over plain tensors, over sharded parameters as torch steps
-them, and over sharded parameters after ``fsdp_c.optim.accelerate``. The figure of each is its
-minimum over the rounds.
+Method. One process with one thread and a fake process group of 8 ranks, ``--params`` parameters of
+16 x 16 elements. Three optimizers take turns: over plain tensors, over sharded parameters, and over
+sharded parameters after ``fsdp_c.optim.accelerate``. The script reports the minimum of each over
+the rounds.
 
     python benchmarks/optim.py [--params 500] [--rounds 20] [--json FILE]
 """
@@ -35,9 +35,9 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def parameters(count: int) -> list[nn.Parameter]:
-    """``count`` sharded parameters with gradients."""
-    whole = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
-    params = list(fsdp_c.fully_shard(nn.Sequential(*whole)).parameters())
+    """Returns ``count`` sharded parameters with gradients."""
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+    params = list(fsdp_c.fully_shard(nn.Sequential(*layers)).parameters())
     for param in params:
         assert isinstance(param, DTensor)
         local = torch.randn_like(param._local_tensor)
@@ -46,7 +46,7 @@ def parameters(count: int) -> list[nn.Parameter]:
 
 
 def shards_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Plain parameters of the shards' sizes, with gradients."""
+    """Returns plain parameters with the shards' values and random gradients."""
     shards = [nn.Parameter(param._local_tensor.clone()) for param in params]  # type: ignore[attr-defined]
     for shard in shards:
         shard.grad = torch.randn_like(shard)
@@ -54,9 +54,9 @@ def shards_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def measure(make: Callable[[Any], torch.optim.Optimizer], count: int, rounds: int) -> list[float]:
-    """Milliseconds per step: plain, as torch steps DTensors, accelerated."""
-    held = [parameters(count), parameters(count)]
-    optimizers = [make(shards_of(held[0])), *map(make, held)]
+    """Returns milliseconds per step over plain tensors, over DTensors, and accelerated."""
+    sharded = [parameters(count), parameters(count)]
+    optimizers = [make(shards_of(sharded[0])), *map(make, sharded)]
     optim.accelerate(optimizers[2])
     best = [float("inf")] * len(optimizers)
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""The plots of the report, each from what a benchmark wrote as JSON."""
+"""The plots of the report, each drawn from the JSON data of one benchmark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-COLOURS = {
+COLORS = {
     "bare": "#b5b5b5", "ddp": "#8a6bb1", "stock": "#d98e32", "ours": "#2f5f94",
     "shared": "#7fa8d1", "torch.distributed": "#3f9c8f", "memcpy": "#b5b5b5",
     "pack": "#2f5f94", "unpack": "#3f9c8f", "pack gradients": "#d98e32",
@@ -17,9 +17,10 @@ METRICS = {
 }  # fmt: skip
 
 
-def steps(found: dict[str, Any], path: Path) -> None:
-    """A column for each model, a row for each metric; the optimizer's part in a lighter colour."""
-    models = found["models"]
+def steps(data: dict[str, Any], path: Path) -> None:
+    """Draws a column per model and a row per metric, with the optimizer's part in a lighter
+    color."""
+    models = data["models"]
     figure = Figure(figsize=(1.2 + 3.4 * len(models), 9.5), layout="constrained")
     grid = figure.subplots(len(METRICS), len(models), squeeze=False)
     for column, (kind, model) in enumerate(models.items()):
@@ -31,7 +32,7 @@ def steps(found: dict[str, Any], path: Path) -> None:
             if column == 0:
                 axes.set_ylabel(label)
     figure.suptitle(
-        "One step on two gloo ranks: forward and backward, and lighter with the optimizer",
+        "One step on two gloo ranks: forward and backward; lighter: with the optimizer",
         fontsize=12,
     )
     figure.savefig(path, dpi=100)
@@ -39,34 +40,34 @@ def steps(found: dict[str, Any], path: Path) -> None:
 
 def _bars(axes: Any, costs: dict[str, Any], metric: str) -> None:
     names = list(costs)
-    whole = [costs[name]["with"][metric] or 0 for name in names]
-    part = [costs[name]["without"][metric] or 0 for name in names]
-    colours = [COLOURS[name] for name in names]
-    axes.bar(names, whole, color=colours, alpha=0.4)
-    axes.bar(names, part, color=colours)
-    for place, value in enumerate(whole):
-        axes.text(place, max(value, part[place]), _short(value), ha="center", va="bottom",
-                  fontsize=8)  # fmt: skip
+    with_optimizer = [costs[name]["with"][metric] or 0 for name in names]
+    without_optimizer = [costs[name]["without"][metric] or 0 for name in names]
+    colors = [COLORS[name] for name in names]
+    axes.bar(names, with_optimizer, color=colors, alpha=0.4)
+    axes.bar(names, without_optimizer, color=colors)
+    for index, value in enumerate(with_optimizer):
+        axes.text(index, max(value, without_optimizer[index]), _format_short(value), ha="center",
+                  va="bottom", fontsize=8)  # fmt: skip
     axes.margins(y=0.15)
-    _plain(axes)
+    _style_axes(axes)
 
 
-def _short(value: float) -> str:
+def _format_short(value: float) -> str:
     if value >= 100_000:
         return f"{value / 1000:,.0f}k"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _plain(axes: Any) -> None:
+def _style_axes(axes: Any) -> None:
     axes.grid(axis="y", color="#e8e8e8", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def memory(found: dict[str, Any], path: Path) -> None:
-    """Resident memory over one step of stock and ours, a panel for each model."""
-    models = {kind: m for kind, m in found["models"].items() if any(m["memory"].values())}
+def memory(data: dict[str, Any], path: Path) -> None:
+    """Draws resident memory over one step of torch and fsdp_c, a panel per model."""
+    models = {kind: m for kind, m in data["models"].items() if any(m["memory"].values())}
     figure = Figure(figsize=(13, 3.4 * -(-len(models) // 2)), layout="constrained")
     grid = list(figure.subplots(-(-len(models) // 2), 2, squeeze=False).flat)
     for axes in grid[len(models) :]:
@@ -74,44 +75,44 @@ def memory(found: dict[str, Any], path: Path) -> None:
     for axes, (kind, model) in zip(grid, models.items(), strict=False):
         for name, samples in model["memory"].items():
             x, y = [t for t, _ in samples], [mib for _, mib in samples]
-            axes.plot(x, y, label=name, color=COLOURS[name], linewidth=1.5)
+            axes.plot(x, y, label=name, color=COLORS[name], linewidth=1.5)
         axes.set_title(f"{kind}, forward to {model['optimizer']}'s step", fontsize=11)
         axes.set_xlabel("ms")
         axes.set_ylabel("MiB above the start")
         axes.legend(frameon=False)
-        _plain(axes)
+        _style_axes(axes)
     figure.savefig(path, dpi=100)
 
 
-def host(found: dict[str, Any], path: Path) -> None:
-    """Host time against parameters per group, a panel for each job."""
-    jobs = {name: job for name, job in found.items() if isinstance(job, dict)}
+def host(data: dict[str, Any], path: Path) -> None:
+    """Draws host time against parameters per group, a panel per job."""
+    jobs = {name: job for name, job in data.items() if isinstance(job, dict)}
     figure = Figure(figsize=(4.5 * len(jobs), 4), layout="constrained")
     for axes, (title, job) in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs.items()):
         rows = {int(count): row for count, row in job["us_per_group_step"].items()}
         for name in ("stock", "ours"):
             if all(name in row for row in rows.values()):
                 axes.plot(list(rows), [row[name] for row in rows.values()], "o-", label=name,
-                          color=COLOURS[name])  # fmt: skip
+                          color=COLORS[name])  # fmt: skip
         axes.set_title(title, fontsize=11)
         axes.set_xticks(list(rows))
         axes.set_xlabel("parameters per group")
         axes.set_ylabel("us of CPU per group and step")
         axes.set_yscale("log")
         axes.legend(frameon=False)
-        _plain(axes)
+        _style_axes(axes)
     figure.savefig(path, dpi=100)
 
 
-def bandwidth(found: dict[str, Any], path: Path) -> None:
-    """GB/s against size: gathers, reductions, kernels."""
-    titles = {"gather": "gather", "reduction": "reduction", "kernel": "kernels of the CPU"}
+def bandwidth(data: dict[str, Any], path: Path) -> None:
+    """Draws GB/s against size: gathers, reductions, kernels."""
+    titles = {"gather": "gather", "reduction": "reduction", "kernel": "CPU kernels"}
     figure = Figure(figsize=(14, 4), layout="constrained")
-    for axes, (what, title) in zip(figure.subplots(1, 3), titles.items()):
-        sizes = {int(size) / 2**20: row for size, row in found[what].items()}
+    for axes, (operation, title) in zip(figure.subplots(1, 3), titles.items()):
+        sizes = {int(size) / 2**20: row for size, row in data[operation].items()}
         for name in next(iter(sizes.values())):
             axes.plot(list(sizes), [row[name] for row in sizes.values()], "o-", label=name,
-                      color=COLOURS[name])  # fmt: skip
+                      color=COLORS[name])  # fmt: skip
         axes.set_title(title, fontsize=11)
         axes.set_xscale("log", base=4)
         axes.set_xticks(list(sizes), [f"{size:.2g}" for size in sizes])
@@ -120,5 +121,5 @@ def bandwidth(found: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("MiB of unsharded data")
         axes.set_ylabel("GB/s")
         axes.legend(frameon=False)
-        _plain(axes)
+        _style_axes(axes)
     figure.savefig(path, dpi=100)

@@ -1,14 +1,16 @@
-"""The peak memory that ``fsdp_c.explain`` forecasts, beside what is measured.
+"""The peak memory that ``fsdp_c.explain`` forecasts, compared with the measured peak.
 
-Method. A fake process group of 8 ranks on the CPU, models of some MiB in many settings. The
-forecast is made before the first step, from a forward and backward on fake tensors. Then, after a
-step of warm-up, one whole step (forward, backward, ``optimizer.step()``) runs under torch's
-profiler, which sees every allocation and free of the CPU allocator. Measured is what was there
-before (shards, buffers, optimizer states) and the highest sum of what came on top, without the
-scratch memory of kernels: what one operator takes by itself and gives back before it is done. That
-depends on the processor (oneDNN's bf16 kernels took 1.3 MiB beside 25.5 on one of them) and is no
-tensor of the model's or of ours, so that no forecast can know it. A column has the peak with it.
-Steps do not differ: nothing of a fake group depends on time.
+Method. One process with a fake process group of 8 ranks on the CPU trains models of a few MiB in
+many settings. ``explain`` forecasts the peak before the first step, from a forward and backward on
+fake tensors. After a warm-up step, one whole step (forward, backward, ``optimizer.step()``) runs
+under torch's profiler, which records every allocation and free of the CPU allocator. The measured
+peak is the memory before the step (shards, buffers, optimizer states) plus the highest sum of
+allocations in the step.
+
+Scratch memory of kernels is subtracted: memory that one operator allocates itself and frees before
+it returns. It depends on the processor and is not part of any tensor, so a forecast cannot include
+it. oneDNN's bf16 kernels took 1.3 MiB beside 25.5 MiB on one machine. One column has the peak with
+scratch memory. The fake group makes all steps equal, so one measured step is enough.
 
     python benchmarks/plan.py [--only WORD] [--json FILE]
 """
@@ -41,7 +43,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 class Layer(nn.Module):
-    """A transformer's layer: (batch, length, width) -> the same."""
+    """A transformer layer: (batch, length, width) -> (batch, length, width)."""
 
     def __init__(self, width: int, checkpointed: bool) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class Mlp(nn.Sequential):
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """As of a language model, of all but the last dimension."""
+    """Cross-entropy over the last dimension, as for a language model."""
     rows = output.flatten(0, -2).float()
     return nn.functional.cross_entropy(rows, torch.zeros(rows.size(0), dtype=torch.long))
 
@@ -95,7 +97,7 @@ def gpt_batch(size: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Job:
-    """A model, how it is sharded, what it is given and what trains it."""
+    """A model, its input, how it is sharded, and its optimizer."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -123,7 +125,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
 
 
 def jobs() -> Iterator[Job]:
-    """The settings; every line is one."""
+    """Yields the settings. Each is one row of the printed table."""
     gpts = {
         "gpt": lambda: Gpt(256, 6, 1000),
         "gpt, words": lambda: Gpt(128, 4, 20000),
@@ -155,35 +157,37 @@ def jobs() -> Iterator[Job]:
             )
 
 
-def measured(step: Callable[[], object]) -> tuple[int, int]:
-    """Bytes at the peak of a call above what was there: without kernels' scratch, and with it."""
+def measure_step(step: Callable[[], object]) -> tuple[int, int]:
+    """Calls ``step`` and returns its peak bytes above the memory before the call: without and with
+    the kernels' scratch memory."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = [event for event in _events(profiler) if event.tag == _EventType.Allocation]
     events.sort(key=lambda event: event.start_time_ns)
     freed: dict[int, int] = {}
-    scratch: set[int] = set()  # places in the list
-    for place, event in reversed([*enumerate(events)]):
+    scratch: set[int] = set()  # indices of events
+    for index, event in reversed([*enumerate(events)]):
         address = event.extra_fields.ptr
         if event.extra_fields.alloc_size < 0:
-            freed[address] = place
+            freed[address] = index
         elif address in freed and _is_scratch(event, events[freed[address]]):
-            scratch |= {place, freed.pop(address)}
-    without = [event for place, event in enumerate(events) if place not in scratch]
+            scratch |= {index, freed.pop(address)}
+    without = [event for index, event in enumerate(events) if index not in scratch]
     return _peak(without), _peak(events)
 
 
 def _is_scratch(alloc: Any, free: Any) -> bool:
-    """Whether one operator has taken memory by itself and given it back.
+    """Whether the same operator allocated and freed the memory.
 
-    What operators call to make tensors is an operator of its own (``aten::empty``).
+    Tensors are allocated by an operator that does nothing else (``aten::empty``), so they do not
+    count.
     """
-    by, back_by = alloc.parent, free.parent
+    allocator, freer = alloc.parent, free.parent
     return (
-        by is not None
-        and back_by is not None
-        and by.name.startswith("aten::")
-        and (by.name, by.start_time_ns) == (back_by.name, back_by.start_time_ns)
+        allocator is not None
+        and freer is not None
+        and allocator.name.startswith("aten::")
+        and (allocator.name, allocator.start_time_ns) == (freer.name, freer.start_time_ns)
     )
 
 
@@ -195,7 +199,7 @@ def _peak(events: list[Any]) -> int:
         if size > 0:
             alive.add(address)
         elif address not in alive:
-            continue  # from before
+            continue  # allocated before the profile began
         else:
             alive.discard(address)
         total += size
@@ -203,8 +207,8 @@ def _peak(events: list[Any]) -> int:
     return peak
 
 
-class Found(NamedTuple):
-    """Bytes at the peak, the moment that is forecast for it, and seconds that the forecast took."""
+class Measurement(NamedTuple):
+    """Peaks in bytes, the phase in which the forecast peak lies, and the forecast's duration."""
 
     forecast: int
     measured: int
@@ -213,15 +217,15 @@ class Found(NamedTuple):
     seconds: float
 
 
-def run(job: Job, flat: Any, hybrid: Any) -> Found:
-    """One setting: the forecast, and then a step."""
+def run(job: Job, flat: Any, hybrid: Any) -> Measurement:
+    """Forecasts and measures the peak of one setting."""
     torch.manual_seed(0)
     model = job.model()
     mesh = hybrid if job.hsdp else flat
     fsdp_c.auto_shard(model, job.policy, mesh=mesh, **job.shard)
     optimizer, batch = job.optimizer(model.parameters()), job.batch()
     begin = time.perf_counter()
-    found = fsdp_c.explain(model, optimizer, batch=batch, loss=loss_of, file=io.StringIO())
+    forecast = fsdp_c.explain(model, optimizer, batch=batch, loss=loss_of, file=io.StringIO())
     seconds = time.perf_counter() - begin
 
     def step() -> None:
@@ -230,17 +234,24 @@ def run(job: Job, flat: Any, hybrid: Any) -> Found:
         optimizer.zero_grad()
 
     step()
-    own = [*model.buffers(), *(param.to_local() for param in model.parameters())]
+    tensors = [*model.buffers(), *(param.to_local() for param in model.parameters())]
     states = [value for state in optimizer.state.values() for value in state.values()]
-    own += [v.to_local() if hasattr(v, "to_local") else v for v in states if torch.is_tensor(v)]
-    kept = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}.values())
-    without, peak = measured(step)
-    return Found(found.peak.total, kept + without, kept + peak, str(found.peak), seconds)
+    tensors += [v.to_local() if hasattr(v, "to_local") else v for v in states if torch.is_tensor(v)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    persistent = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    without_scratch, with_scratch = measure_step(step)
+    return Measurement(
+        forecast.peak.total,
+        persistent + without_scratch,
+        persistent + with_scratch,
+        str(forecast.peak),
+        seconds,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Forecast peak memory beside what is measured.")
-    parser.add_argument("--only", default="", help="jobs whose names have this in them")
+    parser = argparse.ArgumentParser(description="Compares forecast and measured peak memory.")
+    parser.add_argument("--only", default="", help="run only jobs whose name contains this")
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     flat = fake_mesh(8)
@@ -249,11 +260,12 @@ def main() -> None:
     for job in jobs():
         if options.only not in job.name:
             continue
-        found = run(job, flat, hybrid)
-        error = found.forecast / found.measured - 1
+        measurement = run(job, flat, hybrid)
+        error = measurement.forecast / measurement.measured - 1
         errors.append(error)
-        mib = [size / 2**20 for size in found[:3]]
-        rows.append([job.name, *mib[:2], f"{error:+.1%}", mib[2], found.moment, found.seconds])
+        mib = [size / 2**20 for size in measurement[:3]]
+        row = [job.name, *mib[:2], f"{error:+.1%}", mib[2]]
+        rows.append([*row, measurement.moment, measurement.seconds])
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     titles = ["job", "forecast, MiB", "measured", "error", "with scratch", "peak in", "seconds"]

@@ -1,4 +1,4 @@
-"""Benchmarks that need real ranks: this script again, once for each, over gloo."""
+"""Runs a benchmark script on gloo ranks: one process per rank, each running the same script."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ STORE = "FSDP_C_BENCH_STORE"
 
 
 def start_ranks(world_size: int) -> bool:
-    """In the launching process: runs the script on ``world_size`` ranks and returns False.
+    """In the launching process, runs the script on ``world_size`` ranks and returns False.
 
-    In a rank: joins the default process group and returns True. Rank 0 prints.
+    In a rank, joins the default process group and returns True. Raises SystemExit if a rank fails.
     """
     if STORE in os.environ:
         torch.set_num_threads(1)
@@ -58,10 +58,10 @@ class Times(NamedTuple):
 def side_by_side(
     calls: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object] = lambda: None
 ) -> dict[str, Times]:
-    """Wall and CPU milliseconds of each call, the minima over the rounds.
+    """Returns wall and CPU milliseconds of each call, the minima over the rounds.
 
-    The calls take turns, each after ``before`` and a barrier. Minima: other processes on the
-    machine only ever add to a time.
+    The calls take turns, each after ``before()`` and a barrier. The minimum is the best estimate,
+    because other processes on the machine can only lengthen a call.
     """
     wall: dict[str, list[float]] = {name: [] for name in calls}
     cpu: dict[str, list[float]] = {name: [] for name in calls}
@@ -78,18 +78,20 @@ def side_by_side(
 
 
 def two_clocks(title: str, results: dict[Any, dict[str, Times]]) -> str:
-    """A table of "stock" and "ours" by both clocks, one row for each result."""
+    """Formats a table of "stock" and "ours" by wall and CPU time, one row per result."""
     rows: list[list[object]] = []
     for label, times in results.items():
         stock, ours = times["stock"], times["ours"]
         wall = [stock.wall, ours.wall, stock.wall / ours.wall]
         rows.append([label, *wall, stock.cpu, ours.cpu, stock.cpu / ours.cpu])
-    clocks = [f"{clock} {what}" for clock in ("wall", "cpu") for what in ("stock", "ours", "ratio")]
+    clocks = [
+        f"{clock} {column}" for clock in ("wall", "cpu") for column in ("stock", "ours", "ratio")
+    ]
     return table([title, *clocks], rows)
 
 
 class Layer(nn.Module):
-    """Ten parameters."""
+    """Five linear layers with residual connections: ten parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -97,10 +99,10 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in self.parts:
-            x = x + torch.tanh(part(x))  # plain stacks have gradients that vanish into denormals
+            x = x + torch.tanh(part(x))  # the residual keeps gradients from becoming denormal
         return x
 
 
 def model_of(parameters: int, width: int) -> nn.Sequential:
-    """Layers with ten parameters each: five of (width, width) and five of (width,)."""
+    """A model of layers with ten parameters each: five (width, width) and five (width,)."""
     return nn.Sequential(*(Layer(width) for _ in range(parameters // 10)))

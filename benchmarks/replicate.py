@@ -1,18 +1,19 @@
-"""``replicate`` beside DDP and stock replicate: step time, host time and transient memory.
+"""fsdp_c's ``replicate``, torch's ``replicate`` and DDP: step time, host time, transient memory.
 
-Method. The whole model is one unit for all three, as for DDP. Two models: a GPT with few large
-parameters, where gradients are megabytes and their reduction matters, and layers with many small
-parameters, where the host's work does.
+Method. Each implementation treats the whole model as one unit. There are two models: a GPT with few
+large parameters, whose time depends on the reduction, and layers with many small parameters, whose
+time depends on the host.
 
-- Step: ``--ranks`` gloo processes with one thread each; forward and backward, gradients set to None
-  before. The implementations (and the bare model, which does not communicate) take turns within
-  every round; medians and minima over the rounds on rank 0. ``--optimizer`` adds AdamW's step.
-- Memory: on the same ranks, the GPT; the highest sum of bytes alive at one time in a step that are
-  neither parameters nor the gradients that the step leaves, as ``memory.py`` counts them, in units
-  of the parameters' bytes, above the bare model's (activations, and the output layer's). DDP's
-  buckets exist before the step and are as large as the gradients; they are added, being neither.
-- Host: one process on a fake group of 8 ranks (where DDP does not run), the model with small
-  parameters; CPU time of the calling thread above the bare model's, minimum over the rounds.
+- Step: ``--ranks`` gloo processes with one thread each run forward and backward, with gradients set
+  to None before. The three implementations and the bare model, which does not communicate, take
+  turns within every round. Results are medians and minima over the rounds on rank 0.
+  ``--optimizer`` adds AdamW's step.
+- Memory: the same ranks train the GPT. The result is the peak of transient bytes in a step, counted
+  as in ``memory.py``, above the bare model's, in units of the parameters' bytes. DDP's buckets are
+  as large as the gradients and exist before the step; they are added to DDP's result.
+- Host: one process on a fake group of 8 ranks, which DDP does not support, trains the model with
+  small parameters. The result is the CPU time of the calling thread above the bare model's, minimum
+  over the rounds.
 
     python benchmarks/replicate.py [--rounds N] [--ranks N] [--layers N] [--width N] [--json FILE]
 """
@@ -36,7 +37,7 @@ import torch.nn as nn
 from memory import BACKWARD, FORWARD, peaks_of
 from ranks import STORE, model_of, start_ranks
 from report import fake_mesh, table, write_json
-from torch.distributed._composable.replicate_with_fsdp import replicate as stock_replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
@@ -50,13 +51,13 @@ ONE_PROCESS = "FSDP_C_BENCH_ONE_PROCESS"
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "bare": lambda model: model,
     "ddp": lambda model: DistributedDataParallel(model),
-    "stock": lambda model: stock_replicate(model),
+    "stock": lambda model: torch_replicate(model),
     "ours": lambda model: replicate(model),
 }
 
 
 class Timed:
-    """One model under one implementation, with a step and the times of its steps."""
+    """One model under one implementation, with the times of its steps in milliseconds."""
 
     def __init__(
         self, make: Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]], name: str
@@ -76,13 +77,13 @@ class Timed:
         if self.optimizer is not None:
             self.optimizer.step()
 
-    def clear(self) -> None:
+    def clear_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def turn(self, clock: Callable[[], float]) -> None:
-        """One step, its time noted in milliseconds."""
-        self.clear()
+    def run_timed_step(self, clock: Callable[[], float]) -> None:
+        """Runs one step and appends its time."""
+        self.clear_gradients()
         if dist.get_backend() == "gloo":
             dist.barrier()
         begin = clock()
@@ -91,14 +92,14 @@ class Timed:
 
 
 def gpt(options: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """Few large parameters; input (batch, context) bytes."""
+    """A model with few large parameters, on an input of (batch, context) bytes."""
     config = GPTConfig(options.layers, options.width, heads=8, context=128)
     tokens = torch.randint(256, (options.batch, config.context))
     return GPT(config), lambda model: next_byte_loss(model(tokens), tokens)
 
 
 def small(_: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """500 small parameters; input (4, 64)."""
+    """A model with 500 small parameters, on an input of (4, 64)."""
     x = torch.randn(4, 64)
     return model_of(500, 64), lambda model: model(x).square().mean()
 
@@ -109,79 +110,80 @@ MODELS = {"gpt": gpt, "small": small}
 def measure_steps(
     options: argparse.Namespace, kind: str, names: Iterable[str] = IMPLEMENTATIONS
 ) -> dict[str, Timed]:
-    """Each implementation's step times in milliseconds, of turns in one run."""
-    timed = {name: Timed(lambda: MODELS[kind](options), name) for name in names}
+    """Runs the implementations in turns. Returns them with the times of their steps."""
+    runs = {name: Timed(lambda: MODELS[kind](options), name) for name in names}
     if options.optimizer:
-        for one in timed.values():
-            one.optimizer = torch.optim.AdamW(one.parameters, lr=1e-5)
+        for run in runs.values():
+            run.optimizer = torch.optim.AdamW(run.parameters, lr=1e-5)
     clock = time.perf_counter if dist.get_backend() == "gloo" else time.thread_time
-    for warm in (True, False):
+    for is_warm_up in (True, False):
         gc.collect()
         gc.disable()
-        for _ in range(3 if warm else options.rounds):
-            for one in timed.values():
-                one.turn(clock)
+        for _ in range(3 if is_warm_up else options.rounds):
+            for run in runs.values():
+                run.run_timed_step(clock)
         gc.enable()
-        if warm:
-            for one in timed.values():
-                one.times.clear()
-    return timed
+        if is_warm_up:
+            for run in runs.values():
+                run.times.clear()
+    return runs
 
 
 def measure_memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Peak transient bytes in units of the parameters' bytes, above the bare model's."""
-    found: dict[str, dict[str, float]] = {}
+    """Returns peak transient bytes above the bare model's, in units of the parameters' bytes."""
+    peaks_by_name: dict[str, dict[str, float]] = {}
     for name in IMPLEMENTATIONS:
-        one = Timed(lambda: gpt(options), name)
+        run = Timed(lambda: gpt(options), name)
         for _ in range(2):
-            one.step()
-            one.clear()
-        unit = sum(parameter.numel() * parameter.element_size() for parameter in one.parameters)
-        peaks = {key: value / unit for key, value in peaks_of(one.step).items()}
+            run.step()
+            run.clear_gradients()
+        unit = sum(parameter.numel() * parameter.element_size() for parameter in run.parameters)
+        peaks = {key: value / unit for key, value in peaks_of(run.step).items()}
         if name == "ddp":
             peaks = {key: value + 1.0 * (key != "kept") for key, value in peaks.items()}
-        found[name] = peaks
+        peaks_by_name[name] = peaks
+    bare = peaks_by_name["bare"]
     return {
-        name: {phase: one[phase] - found["bare"][phase] for phase in ("forward", "backward")}
-        for name, one in found.items()
+        name: {phase: peaks[phase] - bare[phase] for phase in ("forward", "backward")}
+        for name, peaks in peaks_by_name.items()
     }
 
 
 def show_steps(options: argparse.Namespace) -> None:
-    """In a rank: measures, and prints on rank 0."""
+    """Measures step times and memory. Every rank calls it, and rank 0 prints."""
     results: dict[str, Any] = {}
     rows: list[list[object]] = []
     for kind in MODELS:
-        timed = measure_steps(options, kind)
-        ours = statistics.median(timed["ours"].times)
-        for name, one in timed.items():
-            median = statistics.median(one.times)
-            rows.append([f"{kind} {name}", median, min(one.times), median / ours])
-            results[f"{kind} {name}"] = {"median": median, "min": min(one.times)}
+        runs = measure_steps(options, kind)
+        fsdp_c_median = statistics.median(runs["ours"].times)
+        for name, run in runs.items():
+            median = statistics.median(run.times)
+            rows.append([f"{kind} {name}", median, min(run.times), median / fsdp_c_median])
+            results[f"{kind} {name}"] = {"median": median, "min": min(run.times)}
         if dist.get_rank() == 0 and kind == "gpt":
-            millions = sum(parameter.numel() for parameter in timed["bare"].parameters) / 1e6
+            millions = sum(parameter.numel() for parameter in runs["bare"].parameters) / 1e6
             print(f"ms of a step on {options.ranks} gloo ranks; gpt: {millions:.1f} M parameters")
     if dist.get_rank() == 0:
         print(table(["model", "median", "min", "median/ours"], rows), flush=True)
     results["memory"] = peaks = measure_memory(options)
     if dist.get_rank() == 0:
         print("\npeak transient memory of the gpt above bare, in units of its parameters' bytes")
-        lines = [[name, one["forward"], one["backward"]] for name, one in peaks.items()]
+        lines = [[name, peak["forward"], peak["backward"]] for name, peak in peaks.items()]
         print(table(["", "forward", "backward"], lines), flush=True)
         write_json(options.json, "replicate", {**results, **vars(options)})
 
 
 def show_one_process(options: argparse.Namespace) -> None:
-    """Host time on a fake group, printed."""
+    """Measures host time on a fake group and prints it."""
     fake_mesh(8)
-    timed = measure_steps(options, "small", ("bare", "stock", "ours"))
-    bare = min(timed["bare"].times)
+    runs = measure_steps(options, "small", ("bare", "stock", "ours"))
+    bare = min(runs["bare"].times)
     print("\nhost time: ms of CPU of a step above the bare model's, 500 parameters")
-    print(table(["", "ms"], [[name, min(one.times) - bare] for name, one in timed.items()]))
+    print(table(["", "ms"], [[name, min(run.times) - bare] for name, run in runs.items()]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="replicate beside DDP and stock replicate.")
+    parser = argparse.ArgumentParser(description="fsdp_c's replicate, torch's replicate and DDP.")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)

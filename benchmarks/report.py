@@ -1,4 +1,4 @@
-"""What the benchmarks share: the fake process group, the two implementations, tables and JSON."""
+"""Helpers shared by the benchmarks: fake process group, implementations, tables and JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-# The package of this checkout, installed or not.
+# Import fsdp_c from this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 FullyShard = Callable[..., Any]
@@ -25,11 +25,12 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
     "fp32": MixedPrecisionPolicy(),
     "mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
-"""The two precisions measured: everything fp32; bf16 parameters with fp32 reduction."""
+"""The measured precisions: all in fp32; bf16 parameters with fp32 reductions."""
 
 
 def fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
-    """A 1-D mesh whose collectives complete at once and move nothing (rank 0 of the world)."""
+    """Creates a 1-D mesh on a fake process group, whose collectives complete at once and move no
+    data. This process is rank 0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
@@ -38,19 +39,19 @@ def fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
 
 
 def implementations() -> dict[str, FullyShard]:
-    """``fully_shard`` of torch ("stock") and of this project ("ours"), the latter if it imports."""
-    found: dict[str, FullyShard] = {"stock": stock_fully_shard}
+    """Returns ``fully_shard`` of torch ("stock") and, if it can be imported, of fsdp_c ("ours")."""
+    functions: dict[str, FullyShard] = {"stock": torch_fully_shard}
     try:
         from fsdp_c import fully_shard
     except ImportError as error:
-        print(f"note: fsdp_c cannot be imported ({error}); showing torch's FSDP2 alone\n")
+        print(f"note: fsdp_c cannot be imported ({error}); measuring only torch's FSDP2\n")
     else:
-        found["ours"] = fully_shard
-    return found
+        functions["ours"] = fully_shard
+    return functions
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows as text, columns aligned to the right but for the first; floats with two decimals."""
+    """Formats rows as text. The first column is left-aligned, the others are right-aligned."""
     cells = [[cell(value) for value in row] for row in (titles, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
     lines = []
@@ -63,20 +64,21 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def cell(value: object) -> str:
+    """Formats a float with two decimals, and None as "-"."""
     if value is None:
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def write_json(path: str | None, benchmark: str, results: dict[str, Any]) -> None:
-    """Write results with the facts of the machine they were taken on; nothing if path is None."""
+    """Writes results with a description of the machine. Does nothing if ``path`` is None."""
     if path is None:
         return
-    facts = {
+    environment = {
         "benchmark": benchmark,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
     }
-    Path(path).write_text(json.dumps(facts | results, indent=2) + "\n")
+    Path(path).write_text(json.dumps(environment | results, indent=2) + "\n")

@@ -1,23 +1,25 @@
-"""Whole training steps on real ranks: the bare model, DDP, stock FSDP2 and ours.
+"""Whole training steps on real ranks: the bare model, DDP, torch's FSDP2 and fsdp_c.
 
-Method. ``--ranks`` gloo processes with one thread each; four models. In every round each of the
-implementations makes one step, after a barrier: forward, backward (read first), and the optimizer's
-step (read again, from the same start). Medians over the rounds on rank 0 of
+Method. ``--ranks`` gloo processes with one thread each train four models. In every round, each
+implementation makes one step after a barrier. The script reads the clocks after backward and again
+after the optimizer's step, both from the same start. It reports medians over the rounds on rank 0
+of
 
 - wall and CPU milliseconds (of all threads of the process),
 - page faults (``ru_minflt``).
 
-Peaks are taken in a second pass: of resident memory (``VmHWM``, reset before) above that at the
-step's begin, after the C library and fsdp_c have given back what they keep free, which would hide
-them (and cost page faults). What an implementation keeps between steps (DDP's buckets) is not in
-them.
+A second pass measures peaks: resident memory (``VmHWM``, reset before) above the value at the
+beginning of the step. Before each step, the C library and fsdp_c return their free memory to the
+kernel. It would hide a peak, and returning it costs page faults, so times come from the first pass.
+Memory that an implementation keeps between steps (DDP's buckets) is not part of a peak.
 
-``bare`` does not communicate. Gradients are ``None`` before each step. The optimizer is AdamW with
-torch's defaults (SGD for ``wide``, whose states would fill the memory of a small machine); ours is
-accelerated, as it is with ``FSDP_C=1``. Of ``deep`` there is ours once more, ``shared``:
-neighbouring units share collectives (``auto_shard(min_unit=)``). As many rounds are made as fit
-into ``--seconds`` for each model. In the end a step of stock and one of ours are made while another
-process looks at the resident memory.
+``bare`` does not communicate. ``stock`` is torch's FSDP2 and ``ours`` is fsdp_c. ``shared`` is
+fsdp_c with neighboring units that share collectives (``auto_shard(min_unit=)``); only ``deep`` has
+it. Gradients are ``None`` before each step. The optimizer is AdamW with torch's defaults, and SGD
+for ``wide``, because AdamW's states would fill the memory of a small machine. With fsdp_c the
+optimizer is accelerated, as it is under ``FSDP_C=1``. Each model trains for as many rounds as fit
+into ``--seconds``. Finally, one step each of torch and fsdp_c runs while another process samples
+resident memory.
 
     python benchmarks/steps.py [--models small wide ...] [--seconds N] [--ranks N] [--json FILE]
 """
@@ -52,17 +54,17 @@ from fsdp_c.ending import wait_for_threads
 
 NAMES = ("bare", "ddp", "stock", "ours")
 MIN_UNIT = 2**14
-"""Bytes of a unit of ``shared`` at least: ``deep`` has four of them."""
-MOST_ROUNDS = 40
+"""Minimum bytes of a unit of ``shared``, which has four units in ``deep``."""
+MAX_ROUNDS = 40
 WARM_UP = 2
-PEAKS = 2
-SETTLING = 12
-"""Steps before them: what ours keeps follows the last eight."""
+PEAK_STEPS = 2
+STEPS_BEFORE_PEAKS = 12
+"""fsdp_c sizes its buffers by the last eight steps, so the number of these must exceed eight."""
 
 
 @dataclass
 class Job:
-    """A model, the modules that are its units, and its loss."""
+    """A model, the modules that become its units, its loss and its optimizer."""
 
     model: nn.Module
     units: list[nn.Module]
@@ -71,14 +73,14 @@ class Job:
 
 
 def gpt(config: GPTConfig, batch: int) -> Job:
-    """Input (batch, context) bytes."""
+    """A GPT on an input of (batch, context) bytes."""
     tokens = torch.randint(256, (batch, config.context))
     model = GPT(config)
     return Job(model, list(model.blocks), lambda model: next_byte_loss(model(tokens), tokens))
 
 
 def chain(units: list[nn.Module], x: torch.Tensor, optimizer: Any = torch.optim.AdamW) -> Job:
-    """Units one after the other."""
+    """A model that applies the units one after the other."""
     return Job(nn.Sequential(*units), units, lambda model: model(x).square().mean(), optimizer)
 
 
@@ -91,7 +93,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "deep": lambda: chain([Group(5) for _ in range(200)], torch.ones(WIDTH)),
     "tiny": lambda: chain([Group(2) for _ in range(2)], torch.ones(WIDTH)),
 }
-"""``tiny`` is there to try this script."""
+"""Models by name; ``tiny`` is for testing this script."""
 WITH_SHARED = ("deep", "tiny")
 TITLES = {
     "small": "small GPT",
@@ -103,7 +105,7 @@ TITLES = {
 
 
 class Timed:
-    """One model under one implementation, with what its steps have cost."""
+    """One model under one implementation, with the costs of its steps."""
 
     def __init__(self, kind: str, name: str) -> None:
         torch.manual_seed(0)
@@ -124,97 +126,99 @@ class Timed:
             fsdp_c.optim.accelerate(self.optimizer)
         self.costs: dict[str, list[Cost]] = {"without": [], "with": []}
         self.peaks: dict[str, list[Cost]] = {"without": [], "with": []}
-        """Without and with the optimizer."""
+        """Costs and peaks without and with the optimizer's step."""
 
-    def turn(self, into: dict[str, list[Cost]]) -> None:
-        """One step, its costs noted after backward and after the optimizer."""
+    def run_step(self, costs: dict[str, list[Cost]]) -> None:
+        """Runs one step and appends its costs after backward and after the optimizer's step."""
         self.optimizer.zero_grad()
         dist.barrier()
         meter = Meter()
         self.loss(self.model).backward()
-        into["without"].append(meter.read())
+        costs["without"].append(meter.read())
         self.optimizer.step()
-        into["with"].append(meter.read())
+        costs["with"].append(meter.read())
 
-    def turns_for_peaks(self) -> None:
-        for _ in range(SETTLING):
-            self.turn({"without": [], "with": []})
-        for _ in range(PEAKS):
+    def measure_peaks(self) -> None:
+        for _ in range(STEPS_BEFORE_PEAKS):
+            self.run_step({"without": [], "with": []})
+        for _ in range(PEAK_STEPS):
             self.optimizer.zero_grad()
             give_back()
-            self.turn(self.peaks)
+            self.run_step(self.peaks)
 
-    def memory(self) -> list[tuple[float, float]]:
-        """Over one step, as ``memory_over`` has it."""
+    def sample_memory(self) -> list[tuple[float, float]]:
+        """Returns the samples of ``memory_over`` for one step."""
         self.optimizer.zero_grad()
         give_back()
         dist.barrier()
-        return memory_over(self._step)
+        return memory_over(self._train_once)
 
-    def _step(self) -> None:
+    def _train_once(self) -> None:
         self.loss(self.model).backward()
         self.optimizer.step()
 
     def medians(self) -> dict[str, dict[str, float | None]]:
-        found = {}
+        medians = {}
         for kind, costs in self.costs.items():
-            found[kind] = _medians(costs[WARM_UP:])
-            found[kind]["peak"] = _medians(self.peaks[kind])["peak"]
-        return found
+            medians[kind] = _medians(costs[WARM_UP:])
+            medians[kind]["peak"] = _medians(self.peaks[kind])["peak"]
+        return medians
 
 
 def _medians(costs: list[Cost]) -> dict[str, float | None]:
-    found: dict[str, float | None] = {"least_wall": min(cost.wall for cost in costs)}
+    medians: dict[str, float | None] = {"least_wall": min(cost.wall for cost in costs)}
     for field in Cost._fields:
         values = [getattr(cost, field) for cost in costs]
-        found[field] = None if None in values else statistics.median(values)
-    return found
+        medians[field] = None if None in values else statistics.median(values)
+    return medians
 
 
 def measure(kind: str, seconds: float) -> dict[str, Any]:
-    """In every rank: the implementations' costs, of turns in one run."""
+    """Measures all implementations on one model. Every rank calls it."""
     names = NAMES + (("shared",) if kind in WITH_SHARED else ())
-    timed = {name: Timed(kind, name) for name in names}
+    runs = {name: Timed(kind, name) for name in names}
     gc.collect()
     gc.disable()
     for _ in range(WARM_UP):
         begin = time.perf_counter()
-        for one in timed.values():
-            one.turn(one.costs)
-    rounds = _agree(min(MOST_ROUNDS, max(3, int(seconds / (time.perf_counter() - begin)))))
+        for run in runs.values():
+            run.run_step(run.costs)
+    rounds = _broadcast_from_rank_0(
+        min(MAX_ROUNDS, max(3, int(seconds / (time.perf_counter() - begin))))
+    )
     for _ in range(rounds):
-        for one in timed.values():
-            one.turn(one.costs)
-    for one in timed.values():
-        one.turns_for_peaks()
+        for run in runs.values():
+            run.run_step(run.costs)
+    for run in runs.values():
+        run.measure_peaks()
     gc.enable()
-    parameters = list(timed["bare"].model.parameters())
+    parameters = list(runs["bare"].model.parameters())
     return {
         "title": f"{TITLES[kind]}, {sum(p.numel() for p in parameters) / 1e6:.3g} M parameters",
-        "optimizer": type(timed["bare"].optimizer).__name__,
+        "optimizer": type(runs["bare"].optimizer).__name__,
         "rounds": rounds,
-        "costs": {name: one.medians() for name, one in timed.items()},
-        "memory": {name: timed[name].memory() for name in ("stock", "ours")},
+        "costs": {name: run.medians() for name, run in runs.items()},
+        "memory": {name: runs[name].sample_memory() for name in ("stock", "ours")},
     }
 
 
-def _agree(number: int) -> int:
-    """Rank 0's number, on all ranks."""
+def _broadcast_from_rank_0(number: int) -> int:
+    """Returns rank 0's number on all ranks."""
     value = torch.tensor(number)
     dist.broadcast(value, 0)
     return int(value)
 
 
-def rows_of(found: dict[str, Any], kind: str) -> list[list[object]]:
-    """A row for each implementation: medians, and stock's and its own wall beside ours."""
-    costs = {name: one[kind] for name, one in found["costs"].items()}
-    ours = costs["ours"]["wall"]
+def rows_of(result: dict[str, Any], kind: str) -> list[list[object]]:
+    """Returns a row of ``COLUMNS`` per implementation; ``kind`` is "without" or "with"."""
+    costs = {name: medians[kind] for name, medians in result["costs"].items()}
+    fsdp_c_wall = costs["ours"]["wall"]
     rows: list[list[object]] = []
-    for name, one in costs.items():
-        faults = None if one["faults"] is None else int(one["faults"])
+    for name, cost in costs.items():
+        faults = None if cost["faults"] is None else int(cost["faults"])
+        wall = cost["wall"]
         rows.append(
-            [name, one["wall"], one["wall"] / ours, one["least_wall"], one["cpu"], faults]
-            + [one["peak"]]
+            [name, wall, wall / fsdp_c_wall, cost["least_wall"], cost["cpu"], faults, cost["peak"]]
         )
     return rows
 
@@ -223,9 +227,11 @@ COLUMNS = ("", "wall, ms", "wall/ours", "least wall", "CPU, ms", "page faults", 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Steps of bare, DDP, stock FSDP2 and ours.")
+    parser = argparse.ArgumentParser(
+        description="Steps of the bare model, DDP, torch's FSDP2 and fsdp_c."
+    )
     parser.add_argument("--models", nargs="+", choices=JOBS, default=[*JOBS][:4], metavar="MODEL")
-    parser.add_argument("--seconds", type=float, default=60, help="for each model, about")
+    parser.add_argument("--seconds", type=float, default=60, help="approximate time per model")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
@@ -233,11 +239,12 @@ def main() -> None:
         return
     results = {}
     for kind in options.models:
-        results[kind] = found = measure(kind, options.seconds)
+        results[kind] = result = measure(kind, options.seconds)
         if dist.get_rank() == 0:
-            for what in ("without", "with"):
-                print(f"{found['title']}: {what} {found['optimizer']}, {found['rounds']} rounds")
-                print(table(COLUMNS, rows_of(found, what)), end="\n\n", flush=True)
+            for optimizer in ("without", "with"):
+                title = f"{result['title']}: {optimizer} {result['optimizer']}"
+                print(f"{title}, {result['rounds']} rounds")
+                print(table(COLUMNS, rows_of(result, optimizer)), end="\n\n", flush=True)
         gc.collect()
     if dist.get_rank() == 0:
         write_json(options.json, "steps", {"ranks": options.ranks, "models": results})

@@ -1,15 +1,16 @@
-"""Transient memory of a step on real ranks, in units of one group's parameters: transport included.
+"""Resident memory of a step on real ranks in units of one group's parameters, with the transport's.
 
-Method. ``--ranks`` gloo processes; ``--groups`` equal groups of one square weight below a root
-without parameters, resharded after forward, ``--rows`` rows of activations: so few that these,
-which any step needs, hardly count. What counts is resident memory (``VmHWM``, reset at the begin of
-each group's forward and backward) above that at the step's begin, less the gradient shards that are
-there already when it is read: those are produced to stay. A unit is a group's full parameters in
-the dtype of the computation. After two steps of warm-up the least of three steps counts: memory
-that the C library keeps free is given back before each, and so are the buffers that fsdp_c keeps.
-Ours is measured twice, the second time with reductions that overlap with backward
-(``set_reduction_overlap``). ``memory.py`` counts allocations instead, over a fake group that needs
-no memory of its own.
+Method. ``--ranks`` gloo processes train a model with ``--groups`` equal groups of one square weight
+below a root without parameters, resharded after forward. The input has ``--rows`` rows, so few that
+activations are small beside parameters. The result is the peak of resident memory (``VmHWM``, reset
+at the beginning of each group's forward and backward) above the value at the beginning of the step.
+Gradient shards that exist when the peak is read are subtracted, since they are persistent. A unit
+is a group's full parameters in the compute dtype.
+
+After two warm-up steps, the script reports the minimum of three steps. Before each, the C library
+and fsdp_c return their free memory to the kernel. fsdp_c is measured twice, the second time with
+reductions that overlap with backward (``set_reduction_overlap``). ``memory.py`` instead counts
+allocations, on a fake group that needs no memory itself.
 
     python benchmarks/units.py [--groups N] [--side N] [--rows N] [--ranks N] [--json FILE]
 """
@@ -34,8 +35,8 @@ STEPS = 3
 OVERLAP = "with overlap"
 
 
-class Watched:
-    """A model whose groups say how much memory there was since the last of them said so."""
+class MeasuredModel:
+    """A sharded model whose hooks update the peak before each group's forward and backward."""
 
     def __init__(
         self, shard: FullyShard, precision: str, groups: int, side: int, rows: int
@@ -44,39 +45,39 @@ class Watched:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(groups)))
         for group in self.model:
-            group.register_forward_pre_hook(self._say)
-            group.register_full_backward_pre_hook(self._say)
+            group.register_forward_pre_hook(self._update_peak)
+            group.register_full_backward_pre_hook(self._update_peak)
             shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         shard(self.model, mesh=mesh, mp_policy=policy)
         self.x = torch.randn(rows, side, requires_grad=True)
         self.unit = side * side * (policy.param_dtype or torch.float32).itemsize
         self.begin = self.highest = 0
 
-    def _say(self, *_: object) -> None:
-        kept = sum(
+    def _update_peak(self, *_: object) -> None:
+        gradients = sum(
             p.grad.to_local().untyped_storage().nbytes()
             for p in self.model.parameters()
             if p.grad is not None
         )
-        self.highest = max(self.highest, peak() - self.begin - kept)
+        self.highest = max(self.highest, peak() - self.begin - gradients)
         reset_peak()
 
-    def _most(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """The most units during a call, and what it returned."""
+    def _measure_peak(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        """Returns the peak during a call in units, and the call's result."""
         self.highest = 0
         reset_peak()
-        returned = call()
-        self._say()
-        return self.highest / self.unit, returned
+        result = call()
+        self._update_peak()
+        return self.highest / self.unit, result
 
     def step(self) -> tuple[float, float]:
-        """The most units in forward and in backward."""
+        """Runs one step. Returns the peaks of forward and backward in units."""
         self.model.zero_grad(set_to_none=True)
         give_back()
         dist.barrier()
         self.begin = resident()
-        forward, loss = self._most(lambda: self.model(self.x).sum())
-        backward, _ = self._most(loss.backward)
+        forward, loss = self._measure_peak(lambda: self.model(self.x).sum())
+        backward, _ = self._measure_peak(loss.backward)
         return forward, backward
 
 
@@ -84,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Memory of a step on real ranks, in units.")
     parser.add_argument("--groups", type=int, default=5)
     parser.add_argument("--side", type=int, default=4096, help="rows and columns of a weight")
-    parser.add_argument("--rows", type=int, default=16, help="of the input")
+    parser.add_argument("--rows", type=int, default=16, help="rows of the input")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
@@ -93,20 +94,20 @@ def main() -> None:
     results: dict[str, Any] = {"groups": options.groups, "side": options.side}
     lines = []
     for precision in POLICIES:
-        found = {}
+        peaks = {}
         shards = implementations()
         for name in [*shards, OVERLAP]:
             shard = shards.get(name, fsdp_c.fully_shard)
-            watched = Watched(shard, precision, options.groups, options.side, options.rows)
+            measured = MeasuredModel(shard, precision, options.groups, options.side, options.rows)
             if name == OVERLAP:
-                fsdp_c.set_reduction_overlap(watched.model, overlap=True)
-            steps = [watched.step() for _ in range(2 + STEPS)][2:]
-            found[name] = dict(zip(("forward", "backward"), map(min, zip(*steps))))
-            del watched
-        results[precision] = found
+                fsdp_c.set_reduction_overlap(measured.model, overlap=True)
+            steps = [measured.step() for _ in range(2 + STEPS)][2:]
+            peaks[name] = dict(zip(("forward", "backward"), map(min, zip(*steps))))
+            del measured
+        results[precision] = peaks
         for phase in ("forward", "backward"):
-            stock, ours = found["stock"][phase], found["ours"][phase]
-            lines.append([precision, phase, stock, ours, stock / ours, found[OVERLAP][phase]])
+            stock, ours = peaks["stock"][phase], peaks["ours"][phase]
+            lines.append([precision, phase, stock, ours, stock / ours, peaks[OVERLAP][phase]])
     if dist.get_rank() == 0:
         print("peak resident memory of a step, in units of one group's full parameters")
         titles = ["precision", "phase", "stock", "ours", "stock/ours", OVERLAP]

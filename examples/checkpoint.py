@@ -1,8 +1,8 @@
-"""Checkpoints of a run: sharded tensors through DCP, and a JSON with everything readable.
+"""Checkpoints of a run: sharded tensors through DCP, and settings and history as JSON.
 
 A checkpoint is the folder ``step_NNNNNN``. DCP writes the model, the optimizer, the step, the data
-position and each rank's random state there; ``run.json`` holds the settings that shape the losses
-and the history so far. The folder appears under its final name only once it is complete.
+position and each rank's random state there. ``run.json`` has the settings on which the losses
+depend, and the history so far. The folder gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_run(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the history stored in the checkpoint ``path``.
 
     Raises CheckpointError if it is not a checkpoint, or if ``settings`` differ from the stored
-    ones: such a run could not go on to the losses of the uninterrupted one.
+    ones, since the resumed run would then have other losses than an uninterrupted one.
     """
     try:
         run = json.loads((path / RUN_FILE).read_text())
@@ -70,7 +70,7 @@ def save(
     settings: dict[str, Any],
     history: dict[str, Any],
 ) -> Path:
-    """Write ``folder/step_NNNNNN``; every rank has to call this. Return the folder's path."""
+    """Write ``folder/step_NNNNNN``; every rank must call this. Return the folder's path."""
     path = folder / f"step_{step:06d}"
     unfinished = folder / f"{path.name}.unfinished"
     rank = dist.get_rank()
@@ -91,7 +91,7 @@ def save(
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Restore model, optimizer and random state in place; return the step and data position.
 
-    Every rank has to call this, with as many ranks as wrote the checkpoint.
+    Every rank must call this. The number of ranks must be that of the saving run.
     """
     state = _state(model, optimizer, step=0, position=0)
     dcp.load(state, checkpoint_id=path)
@@ -111,7 +111,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tupl
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, position: int
 ) -> dict[str, Any]:
-    """Return the tree DCP saves from or loads into."""
+    """Return the state dict that DCP saves or loads."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     random = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
@@ -121,6 +121,6 @@ def _state(
         "optimizer": optimizer_state,
         "step": torch.tensor(step),
         "position": torch.tensor(position),
-        # Each rank has its own random state, hence its own key: DCP keeps one copy of equal keys.
+        # Each rank has its own random state and needs its own key: DCP stores equal keys once.
         "random": {f"rank{dist.get_rank()}": random},
     }

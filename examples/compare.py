@@ -1,4 +1,4 @@
-"""Both implementations side by side: step times in turns, and one traced step of each."""
+"""Times and traces steps of torch's FSDP2 and fsdp_c in turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WARM_UP = 2
 
 @dataclass
 class Side:
-    """One implementation: its model and what a step is, the seconds of its steps, one traced."""
+    """One implementation: its model, its step function, the seconds of its steps, and one trace."""
 
     model: nn.Module
     step: Callable[[], object]
@@ -26,10 +26,11 @@ class Side:
 
 
 def side_by_side(sides: dict[str, Side], steps: int) -> None:
-    """Make ``steps`` steps of each in turns, after a warm-up, and trace one more of each."""
-    import fsdp_c  # traces torch's FSDP2 as well
+    """Run ``steps`` steps of each side in turns, after a warm-up, and trace one more step of
+    each."""
+    import fsdp_c  # fsdp_c.trace works for torch's FSDP2, too
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
     for turn in range(WARM_UP + steps):
         for side in sides.values():
             dist.barrier()

@@ -1,4 +1,4 @@
-"""A byte-level GPT written with ordinary modules: nothing in it knows that it will be sharded."""
+"""A byte-level GPT of ordinary modules, without any code for sharding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 256  # one token per byte value
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the model; ``context`` is the longest sequence, in bytes, that it can see."""
+    """Sizes of the model; ``context`` is the longest sequence, in bytes, in a forward."""
 
     layers: int = 4
     width: int = 192
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: the unit that ``fully_shard`` gathers and frees."""
+    """One pre-norm transformer layer. The example applies ``fully_shard`` to each."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out. Input and output embeddings share one weight."""
+    """Maps bytes to logits of the next byte. Input and output embeddings share one weight."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -75,11 +75,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
-        self._initialise()
+        self._initialize()
         self.head.weight = self.token.weight
 
-    def _initialise(self) -> None:
-        """Small normal weights; what writes to the residual stream shrinks with depth."""
+    def _initialize(self) -> None:
+        """Initialize weights from small normal distributions. The deviation of layers that write to
+        the residual stream decreases with depth."""
         residual_std = 0.02 / (2 * self.config.layers) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -98,7 +99,7 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte (fp32 scalar), whatever the dtype of the logits."""
+    """Mean cross-entropy in nats per byte, computed in fp32 for logits of any dtype."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -108,8 +109,8 @@ def generate(
 ) -> bytes:
     """Continue ``prompt`` by ``length`` sampled bytes and return both together.
 
-    Every rank has to call this: each forward gathers parameters from all of them. The ranks draw
-    from equally seeded generators and so stay in step without exchanging the bytes.
+    Every rank must call this, since each forward is collective. All ranks sample the same bytes,
+    because their generators have the same seed.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The pictures of a run: loss and time of its steps; both implementations side by side."""
+"""The plots of a run: loss and time of its steps, and a comparison of both implementations."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-# Colours that stay apart in print and for colour-blind readers (Okabe and Ito's palette).
-PHASE_COLOURS = {
+# Okabe and Ito's palette: distinct in print and for color-blind readers.
+PHASE_COLORS = {
     "data": "#999999",
     "forward": "#56B4E9",
     "backward": "#0072B2",
     "optimizer": "#E69F00",
 }
-TRAIN_COLOUR, VALIDATION_COLOUR = "#0072B2", "#D55E00"
+TRAIN_COLOR, VALIDATION_COLOR = "#0072B2", "#D55E00"
 
 
 def rolling(values: Sequence[float], window: int, reduce: str = "mean") -> np.ndarray:
-    """Return the mean or median over the last ``window`` values at each place, same length."""
+    """Return the mean or median over the last ``window`` values at each index."""
     function = np.mean if reduce == "mean" else np.median
     return np.array([function(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))])
 
@@ -38,10 +38,10 @@ def draw_run(
     validation: Mapping[int, float],
     phases: Mapping[str, Sequence[float]],
 ) -> None:
-    """Write the PNG.
+    """Write a PNG with losses and step times to ``path``.
 
-    ``train[i]`` is the loss of step i + 1 and ``validation[s]`` the one after step s, in nats per
-    byte; ``phases[name][i]`` are the seconds step i + 1 spent in that phase.
+    ``train[i]`` is the loss of step i + 1 and ``validation[s]`` the loss after step s, in nats per
+    byte. ``phases[name][i]`` is the time of step i + 1 in that phase, in seconds.
     """
     steps = np.arange(1, len(train) + 1)
     window = max(1, len(train) // 30)
@@ -70,14 +70,14 @@ def _draw_loss(
 ) -> None:
     if window > 1:
         axes.plot(
-            steps, train, color=TRAIN_COLOUR, alpha=0.3, linewidth=0.8, label="training, each step"
+            steps, train, color=TRAIN_COLOR, alpha=0.3, linewidth=0.8, label="training, each step"
         )
     label = "training" if window == 1 else f"training, mean of the last {window} steps"
-    axes.plot(steps, rolling(train, window), color=TRAIN_COLOUR, linewidth=2, label=label)
+    axes.plot(steps, rolling(train, window), color=TRAIN_COLOR, linewidth=2, label=label)
     if validation:
         at, losses = zip(*sorted(validation.items()), strict=True)
         axes.plot(
-            at, losses, "o-", color=VALIDATION_COLOUR, markersize=5, linewidth=1, label="validation"
+            at, losses, "o-", color=VALIDATION_COLOR, markersize=5, linewidth=1, label="validation"
         )
         axes.annotate(
             f"{losses[-1]:.3f}",
@@ -85,7 +85,7 @@ def _draw_loss(
             xytext=(0, 12),
             textcoords="offset points",
             ha="right",
-            color=VALIDATION_COLOUR,
+            color=VALIDATION_COLOR,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
         )
     axes.set_ylabel("Loss (nats per byte)")
@@ -99,30 +99,30 @@ def _draw_phases(
     layers, labels = [], []
     total = sum(float(np.median(seconds)) for seconds in phases.values())
     for name, seconds in phases.items():
-        typical = float(np.median(seconds))
+        median = float(np.median(seconds))
         layers.append(rolling(seconds, window, "median") * 1e3)
-        labels.append(f"{name}: {typical * 1e3:.1f} ms ({typical / total:.0%})")
-    colours = [PHASE_COLOURS[name] for name in phases]
-    axes.stackplot(steps, layers, labels=labels, colors=colours, linewidth=0)
+        labels.append(f"{name}: {median * 1e3:.1f} ms ({median / total:.0%})")
+    colors = [PHASE_COLORS[name] for name in phases]
+    axes.stackplot(steps, layers, labels=labels, colors=colors, linewidth=0)
     top = np.sum(layers, axis=0)
-    # The slow first steps must not flatten all the others; the headroom is for the legend.
+    # The limit ignores the slow first steps. The factor leaves space for the legend.
     axes.set_ylim(0, 1.4 * float(top[min(window, len(top) - 1) :].max()))
     axes.set_ylabel("Time per step (ms)")
     smoothing = "" if window == 1 else f", median of {window} steps"
-    axes.set_title(f"Where a step's time goes (rank 0{smoothing})", loc="left", fontsize=11)
+    axes.set_title(f"Time of a step by phase (rank 0{smoothing})", loc="left", fontsize=11)
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], frameon=False, ncols=2, loc="upper right", fontsize=9)
 
 
-IMPL_COLOURS = {"torch": "#E69F00", "fsdp_c": "#0072B2"}
+IMPL_COLORS = {"torch": "#E69F00", "fsdp_c": "#0072B2"}
 
 
 def draw_comparison(
     path: Path, *, seconds: Mapping[str, Sequence[float]], traces: Mapping[str, Any]
 ) -> None:
-    """Write the PNG: step times by implementation, and below them the timeline of one step of each.
+    """Write a PNG with step times by implementation and the timeline of one step of each.
 
-    ``seconds[impl]`` are those of each step, ``traces[impl]`` is a ``fsdp_c.StepTrace``.
+    ``seconds[impl]`` has the seconds of each step, and ``traces[impl]`` is a ``fsdp_c.StepTrace``.
     """
     figure, (upper, *timelines) = plt.subplots(
         1 + len(traces),
@@ -135,21 +135,21 @@ def draw_comparison(
     for axes, (impl, trace) in zip(timelines, traces.items(), strict=True):
         trace.draw(axes, legend=axes is timelines[-1])
         axes.set_title(f"{impl}: {axes.get_title(loc='left')}", loc="left", fontsize=10)
-    last = max(axes.get_xlim()[1] for axes in timelines)
+    end = max(axes.get_xlim()[1] for axes in timelines)
     for axes in timelines:
-        axes.set_xlim(0, last)
+        axes.set_xlim(0, end)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def _draw_times(axes: Axes, seconds: Mapping[str, Sequence[float]]) -> None:
     medians = {impl: float(np.median(times)) * 1e3 for impl, times in seconds.items()}
-    for place, (impl, times) in enumerate(seconds.items()):
-        colour = IMPL_COLOURS[impl]
-        axes.barh(place, medians[impl], color=colour, alpha=0.35, height=0.6)
-        axes.plot(np.array(times) * 1e3, [place] * len(times), "o", color=colour, markersize=4)
+    for row, (impl, times) in enumerate(seconds.items()):
+        color = IMPL_COLORS[impl]
+        axes.barh(row, medians[impl], color=color, alpha=0.35, height=0.6)
+        axes.plot(np.array(times) * 1e3, [row] * len(times), "o", color=color, markersize=4)
         axes.text(
-            medians[impl] * 0.01, place, f"{medians[impl]:.0f} ms", va="center", fontweight="bold"
+            medians[impl] * 0.01, row, f"{medians[impl]:.0f} ms", va="center", fontweight="bold"
         )
     axes.set_yticks(range(len(seconds)), list(seconds))
     axes.set_ylim(len(seconds) - 0.5, -0.5)

@@ -1,7 +1,7 @@
-"""The training text: the source of Python's own standard library, read as bytes.
+"""The training text: the source of Python's standard library, read as bytes.
 
-Every machine that can run this example has it. The file list is sorted and capped, so one Python
-release always gives the same text; another release gives slightly different losses.
+Every machine that can run this example has it. The file list is sorted and the size is limited, so
+one Python release always gives the same text. Another release gives slightly different losses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def python_files(root: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation text, each a 1-D uint8 tensor, and a digest that names them."""
+    """Training and validation text, each a 1-D uint8 tensor, and a digest of both."""
 
     train: Tensor
     validation: Tensor
@@ -53,16 +53,16 @@ class Corpus:
 def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
     """Read at most ``max_bytes`` of source below ``root`` (default: the standard library).
 
-    Raises TextError when nothing is found, for instance where Python ships its library zipped.
+    Raises TextError if there is no source, for instance because the standard library is zipped.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     train, validation = bytearray(), bytearray()
     for index, path in enumerate(python_files(root)):
-        room = max_bytes - len(train) - len(validation)
-        if room <= 0:
+        remaining = max_bytes - len(train) - len(validation)
+        if remaining <= 0:
             break
         part = validation if index % VALIDATION_EVERY == VALIDATION_EVERY // 2 else train
-        part += path.read_bytes()[:room]
+        part += path.read_bytes()[:remaining]
     if not train or not validation:
         raise TextError(f"no Python source to train on below {root}; name a folder with --text")
     digest = hashlib.sha256(bytes(train) + b"\0" + bytes(validation)).hexdigest()
@@ -76,15 +76,15 @@ def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
 class Windows:
     """Non-overlapping windows of a text in a shuffled order that depends only on the seed.
 
-    The place in the data is one integer, the number of windows all ranks together have consumed:
-    storing it in a checkpoint is enough to go on with exactly the batches that would have come.
+    The position in the data is one integer: the number of windows that all ranks have consumed. A
+    checkpoint stores it, so that a resumed run continues with the next batch.
     """
 
     def __init__(self, text: Tensor, context: int, seed: int) -> None:
         self.text = text
         self.context = context
         self.seed = seed
-        self.count = (text.numel() - 1) // context  # each target lies one byte further
+        self.count = (text.numel() - 1) // context  # targets are shifted by one byte
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
         if self.count < 1:

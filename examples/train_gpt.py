@@ -3,17 +3,17 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out
     torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out --resume
 
-The text is the source of Python's standard library. ``--impl`` picks whose ``fully_shard`` wraps
-the model, ours or torch's; nothing else depends on it, and ``losses.json`` comes out the same, bit
-for bit. Without torchrun the script runs as one process. The output folder receives:
+The text is the source of Python's standard library. ``--impl`` selects the ``fully_shard`` of
+fsdp_c or of torch. Nothing else depends on it, and ``losses.json`` is equal bit by bit. Without
+torchrun the script runs as one process. It writes into the output folder:
 
     losses.json     loss and gradient norm of every step and validation losses as hexadecimal
                     floats, and a digest of the final weights; comparable with cmp
     summary.json    final losses, tokens/s, peak memory, seconds
     curve.png       loss curve and the time split of the steps
-    steps.png       after training: steps of torch's FSDP2 and of fsdp_c in turns, and a timeline
-                    of each (``--compare 0`` leaves it out)
-    step.json       the timeline of fsdp_c's as a Chrome trace
+    steps.png       times of further steps with torch's FSDP2 and fsdp_c in turns, and a timeline
+                    of one step of each (not with ``--compare 0``)
+    step.json       the timeline of fsdp_c's step as a Chrome trace
     checkpoints/    step_NNNNNN folders for --resume
 """
 
@@ -52,7 +52,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 class UsageError(Exception):
-    """The command line asks for something that cannot be done here."""
+    """The command line requires something that this machine or installation does not have."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -60,20 +60,25 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors appear once, not once per rank."""
+    """An argument parser that prints errors on rank 0 only."""
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (see --help)")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line; every rank reads the same one."""
+    """Parse the command line, which is the same on every rank."""
     parser = Parser(
         description="Train a byte-level GPT on Python's own source with fully_shard.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--impl", choices=("fsdp_c", "torch"), default="fsdp_c", help="whose fully_shard to use")
+    add(
+        "--impl",
+        choices=("fsdp_c", "torch"),
+        default="fsdp_c",
+        help="implementation of fully_shard",
+    )
     add("--out", type=Path, default=Path("demo_out"), help="folder for all results")
     add("--bf16", action="store_true", help="compute in bf16, reduce gradients in fp32")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
@@ -83,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         const="newest",
         metavar="CHECKPOINT",
-        help="go on from the newest checkpoint in --out, or from the named one",
+        help="resume from the newest checkpoint in --out, or from the given one",
     )
     add("--text", type=Path, metavar="FOLDER", help="read *.py files below this folder instead")
     add("--text-bytes", type=positive, default=8 << 20, help="read at most this much text")
@@ -95,8 +100,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--validate-every", type=positive, default=50, help="steps between validations")
     add("--save-every", type=positive, default=100, help="steps between checkpoints")
     add("--sample-bytes", type=natural, default=300, help="length of the generated sample")
-    add("--compare", type=natural, default=6, help="steps of both implementations at the end")
-    add("--prompt", default="class Parser:\n    def ", help="what the generated sample starts with")
+    add(
+        "--compare",
+        type=natural,
+        default=6,
+        help="steps to compare both implementations after training; 0: none",
+    )
+    add("--prompt", default="class Parser:\n    def ", help="beginning of the generated sample")
     defaults = GPTConfig()
     add("--layers", type=positive, default=defaults.layers, help="transformer blocks")
     add("--width", type=positive, default=defaults.width, help="size of the hidden state")
@@ -129,18 +139,18 @@ def natural(text: str) -> int:
     return value
 
 
-def say(*lines: str) -> None:
-    """Print on rank 0 only."""
+def print_on_rank_0(*lines: str) -> None:
+    """Print lines on rank 0."""
     if RANK == 0:
         print(*lines, sep="\n", flush=True)
 
 
 def fail(message: str) -> NoReturn:
-    """End all ranks with one message; they all get here, since they all see the same input."""
+    """Exit with one error message. All ranks call this, since all have the same arguments."""
     if RANK == 0:
         print(f"train_gpt: error: {message}", file=sys.stderr, flush=True)
     else:
-        time.sleep(1)  # torchrun ends the other ranks at the first exit: let rank 0 speak first
+        time.sleep(1)  # torchrun ends all ranks at the first exit: let rank 0 print before
     sys.exit(2)
 
 
@@ -148,29 +158,29 @@ def fail(message: str) -> NoReturn:
 # Processes, model, optimizer
 
 
-def pick_fully_shard(impl: str) -> Callable[..., Any]:
-    """Return the ``fully_shard`` of the named implementation: the only place where they differ."""
+def select_fully_shard(impl: str) -> Callable[..., Any]:
+    """Return the ``fully_shard`` of an implementation. No other code depends on ``--impl``."""
     if impl == "torch":
-        from torch.distributed.fsdp import fully_shard as stock
+        from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-        return stock
+        return torch_fully_shard
     try:
-        from fsdp_c import fully_shard as ours
+        from fsdp_c import fully_shard
     except ImportError as error:
         raise UsageError(f"fsdp_c cannot be imported ({error}); build it first") from error
-    return ours
+    return fully_shard
 
 
-def start_processes(wanted: str) -> tuple[torch.device, DeviceMesh]:
-    """Join the process group torchrun describes, or form one of a single process."""
+def init_processes(device_option: str) -> tuple[torch.device, DeviceMesh]:
+    """Join torchrun's process group or, without torchrun, create one with a single rank."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     enough_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
-    if wanted == "cuda" and not enough_gpus:
+    if device_option == "cuda" and not enough_gpus:
         raise UsageError(f"--device cuda needs {local_ranks} GPUs, one for each rank")
     torch.set_num_threads(1)
-    if enough_gpus and wanted != "cpu":
-        # Bit-equal runs need kernels that add in a fixed order.
+    if enough_gpus and device_option != "cpu":
+        # Bit-equal runs require kernels that sum in a fixed order.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -186,8 +196,8 @@ def start_processes(wanted: str) -> tuple[torch.device, DeviceMesh]:
 
 
 def build_model(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> GPT:
-    """Create the model, the same on every rank, and shard each block and then the root."""
-    fully_shard = pick_fully_shard(args.impl)
+    """Create the model with equal weights on every rank, then shard each block and the root."""
+    fully_shard = select_fully_shard(args.impl)
     torch.manual_seed(args.seed)
     config = GPTConfig(args.layers, args.width, args.heads, args.context, args.dropout)
     model = GPT(config).to(device)
@@ -202,7 +212,7 @@ def build_model(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh
 
 
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices but not biases and norms."""
+    """Create AdamW with weight decay for matrices, and none for biases and norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -210,7 +220,7 @@ def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over the first 5 % of the steps, then a cosine down to a tenth."""
+    """Linear warm-up over the first 5 % of the steps, then cosine decay to a tenth of ``peak``."""
     warm_up = max(1, steps // 20)
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -219,24 +229,24 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def full(value: Tensor) -> Tensor:
-    """Return the whole of a possibly sharded tensor; every rank has to call this."""
+    """Return the full tensor of a tensor that may be sharded. Every rank must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """Return the mean of one number per rank; every rank has to call this."""
+    """Return the mean of one number per rank. Every rank must call this."""
     total = value.detach().float().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 # --------------------------------------------------------------------------------------------------
-# What a run leaves behind
+# Results of a run
 
 
 @dataclass
 class History:
-    """Everything measured so far. Floats that must compare equal are kept as ``float.hex()``."""
+    """All measurements so far. Floats to compare bit by bit are stored as ``float.hex()``."""
 
     train: list[str] = field(default_factory=list)
     gradient_norm: list[str] = field(default_factory=list)
@@ -245,7 +255,7 @@ class History:
 
     @contextmanager
     def timed(self, phase: str, device: torch.device) -> Iterator[None]:
-        """Append the seconds the block takes, on the device as well, to ``seconds[phase]``."""
+        """Append the seconds of the block, including its device work, to ``seconds[phase]``."""
         start = time.perf_counter()
         yield
         if device.type == "cuda":
@@ -253,15 +263,15 @@ class History:
         self.seconds[phase].append(time.perf_counter() - start)
 
     def total_seconds(self) -> float:
-        """Seconds spent in training steps: no validation, no checkpoints."""
+        """Seconds in training steps, without validation and checkpoints."""
         return sum(map(sum, self.seconds.values()))
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a SHA-256 over all fp32 parameters, gathered whole; every rank has to call this."""
+    """Return a SHA-256 of all full fp32 parameters. Every rank must call this."""
     digest = hashlib.sha256()
-    # Not named_parameters(): after a forward without backward the root's are the gathered ones, in
-    # the compute dtype. state_dict() always gives the sharded fp32 ones.
+    # named_parameters() would return the root's unsharded parameters in the compute dtype after a
+    # forward without backward. state_dict() always returns the sharded fp32 parameters.
     for name, parameter in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(full(parameter).cpu().numpy().tobytes())
@@ -269,7 +279,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def peak_memory(device: torch.device) -> list[float]:
-    """Return each rank's peak memory in MiB: of the process, or of the GPU where there is one."""
+    """Return each rank's peak memory in MiB: of the GPU if there is one, else of the process."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**20
     else:
@@ -281,7 +291,7 @@ def peak_memory(device: torch.device) -> list[float]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write one readable JSON file."""
+    """Write an indented JSON file."""
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -290,14 +300,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 class Run:
-    """One training run: its model, its data and how far it has come."""
+    """One training run: its model, its data and its progress."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.corpus = load_corpus(args.text_bytes, args.text)
         self.windows = Windows(self.corpus.train, args.context, args.seed)
         self.held_out = Windows(self.corpus.validation, args.context, args.seed)
-        self.device, self.mesh = start_processes(args.device)
+        self.device, self.mesh = init_processes(args.device)
         self.ranks = dist.get_world_size()
         self.settings = self._settings(self.corpus)
         self.model = build_model(args, self.device, self.mesh)
@@ -312,22 +322,22 @@ class Run:
             checkpoint.discard_all(self.folder)
 
     def _settings(self, corpus: Corpus) -> dict[str, Any]:
-        """Return what decides the losses; ``--impl`` is not among it."""
+        """Return the settings on which the losses depend; ``--impl`` is none of them."""
         names = ["steps", "batch", "lr", "clip", "seed", "bf16", "validate_every"]
-        chosen = {name: getattr(self.args, name) for name in names}
+        training = {name: getattr(self.args, name) for name in names}
         model = {name: getattr(self.args, name) for name in asdict(GPTConfig())}
-        where = {"ranks": self.ranks, "device": self.device.type, "text": corpus.digest[:16]}
-        return chosen | model | where
+        environment = {"ranks": self.ranks, "device": self.device.type, "text": corpus.digest[:16]}
+        return training | model | environment
 
     def _resume(self, path: Path) -> None:
         if str(path) == "newest":
-            found = checkpoint.newest(self.folder)
-            if found is None:
+            newest = checkpoint.newest(self.folder)
+            if newest is None:
                 raise checkpoint.CheckpointError(f"no checkpoint to resume from in {self.folder}")
-            path = found
+            path = newest
         self.history = History(**checkpoint.read_run(path, self.settings))
         self.step, self.position = checkpoint.load(path, self.model, self.optimizer)
-        say(f"Resumed {path} after step {self.step}.")
+        print_on_rank_0(f"Resumed {path} after step {self.step}.")
 
     def batch(self, windows: Windows, position: int) -> tuple[Tensor, Tensor]:
         """Return this rank's share of the global batch that starts at ``position``."""
@@ -335,7 +345,7 @@ class Run:
         return windows.batch(position + RANK * size, size, self.device)
 
     def train(self) -> None:
-        """Run the remaining steps, validating and saving on the way and at the end."""
+        """Run the remaining steps, with validations and checkpoints between and at the end."""
         args = self.args
         args.out.mkdir(parents=True, exist_ok=True)
         with tqdm(
@@ -379,7 +389,7 @@ class Run:
 
     @torch.no_grad()
     def validate(self, batches: int = 2) -> float:
-        """Return the loss on the same held-out windows each time, in nats per byte."""
+        """Return the loss in nats per byte on held-out windows, the same at each call."""
         self.model.eval()
         total = torch.zeros((), device=self.device)
         for index in range(batches):
@@ -408,15 +418,15 @@ class Run:
         return float.fromhex(list(self.history.validation.values())[-1])
 
     def sample(self) -> str:
-        """Let the model continue the prompt; undecodable bytes are replaced."""
+        """Return the prompt and its continuation by the model, with undecodable bytes replaced."""
         prompt, length = self.args.prompt.encode(), self.args.sample_bytes
-        written = generate(
+        generated = generate(
             self.model, prompt, length, temperature=0.8, seed=self.args.seed, device=self.device
         )
-        return written.decode(errors="replace")
+        return generated.decode(errors="replace")
 
     def compare(self) -> list[str]:
-        """Draw both implementations side by side; return what there is to say about it."""
+        """Compare step times of both implementations and plot them. Return lines to print."""
         sides = {}
         for impl in ("torch", "fsdp_c"):
             args = argparse.Namespace(**vars(self.args) | {"impl": impl})
@@ -424,7 +434,7 @@ class Run:
                 model = build_model(args, self.device, self.mesh)
             except UsageError as error:
                 return [f"Not compared      {error}"]
-            sides[impl] = compare.Side(model, self._untold_step(model))
+            sides[impl] = compare.Side(model, self._make_step(model))
         compare.side_by_side(sides, self.args.compare)
         traces = {impl: side.trace for impl, side in sides.items()}
         traces["fsdp_c"].save(self.args.out / "step.json")
@@ -433,8 +443,8 @@ class Run:
             plots.draw_comparison(self.args.out / "steps.png", seconds=seconds, traces=traces)
         return [f"One step          {traces['fsdp_c'].summary()}"]
 
-    def _untold_step(self, model: GPT) -> Callable[[], None]:
-        """A training step of another model, which leaves nothing in the history."""
+    def _make_step(self, model: GPT) -> Callable[[], None]:
+        """Return a function that trains ``model`` for one step, without entries in the history."""
         optimizer = build_optimizer(model, self.args.lr)
         inputs, targets = self.batch(self.windows, 0)
 
@@ -447,11 +457,11 @@ class Run:
         return step
 
     def report(self, started: float) -> None:
-        """Write the result files and print the figures."""
+        """Write the result files and print a summary."""
         args, history = self.args, self.history
         digest = weights_digest(self.model)
         peaks = peak_memory(self.device)
-        compared = self.compare() if args.compare > 0 else []
+        comparison = self.compare() if args.compare > 0 else []
         if RANK != 0:
             return
         train = [float.fromhex(loss) for loss in history.train]
@@ -468,13 +478,13 @@ class Run:
             "training_seconds": seconds,
             "total_seconds": time.perf_counter() - started,
         }
-        equal = {
+        losses = {
             "train": history.train,
             "gradient_norm": history.gradient_norm,
             "validation": history.validation,
             "weights_sha256": digest,
         }
-        write_json(args.out / "losses.json", equal)
+        write_json(args.out / "losses.json", losses)
         write_json(args.out / "summary.json", summary)
         precision = "bf16 compute, fp32 reduction" if args.bf16 else "fp32"
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
@@ -485,7 +495,7 @@ class Run:
             validation=validation,
             phases=history.seconds,
         )
-        say(
+        print_on_rank_0(
             f"Final loss        {train[-1]:.4f} nats per byte "
             f"(validation {summary['final_validation_loss']:.4f})",
             f"Throughput        {summary['tokens_per_second']:,.0f} tokens/s on {ranks} "
@@ -495,7 +505,7 @@ class Run:
             f"Time              {seconds:.1f} s in training steps, "
             f"{summary['total_seconds']:.1f} s from start to end",
             f"Weights           sha256 {digest[:16]}",
-            *compared,
+            *comparison,
             f"Written to        {args.out}/: losses.json, summary.json, curve.png, "
             f"{'steps.png, step.json, ' if args.compare > 0 else ''}checkpoints/",
         )
@@ -505,20 +515,21 @@ def execute(args: argparse.Namespace) -> None:
     """Train, sample and report."""
     started = time.perf_counter()
     run = Run(args)
-    sharded = sum(p.numel() for p in run.model.parameters())
-    say(
+    parameters = sum(p.numel() for p in run.model.parameters())
+    print_on_rank_0(
         f"Training with {args.impl} on {run.ranks} x {run.device.type}: "
-        f"{sharded:,} parameters, {args.steps} steps of {run.ranks * args.batch * args.context:,} "
-        f"bytes, {run.corpus.train.numel() / 2**20:.1f} MiB of text."
+        f"{parameters:,} parameters, {args.steps} steps of "
+        f"{run.ranks * args.batch * args.context:,} bytes, "
+        f"{run.corpus.train.numel() / 2**20:.1f} MiB of text."
     )
     run.train()
     if args.sample_bytes > 0:
-        say("Sample:", *("  | " + line for line in run.sample().splitlines()))
+        print_on_rank_0("Sample:", *("  | " + line for line in run.sample().splitlines()))
     run.report(started)
 
 
 def main() -> None:
-    """Run, and turn expected failures and Ctrl-C into one line."""
+    """Run the script. Expected errors and Ctrl-C print one line."""
     args = parse_arguments()
     try:
         try:
@@ -526,18 +537,19 @@ def main() -> None:
         except (UsageError, TextError, checkpoint.CheckpointError) as error:
             fail(str(error))
         except Exception:
-            # After Ctrl-C one rank can see its peer vanish before it sees its own signal.
+            # After Ctrl-C, a rank's collective can fail before the rank gets its own signal.
             time.sleep(0.5)
             raise
         dist.barrier()
         dist.destroy_process_group()
-        # gloo's threads may still want the GIL to drop their tensors; an interpreter that ends
-        # meanwhile aborts. fsdp_c sees to it, torch does not.
+        # gloo's threads may still need the GIL to release their tensors, and an interpreter that
+        # exits meanwhile aborts. fsdp_c waits for these threads at exit, torch does not.
         time.sleep(0.05)
     except KeyboardInterrupt:
         saved = checkpoint.newest(args.out / CHECKPOINTS)
-        say("", "Interrupted. " + (f"Go on after {saved.name} with --resume." if saved else ""))
-        # Leave at once: a collective cut short would hold up an orderly shutdown.
+        hint = f"Continue after {saved.name} with --resume." if saved else ""
+        print_on_rank_0("", "Interrupted. " + hint)
+        # Skip the usual shutdown, which would wait for interrupted collectives.
         sys.stdout.flush()
         os._exit(130)
 

@@ -65,9 +65,9 @@ void *fc_members_enter_prefetch(const fc_members *m, const char *pass);
 /* A debug line with the same text, where somebody wants those. */
 void fc_members_log(const fc_members *m, const char *label);
 
-/* A number that changes whenever a shard is written, replaced or moved: through its local tensor and
- * by optimizers (the version of sharded_data), or by operations on the parameter as a whole (the
- * host's count). */
+/* A number that changes whenever a shard is written, replaced or moved: through its local tensor
+ * and by optimizers (the version of sharded_data), or by operations on the parameter as a whole
+ * (the host's count). */
 uint64_t fc_members_shard_version(const fc_members *m);
 
 #endif

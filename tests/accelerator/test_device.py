@@ -1,4 +1,4 @@
-"""The simulated device itself: torch's operators, the order of streams, memory, the host."""
+"""The simulated device itself: torch's operators, stream order, memory, access by the host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ pytestmark = pytest.mark.xdist_group("accelerator_device")
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    (found,) = run_ranks(device_checks.run, 1, timeout=280)
-    return found
+def error_by_check() -> dict[str, str]:
+    (errors,) = run_ranks(device_checks.run, 1, timeout=280)
+    return errors
 
 
 @pytest.mark.parametrize("name", device_checks.CHECKS)
-def test_it_keeps_its_promises(results: dict[str, str], name: str) -> None:
-    assert results[name] == ""
+def test_simulated_device_passes_check(error_by_check: dict[str, str], name: str) -> None:
+    assert error_by_check[name] == ""

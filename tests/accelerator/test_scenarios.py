@@ -1,4 +1,4 @@
-"""On the simulated accelerator stock and ours train to the same bits, and neither races."""
+"""Scenarios on the simulated accelerator: fsdp_c trains to the bits of torch, without a race."""
 
 from __future__ import annotations
 
@@ -6,59 +6,61 @@ import pytest
 import scenario_ranks
 import scenarios
 from launch import run_ranks
-from scenario_ranks import Seen
+from scenario_ranks import ScenarioRun
 
 pytestmark = pytest.mark.xdist_group("accelerator_scenarios")
 
-Runs = dict[str, dict[str, Seen]]
-OURS = ("fsdp_c", "fsdp_c without kernels")
+Runs = dict[str, dict[str, ScenarioRun]]
+FSDP_C_RUNS = ("fsdp_c", "fsdp_c without kernels")
 
 
 @pytest.fixture(scope="module")
 def runs() -> Runs:
-    """The runs of each scenario by implementation."""
-    (found,) = run_ranks(scenario_ranks.run, 1, timeout=280)
-    return found
+    """Runs by scenario and implementation."""
+    (by_scenario,) = run_ranks(scenario_ranks.run, 1, timeout=280)
+    return by_scenario
 
 
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
-def test_stock_trains_and_races_only_where_it_is_known_to(runs: Runs, name: str) -> None:
-    seen = runs[name]["torch"]
-    assert "Error: " not in str(seen.record[0]), f"stock cannot do this: {seen.record}"
+def test_torch_trains_scenario_and_races_only_where_listed(runs: Runs, name: str) -> None:
+    run = runs[name]["torch"]
+    assert "Error: " not in str(run.record[0]), f"torch fails: {run.record}"
     if name in scenarios.STOCK_RACES:
-        assert scenarios.STOCK_RACES[name] in str(seen.findings), "torch has changed"
+        assert scenarios.STOCK_RACES[name] in str(run.findings), "torch no longer has this race"
     else:
-        assert seen.findings == []
+        assert run.findings == []
 
 
-@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("implementation", FSDP_C_RUNS)
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
-def test_ours_trains_to_the_same_bits_without_a_race(runs: Runs, name: str, ours: str) -> None:
-    seen = runs[name][ours]
-    assert seen.record == runs[name]["torch"].record
-    assert seen.findings == []
+def test_scenario_matches_torch_bitwise_without_races(
+    runs: Runs, name: str, implementation: str
+) -> None:
+    run = runs[name][implementation]
+    assert run.record == runs[name]["torch"].record
+    assert run.findings == []
 
 
-def test_stock_reduces_in_the_middle_of_a_double_backward() -> None:
-    """Nodes that a device's thread has recorded come late there, behind the post-backward."""
-    (found,) = run_ranks(scenario_ranks.run_double_backward, 1, timeout=120)
-    assert found["fsdp_c"] == found["plain"]
-    assert found["torch"][0] == found["plain"][0]
-    assert found["torch"][1] != found["plain"][1]
+def test_double_backward_matches_plain_model_where_torch_reduces_too_early() -> None:
+    """The device's thread runs autograd nodes of the recorded backward after torch's post-backward
+    hook, so torch reduces incomplete gradients."""
+    (records,) = run_ranks(scenario_ranks.run_double_backward, 1, timeout=120)
+    assert records["fsdp_c"] == records["plain"]
+    assert records["torch"][0] == records["plain"][0]
+    assert records["torch"][1] != records["plain"][1]
 
 
-def test_a_batch_that_raised_may_be_left_out() -> None:
-    (found,) = run_ranks(scenario_ranks.run_batch_left_out, 1, timeout=120)
-    assert found["fsdp_c"].record == found["with a reset"].record
-    assert found["fsdp_c"].findings == found["with a reset"].findings == []
-    assert found["torch"].record != found["fsdp_c"].record
+def test_training_after_failed_backward_matches_training_after_reset_iter_state() -> None:
+    (runs,) = run_ranks(scenario_ranks.run_failed_backward, 1, timeout=120)
+    assert runs["fsdp_c"].record == runs["fsdp_c with a reset"].record
+    assert runs["fsdp_c"].findings == runs["fsdp_c with a reset"].findings == []
+    assert runs["torch"].record != runs["fsdp_c"].record
 
 
-def test_threads_train_on_devices_of_their_own() -> None:
-    (found,) = run_ranks(scenario_ranks.run_on_threads, 1, timeout=120)
-    for records in found.values():
-        *trained, findings = records
+def test_models_trained_by_threads_on_separate_devices_match_torch_without_races() -> None:
+    (by_implementation,) = run_ranks(scenario_ranks.run_on_threads, 1, timeout=120)
+    for *records, findings in by_implementation.values():
         assert findings == []
-        assert [record[0] for record in trained] == [f"sim:{index}" for index in range(4)]
-        assert len({str(record[1:3]) for record in trained}) == 1
-    assert found["fsdp_c"] == found["torch"]
+        assert [record[0] for record in records] == [f"sim:{index}" for index in range(4)]
+        assert len({str(record[1:3]) for record in records}) == 1
+    assert by_implementation["fsdp_c"] == by_implementation["torch"]

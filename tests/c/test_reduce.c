@@ -430,7 +430,7 @@ static int hook_on_its_stream(void *group, fct_tensor *row) {
 }
 
 /* The row is cast, so that its memory could be used by the next reduction while the hook still runs
- * (B9 of tests/STOCK_BUGS.md). */
+ * (B9 of tests/TORCH_BUGS.md). */
 static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
     (void)state;
     for (int joined = 0; joined < 2; joined++) {

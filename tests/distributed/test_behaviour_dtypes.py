@@ -10,7 +10,7 @@ from behaviour import assert_same, differences, raised, returned
 def test_complex_parameters_have_torchs_bits() -> None:
     ours, theirs = (returned("complex_parameters", name) for name in ("fsdp_c", "torch"))
     for found, stock in zip(ours, theirs, strict=True):
-        if releases.has("2.15"):  # stock's sum of microbatches is not exact there: STOCK_BUGS.md
+        if releases.has("2.15"):  # stock's sum of microbatches is not exact there: TORCH_BUGS.md
             case = "reduced in complex128"
             torch.testing.assert_close(found[case], stock.pop(case), rtol=1e-5, atol=1e-6)
         assert differences(stock, {case: found[case] for case in stock}) == []

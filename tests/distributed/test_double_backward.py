@@ -1,6 +1,6 @@
 """Double backward through units that reshard: torch fails (B8), ours has the plain model's numbers.
 
-The list of torch's bugs is tests/STOCK_BUGS.md.
+The list of torch's bugs is tests/TORCH_BUGS.md.
 
 Equal means equal in bits on one and two ranks; see ``double_backward.py`` for what is right.
 """

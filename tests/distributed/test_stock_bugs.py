@@ -1,4 +1,4 @@
-"""Known bugs of stock FSDP2 (tests/STOCK_BUGS.md): each test shows stock failing, and ours right.
+"""Known bugs of stock FSDP2 (tests/TORCH_BUGS.md): each test shows stock failing, and ours right.
 
 Not a wish about stock: the day one of its assertions fails, torch has changed and the README must
 too. Some bugs are mended in 2.14 or 2.15: there stock has to be right as ours is on all releases.

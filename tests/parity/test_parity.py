@@ -165,7 +165,7 @@ def test_setting_results_match_torch(results: Results, launch: Launch, index: in
 
 def test_uneven_shards_on_smaller_mesh_match_torch(tmp_path: Path) -> None:
     """The grid excludes these settings, because torch splits the shards in rows of another size
-    (tests/STOCK_BUGS.md, B5). The collectives therefore differ, but the results must be equal."""
+    (tests/TORCH_BUGS.md, B5). The collectives therefore differ, but the results must be equal."""
     plain = Setting(family="odd", reshard="2")
     settings = [plain, replace(plain, param="bf16"), replace(plain, comm="custom", inference=True)]
     torch_records = run_grid("torch", settings, Launch(4), tmp_path, ours=False)

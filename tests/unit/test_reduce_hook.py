@@ -1,6 +1,6 @@
 """An all-reduce hook with its own stream is synchronized with the all-reduce stream on both sides.
 
-In torch the memory of the hook's tensor can be reused too early: tests/STOCK_BUGS.md, B9.
+In torch the memory of the hook's tensor can be reused too early: tests/TORCH_BUGS.md, B9.
 tests/c/test_reduce.c tests that the core keeps this memory until the hook's stream is done.
 """
 

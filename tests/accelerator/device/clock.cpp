@@ -1,4 +1,4 @@
-/* Vector clocks of the streams, and which of them is current on this thread. */
+/* Vector clocks, and the current device and streams of each thread. */
 #include "clock.h"
 
 #include <c10/util/Exception.h>
@@ -17,8 +17,8 @@ void Clock::join(const Clock &other) {
     }
 }
 
-bool Clock::covers(int lane, Tick tick) const {
-    const auto index = static_cast<size_t>(lane);
+bool Clock::covers(int stream_index, Tick tick) const {
+    const auto index = static_cast<size_t>(stream_index);
     return tick == 0 || (index < ticks_.size() && ticks_[index] >= tick);
 }
 
@@ -31,8 +31,8 @@ bool Clock::covers(const Clock &other) const {
     return true;
 }
 
-Tick Clock::advance(int lane) {
-    const auto index = static_cast<size_t>(lane);
+Tick Clock::advance(int stream_index) {
+    const auto index = static_cast<size_t>(stream_index);
     if (ticks_.size() <= index) {
         ticks_.resize(index + 1);
     }
@@ -40,36 +40,36 @@ Tick Clock::advance(int lane) {
 }
 
 World &world() {
-    static World *const only = new World; /* outlives threads that are still running at exit */
+    static World *const only = new World; /* never freed: threads may run at exit */
     return *only;
 }
 
-int World::lane(c10::Stream stream) {
-    auto &known = devices.at(static_cast<size_t>(stream.device_index())).lanes;
-    const auto found = known.find(stream.id());
-    if (found != known.end()) {
+int World::index_of(c10::Stream stream) {
+    auto &indices = devices.at(static_cast<size_t>(stream.device_index())).stream_indices;
+    const auto found = indices.find(stream.id());
+    if (found != indices.end()) {
         return found->second;
     }
-    const int number = static_cast<int>(lanes.size());
-    lanes.push_back(Lane{stream, {}});
-    known.emplace(stream.id(), number);
+    const int number = static_cast<int>(streams.size());
+    streams.push_back(StreamState{stream, {}});
+    indices.emplace(stream.id(), number);
     return number;
 }
 
 Epoch World::begin(c10::Stream stream, const char *name) {
-    const int number = lane(stream);
-    Clock &clock = lanes[static_cast<size_t>(number)].clock;
+    const int number = index_of(stream);
+    Clock &clock = streams[static_cast<size_t>(number)].clock;
     clock.join(devices.at(static_cast<size_t>(stream.device_index())).host);
     return Epoch{number, clock.advance(number), name, ++serial};
 }
 
 bool World::covers(int number, const Epoch &epoch) const {
-    return epoch.lane < 0 ||
-           lanes[static_cast<size_t>(number)].clock.covers(epoch.lane, epoch.tick);
+    return epoch.stream_index < 0 ||
+           streams[static_cast<size_t>(number)].clock.covers(epoch.stream_index, epoch.tick);
 }
 
 std::string World::describe(const Epoch &epoch) const {
-    const c10::Stream stream = lanes[static_cast<size_t>(epoch.lane)].stream;
+    const c10::Stream stream = streams[static_cast<size_t>(epoch.stream_index)].stream;
     std::ostringstream text;
     text << epoch.name << " (operation " << epoch.serial << ", device "
          << static_cast<int>(stream.device_index()) << ", stream " << stream.id() << ")";
@@ -81,18 +81,18 @@ void World::host_waits(c10::DeviceIndex device, const Clock &clock) {
 }
 
 void World::host_waits_for_all(c10::DeviceIndex device) {
-    for (const Lane &one : lanes) {
-        if (one.stream.device_index() == device) {
-            host_waits(device, one.clock);
+    for (const StreamState &state : streams) {
+        if (state.stream.device_index() == device) {
+            host_waits(device, state.clock);
         }
     }
 }
 
 void World::forget() {
-    lanes.clear();
+    streams.clear();
     for (Device &device : devices) {
         device.host = {};
-        device.lanes.clear();
+        device.stream_indices.clear();
     }
 }
 
@@ -132,7 +132,7 @@ c10::Stream new_stream(c10::DeviceIndex device) {
 void *handle_of(c10::Stream stream) {
     const auto number = static_cast<uintptr_t>(stream.id()) * kDevices +
                         static_cast<uintptr_t>(stream.device_index());
-    return reinterpret_cast<void *>(number + 1); /* never NULL: that would be no stream */
+    return reinterpret_cast<void *>(number + 1); /* never NULL, which means no stream */
 }
 
 c10::Stream stream_of(void *handle) {

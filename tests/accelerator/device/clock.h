@@ -1,8 +1,9 @@
-/* Time on the simulated device: vector clocks of streams, of events and of the host.
+/* Vector clocks of the simulated device: of streams, events and the host.
  *
- * A lane is a stream of a device under a small number. Every operation is a tick of its lane; a
- * clock says, for each lane, up to which tick everything has happened before. What a clock covers
- * needs no luck to be over. One lock (`world()`) guards all of it. */
+ * Each stream has an index. Every operation is one tick of its stream. A clock stores, for each
+ * stream index, the tick up to which all operations are ordered before the clock's owner. An
+ * operation that a clock covers is complete whatever the timing. `world().mutex` guards all state
+ * of the simulated device. */
 #ifndef SIM_CLOCK_H
 #define SIM_CLOCK_H
 
@@ -25,30 +26,30 @@ using Tick = uint64_t;
 class Clock {
   public:
     void join(const Clock &other);
-    bool covers(int lane, Tick tick) const;
+    bool covers(int stream_index, Tick tick) const;
     bool covers(const Clock &other) const;
-    Tick advance(int lane); /* the lane's next tick */
+    Tick advance(int stream_index); /* returns the stream's next tick */
 
   private:
-    std::vector<Tick> ticks_; /* by lane; what is missing is 0 */
+    std::vector<Tick> ticks_; /* by stream index; missing entries are 0 */
 };
 
-/* What was done to memory last: by which operation, and when. */
+/* An operation on a stream, and its tick: the last access of a piece of memory. */
 struct Epoch {
-    int lane = -1; /* -1: nobody */
+    int stream_index = -1; /* -1: no operation */
     Tick tick = 0;
     const char *name = "";
-    uint64_t serial = 0; /* of the operation, in the order of the host's calls */
+    uint64_t serial = 0; /* number of the operation, in the order of the host's calls */
 };
 
-struct Lane {
+struct StreamState {
     c10::Stream stream;
     Clock clock;
 };
 
 struct Device {
-    Clock host; /* what the host knows to be over */
-    std::map<int64_t, int> lanes;
+    Clock host; /* operations for which the host has waited */
+    std::map<int64_t, int> stream_indices;
     int64_t next_stream = 1;
 };
 
@@ -57,37 +58,38 @@ struct Event {
     bool recorded = false;
 };
 
-/* All clocks, the devices and the lock. */
+/* All clocks, the devices and the mutex. */
 struct World {
     std::recursive_mutex mutex;
     std::array<Device, kDevices> devices;
-    std::vector<Lane> lanes;
+    std::vector<StreamState> streams;
     uint64_t serial = 0;
     bool checks = true;
-    uint64_t late_seed = 0; /* not 0: writes that nobody has waited for may come late, see Memory */
-    bool foresees = false;  /* writes that may come early are noted, see Foresight */
+    uint64_t late_seed = 0;            /* not 0: delays writes, see Memory::delay */
+    bool records_early_writes = false; /* see EarlyWrites */
 
-    int lane(c10::Stream stream);
-    /* A tick of the stream for an operation of that name, after all that the host knows. */
+    int index_of(c10::Stream stream);
+    /* Begins an operation: joins the host's clock into the stream's and advances its tick. */
     Epoch begin(c10::Stream stream, const char *name);
-    bool covers(int lane, const Epoch &epoch) const;
+    /* Whether the stream's next operation is ordered after `epoch`. */
+    bool covers(int stream_index, const Epoch &epoch) const;
     std::string describe(const Epoch &epoch) const;
     void host_waits(c10::DeviceIndex device, const Clock &clock);
     void host_waits_for_all(c10::DeviceIndex device);
-    /* Everything that was queued is over; lanes are numbered anew. */
+    /* Drops all clocks and stream indices, as if the devices were idle. */
     void forget();
 };
 
 World &world();
 
-/* This thread's device and the current stream of each. */
+/* The calling thread's current device, and its current stream on each device. */
 c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex device);
 c10::Stream current_stream(c10::DeviceIndex device);
 void set_current_stream(c10::Stream stream);
 c10::Stream new_stream(c10::DeviceIndex device);
 
-/* The handle that kernels get for a stream, and back. */
+/* Converts between a stream and the handle that kernels get. */
 void *handle_of(c10::Stream stream);
 c10::Stream stream_of(void *handle);
 

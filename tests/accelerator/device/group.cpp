@@ -1,7 +1,7 @@
-/* Collectives as NCCL has them: an asynchronous one runs on a stream of the group's own and
- * `wait()` orders the current stream after it, a synchronous one runs on the current stream; the
- * host never waits for either. The data goes through a group for the CPU (gloo) or, where there is
- * none, as if all ranks had the same. */
+/* Collectives with NCCL's stream semantics. An asynchronous collective runs on the group's
+ * stream, and `wait()` orders the current stream after it. A synchronous one runs on the current
+ * stream. The host waits for neither. The data go through a CPU group (gloo). Without one
+ * ("loop"), the result is that of ranks with equal data. */
 #include "journal.h"
 #include "launch.h"
 #include "memory.h"
@@ -20,13 +20,14 @@ using c10d::OpType;
 
 class Work final : public c10d::Work {
   public:
-    Work(int rank, OpType type, c10::Stream stream, Clock end, Tensors kept)
-        : c10d::Work(rank, type), stream_(stream), end_(std::move(end)), kept_(std::move(kept)) {}
+    Work(int rank, OpType type, c10::Stream stream, Clock end, Tensors tensors)
+        : c10d::Work(rank, type), stream_(stream), end_(std::move(end)),
+          kept_tensors_(std::move(tensors)) {}
 
-    /* Nobody has waited: the memory stays until the stream is done with it. */
+    /* Without a wait, the memory is not reused before the stream is done with it. */
     ~Work() override {
         const Lock lock(world().mutex);
-        for (const at::Tensor &tensor : kept_) {
+        for (const at::Tensor &tensor : kept_tensors_) {
             memory().record_stream(tensor.storage().data(), stream_);
         }
     }
@@ -43,14 +44,14 @@ class Work final : public c10d::Work {
         return true;
     }
     void synchronize() override {
-        Tensors done; /* let go without the lock */
+        Tensors done; /* destroyed after the lock is released */
         const Lock lock(world().mutex);
         const c10::Stream current = current_stream(stream_.device_index());
-        if (journal().note("work wait", current) && journal().fault == "drop") {
+        if (journal().log_call("work wait", current) && journal().fault == "drop") {
             return;
         }
-        world().lanes[static_cast<size_t>(world().lane(current))].clock.join(end_);
-        done.swap(kept_);
+        world().streams[static_cast<size_t>(world().index_of(current))].clock.join(end_);
+        done.swap(kept_tensors_);
     }
     Tensors result() override {
         return {};
@@ -59,7 +60,7 @@ class Work final : public c10d::Work {
   private:
     c10::Stream stream_;
     Clock end_;
-    Tensors kept_;
+    Tensors kept_tensors_;
 };
 
 using c10::intrusive_ptr;
@@ -131,9 +132,10 @@ class Group final : public c10d::Backend {
                              inner_->_allgather_base(out[0], in[0])->wait();
                              return;
                          }
-                         const at::Tensor row = in[0].clone(); /* it may be one of the rows */
+                         const at::Tensor shard =
+                             in[0].clone(); /* the input may be a part of the output */
                          for (at::Tensor &part : out[0].view(-1).chunk(size_)) {
-                             part.copy_(row.view(-1));
+                             part.copy_(shard.view(-1));
                          }
                      });
     }
@@ -148,7 +150,7 @@ class Group final : public c10d::Backend {
                              return;
                          }
                          c10d::ReduceScatterOptions plain;
-                         at::Tensor sent = prepared(in[0], options.reduceOp, plain.reduceOp);
+                         at::Tensor sent = premultiply(in[0], options.reduceOp, plain.reduceOp);
                          inner_->_reduce_scatter_base(out[0], sent, plain)->wait();
                      });
     }
@@ -157,14 +159,14 @@ class Group final : public c10d::Backend {
         return issue("all_reduce", OpType::ALLREDUCE, {}, tensors, options.asyncOp,
                      [&](Tensors &, Tensors &out) {
                          if (!inner_) {
-                             for (at::Tensor &one : out) {
-                                 one.mul_(loop_factor(options.reduceOp));
+                             for (at::Tensor &tensor : out) {
+                                 tensor.mul_(loop_factor(options.reduceOp));
                              }
                              return;
                          }
                          c10d::AllreduceOptions plain;
-                         for (at::Tensor &one : out) {
-                             one.copy_(prepared(one, options.reduceOp, plain.reduceOp));
+                         for (at::Tensor &tensor : out) {
+                             tensor.copy_(premultiply(tensor, options.reduceOp, plain.reduceOp));
                          }
                          inner_->allreduce(out, plain)->wait();
                      });
@@ -184,8 +186,8 @@ class Group final : public c10d::Backend {
         return issue("all_gather", OpType::ALLGATHER, inputs, flat(outputs), options.asyncOp,
                      [&](Tensors &in, Tensors &out) {
                          if (!inner_) {
-                             for (at::Tensor &one : out) {
-                                 one.copy_(in[0]);
+                             for (at::Tensor &tensor : out) {
+                                 tensor.copy_(in[0]);
                              }
                              return;
                          }
@@ -247,15 +249,15 @@ class Group final : public c10d::Backend {
     intrusive_ptr<c10d::Backend> inner_;
     std::map<c10::DeviceIndex, c10::Stream> streams_; /* under world().mutex */
 
-    /* What a reduction over equal ranks multiplies by. */
+    /* The factor that a reduction over ranks with equal data amounts to. */
     double loop_factor(const c10d::ReduceOp &op) const {
         const bool adds = op.op_ == c10d::ReduceOp::SUM || is_premul(op);
         return adds ? factor_of(op) * size_ : 1.0;
     }
 
-    /* gloo knows no PREMUL_SUM: the tensor is multiplied first. */
-    static at::Tensor prepared(const at::Tensor &tensor, const c10d::ReduceOp &op,
-                               c10d::ReduceOp &plain) {
+    /* gloo has no PREMUL_SUM: returns the multiplied tensor, and the op for gloo in `plain`. */
+    static at::Tensor premultiply(const at::Tensor &tensor, const c10d::ReduceOp &op,
+                                  c10d::ReduceOp &plain) {
         plain = is_premul(op) ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
         return is_premul(op) ? tensor * factor_of(op) : tensor;
     }
@@ -272,7 +274,8 @@ class Group final : public c10d::Backend {
                                        : streams_.emplace(device, new_stream(device)).first->second;
     }
 
-    /* An asynchronous collective waits for all that the current stream has been given. */
+    /* Returns the collective's stream. An asynchronous collective waits for all earlier work of the
+     * current stream. */
     c10::Stream stream_for(c10::DeviceIndex device, bool async_op) {
         const Lock lock(world().mutex);
         const c10::Stream current = current_stream(device);
@@ -280,8 +283,9 @@ class Group final : public c10d::Backend {
             return current;
         }
         const c10::Stream own = own_stream(device);
-        const Clock now = world().lanes[static_cast<size_t>(world().lane(current))].clock;
-        world().lanes[static_cast<size_t>(world().lane(own))].clock.join(now);
+        const Clock current_clock =
+            world().streams[static_cast<size_t>(world().index_of(current))].clock;
+        world().streams[static_cast<size_t>(world().index_of(own))].clock.join(current_clock);
         return own;
     }
 
@@ -301,12 +305,13 @@ class Group final : public c10d::Backend {
         Tensors in = hosts_of(inputs);
         Tensors out = hosts_of(outputs);
         body(in, out);
-        Tensors kept;
+        Tensors tensors;
         if (async_op) {
-            kept.insert(kept.end(), inputs.begin(), inputs.end());
-            kept.insert(kept.end(), outputs.begin(), outputs.end());
+            tensors.insert(tensors.end(), inputs.begin(), inputs.end());
+            tensors.insert(tensors.end(), outputs.begin(), outputs.end());
         }
-        return c10::make_intrusive<Work>(rank_, type, stream, launch.done(), std::move(kept));
+        return c10::make_intrusive<Work>(rank_, type, stream, launch.end_clock(),
+                                         std::move(tensors));
     }
 };
 

@@ -1,4 +1,4 @@
-/* What torch asks a device for: devices, streams, events (DeviceGuardImplInterface) and hooks. */
+/* torch's device interfaces: DeviceGuardImplInterface (devices, streams, events) and hooks. */
 #include "journal.h"
 #include "memory.h"
 
@@ -14,7 +14,7 @@ namespace {
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 Clock &clock_of(const c10::Stream &stream) {
-    return world().lanes[static_cast<size_t>(world().lane(stream))].clock;
+    return world().streams[static_cast<size_t>(world().index_of(stream))].clock;
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -46,7 +46,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Stream getStream(c10::Device device) const override {
         const Lock lock(world().mutex);
         const c10::Stream stream = current_stream(device.index());
-        const bool at_fault = journal().note("current", stream, false);
+        const bool at_fault = journal().log_call("current", stream, false);
         return at_fault && journal().fault == "other stream" ? new_stream(device.index()) : stream;
     }
     c10::Stream getDefaultStream(c10::Device device) const override {
@@ -73,23 +73,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         if (*event == nullptr) {
             *event = new Event;
         }
-        auto *const made = static_cast<Event *>(*event);
-        const bool at_fault = journal().note("record", stream);
+        auto *const recorded_event = static_cast<Event *>(*event);
+        const bool at_fault = journal().log_call("record", stream);
         const std::string &fault = journal().fault;
         if (at_fault && fault == "drop") {
             return;
         }
-        made->recorded = true;
-        made->clock = at_fault && fault == "wrong stream"
-                          ? clock_of(c10::Stream(c10::Stream::DEFAULT, stream.device()))
-                          : clock_of(stream);
+        recorded_event->recorded = true;
+        recorded_event->clock = at_fault && fault == "wrong stream"
+                                    ? clock_of(c10::Stream(c10::Stream::DEFAULT, stream.device()))
+                                    : clock_of(stream);
     }
     void block(void *event, const c10::Stream &stream) const override {
         const Lock lock(world().mutex);
-        const auto *const made = static_cast<const Event *>(event);
-        const bool at_fault = journal().note("wait", stream);
-        if (made != nullptr && made->recorded && !(at_fault && journal().fault == "drop")) {
-            clock_of(stream).join(made->clock);
+        const auto *const recorded_event = static_cast<const Event *>(event);
+        const bool at_fault = journal().log_call("wait", stream);
+        if (recorded_event != nullptr && recorded_event->recorded &&
+            !(at_fault && journal().fault == "drop")) {
+            clock_of(stream).join(recorded_event->clock);
         }
     }
     bool queryEvent(void *) const override {
@@ -100,12 +101,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     void synchronizeEvent(void *event) const override {
         const Lock lock(world().mutex);
-        const auto *const made = static_cast<const Event *>(event);
-        if (journal().note("synchronize", current_stream(-1)) && journal().fault == "drop") {
+        const auto *const recorded_event = static_cast<const Event *>(event);
+        if (journal().log_call("synchronize", current_stream(-1)) && journal().fault == "drop") {
             return;
         }
-        if (made != nullptr && made->recorded) {
-            world().host_waits(current_device(), made->clock);
+        if (recorded_event != nullptr && recorded_event->recorded) {
+            world().host_waits(current_device(), recorded_event->clock);
         }
     }
 

@@ -1,5 +1,5 @@
-/* The host's own use of pinned memory: operators of the CPU, which know nothing of the device, are
- * seen as torch's profiler sees them. What they touch has to be over as far as the host knows. */
+/* Checks CPU operators that use pinned memory. torch's profiler callbacks report these operators.
+ * The host must have waited for the device operations that use the same memory. */
 #include "journal.h"
 #include "memory.h"
 
@@ -12,23 +12,23 @@ namespace sim {
 
 namespace {
 
-bool known_to_host(const Epoch &epoch) {
+bool is_complete_for_host(const Epoch &epoch) {
     const World &all = world();
-    const auto lane = static_cast<size_t>(epoch.lane);
-    if (epoch.lane < 0 || lane >= all.lanes.size()) {
+    const auto index = static_cast<size_t>(epoch.stream_index);
+    if (epoch.stream_index < 0 || index >= all.streams.size()) {
         return true;
     }
-    const auto device = static_cast<size_t>(all.lanes[lane].stream.device_index());
-    return all.devices.at(device).host.covers(epoch.lane, epoch.tick);
+    const auto device = static_cast<size_t>(all.streams[index].stream.device_index());
+    return all.devices.at(device).host.covers(epoch.stream_index, epoch.tick);
 }
 
-/* The device operation that is still using the cell, as far as the host knows. */
-const Epoch *pending(const Cell &cell, bool write) {
-    if (!known_to_host(cell.write)) {
+/* Returns a device operation on the cell for which the host has not waited, or NULL. */
+const Epoch *find_incomplete_access(const Cell &cell, bool write) {
+    if (!is_complete_for_host(cell.write)) {
         return &cell.write;
     }
     for (const Epoch &read : cell.reads) {
-        if (write && !known_to_host(read)) {
+        if (write && !is_complete_for_host(read)) {
             return &read;
         }
     }
@@ -45,11 +45,11 @@ void check(const at::Tensor &tensor, bool write, const char *name) {
         return;
     }
     for (const auto &[from, cell] : block->cells) {
-        const Epoch *const other = pending(cell, write);
-        if (other != nullptr) {
-            journal().find(std::string("race: the ") + (write ? "write" : "read") + " by " + name +
-                           " of the host does not wait for " + world().describe(*other) +
-                           ": pinned memory");
+        const Epoch *const incomplete = find_incomplete_access(cell, write);
+        if (incomplete != nullptr) {
+            journal().report(std::string("race: the ") + (write ? "write" : "read") + " by " +
+                             name + " of the host does not wait for " +
+                             world().describe(*incomplete) + ": pinned memory");
             return;
         }
     }
@@ -59,18 +59,18 @@ void check(const c10::IValue &value, bool write, const char *name) {
     if (value.isTensor()) {
         check(value.toTensor(), write, name);
     } else if (value.isTensorList()) {
-        for (const at::Tensor &one : value.toTensorVector()) {
-            check(one, write, name);
+        for (const at::Tensor &element : value.toTensorVector()) {
+            check(element, write, name);
         }
     }
 }
 
-std::unique_ptr<at::ObserverContext> before(const at::RecordFunction &call) {
+std::unique_ptr<at::ObserverContext> check_inputs(const at::RecordFunction &call) {
     const auto schema = call.operator_schema();
     const auto inputs = call.inputs();
     for (size_t i = 0; schema && i < inputs.size() && i < schema->arguments().size(); i++) {
         const c10::AliasInfo *const alias = schema->arguments()[i].alias_info();
-        if (alias == nullptr || alias->isWrite()) { /* of a view nothing is read */
+        if (alias == nullptr || alias->isWrite()) { /* a view reads nothing */
             check(inputs[i], alias != nullptr, call.name());
         }
     }
@@ -79,9 +79,10 @@ std::unique_ptr<at::ObserverContext> before(const at::RecordFunction &call) {
 
 } // namespace
 
-void watch_the_host() {
-    static const auto handle = at::addGlobalCallback(
-        at::RecordFunctionCallback(&before).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+void check_host_operators() {
+    static const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(&check_inputs)
+                                                         .needsInputs(true)
+                                                         .scopes({at::RecordScope::FUNCTION}));
     (void)handle;
 }
 

@@ -1,4 +1,4 @@
-/* Findings, counters and faults. */
+/* The log of findings, counts and calls, and the selection of the call that fails. */
 #include "journal.h"
 
 #include <execinfo.h>
@@ -15,9 +15,9 @@ Journal &journal() {
     return *only;
 }
 
-void Journal::find(std::string text) {
-    constexpr size_t kEnough = 200;
-    if (findings.size() < kEnough) {
+void Journal::report(std::string text) {
+    constexpr size_t kMaxFindings = 200;
+    if (findings.size() < kMaxFindings) {
         findings.push_back(std::move(text));
     }
 }
@@ -30,19 +30,20 @@ namespace {
 
 struct Range {
     uintptr_t base = 0, end = 0;
-    const char *wanted;
+    const char *library_name;
 };
 
-/* Where the library of that name lies in memory. */
-int note_range(dl_phdr_info *info, size_t, void *data) {
+/* dl_iterate_phdr callback: finds the address range of the library. */
+int find_range(dl_phdr_info *info, size_t, void *data) {
     auto *const range = static_cast<Range *>(data);
-    if (std::strstr(info->dlpi_name, range->wanted) == nullptr) {
+    if (std::strstr(info->dlpi_name, range->library_name) == nullptr) {
         return 0;
     }
     range->base = info->dlpi_addr;
     for (int i = 0; i < info->dlpi_phnum; i++) {
-        const auto &part = info->dlpi_phdr[i];
-        range->end = std::max<uintptr_t>(range->end, range->base + part.p_vaddr + part.p_memsz);
+        const auto &segment = info->dlpi_phdr[i];
+        range->end =
+            std::max<uintptr_t>(range->end, range->base + segment.p_vaddr + segment.p_memsz);
     }
     return 1;
 }
@@ -56,15 +57,15 @@ void Journal::watch(const std::string &library, const std::string &what, int64_t
     watched_from = watched_to = 0;
     if (!library.empty()) {
         Range range{0, 0, library.c_str()};
-        dl_iterate_phdr(&note_range, &range);
+        dl_iterate_phdr(&find_range, &range);
         watched_from = range.base;
         watched_to = range.end;
     }
 }
 
-bool Journal::note(const char *kind, c10::Stream stream, bool orders) {
+bool Journal::log_call(const char *kind, c10::Stream stream, bool orders) {
     counts[kind]++;
-    if (watched_to == 0 || orders != noted_orders()) {
+    if (watched_to == 0 || orders != logs_ordering_calls()) {
         return false;
     }
     std::array<void *, 48> stack{};

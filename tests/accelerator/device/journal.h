@@ -1,5 +1,4 @@
-/* What the simulated device saw: findings, counters, and each call that orders streams, which a
- * test may have dropped. */
+/* Findings, counters, the log of calls that order streams, and faults injected into these calls. */
 #ifndef SIM_JOURNAL_H
 #define SIM_JOURNAL_H
 
@@ -11,34 +10,35 @@
 
 namespace sim {
 
-/* A call that orders streams: "record", "wait", "work wait" (for a collective), "synchronize";
- * or one that could be wrong: "current" (asks for the current stream), "allocate". */
+/* A logged call. "record", "wait", "work wait" (for a collective) and "synchronize" order streams.
+ * "current" (returns the current stream) and "allocate" are logged for the other faults. */
 struct Call {
     const char *kind;
     int64_t stream;
-    std::vector<uintptr_t> frames; /* inside the watched library, innermost first */
+    std::vector<uintptr_t> frames; /* of the watched library, innermost first */
 };
 
 struct Journal {
     std::vector<std::string> findings;
-    std::map<std::string, uint64_t> counts; /* operations by name, and "record", "wait" */
-    std::vector<Call> calls;                /* only while a library is watched */
-    uintptr_t watched_from = 0;             /* where the library lies; 0: none is watched */
+    std::map<std::string, uint64_t> counts; /* by name of operation or kind of call */
+    std::vector<Call> calls;                /* logged while a library is watched */
+    uintptr_t watched_from = 0;             /* address range of the library; 0: none */
     uintptr_t watched_to = 0;
-    std::string fault;     /* what goes wrong, empty: nothing */
-    int64_t fault_at = -1; /* at which call of the watched library */
+    std::string fault;     /* "drop", "wrong stream", "other stream", "early free", or empty */
+    int64_t fault_at = -1; /* index of the logged call that fails */
 
-    /* Notes the calls that come from the library whose file name has this in it, from now on; one
-     * of them goes wrong. */
+    /* Starts logging the calls from the library whose file name contains `library`, and arms the
+     * fault `what` for the call of index `at`. */
     void watch(const std::string &library, const std::string &what, int64_t at);
-    void find(std::string text);
+    void report(std::string text);
     void count(const char *name);
-    /* Notes a call. True: the armed fault is to happen at this one. */
-    bool note(const char *kind, c10::Stream stream, bool orders = true);
+    /* Counts a call and logs it if it comes from the watched library. `orders`: the call orders
+     * streams. Returns true if the armed fault must happen at this call. */
+    bool log_call(const char *kind, c10::Stream stream, bool orders = true);
 
   private:
-    /* Which kind of calls is noted and numbered: those that order, or the others. */
-    bool noted_orders() const {
+    /* Whether the log has the calls that order streams, or the others. The fault decides. */
+    bool logs_ordering_calls() const {
         return fault != "other stream" && fault != "early free";
     }
 };

@@ -1,5 +1,5 @@
-/* fsdp_c's kernels on the device: those of the CPU over the same memory, and each address that they
- * are given is an access of their stream. */
+/* fsdp_c's kernels for the device: the CPU kernels over the same memory. All addresses in their
+ * arguments are recorded as accesses of the stream. */
 #include "../../../csrc/kernels/kernels.h"
 #include "journal.h"
 #include "launch.h"
@@ -28,19 +28,19 @@ int64_t size_of(fck_dtype type, int32_t otherwise) {
     }
 }
 
-void jobs(const char *name, size_t count) {
+void count_jobs(const char *name, size_t count) {
     const std::lock_guard<std::recursive_mutex> lock(world().mutex);
     journal().counts[name] += count;
 }
 
 const char *pack(const fck_segment *segments, size_t count, void *stream) {
     Launch launch("fsdp_c::pack", stream_of(stream));
-    jobs("jobs", count);
+    count_jobs("jobs", count);
     for (size_t i = 0; i < count; i++) {
         const fck_segment &s = segments[i];
         const int64_t target = s.src_dtype == s.dst_dtype ? s.itemsize : size_of(s.dst_dtype, 0);
-        launch.uses(s.src, static_cast<size_t>(s.count * s.itemsize), false);
-        launch.uses(s.dst, static_cast<size_t>(s.count * target), true);
+        launch.access(s.src, static_cast<size_t>(s.count * s.itemsize), false);
+        launch.access(s.dst, static_cast<size_t>(s.count * target), true);
     }
     return cpu->pack(segments, count, nullptr);
 }
@@ -48,14 +48,14 @@ const char *pack(const fck_segment *segments, size_t count, void *stream) {
 const char *unpack(const void *rows, int64_t row_bytes, int64_t world_size,
                    const fck_column *columns, size_t count, void *stream) {
     Launch launch("fsdp_c::unpack", stream_of(stream));
-    jobs("jobs", count);
+    count_jobs("jobs", count);
     for (size_t i = 0; i < count; i++) {
         const fck_column &c = columns[i];
         const auto bytes = static_cast<size_t>(c.bytes * c.blocks);
         for (int64_t r = 0; r < world_size; r++) {
-            launch.uses(static_cast<const char *>(rows) + r * row_bytes + c.offset, bytes, false);
+            launch.access(static_cast<const char *>(rows) + r * row_bytes + c.offset, bytes, false);
         }
-        launch.uses(c.dst, bytes * static_cast<size_t>(world_size), true);
+        launch.access(c.dst, bytes * static_cast<size_t>(world_size), true);
     }
     return cpu->unpack(rows, row_bytes, world_size, columns, count, nullptr);
 }
@@ -63,14 +63,14 @@ const char *unpack(const void *rows, int64_t row_bytes, int64_t world_size,
 const char *pack_gradients(const fck_gradient *gradients, size_t count, int64_t world_size,
                            void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream) {
     Launch launch("fsdp_c::pack_gradients", stream_of(stream));
-    jobs("jobs", count);
+    count_jobs("jobs", count);
     for (size_t i = 0; i < count; i++) {
         const fck_gradient &g = gradients[i];
         const int64_t size = g.src_dtype == dst_dtype ? g.itemsize : size_of(dst_dtype, 0);
-        launch.uses(g.src, static_cast<size_t>(g.blocks * g.numel * g.itemsize), false);
+        launch.access(g.src, static_cast<size_t>(g.blocks * g.numel * g.itemsize), false);
         for (int64_t r = 0; r < world_size; r++) {
-            launch.uses(static_cast<char *>(dst) + (r * row_numel + g.offset) * size,
-                        static_cast<size_t>(g.blocks * g.chunk * size), true);
+            launch.access(static_cast<char *>(dst) + (r * row_numel + g.offset) * size,
+                          static_cast<size_t>(g.blocks * g.chunk * size), true);
         }
     }
     return cpu->pack_gradients(gradients, count, world_size, dst, row_numel, dst_dtype, nullptr);

@@ -1,7 +1,7 @@
-/* Which bytes an operation touches, and when. */
+/* The bytes that an operation accesses, and its place in the vector clocks. */
 #include "launch.h"
 
-#include "foresight.h"
+#include "early_writes.h"
 #include "journal.h"
 #include "memory.h"
 
@@ -16,9 +16,9 @@ namespace {
 using Lock = std::lock_guard<std::recursive_mutex>;
 constexpr int64_t kMostRuns = 512;
 
-/* The runs of contiguous bytes that a tensor consists of; where they are many, one around all. */
+/* The contiguous runs of a tensor's elements. More than kMostRuns become one run around all. */
 struct Runs {
-    std::vector<int64_t> sizes, strides; /* of the dims above a run, in elements */
+    std::vector<int64_t> sizes, strides; /* of the dims outside a run, in elements */
     int64_t run = 1;                     /* elements */
     int64_t count = 1;
 
@@ -68,13 +68,13 @@ Launch::Launch(const char *name, c10::Stream stream) : stream_(stream) {
     journal().count(name);
 }
 
-void Launch::uses(const void *from, size_t bytes, bool write) {
+void Launch::access(const void *from, size_t bytes, bool write) {
     const Lock lock(world().mutex);
     const auto start = reinterpret_cast<uintptr_t>(from);
     if (write) {
         written_.emplace_back(start, start + bytes);
     } else {
-        foresight().show(start, start + bytes, epoch_, replaced_);
+        early_writes().replay(start, start + bytes, epoch_, replaced_);
     }
     if (world().late_seed != 0 && !write) {
         memory().delay(start, start + bytes, epoch_, replaced_);
@@ -84,49 +84,50 @@ void Launch::uses(const void *from, size_t bytes, bool write) {
 
 Launch::~Launch() {
     const Lock lock(world().mutex);
-    for (const Bytes &before : replaced_) {
-        const uintptr_t end = before.start + before.data.size();
-        const bool ours = std::any_of(written_.begin(), written_.end(), [&](const auto &range) {
-            return range.first < end && before.start < range.second;
-        });
-        if (!ours) {
-            std::memcpy(reinterpret_cast<char *>(before.start), before.data.data(),
-                        before.data.size());
+    for (const Bytes &bytes : replaced_) {
+        const uintptr_t end = bytes.start + bytes.data.size();
+        const bool is_overwritten =
+            std::any_of(written_.begin(), written_.end(), [&](const auto &range) {
+                return range.first < end && bytes.start < range.second;
+            });
+        if (!is_overwritten) {
+            std::memcpy(reinterpret_cast<char *>(bytes.start), bytes.data.data(),
+                        bytes.data.size());
         }
     }
-    foresight().complete(epoch_);
+    early_writes().complete(epoch_);
 }
 
-void Launch::tensor(const at::Tensor &tensor, bool write) {
+void Launch::access_tensor(const at::Tensor &tensor, bool write) {
     if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) {
         return;
     }
     const Lock lock(world().mutex);
     const auto size = static_cast<int64_t>(tensor.dtype().itemsize());
     const auto *const data = static_cast<const char *>(tensor.const_data_ptr());
-    memory().named(tensor.storage().unsafeGetStorageImpl(), data);
+    memory().label_block(tensor.storage().unsafeGetStorageImpl(), data);
     const Runs runs(tensor);
     for (int64_t i = 0; i < runs.count; i++) {
-        uses(data + runs.start(i) * size, static_cast<size_t>(runs.run * size), write);
+        access(data + runs.start(i) * size, static_cast<size_t>(runs.run * size), write);
     }
 }
 
-void Launch::reads(const at::Tensor &one) {
-    tensor(one, false);
+void Launch::reads(const at::Tensor &tensor) {
+    access_tensor(tensor, false);
 }
 
-void Launch::writes(const at::Tensor &one) {
-    tensor(one, true);
+void Launch::writes(const at::Tensor &tensor) {
+    access_tensor(tensor, true);
 }
 
-Clock Launch::done() const {
+Clock Launch::end_clock() const {
     const Lock lock(world().mutex);
-    return world().lanes[static_cast<size_t>(world().lane(stream_))].clock;
+    return world().streams[static_cast<size_t>(world().index_of(stream_))].clock;
 }
 
 void Launch::host_waits() {
     const Lock lock(world().mutex);
-    world().host_waits(stream_.device_index(), done());
+    world().host_waits(stream_.device_index(), end_clock());
 }
 
 bool on_device(const at::Tensor &tensor) {
@@ -138,14 +139,14 @@ at::Tensor as_host(const at::Tensor &tensor) {
     c10::Storage storage(c10::Storage::use_byte_size_t(), from.nbytes(),
                          c10::DataPtr(const_cast<void *>(from.data()), c10::DeviceType::CPU),
                          c10::GetAllocator(c10::DeviceType::CPU), true);
-    auto made = at::detail::make_tensor<c10::TensorImpl>(
+    auto host = at::detail::make_tensor<c10::TensorImpl>(
         std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
-    c10::TensorImpl *const impl = made.unsafeGetTensorImpl();
+    c10::TensorImpl *const impl = host.unsafeGetTensorImpl();
     impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
         impl->set_wrapped_number(true);
     }
-    return made;
+    return host;
 }
 
 } // namespace sim

@@ -1,4 +1,4 @@
-/* One operation on the device: what it uses, and that it runs. */
+/* One operation on the device, with its accesses. */
 #ifndef SIM_LAUNCH_H
 #define SIM_LAUNCH_H
 
@@ -9,8 +9,8 @@
 
 namespace sim {
 
-/* An operation that is being issued to a stream. The accesses are noted as they are named; the host
- * executes it at once. */
+/* An operation that the host issues to a stream and executes immediately, while this object lives.
+ * Call reads(), writes() and access() before the operation is executed. */
 class Launch {
   public:
     Launch(const char *name, c10::Stream stream);
@@ -19,21 +19,22 @@ class Launch {
     ~Launch();
     void reads(const at::Tensor &tensor);
     void writes(const at::Tensor &tensor);
-    void uses(const void *from, size_t bytes, bool write);
-    void host_waits(); /* the host goes on when the stream is done with it */
-    Clock done() const;
+    void access(const void *from, size_t bytes, bool write);
+    void host_waits(); /* the host waits until the operation is complete */
+    Clock end_clock() const;
 
   private:
     c10::Stream stream_;
     Epoch epoch_;
-    std::vector<Bytes> replaced_; /* what reads see other bytes of, put back in the end */
+    std::vector<Bytes> replaced_; /* bytes changed for reads; the destructor restores them */
     std::vector<std::pair<uintptr_t, uintptr_t>> written_;
-    at::DisableRecordFunctionGuard alone_; /* what executes it is no operator of the host's own */
-    void tensor(const at::Tensor &tensor, bool write);
+    /* Hides the CPU operators that execute the operation from host.cpp. */
+    at::DisableRecordFunctionGuard profiling_guard_;
+    void access_tensor(const at::Tensor &tensor, bool write);
 };
 
 bool on_device(const at::Tensor &tensor);
-/* The same memory as a tensor on the CPU. */
+/* Returns a CPU tensor over the same memory. */
 at::Tensor as_host(const at::Tensor &tensor);
 
 } // namespace sim

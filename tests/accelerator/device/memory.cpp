@@ -1,12 +1,12 @@
 /* The caching allocator, and the check of every access.
  *
- * A freed block may be handed out again to its stream at once. Whoever still uses it on another
- * stream must be ordered before: that is asked at the stream's next allocation of anything, for all
- * blocks that are free, since any of them might have been the one. So it does not depend on sizes
- * whether a buffer that was freed too early is found. */
+ * A freed block can be reused on its stream immediately, so its last uses on other streams must
+ * be ordered before the stream's next allocation. Each allocation checks all free blocks of the
+ * stream, not only the one that it returns. A buffer that is freed too early is therefore
+ * reported whatever the sizes of later allocations. */
 #include "memory.h"
 
-#include "foresight.h"
+#include "early_writes.h"
 #include "journal.h"
 
 #include <algorithm>
@@ -19,31 +19,31 @@ namespace sim {
 
 namespace {
 
-constexpr size_t kRound = 512;
+constexpr size_t kAlignment = 512;
 constexpr int kPoison = 0xFF; /* NaN in every floating type */
 
-size_t rounded(size_t bytes) {
-    return std::max(kRound, (bytes + kRound - 1) / kRound * kRound);
+size_t round_up(size_t bytes) {
+    return std::max(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
 }
 
-/* Splits the cells at `at`. */
-void cut(std::map<uintptr_t, Cell> &cells, uintptr_t at) {
+/* Splits the cell that contains address `at`, so that a cell begins there. */
+void split_cell(std::map<uintptr_t, Cell> &cells, uintptr_t at) {
     auto next = cells.upper_bound(at);
     if (next == cells.begin()) {
         return;
     }
     auto cell = std::prev(next);
     if (cell->first < at && at < cell->second.end) {
-        Cell rest = cell->second;
+        Cell second = cell->second;
         cell->second.end = at;
-        cells.emplace_hint(next, at, std::move(rest));
+        cells.emplace_hint(next, at, std::move(second));
     }
 }
 
-std::string whose(const Block &block, uintptr_t from, uintptr_t to) {
+std::string describe_bytes(const Block &block, uintptr_t from, uintptr_t to) {
     std::ostringstream text;
     text << "bytes " << from - block.start << " to " << to - block.start << " of block "
-         << block.serial << " (" << block.asked << " bytes";
+         << block.serial << " (" << block.requested << " bytes";
     if (!block.label.empty()) {
         text << ", " << block.label;
     }
@@ -51,23 +51,24 @@ std::string whose(const Block &block, uintptr_t from, uintptr_t to) {
     return text.str();
 }
 
-/* Notes that `by` and who was there last are in no order. */
-void conflict(const Block &block, uintptr_t from, uintptr_t to, const Epoch &by, bool write,
-              const Epoch &last, bool was_write) {
-    static std::pair<uint64_t, uint64_t> told; /* of many rows of a tensor, one is enough */
-    if (std::exchange(told, {by.serial, last.serial}) == std::pair(by.serial, last.serial)) {
+/* Reports that `by` is not ordered after the access `last`. */
+void report_race(const Block &block, uintptr_t from, uintptr_t to, const Epoch &by, bool write,
+                 const Epoch &last, bool was_write) {
+    static std::pair<uint64_t, uint64_t> last_reported; /* one report per pair of operations */
+    if (std::exchange(last_reported, {by.serial, last.serial}) ==
+        std::pair(by.serial, last.serial)) {
         return;
     }
     std::ostringstream text;
     text << "race: the " << (write ? "write" : "read") << " by " << world().describe(by)
          << " is not ordered after the " << (was_write ? "write" : "read") << " by "
-         << world().describe(last) << ": " << whose(block, from, to);
-    journal().find(text.str());
+         << world().describe(last) << ": " << describe_bytes(block, from, to);
+    journal().report(text.str());
 }
 
-void note_read(Cell &cell, const Epoch &by) {
+void add_read(Cell &cell, const Epoch &by) {
     for (Epoch &read : cell.reads) {
-        if (read.lane == by.lane) {
+        if (read.stream_index == by.stream_index) {
             read = by;
             return;
         }
@@ -75,28 +76,28 @@ void note_read(Cell &cell, const Epoch &by) {
     cell.reads.push_back(by);
 }
 
-/* Checks one cell; true where something was found. */
+/* Checks the access of one cell. Returns true if it was reported. */
 bool check(const Block &block, uintptr_t from, const Cell &cell, bool write, const Epoch &by) {
     const World &all = world();
-    if (!all.covers(by.lane, cell.write)) {
-        conflict(block, from, cell.end, by, write, cell.write, true);
+    if (!all.covers(by.stream_index, cell.write)) {
+        report_race(block, from, cell.end, by, write, cell.write, true);
         return true;
     }
     for (const Epoch &read : cell.reads) {
-        if (write && !all.covers(by.lane, read)) {
-            conflict(block, from, cell.end, by, write, read, false);
+        if (write && !all.covers(by.stream_index, read)) {
+            report_race(block, from, cell.end, by, write, read, false);
             return true;
         }
     }
     return false;
 }
 
-/* Half of the writes; which ones, the seed says. */
-bool comes_late(const Epoch &write) {
+/* Selects half of the writes by the seed. */
+bool is_delayed(const Epoch &write) {
     return (write.tick * 2654435761U ^ world().late_seed * 40503U) >> 3 & 1U;
 }
 
-std::shared_ptr<const Bytes> saved(uintptr_t from, uintptr_t to) {
+std::shared_ptr<const Bytes> copy_bytes(uintptr_t from, uintptr_t to) {
     if (world().late_seed == 0) {
         return nullptr;
     }
@@ -138,33 +139,34 @@ void Memory::access(uintptr_t from, uintptr_t to, bool write, const Epoch &by) {
         return;
     }
     if (!block->used) {
-        journal().find("use after free: " + world().describe(by) + ": " + whose(*block, from, to));
+        journal().report("use after free: " + world().describe(by) + ": " +
+                         describe_bytes(*block, from, to));
         return;
     }
-    if (block->doomed && world().lane(block->stream) != by.lane) {
-        block->doomed = false;
-        pool_of(block->device, block->stream).unsettled.push_back(block);
+    if (block->frees_early && world().index_of(block->stream) != by.stream_index) {
+        block->frees_early = false;
+        pool_of(block->device, block->stream).unchecked.push_back(block);
     }
-    cut(block->cells, from);
-    cut(block->cells, to);
-    bool found = false;
+    split_cell(block->cells, from);
+    split_cell(block->cells, to);
+    bool reported = false;
     auto at = block->cells.lower_bound(from);
     while (at != block->cells.end() && at->first < to) {
-        found = found || check(*block, at->first, at->second, write, by);
+        reported = reported || check(*block, at->first, at->second, write, by);
         if (write) {
-            foresight().note(*block, at->first, at->second, by, false);
+            early_writes().record(*block, at->first, at->second, by, false);
             at = block->cells.erase(at);
         } else {
-            note_read(at->second, by);
+            add_read(at->second, by);
             ++at;
         }
     }
     if (write) {
-        block->cells[from] = Cell{to, by, {}, saved(from, to)};
+        block->cells[from] = Cell{to, by, {}, copy_bytes(from, to)};
     }
 }
 
-void Memory::delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<Bytes> &now) {
+void Memory::delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<Bytes> &replaced) {
     const Block *const block = from < to ? find(from) : nullptr;
     if (block == nullptr || !block->used) {
         return;
@@ -172,30 +174,33 @@ void Memory::delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<By
     for (const auto &[start, cell] : block->cells) {
         const uintptr_t first = std::max(start, from);
         const uintptr_t last = std::min(cell.end, to);
-        const bool waited = world().covers(by.lane, cell.write);
-        if (first >= last || waited || cell.before == nullptr || !comes_late(cell.write)) {
+        const bool waited = world().covers(by.stream_index, cell.write);
+        if (first >= last || waited || cell.previous == nullptr || !is_delayed(cell.write)) {
             continue;
         }
         auto *const memory = reinterpret_cast<char *>(first);
-        now.push_back(Bytes{first, std::string(memory, last - first)});
-        std::memcpy(memory, cell.before->data.data() + (first - cell.before->start), last - first);
+        replaced.push_back(Bytes{first, std::string(memory, last - first)});
+        std::memcpy(memory, cell.previous->data.data() + (first - cell.previous->start),
+                    last - first);
     }
 }
 
-/* Asks of all free blocks of the pool whether the stream's next work is behind their last users. */
-void Memory::settle(Pool &pool, const Epoch &by) {
-    const Clock &clock = world().lanes[static_cast<size_t>(by.lane)].clock;
-    for (Block *&block : pool.held) {
-        if (clock.covers(block->held_until)) {
+/* Checks that `by`, an allocation on the pool's stream, is ordered after the last accesses of all
+ * free blocks of the pool. */
+void Memory::check_free_blocks(Pool &pool, const Epoch &by) {
+    const Clock &clock = world().streams[static_cast<size_t>(by.stream_index)].clock;
+    for (Block *&block : pool.pending) {
+        if (clock.covers(block->reusable_after)) {
             pool.free.emplace(block->size, block);
             block->cells.clear();
             block = nullptr;
         }
     }
-    pool.held.erase(std::remove(pool.held.begin(), pool.held.end(), nullptr), pool.held.end());
-    for (Block *const block : pool.unsettled) {
+    pool.pending.erase(std::remove(pool.pending.begin(), pool.pending.end(), nullptr),
+                       pool.pending.end());
+    for (Block *const block : pool.unchecked) {
         for (const auto &[from, cell] : block->cells) {
-            foresight().note(*block, from, cell, by, true);
+            early_writes().record(*block, from, cell, by, true);
         }
         for (const auto &[from, cell] : block->cells) {
             if (world().checks && check(*block, from, cell, true, by)) {
@@ -204,11 +209,11 @@ void Memory::settle(Pool &pool, const Epoch &by) {
         }
         block->cells.clear();
     }
-    pool.unsettled.clear();
+    pool.unchecked.clear();
 }
 
-/* Of the smallest free blocks that fit the one that was freed last. */
-Block *Memory::take(Pool &pool, size_t size) {
+/* Returns the smallest free block that fits, of several the one freed last, or NULL. */
+Block *Memory::take_free_block(Pool &pool, size_t size) {
     const auto fits = pool.free.lower_bound(size);
     if (fits == pool.free.end() || fits->first > 2 * size) {
         return nullptr;
@@ -219,15 +224,15 @@ Block *Memory::take(Pool &pool, size_t size) {
     return block;
 }
 
-Block *Memory::fresh(int device, size_t size, c10::Stream stream) {
-    auto made = std::make_unique<Block>(stream);
-    made->start = reinterpret_cast<uintptr_t>(std::aligned_alloc(kRound, size));
-    TORCH_CHECK(made->start != 0, "the simulated device is out of memory");
-    made->size = size;
-    made->device = device;
+Block *Memory::allocate_block(int device, size_t size, c10::Stream stream) {
+    auto owned = std::make_unique<Block>(stream);
+    owned->start = reinterpret_cast<uintptr_t>(std::aligned_alloc(kAlignment, size));
+    TORCH_CHECK(owned->start != 0, "the simulated device is out of memory");
+    owned->size = size;
+    owned->device = device;
     usage(device).reserved += static_cast<int64_t>(size);
-    Block *const block = made.get();
-    blocks_.emplace(block->start, std::move(made));
+    Block *const block = owned.get();
+    blocks_.emplace(block->start, std::move(owned));
     return block;
 }
 
@@ -235,26 +240,26 @@ void *Memory::allocate(int device, size_t bytes, c10::Stream stream) {
     if (bytes == 0) {
         return nullptr;
     }
-    const size_t size = rounded(bytes);
+    const size_t size = round_up(bytes);
     Pool &pool = pool_of(device, stream);
     const Epoch by = device == Block::kHost ? Epoch{} : world().begin(stream, "allocation");
     if (device != Block::kHost) {
-        settle(pool, by);
+        check_free_blocks(pool, by);
     }
-    Block *block = take(pool, size);
+    Block *block = take_free_block(pool, size);
     if (block == nullptr) {
-        block = fresh(device, size, stream);
+        block = allocate_block(device, size, stream);
     }
     block->used = true;
-    block->asked = bytes;
+    block->requested = bytes;
     block->serial = ++serial_;
     block->label.clear();
-    block->also_on.clear();
+    block->recorded_streams.clear();
     block->cells.clear();
     block->cells[block->start] = Cell{block->start + block->size, by, {}};
     if (device != Block::kHost) {
-        const bool at_fault = journal().note("allocate", stream, false);
-        block->doomed = at_fault && journal().fault == "early free";
+        const bool at_fault = journal().log_call("allocate", stream, false);
+        block->frees_early = at_fault && journal().fault == "early free";
     }
     Usage &usage = this->usage(device);
     usage.now += static_cast<int64_t>(block->size);
@@ -273,32 +278,33 @@ void Memory::release(void *address) {
     usage(block->device).now -= static_cast<int64_t>(block->size);
     std::memset(address, kPoison, block->size);
     Pool &pool = pool_of(block->device, block->stream);
-    block->held_until = {};
-    for (const c10::Stream stream : block->also_on) {
-        block->held_until.join(world().lanes[static_cast<size_t>(world().lane(stream))].clock);
+    block->reusable_after = {};
+    for (const c10::Stream stream : block->recorded_streams) {
+        block->reusable_after.join(
+            world().streams[static_cast<size_t>(world().index_of(stream))].clock);
     }
-    if (!block->also_on.empty()) {
-        pool.held.push_back(block);
+    if (!block->recorded_streams.empty()) {
+        pool.pending.push_back(block);
         return;
     }
     pool.free.emplace(block->size, block);
-    if (block->device != Block::kHost) { /* pinned memory waits for events of its own */
-        pool.unsettled.push_back(block);
+    if (block->device != Block::kHost) { /* pinned memory is not bound to one stream */
+        pool.unchecked.push_back(block);
     }
 }
 
 void Memory::record_stream(const void *address, c10::Stream stream) {
     Block *const block = find(reinterpret_cast<uintptr_t>(address));
     if (block != nullptr && block->stream != stream) {
-        block->also_on.push_back(stream);
+        block->recorded_streams.push_back(stream);
     }
 }
 
-void Memory::name(const void *storage, const std::string &text) {
+void Memory::set_name(const void *storage, const std::string &text) {
     names_[storage] = text;
 }
 
-void Memory::named(const void *storage, const void *data) {
+void Memory::label_block(const void *storage, const void *data) {
     const auto found = names_.find(storage);
     Block *const block = found == names_.end() ? nullptr : find(reinterpret_cast<uintptr_t>(data));
     if (block != nullptr) {
@@ -307,13 +313,13 @@ void Memory::named(const void *storage, const void *data) {
 }
 
 std::vector<const Block *> Memory::used_blocks() const {
-    std::vector<const Block *> found;
+    std::vector<const Block *> blocks;
     for (const auto &[start, block] : blocks_) {
         if (block->used) {
-            found.push_back(block.get());
+            blocks.push_back(block.get());
         }
     }
-    return found;
+    return blocks;
 }
 
 void Memory::forget() {
@@ -323,7 +329,7 @@ void Memory::forget() {
         Block &block = *at->second;
         if (block.used) {
             block.cells.clear();
-            block.also_on.clear();
+            block.recorded_streams.clear();
             ++at;
             continue;
         }
@@ -341,7 +347,7 @@ void release_block(void *address) {
     memory().release(address);
 }
 
-/* Memory of the current device, for its current stream. */
+/* Allocates on the current device for its current stream. */
 struct DeviceAllocator final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override {
         const std::lock_guard<std::recursive_mutex> lock(world().mutex);
@@ -357,11 +363,11 @@ struct DeviceAllocator final : c10::Allocator {
     }
 };
 
-/* Pinned host memory. */
+/* Allocates pinned host memory. */
 struct PinnedAllocator final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override {
         const std::lock_guard<std::recursive_mutex> lock(world().mutex);
-        watch_the_host();
+        check_host_operators();
         const c10::Stream stream = current_stream(current_device());
         void *const data = memory().allocate(Block::kHost, bytes, stream);
         return {data, data, &release_block, c10::Device(c10::DeviceType::CPU)};

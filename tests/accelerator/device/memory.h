@@ -1,5 +1,5 @@
-/* Device memory: host memory behind a caching allocator with a pool for each stream, and who used
- * which bytes of it last. */
+/* Device memory: host memory behind a caching allocator with one pool per stream, and the last
+ * accesses of all bytes. */
 #ifndef SIM_MEMORY_H
 #define SIM_MEMORY_H
 
@@ -14,33 +14,34 @@
 
 namespace sim {
 
-/* Bytes and where they belong. */
+/* A copy of the bytes at an address. */
 struct Bytes {
     uintptr_t start = 0;
     std::string data;
 };
 
-/* Bytes that were always used together. */
+/* A range of bytes with the same accesses. */
 struct Cell {
     uintptr_t end;
     Epoch write;
-    std::vector<Epoch> reads;                      /* since the write; at most one of each lane */
-    std::shared_ptr<const Bytes> before = nullptr; /* what the write found, where it may be late */
+    std::vector<Epoch> reads; /* since the write; at most one per stream */
+    /* The bytes before the write, if writes are delayed. */
+    std::shared_ptr<const Bytes> previous = nullptr;
 };
 
 struct Block {
     uintptr_t start = 0;
-    size_t size = 0; /* rounded up as CUDA's allocator does */
-    size_t asked = 0;
+    size_t size = 0; /* rounded up as by CUDA's allocator */
+    size_t requested = 0;
     int device = kHost;
     c10::Stream stream;
     bool used = false;
-    bool doomed = false; /* a fault: given back as soon as another stream has used it */
-    uint64_t serial = 0; /* of the allocation */
+    bool frees_early = false; /* fault: counts as freed once another stream has used it */
+    uint64_t serial = 0;      /* number of the allocation */
     std::string label;
     std::map<uintptr_t, Cell> cells;
-    std::vector<c10::Stream> also_on; /* record_stream() */
-    Clock held_until;                 /* what the free block still waits for, for their sake */
+    std::vector<c10::Stream> recorded_streams; /* by record_stream() */
+    Clock reusable_after; /* operations of these streams for which the free block waits */
 
     static constexpr int kHost = -1; /* pinned memory */
     explicit Block(c10::Stream s) : stream(s) {}
@@ -49,8 +50,8 @@ struct Block {
 /* The free blocks of a stream. */
 struct Pool {
     std::multimap<size_t, Block *> free;
-    std::vector<Block *> unsettled; /* of them: nobody has asked yet for their last users */
-    std::vector<Block *> held;      /* not free yet: other streams were recorded */
+    std::vector<Block *> unchecked; /* free blocks whose last accesses are not checked yet */
+    std::vector<Block *> pending;   /* freed, but waiting for other streams */
 };
 
 struct Usage {
@@ -64,42 +65,42 @@ class Memory {
     void *allocate(int device, size_t bytes, c10::Stream stream);
     void release(void *address);
     void record_stream(const void *address, c10::Stream stream);
-    /* An operation uses [from, to): a finding where that is not ordered after who was there. */
+    /* Records an access of [from, to). Reports it if it is not ordered after the last conflicting
+     * access. */
     void access(uintptr_t from, uintptr_t to, bool write, const Epoch &by);
-    /* Where writes may be late: puts back what was there before the one in [from, to) for which the
-     * reader has not waited, if it is one that comes late. What it replaces is added to `now`. */
-    void delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<Bytes> &now);
-    /* The memory that the storage of this address has from now on is called so. */
-    void name(const void *storage, const std::string &text);
-    void named(const void *storage, const void *data); /* the storage is about to be used */
+    /* Undoes delayed writes in [from, to) for which the reader `by` has not waited, and appends the
+     * written bytes to `replaced`. */
+    void delay(uintptr_t from, uintptr_t to, const Epoch &by, std::vector<Bytes> &replaced);
+    /* Sets the label that findings have for the memory of a storage. */
+    void set_name(const void *storage, const std::string &text);
+    void label_block(const void *storage, const void *data); /* labels the storage's block */
     const Block *block_at(const void *address) const;
     std::vector<const Block *> used_blocks() const;
-    uint64_t serial() const { /* of the latest allocation */
+    uint64_t serial() const { /* number of the latest allocation */
         return serial_;
     }
-    void forget(); /* who used what; free memory goes back to the system */
+    void forget(); /* drops all recorded accesses, and returns free memory to the system */
     Usage &usage(int device);
 
   private:
     std::map<uintptr_t, std::unique_ptr<Block>> blocks_;
     std::map<std::pair<int, int64_t>, Pool> pools_;
     std::array<Usage, kDevices + 1> usage_;
-    std::map<const void *, std::string> names_; /* by storage */
+    std::map<const void *, std::string> names_; /* labels by storage */
     uint64_t serial_ = 0;
 
     Block *find(uintptr_t address) const;
     Pool &pool_of(int device, c10::Stream stream);
-    void settle(Pool &pool, const Epoch &by);
-    Block *take(Pool &pool, size_t size);
-    Block *fresh(int device, size_t size, c10::Stream stream);
-    void give_back(Block *block);
+    void check_free_blocks(Pool &pool, const Epoch &by);
+    Block *take_free_block(Pool &pool, size_t size);
+    Block *allocate_block(int device, size_t size, c10::Stream stream);
 };
 
 Memory &memory(); /* under world().mutex */
 c10::Allocator *device_allocator();
 c10::Allocator *pinned_allocator();
-/* From now on the host's own operators are checked where they use pinned memory; idempotent. */
-void watch_the_host();
+/* Enables the check of CPU operators that use pinned memory. May be called repeatedly. */
+void check_host_operators();
 
 } // namespace sim
 

@@ -1,5 +1,5 @@
-/* What Python sees of the simulated device. */
-#include "foresight.h"
+/* The Python module of the simulated device. */
+#include "early_writes.h"
 #include "journal.h"
 #include "memory.h"
 
@@ -19,27 +19,27 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 
 py::list calls() {
     const Lock lock(world().mutex);
-    py::list found;
+    py::list entries;
     for (const Call &call : journal().calls) {
-        found.append(py::make_tuple(call.kind, call.stream, call.frames));
+        entries.append(py::make_tuple(call.kind, call.stream, call.frames));
     }
-    return found;
+    return entries;
 }
 
 py::list snapshot() {
     const Lock lock(world().mutex);
-    py::list found;
+    py::list entries;
     for (const Block *const block : memory().used_blocks()) {
-        py::dict one;
-        one["address"] = block->start;
-        one["bytes"] = block->asked;
-        one["device"] = block->device;
-        one["stream"] = block->stream.id();
-        one["label"] = block->label;
-        one["serial"] = block->serial;
-        found.append(one);
+        py::dict entry;
+        entry["address"] = block->start;
+        entry["bytes"] = block->requested;
+        entry["device"] = block->device;
+        entry["stream"] = block->stream.id();
+        entry["label"] = block->label;
+        entry["serial"] = block->serial;
+        entries.append(entry);
     }
-    return found;
+    return entries;
 }
 
 void watch(const std::string &library, const std::string &fault, int64_t at) {
@@ -55,18 +55,18 @@ void forget() {
     journal().findings.clear();
 }
 
-void define_foresight(py::module &m) {
+void define_early_writes(py::module &m) {
     m.def("note_early_writes", [] {
         const Lock lock(world().mutex);
-        foresight().note_from_now_on();
+        early_writes().start_recording();
     });
     m.def("show_early_writes", [] {
         const Lock lock(world().mutex);
-        return foresight().show_from_now_on();
+        return early_writes().start_replay();
     });
     m.def("forget_early_writes", [] {
         const Lock lock(world().mutex);
-        foresight().stop();
+        early_writes().stop();
     });
 }
 
@@ -89,7 +89,7 @@ void define_memory(py::module &m) {
     });
     m.def("name_storage", [](uintptr_t storage, const std::string &text) {
         const Lock lock(world().mutex);
-        memory().name(reinterpret_cast<const void *>(storage), text);
+        memory().set_name(reinterpret_cast<const void *>(storage), text);
     });
     m.def("snapshot", &snapshot);
 }
@@ -129,7 +129,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("device_count") = sim::kDevices;
     sim::define_memory(m);
     sim::define_journal(m);
-    sim::define_foresight(m);
+    sim::define_early_writes(m);
     sim::define_group(m);
     sim::define_kernels(m);
 }

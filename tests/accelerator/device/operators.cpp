@@ -1,5 +1,5 @@
-/* torch's operators on the device: each runs on the CPU over the same memory, and says what it
- * reads and writes. */
+/* torch's operators on the device: each runs on the CPU over the same memory and records its reads
+ * and writes. */
 #include "launch.h"
 #include "memory.h"
 
@@ -47,16 +47,16 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                              type_or_default(type));
 }
 
-/* A new tensor with the result of an operation. */
+/* Copies the CPU result of an operation into a new device tensor. */
 at::Tensor to_device(const at::Tensor &result, c10::Device device, Launch &launch) {
     if (!result.defined()) {
         return result;
     }
-    at::Tensor made =
+    at::Tensor copy =
         empty_strided(result.sizes(), result.strides(), result.scalar_type(), {}, device, {});
-    launch.writes(made);
-    as_host(made).copy_(result);
-    return made;
+    launch.writes(copy);
+    as_host(copy).copy_(result);
+    return copy;
 }
 
 /* ---- the fallback ---- */
@@ -77,9 +77,9 @@ class Call {
         check_devices();
         const c10::Device device = device_;
         const c10::DeviceGuard guard(device);
-        const bool looks = only_looks();
+        const bool is_view = is_view_operator();
         std::optional<Launch> launch;
-        if (!looks) {
+        if (!is_view) {
             launch.emplace(op_.schema().name().c_str(), current_stream(device.index()));
             for (const Pair &pair : pairs_) {
                 pair.write ? launch->writes(pair.device) : launch->reads(pair.device);
@@ -88,9 +88,9 @@ class Call {
         op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
         const size_t results = op_.schema().returns().size();
         for (size_t i = stack_.size() - results; i < stack_.size(); i++) {
-            give(stack_[i], launch);
+            convert_result(stack_[i], launch);
         }
-        if (launch && tells_the_host()) {
+        if (launch && synchronizes_host()) {
             launch->host_waits();
         }
     }
@@ -104,13 +104,13 @@ class Call {
     torch::jit::Stack &stack_;
     std::vector<Pair> pairs_;
     c10::Device device_{kType, current_device()};
-    bool stranger_ = false; /* an argument is on the CPU, and no scalar */
+    bool has_cpu_argument_ = false; /* an argument is a CPU tensor with dimensions */
 
     void check_devices() const {
         const std::string &name = op_.schema().name();
         const bool indexes =
             name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put", 0) == 0;
-        TORCH_CHECK(!stranger_ || pairs_.empty() || indexes,
+        TORCH_CHECK(!has_cpu_argument_ || pairs_.empty() || indexes,
                     "Expected all tensors to be on the same device, but found at least two "
                     "devices, ",
                     device_, " and cpu, in ", name);
@@ -118,7 +118,7 @@ class Call {
 
     at::Tensor host_of(const at::Tensor &tensor, bool write) {
         if (!on_device(tensor)) {
-            stranger_ = stranger_ || (tensor.defined() && tensor.dim() > 0);
+            has_cpu_argument_ = has_cpu_argument_ || (tensor.defined() && tensor.dim() > 0);
             return tensor;
         }
         if (pairs_.empty()) {
@@ -134,14 +134,14 @@ class Call {
             value = host_of(value.toTensor(), write);
         } else if (value.isTensorList()) {
             c10::List<at::Tensor> list;
-            for (const at::Tensor &one : value.toTensorVector()) {
-                list.push_back(host_of(one, write));
+            for (const at::Tensor &element : value.toTensorVector()) {
+                list.push_back(host_of(element, write));
             }
             value = list;
         } else if (value.isOptionalTensorList()) {
             c10::List<std::optional<at::Tensor>> list;
-            for (const std::optional<at::Tensor> one : value.toOptionalTensorList()) {
-                list.push_back(one ? std::optional(host_of(*one, write)) : one);
+            for (const std::optional<at::Tensor> element : value.toOptionalTensorList()) {
+                list.push_back(element ? std::optional(host_of(*element, write)) : element);
             }
             value = list;
         } else if (value.isDevice()) {
@@ -150,8 +150,8 @@ class Call {
         }
     }
 
-    /* A view: nothing is read. */
-    bool only_looks() const {
+    /* Whether the operator only returns views, so that it reads no data. */
+    bool is_view_operator() const {
         for (const c10::Argument &result : op_.schema().returns()) {
             const c10::AliasInfo *const alias = result.alias_info();
             if (alias == nullptr || alias->isWrite()) {
@@ -161,33 +161,34 @@ class Call {
         return !op_.schema().returns().empty();
     }
 
-    bool tells_the_host() const {
+    bool synchronizes_host() const {
         static const std::set<std::string> names = {"aten::nonzero", "aten::equal",
                                                     "aten::masked_select", "aten::_unique2",
                                                     "aten::unique_dim"};
         return names.count(op_.schema().name()) != 0;
     }
 
-    void give(c10::IValue &value, std::optional<Launch> &launch) {
+    void convert_result(c10::IValue &value, std::optional<Launch> &launch) {
         if (value.isTensor()) {
             value = device_of(value.toTensor(), launch);
         } else if (value.isTensorList()) {
             c10::List<at::Tensor> list;
-            for (const at::Tensor &one : value.toTensorVector()) {
-                list.push_back(device_of(one, launch));
+            for (const at::Tensor &element : value.toTensorVector()) {
+                list.push_back(device_of(element, launch));
             }
             value = list;
         }
     }
 
-    /* The device tensor for a result: the argument that it is, a view of it, or a new one. */
+    /* Returns the device tensor for a result: an argument, a view of an argument, or a new
+     * tensor. */
     at::Tensor device_of(const at::Tensor &result, std::optional<Launch> &launch) {
         if (!result.defined()) {
             return result;
         }
         for (const Pair &pair : pairs_) {
             if (pair.host.is_same(result)) {
-                take_shape(pair, result);
+                apply_resize(pair, result);
                 return pair.device;
             }
         }
@@ -206,8 +207,8 @@ class Call {
         return to_device(result, device_, *launch);
     }
 
-    /* An output that the operator has resized. */
-    static void take_shape(const Pair &pair, const at::Tensor &result) {
+    /* Resizes the device tensor of an output that the operator has resized. */
+    static void apply_resize(const Pair &pair, const at::Tensor &result) {
         c10::TensorImpl *const impl = pair.device.unsafeGetTensorImpl();
         if (pair.host.storage().data() != pair.device.storage().data()) {
             const size_t bytes = result.storage().nbytes();
@@ -227,7 +228,7 @@ void run_on_host(const c10::OperatorHandle &op, c10::DispatchKeySet, torch::jit:
     Call(op, *stack).run();
 }
 
-/* ---- what the fallback cannot do ---- */
+/* ---- operators that the fallback does not support ---- */
 
 bool is_pinned(const at::Tensor &tensor) {
     const std::lock_guard<std::recursive_mutex> lock(world().mutex);
@@ -235,7 +236,8 @@ bool is_pinned(const at::Tensor &tensor) {
     return block != nullptr && block->device == Block::kHost;
 }
 
-/* Copies are asynchronous on the device, and to the host only from and to pinned memory. */
+/* The host waits for a copy to the host unless it is non-blocking and the target is pinned, and for
+ * a blocking copy from pinned memory. */
 at::Tensor copy_from(const at::Tensor &source, const at::Tensor &target, bool non_blocking) {
     const bool to_device = on_device(target);
     const c10::Device device = to_device ? target.device() : source.device();
@@ -318,12 +320,12 @@ void record_stream(at::Tensor &tensor, at::Stream stream) {
     memory().record_stream(tensor.storage().data(), stream);
 }
 
-/* `tensor.data = ...` between the CPU and the device, which torch allows to its own devices. */
-bool can_take_data(const at::Tensor &one, const at::Tensor &other) {
-    return one.layout() == c10::kStrided && other.layout() == c10::kStrided;
+/* Allows `tensor.data = ...` between the CPU and the device, as torch does for its own devices. */
+bool can_take_data(const at::Tensor &tensor, const at::Tensor &other) {
+    return tensor.layout() == c10::kStrided && other.layout() == c10::kStrided;
 }
 
-/* Convolutions have entries of their own for devices like this one. */
+/* PrivateUse1 devices implement convolutions with separate operators. */
 at::Tensor convolution(const at::Tensor &input, const at::Tensor &weight,
                        const std::optional<at::Tensor> &bias, c10::SymIntArrayRef stride,
                        c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
@@ -336,10 +338,10 @@ at::Tensor convolution(const at::Tensor &input, const at::Tensor &weight,
         launch.reads(*bias);
         host_bias = as_host(*bias);
     }
-    const at::Tensor made =
+    const at::Tensor output =
         at::convolution_symint(as_host(input), as_host(weight), host_bias, stride, padding,
                                dilation, transposed, output_padding, groups);
-    return to_device(made, input.device(), launch);
+    return to_device(output, input.device(), launch);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor>
@@ -361,7 +363,7 @@ convolution_backward(const at::Tensor &grad, const at::Tensor &input, const at::
             to_device(third, device, launch)};
 }
 
-/* One kernel each, as on other devices; torch's own composites would be many. */
+/* Operators that are one kernel on other devices. torch's composites would be several. */
 bool is_one_kernel(const std::string &name) {
     static const std::set<std::string> names = {"aten::split_with_sizes_copy", "aten::_chunk_cat",
                                                 "aten::native_layer_norm",
@@ -373,7 +375,7 @@ bool is_one_kernel(const std::string &name) {
 int64_t choose_attention(const at::Tensor &, const at::Tensor &, const at::Tensor &,
                          const std::optional<at::Tensor> &, double, bool, std::optional<double>,
                          bool) {
-    return 0; /* by plain operators */
+    return 0; /* SDPBackend::math */
 }
 
 } // namespace

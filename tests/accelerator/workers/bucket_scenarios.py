@@ -1,4 +1,7 @@
-"""Units that are reduced in buckets on the simulated device; torch reduces them at once."""
+"""Scenarios in which fsdp_c reduces each unit in several buckets, on the simulated device.
+
+torch has no buckets: its run of the same scenario reduces each unit in one reduce-scatter.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +15,36 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import fsdp_c
 
 
-def _in_buckets(tools: SimTools, model: Any) -> Any:
-    """Every parameter is reduced by itself; stock has no buckets."""
-    if not tools.is_stock:
+def _set_smallest_buckets(tools: SimTools, model: Any) -> Any:
+    """Makes fsdp_c reduce every parameter in its own bucket. Returns ``model``."""
+    if not tools.is_torch:
         fsdp_c.set_bucket_cap(model, 1 / 2**20)
     return model
 
 
 @scenario
 def buckets(tools: SimTools) -> Record:
-    return tools.train(_in_buckets(tools, tools.shard(blocks(), mp_policy=MIXED)))
+    return tools.train(_set_smallest_buckets(tools, tools.shard(blocks(), mp_policy=MIXED)))
 
 
 @scenario
 def buckets_of_one_unit(tools: SimTools) -> Record:
-    """The first of two microbatches keeps its gradients."""
+    """One unit; the first of two microbatches accumulates gradients without a reduction."""
     model = tools.fully_shard(blocks(), mesh=tools.flat())
     name_memory(model)
-    return tools.train(_in_buckets(tools, model), micro=2, sync=features._all_sync)
+    return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features._all_sync)
 
 
 @scenario
 def buckets_with_replicas(tools: SimTools) -> Record:
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
-    return tools.train(_in_buckets(tools, model), micro=2, sync=features._all_reduce)
+    return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features._all_reduce)
 
 
 @scenario
 def buckets_kept_after_backward(tools: SimTools) -> Record:
     return tools.train(
-        _in_buckets(tools, tools.shard(blocks())),
+        _set_smallest_buckets(tools, tools.shard(blocks())),
         micro=2,
         sync=lambda m, last: m.set_reshard_after_backward(last) or None,
     )
@@ -50,4 +53,4 @@ def buckets_kept_after_backward(tools: SimTools) -> Record:
 @scenario
 def buckets_offloaded(tools: SimTools) -> Record:
     model = tools.shard(blocks(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED)
-    return tools.train(_in_buckets(tools, model), micro=2, sync=features._all_sync)
+    return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features._all_sync)

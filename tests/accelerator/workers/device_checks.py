@@ -1,4 +1,4 @@
-"""What the simulated device promises, each promise as a function that asserts it."""
+"""Checks of the simulated device: each function asserts one property of it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ CHECKS: dict[str, Callable[[Any], None]] = {}
 
 
 def check(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Registers a check under its function's name."""
     CHECKS[function.__name__] = function
     return function
 
 
-def stream() -> torch.Stream:
+def new_stream() -> torch.Stream:
     return torch.Stream(device="sim")
 
 
-def on(where: torch.Stream) -> Any:
-    return torch.sim.stream(where)  # type: ignore[attr-defined]
+def use_stream(stream: torch.Stream) -> Any:
+    """Context manager that makes ``stream`` current."""
+    return torch.sim.stream(stream)  # type: ignore[attr-defined]
 
 
-def current() -> torch.Stream:
+def current_stream() -> torch.Stream:
     return torch.accelerator.current_stream()
 
 
@@ -34,7 +36,7 @@ def current() -> torch.Stream:
 
 
 @check
-def operators_have_the_bits_of_the_cpu(device: Any) -> None:
+def operators_have_the_bits_of_cpu_operators(device: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 5)
     for function in (
@@ -50,15 +52,15 @@ def operators_have_the_bits_of_the_cpu(device: Any) -> None:
 @check
 def backward_runs_in_a_device_thread(device: Any) -> None:
     x = torch.randn(3, device="sim", requires_grad=True)
-    threads = []
+    thread_ids = []
     y = (x * x).sum()
-    x.register_hook(lambda grad: threads.append(threading.get_ident()))
+    x.register_hook(lambda grad: thread_ids.append(threading.get_ident()))
     y.backward()
-    assert threads != [threading.get_ident()]
+    assert thread_ids != [threading.get_ident()]
 
 
 @check
-def devices_do_not_mix(device: Any) -> None:
+def operator_on_tensors_of_two_devices_raises(device: Any) -> None:
     try:
         torch.ones(3, device="sim") + torch.ones(3)
     except RuntimeError as error:
@@ -68,80 +70,80 @@ def devices_do_not_mix(device: Any) -> None:
 
 
 @check
-def a_thread_has_a_device_of_its_own(device: Any) -> None:
-    seen = []
+def current_device_is_per_thread(device: Any) -> None:
+    indices = []
 
-    def work() -> None:
+    def allocate_on_device_3() -> None:
         torch.sim.set_device(3)  # type: ignore[attr-defined]
-        seen.append(torch.ones(2, device="sim").device.index)
+        indices.append(torch.ones(2, device="sim").device.index)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=allocate_on_device_3)
     thread.start()
     thread.join()
-    assert seen == [3]
+    assert indices == [3]
     assert torch.ones(2, device="sim").device.index == 0
 
 
-# ---- order ----
+# ---- order of streams ----
 
 
 @check
-def a_read_before_the_write_is_over_is_found(device: Any) -> None:
-    side = stream()
+def read_not_ordered_after_write_is_reported(device: Any) -> None:
+    side = new_stream()
     x = torch.zeros(4, device="sim")
-    side.wait_stream(current())
-    with on(side):
+    side.wait_stream(current_stream())
+    with use_stream(side):
         x.add_(1)
     x.sum()
-    (found,) = device.findings()
-    assert "read by aten::sum" in found and "write by aten::add" in found
-    assert f"stream {side.stream_id}" in found
+    (finding,) = device.findings()
+    assert "read by aten::sum" in finding and "write by aten::add" in finding
+    assert f"stream {side.stream_id}" in finding
 
 
 @check
-def a_write_before_the_read_is_over_is_found(device: Any) -> None:
-    side = stream()
+def write_not_ordered_after_read_is_reported(device: Any) -> None:
+    side = new_stream()
     x = torch.zeros(4, device="sim")
-    side.wait_stream(current())
-    with on(side):
+    side.wait_stream(current_stream())
+    with use_stream(side):
         x.sum()
     x.add_(1)
-    (found,) = device.findings()
-    assert "write by aten::add" in found and "read by aten::sum" in found
+    (finding,) = device.findings()
+    assert "write by aten::add" in finding and "read by aten::sum" in finding
 
 
 @check
-def an_event_orders(device: Any) -> None:
-    side = stream()
+def wait_for_event_orders_streams(device: Any) -> None:
+    side = new_stream()
     x = torch.zeros(4, device="sim")
-    side.wait_stream(current())
-    with on(side):
+    side.wait_stream(current_stream())
+    with use_stream(side):
         x.add_(1)
         event = side.record_event()
-    current().wait_event(event)
+    current_stream().wait_event(event)
     x.sum()
     assert device.findings() == []
 
 
 @check
-def an_event_orders_only_what_was_before_it(device: Any) -> None:
-    side = stream()
+def event_does_not_cover_operations_issued_after_it(device: Any) -> None:
+    side = new_stream()
     x = torch.zeros(4, device="sim")
-    side.wait_stream(current())
-    with on(side):
+    side.wait_stream(current_stream())
+    with use_stream(side):
         event = side.record_event()
         x.add_(1)
-    current().wait_event(event)
+    current_stream().wait_event(event)
     x.sum()
     assert len(device.findings()) == 1
 
 
 @check
-def what_the_host_has_waited_for_is_over(device: Any) -> None:
-    side = stream()
+def stream_synchronize_orders_later_operations(device: Any) -> None:
+    side = new_stream()
     x = torch.zeros(4, device="sim")
-    side.wait_stream(current())
-    with on(side):
+    side.wait_stream(current_stream())
+    with use_stream(side):
         x.add_(1)
     side.synchronize()
     x.sum()
@@ -149,11 +151,11 @@ def what_the_host_has_waited_for_is_over(device: Any) -> None:
 
 
 @check
-def parts_of_a_tensor_are_told_apart(device: Any) -> None:
-    side = stream()
+def accesses_to_disjoint_parts_of_a_tensor_do_not_race(device: Any) -> None:
+    side = new_stream()
     x = torch.zeros(8, 8, device="sim")
-    side.wait_stream(current())
-    with on(side):
+    side.wait_stream(current_stream())
+    with use_stream(side):
         x[:, :4].add_(1)
     x[:, 4:].add_(1)
     assert device.findings() == []
@@ -162,11 +164,11 @@ def parts_of_a_tensor_are_told_apart(device: Any) -> None:
 
 
 @check
-def a_finding_names_the_parameter(device: Any) -> None:
-    side = stream()
+def finding_contains_label_of_storage(device: Any) -> None:
+    side = new_stream()
     x = torch.zeros(4, device="sim")
     device.name_storage(x.untyped_storage()._cdata, "parameter head.weight")
-    with on(side):
+    with use_stream(side):
         x.add_(1)
     assert "parameter head.weight" in device.findings()[0]
 
@@ -175,7 +177,7 @@ def a_finding_names_the_parameter(device: Any) -> None:
 
 
 @check
-def freed_memory_is_handed_out_again_and_poisoned(device: Any) -> None:
+def allocation_reuses_freed_memory_filled_with_nan(device: Any) -> None:
     x = torch.ones(100, device="sim")
     address = x.data_ptr()
     del x
@@ -185,59 +187,59 @@ def freed_memory_is_handed_out_again_and_poisoned(device: Any) -> None:
 
 
 @check
-def each_stream_has_memory_of_its_own(device: Any) -> None:
+def allocation_does_not_reuse_memory_of_another_stream(device: Any) -> None:
     x = torch.ones(100, device="sim")
     address = x.data_ptr()
     del x
-    with on(stream()):
+    with use_stream(new_stream()):
         assert torch.empty(100, device="sim").data_ptr() != address
 
 
 @check
-def memory_freed_too_early_is_found(device: Any) -> None:
-    side = stream()
+def memory_freed_while_in_use_is_reported_at_next_allocation(device: Any) -> None:
+    side = new_stream()
     x = torch.zeros(100, device="sim")
-    side.wait_stream(current())
-    with on(side):
+    side.wait_stream(current_stream())
+    with use_stream(side):
         x.add_(1)
     del x
     assert device.findings() == []
-    torch.empty(7, device="sim")  # it might have been that memory
-    (found,) = device.findings()
-    assert "write by allocation" in found and "aten::add" in found
+    torch.empty(7, device="sim")  # even if it does not reuse the block
+    (finding,) = device.findings()
+    assert "write by allocation" in finding and "aten::add" in finding
 
 
 @check
-def memory_freed_before_a_wait_is_fine_until_it_is_needed(device: Any) -> None:
-    side = stream()
+def wait_after_free_and_before_next_allocation_is_in_time(device: Any) -> None:
+    side = new_stream()
     x = torch.zeros(100, device="sim")
-    side.wait_stream(current())
-    with on(side):
+    side.wait_stream(current_stream())
+    with use_stream(side):
         x.add_(1)
     del x
-    current().wait_stream(side)
+    current_stream().wait_stream(side)
     torch.empty(7, device="sim")
     assert device.findings() == []
 
 
 @check
-def record_stream_keeps_memory(device: Any) -> None:
-    side = stream()
+def record_stream_delays_reuse_of_freed_memory(device: Any) -> None:
+    side = new_stream()
     x = torch.zeros(100, device="sim")
     address = x.data_ptr()
-    side.wait_stream(current())
-    with on(side):
+    side.wait_stream(current_stream())
+    with use_stream(side):
         x.add_(1)
     x.record_stream(side)
     del x
     assert torch.empty(100, device="sim").data_ptr() != address
-    current().wait_stream(side)
+    current_stream().wait_stream(side)
     torch.empty(100, device="sim")
     assert device.findings() == []
 
 
 @check
-def memory_is_counted(device: Any) -> None:
+def memory_statistics_count_rounded_blocks(device: Any) -> None:
     before = torch.sim.memory_allocated()  # type: ignore[attr-defined]
     device.reset_peak(0)
     x = torch.zeros(1000, device="sim")
@@ -245,22 +247,26 @@ def memory_is_counted(device: Any) -> None:
     del y
     assert torch.sim.memory_allocated() - before == 4096  # type: ignore[attr-defined]
     assert torch.sim.max_memory_allocated() - before == 8192  # type: ignore[attr-defined]
-    held = [one for one in device.snapshot() if one["address"] == x.data_ptr()]
-    assert [one["bytes"] for one in held] == [4000]
+    blocks = [block for block in device.snapshot() if block["address"] == x.data_ptr()]
+    assert [block["bytes"] for block in blocks] == [4000]
 
 
 # ---- writes that come too early ----
 
 
-def _overwritten(ordered: bool, freed: bool) -> float:
-    """What a reader on another stream makes of memory that is written behind it."""
-    side = stream()
+def _read_then_overwrite(ordered: bool, freed: bool) -> float:
+    """Reads ones on another stream, multiplies them by two, and overwrites them with threes.
+
+    ``ordered``: the overwrite waits for the reader. ``freed``: it goes to a new allocation in the
+    same memory. Returns the mean of the reader's result: 2.0, or 6.0 if the overwrite comes early.
+    """
+    side = new_stream()
     x = torch.ones(100, device="sim")
-    side.wait_stream(current())
-    with on(side):
+    side.wait_stream(current_stream())
+    with use_stream(side):
         y = x * 2
     if ordered:
-        current().wait_stream(side)
+        current_stream().wait_stream(side)
     if freed:
         del x
         x = torch.zeros(100, device="sim")
@@ -270,29 +276,29 @@ def _overwritten(ordered: bool, freed: bool) -> float:
 
 
 @check
-def a_write_behind_a_reader_can_come_before_it(device: Any) -> None:
-    for ordered, freed, seen in ((False, False, 6.0), (True, False, 2.0), (True, True, 2.0)):
+def unordered_overwrite_can_come_before_its_reader(device: Any) -> None:
+    for ordered, freed, replayed in ((False, False, 6.0), (True, False, 2.0), (True, True, 2.0)):
         device.note_early_writes()
-        assert _overwritten(ordered, freed) == 2.0
+        assert _read_then_overwrite(ordered, freed) == 2.0
         assert device.show_early_writes() == (0 if ordered else 1)
-        assert _overwritten(ordered, freed) == seen
+        assert _read_then_overwrite(ordered, freed) == replayed
         device.forget_early_writes()
 
 
 @check
-def freed_memory_can_be_overwritten_before_its_reader(device: Any) -> None:
+def unordered_allocation_can_overwrite_freed_memory_before_its_reader(device: Any) -> None:
     device.note_early_writes()
-    assert _overwritten(False, True) == 2.0
+    assert _read_then_overwrite(False, True) == 2.0
     assert device.show_early_writes() > 0
-    assert _overwritten(False, True) != 2.0  # it is not a number
+    assert _read_then_overwrite(False, True) != 2.0  # NaN
     device.forget_early_writes()
 
 
-# ---- the host ----
+# ---- pinned memory and the host ----
 
 
 @check
-def a_copy_to_pinned_memory_is_not_over_at_once(device: Any) -> None:
+def host_read_of_pinned_target_without_wait_is_reported(device: Any) -> None:
     x = torch.ones(4, device="sim")
     host = x.to("cpu", non_blocking=True)
     assert host.is_pinned()
@@ -301,7 +307,7 @@ def a_copy_to_pinned_memory_is_not_over_at_once(device: Any) -> None:
 
 
 @check
-def a_copy_to_ordinary_memory_is_over(device: Any) -> None:
+def non_blocking_copy_to_pageable_memory_is_synchronous(device: Any) -> None:
     x = torch.ones(4, device="sim")
     host = torch.zeros(4)
     host.copy_(x, non_blocking=True)
@@ -310,7 +316,7 @@ def a_copy_to_ordinary_memory_is_over(device: Any) -> None:
 
 
 @check
-def pinned_memory_is_not_written_while_it_is_read(device: Any) -> None:
+def host_write_to_pinned_source_without_wait_is_reported(device: Any) -> None:
     host = torch.ones(4).pin_memory()
     host.to("sim", non_blocking=True)
     host.add_(1)
@@ -318,14 +324,14 @@ def pinned_memory_is_not_written_while_it_is_read(device: Any) -> None:
 
 
 def run(rank: int, world_size: int) -> dict[str, str]:
-    """What is wrong, by check; empty where nothing is."""
+    """Rank entry point: runs every check. Returns the error by check, empty if it passed."""
     device = simulated.start()
-    results = {}
+    errors = {}
     for name, function in CHECKS.items():
         device.forget()
         try:
             function(device)
-            results[name] = ""
+            errors[name] = ""
         except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}; found: {device.findings()}"
-    return results
+            errors[name] = f"{type(error).__name__}: {error}; findings: {device.findings()}"
+    return errors

@@ -1,6 +1,6 @@
-"""Settings of the parity grid on the simulated device: the target of a launch.
+"""Rank entry point that trains settings of the parity grid on the simulated device.
 
-Each record begins with what the device has found; nothing of the grid's own is changed.
+Each record begins with an entry of the device's findings. The other entries are those of the grid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from record import Entry
 from setting import Setting
 
 BACKEND = "cpu:gloo,sim:sccl"
-if os.environ.get("FSDP_C_PARITY_DEVICE") == "sim":  # in a rank: before its process group is made
+if os.environ.get("FSDP_C_PARITY_DEVICE") == "sim":  # in a rank, before init_process_group()
     simulated.start()
 
 
@@ -26,21 +26,21 @@ def run(
     implementation: str,
     settings: list[Setting],
     folder: str,
-    ours: bool,
+    is_fsdp_c: bool,
 ) -> float:
-    """As ``worker.run_on_processes``."""
-    if ours:
+    """Has the parameters and the result of ``worker.run_on_processes``."""
+    if is_fsdp_c:
         simulated.use_kernels(os.environ.get("FSDP_C_SIM_KERNELS", "1") != "0")
-    run_one = worker._Rank._run_one
+    original_run_one = worker._Rank._run_one
 
-    def watched(self: Any, setting: Setting, meshes: Any) -> list[Entry]:
+    def run_one_and_prepend_findings(self: Any, setting: Setting, meshes: Any) -> list[Entry]:
         device = simulated.start()
         device.forget()
-        entries = run_one(self, setting, meshes)
+        entries = original_run_one(self, setting, meshes)
         return [("findings", device.findings()), *entries]
 
-    worker._Rank._run_one = watched  # type: ignore[method-assign]
+    worker._Rank._run_one = run_one_and_prepend_findings  # type: ignore[method-assign]
     assert dist.is_initialized()
     return worker.run_on_processes(
-        rank, processes, world_size, implementation, settings, folder, ours
+        rank, processes, world_size, implementation, settings, folder, is_fsdp_c
     )

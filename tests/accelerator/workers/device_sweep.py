@@ -1,9 +1,9 @@
-"""Steps in which one call fails, on the simulated device: streams and memory must recover.
+"""Fails each call of a training step in turn on the simulated device, and checks the recovery.
 
-Each attempt is that of sweep.py: a clean step, a step with the failure, ``reset_iter_state()``, the
-step again and one more. Faults are armed for a thread: those of backward are armed by a hook, in
-the device's thread. Bits must be those of a clean run, and nothing may race, not the recovery
-either.
+An attempt is that of sweep.py: a clean step, a step with the failure, ``reset_iter_state()``, the
+step again and one more. Faults are armed per thread, so a hook arms those of backward in the
+device's thread. The bits must equal those of a clean run, and neither training nor recovery may
+race.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 PLACES = ("forward", "backward", "user")
 STRIDE = 1 if os.environ.get("FSDP_C_ACCELERATOR_WHOLE", "0") != "0" else 3
-"""Of the calls of a step every so many fails; of the user's all do."""
-MOST = 4000
-"""Calls of a step: nothing fails behind them."""
+"""Distance between the calls that fail. At the place "user", every call fails."""
+MAX_CALLS = 4000
+"""Upper bound of the number of calls in a step."""
 
 
 def _shard(model: nn.Sequential, **options: Any) -> Any:
@@ -38,51 +38,52 @@ def _shard(model: nn.Sequential, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def _hooked(model: nn.Sequential) -> Any:
+def _shard_with_all_reduce_hook(model: nn.Sequential) -> Any:
     _shard(model, mp_policy=HALF)
     for unit in (*list(model)[:3], model):
-        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
     return model
 
 
-def _from_the_group(model: nn.Sequential) -> Any:
+def _shard_with_memory_from_group(model: nn.Sequential) -> Any:
     _shard(model, mp_policy=MIXED)
     for unit in (*list(model)[:3], model):
         unit.set_allocate_memory_from_process_group_for_comm(True)
     return model
 
 
-def _prefetched(model: nn.Sequential) -> Any:
+def _shard_with_prefetch(model: nn.Sequential) -> Any:
     _shard(model, mp_policy=MIXED)
-    for now, then in itertools.pairwise(list(model)[:3]):
-        now.set_modules_to_forward_prefetch([then])
+    for previous, following in itertools.pairwise(list(model)[:3]):
+        previous.set_modules_to_forward_prefetch([following])
     return model
 
 
-def _grid(*names: str) -> Any:
+def _mesh_2d(*names: str) -> Any:
     return sim_tools._mesh((2, sim_tools.WORLD // 2), names)
 
 
 VARIANTS: dict[str, tuple[int, Callable[[nn.Sequential], Any]]] = {
-    # microbatches, and how the model is sharded
+    # number of microbatches, function that shards the model
     "plain": (1, lambda m: _shard(m, reshard_after_forward=True)),
     "mixed": (1, lambda m: _shard(m, mp_policy=MIXED)),
     "accumulated": (2, lambda m: _shard(m, mp_policy=MIXED)),
     "smaller group": (1, lambda m: _shard(m, mp_policy=MIXED, reshard_after_forward=2)),
     "kept after forward": (1, lambda m: _shard(m, mp_policy=HALF, reshard_after_forward=False)),
-    "prefetched": (1, _prefetched),
-    "hsdp": (2, lambda m: _shard(m, mesh=_grid("replicate", "shard"), mp_policy=HALF)),
+    "prefetched": (1, _shard_with_prefetch),
+    "hsdp": (2, lambda m: _shard(m, mesh=_mesh_2d("replicate", "shard"), mp_policy=HALF)),
     "offload": (1, lambda m: _shard(m, offload_policy=CPUOffloadPolicy())),
-    "memory from the group": (1, _from_the_group),
-    "reduce hook": (1, _hooked),
+    "memory from the group": (1, _shard_with_memory_from_group),
+    "reduce hook": (1, _shard_with_all_reduce_hook),
     "replicate": (2, lambda m: replicate(m, mp_policy=MIXED, bucket_cap_mb=100 / 2**20)),
 }
 
 
 class DeviceTrainer(Trainer):
-    """Arms faults in backward's thread, too."""
+    """``Trainer`` that arms a fault in the thread of the device when backward begins."""
 
-    armed = 0
+    backward_fault = 0
+    """Number of the call of backward that fails, from 1. 0: none."""
 
     def __init__(self, parts: int, shard: Callable[[nn.Sequential], Any]) -> None:
         torch.manual_seed(0)
@@ -101,58 +102,62 @@ class DeviceTrainer(Trainer):
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
             loss = self.model(batch(self.rank, step, part)).float().square().mean()
-            loss.register_hook(self._arm)
+            loss.register_hook(self._arm_fault)
             loss.backward()
             losses.append(loss.item())
         return losses
 
-    def _arm(self, gradient: torch.Tensor) -> None:
-        _C._testing.fault_arm(self.armed)
+    def _arm_fault(self, gradient: torch.Tensor) -> None:
+        _C._testing.fault_arm(self.backward_fault)
 
     def recover(self) -> None:
-        self.armed = 0
+        self.backward_fault = 0
         super().recover()
 
 
-class Sweep(NamedTuple):
-    points: int
-    wrong: list[str]
+class SweepResult(NamedTuple):
+    failed_calls: int
+    """Number of attempts in which a call failed."""
+    errors: list[str]
+    """Attempts with wrong bits or findings."""
 
 
-def _armer(trainer: DeviceTrainer, place: str, n: int) -> Callable[[], None]:
+def _make_arm(trainer: DeviceTrainer, place: str, n: int) -> Callable[[], None]:
+    """Returns a function that makes the ``n``-th call at ``place`` of the next step fail."""
+
     def arm() -> None:
         if place == "forward":
             _C._testing.fault_arm(n)
         elif place == "backward":
-            trainer.armed = n
+            trainer.backward_fault = n
         else:
             trainer.bomb.left = n
 
     return arm
 
 
-def sweep(variant: str, place: str) -> Sweep:
-    """Fails at point after point."""
+def sweep(variant: str, place: str) -> SweepResult:
+    """Fails one call per attempt, in order, until a step has no further call."""
     device = simulated.start()
     device.forget()
     trainer = DeviceTrainer(*VARIANTS[variant])
     expected, failure = trainer.run(lambda: None)
-    wrong = [] if failure is None else [f"a clean run fails: {failure}"]
-    for points, n in enumerate(range(1, MOST, 1 if place == "user" else STRIDE)):
+    errors = [] if failure is None else [f"a clean run fails: {failure}"]
+    for failed_calls, n in enumerate(range(1, MAX_CALLS, 1 if place == "user" else STRIDE)):
         device.clear_findings()
-        results, failure = trainer.run(_armer(trainer, place, n))
-        trainer.armed = 0
+        results, failure = trainer.run(_make_arm(trainer, place, n))
+        trainer.backward_fault = 0
         if failure is None:
-            return Sweep(points, wrong)
+            return SweepResult(failed_calls, errors)
         if not same(results, expected):
-            wrong.append(f"{n}: other bits after {failure}")
+            errors.append(f"call {n}: other bits than a clean run after {failure}")
         if device.findings():
-            wrong.append(f"{n}: {device.findings()[0]} after {failure}")
-    raise AssertionError("a step has no end")
+            errors.append(f"call {n}: {device.findings()[0]} after {failure}")
+    raise AssertionError(f"{variant}: a step has more than {MAX_CALLS} calls")
 
 
-def run(rank: int, world_size: int) -> dict[str, Sweep]:
-    """All sweeps."""
+def run(rank: int, world_size: int) -> dict[str, SweepResult]:
+    """Rank entry point: runs all sweeps."""
     warnings.simplefilter("ignore")
     sim_tools.join_loop_group()
     simulated.use_kernels(True)

@@ -1,6 +1,8 @@
-"""Scenarios of all-gather extensions on the simulated device: their hooks read and write on the
-streams that are current, so that a hook that is called on another one than stock's is a race, or
-notes it."""
+"""Scenarios of all-gather extensions on the simulated device.
+
+The hooks read and write on the current stream and record which stream that is. A hook that is
+called on another stream than under torch changes the record, or the device reports a race.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +18,31 @@ from releases import groups_of
 from sim_tools import SimTools, prefetch_neighbours, scenario
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-_COMPUTES: list[torch.Stream] = []
-"""The stream that the latest scenario began on."""
+_COMPUTE_STREAM: list[torch.Stream] = []
+"""The stream that was current when the latest scenario installed its hooks."""
 
 
-def _stream(group: Any) -> str:
+def _current_stream_name(group: Any) -> str:
     current = torch.accelerator.current_stream()
     context = group.comm_ctx
-    if current == _COMPUTES[-1]:
-        return "computes"
+    if current == _COMPUTE_STREAM[-1]:
+        return "compute stream"
     for name in ("all_gather_copy_in_stream", "all_gather_stream"):
         if current == getattr(context, name, None):
             return name
-    return "another"
+    return "another stream"
 
 
-def _send(notes: Record, group: Any, local: torch.Tensor, mesh: Any) -> Any:
-    """Half of the shard twice, in two types, and one row more of a third."""
-    notes.append(("send", _stream(group), mesh.size()))
+def _pre_all_gather(calls: Record, group: Any, local: torch.Tensor, mesh: Any) -> Any:
+    """Returns three all-gather inputs: half of the shard's values in its own dtype and in float64,
+    and five int32 ones."""
+    calls.append(("pre_all_gather", _current_stream_name(group), mesh.size()))
     half = local.detach() / 2
     return (half, half.double(), half.new_ones(5, dtype=torch.int32)), len(local)
 
 
-def _make(
-    notes: Record,
+def _post_all_gather(
+    calls: Record,
     group: Any,
     outputs: tuple[torch.Tensor, ...],
     metadata: int,
@@ -47,33 +50,37 @@ def _make(
     *,
     out: torch.Tensor | None = None,
 ) -> Any:
-    notes.append(("make", _stream(group), [tuple(o.shape) for o in outputs], metadata, dtype))
-    made = (outputs[0] + outputs[1].to(outputs[0].dtype)).to(dtype)
+    shapes = [tuple(output.shape) for output in outputs]
+    calls.append(("post_all_gather", _current_stream_name(group), shapes, metadata, dtype))
+    unsharded = (outputs[0] + outputs[1].to(outputs[0].dtype)).to(dtype)
     if out is None:
-        return made, (made,)
+        return unsharded, (unsharded,)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-        out.copy_(made[: len(out)])
+        out.copy_(unsharded[: len(out)])
     return None
 
 
-def extended(model: nn.Sequential) -> Record:
-    """Gives the matrices' shards hooks; what those note."""
-    notes: Record = []
-    _COMPUTES[:] = [torch.accelerator.current_stream()]
+def install_hooks(model: nn.Sequential) -> Record:
+    """Sets all-gather hooks on the shards of all matrices. Returns the list to which the hooks
+    append their calls."""
+    calls: Record = []
+    _COMPUTE_STREAM[:] = [torch.accelerator.current_stream()]
     for unit in (*model, model):
         for group in groups_of(unit._get_fsdp_state()):
             for param in group.fsdp_params:
                 local = param.sharded_param._local_tensor
                 if local.ndim == 2:
-                    local.fsdp_pre_all_gather = functools.partial(_send, notes, group, local)
-                    local.fsdp_post_all_gather = functools.partial(_make, notes, group)
-    return notes
+                    local.fsdp_pre_all_gather = functools.partial(
+                        _pre_all_gather, calls, group, local
+                    )
+                    local.fsdp_post_all_gather = functools.partial(_post_all_gather, calls, group)
+    return calls
 
 
 def _train(tools: SimTools, model: nn.Sequential, **kwargs: Any) -> Record:
-    notes = extended(model)
+    calls = install_hooks(model)
     record = tools.train(model, **kwargs)
-    return [*record, *notes]
+    return [*record, *calls]
 
 
 @scenario
@@ -117,20 +124,21 @@ def extension_hooks_asynchronous(tools: SimTools) -> Record:
 
 
 @scenario
-def extension_hooks_unsharded_by_hand(tools: SimTools) -> Record:
+def extension_hooks_manual_unshard(tools: SimTools) -> Record:
     model = tools.shard(blocks())
-    notes = extended(model)
+    calls = install_hooks(model)
     record: Record = []
     for _ in range(2):
         handles = [unit.unshard(async_op=True) for unit in (*model, model)]
         handles[0].wait()
         record += tools.train(model)
-    return [*record, *notes]
+    return [*record, *calls]
 
 
 @scenario
 def extension_offloaded(tools: SimTools) -> Record:
-    """Whose shards are copied to the device before their hooks are asked: subclasses, then."""
+    """Offloaded shards are copied to the device before their hooks are called. The copy keeps a
+    subclass's methods and loses hooks set on the tensor, so this scenario uses a subclass."""
     model = blocks()
     for module in model.modules():
         if isinstance(module, nn.Linear):

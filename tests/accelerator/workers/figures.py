@@ -1,8 +1,9 @@
-"""Prints what a unit and a step cost on the simulated accelerator, stock beside ours.
+"""Measures launches, events and memory per unit and step on the simulated device, torch and fsdp_c.
 
-Launches are operations and kernels by which fsdp_c or torch's FSDP2 moves data: those of the model
-and of the optimizer are taken off. Events are those recorded and waited for, autograd's included.
-Peak memory is that of the device, over what was there before.
+Launches are operations and kernels by which fsdp_c or torch's FSDP2 moves data; those of the model
+are subtracted. Events are all that are recorded and waited for, autograd's included. Peak memory is
+the device's peak above its memory before the model was sharded. Run as a script, this file prints a
+table.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ UNITS = 6
 WIDTH = 64
 STEPS = 2
 OFFLOAD = CPUOffloadPolicy()
-NO_LAUNCH = ("record", "wait", "work wait", "free", "current", "allocate", "jobs", "synchronize")
-NO_LAUNCH += ("group memory",)
+OTHER_COUNTERS = ("record", "wait", "work wait", "free", "current", "allocate", "jobs")
+OTHER_COUNTERS += ("synchronize", "group memory")
+"""The device's counters that do not count launches."""
 
 
 class Figures(NamedTuple):
-    """Per unit and step, but for the peak."""
+    """Averages per unit and step, and the peak of all steps."""
 
     launches: float
-    recorded: float
-    waited: float
-    peak: float
-    """KiB"""
-    given: float
-    """Buffers that process groups have given."""
+    recorded_events: float
+    waited_events: float
+    peak_kib: float
+    group_buffers: float
+    """Buffers allocated by process groups."""
 
 
 class Block(nn.Module):
-    """The shapes of a transformer's layer: four matrices, three vectors."""
+    """A module with the parameter shapes of a transformer layer: four matrices, three vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,20 +69,21 @@ def _model() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(UNITS)))
 
 
-def _second(param: nn.Parameter) -> Shard | None:
+def _place_matrices_on_dim_1(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim > 1 else None
 
 
 def _two_dtypes() -> nn.Sequential:
-    """Frozen norms in bf16, the rest in fp32: they are gathered together, as bytes."""
+    """A model with frozen norms in bf16 and other parameters in fp32, gathered together as
+    bytes."""
     model = _model()
     for block in model:
         block.norm.bfloat16().requires_grad_(False)
     return model
 
 
-def _extended() -> nn.Sequential:
-    """Matrices that send a second input, and are multiplied when they have come."""
+def _with_extensions() -> nn.Sequential:
+    """A model whose matrices send a second all-gather input and are scaled after the all-gather."""
     model = _model()
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -89,7 +91,7 @@ def _extended() -> nn.Sequential:
     return model.to("sim")
 
 
-def _from_the_group(model: nn.Sequential) -> nn.Sequential:
+def _use_group_memory(model: nn.Sequential) -> nn.Sequential:
     for unit in (*model, model):
         unit.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
     return model
@@ -99,7 +101,7 @@ VARIANTS = {
     "Shard(0)": lambda t: t.shard(_model()),
     "Shard(0), bf16": lambda t: t.shard(_model(), mp_policy=MIXED),
     "two dtypes": lambda t: t.shard(_two_dtypes()),
-    "Shard(1)": lambda t: t.shard(_model(), shard_placement_fn=_second),
+    "Shard(1)": lambda t: t.shard(_model(), shard_placement_fn=_place_matrices_on_dim_1),
     "HSDP": lambda t: t.shard(_model(), mesh=t.mesh("replicate", "shard")),
     "HSDP, bf16": lambda t: t.shard(_model(), mesh=t.mesh("replicate", "shard"), mp_policy=MIXED),
     "offload": lambda t: t.shard(_model(), offload_policy=OFFLOAD),
@@ -108,26 +110,26 @@ VARIANTS = {
         _model(), mesh=t.mesh("replicate", "shard"), offload_policy=OFFLOAD, mp_policy=MIXED
     ),
     "offload, Shard(1)": lambda t: t.shard(
-        _model(), shard_placement_fn=_second, offload_policy=OFFLOAD
+        _model(), shard_placement_fn=_place_matrices_on_dim_1, offload_policy=OFFLOAD
     ),
     "offload, replicate, bf16": lambda t: t.replicate(
         _model(), mesh=t.flat(), offload_policy=OFFLOAD, mp_policy=MIXED
     ),
-    "memory from group": lambda t: _from_the_group(t.shard(_model())),
-    "memory from group, bf16": lambda t: _from_the_group(t.shard(_model(), mp_policy=MIXED)),
-    "memory from group, HSDP": lambda t: _from_the_group(
+    "memory from group": lambda t: _use_group_memory(t.shard(_model())),
+    "memory from group, bf16": lambda t: _use_group_memory(t.shard(_model(), mp_policy=MIXED)),
+    "memory from group, HSDP": lambda t: _use_group_memory(
         t.shard(_model(), mesh=t.mesh("replicate", "shard"), mp_policy=MIXED)
     ),
-    "extensions": lambda t: t.shard(_extended()),
-    "extensions, HSDP": lambda t: t.shard(_extended(), mesh=t.mesh("replicate", "shard")),
-    "extensions, offload": lambda t: t.shard(_extended(), offload_policy=OFFLOAD),
+    "extensions": lambda t: t.shard(_with_extensions()),
+    "extensions, HSDP": lambda t: t.shard(_with_extensions(), mesh=t.mesh("replicate", "shard")),
+    "extensions, offload": lambda t: t.shard(_with_extensions(), offload_policy=OFFLOAD),
     "kept after forward": lambda t: t.shard(_model(), reshard_after_forward=False),
     "replicate": lambda t: t.replicate(_model(), mesh=t.flat()),
 }
 
 
 def _one_unit(tools: SimTools, bucket_cap_mb: float) -> nn.Sequential:
-    """All blocks are one unit, reduced in float32 after a backward in bfloat16."""
+    """A model that is one unit, with backward in bfloat16 and reductions in float32."""
     model = tools.fully_shard(_model(), mesh=tools.flat(), mp_policy=MIXED)
     fsdp_c.set_bucket_cap(model, bucket_cap_mb)
     return model
@@ -137,11 +139,11 @@ BUCKETS = {
     "one unit": lambda t: _one_unit(t, math.inf),
     "one unit in buckets": lambda t: _one_unit(t, 4 * 12 * WIDTH**2 / 2**20),  # a block each
 }
-"""Ours alone: torch's FSDP2 reduces a unit at once."""
+"""Variants for fsdp_c only: torch reduces a unit in one reduce-scatter."""
 
 
 def _plain_launches(variant: str, x: torch.Tensor) -> int:
-    """Launches of a step of the model alone."""
+    """Launches of one step of the model without sharding."""
     device = simulated.start()
     model = (_two_dtypes() if variant == "two dtypes" else _model()).to("sim")
     if "bf16" in variant:
@@ -152,11 +154,11 @@ def _plain_launches(variant: str, x: torch.Tensor) -> int:
 
 
 def _launches(counts: dict[str, int]) -> int:
-    return sum(n for name, n in counts.items() if name not in NO_LAUNCH)
+    return sum(n for name, n in counts.items() if name not in OTHER_COUNTERS)
 
 
 def measure(variant: str, implementation: str, kernels: bool) -> Figures:
-    """The figures of one variant, in the steps after the first."""
+    """Returns the figures of one variant, averaged over the steps after the first."""
     device = simulated.start()
     device.forget()
     simulated.use_kernels(kernels)
@@ -168,7 +170,7 @@ def measure(variant: str, implementation: str, kernels: bool) -> Figures:
     model = make(SimTools(0, sim_tools.WORLD, implementation))
     for step in range(STEPS + 1):
         if step == 1:
-            gc.collect()  # what is left of the model before it was sharded
+            gc.collect()  # frees the unsharded parameters' memory
             device.clear_counts()
             device.reset_peak(0)
         model(x).sum().backward()
@@ -186,40 +188,41 @@ def measure(variant: str, implementation: str, kernels: bool) -> Figures:
 
 
 RUNS = {
-    "stock": ("torch", False),
-    "ours": ("fsdp_c", True),
-    "ours, no kernels": ("fsdp_c", False),
+    "torch": ("torch", False),
+    "fsdp_c": ("fsdp_c", True),
+    "fsdp_c without kernels": ("fsdp_c", False),
 }
+"""Name of a run -> its implementation, and whether fsdp_c has kernels for the device."""
 
 
-def all_figures() -> dict[str, dict[str, Figures]]:
-    """By variant and run."""
+def measure_all() -> dict[str, dict[str, Figures]]:
+    """Returns the figures by variant and run."""
     sim_tools.join_loop_group()
-    found = {
-        variant: {name: measure(variant, *how) for name, how in RUNS.items()}
+    figures = {
+        variant: {name: measure(variant, *options) for name, options in RUNS.items()}
         for variant in VARIANTS
     }
-    ours = [name for name, how in RUNS.items() if how[0] == "fsdp_c"]
+    fsdp_c_runs = [name for name, options in RUNS.items() if options[0] == "fsdp_c"]
     for variant in BUCKETS:
-        found[variant] = {name: measure(variant, *RUNS[name]) for name in ours}
-    return found
+        figures[variant] = {name: measure(variant, *RUNS[name]) for name in fsdp_c_runs}
+    return figures
 
 
 def run(rank: int, world_size: int) -> dict[str, dict[str, Figures]]:
-    """The target of a launch."""
+    """Rank entry point."""
     warnings.simplefilter("ignore")
-    return all_figures()
+    return measure_all()
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     print(f"{UNITS} units, {sim_tools.WORLD} ranks; per unit and step, peak in KiB")
-    print(f"{'':24s} {'':18s} launches  recorded  waited      peak  from group")
-    for variant, runs in all_figures().items():
+    print(f"{'':24s} {'':22s} launches  recorded  waited      peak  from group")
+    for variant, runs in measure_all().items():
         for name, f in runs.items():
             print(
-                f"{variant:24s} {name:18s} {f.launches:8.2f}  {f.recorded:8.2f}  {f.waited:6.2f}"
-                f"  {f.peak:8.1f}  {f.given:10.2f}"
+                f"{variant:24s} {name:22s} {f.launches:8.2f}  {f.recorded_events:8.2f}"
+                f"  {f.waited_events:6.2f}  {f.peak_kib:8.1f}  {f.group_buffers:10.2f}"
             )
 
 

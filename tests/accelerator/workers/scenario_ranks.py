@@ -1,4 +1,4 @@
-"""The targets of launches on the simulated device, in a process of their own."""
+"""Rank entry points that run scenarios on the simulated device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch.nn as nn
 from features import Record, digest
 
 
-class Seen(NamedTuple):
-    """What the device saw of one scenario."""
+class ScenarioRun(NamedTuple):
+    """The record of one scenario, and the device's findings and counters."""
 
     record: Record
     findings: list[str]
@@ -26,8 +26,10 @@ class Seen(NamedTuple):
     """Bytes."""
 
 
-def see(scenario: Callable[[Any], Record], implementation: str, kernels: bool) -> Seen:
-    """Runs a scenario. An exception is its record."""
+def run_scenario(
+    scenario: Callable[[Any], Record], implementation: str, kernels: bool
+) -> ScenarioRun:
+    """Runs a scenario. If it raises, the exception's text is its record."""
     device = simulated.start()
     device.forget()
     device.reset_peak(0)
@@ -39,60 +41,66 @@ def see(scenario: Callable[[Any], Record], implementation: str, kernels: bool) -
     except Exception as error:
         record = [f"{type(error).__name__}: {error}"]
     peak = device.max_memory_allocated(0) - start
-    return Seen(record, device.findings(), device.counts(), peak)
+    return ScenarioRun(record, device.findings(), device.counts(), peak)
 
 
-def run(rank: int, world_size: int) -> dict[str, dict[str, Seen]]:
-    """Every scenario under torch, and under fsdp_c with kernels of its own and without."""
+def run(rank: int, world_size: int) -> dict[str, dict[str, ScenarioRun]]:
+    """Runs every scenario under torch, and under fsdp_c with and without kernels."""
     warnings.simplefilter("ignore")
     sim_tools.join_loop_group()
     return {
         name: {
-            "torch": see(scenario, "torch", False),
-            "fsdp_c": see(scenario, "fsdp_c", True),
-            "fsdp_c without kernels": see(scenario, "fsdp_c", False),
+            "torch": run_scenario(scenario, "torch", False),
+            "fsdp_c": run_scenario(scenario, "fsdp_c", True),
+            "fsdp_c without kernels": run_scenario(scenario, "fsdp_c", False),
         }
         for name, scenario in scenarios.SCENARIOS.items()
     }
 
 
 def run_double_backward(rank: int, world_size: int) -> dict[str, Record]:
-    """The first step of a double backward, under both implementations and without any."""
+    """Records of one step with a double backward, under both implementations and for a model that
+    is not sharded."""
     sim_tools.join_loop_group()
     simulated.start()
-    tools: Any = [sim_tools.SimTools(0, sim_tools.WORLD, name) for name in ("torch", "fsdp_c")]
-    whole = [scenarios.double_backward_of_whole_units(one) for one in tools]
-    plain = scenarios.double_backward(tools[0])[:2]
-    return {"torch": whole[0], "fsdp_c": whole[1], "plain": plain}
-
-
-def run_batch_left_out(rank: int, world_size: int) -> dict[str, Seen]:
-    """A training that goes on after a backward that raised, in a thread of the device's."""
-    sim_tools.join_loop_group()
-    by_hand, alone = (partial(scenarios.batch_left_out, by_hand=given) for given in (True, False))
+    torch_tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, "torch")
+    fsdp_c_tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, "fsdp_c")
     return {
-        "with a reset": see(by_hand, "fsdp_c", True),
-        "fsdp_c": see(alone, "fsdp_c", True),
-        "torch": see(alone, "torch", True),
+        "torch": scenarios.double_backward_without_reshard(torch_tools),
+        "fsdp_c": scenarios.double_backward_without_reshard(fsdp_c_tools),
+        "plain": scenarios.double_backward(torch_tools)[:2],
+    }
+
+
+def run_failed_backward(rank: int, world_size: int) -> dict[str, ScenarioRun]:
+    """Runs a training that continues after a backward raised in a thread of the device."""
+    sim_tools.join_loop_group()
+    with_reset, without_reset = (
+        partial(scenarios.failed_backward, reset=reset) for reset in (True, False)
+    )
+    return {
+        "fsdp_c with a reset": run_scenario(with_reset, "fsdp_c", True),
+        "fsdp_c": run_scenario(without_reset, "fsdp_c", True),
+        "torch": run_scenario(without_reset, "torch", True),
     }
 
 
 def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
-    """Four models on four devices, each trained by a thread of its own, at the same time.
+    """Trains four models on four devices at the same time, each in its own thread.
 
-    What the device found comes last in each record.
+    Returns by implementation: the record of each thread, then the device's findings.
     """
     warnings.simplefilter("ignore")
     sim_tools.join_loop_group()
     device = simulated.start()
     simulated.use_kernels(True)
     sim_tools._mesh((sim_tools.WORLD,), None)
-    found: dict[str, list[Record]] = {}
+    records_by_implementation: dict[str, list[Record]] = {}
     for implementation in ("torch", "fsdp_c"):
         device.forget()
         records: list[Record] = [[] for _ in range(4)]
 
-        def work(index: int, name: str = implementation, into: Any = records) -> None:
+        def train(index: int, name: str = implementation, into: Any = records) -> None:
             device.set_device(index)
             model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
             with torch.no_grad():
@@ -108,10 +116,10 @@ def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
                 into[index] += [str(loss.device), loss.item(), digest(gradients)]
                 model.zero_grad()
 
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+        threads = [threading.Thread(target=train, args=(index,)) for index in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        found[implementation] = [*records, device.findings()]
-    return found
+        records_by_implementation[implementation] = [*records, device.findings()]
+    return records_by_implementation

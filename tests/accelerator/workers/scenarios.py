@@ -1,7 +1,8 @@
-"""Short trainings on the simulated device: a rank of a group whose other ranks do the same.
+"""Short trainings on the simulated device, by one rank of a group whose ranks have equal data.
 
-``SCENARIOS`` holds one for each part of FSDP2 that has an ordering of streams to itself. Each takes
-``SimTools`` of one implementation and returns a record of losses and digests, as features.py does.
+``SCENARIOS`` has at least one scenario for each part of FSDP2 that orders streams in its own way.
+Each takes the ``SimTools`` of one implementation and returns a record of losses and digests, as the
+functions of features.py do.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import bucket_scenarios as bucket_scenarios  # which are on the list, too
-import direct_call_scenarios  # likewise
-import extension_scenarios as extension_scenarios  # likewise
+import bucket_scenarios as bucket_scenarios  # registers its scenarios
+import direct_call_scenarios  # registers its scenarios
+import extension_scenarios as extension_scenarios  # registers its scenarios
 import features
 import torch
 import torch.distributed.fsdp as fsdp
@@ -30,7 +31,7 @@ STOCK_RACES = {
     "offload_with_a_reduce_hook": "write by allocation",
     **direct_call_scenarios.TORCH_RACES,
 }
-"""Scenarios in which stock itself races, and words of the finding (tests/STOCK_BUGS.md)."""
+"""Scenarios in which torch races -> text that the finding contains (tests/TORCH_BUGS.md)."""
 
 
 @scenario
@@ -40,7 +41,8 @@ def plain(tools: SimTools) -> Record:
 
 @scenario
 def on_a_side_stream(tools: SimTools) -> Record:
-    """All of it on another stream than the default one; backward's thread has to follow."""
+    """The training runs on another stream than the default one. Autograd makes this stream current
+    in the thread of backward."""
     model = tools.shard(blocks())
     stream = torch.Stream(device="sim")
     stream.wait_stream(torch.accelerator.current_stream())
@@ -89,7 +91,7 @@ def prefetched(tools: SimTools) -> Record:
 
 
 @scenario
-def unsharded_by_hand(tools: SimTools) -> Record:
+def manual_unshard(tools: SimTools) -> Record:
     model = tools.shard(blocks())
     record: Record = []
     for _ in range(2):
@@ -132,7 +134,8 @@ def hsdp_mixed(tools: SimTools) -> Record:
 
 @scenario
 def hsdp_of_six_units(tools: SimTools) -> Record:
-    """Reduced in one type and handed out in another: rows do not live on as gradients."""
+    """The reduce dtype differs from the gradients' dtype, so reduced buffers are freed after a
+    cast."""
     model = nn.Sequential(*blocks(), *blocks(seed=1))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     return tools.train(tools.shard(model, mesh=tools.mesh("replicate", "shard"), mp_policy=policy))
@@ -148,7 +151,7 @@ def hsdp_partial(tools: SimTools) -> Record:
 def hsdp_with_a_reduce_hook(tools: SimTools) -> Record:
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
     for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
     return tools.train(model)
 
 
@@ -156,7 +159,7 @@ def hsdp_with_a_reduce_hook(tools: SimTools) -> Record:
 def reduce_hook(tools: SimTools) -> Record:
     model = tools.shard(blocks(), mp_policy=MIXED)
     for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
     return tools.train(model)
 
 
@@ -165,7 +168,7 @@ def reduce_hook_on_a_stream(tools: SimTools) -> Record:
     model = tools.shard(blocks())
     stream = torch.Stream(device="sim")
     for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda row: row.mul_(0.5), stream=stream)
+        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
     return tools.train(model)
 
 
@@ -183,13 +186,13 @@ def replicated_units(tools: SimTools) -> Record:
     return tools.train(tools.replicate(model, mesh=tools.flat(), mp_policy=MIXED))
 
 
-def _offloaded(tools: SimTools, pin_memory: bool = True, **kwargs: Any) -> Any:
+def _shard_offloaded(tools: SimTools, pin_memory: bool = True, **kwargs: Any) -> Any:
     return tools.shard(blocks(), offload_policy=CPUOffloadPolicy(pin_memory), **kwargs)
 
 
 SCENARIOS |= {
-    "offload": lambda t: t.train(_offloaded(t)),
-    "offload_unpinned": lambda t: t.train(_offloaded(t, False, mp_policy=MIXED)),
+    "offload": lambda t: t.train(_shard_offloaded(t)),
+    "offload_unpinned": lambda t: t.train(_shard_offloaded(t, False, mp_policy=MIXED)),
     "offload_replicated": lambda t: t.train(
         t.replicate(blocks(), mesh=t.flat(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED),
         micro=2,
@@ -200,8 +203,8 @@ SCENARIOS |= {
 
 @scenario
 def offload_read_at_once(tools: SimTools) -> Record:
-    """Gradients are used by the host after backward, without any other synchronisation."""
-    model = _offloaded(tools)
+    """The host reads gradients after backward without further synchronization."""
+    model = _shard_offloaded(tools)
     record: Record = []
     for step in range(3):
         model(tools.input(step)).pow(2).sum().backward()
@@ -212,8 +215,8 @@ def offload_read_at_once(tools: SimTools) -> Record:
 
 @scenario
 def offload_accumulated(tools: SimTools) -> Record:
-    """A backward that does not reduce, one that does, and one more that adds to that."""
-    model = _offloaded(tools, mp_policy=MIXED, shard_placement_fn=features._second)
+    """A backward without a reduction, then two with one. The last adds to offloaded gradients."""
+    model = _shard_offloaded(tools, mp_policy=MIXED, shard_placement_fn=features._second)
     model._set_unshard_async_op(True)
     count = itertools.count()
     sync = lambda m, _: m.set_requires_gradient_sync(next(count) % 3 > 0)  # noqa: E731
@@ -222,15 +225,16 @@ def offload_accumulated(tools: SimTools) -> Record:
 
 @scenario
 def offload_hsdp_of_six_units(tools: SimTools) -> Record:
-    """Reduced rows die on the all-reduce stream: nothing of them lives on as gradients."""
+    """Reduced buffers are freed on the all-reduce stream, because gradients are copied to the
+    host."""
     model, mesh = nn.Sequential(*blocks(), *blocks(seed=1)), tools.mesh("replicate", "shard")
     return tools.train(tools.shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy()))
 
 
 @scenario
 def offload_smaller_group(tools: SimTools) -> Record:
-    """Prefetched, and with hooks that read gradients on the host."""
-    model = _offloaded(tools, reshard_after_forward=2)
+    """Units prefetch their neighbors, and post-accumulate-grad hooks read gradients on the host."""
+    model = _shard_offloaded(tools, reshard_after_forward=2)
     record: Record = []
     prefetch_neighbours(model)
     for param in list(model.parameters())[::2]:
@@ -240,10 +244,10 @@ def offload_smaller_group(tools: SimTools) -> Record:
 
 @scenario
 def offload_with_a_reduce_hook(tools: SimTools) -> Record:
-    """torch lets a row go that the hook's stream is still at work on."""
-    model = _offloaded(tools)
+    """torch frees the reduced buffer while the hook's stream still uses it."""
+    model = _shard_offloaded(tools)
     for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda row: row.mul_(0.5))
+        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
     return tools.train(model)
 
 
@@ -266,7 +270,7 @@ def memory_from_the_group(tools: SimTools) -> Record:
 
 @scenario
 def memory_from_groups_with_replicas(tools: SimTools) -> Record:
-    """Rows that wait for an all-reduce."""
+    """Partial gradients in buffers of the process group wait for an all-reduce."""
     mesh = tools.mesh("replicate", "shard")
     model = tools.shard(blocks(), mesh=mesh, mp_policy=MIXED)
     for unit in (*model, model):
@@ -276,7 +280,8 @@ def memory_from_groups_with_replicas(tools: SimTools) -> Record:
 
 @scenario
 def memory_from_the_group_smaller_group(tools: SimTools) -> Record:
-    """Whose gathers are over the whole group's memory; switched off before the last training."""
+    """The smaller group's all-gathers use memory of the whole group. The second training runs
+    without ``set_allocate_memory_from_process_group_for_comm``."""
     model = tools.shard(blocks(), reshard_after_forward=2, offload_policy=CPUOffloadPolicy())
     record: Record = []
     for enabled in (True, False):
@@ -317,12 +322,13 @@ def checkpointed(tools: SimTools) -> Record:
     return tools.train(tools.shard(model))
 
 
-def _two_roots(tools: SimTools, whole: bool) -> Record:
-    """Two models in one context; ``whole``: their children are in it, too."""
+def _two_roots(tools: SimTools, share_children: bool) -> Record:
+    """Trains two models whose roots share a comm context, with ``share_children`` also their
+    units."""
     first, second = tools.shard(blocks()), tools.shard(blocks(seed=1))
     for model in (first, second):
         model._get_fsdp_state()._lazy_init()
-    children = [*first, *second] if whole else []
+    children = [*first, *second] if share_children else []
     fsdp.share_comm_ctx([first, second, *children])
     record: Record = []
     for step in range(3):
@@ -335,17 +341,18 @@ def _two_roots(tools: SimTools, whole: bool) -> Record:
 
 @scenario
 def shared_context(tools: SimTools) -> Record:
-    return _two_roots(tools, whole=True)
+    return _two_roots(tools, share_children=True)
 
 
 @scenario
 def shared_context_of_the_roots_alone(tools: SimTools) -> Record:
-    return _two_roots(tools, whole=False)
+    return _two_roots(tools, share_children=False)
 
 
 @scenario
 def interleaved(tools: SimTools) -> Record:
-    """The second backward's prefetch of the first's unit is never waited for."""
+    """Two forwards, then two backwards. No backward waits for the second one's prefetched unshard
+    of a unit of the first."""
     model = tools.shard(blocks())
     record: Record = []
     for step in range(3):
@@ -364,7 +371,7 @@ def reduce_hook_on_a_stream_with_a_cast(tools: SimTools) -> Record:
     model = tools.shard(nn.Sequential(*blocks(), *blocks(seed=1)), mp_policy=policy)
     stream = torch.Stream(device="sim")
     for unit in (*model, model):
-        unit.set_all_reduce_hook(lambda row: row.mul_(0.5), stream=stream)
+        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
     return tools.train(model)
 
 
@@ -405,7 +412,7 @@ def clipped(tools: SimTools) -> Record:
 
 
 def _curved() -> nn.Sequential:
-    """Blocks whose second derivatives are not zero."""
+    """Blocks with nonzero second derivatives."""
     model = blocks()
     for block in model:
         block[1] = nn.Tanh()
@@ -413,15 +420,15 @@ def _curved() -> nn.Sequential:
 
 
 def _penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A loss with a gradient penalty: its backward goes through one that was recorded."""
+    """A loss with a gradient penalty, whose backward is a double backward."""
     x.requires_grad_()
     output = model(x)
     (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
     return output.square().mean() + (grad.norm(dim=1) - 1).square().mean()
 
 
-def _repeated(model: nn.Module, ranks: int) -> None:
-    """What a gather over equal ranks makes of each parameter."""
+def _repeat_first_shard(model: nn.Module, ranks: int) -> None:
+    """Sets each parameter to its value after an all-gather over ranks with equal shards."""
     with torch.no_grad():
         for param in model.parameters():
             first = param.chunk(ranks)[0].clone()
@@ -429,29 +436,30 @@ def _repeated(model: nn.Module, ranks: int) -> None:
 
 
 def _double_backward(tools: SimTools, shards: int, **kwargs: Any) -> Record:
-    """torch cannot (tests/STOCK_BUGS.md): in its stead a plain model whose ranks are equal."""
+    """Trains with a gradient penalty. torch fails here (B8 in tests/TORCH_BUGS.md), so its record
+    comes from an unsharded model that computes the values of ranks with equal shards."""
     model: Any = _curved()
-    if tools.is_stock:
-        _repeated(model.to("sim"), shards)
+    if tools.is_torch:
+        _repeat_first_shard(model.to("sim"), shards)
     else:
         tools.shard(model, **kwargs)
     record: Record = []
     for step in range(3):
         loss = _penalized(model, tools.input(step))
         loss.backward()
-        shown = [p.grad.chunk(shards)[0] if tools.is_stock else p.grad for p in model.parameters()]
-        record += [loss.item(), digest(shown)]
+        grads = [p.grad.chunk(shards)[0] if tools.is_torch else p.grad for p in model.parameters()]
+        record += [loss.item(), digest(grads)]
         with torch.no_grad():
             for param in model.parameters():
                 param.sub_(param.grad, alpha=0.1)
                 param.grad = None
-        if tools.is_stock:
-            _repeated(model, shards)
+        if tools.is_torch:
+            _repeat_first_shard(model, shards)
     return record
 
 
-def double_backward_of_whole_units(tools: SimTools) -> Record:
-    """One in which nothing is ever freed, so that torch could do it, too."""
+def double_backward_without_reshard(tools: SimTools) -> Record:
+    """A double backward during which no unit reshards, so torch reads no freed parameters."""
     model = tools.shard(_curved())
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
@@ -472,24 +480,24 @@ def double_backward_with_replicas(tools: SimTools) -> Record:
     return _double_backward(tools, WORLD // 2, mesh=tools.mesh("replicate", "shard"))
 
 
-def _finalized_by_hand(tools: SimTools, **kwargs: Any) -> Record:
-    """Two microbatches, of which ours reduces nothing before ``finalize_backward``.
+def _manual_finalization(tools: SimTools, **kwargs: Any) -> Record:
+    """Trains on two microbatches per step. fsdp_c reduces in ``finalize_backward``, torch 2.13 in
+    the last backward.
 
-    torch 2.13 has to reduce in the last backward. Between finalization and ``wait()`` ours has
-    reductions in flight, over which something else runs.
+    Another operation runs between ``finalize_backward`` and ``wait()``, beside fsdp_c's reductions.
     """
     model = tools.shard(blocks(), **kwargs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if not tools.is_stock:
+    if not tools.is_torch:
         model.set_manual_backward_finalization(True)
     record: Record = []
     for step in range(3):
         for index in range(2):
-            model.set_requires_gradient_sync(tools.is_stock and index == 1)
+            model.set_requires_gradient_sync(tools.is_torch and index == 1)
             loss = model(tools.input(10 * step + index)).float().pow(2).sum()
             loss.backward()
             record.append(loss.item())
-        if not tools.is_stock:
+        if not tools.is_torch:
             model.set_requires_gradient_sync(True)
             handle = model.finalize_backward(async_op=True)
             loss.detach().clone().add_(1)
@@ -501,36 +509,36 @@ def _finalized_by_hand(tools: SimTools, **kwargs: Any) -> Record:
 
 
 @scenario
-def finalized_by_hand(tools: SimTools) -> Record:
-    return _finalized_by_hand(tools)
+def manual_finalization(tools: SimTools) -> Record:
+    return _manual_finalization(tools)
 
 
 @scenario
-def finalized_by_hand_half(tools: SimTools) -> Record:
-    return _finalized_by_hand(tools, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+def manual_finalization_half(tools: SimTools) -> Record:
+    return _manual_finalization(tools, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
 
 
 @scenario
-def finalized_by_hand_with_replicas(tools: SimTools) -> Record:
-    return _finalized_by_hand(tools, mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
+def manual_finalization_with_replicas(tools: SimTools) -> Record:
+    return _manual_finalization(tools, mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
 
 
 @scenario
-def finalized_by_hand_offloaded(tools: SimTools) -> Record:
-    return _finalized_by_hand(tools, offload_policy=CPUOffloadPolicy())
+def manual_finalization_offloaded(tools: SimTools) -> Record:
+    return _manual_finalization(tools, offload_policy=CPUOffloadPolicy())
 
 
 @scenario
-def reductions_finalized_by_hand(tools: SimTools) -> Record:
-    """Every backward reduces at once; only the waiting is the caller's."""
+def manual_finalization_after_each_backward(tools: SimTools) -> Record:
+    """Every backward issues its reductions, and ``finalize_backward`` waits for them."""
     model = tools.shard(blocks(), mp_policy=MIXED)
     record: Record = []
-    if not tools.is_stock:
+    if not tools.is_torch:
         model.set_manual_backward_finalization(True)
     for step in range(3):
         loss = model(tools.input(step)).float().pow(2).sum()
         loss.backward()
-        if not tools.is_stock:
+        if not tools.is_torch:
             model.finalize_backward()
         record += [loss.item(), digest(p.grad for p in model.parameters())]
         model.zero_grad()
@@ -539,15 +547,17 @@ def reductions_finalized_by_hand(tools: SimTools) -> Record:
 
 @scenario
 def reset_after_a_failure(tools: SimTools) -> Record:
-    return _reset(tools) + _reset(tools, offload_policy=CPUOffloadPolicy())
+    return failed_backward(tools, reset=True)
 
 
-def batch_left_out(tools: SimTools, by_hand: bool) -> Record:
-    """``by_hand``: with a reset after the backward that raised; else nobody asks for one."""
-    return _reset(tools, by_hand) + _reset(tools, by_hand, offload_policy=CPUOffloadPolicy())
+def failed_backward(tools: SimTools, reset: bool) -> Record:
+    """A training that continues after a failed backward, without and with CPU offload."""
+    record = _train_after_failure(tools, reset)
+    return record + _train_after_failure(tools, reset, offload_policy=CPUOffloadPolicy())
 
 
-def _reset(tools: SimTools, by_hand: bool = True, **kwargs: Any) -> Record:
+def _train_after_failure(tools: SimTools, reset: bool = True, **kwargs: Any) -> Record:
+    """Trains again after a backward that raised, with or without ``reset_iter_state()`` between."""
     model = tools.shard(blocks(), **kwargs)
     record = tools.train(model)
 
@@ -560,9 +570,9 @@ def _reset(tools: SimTools, by_hand: bool = True, **kwargs: Any) -> Record:
         model[2](model[1](hidden)).sum().backward()
     except RuntimeError as error:
         record.append(str(error))
-    if by_hand:
+    if reset:
         model.reset_iter_state()
     model.zero_grad()
-    record += tools.accumulate(model)  # an optimizer made before this may hold whole parameters
+    record += tools.accumulate(model)  # reshards units that the failed backward left unsharded
     model.zero_grad()
     return record + tools.train(model)

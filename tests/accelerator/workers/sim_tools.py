@@ -1,6 +1,6 @@
-"""What scenarios on the simulated device are made of: one implementation's functions, and the list.
+"""Base of the scenarios on the simulated device: ``SimTools`` and the registry ``SCENARIOS``.
 
-A scenario takes ``SimTools`` of one implementation and returns a record of losses and digests.
+A scenario takes the ``SimTools`` of one implementation and returns a record of losses and digests.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
 
 
 class SimTools(Tools):
-    """One implementation's functions, on the simulated device."""
+    """``Tools`` of one implementation, with models, meshes and inputs on the simulated device."""
 
     def __init__(self, rank: int, world_size: int, implementation: str) -> None:
         super().__init__(rank, world_size, implementation)
-        self.is_stock = implementation == "torch"
+        self.is_torch = implementation == "torch"
 
     def mesh(self, *names: str) -> DeviceMesh:
         return _mesh((2, self.world_size // 2), names)
@@ -49,7 +49,7 @@ class SimTools(Tools):
 
 
 def name_memory(model: nn.Module) -> None:
-    """Tells the device whose memory the parameters are, so that it can say so."""
+    """Labels the parameters' memory, so that findings contain their names."""
     for name, parameter in model.named_parameters():
         local = getattr(parameter, "_local_tensor", parameter)
         if local.device.type == "sim":
@@ -57,7 +57,8 @@ def name_memory(model: nn.Module) -> None:
 
 
 def join_loop_group() -> None:
-    """Makes this process rank 0 of a group of ``WORLD``."""
+    """Makes this process rank 0 of a ``loop`` group of ``WORLD`` ranks, in which all ranks have the
+    same data."""
     simulated.start()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -68,12 +69,13 @@ SCENARIOS: dict[str, Callable[[SimTools], Record]] = {}
 
 
 def prefetch_neighbours(model: Any) -> None:
-    """Each unit gathers the next one in forward and the one before in backward."""
-    for now, then in itertools.pairwise(model):
-        now.set_modules_to_forward_prefetch([then])
-        then.set_modules_to_backward_prefetch([now])
+    """Each unit prefetches the next unit in forward and the previous unit in backward."""
+    for previous, following in itertools.pairwise(model):
+        previous.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([previous])
 
 
 def scenario(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Record]:
+    """Registers a scenario under its function's name."""
     SCENARIOS[function.__name__] = function
     return function

@@ -1,7 +1,8 @@
-"""The simulated accelerator as torch sees it: device type ``sim``, with ``torch.sim`` beside.
+"""Registers the simulated accelerator with torch: device type ``sim`` and module ``torch.sim``.
 
-``start()`` once in a process makes it there. ``torch.sim`` has what torch's own device modules
-have; what only a simulation can tell is in ``device``, the C++ module.
+``start()`` registers the device once per process. ``torch.sim`` has the functions of torch's own
+device modules. The C++ module that ``start()`` returns has those of the simulation: findings,
+counters, injected faults.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from simulated_build import NAME, library
 
 @functools.cache
 def start() -> Any:
-    """Registers the device with torch; returns the C++ module."""
+    """Registers the device with torch at the first call. Returns the C++ module."""
     torch.utils.rename_privateuse1_backend("sim")
     path = str(library())
     loader = importlib.machinery.ExtensionFileLoader(NAME, path)
@@ -29,39 +30,40 @@ def start() -> Any:
     assert spec is not None
     device = importlib.util.module_from_spec(spec)
     loader.exec_module(device)
-    torch._register_device_module("sim", _device_module(device))
+    torch._register_device_module("sim", _build_device_module(device))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    dist.Backend.register_backend("sccl", _over_gloo, extended_api=True, devices=["sim"])
-    dist.Backend.register_backend("loop", _over_nothing, extended_api=True, devices=["sim"])
+    dist.Backend.register_backend("sccl", _make_gloo_group, extended_api=True, devices=["sim"])
+    dist.Backend.register_backend("loop", _make_loop_group, extended_api=True, devices=["sim"])
     return device
 
 
 GROUP_NAME = "xccl"
-"""What the C++ group says it is: a relative of NCCL, which knows its reductions."""
+"""Backend name of the C++ group. fsdp_c and torch use NCCL's reduce ops with ``xccl``."""
 
 
-def _over_gloo(options: Any, _: Any) -> Any:
-    """A group of real ranks."""
+def _make_gloo_group(options: Any, _: Any) -> Any:
+    """Creates a group of the backend ``sccl``, which exchanges its data through gloo."""
     rank, size = options.group_rank, options.group_size
     store = dist.PrefixStore("under sccl", options.store)
     inner = dist.ProcessGroupGloo(store, rank, size, options.timeout)
     return start().make_group(rank, size, GROUP_NAME, inner)
 
 
-def _over_nothing(options: Any, _: Any) -> Any:
-    """A group of which this process is one rank, and the others have the same data."""
+def _make_loop_group(options: Any, _: Any) -> Any:
+    """Creates a group of the backend ``loop``: it does not communicate, and its collectives return
+    the results of ranks with equal data."""
     return start().make_loop_group(options.group_rank, options.group_size, GROUP_NAME)
 
 
-def use_kernels(on: bool) -> None:
-    """Whether fsdp_c has kernels for the device, or makes do with torch's operators."""
+def use_kernels(enabled: bool) -> None:
+    """Enables fsdp_c's kernels for the device, or makes fsdp_c use torch's operators."""
     from fsdp_c import _C
 
-    kernels = start().kernels_over(_C._testing.kernels()) if on else None
+    kernels = start().kernels_over(_C._testing.kernels()) if enabled else None
     _C._testing.simulate_kernels(kernels)
 
 
-def _index(device: Any) -> int:
+def _device_index(device: Any) -> int:
     if isinstance(device, int):
         return device
     index = torch.device(device).index if device is not None else None
@@ -73,7 +75,7 @@ def current_device() -> int:
 
 
 @contextmanager
-def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
+def _use_stream(stream: torch.Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
@@ -88,45 +90,50 @@ def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 @contextmanager
-def _on_device(device: Any) -> Iterator[None]:
+def _use_device(device: Any) -> Iterator[None]:
     before = current_device()
-    start().set_device(_index(device))
+    start().set_device(_device_index(device))
     try:
         yield
     finally:
         start().set_device(before)
 
 
-def _stream(device: Any = None, priority: int = 0, **packed: int) -> torch.Stream:
-    """A new stream; or, as with ``torch.cuda.Stream``, the one that the numbers mean."""
-    if packed:
-        return torch.Stream(**packed)
-    return torch.Stream(torch.device("sim", _index(device)), priority=priority)
+def _make_stream(device: Any = None, priority: int = 0, **ids: int) -> torch.Stream:
+    """Returns a new stream or, as ``torch.cuda.Stream`` does, the existing one whose ``stream_id``,
+    ``device_index`` and ``device_type`` are given."""
+    if ids:
+        return torch.Stream(**ids)
+    return torch.Stream(torch.device("sim", _device_index(device)), priority=priority)
 
 
-def _device_module(device: Any) -> types.ModuleType:
-    """What ``torch.sim`` is."""
+def _build_device_module(device: Any) -> types.ModuleType:
+    """Builds the module ``torch.sim``."""
     module: Any = types.ModuleType("torch.sim")
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
         function = getattr(device, name)
-        setattr(module, name, lambda where=None, function=function: function(_index(where)))
-    module.reset_peak_memory_stats = lambda where=None: device.reset_peak(_index(where))
+        setattr(
+            module, name, lambda target=None, function=function: function(_device_index(target))
+        )
+    module.reset_peak_memory_stats = lambda target=None: device.reset_peak(_device_index(target))
     module.is_available = lambda: True
     module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module._lazy_init = lambda: None
     module.device_count = lambda: device.device_count
     module.current_device = device.current_device
-    module.set_device = lambda where: device.set_device(_index(where))
-    module.device = _on_device
-    module.Stream = _stream
+    module.set_device = lambda target: device.set_device(_device_index(target))
+    module.device = _use_device
+    module.Stream = _make_stream
     module.Event = lambda **_: torch.Event(device="sim")
-    module.stream = _on_stream
-    module.current_stream = lambda where=None: torch.accelerator.current_stream(_index(where))
-    module.synchronize = lambda where=None: torch.accelerator.synchronize(_index(where))
+    module.stream = _use_stream
+    module.current_stream = lambda target=None: torch.accelerator.current_stream(
+        _device_index(target)
+    )
+    module.synchronize = lambda target=None: torch.accelerator.synchronize(_device_index(target))
     module.empty_cache = lambda: None
     module.manual_seed = module.manual_seed_all = lambda seed: None
-    module.get_rng_state = lambda where=None: torch.empty(0, dtype=torch.uint8)
-    module.set_rng_state = lambda state, where=None: None
+    module.get_rng_state = lambda target=None: torch.empty(0, dtype=torch.uint8)
+    module.set_rng_state = lambda state, target=None: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module

@@ -21,7 +21,8 @@ FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall
 
 
 def library() -> Path:
-    """The built extension module; compiled where a source, a flag or torch has changed."""
+    """Returns the path of the built extension module. Recompiles objects whose source, headers,
+    flags, Python or torch have changed."""
     folder = ROOT / "build/accelerator"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -38,19 +39,19 @@ def library() -> Path:
 
 
 def _objects(folder: Path) -> list[Path]:
-    """An object for each source, named by what it is made of."""
+    """Compiles one object per source. Its name contains a hash of everything it is built from."""
     headers = "".join(path.read_text() for path in sorted(SOURCES.glob("*.h")))
     common = _digest(torch.__version__ + sys.version + " ".join(_flags()) + headers)
-    wanted = {
+    object_by_source = {
         path: folder / f"{path.stem}-{_digest(common + path.read_text())}.o"
         for path in sorted(SOURCES.glob("*.cpp"))
     }
-    for old in set(folder.glob("*.o")) - set(wanted.values()):
+    for old in set(folder.glob("*.o")) - set(object_by_source.values()):
         old.unlink()
-    missing = [(source, made) for source, made in wanted.items() if not made.exists()]
+    missing = [pair for pair in object_by_source.items() if not pair[1].exists()]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or 2)) as pool:
         list(pool.map(lambda pair: _compile(*pair), missing))
-    return list(wanted.values())
+    return list(object_by_source.values())
 
 
 def _flags() -> list[str]:
@@ -59,16 +60,16 @@ def _flags() -> list[str]:
     return [*FLAGS, f"-DTORCH_EXTENSION_NAME={NAME}", *includes]
 
 
-def _compile(source: Path, made: Path) -> None:
-    partial = made.with_suffix(".partial")
+def _compile(source: Path, target: Path) -> None:
+    partial = target.with_suffix(".partial")
     _run(*_flags(), "-c", str(source), "-o", str(partial))
-    partial.rename(made)
+    partial.rename(target)
 
 
 def _run(*arguments: str) -> None:
-    done = subprocess.run(["g++", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{done.args}\n{done.stdout}{done.stderr}")
+    result = subprocess.run(["g++", *arguments], capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{result.args}\n{result.stdout}{result.stderr}")
 
 
 def _digest(text: str) -> str:

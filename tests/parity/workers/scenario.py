@@ -279,7 +279,7 @@ class LocalSteps:
 def _clear_forward_order(root: Any) -> None:
     """Clears the entries that a forward without gradients left in torch's prefetch order.
 
-    torch never clears them (tests/STOCK_BUGS.md, B6), and therefore gathers a group without need
+    torch never clears them (tests/TORCH_BUGS.md, B6), and therefore gathers a group without need
     in the next backward. With this function its collectives are those of training only.
     """
     state = root._get_fsdp_state()

@@ -212,7 +212,7 @@ def _without_untrainable(launch: Launch, setting: Setting) -> Setting:
 
 
 def _without_torch_bugs(launch: Launch, setting: Setting) -> Setting:
-    """Removes combinations in which torch fails or is wrong (numbers: tests/STOCK_BUGS.md)."""
+    """Removes combinations in which torch fails or is wrong (numbers: tests/TORCH_BUGS.md)."""
     shard_size = _shard_size(launch, setting.mesh)
     if isinstance(setting.reshard, str) and setting.placement in ("last", "mixed"):
         # B4: a parameter sharded on dim 1 fails in backward after resharding to fewer ranks.

@@ -1,7 +1,7 @@
-"""Bugs that the simulated device has to find: each breaks one ordering point of fsdp_c.
+"""Bugs that the simulated device must report: each breaks one ordering point of fsdp_c.
 
-A bug names a scenario, what goes wrong, the kind of call and functions of the extension that lead
-to it. Each call that fits is broken in a run of its own, until one is found.
+A bug is a scenario, a fault of call_faults.py, and the kind and stack of the calls to break. Each
+matching call is broken in a separate run, until the device reports one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import NamedTuple
 
-import faults
+import call_faults
 import sim_tools
 import simulated
 
@@ -19,9 +19,9 @@ class Bug(NamedTuple):
     fault: str
     kind: str
     path: tuple[str, ...]
-    """Functions on the stack, innermost first, others between them."""
-    shows: str = "race"
-    """In the finding."""
+    """Functions that the stack contains in this order, innermost first. Others may be between."""
+    expected: str = "race"
+    """Text that the finding contains."""
 
 
 BUGS = {
@@ -64,7 +64,7 @@ BUGS = {
     "a gather buffer is freed as soon as the all-gather is issued": Bug(
         "plain", "early free", "allocate", ("issue_gather", "fc_group_pre_forward"), "allocation"
     ),
-    "a smaller group's shards are gathered before they are there": Bug(
+    "a smaller group's shards are gathered before their copy is done": Bug(
         "smaller_group_after_forward", "drop", "record", ("fc_group_post_forward",)
     ),
     "a reduction does not wait for the gradients": Bug(
@@ -76,7 +76,7 @@ BUGS = {
     "an all-reduce does not wait for the reduce-scatter": Bug(
         "hsdp_mixed", "drop", "wait", ("fc_comm_order_streams", "fc_reduce_run"), "all_reduce"
     ),
-    "an all-reduced row is reused before its cast": Bug(
+    "an all-reduced buffer is reused before its cast": Bug(
         "hsdp_of_six_units", "drop", "wait", ("fc_comm_keep_row",), "allocation"
     ),
     "a reduce-scatter's input is freed before it is done": Bug(
@@ -100,28 +100,28 @@ BUGS = {
     "the end of a backward runs on a thread with another stream": Bug(
         "half", "other stream", "current", ("fc_reduce_settle", "fc_iteration_end_backward")
     ),
-    "a gather buffer of the group's is freed as soon as it is issued": Bug(
+    "a gather buffer from the process group is freed as soon as the all-gather is issued": Bug(
         "memory_from_the_group",
         "early free",
         "allocate",
         ("issue_gather", "fc_group_pre_forward"),
         "allocation",
     ),
-    "a reduce-scatter's input of the group's is freed when it is issued": Bug(
+    "a reduce-scatter's input from the process group is freed when it is issued": Bug(
         "memory_from_the_group",
         "early free",
         "allocate",
         ("fc_reduce_run", "call_post_backward"),
         "allocation",
     ),
-    "the copy-out does not wait for a gather over the group's memory": Bug(
+    "the copy-out does not wait for an all-gather in the process group's memory": Bug(
         "memory_from_the_group",
         "drop",
         "wait",
         ("fc_gather_await", "fc_group_pre_forward"),
         "unpack",
     ),
-    "a reduction over the group's memory does not wait for the gradients": Bug(
+    "a reduction in the process group's memory does not wait for the gradients": Bug(
         "memory_from_the_group",
         "drop",
         "wait",
@@ -134,21 +134,21 @@ BUGS = {
     "an offloaded group's copy-out does not wait for its gather": Bug(
         "offload", "drop", "wait", ("fc_gather_await", "fc_group_pre_forward"), "unpack"
     ),
-    "the end of what was sent to the host is recorded on another stream": Bug(
+    "the end of the gradients' copy to the host is recorded on another stream": Bug(
         "offload_read_at_once",
         "wrong stream",
         "record",
         ("fc_comm_record", "fc_reduce_run"),
         "of the host",
     ),
-    "a finalization by hand does not wait for what was sent to the host": Bug(
-        "finalized_by_hand_offloaded",
+    "a manual finalization does not wait for the gradients' copy to the host": Bug(
+        "manual_finalization_offloaded",
         "drop",
         "synchronize",
         ("fc_reduce_settle", "fc_iteration_complete"),
         "of the host",
     ),
-    "an all-reduced row is reused before it was sent to the host": Bug(
+    "an all-reduced buffer is reused before its copy to the host": Bug(
         "offload_hsdp_of_six_units", "drop", "wait", ("fc_comm_keep_row",), "allocation"
     ),
     "an offloaded gradient is used before it is on the host": Bug(
@@ -185,22 +185,22 @@ BUGS = {
         ("fc_gather_end_copy_out", "fc_state_pre_double_backward"),
         "allocation",
     ),
-    "a finalization by hand does not wait for the gradients": Bug(
-        "finalized_by_hand",
+    "a manual finalization does not wait for the gradients": Bug(
+        "manual_finalization",
         "drop",
         "wait",
         ("fc_comm_order_streams", "fc_reduce_run", "fc_iteration_finalize"),
         "reduce_scatter",
     ),
-    "a finalization by hand frees an input before its reduce-scatter is done": Bug(
-        "finalized_by_hand",
+    "a manual finalization frees an input before its reduce-scatter is done": Bug(
+        "manual_finalization",
         "drop",
         "wait",
         ("fc_reduction_recycle", "fc_iteration_finalize"),
         "allocation",
     ),
-    "the handle of a finalization by hand does not wait": Bug(
-        "finalized_by_hand_half",
+    "the handle of a manual finalization does not wait": Bug(
+        "manual_finalization_half",
         "drop",
         "wait",
         ("fc_reduce_settle", "fc_iteration_complete"),
@@ -208,27 +208,39 @@ BUGS = {
 }
 
 
-def fits(point: faults.Point, bug: Bug) -> bool:
-    """Whether the functions are on the point's stack, in their order."""
-    rest = iter(point.chain)
-    return point.kind == bug.kind and all(any(name in one for one in rest) for name in bug.path)
+def matches(call: call_faults.CallSite, bug: Bug) -> bool:
+    """Whether the call has the bug's kind and its stack contains ``bug.path`` in order."""
+    functions = iter(call.stack)
+    return call.kind == bug.kind and all(
+        any(name in function for function in functions) for name in bug.path
+    )
 
 
-def findings(bug: Bug) -> list[str]:
-    """What the device says of the bug: of the first call that fits and is found."""
-    points = faults.run(bug.scenario, fault=bug.fault).points
-    chosen = [index for index, point in enumerate(points) if fits(point, bug)]
-    if not chosen:
-        return ["the bug no longer fits: no such call"]
-    for index in chosen:
-        found = faults.run(bug.scenario, fault=bug.fault, at=index).findings
-        told = [text for text in found if bug.shows in text]
-        if told:
-            return told
+def matching_calls(bug: Bug) -> list[int]:
+    """Returns the indices of the calls that match the bug.
+
+    The run is given the fault, which decides the kinds of calls that the device logs, but no index,
+    so no call fails.
+    """
+    calls = call_faults.run(bug.scenario, fault=bug.fault).calls
+    return [index for index, call in enumerate(calls) if matches(call, bug)]
+
+
+def expected_findings(bug: Bug) -> list[str]:
+    """Breaks the matching calls in turn until the device reports one. Returns the findings that
+    contain ``bug.expected``."""
+    indices = matching_calls(bug)
+    if not indices:
+        return ["the bug matches no call of the scenario"]
+    for index in indices:
+        findings = call_faults.run(bug.scenario, fault=bug.fault, at=index).findings
+        expected = [finding for finding in findings if bug.expected in finding]
+        if expected:
+            return expected
     return []
 
 
-LATE = (
+EARLY_READS = (
     "a gather does not wait for the optimizer",
     "an all-gather does not wait for the pack",
     "the copy-out does not wait for the all-gather",
@@ -237,86 +249,92 @@ LATE = (
     "the gradients are packed on another stream",
     "the optimizer does not wait for the last reduction",
 )
-"""Bugs by which something is read too early: they give wrong bits where writes come late."""
+"""Bugs by which memory is read too early. They change bits if the device delays writes."""
 
 SEEDS = 8
 
 
-def wrong_bits(bug: Bug) -> int:
-    """In how many runs of all seeds the scenario trains to other bits."""
-    right = faults.run(bug.scenario)
-    chosen = [i for i, point in enumerate(right.points) if fits(point, bug)]
-    if bug.fault == "other stream":
-        points = faults.run(bug.scenario, fault=bug.fault).points
-        chosen = [i for i, point in enumerate(points) if fits(point, bug)]
+def count_wrong_runs(bug: Bug) -> int:
+    """Runs the scenario with the bug and delayed writes, over all seeds. Returns how many records
+    differ from that of a run without both."""
+    expected = call_faults.run(bug.scenario).record
+    indices = matching_calls(bug)
     wrong = 0
     for seed in range(1, SEEDS + 1):
         simulated.start().delay_writes(seed)
-        for index in chosen[:4]:
-            wrong += faults.run(bug.scenario, fault=bug.fault, at=index).record != right.record
+        for index in indices[:4]:
+            record = call_faults.run(bug.scenario, fault=bug.fault, at=index).record
+            wrong += record != expected
     simulated.start().delay_writes(0)
     return wrong
 
 
-def wrong_bits_without_a_bug(name: str) -> int:
-    """The same, where nothing is broken."""
-    right = faults.run(name)
+def count_wrong_runs_without_bug(name: str) -> int:
+    """Runs the scenario with delayed writes, over all seeds. Returns how many records differ from
+    that of a run without them."""
+    expected = call_faults.run(name).record
     wrong = 0
     for seed in range(1, SEEDS + 1):
         simulated.start().delay_writes(seed)
-        wrong += faults.run(name).record != right.record
+        wrong += call_faults.run(name).record != expected
     simulated.start().delay_writes(0)
     return wrong
 
 
-EARLY = (
+EARLY_OVERWRITES = (
     "a kept gather buffer is released before its copy-out",
     "the last gather buffer of a forward is released before its copy-out",
     "in backward, a gather buffer is released before its copy-out",
     "a gather buffer is freed as soon as the all-gather is issued",
-    "an all-reduced row is reused before its cast",
+    "an all-reduced buffer is reused before its cast",
     "a reduce-scatter's input is freed before it is done",
     "a custom reduce-scatter's input is freed before it is done",
     "in double backward, a gather buffer is released before its copy-out",
-    "a finalization by hand frees an input before its reduce-scatter is done",
+    "a manual finalization frees an input before its reduce-scatter is done",
 )
-"""Bugs by which something is overwritten too early: wrong bits where writes come early."""
+"""Bugs by which memory is overwritten too early. They change bits if the device lets writes come
+early."""
 
 
-def early_bits(bug: Bug) -> tuple[int, int]:
-    """(writes that may come early, in all runs; the runs of them that train to the same bits)."""
-    right = faults.run(bug.scenario)
-    points = faults.run(bug.scenario, fault=bug.fault).points
-    early = unseen = 0
-    for index in [i for i, point in enumerate(points) if fits(point, bug)][:4]:
-        count, shown = faults.early(bug.scenario, bug.fault, index)
-        early += count
-        unseen += count > 0 and shown.record == right.record
-    return early, unseen
+def count_early_writes(bug: Bug) -> tuple[int, int]:
+    """Counts writes that can come early, in runs with the bug.
+
+    Returns the number of such writes in all runs. The second value is the number of runs with such
+    writes whose record equals that of a run without the bug.
+    """
+    expected = call_faults.run(bug.scenario).record
+    writes = unchanged_runs = 0
+    for index in matching_calls(bug)[:4]:
+        count, replay = call_faults.replay_early_writes(bug.scenario, bug.fault, index)
+        writes += count
+        unchanged_runs += count > 0 and replay.record == expected
+    return writes, unchanged_runs
 
 
-class Told(NamedTuple):
+class Results(NamedTuple):
     findings: dict[str, list[str]]
-    """By bug."""
-    wrong: dict[str, int]
-    """Runs with wrong bits under late writes, by bug."""
-    clean: dict[str, int]
-    """The same by scenario, without a bug."""
-    early: dict[str, tuple[int, int]]
-    """Of ``early_bits``, by bug."""
-    clean_early: dict[str, int]
-    """Writes that may come early, by scenario, without a bug."""
+    """Result of ``expected_findings`` by bug."""
+    wrong_under_delay: dict[str, int]
+    """Result of ``count_wrong_runs`` by bug."""
+    wrong_without_bug: dict[str, int]
+    """Result of ``count_wrong_runs_without_bug`` by scenario."""
+    early_writes: dict[str, tuple[int, int]]
+    """Result of ``count_early_writes`` by bug."""
+    early_writes_without_bug: dict[str, int]
+    """Writes that can come early without a bug, by scenario."""
 
 
-def run(rank: int, world_size: int) -> Told:
-    """What the device says of every bug."""
+def run(rank: int, world_size: int) -> Results:
+    """Rank entry point: tries every bug."""
     warnings.simplefilter("ignore")
     sim_tools.join_loop_group()
     simulated.use_kernels(True)
-    return Told(
-        {name: findings(bug) for name, bug in BUGS.items()},
-        {name: wrong_bits(BUGS[name]) for name in LATE},
-        {name: wrong_bits_without_a_bug(name) for name in {BUGS[b].scenario for b in LATE}},
-        {name: early_bits(BUGS[name]) for name in EARLY},
-        {name: faults.early(name)[0] for name in {BUGS[b].scenario for b in EARLY}},
+    read_scenarios = {BUGS[name].scenario for name in EARLY_READS}
+    overwrite_scenarios = {BUGS[name].scenario for name in EARLY_OVERWRITES}
+    return Results(
+        {name: expected_findings(bug) for name, bug in BUGS.items()},
+        {name: count_wrong_runs(BUGS[name]) for name in EARLY_READS},
+        {name: count_wrong_runs_without_bug(name) for name in read_scenarios},
+        {name: count_early_writes(BUGS[name]) for name in EARLY_OVERWRITES},
+        {name: call_faults.replay_early_writes(name)[0] for name in overwrite_scenarios},
     )
