@@ -46,7 +46,7 @@ static int raise_concurrent_use(fcpy_state *self, const char *pass) {
     return -1;
 }
 
-/* torch is partly torn down when the graph of such a forward would be freed, which ends the
+/* The graph of such a forward would be freed when torch is partly destroyed, which ends the
  * process. */
 static int raise_interpreter_shutdown(fcpy_state *self) {
     PyObject *module = describe_module(self);
