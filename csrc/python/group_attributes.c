@@ -247,7 +247,9 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
         }
         PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
     }
-    if (stale) { /* other ranks may not read this, and freezing comes later */
+    /* All ranks divide the buckets in forward. This rank may read the attribute alone, and
+     * parameters may be frozen afterwards, so this division must not stay. */
+    if (stale) {
         fc_bucket_invalidate(b);
     }
     return list;

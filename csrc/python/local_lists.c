@@ -84,15 +84,15 @@ static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **l
         *local = shaped == 0 ? Py_NewRef(value) : NULL;
         return shaped < 0 ? -1 : !shaped;
     }
-    int layouts_equal = of_dtensor ? compare_dtensor_specs(c, value, param) : 0;
-    if (layouts_equal == 1) {
+    int status = of_dtensor ? compare_dtensor_specs(c, value, param) : 0;
+    if (status == 1) {
         *local = fcpy_dtensor_local(c->mod, value);
-        layouts_equal = *local == NULL ? -1 : fcpy_is_plain_tensor(c->mod, *local);
+        status = *local == NULL ? -1 : fcpy_is_plain_tensor(c->mod, *local);
     }
-    if (layouts_equal != 1) {
+    if (status != 1) {
         Py_CLEAR(*local);
     }
-    return layouts_equal;
+    return status;
 }
 
 /* Sets *converted to a new list of the converted values; returns as convert() does. Items are read

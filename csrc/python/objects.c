@@ -1,4 +1,4 @@
-/* The way from a type to its module: nothing here is global. */
+/* Finds the module state of a type. Owns no global state. */
 #include "objects.h"
 
 const char fcpy_module_name[] = "fsdp_c._C";
