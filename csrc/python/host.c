@@ -106,7 +106,7 @@ static int add_to_grad(fcpy_param *self, const fct_tensor *local) {
         PyErr_Format(PyExc_AssertionError,
                      "Expected fsdp_param.sharded_param.grad to be DTensor, got %R",
                      (PyObject *)Py_TYPE(grad));
-        goto drop_result;
+        goto done;
     }
     target = PyObject_GetAttr(grad, self->mod->names._local_tensor);
     fct_tensor *handle = target != NULL ? fct_py_tensor(target) : NULL;
@@ -114,10 +114,10 @@ static int add_to_grad(fcpy_param *self, const fct_tensor *local) {
         if (target != NULL) {
             PyErr_SetString(PyExc_TypeError, "the gradient's local tensor is no tensor");
         }
-        goto drop_result;
+        goto done;
     }
     result = fct_tensor_add(handle, local);
-drop_result:
+done:
     Py_XDECREF(target);
     Py_DECREF(grad);
     return result;
@@ -180,12 +180,12 @@ static int run_hooks(fcpy_param *self) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); i++) {
         PyObject *returned = PyObject_CallOneArg(PyList_GET_ITEM(values, i), self->sharded_param);
         if (returned == NULL) {
-            goto drop_result;
+            goto done;
         }
         Py_DECREF(returned);
     }
     result = 0;
-drop_result:
+done:
     Py_DECREF(values);
     return result;
 }

@@ -282,8 +282,7 @@ static PyMethodDef module_methods[] = {
      "all_reduces_rows(rows): sets whether the all-reduces of this thread are all-reduces of "
      "rows. Returns the previous value."},
     {"leave_direct", module_leave_direct, METH_O,
-     "leave_direct(entered): ends the section of "
-     "enter_direct."},
+     "leave_direct(entered): ends the section that enter_direct began."},
     {"pause_direct", module_pause_direct, METH_VARARGS,
      "pause_direct(group, paused): sets whether the group's backend transports its rows although "
      "shared memory is available."},
@@ -343,8 +342,7 @@ static int add_testing(PyObject *module) {
     }
     int failed = 0;
     for (PyMethodDef *def = testing_methods; failed == 0 && def->ml_name != NULL; def++) {
-        PyObject *function =
-            PyCFunction_New(def, module); /* bound to the module, because they need its state */
+        PyObject *function = PyCFunction_New(def, module); /* needs the module's state */
         failed = function == NULL ? -1 : PyModule_AddObjectRef(testing, def->ml_name, function);
         Py_XDECREF(function);
     }

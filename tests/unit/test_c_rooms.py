@@ -79,7 +79,7 @@ def test_only_the_state_machine_takes_a_group() -> None:
 
 # ---- the drop-in's tax ---------------------------------------------------------------------------
 
-TAX = "/* ---- the drop-in's tax:"
+TAX = "/* ---- names of torch's private interface;"
 FOR_TESTS = {"_check", "collectives_parked"}
 MODELS = {"forecast.py", "advice.py", "fake_step.py", "spans.py"}
 """Files that play a step through, with the same words for its parts."""
