@@ -1,8 +1,9 @@
-"""Who includes and who calls whom among the C files of one folder: rooms, arrows, circles.
+"""Dependencies between the C modules of one folder.
 
-A room is a source with its header. ``python tests/house.py`` prints, for ``csrc/core`` and
-``csrc/python``, the floors, the arrows that run up, the circles, and what the group's struct is
-made of; ``tests/unit/test_house.py`` holds that nothing runs up.
+A C module ("room") is a source file with its header. A dependency ("arrow") is an include, or the
+use of a function or table. Modules are assigned to layers. ``python tests/house.py`` prints, for
+``csrc/core`` and ``csrc/python``, the dependencies that violate the layers, the cycles, and facts
+about the group's struct. ``tests/unit/test_c_rooms.py`` checks that there are no violations.
 """
 
 from __future__ import annotations
@@ -39,24 +40,25 @@ FLOORS = {
         {"module"},
     ),
 }
-"""From the ground up; a room sees only rooms of lower floors. csrc/README.md says what each is."""
+"""The layers of each folder, lowest first. A module uses only modules of lower layers.
+csrc/README.md describes the modules."""
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
 _DEFINITION = re.compile(r"^(?!static\b|typedef\b|#)[A-Za-z_][\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.M)
 _TABLE = re.compile(r"^(?!static\b)(?:const )?\w+ (\w+)(?:\[\])? = ", re.M)
-"""A table of functions, or another constant, that other rooms may see."""
+"""Matches tables of functions and other constants that other modules may use."""
 _NAME = re.compile(r"\b[a-z]\w*\b")
 
 
 def code_of(path: Path) -> str:
-    """The text of a file without comments."""
+    """Returns the text of a file without comments."""
     return _COMMENT.sub(" ", path.read_text())
 
 
 def rooms_of(folder: str) -> dict[str, list[Path]]:
-    """Name of each room of ``csrc/folder`` -> its files."""
+    """Maps each module of ``csrc/folder`` to its files."""
     rooms: dict[str, list[Path]] = {}
     for path in sorted((CSRC / folder).glob("*.[ch]")):
         rooms.setdefault(path.stem, []).append(path)
@@ -64,7 +66,7 @@ def rooms_of(folder: str) -> dict[str, list[Path]]:
 
 
 def arrows_of(rooms: dict[str, list[Path]]) -> dict[str, dict[str, set[str]]]:
-    """Room -> rooms it includes or calls -> by what: headers, functions and tables."""
+    """Maps each module to the modules it uses, and these to the headers, functions and tables."""
     texts = {room: [code_of(path) for path in paths] for room, paths in rooms.items()}
     home = {
         name: room
@@ -88,18 +90,18 @@ def arrows_of(rooms: dict[str, list[Path]]) -> dict[str, dict[str, set[str]]]:
 def upward(
     arrows: dict[str, dict[str, set[str]]], floors: tuple[set[str], ...]
 ) -> dict[str, set[str]]:
-    """``"from -> to"`` of every arrow that does not lead to a lower floor -> by what."""
-    floor = {room: level for level, rooms in enumerate(floors) for room in rooms}
+    """Maps ``"from -> to"`` of every dependency that violates the layers to the names used."""
+    layer = {room: level for level, rooms in enumerate(floors) for room in rooms}
     return {
         f"{room} -> {other}": names
         for room, others in arrows.items()
         for other, names in others.items()
-        if floor[other] >= floor[room]
+        if layer[other] >= layer[room]
     }
 
 
 def circles(arrows: dict[str, dict[str, set[str]]]) -> list[set[str]]:
-    """The sets of rooms that lead to one another."""
+    """Returns the sets of modules that depend on one another."""
     reach = {room: set(others) for room, others in arrows.items()}
     for middle in reach:
         for room in reach:
@@ -114,14 +116,14 @@ def circles(arrows: dict[str, dict[str, set[str]]]) -> list[set[str]]:
 
 
 def functions_taking(struct: str, folder: str = "core") -> dict[str, int]:
-    """Room -> how many functions of its header take a pointer to ``struct``."""
+    """Maps each module to the number of functions in its header that take ``struct *``."""
     taking = re.compile(rf"\b\w+\([^;{{}}]*\b{struct} \*[^;{{}}]*\);")
     counts = {path.stem: len(taking.findall(code_of(path))) for path in (CSRC / folder).glob("*.h")}
     return {room: count for room, count in sorted(counts.items()) if count}
 
 
 def fields_of(struct: str, header: Path) -> list[str]:
-    """The declarations in ``typedef struct NAME { ... } NAME``."""
+    """Returns the field declarations of ``struct``."""
     text = code_of(header)
     body = re.search(rf"typedef struct {struct} {{(.*?)}} {struct};", text, re.S)
     if body is None:
@@ -134,9 +136,9 @@ def main() -> None:
         rooms = rooms_of(folder)
         arrows = arrows_of(rooms)
         count = sum(map(len, arrows.values()))
-        print(f"csrc/{folder}: {len(rooms)} rooms, {count} arrows, circles: {circles(arrows)}")
+        print(f"csrc/{folder}: {len(rooms)} modules, {count} uses, cycles: {circles(arrows)}")
         if folder in FLOORS:
-            print(f"  arrows that run up: {upward(arrows, FLOORS[folder]) or 'none'}")
+            print(f"  layer violations: {upward(arrows, FLOORS[folder]) or 'none'}")
     fields = fields_of("fc_group", CSRC / "core/group.h")
     booleans = [field for field in fields if field.startswith("bool ")]
     print(f"fc_group: {len(fields)} fields, {len(booleans)} booleans of its own")
