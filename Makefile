@@ -38,7 +38,7 @@ GPU_ARGS ?=
 SANITIZE_TESTS ?= tests/unit
 # Tests that measure are excluded. Benchmarks start processes without the sanitizers, and the memory pool caches
 # nothing.
-NOT_SANITIZED := test_bench forecast_is_what_is_measured what_buffers_are_kept
+NOT_SANITIZED := test_bench forecast_is_within_one_percent cached_buffers_until_release_memory
 empty :=
 space := $(empty) $(empty)
 ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
