@@ -36,10 +36,10 @@ static int raise_concurrent_use(fcpy_state *self, const char *pass) {
     if (module != NULL) {
         PyErr_Format(PyExc_RuntimeError,
                      "another thread is in the %s of %U already\n"
-                     "A sharded model runs in one thread at a time, since its parameters are "
-                     "gathered in place: let the threads take turns (a lock around forward and "
-                     "backward), or give each a model of its own. Where the other thread has left "
-                     "by an exception, call reset_iter_state() on the root first.",
+                     "A sharded model runs in one thread at a time, because its parameters are "
+                     "gathered in place. Take a lock around forward and backward, or use one model "
+                     "per thread. If the other thread has left with an exception, call "
+                     "reset_iter_state() on the root first.",
                      pass, module);
         Py_DECREF(module);
     }
@@ -54,8 +54,8 @@ static int raise_interpreter_shutdown(fcpy_state *self) {
         PyErr_Format(
             PyExc_RuntimeError,
             "%U cannot be trained while the interpreter shuts down\n"
-            "Train before that, in a function of atexit for example, and not in __del__ of "
-            "an object that outlives the program.",
+            "Train before that, for example in an atexit function, and not in __del__ of an "
+            "object that exists until interpreter shutdown.",
             module);
         Py_DECREF(module);
     }

@@ -40,7 +40,7 @@ void *fcpy_core_array(PyObject *tuple, size_t offset) {
 static PyObject *enum_member(PyObject *members, int number) {
     if (members == NULL || !PyTuple_Check(members) || number < 1 ||
         number > PyTuple_GET_SIZE(members)) {
-        PyErr_SetString(PyExc_SystemError, "fsdp_c: the extension is not bound");
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: _C.bind() has not been called");
         return NULL;
     }
     PyObject *result = PyTuple_GET_ITEM(members, number - 1);

@@ -76,7 +76,7 @@ static PyObject *comm_stream_numbers(PyObject *obj, PyObject *arg) {
     const fct_stream streams[] = {c->copy_in_stream, c->gather_stream, c->reduce_stream,
                                   c->all_reduce_stream};
     if (which < 0 || which >= (long)(sizeof streams / sizeof streams[0])) {
-        PyErr_SetString(PyExc_IndexError, "there are four streams");
+        PyErr_SetString(PyExc_IndexError, "_stream_numbers expects a number from 0 to 3");
         return NULL;
     }
     const fct_stream *s = &streams[which];
@@ -141,7 +141,7 @@ static int comm_set_max_buffers(PyObject *obj, PyObject *value, void *closure) {
         return -1;
     }
     if (count < 1) {
-        PyErr_SetString(PyExc_ValueError, "at least one buffer is needed");
+        PyErr_SetString(PyExc_ValueError, "reduce_scatter_max_input_buffers must be at least 1");
         return -1;
     }
     ((fcpy_comm *)obj)->core.max_reductions = count;

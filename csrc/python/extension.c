@@ -73,7 +73,7 @@ static void raise_invalid_output(PyObject *item) {
 }
 
 static void raise_invalid_input(PyObject *item) {
-    PyErr_Format(PyExc_TypeError, "an all-gather input is no tensor but %R", Py_TYPE(item));
+    PyErr_Format(PyExc_TypeError, "an all-gather input must be a tensor, got %R", Py_TYPE(item));
 }
 
 /* Raises as torch, which calls untyped_storage() on each of them. */
@@ -179,7 +179,8 @@ fc_status fcpy_extend_unsharded(void *param) {
     }
     Py_DECREF(done);
     if (self->core.unsharded == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the gather left a parameter without _unsharded_param");
+        PyErr_SetString(PyExc_RuntimeError, "the gather did not set _unsharded_param of a "
+                                            "parameter");
         return FC_ERAISED;
     }
     return FC_OK;

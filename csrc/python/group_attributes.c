@@ -25,9 +25,9 @@ static int set_params(PyObject *obj, PyObject *value, void *closure) {
     (void)value;
     (void)closure;
     PyErr_SetString(PyExc_AttributeError,
-                    "fsdp_params of a parameter group cannot be assigned: its collectives are laid "
-                    "out for the parameters that fully_shard found; pass ignored_params to "
-                    "fully_shard, or use torch's FSDP2 (FSDP_C=0)");
+                    "fsdp_params of a parameter group cannot be assigned: its collectives are "
+                    "laid out for the initial parameters; pass ignored_params to fully_shard, or "
+                    "use torch's FSDP2 (FSDP_C=0)");
     return -1;
 }
 

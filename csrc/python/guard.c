@@ -219,7 +219,7 @@ static int check_methods(PyObject *tuple, size_t count) {
     if (!fits) {
         PyErr_SetString(
             PyExc_TypeError,
-            "torch's class and (name, descriptor, function) for each method are needed");
+            "guard_bind expects torch's class, then (name, descriptor, function) for each method");
     }
     return fits ? 0 : -1;
 }
@@ -231,7 +231,7 @@ static int add_place(fcpy_places *places, PyObject *object) {
         at++;
     }
     if (at == FCPY_MAX_PLACES) {
-        PyErr_SetString(PyExc_ValueError, "too many watched places");
+        PyErr_SetString(PyExc_ValueError, "guard_bind: too many watched places");
         return -1;
     }
     places->objects[at] = object;
@@ -245,12 +245,14 @@ static int collect_places(PyObject *entries, fcpy_places *dicts, fcpy_places *ty
         PyObject *entry = PyTuple_GET_ITEM(entries, i);
         if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 5 ||
             !PyLong_Check(PyTuple_GET_ITEM(entry, 4))) {
-            PyErr_SetString(PyExc_TypeError, "an entry is (place, name, expected, also, bits)");
+            PyErr_SetString(PyExc_TypeError, "guard_bind expects entries of (place, name, "
+                                             "expected, also, bits)");
             return -1;
         }
         PyObject *place = PyTuple_GET_ITEM(entry, 0);
         if (!PyType_Check(place) && !PyDict_Check(place)) {
-            PyErr_SetString(PyExc_TypeError, "a watched place is a type or a dict");
+            PyErr_SetString(PyExc_TypeError,
+                            "guard_bind: a watched place must be a type or a dict");
             return -1;
         }
         if (add_place(PyType_Check(place) ? types : dicts, place) != 0) {
@@ -336,7 +338,7 @@ PyObject *fcpy_guard_overrides(PyObject *module, PyObject *obj) {
     if (PyObject_TypeCheck(obj, mod->state_type)) {
         return PyLong_FromUnsignedLong(state_bits((fcpy_state *)obj));
     }
-    PyErr_SetString(PyExc_TypeError, "a ParamGroup or State was expected");
+    PyErr_SetString(PyExc_TypeError, "overrides expects a ParamGroup or a State");
     return NULL;
 }
 

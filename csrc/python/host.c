@@ -112,7 +112,7 @@ static int add_to_grad(fcpy_param *self, const fct_tensor *local) {
     fct_tensor *handle = target != NULL ? fct_py_tensor(target) : NULL;
     if (handle == NULL) {
         if (target != NULL) {
-            PyErr_SetString(PyExc_TypeError, "the gradient's local tensor is no tensor");
+            PyErr_SetString(PyExc_TypeError, "_local_tensor of the gradient must be a tensor");
         }
         goto done;
     }
@@ -308,7 +308,7 @@ static int check_unsharded(const fcpy_group *self) {
     for (size_t i = 0; i < self->core.members.count; i++) {
         if (self->core.members.params[i]->unsharded == NULL) {
             PyErr_SetString(PyExc_RuntimeError,
-                            "the gather left a parameter without _unsharded_param");
+                            "the gather did not set _unsharded_param of a parameter");
             return -1;
         }
     }

@@ -131,13 +131,13 @@ PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t n
     Py_ssize_t count = PyTuple_GET_SIZE(args[0]);
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!PyList_Check(PyTuple_GET_ITEM(args[0], i))) {
-            PyErr_SetString(PyExc_TypeError, "local_lists expects lists");
+            PyErr_SetString(PyExc_TypeError, "local_lists expects a tuple of lists");
             return NULL;
         }
     }
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
     if (mod->bound.dtensor_class == NULL) {
-        PyErr_SetString(PyExc_SystemError, "fsdp_c: the extension is not bound");
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: _C.bind() has not been called");
         return NULL;
     }
     conversion c = {mod, PyTuple_GET_ITEM(args[0], 0), args[1], args[2], {NULL, NULL}};

@@ -66,7 +66,7 @@ static PyObject *module_make_dtensors(PyObject *module, PyObject *const *args, P
         return NULL;
     }
     if (mod->bound.dtensor_class == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "make_dtensors comes after bind");
+        PyErr_SetString(PyExc_RuntimeError, "make_dtensors requires a call of bind before");
         return NULL;
     }
     mod->makes_dtensors = fcpy_dtensor_try(mod, args[0], args[1]);
@@ -99,7 +99,7 @@ static PyObject *module_kernels(PyObject *module, PyObject *args) {
     }
     const fck_backend *kernels = fck_backend_of(type);
     if (kernels == NULL) {
-        PyErr_SetString(PyExc_ValueError, "there are no kernels for this type of device");
+        PyErr_SetString(PyExc_ValueError, "fsdp_c has no kernels for this type of device");
         return NULL;
     }
     return PyCapsule_New((void *)(uintptr_t)kernels, kernels_name, NULL);
@@ -170,7 +170,8 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
         return NULL;
     }
     if (use < FCT_USE_GATHER || use > FCT_USE_ALL_REDUCE) {
-        return PyErr_Format(PyExc_ValueError, "%d is none of the uses of a group", use);
+        return PyErr_Format(PyExc_ValueError, "enter_direct expects a use from 0 to 2, got %d",
+                            use);
     }
     if (fct_py_pg_enter_direct(group, (fct_use)use, &entered) != 0) {
         return NULL;

@@ -16,6 +16,6 @@ fcpy_module *fcpy_module_of(PyTypeObject *type) {
             return (fcpy_module *)PyModule_GetState(module);
         }
     }
-    PyErr_SetString(PyExc_TypeError, "not a type of fsdp_c._C");
+    PyErr_SetString(PyExc_TypeError, "the type must derive from a type of fsdp_c._C");
     return NULL;
 }

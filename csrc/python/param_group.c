@@ -383,7 +383,10 @@ static PyObject *group_set_link(PyObject *obj, PyObject *args) {
             Py_RETURN_NONE;
         }
     }
-    return PyErr_Format(PyExc_ValueError, "no such link: '%s'", kind);
+    return PyErr_Format(PyExc_ValueError,
+                        "_set_link expects 'shard', 'scatter', 'replicate' or "
+                        "'post_forward', got '%s'",
+                        kind);
 }
 
 /* _set_memory(gather, reduce) */
@@ -414,7 +417,8 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
         return NULL;
     }
     if (index < 0 || index >= siblings) {
-        PyErr_SetString(PyExc_ValueError, "the index must be below the number of groups");
+        PyErr_SetString(PyExc_ValueError, "_set_unit: the index must be at least 0 and below the "
+                                          "number of groups");
         return NULL;
     }
     PyObject *old = as_group(obj)->unit;

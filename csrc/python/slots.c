@@ -33,7 +33,7 @@ static int fill_slot(fcpy_param *self, fcpy_slot *slot, PyObject *pair, bool dir
     PyObject *module = NULL;
     PyObject *name = NULL;
     if (!PyTuple_Check(pair)) {
-        PyErr_SetString(PyExc_TypeError, "a slot is a (module, name) tuple");
+        PyErr_SetString(PyExc_TypeError, "_set_slots expects (module, name) tuples");
         return -1;
     }
     if (!PyArg_ParseTuple(pair, "OU", &module, &name)) {
@@ -86,7 +86,7 @@ PyObject *fcpy_slots_set(PyObject *obj, PyObject *args) {
         goto done;
     }
     if (PyTuple_GET_SIZE(direct) != PyTuple_GET_SIZE(pairs)) {
-        PyErr_SetString(PyExc_ValueError, "one flag is needed for each slot");
+        PyErr_SetString(PyExc_ValueError, "_set_slots expects one flag per slot");
         goto done;
     }
     fcpy_slot *slots = make_slots(self, pairs, direct);

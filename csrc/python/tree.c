@@ -125,7 +125,7 @@ int fcpy_take_pair(PyObject *pair, PyObject **args, PyObject **kwargs) {
         return -1;
     }
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected (args, kwargs)");
+        PyErr_SetString(PyExc_TypeError, "expected a tuple (args, kwargs)");
         Py_DECREF(pair);
         return -1;
     }
