@@ -112,11 +112,11 @@ FCK_FN fck_tile fck_tile_at(fck_cut cut, int64_t items, int64_t tile_items, uint
 /* Returns how many of a block's `threads` threads (a power of two) work on one line of a tile of
  * `lines` lines. With fewer lines than threads, several threads share a line. */
 FCK_FN int fck_threads_per_line(int threads, uint32_t lines) {
-    int each = threads;
-    for (uint32_t held = 1; held < lines && each > 1; held *= 2) {
-        each /= 2;
+    int per_line = threads;
+    for (uint32_t held = 1; held < lines && per_line > 1; held *= 2) {
+        per_line /= 2;
     }
-    return each;
+    return per_line;
 }
 
 /* Returns the job that owns tile `index`: the last i with first[i] <= index. `first` starts at 0

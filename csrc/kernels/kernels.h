@@ -32,7 +32,7 @@ enum {
 
 /* One shard to pack: `count` elements of `src_dtype` at `src` become `count` elements of
  * `dst_dtype` at `dst`. src and dst do not overlap. `itemsize` is the size of a source element in
- * bytes. It is used if the two types are equal, so that any type can be moved. */
+ * bytes. Packing uses `itemsize` if the two types are equal, so that any type can be moved. */
 typedef struct fck_segment {
     const void *src;
     void *dst;

@@ -88,7 +88,7 @@ bool aligned(const void *pointer, int32_t size) {
 }
 
 /* Returns NULL if elements can be copied from src to dst, else the reason why not. */
-const char *refusal(const void *src, fck_dtype src_dtype, const void *dst, fck_dtype dst_dtype) {
+const char *check_copy(const void *src, fck_dtype src_dtype, const void *dst, fck_dtype dst_dtype) {
     if (!fck_castable(src_dtype, dst_dtype)) {
         return NO_CAST;
     }
@@ -123,8 +123,8 @@ line_job cast_job(const void *src, fck_dtype src_dtype, void *dst, fck_dtype dst
 const char *gpu_pack(const fck_segment *segments, size_t count, void *stream) {
     for (size_t i = 0; i < count; i++) {
         const fck_segment &s = segments[i];
-        if (const char *why = refusal(s.src, s.src_dtype, s.dst, s.dst_dtype)) {
-            return why;
+        if (const char *reason = check_copy(s.src, s.src_dtype, s.dst, s.dst_dtype)) {
+            return reason;
         }
     }
     launcher queue(1, 0, true, stream);
@@ -168,8 +168,8 @@ const char *gpu_pack_gradients(const fck_gradient *gradients, size_t count, int6
                                void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream) {
     for (size_t i = 0; i < count; i++) {
         const fck_gradient &g = gradients[i];
-        if (const char *why = refusal(g.src, g.src_dtype, dst, dst_dtype)) {
-            return why;
+        if (const char *reason = check_copy(g.src, g.src_dtype, dst, dst_dtype)) {
+            return reason;
         }
     }
     /* All gradients have the same size of a destination element. */

@@ -1,5 +1,5 @@
-/* The device side of the GPU kernels. One thread block works on one tile (index.h). It finds its
- * job by binary search over the first tiles of the jobs. It then moves or converts, in 16-byte
+/* The device side of the GPU kernels. One thread block works on one tile (index.h). The block finds
+ * its job by binary search over the first tiles of the jobs. Moves and conversions use 16-byte
  * accesses if both addresses allow it. Moves count bytes, so they support any type and any address.
  * Conversions require element-aligned addresses; the host side has checked them.
  *
@@ -165,8 +165,8 @@ __device__ inline void cast_items(const void *from, void *to, int count, team t)
         packs = 0;
     }
     const int tail = head + packs * N;
-    const auto one = [](S value) { return convert_item<S, D>(value); };
-    for_units(src, dst, head, t, one);
+    const auto convert_one = [](S value) { return convert_item<S, D>(value); };
+    for_units(src, dst, head, t, convert_one);
     for_units(reinterpret_cast<const source *>(src + head), reinterpret_cast<target *>(dst + head),
               packs, t, [](const source &in) {
                   target out;
@@ -176,7 +176,7 @@ __device__ inline void cast_items(const void *from, void *to, int count, team t)
                   }
                   return out;
               });
-    for_units(src + tail, dst + tail, count - tail, t, one);
+    for_units(src + tail, dst + tail, count - tail, t, convert_one);
 }
 
 template <class S>
@@ -218,10 +218,10 @@ __device__ inline void cast_run(const void *src, fck_dtype src_dtype, void *dst,
  * contain moves only. Their kernel does not need the registers of the conversions. */
 template <bool CASTS> __device__ inline void copy_lines(const line_batch &batch) {
     const int thread = static_cast<int>(threadIdx.x);
-    const int32_t which = fck_find_job(batch.first, batch.count, blockIdx.x);
-    const line_job &job = batch.job[which];
+    const int32_t job_index = fck_find_job(batch.first, batch.count, blockIdx.x);
+    const line_job &job = batch.job[job_index];
     const fck_tile tile = fck_tile_at(job.cut, job.chunk, tile_items(job), job.lines,
-                                      blockIdx.x - batch.first[which]);
+                                      blockIdx.x - batch.first[job_index]);
     const int lanes = fck_threads_per_line(THREADS, job.cut.lines_per_tile);
     const team t = {thread & (lanes - 1), lanes};
 

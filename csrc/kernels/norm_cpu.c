@@ -16,8 +16,8 @@
 
 enum { LANES = 8, HALF = 4, SIDE_BY_SIDE = 4 };
 
-/* Half of the eight partial sums. It fits in one register of every supported processor. A wider
- * vector would go through memory, which triples the time of a sum. */
+/* Half of the eight partial sums. A vector of this size fits in one register of every supported
+ * processor. A wider vector would go through memory, which triples the time of a sum. */
 typedef float half __attribute__((vector_size(HALF * sizeof(float))));
 
 typedef struct lanes {
@@ -62,10 +62,10 @@ static void finish(const lane_sums *s) {
         sum += s->sums.high[lane];
     }
     const float *rest = s->array->values + s->array->count - s->array->count % LANES;
-    const int64_t left = s->array->count % LANES;
-    for (int64_t i = 0; i < left; i++) {
+    const int64_t remaining = s->array->count % LANES;
+    for (int64_t i = 0; i < remaining; i++) {
         const float square = rest[i] * rest[i];
-        sum = i < left - left % HALF ? sum + square : fmaf(rest[i], rest[i], sum);
+        sum = i < remaining - remaining % HALF ? sum + square : fmaf(rest[i], rest[i], sum);
     }
     *s->norm = sqrtf(sum);
 }

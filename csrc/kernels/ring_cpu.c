@@ -23,7 +23,7 @@ enum {
 };
 
 /* Adds `bytes` bytes of a rank's own elements (`row`) to the received ones (`sum`). If both are
- * NaN, the result is the rank's own NaN, as in gloo. It is computed as that NaN plus itself,
+ * NaN, the result is the rank's own NaN, as in gloo. The loop computes it as that NaN plus itself,
  * because compilers may swap operands. */
 typedef void (*add_loop)(void *sum, const void *row, int64_t bytes);
 

@@ -54,8 +54,8 @@ static int raise_interpreter_shutdown(fcpy_state *self) {
         PyErr_Format(
             PyExc_RuntimeError,
             "%U cannot be trained while the interpreter shuts down\n"
-            "Train before that, for example in an atexit function, and not in __del__ of an "
-            "object that exists until interpreter shutdown.",
+            "Train before that, for example in an atexit function. Do not train in __del__ of "
+            "an object that exists until interpreter shutdown.",
             module);
         Py_DECREF(module);
     }

@@ -101,19 +101,19 @@ static Py_ssize_t kind_index(PyObject *kinds, const kind *wanted) {
 static int collect_gradient(const fcpy_module *mod, PyObject *grad, PyObject *locals,
                             PyObject *kinds, PyObject *indices) {
     int result = -1;
-    kind found = {NULL, NULL};
+    kind grad_kind = {NULL, NULL};
     PyObject *local = NULL, *index = NULL;
-    if (kind_of(mod, grad, &found) != 0) {
+    if (kind_of(mod, grad, &grad_kind) != 0) {
         goto done;
     }
-    local = local_tensor_of(mod, grad, &found);
-    const Py_ssize_t at = local == NULL ? -1 : kind_index(kinds, &found);
+    local = local_tensor_of(mod, grad, &grad_kind);
+    const Py_ssize_t at = local == NULL ? -1 : kind_index(kinds, &grad_kind);
     index = at < 0 ? NULL : PyLong_FromSsize_t(at);
     if (index != NULL) {
         result = PyList_Append(locals, local) == 0 ? PyList_Append(indices, index) : -1;
     }
 done:
-    kind_clear(&found);
+    kind_clear(&grad_kind);
     Py_XDECREF(local);
     Py_XDECREF(index);
     return result;
@@ -420,8 +420,8 @@ static bool are_floats(PyObject *tensors) {
     return true;
 }
 
-/* Scales the arrays of at most `largest` elements. Returns a new list of the other tensors. It
- * starts with the last array, because the norms have left the last arrays in the cache. */
+/* Scales the arrays of at most `largest` elements. Returns a new list of the other tensors. The
+ * loop starts with the last array, because the norms have left the last arrays in the cache. */
 static PyObject *scale(PyObject *tensors, float factor, int64_t largest) {
     PyObject *left = PyList_New(0);
     for (Py_ssize_t i = PyList_GET_SIZE(tensors) - 1; left != NULL && i >= 0; i--) {

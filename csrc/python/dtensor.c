@@ -11,9 +11,9 @@ bool fcpy_is_plain_tensor(const fcpy_module *mod, PyObject *obj) {
 }
 
 static Py_ssize_t slot_offset(const fcpy_module *mod, PyObject *name) {
-    PyObject *found = _PyType_Lookup((PyTypeObject *)mod->bound.dtensor_class, name);
-    return found != NULL && Py_IS_TYPE(found, &PyMemberDescr_Type)
-               ? ((PyMemberDescrObject *)found)->d_member->offset
+    PyObject *descriptor = _PyType_Lookup((PyTypeObject *)mod->bound.dtensor_class, name);
+    return descriptor != NULL && Py_IS_TYPE(descriptor, &PyMemberDescr_Type)
+               ? ((PyMemberDescrObject *)descriptor)->d_member->offset
                : -1;
 }
 

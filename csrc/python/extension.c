@@ -40,9 +40,9 @@ static int parse_tensors(PyObject *value, void (*raise)(PyObject *item), PyObjec
 }
 
 /* Calls `set` with the tensors of a sequence. */
-static fc_status set_all(fc_extension *e, PyObject *value, void (*raise)(PyObject *item),
-                         fc_status (*set)(fc_extension *e, fct_tensor *const *tensors,
-                                          size_t count)) {
+static fc_status set_tensors(fc_extension *e, PyObject *value, void (*raise)(PyObject *item),
+                             fc_status (*set)(fc_extension *e, fct_tensor *const *tensors,
+                                              size_t count)) {
     PyObject *items = NULL;
     fct_tensor **handles = NULL;
     if (parse_tensors(value, raise, &items, &handles) != 0) {
@@ -54,7 +54,7 @@ static fc_status set_all(fc_extension *e, PyObject *value, void (*raise)(PyObjec
     return status;
 }
 
-static PyObject *list_of(const fc_kept_tensor *kept, size_t count) {
+static PyObject *make_list(const fc_kept_tensor *kept, size_t count) {
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
         PyObject *tensor = NULL;
@@ -99,8 +99,8 @@ PyObject *fcpy_get_outputs(PyObject *param, void *closure) {
     const fc_param *p = &((fcpy_param *)param)->core;
     const fc_kept_tensor flat = {.tensor = p->flat};
     (void)closure;
-    return p->flat != NULL ? list_of(&flat, 1)
-                           : list_of(p->extension.outputs, p->extension.output_count);
+    return p->flat != NULL ? make_list(&flat, 1)
+                           : make_list(p->extension.outputs, p->extension.output_count);
 }
 
 /* Whether `tensor` has the layout and dtype of the flat tensor that the core would have made. */
@@ -130,7 +130,7 @@ int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
         return 0;
     }
     fc_status status =
-        set_all(&p->extension, value, raise_invalid_output, fc_extension_set_outputs);
+        set_tensors(&p->extension, value, raise_invalid_output, fc_extension_set_outputs);
     if (status == FC_OK) {
         fc_param_set_flat(p, NULL);
     }
@@ -140,7 +140,7 @@ int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
 PyObject *fcpy_get_inner(PyObject *param, void *closure) {
     const fc_extension *e = &((fcpy_param *)param)->core.extension;
     (void)closure;
-    return list_of(e->inner, e->inner_count);
+    return make_list(e->inner, e->inner_count);
 }
 
 int fcpy_set_inner(PyObject *param, PyObject *value, void *closure) {
@@ -152,7 +152,7 @@ int fcpy_set_inner(PyObject *param, PyObject *value, void *closure) {
     }
     fcpy_retire_outputs(self);
     fc_status status =
-        set_all(&self->core.extension, value, raise_invalid_inner, fc_extension_set_inner);
+        set_tensors(&self->core.extension, value, raise_invalid_inner, fc_extension_set_inner);
     return status == FC_OK ? 0 : fcpy_raise(status, NULL);
 }
 
@@ -165,7 +165,7 @@ fc_status fcpy_extend_inputs(void *param) {
         return FC_ERAISED;
     }
     fc_status status =
-        set_all(&self->core.extension, inputs, raise_invalid_input, fc_extension_set_inputs);
+        set_tensors(&self->core.extension, inputs, raise_invalid_input, fc_extension_set_inputs);
     Py_DECREF(inputs);
     return status;
 }

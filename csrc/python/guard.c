@@ -71,14 +71,14 @@ static bool is_own_method(PyObject *value, PyObject *obj, PyObject *expected) {
 
 /* Whether the type has `expected` under the name; None: whether it has nothing there. */
 static bool type_has(PyTypeObject *type, PyObject *name, PyObject *expected) {
-    PyObject *found = _PyType_Lookup(type, name);
-    return found == expected || (found == NULL && expected == Py_None);
+    PyObject *value = _PyType_Lookup(type, name);
+    return value == expected || (value == NULL && expected == Py_None);
 }
 
-/* Looks up all methods of the table on the object, on its type and on torch's class, and returns
- * the bits of the replaced ones. `expected` is (torch's class, (name, descriptor, function), ...)
- * in the order of the table. The type should have the descriptor (fsdp_c/guard.py), torch's class
- * the function. None stands for a method that this torch does not have. */
+/* Returns the bits of the methods that are replaced on the object, on its type or on torch's class.
+ * `expected` is (torch's class, (name, descriptor, function), ...) in the order of the table. The
+ * type should have the descriptor (fsdp_c/guard.py), torch's class the function. None stands for a
+ * method that this torch does not have. */
 static uint32_t find_overrides(PyObject *obj, PyObject *dict, const fcpy_method *table,
                                PyObject *expected) {
     uint32_t bits = 0;
@@ -135,9 +135,9 @@ bool fcpy_state_overrides(fcpy_state *self, uint32_t bits) {
 static uint32_t entry_bits(PyObject *entry) {
     PyObject *place = PyTuple_GET_ITEM(entry, 0);
     PyObject *name = PyTuple_GET_ITEM(entry, 1);
-    PyObject *found = PyType_Check(place) ? _PyType_Lookup((PyTypeObject *)place, name)
+    PyObject *value = PyType_Check(place) ? _PyType_Lookup((PyTypeObject *)place, name)
                                           : PyDict_GetItemWithError(place, name);
-    bool same = found == PyTuple_GET_ITEM(entry, 2) || found == PyTuple_GET_ITEM(entry, 3);
+    bool same = value == PyTuple_GET_ITEM(entry, 2) || value == PyTuple_GET_ITEM(entry, 3);
     return same ? 0 : (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(entry, 4));
 }
 
@@ -178,7 +178,7 @@ bool fcpy_guard_patched(fcpy_guard *guard, uint32_t bits) {
 /* ---- debug lines ---- */
 
 /* A logger caches enabled levels in a dict, and logging clears the dict whenever any level changes.
- * So the tag of the dict tells whether the cached answer is valid. */
+ * So the cached answer is valid while the tag of the dict is unchanged. */
 bool fcpy_guard_logs(fcpy_guard *guard) {
     uint64_t tag = guard->log_cache != NULL ? dict_tag(guard->log_cache) : guard->log_tag;
     if (tag == guard->log_tag && tag != 0) {

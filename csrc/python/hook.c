@@ -72,11 +72,11 @@ static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *i
         return NULL;
     }
     if (self->grouped) {
-        int found = PySet_Discard(self->state->modules_to_run, module);
-        if (found < 0) {
+        int removed = PySet_Discard(self->state->modules_to_run, module);
+        if (removed < 0) {
             return NULL;
         }
-        complete = found == 1 && PySet_GET_SIZE(self->state->modules_to_run) == 0;
+        complete = removed == 1 && PySet_GET_SIZE(self->state->modules_to_run) == 0;
     }
     result = complete ? fcpy_state_post_forward(self->state, module, input, output)
                       : fcpy_state_cast_output(self->state, output);

@@ -190,8 +190,8 @@ done:
     return result;
 }
 
-/* Returns the tensor that the parameter object wraps now. It is read each time, because
- * swap_tensors may replace it and requires that no other reference exists. */
+/* Returns the tensor that the parameter object wraps now. The handle is not cached, because
+ * swap_tensors may replace the tensor and requires that no other reference exists. */
 static fct_tensor *sharded_handle(const fcpy_param *self) {
     return self->sharded_param != NULL ? fct_py_tensor(self->sharded_param) : NULL;
 }

@@ -260,11 +260,11 @@ static PyMethodDef module_methods[] = {
      "from that of its parameter. layouts_equal(spec, spec) compares layouts; the dict "
      "layout_cache keeps its results."},
     {"local_group", (PyCFunction)(void (*)(void))fcpy_local_group, METH_FASTCALL,
-     "local_group(params, state, keys, layout_cache, layouts_equal): returns a list of the "
-     "parameters with gradients, followed by the lists that local_lists would make of these "
-     "parameters, of their gradients and of state[param][key] for each key. A key of None gives "
-     "an empty list. None if a state is missing, a layout differs, or a parameter or gradient is "
-     "complex or sparse."},
+     "local_group(params, state, keys, layout_cache, layouts_equal): converts the optimizer group "
+     "as local_lists does. Returns a list of the parameters with gradients, then the lists of "
+     "their local tensors, of the gradients, and of state[param][key] for each key. A key of None "
+     "gives an empty list. None if a state is missing, a layout differs, or a parameter or "
+     "gradient is complex or sparse."},
     {"kernels_of", module_kernels_of, METH_O,
      "kernels_of(device): returns the name of the kernels that pack and unpack on this "
      "torch.device: 'cpu', 'cuda', or 'torch' for torch's multi-tensor operations."},

@@ -141,12 +141,12 @@ static void param_dealloc(PyObject *obj) {
 /* ---- attributes ---- */
 
 static int parse_tensor(PyObject *value, fct_tensor **handle, const char *name) {
-    fct_tensor *found = value != NULL ? fct_py_tensor(value) : NULL;
-    if (found == NULL) {
+    fct_tensor *tensor = value != NULL ? fct_py_tensor(value) : NULL;
+    if (tensor == NULL) {
         PyErr_Format(PyExc_TypeError, "%s must be a tensor", name);
         return -1;
     }
-    *handle = found;
+    *handle = tensor;
     return 0;
 }
 

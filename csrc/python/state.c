@@ -321,7 +321,7 @@ static PyObject *state_post_forward(PyObject *obj, PyObject *args) {
 
 /* Calls `run` on an initialized state. Returns a new reference to `result`, or NULL with an
  * exception. */
-static PyObject *run_ready(fcpy_state *self, int (*run)(fcpy_state *self), PyObject *result) {
+static PyObject *run_initialized(fcpy_state *self, int (*run)(fcpy_state *self), PyObject *result) {
     if (!fcpy_state_ready(self)) {
         return NULL;
     }
@@ -335,37 +335,37 @@ static PyObject *run_ready(fcpy_state *self, int (*run)(fcpy_state *self), PyObj
     return result;
 }
 
-static int status_of(const fcpy_state *self, fc_status status) {
+static int raise_status(const fcpy_state *self, fc_status status) {
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
 
 static PyObject *state_pre_backward(PyObject *obj, PyObject *grad) {
-    return run_ready(as_state(obj), fcpy_state_pre_backward, grad);
+    return run_initialized(as_state(obj), fcpy_state_pre_backward, grad);
 }
 
 static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
     (void)unused;
     return fcpy_state_check_context(as_state(obj), "post_forward_order")
-               ? run_ready(as_state(obj), fcpy_state_end_backward, Py_None)
+               ? run_initialized(as_state(obj), fcpy_state_end_backward, Py_None)
                : NULL;
 }
 
 static int run_finalize(fcpy_state *self) {
-    return status_of(self, fc_iteration_finalize(self->core.iteration));
+    return raise_status(self, fc_iteration_finalize(self->core.iteration));
 }
 
 static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
     (void)unused;
-    return run_ready(as_state(obj), run_finalize, Py_None);
+    return run_initialized(as_state(obj), run_finalize, Py_None);
 }
 
 static int run_complete(fcpy_state *self) {
-    return status_of(self, fc_iteration_complete(self->core.iteration, self->core.comm));
+    return raise_status(self, fc_iteration_complete(self->core.iteration, self->core.comm));
 }
 
 static PyObject *state_complete(PyObject *obj, PyObject *unused) {
     (void)unused;
-    return run_ready(as_state(obj), run_complete, Py_None);
+    return run_initialized(as_state(obj), run_complete, Py_None);
 }
 
 static int run_reset(fcpy_state *self) {
@@ -384,7 +384,7 @@ static int run_reset(fcpy_state *self) {
 
 static PyObject *state_reset(PyObject *obj, PyObject *unused) {
     (void)unused;
-    return run_ready(as_state(obj), run_reset, Py_None);
+    return run_initialized(as_state(obj), run_reset, Py_None);
 }
 
 static PyMethodDef state_methods[] = {

@@ -148,7 +148,7 @@ PyObject *fcpy_give_pair(int failed, PyObject *args, PyObject *kwargs) {
 
 /* ---- casts ---- */
 
-static PyObject *cast_one(PyObject *tensor, fct_dtype dtype) {
+static PyObject *cast_tensor(PyObject *tensor, fct_dtype dtype) {
     fct_tensor *cast = NULL;
     PyObject *result = NULL;
     if (fct_cast_differentiable(fct_py_tensor(tensor), dtype, &cast) != 0) {
@@ -162,7 +162,7 @@ static PyObject *cast_one(PyObject *tensor, fct_dtype dtype) {
 }
 
 /* Calls the bound cast_tree(dtype, obj), which traverses every kind of container. */
-static PyObject *cast_general(fcpy_module *mod, fct_dtype dtype, PyObject *obj) {
+static PyObject *cast_with_python(fcpy_module *mod, fct_dtype dtype, PyObject *obj) {
     PyObject *py_dtype = fcpy_get_dtype(dtype);
     if (py_dtype == NULL) {
         return NULL;
@@ -177,7 +177,7 @@ int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObjec
     PyObject *made[MAX_FLAT] = {NULL};
     if (!collect_flat(*args, *kwargs, is_floating, dtype, &flat)) {
         PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
-        PyObject *cast = pair != NULL ? cast_general(mod, dtype, pair) : NULL;
+        PyObject *cast = pair != NULL ? cast_with_python(mod, dtype, pair) : NULL;
         Py_XDECREF(pair);
         return fcpy_take_pair(cast, args, kwargs);
     }
@@ -186,7 +186,7 @@ int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObjec
     }
     int result = -1;
     for (Py_ssize_t i = 0; i < flat.count; i++) {
-        made[i] = cast_one(flat.tensors[i], dtype);
+        made[i] = cast_tensor(flat.tensors[i], dtype);
         if (made[i] == NULL) {
             goto done;
         }
@@ -200,10 +200,10 @@ done:
 PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output) {
     int kind = leaf_kind(output);
     if (kind == 0) {
-        return cast_general(mod, dtype, output);
+        return cast_with_python(mod, dtype, output);
     }
     if (kind == 2 && is_floating(output, dtype)) {
-        return cast_one(output, dtype);
+        return cast_tensor(output, dtype);
     }
     Py_INCREF(output);
     return output;
@@ -256,8 +256,8 @@ static PyObject *collect_tensors(fcpy_module *mod, PyObject *obj) {
     return tensors;
 }
 
-static int insert_general(fcpy_module *mod, const fct_hook *hook, PyObject **args,
-                          PyObject **kwargs) {
+static int insert_with_python(fcpy_module *mod, const fct_hook *hook, PyObject **args,
+                              PyObject **kwargs) {
     int result = -1;
     PyObject *list = NULL;
     PyObject *iterator = NULL;
@@ -294,7 +294,7 @@ int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, Py
     fcpy_flat flat;
     PyObject *made[MAX_FLAT] = {NULL};
     if (!collect_flat(*args, *kwargs, choose_grad, FCT_NO_DTYPE, &flat)) {
-        return insert_general(mod, hook, args, kwargs);
+        return insert_with_python(mod, hook, args, kwargs);
     }
     if (flat.count == 0) {
         return 0;
@@ -309,7 +309,7 @@ int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, Py
 
 /* ---- pre-backward hooks on outputs ---- */
 
-static int hook_one(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *tensor) {
+static int hook_tensor(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *tensor) {
     fct_tensor *handle = fct_py_tensor(tensor);
     if (fct_tensor_is_view(handle)) {
         PyObject *warned = PyObject_CallOneArg(mod->bound.warn_view_output, state);
@@ -324,7 +324,7 @@ static int hook_one(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyO
 int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output) {
     int kind = leaf_kind(output);
     if (kind != 0) {
-        return kind == 2 && needs_node(output) ? hook_one(mod, state, hook, output) : 0;
+        return kind == 2 && needs_node(output) ? hook_tensor(mod, state, hook, output) : 0;
     }
     PyObject *tensors = collect_tensors(mod, output);
     if (tensors == NULL) {
@@ -332,7 +332,7 @@ int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, P
     }
     int result = 0;
     for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(tensors); i++) {
-        result = hook_one(mod, state, hook, PyTuple_GET_ITEM(tensors, i));
+        result = hook_tensor(mod, state, hook, PyTuple_GET_ITEM(tensors, i));
     }
     Py_DECREF(tensors);
     return result;
