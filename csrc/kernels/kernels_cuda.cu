@@ -12,8 +12,8 @@
 static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream) {
     void *arguments[] = {&batch};
     const auto kernel = casts ? fck_cast_lines : fck_move_lines;
-    const cudaError_t earlier =
-        cudaPeekAtLastError(); /* left by an earlier call, which has to report it */
+    /* An error that an earlier call has left, and has to report. */
+    const cudaError_t earlier = cudaPeekAtLastError();
     const cudaError_t launched = cudaLaunchKernel(kernel, dim3(batch.tiles), dim3(THREADS),
                                                   arguments, 0, static_cast<cudaStream_t>(stream));
     if (launched == cudaSuccess) {

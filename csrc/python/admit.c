@@ -98,8 +98,8 @@ int fcpy_admit_forward(fcpy_state *self) {
 int fcpy_admit_backward(fcpy_state *self) {
     const unsigned long this_thread = PyThread_get_thread_ident();
     fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
-    const bool own_threads =
-        self->core.comm->has_streams; /* autograd runs this device's backward in its own threads */
+    /* Autograd runs this device's backward in its own threads. */
+    const bool own_threads = self->core.comm->has_streams;
     if (!own_threads && iteration->core.forward_root != NULL &&
         iteration->forward_thread != this_thread) {
         return raise_concurrent_use((fcpy_state *)iteration->core.forward_root->owner, "forward");

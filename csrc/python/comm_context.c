@@ -48,8 +48,8 @@ static void comm_dealloc(PyObject *obj) {
 }
 
 static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
-    PyObject *device =
-        NULL; /* torch's argument; unused, because the constructor has set the device */
+    /* Torch's argument; unused, because the constructor has set the device. */
+    PyObject *device = NULL;
     if (!PyArg_ParseTuple(args, "|O", &device)) {
         return NULL;
     }

@@ -119,17 +119,16 @@ static int claim_params(PyObject *params, PyObject *pg_name, long long world, lo
     return 0;
 }
 
-/* Sets a link to the process group `group`; None: to the one with this name; None twice: to
- * none. */
+/* Sets a link to the process group `group`. If that is None, the link uses the process group named
+ * `name`. If `name` is None too, the link has no process group. */
 static int set_link(fcpy_group *self, int index, PyObject *name, long long world, long long rank,
                     PyObject *group) {
     const char *text = name != Py_None ? PyUnicode_AsUTF8(name) : NULL;
     if (name != Py_None && text == NULL) {
         return -1;
     }
-    const bool announce =
-        index !=
-        FCPY_LINK_SCATTER; /* a scatter follows gathers of another link, which is announced */
+    /* A scatter follows gathers of another link, which is announced. */
+    const bool announce = index != FCPY_LINK_SCATTER;
     fct_pg *pg = NULL;
     if ((announce && text != NULL && fct_pg_announce_user(text) != 0) ||
         (group != Py_None && fct_py_pg(group, &pg) != 0)) {
@@ -163,8 +162,8 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     }
     PyObject *tuple = fcpy_tuple_of(list, self->mod->param_type, "params");
     void *params = tuple != NULL ? fcpy_core_array(tuple, offsetof(fcpy_param, core)) : NULL;
-    const bool uninitialized =
-        self->core.members.host == NULL; /* read here, because parsing the arguments may run code */
+    /* Read after the arguments are parsed, because parsing may run code. */
+    const bool uninitialized = self->core.members.host == NULL;
     if (params != NULL && !uninitialized) {
         PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
     }

@@ -165,8 +165,8 @@ static int set_iteration(PyObject *obj, PyObject *value, void *closure) {
     }
     fc_iteration *before = self->core.iteration;
     if (before != NULL && before->forward_root == &self->core) {
-        before->forward_root =
-            NULL; /* an iteration may point only to states that own a reference to it */
+        /* An iteration may point only to states that own a reference to it. */
+        before->forward_root = NULL;
     }
     self->core.iteration = &((fcpy_iteration *)value)->core;
     fcpy_replace(self->mod, &self->iteration, value);

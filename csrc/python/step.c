@@ -37,7 +37,7 @@ static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) 
     return result;
 }
 
-/* Resets, for all states of the root, the sets of modules that have not run in this forward. */
+/* Clears, for all states of the root, the sets of modules that have not run in this forward. */
 static int reset_modules_to_run(const fcpy_state *self) {
     PyObject *states = ((fcpy_iteration *)self->iteration)->all_states;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(states); i++) {
@@ -83,16 +83,17 @@ static int call_end_backward(void *owner) {
 
 /* autograd releases a callback after it has called it, or when it abandons the backward. */
 static void retain_end(void *owner) {
-    fcpy_iteration *it = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
-    it->core.callbacks++;
-    it->was_awaited = false;
+    fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
+    iteration->core.callbacks++;
+    iteration->was_awaited = false;
     fcpy_retain(owner);
 }
 
 static void release_end(void *owner) {
-    fcpy_iteration *it = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
-    if (it != NULL && it->core.callbacks > 0) { /* else the context was replaced or collected */
-        it->core.callbacks--;
+    fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
+    if (iteration != NULL &&
+        iteration->core.callbacks > 0) { /* else the context was replaced or collected */
+        iteration->core.callbacks--;
     }
     fcpy_release(owner);
 }
@@ -278,14 +279,14 @@ PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output) {
 /* Orders the gathers of this iteration after the optimizer's step: after the event that the user
  * has set for this iteration, else after all work of the compute stream. */
 static int begin_iteration(fcpy_state *self) {
-    fcpy_iteration *it = (fcpy_iteration *)self->iteration;
-    bool after_compute = it->post_optim_event == NULL;
+    fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
+    bool after_compute = iteration->post_optim_event == NULL;
     if (!after_compute) {
         if (drop_result(PyObject_CallMethodOneArg(self->comm, self->mod->names._gather_after,
-                                                  it->post_optim_event)) != 0) {
+                                                  iteration->post_optim_event)) != 0) {
             return -1;
         }
-        Py_CLEAR(it->post_optim_event);
+        Py_CLEAR(iteration->post_optim_event);
     }
     fc_status status = fc_state_begin_iteration(&self->core, after_compute);
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
@@ -369,10 +370,10 @@ static int enter_groups(fcpy_state *self, PyObject *module, PyObject **args, PyO
 /* Waits up to 2 ms for autograd to release the callback of a failed backward. A device thread of
  * autograd reports the exception before it releases the callback, and may need the GIL to do so.
  * Waits once per backward, because the backward may still be running in another thread. */
-static void await_autograd(fcpy_iteration *it) {
+static void await_autograd(fcpy_iteration *iteration) {
     const struct timespec interval = {0, 100000};
-    it->was_awaited = true;
-    for (int i = 0; i < 20 && it->core.callbacks > 0; i++) {
+    iteration->was_awaited = true;
+    for (int i = 0; i < 20 && iteration->core.callbacks > 0; i++) {
         PyThreadState *thread = PyEval_SaveThread();
         (void)nanosleep(&interval, NULL);
         PyEval_RestoreThread(thread);
@@ -380,14 +381,14 @@ static void await_autograd(fcpy_iteration *it) {
 }
 
 static bool follows_a_lost_backward(const fcpy_state *self) {
-    fcpy_iteration *it = (fcpy_iteration *)self->iteration;
-    if (!it->core.callback_counted || fct_in_backward()) {
+    fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
+    if (!iteration->core.callback_counted || fct_in_backward()) {
         return false;
     }
-    if (self->core.comm->has_streams && !it->was_awaited) {
-        await_autograd(it);
+    if (self->core.comm->has_streams && !iteration->was_awaited) {
+        await_autograd(iteration);
     }
-    return fc_iteration_is_lost(&it->core);
+    return fc_iteration_is_lost(&iteration->core);
 }
 
 /* Resets the states after a backward that has raised. Without the reset its units would treat the
