@@ -44,14 +44,14 @@ MUTATIONS = {
         "    g->sharded_state = FC_UNSHARDED;\n    fc_gather_retire",
         "    fc_gather_retire",
         "test_group",
-        "parameter 0 shows face 3 in a group of face 1",
+        "parameter 0 has sharded state 3 in a group of sharded state 1",
     ),
     "a lost rollback": Mutation(
         "group",
         "restored = swap_one(g, changed, own, host->swap) == 0 && restored;",
         "restored = true;",
         "test_group",
-        "in a group of face",
+        "in a group of sharded state",
     ),
     "a wrong count in flight": Mutation(
         "reduction",
