@@ -104,7 +104,7 @@ static void cut_as(sim_scenario scenario, size_t count, const size_t *firsts) {
     end(m);
 }
 
-static void the_last_parameters_come_first_and_a_full_bucket_is_closed(void **state) {
+static void buckets_are_cut_from_last_parameter_to_first_at_limit(void **state) {
     (void)state;
     sim_scenario s = replicated;
     cut_as(s, 2, (const size_t[]){2, 0});
@@ -118,7 +118,7 @@ static void the_last_parameters_come_first_and_a_full_bucket_is_closed(void **st
     cut_as(s, 1, (const size_t[]){0});
 }
 
-static void frozen_parameters_fill_no_bucket_and_the_reduce_type_counts(void **state) {
+static void bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype(void **state) {
     (void)state;
     sim_scenario s = replicated;
     s.shapes[2].frozen = true;
@@ -138,7 +138,7 @@ static void frozen_parameters_fill_no_bucket_and_the_reduce_type_counts(void **s
 
 /* ---- in backward ---- */
 
-static void a_bucket_is_reduced_with_its_last_gradient(void **state) {
+static void bucket_is_reduced_when_its_last_gradient_arrives(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     arrive(m, 3, 2.0);
@@ -156,7 +156,7 @@ static void a_bucket_is_reduced_with_its_last_gradient(void **state) {
     end(m);
 }
 
-static void the_order_is_the_parameters_whatever_autograds_is(void **state) {
+static void bucket_reductions_follow_parameter_order_in_any_autograd_order(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     sim_collectives_stall(true);
@@ -174,7 +174,7 @@ static void the_order_is_the_parameters_whatever_autograds_is(void **state) {
     end(m);
 }
 
-static void a_bucket_that_misses_a_gradient_waits_for_the_end(void **state) {
+static void bucket_with_missing_gradient_is_reduced_at_end_of_backward(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     arrive(m, 3, 2.0);
@@ -189,7 +189,7 @@ static void a_bucket_that_misses_a_gradient_waits_for_the_end(void **state) {
     end(m);
 }
 
-static void a_bucket_without_any_gradient_is_left_out(void **state) {
+static void bucket_without_gradients_is_not_reduced(void **state) {
     (void)state;
     sim_scenario s = replicated;
     s.bucket_bytes = 16;
@@ -201,7 +201,7 @@ static void a_bucket_without_any_gradient_is_left_out(void **state) {
     end(m);
 }
 
-static void a_gradient_that_comes_again_is_reduced_by_itself_and_once_is_enough(void **state) {
+static void second_gradient_after_reduction_is_reduced_alone_and_ends_eager_mode(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     arrive(m, 3, 2.0);
@@ -225,7 +225,7 @@ static void a_gradient_that_comes_again_is_reduced_by_itself_and_once_is_enough(
     end(m);
 }
 
-static void a_second_gradient_before_the_reduction_is_part_of_it(void **state) {
+static void second_gradient_before_reduction_is_included(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     arrive(m, 3, 2.0);
@@ -271,7 +271,7 @@ static void unused(fc_group *g) {
     g->reducer.reduce_unused = true;
 }
 
-static void buckets_wait_for_the_end_where_something_may_come_between(void **state) {
+static void buckets_are_reduced_at_end_if_other_collectives_may_interleave(void **state) {
     (void)state;
     sim_scenario s = replicated;
     nothing_is_early(&s, unused, 2);
@@ -281,7 +281,7 @@ static void buckets_wait_for_the_end_where_something_may_come_between(void **sta
     nothing_is_early(&s, NULL, 2);
 }
 
-static void with_one_bucket_nothing_is_watched(void **state) {
+static void single_bucket_registers_no_notifications(void **state) {
     (void)state;
     sim_scenario s = replicated;
     s.bucket_bytes = 64;
@@ -295,7 +295,7 @@ static void with_one_bucket_nothing_is_watched(void **state) {
     end(m);
 }
 
-static void a_reset_forgets_the_bucket_that_was_reduced(void **state) {
+static void reset_discards_reduced_bucket(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     sim_collectives_stall(true);
@@ -321,17 +321,17 @@ static void a_reset_forgets_the_bucket_that_was_reduced(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_last_parameters_come_first_and_a_full_bucket_is_closed),
-        cmocka_unit_test(frozen_parameters_fill_no_bucket_and_the_reduce_type_counts),
-        cmocka_unit_test(a_bucket_is_reduced_with_its_last_gradient),
-        cmocka_unit_test(the_order_is_the_parameters_whatever_autograds_is),
-        cmocka_unit_test(a_bucket_that_misses_a_gradient_waits_for_the_end),
-        cmocka_unit_test(a_bucket_without_any_gradient_is_left_out),
-        cmocka_unit_test(a_gradient_that_comes_again_is_reduced_by_itself_and_once_is_enough),
-        cmocka_unit_test(a_second_gradient_before_the_reduction_is_part_of_it),
-        cmocka_unit_test(buckets_wait_for_the_end_where_something_may_come_between),
-        cmocka_unit_test(with_one_bucket_nothing_is_watched),
-        cmocka_unit_test(a_reset_forgets_the_bucket_that_was_reduced),
+        cmocka_unit_test(buckets_are_cut_from_last_parameter_to_first_at_limit),
+        cmocka_unit_test(bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype),
+        cmocka_unit_test(bucket_is_reduced_when_its_last_gradient_arrives),
+        cmocka_unit_test(bucket_reductions_follow_parameter_order_in_any_autograd_order),
+        cmocka_unit_test(bucket_with_missing_gradient_is_reduced_at_end_of_backward),
+        cmocka_unit_test(bucket_without_gradients_is_not_reduced),
+        cmocka_unit_test(second_gradient_after_reduction_is_reduced_alone_and_ends_eager_mode),
+        cmocka_unit_test(second_gradient_before_reduction_is_included),
+        cmocka_unit_test(buckets_are_reduced_at_end_if_other_collectives_may_interleave),
+        cmocka_unit_test(single_bucket_registers_no_notifications),
+        cmocka_unit_test(reset_discards_reduced_bucket),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

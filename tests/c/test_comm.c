@@ -51,7 +51,7 @@ static flight take_off(void) {
 
 /* ---- parking ---- */
 
-static void parked_buffers_stay_until_the_backend_is_done(void **state) {
+static void parked_buffers_are_held_until_work_completes(void **state) {
     (void)state;
     fc_comm c = begin(false);
     flight f = take_off();
@@ -66,7 +66,7 @@ static void parked_buffers_stay_until_the_backend_is_done(void **state) {
     end(&c);
 }
 
-static void what_is_done_already_is_not_parked(void **state) {
+static void completed_work_is_not_parked(void **state) {
     (void)state;
     fc_comm c = begin(false);
     flight f = take_off();
@@ -80,7 +80,7 @@ static void what_is_done_already_is_not_parked(void **state) {
     end(&c);
 }
 
-static void without_memory_to_park_the_backends_own_references_hold(void **state) {
+static void park_without_memory_relies_on_backend_references(void **state) {
     (void)state;
     fc_comm c = begin(false);
     flight f = take_off();
@@ -94,7 +94,7 @@ static void without_memory_to_park_the_backends_own_references_hold(void **state
     end(&c);
 }
 
-static void the_end_of_the_context_lets_go_of_what_is_parked(void **state) {
+static void comm_fini_releases_parked_collectives(void **state) {
     (void)state;
     fc_comm c = begin(false);
     flight f = take_off();
@@ -104,7 +104,7 @@ static void the_end_of_the_context_lets_go_of_what_is_parked(void **state) {
 
 /* ---- streams and events ---- */
 
-static void streams_are_taken_once_and_again_after_a_failure(void **state) {
+static void streams_are_created_once_and_retried_after_failure(void **state) {
     (void)state;
     for (int64_t n = 1; n <= 4; n++) {
         fc_comm c;
@@ -122,7 +122,7 @@ static void streams_are_taken_once_and_again_after_a_failure(void **state) {
     }
 }
 
-static void events_go_back_to_the_pool(void **state) {
+static void put_event_returns_event_to_pool(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *a = NULL;
@@ -137,7 +137,7 @@ static void events_go_back_to_the_pool(void **state) {
     end(&c);
 }
 
-static void an_event_that_no_pool_has_room_for_is_freed(void **state) {
+static void put_event_frees_event_if_pool_cannot_grow(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *e = NULL;
@@ -149,7 +149,7 @@ static void an_event_that_no_pool_has_room_for_is_freed(void **state) {
     end(&c);
 }
 
-static void a_failed_record_keeps_no_event(void **state) {
+static void failed_record_returns_its_event(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *e = NULL;
@@ -169,7 +169,7 @@ static void read_elsewhere(const fc_comm *c, fct_tensor *t) {
     (void)fct_stream_set_current(before);
 }
 
-static void quiesce_orders_all_streams_behind_each_other(void **state) {
+static void quiesce_orders_all_streams(void **state) {
     (void)state;
     for (int right = 0; right < 2; right++) {
         fc_comm c = begin(true);
@@ -192,7 +192,7 @@ static void quiesce_orders_all_streams_behind_each_other(void **state) {
 }
 
 /* A kept gather buffer is the copy-in stream's memory, and read by the current stream. */
-static void a_kept_buffer_is_let_go_only_behind_its_copy_out(void **state) {
+static void kept_gather_buffer_is_released_after_its_copy_out(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_stream current = fct_stream_set_current(c.copy_in_stream);
@@ -225,7 +225,7 @@ static fct_tensor *row_on_all_reduce_stream(fc_comm *c, fct_event **done) {
     return row;
 }
 
-static void the_last_two_all_reduced_rows_are_kept(void **state) {
+static void last_two_all_reduced_rows_are_kept(void **state) {
     (void)state;
     fc_comm c = begin(true);
     for (int i = 0; i < 5; i++) {
@@ -237,7 +237,7 @@ static void the_last_two_all_reduced_rows_are_kept(void **state) {
     end(&c);
 }
 
-static void a_row_that_cannot_be_kept_stays_the_callers(void **state) {
+static void failed_keep_row_leaves_row_with_caller(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *done = NULL;
@@ -256,7 +256,7 @@ static void a_row_that_cannot_be_kept_stays_the_callers(void **state) {
 }
 
 /* After a backward nothing of it stays: the next reduce-scatter may have the memory. */
-static void rows_are_released_behind_their_casts(void **state) {
+static void kept_rows_are_released_after_their_casts(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *done = NULL;
@@ -276,7 +276,7 @@ static void rows_are_released_behind_their_casts(void **state) {
 }
 
 /* Two threads that share a context may each keep a buffer before either is released. */
-static void a_second_kept_buffer_takes_the_place_of_the_first(void **state) {
+static void second_kept_buffer_replaces_first(void **state) {
     (void)state;
     for (int fails = 0; fails < 2; fails++) {
         fc_comm c = begin(true);
@@ -297,7 +297,7 @@ static void a_second_kept_buffer_takes_the_place_of_the_first(void **state) {
     }
 }
 
-static void a_shared_event_goes_back_to_the_pool_with_its_last_owner(void **state) {
+static void shared_event_returns_to_pool_with_its_last_owner(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *first = NULL;
@@ -319,21 +319,21 @@ static void a_shared_event_goes_back_to_the_pool_with_its_last_owner(void **stat
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(parked_buffers_stay_until_the_backend_is_done),
-        cmocka_unit_test(what_is_done_already_is_not_parked),
-        cmocka_unit_test(without_memory_to_park_the_backends_own_references_hold),
-        cmocka_unit_test(the_end_of_the_context_lets_go_of_what_is_parked),
-        cmocka_unit_test(streams_are_taken_once_and_again_after_a_failure),
-        cmocka_unit_test(events_go_back_to_the_pool),
-        cmocka_unit_test(an_event_that_no_pool_has_room_for_is_freed),
-        cmocka_unit_test(a_failed_record_keeps_no_event),
-        cmocka_unit_test(quiesce_orders_all_streams_behind_each_other),
-        cmocka_unit_test(a_kept_buffer_is_let_go_only_behind_its_copy_out),
-        cmocka_unit_test(the_last_two_all_reduced_rows_are_kept),
-        cmocka_unit_test(a_row_that_cannot_be_kept_stays_the_callers),
-        cmocka_unit_test(rows_are_released_behind_their_casts),
-        cmocka_unit_test(a_second_kept_buffer_takes_the_place_of_the_first),
-        cmocka_unit_test(a_shared_event_goes_back_to_the_pool_with_its_last_owner),
+        cmocka_unit_test(parked_buffers_are_held_until_work_completes),
+        cmocka_unit_test(completed_work_is_not_parked),
+        cmocka_unit_test(park_without_memory_relies_on_backend_references),
+        cmocka_unit_test(comm_fini_releases_parked_collectives),
+        cmocka_unit_test(streams_are_created_once_and_retried_after_failure),
+        cmocka_unit_test(put_event_returns_event_to_pool),
+        cmocka_unit_test(put_event_frees_event_if_pool_cannot_grow),
+        cmocka_unit_test(failed_record_returns_its_event),
+        cmocka_unit_test(quiesce_orders_all_streams),
+        cmocka_unit_test(kept_gather_buffer_is_released_after_its_copy_out),
+        cmocka_unit_test(last_two_all_reduced_rows_are_kept),
+        cmocka_unit_test(failed_keep_row_leaves_row_with_caller),
+        cmocka_unit_test(kept_rows_are_released_after_their_casts),
+        cmocka_unit_test(second_kept_buffer_replaces_first),
+        cmocka_unit_test(shared_event_returns_to_pool_with_its_last_owner),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -28,7 +28,7 @@ static void divide_as(const division *cases, size_t count) {
         divide_as(cases, sizeof cases / sizeof cases[0]);                                          \
     } while (0)
 
-static void the_backend_takes_the_mean_where_the_type_has_range(void **state) {
+static void wide_range_dtype_uses_backend_mean(void **state) {
     (void)state;
     DIVIDE_AS({{.world = 8, .dtype = FCK_FLOAT32}, {1, 1, FCT_AVG, 1, FCT_AVG}},
               {{.world = 8, .dtype = FCK_BFLOAT16}, {1, 1, FCT_AVG, 1, FCT_AVG}},
@@ -36,7 +36,7 @@ static void the_backend_takes_the_mean_where_the_type_has_range(void **state) {
               {{.world = 1, .replicas = 4, .dtype = FCK_FLOAT32}, {1, 1, FCT_AVG, 1, FCT_AVG}});
 }
 
-static void half_precision_is_divided_before_and_after_by_about_the_root(void **state) {
+static void float16_is_divided_before_and_after_by_about_square_root(void **state) {
     (void)state;
     DIVIDE_AS({{.world = 2, .dtype = FCK_FLOAT16}, {2, 1, FCT_SUM, 1, FCT_SUM}},
               {{.world = 4, .dtype = FCK_FLOAT16}, {2, 2, FCT_SUM, 1, FCT_SUM}},
@@ -45,7 +45,7 @@ static void half_precision_is_divided_before_and_after_by_about_the_root(void **
               {{.world = 4, .replicas = 4, .dtype = FCK_FLOAT16}, {4, 4, FCT_SUM, 1, FCT_SUM}});
 }
 
-static void forced_sums_are_divided_afterwards(void **state) {
+static void forced_sum_is_divided_after_reduction(void **state) {
     (void)state;
     DIVIDE_AS(
         {{.world = 4, .dtype = FCK_FLOAT32, .force_sum = true}, {1, 4, FCT_SUM, 1, FCT_SUM}},
@@ -55,7 +55,7 @@ static void forced_sums_are_divided_afterwards(void **state) {
          {1, 3, FCT_SUM, 1, FCT_SUM}});
 }
 
-static void a_divide_factor_is_premultiplied_where_the_backend_can(void **state) {
+static void divide_factor_uses_premul_sum_if_supported(void **state) {
     (void)state;
     const fc_divide_rule can = {
         .world = 4, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 8, .has_premul = true};
@@ -70,13 +70,13 @@ static void a_divide_factor_is_premultiplied_where_the_backend_can(void **state)
               {replicated, {8, 1, FCT_SUM, 1, FCT_SUM}}, {half, {4, 2, FCT_SUM, 1, FCT_SUM}});
 }
 
-static void a_divide_factor_of_the_world_size_is_a_mean(void **state) {
+static void divide_factor_of_world_size_uses_mean(void **state) {
     (void)state;
     DIVIDE_AS({{.world = 4, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 4},
                {1, 1, FCT_AVG, 1, FCT_SUM}});
 }
 
-static void one_rank_divides_by_nothing_but_the_factor(void **state) {
+static void one_rank_divides_only_by_divide_factor(void **state) {
     (void)state;
     DIVIDE_AS({{.world = 1, .dtype = FCK_FLOAT32}, {1, 1, FCT_SUM, 1, FCT_SUM}},
               {{.world = 1, .dtype = FCK_FLOAT16}, {1, 1, FCT_SUM, 1, FCT_SUM}},
@@ -86,7 +86,7 @@ static void one_rank_divides_by_nothing_but_the_factor(void **state) {
 }
 
 /* Whatever the split, all divisions together are one by the number of ranks or by the factor. */
-static void the_parts_of_a_division_are_the_whole(void **state) {
+static void product_of_all_divisors_equals_total_divisor(void **state) {
     (void)state;
     const fct_dtype dtypes[] = {FCK_FLOAT32, FCK_BFLOAT16, FCK_FLOAT16, FCK_FLOAT64};
     for (int64_t bits = 0; bits < 16; bits++) {
@@ -113,13 +113,13 @@ static void the_parts_of_a_division_are_the_whole(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_backend_takes_the_mean_where_the_type_has_range),
-        cmocka_unit_test(half_precision_is_divided_before_and_after_by_about_the_root),
-        cmocka_unit_test(forced_sums_are_divided_afterwards),
-        cmocka_unit_test(a_divide_factor_is_premultiplied_where_the_backend_can),
-        cmocka_unit_test(a_divide_factor_of_the_world_size_is_a_mean),
-        cmocka_unit_test(one_rank_divides_by_nothing_but_the_factor),
-        cmocka_unit_test(the_parts_of_a_division_are_the_whole),
+        cmocka_unit_test(wide_range_dtype_uses_backend_mean),
+        cmocka_unit_test(float16_is_divided_before_and_after_by_about_square_root),
+        cmocka_unit_test(forced_sum_is_divided_after_reduction),
+        cmocka_unit_test(divide_factor_uses_premul_sum_if_supported),
+        cmocka_unit_test(divide_factor_of_world_size_uses_mean),
+        cmocka_unit_test(one_rank_divides_only_by_divide_factor),
+        cmocka_unit_test(product_of_all_divisors_equals_total_divisor),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -5,7 +5,7 @@
 
 enum { INT64 = 4, COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10, BITS1X8 = 18 };
 
-static void a_type_has_a_size_and_a_name(void **state) {
+static void dtype_has_torch_size_and_name(void **state) {
     (void)state;
     assert_int_equal(fc_dtype_size(FCK_UINT8), 1);
     assert_int_equal(fc_dtype_size(FCK_BFLOAT16), 2);
@@ -21,7 +21,7 @@ static void wider_is(fct_dtype a, fct_dtype b, fct_dtype wanted) {
     assert_int_equal(fc_dtype_wider(b, a), wanted);
 }
 
-static void the_wider_type_holds_the_values_of_both(void **state) {
+static void wider_dtype_holds_values_of_both(void **state) {
     (void)state;
     wider_is(FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32);
     wider_is(FCK_FLOAT32, FCK_FLOAT64, FCK_FLOAT64);
@@ -31,7 +31,7 @@ static void the_wider_type_holds_the_values_of_both(void **state) {
     wider_is(INT64, FCK_FLOAT64, FCT_NO_DTYPE);
 }
 
-static void a_complex_type_is_as_wide_as_its_parts(void **state) {
+static void complex_dtype_is_as_wide_as_its_parts(void **state) {
     (void)state;
     assert_true(fc_dtype_is_complex(COMPLEX32) && fc_dtype_is_complex(COMPLEX128));
     assert_false(fc_dtype_is_complex(FCK_FLOAT64));
@@ -46,9 +46,9 @@ static void a_complex_type_is_as_wide_as_its_parts(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_type_has_a_size_and_a_name),
-        cmocka_unit_test(the_wider_type_holds_the_values_of_both),
-        cmocka_unit_test(a_complex_type_is_as_wide_as_its_parts),
+        cmocka_unit_test(dtype_has_torch_size_and_name),
+        cmocka_unit_test(wider_dtype_holds_values_of_both),
+        cmocka_unit_test(complex_dtype_is_as_wide_as_its_parts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

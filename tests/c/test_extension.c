@@ -36,7 +36,7 @@ static fc_status alloc(void) {
     return fc_extension_alloc(&extension, 2, sim_device(), "weight", &error);
 }
 
-static void inputs_are_let_go_and_remembered(void **state) {
+static void drop_inputs_releases_tensors_and_keeps_sizes(void **state) {
     (void)state;
     begin();
     give_inputs(5);
@@ -49,7 +49,7 @@ static void inputs_are_let_go_and_remembered(void **state) {
     end();
 }
 
-static void outputs_have_memory_between_alloc_and_free(void **state) {
+static void extension_outputs_have_memory_between_alloc_and_free(void **state) {
     (void)state;
     begin();
     give_inputs(5);
@@ -70,7 +70,7 @@ static void outputs_have_memory_between_alloc_and_free(void **state) {
 }
 
 /* One lies in the middle of its storage, which others have a part of: all of it comes and goes. */
-static void inner_tensors_have_their_storages_sizes(void **state) {
+static void inner_tensor_size_is_its_whole_storage(void **state) {
     (void)state;
     begin();
     const int64_t two[1] = {2};
@@ -91,7 +91,7 @@ static void inner_tensors_have_their_storages_sizes(void **state) {
     end();
 }
 
-static void outputs_of_other_sizes_are_made_anew(void **state) {
+static void outputs_are_replaced_if_input_sizes_change(void **state) {
     (void)state;
     begin();
     give_inputs(5);
@@ -117,7 +117,7 @@ static void outputs_of_other_sizes_are_made_anew(void **state) {
     end();
 }
 
-static void what_others_lie_over_stays(void **state) {
+static void output_shared_with_inner_tensor_is_not_replaced(void **state) {
     (void)state;
     begin();
     const int64_t two[1] = {2};
@@ -140,7 +140,7 @@ static void what_others_lie_over_stays(void **state) {
     end();
 }
 
-static void each_call_that_fails_leaves_what_can_be_repeated(void **state) {
+static void failed_extension_call_can_be_repeated(void **state) {
     (void)state;
     size_t failures = 0;
     for (int64_t nth = 1; failures + 1 == (size_t)nth; nth++) {
@@ -171,12 +171,12 @@ static void each_call_that_fails_leaves_what_can_be_repeated(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(inputs_are_let_go_and_remembered),
-        cmocka_unit_test(outputs_have_memory_between_alloc_and_free),
-        cmocka_unit_test(inner_tensors_have_their_storages_sizes),
-        cmocka_unit_test(outputs_of_other_sizes_are_made_anew),
-        cmocka_unit_test(what_others_lie_over_stays),
-        cmocka_unit_test(each_call_that_fails_leaves_what_can_be_repeated),
+        cmocka_unit_test(drop_inputs_releases_tensors_and_keeps_sizes),
+        cmocka_unit_test(extension_outputs_have_memory_between_alloc_and_free),
+        cmocka_unit_test(inner_tensor_size_is_its_whole_storage),
+        cmocka_unit_test(outputs_are_replaced_if_input_sizes_change),
+        cmocka_unit_test(output_shared_with_inner_tensor_is_not_replaced),
+        cmocka_unit_test(failed_extension_call_can_be_repeated),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

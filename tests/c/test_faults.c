@@ -12,14 +12,14 @@ static void sweep(const sim_scenario *scenario, const char *device) {
               no_kernels ? 1 : SIM_BREAK_STEPS);
 }
 
-static void after_any_single_failure_the_step_can_be_repeated(void **state) {
+static void step_can_be_repeated_after_any_single_failure(void **state) {
     (void)state;
     sim_each_scenario(sweep);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(after_any_single_failure_the_step_can_be_repeated),
+        cmocka_unit_test(step_can_be_repeated_after_any_single_failure),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

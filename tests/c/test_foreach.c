@@ -74,7 +74,7 @@ static void expect_launches(const char *expected) {
 
 /* ---- pack ---- */
 
-static void shards_of_one_dtype_are_one_operation(void **state) {
+static void pack_of_one_dtype_is_one_operation(void **state) {
     (void)state;
     fixture f;
     const double row[8] = {77, 77, 77, 77, 1, 2, 10, 11};
@@ -90,7 +90,7 @@ static void shards_of_one_dtype_are_one_operation(void **state) {
     end(&f);
 }
 
-static void casts_and_moves_are_two(void **state) {
+static void pack_with_casts_is_one_operation_per_dtype_pair(void **state) {
     (void)state;
     fixture f;
     const double row[6] = {1, 2, 10, 11, 20, 21};
@@ -109,7 +109,7 @@ static void casts_and_moves_are_two(void **state) {
 
 /* In a row of bytes all that is only moved goes together, and so does what no element can be
  * written to: a float behind three bytes is cast first. */
-static void in_a_row_of_bytes_all_moves_are_one_operation(void **state) {
+static void pack_into_byte_row_copies_uncast_shards_in_one_operation(void **state) {
     (void)state;
     fixture f;
     fct_tensor *floats = NULL;
@@ -136,7 +136,7 @@ static void in_a_row_of_bytes_all_moves_are_one_operation(void **state) {
     end(&f);
 }
 
-static void one_rank_packs_straight_into_the_flat_tensors(void **state) {
+static void pack_on_one_rank_writes_flat_tensors_directly(void **state) {
     (void)state;
     fixture f;
     fct_facts facts;
@@ -169,7 +169,7 @@ static void unpack(fixture *f, const double *rows, int64_t numel) {
     fct_tensor_release(buffer);
 }
 
-static void rows_cut_on_dim_0_are_split_in_one_operation(void **state) {
+static void unpack_of_dim_0_shards_is_one_split(void **state) {
     (void)state;
     fixture f;
     const double rows[8] = {1, 2, 10, 11, 3, 4, 12, 13};
@@ -184,7 +184,7 @@ static void rows_cut_on_dim_0_are_split_in_one_operation(void **state) {
 }
 
 /* [[1, 2, 3, 4], [5, 6, 7, 8]] in columns, and a vector: each is one copy. */
-static void columns_are_copied_straight_beside_one_other(void **state) {
+static void unpack_copies_dim_1_shards_directly_with_one_other_parameter(void **state) {
     (void)state;
     fixture f;
     const double rows[12] = {1, 2, 5, 6, 10, 11, 3, 4, 7, 8, 12, 13};
@@ -198,7 +198,7 @@ static void columns_are_copied_straight_beside_one_other(void **state) {
     end(&f);
 }
 
-static void columns_are_put_aside_beside_several_others(void **state) {
+static void unpack_uses_temporary_for_dim_1_shards_with_several_parameters(void **state) {
     (void)state;
     fixture f;
     const double rows[16] = {20, 21, 1, 2, 5, 6, 10, 11, 22, 23, 3, 4, 7, 8, 12, 13};
@@ -215,7 +215,7 @@ static void columns_are_put_aside_beside_several_others(void **state) {
 }
 
 /* As CUDA has them, where the kernels are not built: one operation all the same. */
-static void gaps_in_a_row_are_split_off(void **state) {
+static void unpack_splits_off_alignment_gaps(void **state) {
     (void)state;
     fixture f;
     fct_facts facts;
@@ -271,7 +271,7 @@ static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce
 
 static const fct_dtype floats[PARAMS_MAX] = {FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32};
 
-static void gradients_of_one_dtype_are_one_operation_with_its_cast(void **state) {
+static void gradient_pack_of_one_dtype_is_one_operation_including_cast(void **state) {
     (void)state;
     fixture f;
     const double packed[12] = {1, 2, 3, 4, 7, 8, 5, 6, 0, 0, 9, 10};
@@ -283,7 +283,7 @@ static void gradients_of_one_dtype_are_one_operation_with_its_cast(void **state)
     end(&f);
 }
 
-static void columns_of_gradients_are_copied_straight_where_nothing_else_is(void **state) {
+static void gradient_pack_of_only_dim_1_copies_directly(void **state) {
     (void)state;
     fixture f;
     const double packed[16] = {1, 2, 5, 6, 9, 10, 13, 14, 3, 4, 7, 8, 11, 12, 15, 16};
@@ -295,7 +295,7 @@ static void columns_of_gradients_are_copied_straight_where_nothing_else_is(void 
     end(&f);
 }
 
-static void columns_of_gradients_are_turned_beside_others(void **state) {
+static void gradient_pack_of_mixed_dims_transposes_dim_1_first(void **state) {
     (void)state;
     fixture f;
     const double packed[12] = {1, 2, 5, 6, 9, 10, 3, 4, 7, 8, 11, 12};
@@ -307,7 +307,7 @@ static void columns_of_gradients_are_turned_beside_others(void **state) {
     end(&f);
 }
 
-static void gradients_of_several_dtypes_are_cast_one_dtype_at_a_time(void **state) {
+static void gradient_pack_of_several_dtypes_casts_per_dtype(void **state) {
     (void)state;
     fixture f;
     const fct_dtype dtypes[PARAMS_MAX] = {FCK_BFLOAT16, FCK_FLOAT32, FCK_BFLOAT16, FCK_FLOAT64};
@@ -323,18 +323,18 @@ static void gradients_of_several_dtypes_are_cast_one_dtype_at_a_time(void **stat
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(shards_of_one_dtype_are_one_operation),
-        cmocka_unit_test(casts_and_moves_are_two),
-        cmocka_unit_test(in_a_row_of_bytes_all_moves_are_one_operation),
-        cmocka_unit_test(one_rank_packs_straight_into_the_flat_tensors),
-        cmocka_unit_test(rows_cut_on_dim_0_are_split_in_one_operation),
-        cmocka_unit_test(columns_are_copied_straight_beside_one_other),
-        cmocka_unit_test(columns_are_put_aside_beside_several_others),
-        cmocka_unit_test(gaps_in_a_row_are_split_off),
-        cmocka_unit_test(gradients_of_one_dtype_are_one_operation_with_its_cast),
-        cmocka_unit_test(columns_of_gradients_are_copied_straight_where_nothing_else_is),
-        cmocka_unit_test(columns_of_gradients_are_turned_beside_others),
-        cmocka_unit_test(gradients_of_several_dtypes_are_cast_one_dtype_at_a_time),
+        cmocka_unit_test(pack_of_one_dtype_is_one_operation),
+        cmocka_unit_test(pack_with_casts_is_one_operation_per_dtype_pair),
+        cmocka_unit_test(pack_into_byte_row_copies_uncast_shards_in_one_operation),
+        cmocka_unit_test(pack_on_one_rank_writes_flat_tensors_directly),
+        cmocka_unit_test(unpack_of_dim_0_shards_is_one_split),
+        cmocka_unit_test(unpack_copies_dim_1_shards_directly_with_one_other_parameter),
+        cmocka_unit_test(unpack_uses_temporary_for_dim_1_shards_with_several_parameters),
+        cmocka_unit_test(unpack_splits_off_alignment_gaps),
+        cmocka_unit_test(gradient_pack_of_one_dtype_is_one_operation_including_cast),
+        cmocka_unit_test(gradient_pack_of_only_dim_1_copies_directly),
+        cmocka_unit_test(gradient_pack_of_mixed_dims_transposes_dim_1_first),
+        cmocka_unit_test(gradient_pack_of_several_dtypes_casts_per_dtype),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

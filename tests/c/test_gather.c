@@ -53,7 +53,7 @@ static void expect_whole_parameters(void) {
     assert_int_equal(fc_gather_check(gather, true), FC_OK);
 }
 
-static void the_parameters_are_whole_when_it_is_over(void **state) {
+static void gather_and_copy_out_fill_unsharded_parameters(void **state) {
     (void)state;
     for (int mixed = 0; mixed < 2; mixed++) {
         begin(2, mixed != 0);
@@ -69,7 +69,7 @@ static void the_parameters_are_whole_when_it_is_over(void **state) {
 }
 
 /* A process group may serve several devices. */
-static void rows_are_copied_by_processors_on_the_cpu_alone(void **state) {
+static void gather_is_cpu_bound_only_on_cpu_device(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         begin_on((sim_config){.seed = 7, .streams = streams != 0}, 2, false);
@@ -84,7 +84,7 @@ static void rows_are_copied_by_processors_on_the_cpu_alone(void **state) {
     }
 }
 
-static void the_memory_of_a_gather_is_gone_when_it_is_freed(void **state) {
+static void gather_free_releases_all_memory(void **state) {
     (void)state;
     begin(2, false);
     const size_t before = sim_live_bytes();
@@ -101,7 +101,7 @@ static void the_memory_of_a_gather_is_gone_when_it_is_freed(void **state) {
     end();
 }
 
-static void one_rank_sends_nothing_and_shares_its_shards_where_nothing_is_cast(void **state) {
+static void gather_on_one_rank_aliases_shards_without_cast(void **state) {
     (void)state;
     for (int mixed = 0; mixed < 2; mixed++) {
         begin(1, mixed != 0);
@@ -116,7 +116,7 @@ static void one_rank_sends_nothing_and_shares_its_shards_where_nothing_is_cast(v
     }
 }
 
-static void given_up_its_buffer_stays_until_the_backend_is_done(void **state) {
+static void abandoned_gather_keeps_buffer_until_work_completes(void **state) {
     (void)state;
     begin(2, false);
     const size_t before = sim_live_bytes();
@@ -159,18 +159,18 @@ static void fail_each_call_of_a_copy_out(bool chunks, size_t least) {
     assert_true(failures > least);
 }
 
-static void a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again(void **state) {
+static void failed_copy_out_frees_memory_and_can_be_repeated(void **state) {
     (void)state;
     fail_each_call_of_a_copy_out(false, 4);
 }
 
 /* Owned chunks become the parameters' memory, and come back with their contents. */
-static void chunks_survive_a_failed_copy_out(void **state) {
+static void owned_chunks_survive_failed_copy_out(void **state) {
     (void)state;
     fail_each_call_of_a_copy_out(true, 1);
 }
 
-static void what_must_not_be_is_found(void **state) {
+static void gather_check_reports_memory_in_wrong_state(void **state) {
     (void)state;
     begin(2, false);
     start();
@@ -187,14 +187,14 @@ static void what_must_not_be_is_found(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_parameters_are_whole_when_it_is_over),
-        cmocka_unit_test(rows_are_copied_by_processors_on_the_cpu_alone),
-        cmocka_unit_test(the_memory_of_a_gather_is_gone_when_it_is_freed),
-        cmocka_unit_test(one_rank_sends_nothing_and_shares_its_shards_where_nothing_is_cast),
-        cmocka_unit_test(given_up_its_buffer_stays_until_the_backend_is_done),
-        cmocka_unit_test(a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again),
-        cmocka_unit_test(chunks_survive_a_failed_copy_out),
-        cmocka_unit_test(what_must_not_be_is_found),
+        cmocka_unit_test(gather_and_copy_out_fill_unsharded_parameters),
+        cmocka_unit_test(gather_is_cpu_bound_only_on_cpu_device),
+        cmocka_unit_test(gather_free_releases_all_memory),
+        cmocka_unit_test(gather_on_one_rank_aliases_shards_without_cast),
+        cmocka_unit_test(abandoned_gather_keeps_buffer_until_work_completes),
+        cmocka_unit_test(failed_copy_out_frees_memory_and_can_be_repeated),
+        cmocka_unit_test(owned_chunks_survive_failed_copy_out),
+        cmocka_unit_test(gather_check_reports_memory_in_wrong_state),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -55,7 +55,7 @@ static void expect_whole_parameters(void) {
     assert_int_equal(fc_gather_check(gather, true), FC_OK);
 }
 
-static void hooks_are_asked_before_the_gather_and_when_all_has_come(void **state) {
+static void extension_hooks_run_before_gather_and_after_copy_out(void **state) {
     (void)state;
     for (int64_t world = 1; world <= 2; world++) {
         for (int streams = 0; streams < 2; streams++) {
@@ -112,7 +112,7 @@ static void fail_each_call(sim_config device, int64_t world) {
     assert_true(failures > 20);
 }
 
-static void a_gather_that_fails_can_be_begun_again(void **state) {
+static void failed_extended_gather_can_be_restarted(void **state) {
     (void)state;
     for (int64_t world = 1; world <= 2; world++) {
         fail_each_call((sim_config){.seed = 7}, world);
@@ -121,7 +121,7 @@ static void a_gather_that_fails_can_be_begun_again(void **state) {
     }
 }
 
-static void a_copy_out_that_fails_gives_the_gather_up(void **state) {
+static void failed_extended_copy_out_abandons_gather(void **state) {
     (void)state;
     begin_on((sim_config){.seed = 7}, 2);
     assert_int_equal(start(FC_LANE_DIRECT), FC_OK);
@@ -135,9 +135,9 @@ static void a_copy_out_that_fails_gives_the_gather_up(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(hooks_are_asked_before_the_gather_and_when_all_has_come),
-        cmocka_unit_test(a_gather_that_fails_can_be_begun_again),
-        cmocka_unit_test(a_copy_out_that_fails_gives_the_gather_up),
+        cmocka_unit_test(extension_hooks_run_before_gather_and_after_copy_out),
+        cmocka_unit_test(failed_extended_gather_can_be_restarted),
+        cmocka_unit_test(failed_extended_copy_out_abandons_gather),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

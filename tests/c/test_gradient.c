@@ -43,7 +43,7 @@ static void expect(const fct_tensor *grad, double value) {
     sim_tensor_expect(grad, values, "a gradient");
 }
 
-static void gradients_that_are_there_are_taken_in_the_order_of_the_group(void **state) {
+static void collect_takes_gradients_in_group_order(void **state) {
     (void)state;
     begin((sim_shape)FLOATS, 0);
     backward_gives(2, 3.0);
@@ -58,7 +58,7 @@ static void gradients_that_are_there_are_taken_in_the_order_of_the_group(void **
     end();
 }
 
-static void only_the_spans_are_taken_and_those_of_the_last_time_dropped(void **state) {
+static void collect_takes_only_span_and_drops_previous_gradients(void **state) {
     (void)state;
     begin((sim_shape)FLOATS, 0);
     backward_gives(0, 1.0);
@@ -73,7 +73,7 @@ static void only_the_spans_are_taken_and_those_of_the_last_time_dropped(void **s
     end();
 }
 
-static void unused_parameters_have_zeros_where_they_are_reduced_and_trained(void **state) {
+static void collect_of_unused_trainable_parameter_gives_zeros(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .frozen = true}, 0);
     backward_gives(0, 1.0);
@@ -84,7 +84,7 @@ static void unused_parameters_have_zeros_where_they_are_reduced_and_trained(void
     end();
 }
 
-static void a_parameter_that_never_ran_has_zeros_of_its_whole_size(void **state) {
+static void collect_of_never_unsharded_parameter_gives_zeros_of_full_size(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 2, .sizes = {3, 2}, .compute = FCK_BFLOAT16}, 0);
     fct_facts facts;
@@ -99,7 +99,7 @@ static void a_parameter_that_never_ran_has_zeros_of_its_whole_size(void **state)
     end();
 }
 
-static void gradients_set_aside_wait_in_the_reduce_type_and_are_added_to(void **state) {
+static void stash_casts_to_reduce_dtype_and_accumulates(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_FLOAT32);
     backward_gives(2, 256.0);
@@ -117,7 +117,7 @@ static void gradients_set_aside_wait_in_the_reduce_type_and_are_added_to(void **
     end();
 }
 
-static void gradients_of_the_reduce_type_wait_where_users_see_them(void **state) {
+static void stash_in_reduce_dtype_leaves_gradient_in_grad(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_BFLOAT16);
     backward_gives(2, 3.0);
@@ -134,7 +134,7 @@ static int unwrap(void *param, fct_tensor *grad, fct_tensor **local) {
     return fct_tensor_cast(grad, FCK_FLOAT64, local);
 }
 
-static void gradients_of_wrappers_are_unwrapped_by_the_host(void **state) {
+static void collect_unwraps_dtensor_gradients_through_host(void **state) {
     (void)state;
     fc_host host = sim_host;
     fct_facts facts;
@@ -155,13 +155,13 @@ static void gradients_of_wrappers_are_unwrapped_by_the_host(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(gradients_that_are_there_are_taken_in_the_order_of_the_group),
-        cmocka_unit_test(only_the_spans_are_taken_and_those_of_the_last_time_dropped),
-        cmocka_unit_test(unused_parameters_have_zeros_where_they_are_reduced_and_trained),
-        cmocka_unit_test(a_parameter_that_never_ran_has_zeros_of_its_whole_size),
-        cmocka_unit_test(gradients_of_the_reduce_type_wait_where_users_see_them),
-        cmocka_unit_test(gradients_set_aside_wait_in_the_reduce_type_and_are_added_to),
-        cmocka_unit_test(gradients_of_wrappers_are_unwrapped_by_the_host),
+        cmocka_unit_test(collect_takes_gradients_in_group_order),
+        cmocka_unit_test(collect_takes_only_span_and_drops_previous_gradients),
+        cmocka_unit_test(collect_of_unused_trainable_parameter_gives_zeros),
+        cmocka_unit_test(collect_of_never_unsharded_parameter_gives_zeros_of_full_size),
+        cmocka_unit_test(stash_in_reduce_dtype_leaves_gradient_in_grad),
+        cmocka_unit_test(stash_casts_to_reduce_dtype_and_accumulates),
+        cmocka_unit_test(collect_unwraps_dtensor_gradients_through_host),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

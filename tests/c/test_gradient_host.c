@@ -39,7 +39,7 @@ static int collect(void *owner, fct_tensor **local) {
     return 0;
 }
 
-static void the_host_collects_in_the_place_of_the_parameters(void **state) {
+static void host_moves_grads_replaces_collection(void **state) {
     (void)state;
     const int64_t size[1] = {4};
     const double values[4] = {1.0, 2.0, 3.0, 4.0};
@@ -80,7 +80,7 @@ static void the_host_collects_in_the_place_of_the_parameters(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_host_collects_in_the_place_of_the_parameters),
+        cmocka_unit_test(host_moves_grads_replaces_collection),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -74,7 +74,7 @@ static void write_shards(const fixture *f) {
 
 /* ---- sharded state ---- */
 
-static void unshard_starts_a_gather_and_wait_registers_what_it_brought(void **state) {
+static void unshard_starts_gather_and_wait_registers_unsharded_parameters(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_scenario scenario = plain;
@@ -104,7 +104,7 @@ static void replace_shard(const fixture *f) {
     p->replacement = sim_tensor_new(FCK_FLOAT32, 1, size, values);
 }
 
-static void a_replaced_shard_is_gathered_at_the_next_unshard(void **state) {
+static void replaced_shard_is_gathered_at_next_unshard(void **state) {
     (void)state;
     fixture f = begin(plain);
     replace_shard(&f);
@@ -120,7 +120,7 @@ static void a_replaced_shard_is_gathered_at_the_next_unshard(void **state) {
     end(&f);
 }
 
-static void transitions_to_where_one_is_do_nothing(void **state) {
+static void transition_to_current_state_does_nothing(void **state) {
     (void)state;
     fixture f = begin(plain);
     assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
@@ -136,7 +136,7 @@ static void transitions_to_where_one_is_do_nothing(void **state) {
     end(&f);
 }
 
-static void one_rank_unshards_without_a_collective(void **state) {
+static void unshard_on_one_rank_issues_no_collective(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.world = 1;
@@ -149,7 +149,7 @@ static void one_rank_unshards_without_a_collective(void **state) {
 }
 
 /* Autograd holds on to the unsharded parameter between forward and backward. */
-static void one_rank_keeps_its_leaves_where_not_all_of_them_can_be_the_shards(void **state) {
+static void one_rank_keeps_autograd_leaves_if_some_parameter_cannot_alias(void **state) {
     (void)state;
     static const sim_shape others[] = {{.ndim = 1, .sizes = {0}},
                                        {.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}};
@@ -170,7 +170,7 @@ static void one_rank_keeps_its_leaves_where_not_all_of_them_can_be_the_shards(vo
     }
 }
 
-static void one_ranks_unsharded_parameters_are_the_shards_where_all_can_be(void **state) {
+static void one_rank_aliases_shards_if_all_parameters_can(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.world = 1;
@@ -192,7 +192,7 @@ static void one_ranks_unsharded_parameters_are_the_shards_where_all_can_be(void 
 }
 
 /* Behind a single element of two bytes: CUDA's kernel cannot convert to float32 there. */
-static void parameters_are_converted_wherever_they_lie_in_the_row(void **state) {
+static void parameter_is_cast_at_any_offset_in_row(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_scenario scenario = plain;
@@ -214,7 +214,7 @@ static void parameters_are_converted_wherever_they_lie_in_the_row(void **state) 
     }
 }
 
-static void in_forward_a_group_may_stay_unsharded(void **state) {
+static void reshard_in_forward_is_skipped_without_reshard_after_forward(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.stay_after_forward = true;
@@ -229,7 +229,7 @@ static void in_forward_a_group_may_stay_unsharded(void **state) {
     end(&f);
 }
 
-static void in_forward_a_group_may_reshard_to_fewer_ranks(void **state) {
+static void reshard_in_forward_uses_smaller_group_if_set(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.world = 4;
@@ -252,7 +252,7 @@ static void in_forward_a_group_may_reshard_to_fewer_ranks(void **state) {
     end(&f);
 }
 
-static void written_shards_are_gathered_anew_between_steps(void **state) {
+static void unshard_between_steps_gathers_written_shards_again(void **state) {
     (void)state;
     fixture f = begin(plain);
     unshard(&f);
@@ -263,7 +263,7 @@ static void written_shards_are_gathered_anew_between_steps(void **state) {
     end(&f);
 }
 
-static void so_are_those_written_while_a_prefetch_waits_for_its_user(void **state) {
+static void unshard_discards_prefetch_of_since_written_shards(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_scenario scenario = plain;
@@ -287,7 +287,7 @@ static void so_are_those_written_while_a_prefetch_waits_for_its_user(void **stat
 }
 
 /* The other shard lies as many bytes below the first as it was written more often. */
-static void a_lower_address_does_not_make_up_for_more_writes(void **state) {
+static void shard_version_differs_if_lower_address_offsets_more_writes(void **state) {
     (void)state;
     fixture f = begin(plain);
     fc_param *p = &f.group->params[0].core;
@@ -312,7 +312,7 @@ static void a_lower_address_does_not_make_up_for_more_writes(void **state) {
     end(&f);
 }
 
-static void but_not_between_a_forward_and_its_backward(void **state) {
+static void unshard_in_backward_keeps_parameters_of_forward(void **state) {
     (void)state;
     fixture f = begin(plain);
     unshard(&f);
@@ -331,7 +331,7 @@ static void expect_frozen_from_now_on(fixture *f, const sim_param *p) {
     assert_false(fct_tensor_requires_grad(p->core.unsharded));
 }
 
-static void freezing_the_unsharded_parameter_freezes_the_parameter(void **state) {
+static void freezing_unsharded_parameter_freezes_sharded_parameter(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_param *p = &f.group->params[0];
@@ -346,7 +346,7 @@ static void freezing_the_unsharded_parameter_freezes_the_parameter(void **state)
     end(&f);
 }
 
-static void freezing_the_sharded_parameter_meanwhile_is_not_undone(void **state) {
+static void freezing_sharded_parameter_while_unsharded_persists(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_param *p = &f.group->params[0];
@@ -356,7 +356,7 @@ static void freezing_the_sharded_parameter_meanwhile_is_not_undone(void **state)
     end(&f);
 }
 
-static void what_somebody_else_has_gathered_can_be_registered(void **state) {
+static void to_unsharded_registers_memory_filled_by_host(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_param *p = &f.group->params[0];
@@ -375,7 +375,7 @@ static void what_somebody_else_has_gathered_can_be_registered(void **state) {
     end(&f);
 }
 
-static void an_iteration_need_not_wait_for_the_compute_stream(void **state) {
+static void begin_iteration_without_after_compute_skips_compute_stream(void **state) {
     (void)state;
     for (int after = 0; after < 2; after++) {
         sim_scenario scenario = plain;
@@ -390,7 +390,7 @@ static void an_iteration_need_not_wait_for_the_compute_stream(void **state) {
     }
 }
 
-static void unshard_in_backward_can_be_switched_off(void **state) {
+static void unshard_in_backward_disabled_starts_no_gather(void **state) {
     (void)state;
     fixture f = begin(plain);
     f.core->settings.unshard_in_backward = false;
@@ -406,7 +406,7 @@ static void unshard_in_backward_can_be_switched_off(void **state) {
 /* ---- failures ---- */
 
 /* A kernel would read addresses that mean nothing there. */
-static void shards_on_another_device_are_refused(void **state) {
+static void unshard_of_shard_on_other_device_fails(void **state) {
     (void)state;
     for (int64_t world = 1; world <= 2; world++) {
         sim_scenario scenario = plain;
@@ -428,7 +428,7 @@ static void shards_on_another_device_are_refused(void **state) {
     }
 }
 
-static void a_wait_that_failed_can_be_repeated_without_another_gather(void **state) {
+static void failed_wait_unshard_can_be_repeated_without_new_gather(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         for (int64_t n = 1;; n++) {
@@ -458,7 +458,7 @@ static void a_wait_that_failed_can_be_repeated_without_another_gather(void **sta
     }
 }
 
-static void a_torn_group_registers_its_own_face_before_anything_else(void **state) {
+static void transition_after_failed_rollback_repairs_registration_first(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.shapes[0].tied = true; /* a swap that fails between two modules */
@@ -482,7 +482,7 @@ static void a_torn_group_registers_its_own_face_before_anything_else(void **stat
     end(&f);
 }
 
-static void reset_gives_up_whatever_there_was(void **state) {
+static void reset_discards_pending_gather_and_gradients(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_collectives_stall(true);
@@ -501,7 +501,7 @@ static void reset_gives_up_whatever_there_was(void **state) {
 
 /* ---- training state ---- */
 
-static void only_the_first_module_enters_the_forward(void **state) {
+static void pre_forward_reports_entering_only_for_first_module(void **state) {
     (void)state;
     fixture f = begin(plain);
     bool entering = false;
@@ -517,7 +517,7 @@ static void only_the_first_module_enters_the_forward(void **state) {
     end(&f);
 }
 
-static void a_forward_inside_backward_leaves_no_place_in_the_order(void **state) {
+static void forward_inside_backward_is_not_in_post_forward_order(void **state) {
     (void)state;
     fixture f = begin(plain);
     bool entering = false;
@@ -542,7 +542,7 @@ static fc_group *run_forwards(fixture *f) {
     return both[1];
 }
 
-static void backward_prefetches_the_group_whose_forward_came_before(void **state) {
+static void backward_prefetches_preceding_group_of_post_forward_order(void **state) {
     (void)state;
     fixture f = begin(plain);
     assert_int_equal(fc_group_pre_backward(run_forwards(&f), true), FC_OK);
@@ -554,7 +554,7 @@ static void backward_prefetches_the_group_whose_forward_came_before(void **state
     end(&f);
 }
 
-static void but_not_where_processors_that_compute_would_copy_it(void **state) {
+static void backward_prefetch_skips_cpu_bound_gather(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_collectives_are_copied(true);
@@ -568,32 +568,32 @@ static void but_not_where_processors_that_compute_would_copy_it(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(unshard_starts_a_gather_and_wait_registers_what_it_brought),
-        cmocka_unit_test(a_replaced_shard_is_gathered_at_the_next_unshard),
-        cmocka_unit_test(transitions_to_where_one_is_do_nothing),
-        cmocka_unit_test(one_rank_unshards_without_a_collective),
-        cmocka_unit_test(one_rank_keeps_its_leaves_where_not_all_of_them_can_be_the_shards),
-        cmocka_unit_test(one_ranks_unsharded_parameters_are_the_shards_where_all_can_be),
-        cmocka_unit_test(parameters_are_converted_wherever_they_lie_in_the_row),
-        cmocka_unit_test(in_forward_a_group_may_stay_unsharded),
-        cmocka_unit_test(in_forward_a_group_may_reshard_to_fewer_ranks),
-        cmocka_unit_test(written_shards_are_gathered_anew_between_steps),
-        cmocka_unit_test(so_are_those_written_while_a_prefetch_waits_for_its_user),
-        cmocka_unit_test(a_lower_address_does_not_make_up_for_more_writes),
-        cmocka_unit_test(but_not_between_a_forward_and_its_backward),
-        cmocka_unit_test(freezing_the_unsharded_parameter_freezes_the_parameter),
-        cmocka_unit_test(freezing_the_sharded_parameter_meanwhile_is_not_undone),
-        cmocka_unit_test(what_somebody_else_has_gathered_can_be_registered),
-        cmocka_unit_test(an_iteration_need_not_wait_for_the_compute_stream),
-        cmocka_unit_test(unshard_in_backward_can_be_switched_off),
-        cmocka_unit_test(shards_on_another_device_are_refused),
-        cmocka_unit_test(a_wait_that_failed_can_be_repeated_without_another_gather),
-        cmocka_unit_test(a_torn_group_registers_its_own_face_before_anything_else),
-        cmocka_unit_test(reset_gives_up_whatever_there_was),
-        cmocka_unit_test(only_the_first_module_enters_the_forward),
-        cmocka_unit_test(a_forward_inside_backward_leaves_no_place_in_the_order),
-        cmocka_unit_test(backward_prefetches_the_group_whose_forward_came_before),
-        cmocka_unit_test(but_not_where_processors_that_compute_would_copy_it),
+        cmocka_unit_test(unshard_starts_gather_and_wait_registers_unsharded_parameters),
+        cmocka_unit_test(replaced_shard_is_gathered_at_next_unshard),
+        cmocka_unit_test(transition_to_current_state_does_nothing),
+        cmocka_unit_test(unshard_on_one_rank_issues_no_collective),
+        cmocka_unit_test(one_rank_keeps_autograd_leaves_if_some_parameter_cannot_alias),
+        cmocka_unit_test(one_rank_aliases_shards_if_all_parameters_can),
+        cmocka_unit_test(parameter_is_cast_at_any_offset_in_row),
+        cmocka_unit_test(reshard_in_forward_is_skipped_without_reshard_after_forward),
+        cmocka_unit_test(reshard_in_forward_uses_smaller_group_if_set),
+        cmocka_unit_test(unshard_between_steps_gathers_written_shards_again),
+        cmocka_unit_test(unshard_discards_prefetch_of_since_written_shards),
+        cmocka_unit_test(shard_version_differs_if_lower_address_offsets_more_writes),
+        cmocka_unit_test(unshard_in_backward_keeps_parameters_of_forward),
+        cmocka_unit_test(freezing_unsharded_parameter_freezes_sharded_parameter),
+        cmocka_unit_test(freezing_sharded_parameter_while_unsharded_persists),
+        cmocka_unit_test(to_unsharded_registers_memory_filled_by_host),
+        cmocka_unit_test(begin_iteration_without_after_compute_skips_compute_stream),
+        cmocka_unit_test(unshard_in_backward_disabled_starts_no_gather),
+        cmocka_unit_test(unshard_of_shard_on_other_device_fails),
+        cmocka_unit_test(failed_wait_unshard_can_be_repeated_without_new_gather),
+        cmocka_unit_test(transition_after_failed_rollback_repairs_registration_first),
+        cmocka_unit_test(reset_discards_pending_gather_and_gradients),
+        cmocka_unit_test(pre_forward_reports_entering_only_for_first_module),
+        cmocka_unit_test(forward_inside_backward_is_not_in_post_forward_order),
+        cmocka_unit_test(backward_prefetches_preceding_group_of_post_forward_order),
+        cmocka_unit_test(backward_prefetch_skips_cpu_bound_gather),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

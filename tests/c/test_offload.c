@@ -51,7 +51,7 @@ static fct_tensor *ones(int64_t numel) {
     return sim_tensor_new(FCK_FLOAT32, 1, &numel, values);
 }
 
-static void shards_that_are_not_cast_go_straight_to_the_row(void **state) {
+static void uncast_offloaded_shards_are_uploaded_to_row(void **state) {
     (void)state;
     for (int pinned = 0; pinned < 2; pinned++) {
         fixture f;
@@ -66,7 +66,7 @@ static void shards_that_are_not_cast_go_straight_to_the_row(void **state) {
     }
 }
 
-static void others_are_staged_for_the_pack(void **state) {
+static void cast_offloaded_shards_are_staged_for_pack(void **state) {
     (void)state;
     fixture f;
     begin(&f, 2, true, FCK_BFLOAT16);
@@ -83,7 +83,7 @@ static void others_are_staged_for_the_pack(void **state) {
     end(&f);
 }
 
-static void one_rank_fills_its_tensors(void **state) {
+static void offloaded_shards_of_one_rank_fill_flat_tensors(void **state) {
     (void)state;
     static const fct_dtype types[2] = {FCT_NO_DTYPE, FCK_BFLOAT16};
     for (int k = 0; k < 2; k++) {
@@ -102,7 +102,7 @@ static void one_rank_fills_its_tensors(void **state) {
     }
 }
 
-static void what_fails_on_the_way_is_let_go(void **state) {
+static void failed_upload_releases_staged_copies(void **state) {
     (void)state;
     for (int64_t n = 1;; n++) {
         fixture f;
@@ -162,7 +162,7 @@ static bool sends_later(bool pinned, bool has, bool hooked) {
     return queued;
 }
 
-static void a_gradient_is_sent_later_where_nobody_reads_it_now(void **state) {
+static void gradient_copy_is_queued_if_nothing_reads_it_now(void **state) {
     (void)state;
     assert_true(sends_later(true, false, false));
     assert_false(sends_later(false, false, false));
@@ -170,7 +170,7 @@ static void a_gradient_is_sent_later_where_nobody_reads_it_now(void **state) {
     assert_false(sends_later(true, false, true));
 }
 
-static void one_that_is_read_too_early_is_found(void **state) {
+static void simulator_reports_early_read_of_queued_gradient(void **state) {
     (void)state;
     fixture f;
     fct_tensor *local = NULL;
@@ -189,12 +189,12 @@ static void one_that_is_read_too_early_is_found(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(shards_that_are_not_cast_go_straight_to_the_row),
-        cmocka_unit_test(others_are_staged_for_the_pack),
-        cmocka_unit_test(one_rank_fills_its_tensors),
-        cmocka_unit_test(what_fails_on_the_way_is_let_go),
-        cmocka_unit_test(a_gradient_is_sent_later_where_nobody_reads_it_now),
-        cmocka_unit_test(one_that_is_read_too_early_is_found),
+        cmocka_unit_test(uncast_offloaded_shards_are_uploaded_to_row),
+        cmocka_unit_test(cast_offloaded_shards_are_staged_for_pack),
+        cmocka_unit_test(offloaded_shards_of_one_rank_fill_flat_tensors),
+        cmocka_unit_test(failed_upload_releases_staged_copies),
+        cmocka_unit_test(gradient_copy_is_queued_if_nothing_reads_it_now),
+        cmocka_unit_test(simulator_reports_early_read_of_queued_gradient),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -31,7 +31,7 @@ static void end(fc_param *p) {
     sim_end();
 }
 
-static void a_shard_has_the_local_rows_and_room_for_all_ranks(void **state) {
+static void param_init_sets_local_sizes_and_flat_numel(void **state) {
     (void)state;
     fc_param p = begin(2, 1);
     assert_int_equal(p.local_sizes[0], 2);
@@ -44,7 +44,7 @@ static void a_shard_has_the_local_rows_and_room_for_all_ranks(void **state) {
     end(&p);
 }
 
-static void a_shard_that_cannot_be_sent_is_refused_by_name(void **state) {
+static void invalid_shard_is_refused_with_parameter_name(void **state) {
     (void)state;
     fc_param p = begin(2, 0);
     fc_error err = {""};
@@ -65,7 +65,7 @@ static void a_shard_that_cannot_be_sent_is_refused_by_name(void **state) {
     end(&p);
 }
 
-static void its_memory_comes_and_goes_and_the_tensor_stays(void **state) {
+static void flat_tensor_is_kept_when_its_memory_is_freed(void **state) {
     (void)state;
     fc_param p = begin(2, 0);
     fc_error err = {""};
@@ -82,7 +82,7 @@ static void its_memory_comes_and_goes_and_the_tensor_stays(void **state) {
     end(&p);
 }
 
-static void one_rank_may_use_the_shard_itself(void **state) {
+static void flat_aliases_shard_on_one_rank(void **state) {
     (void)state;
     fc_param p = begin(1, 0);
     fc_error err = {""};
@@ -98,7 +98,7 @@ static void one_rank_may_use_the_shard_itself(void **state) {
     end(&p);
 }
 
-static void no_partial_gradient_is_left_where_all_are_dropped(void **state) {
+static void drop_grad_clears_every_partial_gradient(void **state) {
     (void)state;
     fc_param p = begin(2, 0);
     fct_tensor *row = sim_tensor_new(FCK_FLOAT32, 2, five_by_two, (const double[10]){0});
@@ -125,11 +125,11 @@ static void no_partial_gradient_is_left_where_all_are_dropped(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_shard_has_the_local_rows_and_room_for_all_ranks),
-        cmocka_unit_test(a_shard_that_cannot_be_sent_is_refused_by_name),
-        cmocka_unit_test(its_memory_comes_and_goes_and_the_tensor_stays),
-        cmocka_unit_test(one_rank_may_use_the_shard_itself),
-        cmocka_unit_test(no_partial_gradient_is_left_where_all_are_dropped),
+        cmocka_unit_test(param_init_sets_local_sizes_and_flat_numel),
+        cmocka_unit_test(invalid_shard_is_refused_with_parameter_name),
+        cmocka_unit_test(flat_tensor_is_kept_when_its_memory_is_freed),
+        cmocka_unit_test(flat_aliases_shard_on_one_rank),
+        cmocka_unit_test(drop_grad_clears_every_partial_gradient),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -38,7 +38,7 @@ static void extend(fc_param *p, int64_t numel, fct_dtype dtype) {
     fct_tensor_release(inputs[1]);
 }
 
-static void an_extended_parameter_has_a_slot_for_each_input(void **state) {
+static void extended_parameter_has_one_slot_per_input(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 1});
     const int64_t sizes[2] = {3, 4};
@@ -78,7 +78,7 @@ static void an_extended_parameter_has_a_slot_for_each_input(void **state) {
     sim_end();
 }
 
-static void a_plan_fits_the_inputs_that_it_was_built_for(void **state) {
+static void plan_fits_only_inputs_that_it_was_built_for(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 1});
     fc_param a = vector("a", 4, FCT_NO_DTYPE);
@@ -107,8 +107,8 @@ static void a_plan_fits_the_inputs_that_it_was_built_for(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(an_extended_parameter_has_a_slot_for_each_input),
-        cmocka_unit_test(a_plan_fits_the_inputs_that_it_was_built_for),
+        cmocka_unit_test(extended_parameter_has_one_slot_per_input),
+        cmocka_unit_test(plan_fits_only_inputs_that_it_was_built_for),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

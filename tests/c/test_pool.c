@@ -27,7 +27,7 @@ static uint64_t mapped(void) {
     return fck_pool_look().mapped;
 }
 
-static void what_was_given_back_is_taken_again(void **state) {
+static void freed_block_is_reused(void **state) {
     (void)state;
     fck_block *first = fck_pool_take(5 * MIB + 1);
     void *data = first->data;
@@ -41,7 +41,7 @@ static void what_was_given_back_is_taken_again(void **state) {
     fck_pool_give(again);
 }
 
-static void a_block_serves_only_what_nearly_fills_it(void **state) {
+static void block_is_reused_only_for_similar_size(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(8 * MIB));
     fck_block *half = fck_pool_take(4 * MIB);
@@ -50,7 +50,7 @@ static void a_block_serves_only_what_nearly_fills_it(void **state) {
 }
 
 /* An eighth of 160 mebibytes: 20. */
-static void hardly_more_waits_than_was_out_at_once(void **state) {
+static void idle_memory_is_limited_to_slack_above_peak_use(void **state) {
     (void)state;
     fck_block *a = fck_pool_take(40 * MIB);
     fck_block *b = fck_pool_take(120 * MIB);
@@ -71,7 +71,7 @@ static void hardly_more_waits_than_was_out_at_once(void **state) {
 }
 
 /* A small model's forward has gathers of one size, and its backward gradients of another. */
-static void sizes_that_take_turns_in_a_small_model_all_wait(void **state) {
+static void alternating_small_sizes_are_all_kept(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(8 * MIB));
     const uint64_t before = mapped();
@@ -85,7 +85,7 @@ static void sizes_that_take_turns_in_a_small_model_all_wait(void **state) {
     assert_int_equal(fck_pool_look().waiting_bytes, 20 * MIB);
 }
 
-static void peaks_of_long_ago_do_not_count(void **state) {
+static void peak_use_of_old_rounds_is_forgotten(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(160 * MIB));
     for (int i = 0; i < 7; i++) {
@@ -100,7 +100,7 @@ static void peaks_of_long_ago_do_not_count(void **state) {
     assert_int_equal(fck_pool_look().waiting_bytes, 0);
 }
 
-static void a_pool_that_keeps_nothing_keeps_nothing(void **state) {
+static void pool_with_keep_disabled_frees_at_once(void **state) {
     (void)state;
     fck_block *a = fck_pool_take(1 * MIB);
     fck_pool_keep(0);
@@ -109,7 +109,7 @@ static void a_pool_that_keeps_nothing_keeps_nothing(void **state) {
     fck_pool_keep(1);
 }
 
-static void what_cannot_be_had_is_not_counted(void **state) {
+static void failed_allocation_is_not_counted(void **state) {
     (void)state;
     assert_null(fck_pool_take((size_t)1 << 60));
     assert_int_equal(fck_pool_look().out_bytes, 0);
@@ -135,7 +135,7 @@ static void *take_and_give(void *argument) {
     return NULL;
 }
 
-static void threads_never_share_a_block(void **state) {
+static void concurrent_threads_get_distinct_blocks(void **state) {
     (void)state;
     pthread_t threads[4];
     int numbers[4] = {1, 2, 3, 4};
@@ -161,7 +161,7 @@ static void *take_and_give_until(void *argument) {
 }
 
 /* A worker of a data loader is such a child: other threads were in the pool when it was made. */
-static void a_forked_child_finds_the_pool_free(void **state) {
+static void forked_child_can_use_pool(void **state) {
     (void)state;
     volatile int over = 0;
     pthread_t thread;
@@ -184,15 +184,15 @@ static void a_forked_child_finds_the_pool_free(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup(what_was_given_back_is_taken_again, begin),
-        cmocka_unit_test_setup(a_block_serves_only_what_nearly_fills_it, begin),
-        cmocka_unit_test_setup(hardly_more_waits_than_was_out_at_once, begin),
-        cmocka_unit_test_setup(sizes_that_take_turns_in_a_small_model_all_wait, begin),
-        cmocka_unit_test_setup(peaks_of_long_ago_do_not_count, begin),
-        cmocka_unit_test_setup(a_pool_that_keeps_nothing_keeps_nothing, begin),
-        cmocka_unit_test_setup(what_cannot_be_had_is_not_counted, begin),
-        cmocka_unit_test_setup(threads_never_share_a_block, begin),
-        cmocka_unit_test_setup(a_forked_child_finds_the_pool_free, begin),
+        cmocka_unit_test_setup(freed_block_is_reused, begin),
+        cmocka_unit_test_setup(block_is_reused_only_for_similar_size, begin),
+        cmocka_unit_test_setup(idle_memory_is_limited_to_slack_above_peak_use, begin),
+        cmocka_unit_test_setup(alternating_small_sizes_are_all_kept, begin),
+        cmocka_unit_test_setup(peak_use_of_old_rounds_is_forgotten, begin),
+        cmocka_unit_test_setup(pool_with_keep_disabled_frees_at_once, begin),
+        cmocka_unit_test_setup(failed_allocation_is_not_counted, begin),
+        cmocka_unit_test_setup(concurrent_threads_get_distinct_blocks, begin),
+        cmocka_unit_test_setup(forked_child_can_use_pool, begin),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -30,32 +30,32 @@ static void sweep_torn(const sim_scenario *scenario, const char *device) {
     sweep(scenario, device, (sim_breakage){.span = SIM_HOST_AFTER, .carry_on = true});
 }
 
-static void a_failed_reset_can_be_repeated(void **state) {
+static void failed_reset_can_be_repeated(void **state) {
     (void)state;
     sim_each_scenario(sweep_reset);
 }
 
-static void failures_that_last_keep_the_first_exception(void **state) {
+static void persistent_failures_keep_first_exception(void **state) {
     (void)state;
     sim_each_scenario(sweep_lasting);
 }
 
-static void without_a_reset_layers_still_compute_with_right_parameters(void **state) {
+static void forward_after_failure_without_reset_uses_correct_parameters(void **state) {
     (void)state;
     sim_each_scenario(sweep_carry_on);
 }
 
-static void a_torn_group_is_mended_before_it_is_used(void **state) {
+static void group_is_repaired_before_use_after_failed_rollback(void **state) {
     (void)state;
     sim_each_scenario(sweep_torn);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_failed_reset_can_be_repeated),
-        cmocka_unit_test(failures_that_last_keep_the_first_exception),
-        cmocka_unit_test(without_a_reset_layers_still_compute_with_right_parameters),
-        cmocka_unit_test(a_torn_group_is_mended_before_it_is_used),
+        cmocka_unit_test(failed_reset_can_be_repeated),
+        cmocka_unit_test(persistent_failures_keep_first_exception),
+        cmocka_unit_test(forward_after_failure_without_reset_uses_correct_parameters),
+        cmocka_unit_test(group_is_repaired_before_use_after_failed_rollback),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -75,7 +75,7 @@ static void expect_no_grad(const fixture *f, size_t i) {
 /* Rank 0 of two: rank 1 has twice the gradient, the mean is 1.5 times ours. */
 static const sim_scenario two_ranks = {.world = 2, .shape_count = 1, .shapes = {FLOATS}};
 
-static void a_second_reduction_adds_to_the_gradient(void **state) {
+static void second_reduction_adds_to_gradient(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     compute_gradients(&f, 2.0);
@@ -90,7 +90,7 @@ static void a_second_reduction_adds_to_the_gradient(void **state) {
 }
 
 /* A large gradient is sent from where it is, if nobody else may change it meanwhile. */
-static void gradient_memory_is_sent_as_chunk(void **state) {
+static void large_gradient_is_sent_from_its_own_memory(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.device.chunks = true;
@@ -105,7 +105,7 @@ static void gradient_memory_is_sent_as_chunk(void **state) {
     end(&f);
 }
 
-static void held_gradient_is_packed_before_sending(void **state) {
+static void gradient_with_other_owner_is_packed_before_sending(void **state) {
     (void)state;
     const double zeros[4] = {0};
     sim_scenario scenario = two_ranks;
@@ -122,7 +122,7 @@ static void held_gradient_is_packed_before_sending(void **state) {
     end(&f);
 }
 
-static void without_sync_gradients_wait_unreduced_in_the_parameter(void **state) {
+static void backward_without_sync_leaves_gradient_in_parameter(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     core(&f)->settings.reduce_grads = false;
@@ -140,7 +140,7 @@ static void without_sync_gradients_wait_unreduced_in_the_parameter(void **state)
     end(&f);
 }
 
-static void with_a_reduce_type_they_wait_in_that_type(void **state) {
+static void backward_without_sync_leaves_gradient_in_reduce_dtype(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.shapes[0].compute = FCK_BFLOAT16;
@@ -163,7 +163,7 @@ static void with_a_reduce_type_they_wait_in_that_type(void **state) {
     end(&f);
 }
 
-static void a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none(void **state) {
+static void partial_gradient_is_reduced_without_new_gradient(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     core(&f)->settings.reduce_grads = false;
@@ -176,7 +176,7 @@ static void a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none(vo
     end(&f);
 }
 
-static void without_all_reduce_rows_stay_with_the_parameter(void **state) {
+static void reduce_scatter_without_all_reduce_keeps_row_in_parameter(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.replicas = 2;
@@ -197,7 +197,7 @@ static void without_all_reduce_rows_stay_with_the_parameter(void **state) {
 
 /* ---- missing gradients ---- */
 
-static void a_parameter_without_a_gradient_stays_without(void **state) {
+static void parameter_without_gradient_gets_none(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.shape_count = 2;
@@ -211,7 +211,7 @@ static void a_parameter_without_a_gradient_stays_without(void **state) {
     end(&f);
 }
 
-static void it_is_reduced_as_zeros_where_that_is_asked_for(void **state) {
+static void reduce_unused_reduces_zeros_for_missing_gradient(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.reduce_unused = true;
@@ -245,7 +245,7 @@ static void end_of_a_reduction(bool streams, bool copied, fc_overlap overlap, si
     end(&f);
 }
 
-static void a_reduction_that_is_not_to_overlap_is_over_before_backward_goes_on(void **state) {
+static void non_overlapping_reduction_completes_before_backward_continues(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         for (int copied = 0; copied < 2; copied++) {
@@ -257,7 +257,7 @@ static void a_reduction_that_is_not_to_overlap_is_over_before_backward_goes_on(v
     }
 }
 
-static void without_any_gradient_there_is_no_collective(void **state) {
+static void group_without_gradients_issues_no_collective(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.shapes[0].unused = true;
@@ -270,7 +270,7 @@ static void without_any_gradient_there_is_no_collective(void **state) {
     end(&f);
 }
 
-static void an_unsharded_parameter_lets_its_gradient_go(void **state) {
+static void reduction_clears_grad_of_unsharded_parameter(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     core(&f)->settings.reshard_after_backward = false;
@@ -284,7 +284,7 @@ static void an_unsharded_parameter_lets_its_gradient_go(void **state) {
 
 /* ---- in flight ---- */
 
-static void on_the_cpu_a_reduction_runs_while_backward_goes_on(void **state) {
+static void cpu_reduction_runs_while_backward_continues(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     sim_collectives_stall(true);
@@ -298,7 +298,7 @@ static void on_the_cpu_a_reduction_runs_while_backward_goes_on(void **state) {
     end(&f);
 }
 
-static void it_is_polled_without_waiting(void **state) {
+static void reduction_poll_does_not_wait(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     sim_collectives_stall(true);
@@ -313,7 +313,7 @@ static void it_is_polled_without_waiting(void **state) {
     end(&f);
 }
 
-static void the_next_reduction_finishes_those_above_the_limit(void **state) {
+static void next_reduction_finishes_reductions_above_limit(void **state) {
     (void)state;
     for (size_t limit = 1; limit <= 3; limit++) {
         sim_scenario scenario = two_ranks;
@@ -332,7 +332,7 @@ static void the_next_reduction_finishes_those_above_the_limit(void **state) {
     }
 }
 
-static void a_hook_on_the_gradient_wants_it_at_once(void **state) {
+static void post_accumulate_hook_finishes_reduction_at_once(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.shapes[0].hooked = true;
@@ -346,7 +346,7 @@ static void a_hook_on_the_gradient_wants_it_at_once(void **state) {
     end(&f);
 }
 
-static void discarded_reductions_give_no_gradient_and_keep_their_memory_until_done(void **state) {
+static void discarded_reduction_gives_no_gradient_and_holds_memory_until_complete(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     sim_collectives_stall(true);
@@ -362,7 +362,7 @@ static void discarded_reductions_give_no_gradient_and_keep_their_memory_until_do
     end(&f);
 }
 
-static void only_the_groups_own_reductions_are_discarded(void **state) {
+static void discard_affects_only_reductions_of_group(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.max_reductions = 4;
@@ -389,7 +389,7 @@ static void only_the_groups_own_reductions_are_discarded(void **state) {
     end(&f);
 }
 
-static void with_streams_it_is_queued_at_once_and_only_its_input_is_kept(void **state) {
+static void stream_reduction_is_queued_completely_and_keeps_only_input(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.device.streams = true;
@@ -431,7 +431,7 @@ static int hook_on_its_stream(void *group, fct_tensor *row) {
 
 /* The row is cast, so that its memory could be used by the next reduction while the hook still runs
  * (B9 of tests/TORCH_BUGS.md). */
-static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
+static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
     (void)state;
     for (int joined = 0; joined < 2; joined++) {
         sim_scenario scenario = two_ranks;
@@ -474,7 +474,7 @@ static int take_some(void *param, fct_tensor *local) {
 }
 
 /* The second parameter's gradient fails, after the first one's copy was queued. */
-static void what_was_sent_before_a_failure_is_waited_for_after_the_reset(void **state) {
+static void offload_copies_before_failure_are_waited_for_after_reset(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.device.streams = true;
@@ -499,27 +499,27 @@ static void what_was_sent_before_a_failure_is_waited_for_after_the_reset(void **
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_second_reduction_adds_to_the_gradient),
-        cmocka_unit_test(gradient_memory_is_sent_as_chunk),
-        cmocka_unit_test(held_gradient_is_packed_before_sending),
-        cmocka_unit_test(without_sync_gradients_wait_unreduced_in_the_parameter),
-        cmocka_unit_test(with_a_reduce_type_they_wait_in_that_type),
-        cmocka_unit_test(a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none),
-        cmocka_unit_test(without_all_reduce_rows_stay_with_the_parameter),
-        cmocka_unit_test(a_parameter_without_a_gradient_stays_without),
-        cmocka_unit_test(it_is_reduced_as_zeros_where_that_is_asked_for),
-        cmocka_unit_test(a_reduction_that_is_not_to_overlap_is_over_before_backward_goes_on),
-        cmocka_unit_test(without_any_gradient_there_is_no_collective),
-        cmocka_unit_test(an_unsharded_parameter_lets_its_gradient_go),
-        cmocka_unit_test(on_the_cpu_a_reduction_runs_while_backward_goes_on),
-        cmocka_unit_test(it_is_polled_without_waiting),
-        cmocka_unit_test(the_next_reduction_finishes_those_above_the_limit),
-        cmocka_unit_test(a_hook_on_the_gradient_wants_it_at_once),
-        cmocka_unit_test(discarded_reductions_give_no_gradient_and_keep_their_memory_until_done),
-        cmocka_unit_test(only_the_groups_own_reductions_are_discarded),
-        cmocka_unit_test(with_streams_it_is_queued_at_once_and_only_its_input_is_kept),
-        cmocka_unit_test(a_row_is_kept_until_the_hooks_stream_is_done_with_it),
-        cmocka_unit_test(what_was_sent_before_a_failure_is_waited_for_after_the_reset),
+        cmocka_unit_test(second_reduction_adds_to_gradient),
+        cmocka_unit_test(large_gradient_is_sent_from_its_own_memory),
+        cmocka_unit_test(gradient_with_other_owner_is_packed_before_sending),
+        cmocka_unit_test(backward_without_sync_leaves_gradient_in_parameter),
+        cmocka_unit_test(backward_without_sync_leaves_gradient_in_reduce_dtype),
+        cmocka_unit_test(partial_gradient_is_reduced_without_new_gradient),
+        cmocka_unit_test(reduce_scatter_without_all_reduce_keeps_row_in_parameter),
+        cmocka_unit_test(parameter_without_gradient_gets_none),
+        cmocka_unit_test(reduce_unused_reduces_zeros_for_missing_gradient),
+        cmocka_unit_test(non_overlapping_reduction_completes_before_backward_continues),
+        cmocka_unit_test(group_without_gradients_issues_no_collective),
+        cmocka_unit_test(reduction_clears_grad_of_unsharded_parameter),
+        cmocka_unit_test(cpu_reduction_runs_while_backward_continues),
+        cmocka_unit_test(reduction_poll_does_not_wait),
+        cmocka_unit_test(next_reduction_finishes_reductions_above_limit),
+        cmocka_unit_test(post_accumulate_hook_finishes_reduction_at_once),
+        cmocka_unit_test(discarded_reduction_gives_no_gradient_and_holds_memory_until_complete),
+        cmocka_unit_test(discard_affects_only_reductions_of_group),
+        cmocka_unit_test(stream_reduction_is_queued_completely_and_keeps_only_input),
+        cmocka_unit_test(row_is_kept_until_all_reduce_hook_stream_has_used_it),
+        cmocka_unit_test(offload_copies_before_failure_are_waited_for_after_reset),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

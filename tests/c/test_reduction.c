@@ -62,7 +62,7 @@ static bool has_grads(size_t layer) {
     return sim_grad_peek(group(layer)->params[0].sharded) != NULL;
 }
 
-static void the_oldest_are_finished_until_so_many_are_left(void **state) {
+static void recycle_finishes_oldest_reductions_down_to_limit(void **state) {
     (void)state;
     fc_comm *c;
     begin();
@@ -83,7 +83,7 @@ static void the_oldest_are_finished_until_so_many_are_left(void **state) {
     end();
 }
 
-static void those_of_others_stay_in_their_order(void **state) {
+static void discard_keeps_order_of_other_reductions(void **state) {
     (void)state;
     fc_comm *c;
     begin();
@@ -101,7 +101,7 @@ static void those_of_others_stay_in_their_order(void **state) {
     end();
 }
 
-static void what_is_given_up_keeps_its_memory_until_the_backend_is_done(void **state) {
+static void abandoned_reduction_keeps_memory_until_work_completes(void **state) {
     (void)state;
     begin();
     const size_t before = sim_live_bytes();
@@ -117,7 +117,7 @@ static void what_is_given_up_keeps_its_memory_until_the_backend_is_done(void **s
     end();
 }
 
-static void it_is_divided_and_handed_out_once(void **state) {
+static void finish_divides_and_passes_gradient_once(void **state) {
     (void)state;
     begin();
     take_off(1, 2.0)->divide_after = 4.0;
@@ -128,7 +128,7 @@ static void it_is_divided_and_handed_out_once(void **state) {
     end();
 }
 
-static void one_that_cannot_be_finished_is_lost_alone(void **state) {
+static void failed_finish_loses_only_that_reduction(void **state) {
     (void)state;
     begin();
     (void)take_off(2, 1.0);
@@ -145,7 +145,7 @@ static void one_that_cannot_be_finished_is_lost_alone(void **state) {
 
 /* HSDP: a backward that does not all-reduce leaves its row with the parameters; one that does,
  * takes it from them. */
-static void rows_wait_with_the_parameters_for_the_all_reduce(void **state) {
+static void partial_rows_stay_with_parameters_until_all_reduce(void **state) {
     (void)state;
     const double waiting[2] = {9.0, 9.0};
     begin();
@@ -164,7 +164,7 @@ static void rows_wait_with_the_parameters_for_the_all_reduce(void **state) {
     end();
 }
 
-static void a_list_that_was_not_kept_is_found(void **state) {
+static void reduction_check_reports_inconsistent_list(void **state) {
     (void)state;
     begin();
     (void)take_off(1, 1.0);
@@ -176,13 +176,13 @@ static void a_list_that_was_not_kept_is_found(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_oldest_are_finished_until_so_many_are_left),
-        cmocka_unit_test(those_of_others_stay_in_their_order),
-        cmocka_unit_test(what_is_given_up_keeps_its_memory_until_the_backend_is_done),
-        cmocka_unit_test(it_is_divided_and_handed_out_once),
-        cmocka_unit_test(one_that_cannot_be_finished_is_lost_alone),
-        cmocka_unit_test(rows_wait_with_the_parameters_for_the_all_reduce),
-        cmocka_unit_test(a_list_that_was_not_kept_is_found),
+        cmocka_unit_test(recycle_finishes_oldest_reductions_down_to_limit),
+        cmocka_unit_test(discard_keeps_order_of_other_reductions),
+        cmocka_unit_test(abandoned_reduction_keeps_memory_until_work_completes),
+        cmocka_unit_test(finish_divides_and_passes_gradient_once),
+        cmocka_unit_test(failed_finish_loses_only_that_reduction),
+        cmocka_unit_test(partial_rows_stay_with_parameters_until_all_reduce),
+        cmocka_unit_test(reduction_check_reports_inconsistent_list),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -62,7 +62,7 @@ static int take_grad_and_reset(void *owner, fct_tensor *local) {
     return fails_after_reset ? -1 : sim_host.take_grad(owner, local);
 }
 
-static void a_hook_on_the_gradient_may_reset_everything(void **state) {
+static void gradient_hook_can_reset_root(void **state) {
     (void)state;
     fc_host host = sim_host;
     host.take_grad = take_grad_and_reset;
@@ -90,7 +90,7 @@ static void a_hook_on_the_gradient_may_reset_everything(void **state) {
 }
 
 /* Roots may share a context: pipeline stages do. */
-static void a_reset_leaves_what_another_root_has_in_flight(void **state) {
+static void reset_keeps_pending_work_of_other_root(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     fc_iteration stage;
@@ -114,7 +114,7 @@ static void a_reset_leaves_what_another_root_has_in_flight(void **state) {
     fc_iteration_fini(&stage);
 }
 
-static void a_group_stays_in_its_context_while_it_is_reduced(void **state) {
+static void set_comm_fails_while_group_is_reduced(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     fc_comm other;
@@ -133,7 +133,7 @@ static void a_group_stays_in_its_context_while_it_is_reduced(void **state) {
 }
 
 /* torch's numpy(): no reference to the storage would tell, and a reader would find freed memory. */
-static void memory_that_an_array_shares_is_kept_and_a_reset_leaves_it_to_the_array(void **state) {
+static void reset_keeps_memory_shared_with_numpy_array(void **state) {
     (void)state;
     const double values[4] = {7.0, 7.0, 7.0, 7.0};
     for (int streams = 0; streams < 2; streams++) {
@@ -161,7 +161,7 @@ static void memory_that_an_array_shares_is_kept_and_a_reset_leaves_it_to_the_arr
 }
 
 /* autograd has let the end of a backward go without calling it. */
-static void a_backward_that_was_given_up_is_told_from_one_that_runs(void **state) {
+static void iteration_is_lost_only_after_discarded_backward(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     fc_state *s = &f.model->layers[0].core;
@@ -184,11 +184,11 @@ static void a_backward_that_was_given_up_is_told_from_one_that_runs(void **state
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_hook_on_the_gradient_may_reset_everything),
-        cmocka_unit_test(a_reset_leaves_what_another_root_has_in_flight),
-        cmocka_unit_test(memory_that_an_array_shares_is_kept_and_a_reset_leaves_it_to_the_array),
-        cmocka_unit_test(a_group_stays_in_its_context_while_it_is_reduced),
-        cmocka_unit_test(a_backward_that_was_given_up_is_told_from_one_that_runs),
+        cmocka_unit_test(gradient_hook_can_reset_root),
+        cmocka_unit_test(reset_keeps_pending_work_of_other_root),
+        cmocka_unit_test(reset_keeps_memory_shared_with_numpy_array),
+        cmocka_unit_test(set_comm_fails_while_group_is_reduced),
+        cmocka_unit_test(iteration_is_lost_only_after_discarded_backward),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -59,7 +59,7 @@ static void check_all_rows(int64_t world, int64_t row) {
     free(out);
 }
 
-static void the_order_is_that_of_the_hops(void **state) {
+static void ring_sum_adds_in_hop_order(void **state) {
     (void)state;
     static const int64_t rows[] = {1, 2, 3, 7, 64, 65, 1000, 2047, 2049, 131072 + 5, 300001};
     for (int64_t world = 2; world <= 8; world++) {
@@ -71,7 +71,7 @@ static void the_order_is_that_of_the_hops(void **state) {
     }
 }
 
-static void the_sum_may_take_the_place_of_a_row(void **state) {
+static void ring_sum_can_overwrite_an_input_row(void **state) {
     (void)state;
     enum { N = 5000 };
     float *ranks[3], expected[N];
@@ -94,7 +94,7 @@ static void the_sum_may_take_the_place_of_a_row(void **state) {
 
 /* 1 + 1/256 is no bfloat16, and 2048 + 1 no float16: with one rounding at the end two of the small
  * ones would count. */
-static void each_hop_rounds(void **state) {
+static void ring_sum_rounds_at_each_hop(void **state) {
     (void)state;
     static const struct {
         fck_dtype dtype;
@@ -113,7 +113,7 @@ static void each_hop_rounds(void **state) {
     }
 }
 
-static void only_floating_types_are_known(void **state) {
+static void ring_sum_supports_only_floating_dtypes(void **state) {
     (void)state;
     assert_true(fck_ring_knows(FCK_FLOAT16) && fck_ring_knows(FCK_FLOAT32));
     assert_true(fck_ring_knows(FCK_FLOAT64) && fck_ring_knows(FCK_BFLOAT16));
@@ -121,7 +121,7 @@ static void only_floating_types_are_known(void **state) {
 }
 
 /* Of two NaNs the rank's own stays; of 16-bit types what gloo writes for it. */
-static void nans_are_those_of_gloo(void **state) {
+static void ring_sum_nans_match_gloo(void **state) {
     (void)state;
     const uint32_t came[2] = {0x7fc00001, 0xffc00000};
     const uint32_t own[2] = {0xffc00005, 0x3f800000};
@@ -144,11 +144,11 @@ static void nans_are_those_of_gloo(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(nans_are_those_of_gloo),
-        cmocka_unit_test(the_order_is_that_of_the_hops),
-        cmocka_unit_test(the_sum_may_take_the_place_of_a_row),
-        cmocka_unit_test(each_hop_rounds),
-        cmocka_unit_test(only_floating_types_are_known),
+        cmocka_unit_test(ring_sum_nans_match_gloo),
+        cmocka_unit_test(ring_sum_adds_in_hop_order),
+        cmocka_unit_test(ring_sum_can_overwrite_an_input_row),
+        cmocka_unit_test(ring_sum_rounds_at_each_hop),
+        cmocka_unit_test(ring_sum_supports_only_floating_dtypes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

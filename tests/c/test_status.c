@@ -5,7 +5,7 @@
 
 #include "sim.h"
 
-static void the_message_is_written_and_the_code_returned(void **state) {
+static void error_set_writes_message_and_returns_code(void **state) {
     (void)state;
     fc_error err = {"before"};
     assert_int_equal(fc_error_set(&err, FC_EVALUE, "%s has %d rows", "weight", 3), FC_EVALUE);
@@ -13,7 +13,7 @@ static void the_message_is_written_and_the_code_returned(void **state) {
     assert_int_equal(fc_error_set(NULL, FC_ESTATE, "nobody asked for %d", 1), FC_ESTATE);
 }
 
-static void a_long_message_is_cut_where_its_room_ends(void **state) {
+static void error_set_truncates_long_message(void **state) {
     (void)state;
     char name[2 * sizeof(fc_error)];
     fc_error errors[2] = {{""}, {"the next one"}};
@@ -45,7 +45,7 @@ done:
     return status;
 }
 
-static void the_first_failure_is_the_result(void **state) {
+static void fc_try_returns_first_failure(void **state) {
     (void)state;
     int calls = 0;
     assert_int_equal(three_calls(&calls, FC_OK), FC_OK);
@@ -57,7 +57,7 @@ static void the_first_failure_is_the_result(void **state) {
 }
 
 /* Call-backs that give 0 or -1 hand statuses on: a failure has to look like one there. */
-static void only_success_is_zero_and_no_two_failures_are_one(void **state) {
+static void status_codes_are_distinct_and_only_ok_is_zero(void **state) {
     (void)state;
     static const int values[] = {
 #define VALUE(name, value, raises) name,
@@ -73,10 +73,10 @@ static void only_success_is_zero_and_no_two_failures_are_one(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_message_is_written_and_the_code_returned),
-        cmocka_unit_test(a_long_message_is_cut_where_its_room_ends),
-        cmocka_unit_test(the_first_failure_is_the_result),
-        cmocka_unit_test(only_success_is_zero_and_no_two_failures_are_one),
+        cmocka_unit_test(error_set_writes_message_and_returns_code),
+        cmocka_unit_test(error_set_truncates_long_message),
+        cmocka_unit_test(fc_try_returns_first_failure),
+        cmocka_unit_test(status_codes_are_distinct_and_only_ok_is_zero),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

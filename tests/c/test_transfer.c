@@ -62,7 +62,7 @@ static fct_tensor *buffer_of(fct_dtype dtype, int64_t numel) {
     return sim_tensor_new(dtype, 1, &numel, values);
 }
 
-static void a_row_is_packed_and_no_other_touched(void **state) {
+static void pack_writes_only_row_of_rank(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -77,7 +77,7 @@ static void a_row_is_packed_and_no_other_touched(void **state) {
     }
 }
 
-static void it_is_cast_on_the_way(void **state) {
+static void pack_casts_to_compute_dtype(void **state) {
     (void)state;
     fixture f;
     const double packed[12] = {5, 6, 0, 0, 9, 10, 77, 77, 77, 77, 77, 77};
@@ -89,7 +89,7 @@ static void it_is_cast_on_the_way(void **state) {
     end(&f);
 }
 
-static void gathered_rows_become_whole_tensors(void **state) {
+static void unpack_restores_whole_tensors(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -110,7 +110,7 @@ static void gathered_rows_become_whole_tensors(void **state) {
     }
 }
 
-static void gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros(void **state) {
+static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -136,7 +136,7 @@ static void gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros(void **s
 }
 
 /* Of a matrix that is cut into columns. */
-static void gradients_cut_on_another_dim_are_dealt_block_by_block(void **state) {
+static void pack_gradients_of_other_dim_distributes_by_block(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -165,7 +165,7 @@ static void gradients_cut_on_another_dim_are_dealt_block_by_block(void **state) 
 }
 
 /* The casts are the transfer's: the plan and the gradient in it stay as they are. */
-static void what_no_kernel_can_cast_torch_does(void **state) {
+static void cast_without_kernel_uses_torch(void **state) {
     (void)state;
     fixture f;
     fc_reduce_plan plan = {.count = 0};
@@ -197,7 +197,7 @@ static void what_no_kernel_can_cast_torch_does(void **state) {
     end(&f);
 }
 
-static void a_buffer_that_is_too_small_is_not_written(void **state) {
+static void transfer_to_small_buffer_fails_and_writes_nothing(void **state) {
     (void)state;
     fixture f;
     begin(&f, false, FCT_NO_DTYPE);
@@ -221,13 +221,13 @@ static void a_buffer_that_is_too_small_is_not_written(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_row_is_packed_and_no_other_touched),
-        cmocka_unit_test(it_is_cast_on_the_way),
-        cmocka_unit_test(gathered_rows_become_whole_tensors),
-        cmocka_unit_test(gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros),
-        cmocka_unit_test(gradients_cut_on_another_dim_are_dealt_block_by_block),
-        cmocka_unit_test(what_no_kernel_can_cast_torch_does),
-        cmocka_unit_test(a_buffer_that_is_too_small_is_not_written),
+        cmocka_unit_test(pack_writes_only_row_of_rank),
+        cmocka_unit_test(pack_casts_to_compute_dtype),
+        cmocka_unit_test(unpack_restores_whole_tensors),
+        cmocka_unit_test(pack_gradients_distributes_rows_and_pads_with_zeros),
+        cmocka_unit_test(pack_gradients_of_other_dim_distributes_by_block),
+        cmocka_unit_test(cast_without_kernel_uses_torch),
+        cmocka_unit_test(transfer_to_small_buffer_fails_and_writes_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

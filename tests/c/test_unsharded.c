@@ -31,7 +31,7 @@ static void end(void) {
     sim_end();
 }
 
-static void memory_is_there_between_alloc_and_free(void **state) {
+static void unsharded_memory_exists_between_alloc_and_free(void **state) {
     (void)state;
     begin(2);
     const size_t before = sim_live_bytes();
@@ -49,7 +49,7 @@ static void memory_is_there_between_alloc_and_free(void **state) {
     end();
 }
 
-static void what_has_memory_can_be_adopted(void **state) {
+static void adopt_accepts_parameters_with_memory(void **state) {
     (void)state;
     begin(2);
     assert_int_equal(fc_unsharded_adopt(members), FC_ESTATE);
@@ -62,7 +62,7 @@ static void what_has_memory_can_be_adopted(void **state) {
     end();
 }
 
-static void who_is_frozen_while_unsharded_is_frozen(void **state) {
+static void note_requirements_freezes_parameter_frozen_while_unsharded(void **state) {
     (void)state;
     begin(2);
     fc_param *p = members->params[0];
@@ -79,7 +79,7 @@ static void who_is_frozen_while_unsharded_is_frozen(void **state) {
     end();
 }
 
-static void one_rank_shares_its_shards(void **state) {
+static void unsharded_alias_on_one_rank_shares_shards(void **state) {
     (void)state;
     begin(1);
     const size_t before = sim_live_bytes();
@@ -97,10 +97,10 @@ static void one_rank_shares_its_shards(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(memory_is_there_between_alloc_and_free),
-        cmocka_unit_test(what_has_memory_can_be_adopted),
-        cmocka_unit_test(who_is_frozen_while_unsharded_is_frozen),
-        cmocka_unit_test(one_rank_shares_its_shards),
+        cmocka_unit_test(unsharded_memory_exists_between_alloc_and_free),
+        cmocka_unit_test(adopt_accepts_parameters_with_memory),
+        cmocka_unit_test(note_requirements_freezes_parameter_frozen_while_unsharded),
+        cmocka_unit_test(unsharded_alias_on_one_rank_shares_shards),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -107,21 +107,21 @@ MUTATIONS = {
         "r->work != NULL && fct_work_is_copied(r->work)",
         "false",
         "test_reduce",
-        "a_reduction_that_is_not_to_overlap_is_over",
+        "non_overlapping_reduction_completes_before_backward",
     ),
     "a gather that is copied beside backward": Mutation(
         "group",
         "fc_gather_is_copied(&g->gather, post_forward) ? FC_OK",
         "post_forward ? FC_OK",
         "test_group",
-        "but_not_where_processors",
+        "backward_prefetch_skips_cpu_bound_gather",
     ),
     "chunks that a failed copy-out frees": Mutation(
         "gather",
         "        fc_unsharded_return(a->members, a->flight.plan, &a->chunks);",
         "        (void)a;",
         "test_gather",
-        "chunks_survive_a_failed_copy_out",
+        "owned_chunks_survive_failed_copy_out",
     ),
     "buffers that are not the group's": Mutation(
         "members",
@@ -163,7 +163,7 @@ MUTATIONS = {
         "kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0",
         "c->events_out == SIZE_MAX",
         "test_comm",
-        "rows_are_released_behind_their_casts",
+        "kept_rows_are_released_after_their_casts",
     ),
     "hooks on the stream that computes": Mutation(
         "gather",
@@ -177,14 +177,14 @@ MUTATIONS = {
         "(!extended && !plan->extended) || fc_gather_plan_fits(plan, m->params, m->count)",
         "true",
         "test_gather_extended",
-        "[  FAILED  ] hooks_are_asked_before_the_gather",
+        "[  FAILED  ] extension_hooks_run_before_gather",
     ),
     "hooks that are called once more for one gather": Mutation(
         "gather",
         "        drop_inputs(a->members);\n        fc_gather_abandon(a);",
         "        drop_inputs(a->members);",
         "test_gather_extended",
-        "a_copy_out_that_fails_gives_the_gather_up",
+        "failed_extended_copy_out_abandons_gather",
     ),
     "inner tensors that keep their memory": Mutation(
         "extension",
@@ -198,7 +198,7 @@ MUTATIONS = {
         "if (output->tensor == NULL || !fct_storage_is_shared(output->tensor)) {",
         "if (output->tensor != name) {",
         "test_extension",
-        "what_others_lie_over_stays",
+        "output_shared_with_inner_tensor_is_not_replaced",
     ),
 }
 
