@@ -1,9 +1,9 @@
-/* The account of a simulated model: where elements are and what they have to be, for all ranks, by
- * arithmetic of its own: nothing here asks csrc/core/layout. Owns nothing. */
+/* Expected values of a simulated model: the position and value of every element on every rank. The
+ * arithmetic is independent of csrc/core/layout.c. Owns nothing. */
 #include "sim_internal.h"
 #include "sim_model.h"
 
-/* The tensor seen as [outer, rows, inner], `rows` being the dim that is cut. */
+/* The tensor as [outer, rows, inner]; `rows` is the sharded dim. */
 typedef struct cut {
     int64_t outer;
     int64_t rows;
@@ -49,14 +49,14 @@ fct_dtype sim_compute_dtype(const sim_param *p) {
     return p->shape.compute != 0 ? p->shape.compute : p->shape.dtype;
 }
 
-/* Where the next slot of a row starts that has come to `at`. */
+/* Returns the start of the next slot of a row that ends at `at`. */
 static int64_t aligned(int64_t at) {
     int64_t align = sim_device().type == FCT_DEVICE_CUDA ? 16 : 1;
     return (at + align - 1) / align * align;
 }
 
-/* What one rank sends of one parameter, at the place where the row has come to; row NULL: only how
- * far that goes. `grown`: elements of inputs whose size changes. */
+/* Writes the inputs that one rank sends of one parameter at `at`, and returns the new end of the
+ * row. `row` NULL: only computes the end. `grown`: elements of inputs whose size changes. */
 static int64_t write_inputs(const sim_param *p, int32_t dim, int64_t world, int64_t rank,
                             int64_t grown, char *row, int64_t at) {
     int64_t padded = sim_padded_numel(p, dim, world);
@@ -88,10 +88,9 @@ static int64_t write_group(const sim_group *g, bool forward, int64_t world, int6
     return aligned(at);
 }
 
-/* One rank's inputs of all parameters one after the other, in the types that are computed in; on
- * CUDA each at a multiple of 16 bytes. Of those whose size changes there is one at most, of so many
- * elements (of 8 bytes, two at a time) as the row has room for: which gather this is nobody knows
- * when it was abandoned. */
+/* Writes one rank's inputs of all parameters in order, in the compute dtypes; on CUDA each at a
+ * multiple of 16 bytes. At most one input changes its size. Its elements (of 8 bytes, two at a
+ * time) fill the rest of the row, because the number of an abandoned gather is unknown. */
 static void write_shards(const sim_group *g, bool forward, int64_t world, int64_t rank, void *row,
                          int64_t bytes) {
     const int64_t fixed = write_group(g, forward, world, rank, 0, NULL);

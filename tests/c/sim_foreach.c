@@ -1,5 +1,4 @@
-/* torch's multi-tensor operations, a part after the other; what they ask of their arguments is
- * checked. */
+/* torch's multi-tensor operations, executed part by part, with checks of their arguments. */
 #include "sim_internal.h"
 
 typedef struct shape {
@@ -8,7 +7,7 @@ typedef struct shape {
     fct_dtype dtype;
 } shape;
 
-/* Of a tensor that has to be 2-D with rows one after the other. */
+/* Returns the shape of a tensor. Records a failure if it is not 2-D with consecutive rows. */
 static shape table_of(const fct_tensor *t, const char *what) {
     const sim_view view = sim_view_of(t, what);
     if (view.ndim != 2 || (view.sizes[0] > 1 && view.strides[0] != view.sizes[1]) ||
@@ -18,7 +17,8 @@ static shape table_of(const fct_tensor *t, const char *what) {
     return (shape){view.sizes[0], view.sizes[1], view.dtype};
 }
 
-/* to[from row..] = from[row..], `rows` rows of `columns` elements each; from NULL: zeros. */
+/* Queues a copy of `rows` rows of `columns` elements from `from` to `to`. `from` NULL: writes
+ * zeros. */
 static void assign(fct_tensor *to, int64_t to_offset, int64_t to_pitch, const fct_tensor *from,
                    int64_t from_offset, int64_t from_pitch, int64_t rows, int64_t columns,
                    const char *what) {

@@ -1,7 +1,7 @@
-/* The kernels as the core sees them in these tests: the CPU's (by way of the linker's --wrap)
- * and, in the place of kernels_none.c, CUDA's. Both run the real CPU kernels as operations on a
- * simulated stream, after looking up every address: which block it is in, whether it stays
- * inside, who else uses it. Descriptor arrays are copied, as the interface promises. */
+/* Kernels of these tests: the CPU's (through the linker's --wrap) and, in place of kernels_none.c,
+ * CUDA's. Both run the real CPU kernels as operations on a simulated stream. First they check every
+ * address: its block, its extent and other uses. Descriptor arrays are copied, as the interface
+ * requires. */
 #include "sim_internal.h"
 
 #include <string.h>
@@ -9,7 +9,7 @@
 const fck_backend *__real_fck_cpu(void);
 const fck_backend *__wrap_fck_cpu(void);
 
-/* The blocks that one launch uses. */
+/* Blocks that one launch uses. */
 typedef struct uses {
     sim_use items[SIM_USES_MAX];
     size_t count;
@@ -48,7 +48,7 @@ typedef struct launch {
     } of;
 } launch;
 
-/* The launch with a copy of its descriptors behind it. */
+/* Allocates a launch with a copy of its descriptors behind it. */
 static launch *launch_new(const void *descriptors, size_t count, size_t size) {
     launch *l = (launch *)sim_scratch(sizeof *l + count * size);
     l->count = count;
