@@ -43,8 +43,7 @@ typedef struct fc_comm {
     struct fc_reduction *oldest;
     struct fc_reduction *newest;
     size_t reductions;
-    size_t max_reductions;       /* reductions that may stay in flight when the next one starts; at
-                              * least 1 */
+    size_t max_reductions;       /* allowed in flight when the next one starts; at least 1 */
     fct_event *last_reduced;     /* end of the latest reduction on reduce_stream */
     fct_event *last_all_reduced; /* end of the latest reduction on all_reduce_stream */
     /* Rows whose cast runs on another stream, until reduce_stream waits for the cast. */

@@ -104,8 +104,7 @@ static fc_status add_copy(fc_foreach *f, fct_dtype from, const fct_tensor *sourc
                           int64_t source_offset, fct_dtype to, const fct_tensor *target,
                           int64_t target_offset, int64_t numel) {
     fc_status status = FC_OK;
-    size_t i = append(f, ((int64_t)from << 32) + to); /* key: equal for all copies of one
-                                                       * operation */
+    size_t i = append(f, ((int64_t)from << 32) + to); /* key: one operation per value */
     FC_TRY(view_1d(source, from, numel, source_offset, &f->src[i]));
     FC_TRY(view_1d(target, to, numel, target_offset, &f->dst[i]));
 done:
@@ -323,12 +322,9 @@ done:
 
 /* How the gradients are distributed to the rows. */
 typedef struct distribution {
-    fct_dtype dtype; /* common dtype of the gradients; the plan's if they differ */
-    bool straight;   /* all gradients are sharded on other dims: each is copied directly to the
-                        * rows */
-    fct_tensor
-        *temporary; /* temporary memory for gradients that are cast or transposed first; may be
-                        * NULL */
+    fct_dtype dtype;       /* common dtype of the gradients; the plan's if they differ */
+    bool straight;         /* all gradients are sharded on other dims: no temporary */
+    fct_tensor *temporary; /* gradients that are cast or transposed first; may be NULL */
 } distribution;
 
 static fct_dtype tensor_dtype(const fct_tensor *t) {

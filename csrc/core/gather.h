@@ -10,12 +10,12 @@
 #include "transfer.h"
 #include "unsharded.h"
 
-/* Stream mode of a gather, for devices with streams. */
+/* Stream mode of a gather, for devices with streams. A deferred gather keeps its buffer until the
+ * next group waits, so that the copy-in of the next group overlaps with this copy-out. */
 typedef enum fc_lane {
     FC_LANE_DIRECT,  /* on the current stream */
     FC_LANE_OVERLAP, /* on the context's gather streams, which wait for the copy-out at once */
-    FC_LANE_DEFERRED /* on the gather streams, which wait only when the next group waits; until then
-                      * copy-in overlaps and the buffer is kept */
+    FC_LANE_DEFERRED /* on the gather streams; they wait only when the next group waits */
 } fc_lane;
 
 /* A pending all-gather, from start to retire. */
@@ -36,8 +36,7 @@ typedef struct fc_flight {
 typedef struct fc_gather {
     fc_members *members;              /* borrowed */
     fc_gather_plan plan;              /* of the shards */
-    fc_gather_plan post_forward_plan; /* of the smaller group's shards, while the group is resharded
-                                       * to it */
+    fc_gather_plan post_forward_plan; /* of the smaller group's shards */
     fc_transfer transfer;             /* scratch memory of both plans */
     fc_chunks chunks;     /* in flight; owned chunks become parameter memory at copy-out */
     fct_event *resharded; /* end of the copy to post_forward_data; only with streams */

@@ -44,8 +44,7 @@ typedef enum fc_course {
     FC_COURSE_PLAIN,
     FC_COURSE_ALONE,   /* no other group is reduced in it, and it records no graph */
     FC_COURSE_DOUBLED, /* it runs through a graph that a recording backward created */
-    FC_COURSE_UNSEEN   /* it recorded a graph that the next backward may enter without a hook:
-                        * parameters stay unsharded */
+    FC_COURSE_UNSEEN   /* it recorded a graph without a later hook: parameters stay */
 } fc_course;
 
 struct fc_group;

@@ -9,12 +9,12 @@
 #include "../torch/torch_abi.h"
 #include "param.h"
 
-/* Data movements that the host may perform in place of the core. */
+/* Data movements that the host may perform in place of the core. FC_MOVE_EARLY includes
+ * FC_MOVE_REDUCE, and hosts that must run user code at the end of backward. */
 typedef enum fc_move {
     FC_MOVE_GATHER, /* gather() and copy_out() replace pack, all-gather, copy-out */
     FC_MOVE_REDUCE, /* reduce() replaces pack, reduce-scatter, all-reduce, views */
-    FC_MOVE_EARLY,  /* as FC_MOVE_REDUCE, or the host must run at the end of backward: no bucket is
-                     * reduced earlier */
+    FC_MOVE_EARLY,  /* no bucket is reduced before the end of backward */
     FC_MOVE_FREE,   /* free_unsharded() replaces the core's free, for every parameter */
     FC_MOVE_SWAP,   /* swap_by_method() replaces swap() */
     FC_MOVE_GRADS   /* fold_grad(), stash_grad() and collect_grad() replace the core's functions */

@@ -18,8 +18,7 @@ typedef struct fc_span {
 typedef struct fc_members {
     void *owner;         /* the host's object for the group; borrowed */
     const fc_host *host; /* borrowed */
-    const char *name;    /* FQNs of the modules, for messages and profiler ranges; borrowed, may be
-                          * NULL */
+    const char *name;    /* FQNs of the modules, for messages; borrowed, may be NULL */
     fc_comm *comm;       /* borrowed; kept alive by the host; NULL before initialization */
     fc_param **params;   /* [count] owned array of borrowed parameters */
     size_t count;

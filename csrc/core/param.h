@@ -47,8 +47,7 @@ typedef struct fc_param {
     /* The parameter over flat, N-D: the leaf that autograd accumulates into. */
     fct_tensor *unsharded;
     fct_tensor *accumulated; /* partial gradient in reduce_dtype, of backwards without reduction */
-    fct_tensor *partial;     /* HSDP: padded_numel elements in the reduce dtype, reduce-scattered
-                              * but not all-reduced yet */
+    fct_tensor *partial;     /* HSDP: padded_numel elements, not all-reduced yet */
     /* Owned by bucket.c. Set only in groups with several buckets. */
     fct_watch *watch;           /* notification of the gradient of `unsharded` */
     struct fc_buckets *buckets; /* receiver of the notification; borrowed */

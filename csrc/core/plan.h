@@ -89,8 +89,7 @@ typedef struct fc_reduce_plan {
     fct_dtype dtype;
     int64_t row_numel;       /* elements of dtype in one rank's row */
     fc_param **params;       /* [capacity] parameters with a gradient, in group order; borrowed */
-    fct_tensor **grads;      /* [capacity] their gradients; counted references, owned until
-                              * dropped */
+    fct_tensor **grads;      /* [capacity] their gradients; counted references */
     fc_gradient_slot *slots; /* [capacity] valid after fc_reduce_plan_lay_out */
     fc_chunk_list chunks;
     size_t count;

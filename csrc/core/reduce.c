@@ -253,8 +253,7 @@ static fc_divide split_division(fc_reducer *d, fct_dtype dtype) {
         .dtype = dtype,
         .has_factor = d->has_divide_factor,
         .factor = d->divide_factor,
-        .force_sum = d->force_sum || m->device.type == FCT_DEVICE_MTIA, /* MTIA supports only
-                                                                         * sums */
+        .force_sum = d->force_sum || m->device.type == FCT_DEVICE_MTIA, /* no means */
         .has_premul =
             d->has_divide_factor && link->pg != NULL && fct_pg_has_premul(link->pg, m->device),
     };

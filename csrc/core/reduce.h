@@ -22,8 +22,7 @@
 
 /* Whether backward continues while a reduction is in flight. */
 typedef enum fc_overlap {
-    FC_OVERLAP_UNLESS_COPIED = 0, /* never if the reduction is CPU-bound: it gains no time and holds
-                                   * the gradients of two units */
+    FC_OVERLAP_UNLESS_COPIED = 0, /* not if CPU-bound: that saves no time and costs memory */
     FC_OVERLAP_ALWAYS,
     FC_OVERLAP_NEVER,
 } fc_overlap;
@@ -34,8 +33,7 @@ typedef struct fc_reducer {
     fc_transfer transfer;
     fc_chunks chunks;   /* packed, until the collective holds them */
     fct_event *reduced; /* end of the latest reduction; only with streams */
-    fct_event *sent;    /* end of the latest reduction that queued copies to host memory, until the
-                         * host waits */
+    fct_event *sent;    /* end of the latest queued copies to host memory */
     /* Settings of the user. */
     fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradients' own dtype */
     double divide_factor;   /* replaces the number of ranks if has_divide_factor */

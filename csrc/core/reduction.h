@@ -15,9 +15,10 @@ typedef struct fc_reduction {
     fct_tensor *input;
     fct_tensor *output;
     fct_work *work;
-    bool all_reducing;    /* `work` is the all-reduce */
-    fct_event *scattered; /* end of the input's last use, on the reduce stream; with one rank and
-                           * replicas on the all-reduce stream */
+    bool all_reducing; /* `work` is the all-reduce */
+    /* End of the input's last use, on the reduce stream; with one rank and replicas on the
+     * all-reduce stream. */
+    fct_event *scattered;
     double divide_after;
     bool hooked;       /* host->reduce_hook must be called */
     bool elsewhere;    /* work after the reduce-scatter runs on another stream than the row's */

@@ -12,12 +12,9 @@ struct fc_state;
 typedef struct fc_iteration {
     struct fc_state **states; /* in named_modules() pre-order */
     size_t count;
-    struct fc_state *forward_root; /* state whose forward is the outermost one; NULL between
-                                    * forwards */
-    size_t order_mark;             /* length of the post-forward order at the start of that
-                                    * forward */
-    bool callback_queued;          /* the end-of-backward callback was registered for this
-                                    * backward */
+    struct fc_state *forward_root; /* state of the outermost forward; NULL between forwards */
+    size_t order_mark;             /* length of the post-forward order when it began */
+    bool callback_queued;          /* the end-of-backward callback is registered */
     bool callback_counted;         /* that callback is included in `callbacks` */
     size_t callbacks;              /* callbacks that autograd still holds; counted by the host */
     bool records;                  /* this backward records a graph (create_graph) */

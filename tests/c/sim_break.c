@@ -148,9 +148,7 @@ void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b,
     assert_int_equal(broken_run(&s, device, &(sim_breakage){.nth = 0}, &unfailed), SIM_BREAK_STEPS);
     b.nth = only_call > 0 ? only_call : first_of(s.name, device, stride_of(&b, 0));
     while (only_call == 0 || b.nth == only_call) {
-        s.device.seed =
-            (uint64_t)(first_seed + b.nth); /* another schedule each time; the parameters are the
-                                             * same */
+        s.device.seed = (uint64_t)(first_seed + b.nth); /* another schedule, the same parameters */
         int step = broken_run(&s, device, &b, &digest);
         if (step >= steps) {
             break;

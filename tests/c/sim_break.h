@@ -17,13 +17,12 @@
 
 enum { SIM_BREAK_STEPS = 2 };
 
-/* One run with an injected failure. */
+/* One run with an injected failure. With carry_on, layers must have correct parameters after the
+ * failure; gradients may contain parts of the interrupted step. */
 typedef struct sim_breakage {
     int64_t nth; /* number of the call that fails */
     sim_fault_span span;
-    bool carry_on; /* the caller ignores the error and trains one more step before the reset; layers
-                    * must have correct parameters, gradients may contain parts of the interrupted
-                    * step */
+    bool carry_on; /* ignore the error and train one more step before the reset */
     bool in_reset; /* the first call of the reset fails, too */
     bool thin;     /* only every third call fails */
 } sim_breakage;

@@ -1,5 +1,5 @@
-/* Buckets of a group that only all-reduces: how parameters are dealt to them, and when each is
- * reduced. Whole steps with buckets are among the scenarios of test_train.c. */
+/* Gradient buckets of a replicated group: assignment of parameters and time of each reduction.
+ * Whole steps with buckets are among the scenarios of test_train.c. */
 #include "core/bucket.h"
 
 #include <string.h>
@@ -10,8 +10,8 @@
 
 #define FLOATS(...) {.ndim = 1, .sizes = {4}, __VA_ARGS__}
 
-/* Rank 0 of two replicas, all parameters in the root: rank 1 has twice the gradient, the mean is
- * 1.5 times ours. Four parameters of 16 bytes; a bucket is full with two. */
+/* Rank 0 of two replicas, with all parameters in the root. Rank 1 has twice the gradient, so the
+ * mean is 1.5 times rank 0's. Four parameters of 16 bytes; two of them fill a bucket. */
 static const sim_scenario replicated = {
     .world = 1,
     .replicas = 2,
@@ -33,7 +33,7 @@ static fc_group *core(sim_model *m) {
     return &m->layers[0].groups[0].core;
 }
 
-/* A forward, and a backward that has reached the root's output. */
+/* Runs a forward and starts a backward, up to the root's output. */
 static void reach(sim_model *m) {
     const fct_hook hook = {m, at_end, count_nothing, count_nothing};
     assert_int_equal(sim_model_forward(m, true), FC_OK);
@@ -44,7 +44,7 @@ static void reach(sim_model *m) {
 
 static sim_model *begin(const sim_scenario *scenario) {
     sim_scenario s = *scenario;
-    s.device.seed = 7; /* no collective is done at once */
+    s.device.seed = 7; /* no collective completes at once */
     sim_begin(s.device);
     sim_model *m = sim_model_new(&s);
     reach(m);
@@ -52,7 +52,7 @@ static sim_model *begin(const sim_scenario *scenario) {
     return m;
 }
 
-/* The end of the backward. */
+/* Ends the backward. */
 static void rest(sim_model *m) {
     assert_int_equal(fc_iteration_end_backward(&m->iteration, &m->comm), FC_OK);
     sim_set_in_backward(false);
@@ -65,7 +65,7 @@ static void end(sim_model *m) {
     sim_end();
 }
 
-/* Autograd accumulates into the i-th parameter. */
+/* Accumulates a gradient into the i-th parameter, as autograd does. */
 static void arrive(sim_model *m, size_t i, double value) {
     const double values[4] = {value, value, value, value};
     sim_param *p = &m->layers[0].groups[0].params[i];
@@ -73,7 +73,7 @@ static void arrive(sim_model *m, size_t i, double value) {
     assert_int_equal(sim_watches_run(p->core.unsharded), 0);
 }
 
-/* How many all-reduces were issued since the backward began. */
+/* Returns the number of all-reduces since the start of the backward. */
 static size_t issued(void) {
     size_t count = 0;
     for (const char *at = sim_log_text(); (at = strstr(at, "all-reduce:")) != NULL; at++) {
@@ -89,9 +89,9 @@ static void expect_grad(sim_model *m, size_t i, double value) {
     sim_tensor_expect(grad, values, "the reduced gradient");
 }
 
-/* ---- cutting ---- */
+/* ---- cut ---- */
 
-/* The ends of the buckets' spans from the last parameter to the first. */
+/* Expects buckets with these first parameters, from the last parameter to the first. */
 static void cut_as(sim_scenario scenario, size_t count, const size_t *firsts) {
     sim_begin(scenario.device);
     sim_model *m = sim_model_new(&scenario);
@@ -123,7 +123,7 @@ static void bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype(void **
     sim_scenario s = replicated;
     s.shapes[2].frozen = true;
     cut_as(s, 2, (const size_t[]){1, 0});
-    s.shapes[0].frozen = true; /* goes with the bucket before it */
+    s.shapes[0].frozen = true; /* joins the bucket before it */
     cut_as(s, 1, (const size_t[]){0});
     s.shapes[3].frozen = true;
     cut_as(s, 1, (const size_t[]){0});
@@ -136,7 +136,7 @@ static void bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype(void **
     cut_as(s, 2, (const size_t[]){2, 0});
 }
 
-/* ---- in backward ---- */
+/* ---- backward ---- */
 
 static void bucket_is_reduced_when_its_last_gradient_arrives(void **state) {
     (void)state;
@@ -163,7 +163,7 @@ static void bucket_reductions_follow_parameter_order_in_any_autograd_order(void 
     arrive(m, 0, 2.0);
     arrive(m, 1, 2.0);
     arrive(m, 2, 2.0);
-    assert_int_equal(issued(), 0); /* the bucket of 2 and 3 goes first */
+    assert_int_equal(issued(), 0); /* the bucket of parameters 2 and 3 must be first */
     arrive(m, 3, 4.0);
     assert_int_equal(issued(), 2);
     assert_int_equal(fc_reduction_recycle(&m->comm, 1), FC_OK);
@@ -215,7 +215,7 @@ static void second_gradient_after_reduction_is_reduced_alone_and_ends_eager_mode
     expect_grad(m, 3, 3.0 + 9.0);
     expect_grad(m, 2, 3.0);
     sim_model_zero_grad(m);
-    reach(m); /* from now on all is reduced at the end */
+    reach(m); /* this and later backwards reduce at the end */
     for (size_t i = 0; i < 4; i++) {
         arrive(m, i, 2.0);
     }
@@ -239,7 +239,7 @@ static void second_gradient_before_reduction_is_included(void **state) {
     end(m);
 }
 
-/* ---- when there is no early reduction ---- */
+/* ---- conditions that prevent early reductions ---- */
 
 static void nothing_is_early(const sim_scenario *scenario, void (*change)(fc_group *g),
                              size_t collectives) {
@@ -275,7 +275,7 @@ static void buckets_are_reduced_at_end_if_other_collectives_may_interleave(void 
     (void)state;
     sim_scenario s = replicated;
     nothing_is_early(&s, unused, 2);
-    nothing_is_early(&s, hook, 1); /* the hook sees all of the row */
+    nothing_is_early(&s, hook, 1); /* the hook requires the whole row */
     nothing_is_early(&s, no_sync, 0);
     s.layers = 1;
     nothing_is_early(&s, NULL, 2);
@@ -286,7 +286,7 @@ static void single_bucket_registers_no_notifications(void **state) {
     sim_scenario s = replicated;
     s.bucket_bytes = 64;
     sim_model *m = begin(&s);
-    assert_int_equal(sim_count_alive().hooks, 1); /* the end of the backward */
+    assert_int_equal(sim_count_alive().hooks, 1); /* the callback for the end of backward */
     for (size_t i = 0; i < 4; i++) {
         arrive(m, i, 2.0);
     }

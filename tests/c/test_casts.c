@@ -1,6 +1,6 @@
-/* What the kernels' conversions promise: the nearest value, ties to even, NaN kept, for every
- * pair of floating types, on every backend under test, and the same bits from the vector loops
- * and the portable ones. */
+/* Conversions of the kernels: the nearest value, ties to even, NaN preserved, for every pair of
+ * floating dtypes and every backend under test. Vector loops give the same bits as portable
+ * loops. */
 #include "kernels_reference.h"
 
 #include "kernels/cast_cpu.h"
@@ -24,7 +24,8 @@ static void all_16_bit_values_widen_exactly_and_convert_to_other_16_bit_type(voi
     }
 }
 
-/* Every finite value of a 16-bit type, every midpoint between two, and the floats next to each. */
+/* Covers every finite value of a 16-bit dtype, every midpoint between two of them, and the adjacent
+ * floats. */
 static void float32_to_16_bit_rounds_to_nearest_even_at_every_boundary(void **state) {
     (void)state;
     for (size_t t = 0; t < 2; t++) {
@@ -68,8 +69,8 @@ static void random_bit_patterns_convert_between_all_dtypes(void **state) {
     }
 }
 
-/* A double just above the midpoint of two halves is the midpoint once it is a float, and then
- * ties to even: 1 + 2^-11 + 2^-40 would be 1 + 2^-10 if it were rounded once. */
+/* A double just above the midpoint of two float16 values becomes the midpoint as a float, and then
+ * ties to even. A single rounding of 1 + 2^-11 + 2^-40 would give 1 + 2^-10. */
 static void float64_to_16_bit_rounds_through_float32_as_in_torch(void **state) {
     (void)state;
     const double half_case = 1 + ldexp(1, -11) + ldexp(1, -40);
@@ -86,8 +87,8 @@ static void float64_to_16_bit_rounds_through_float32_as_in_torch(void **state) {
     }
 }
 
-/* Quiet and signalling, both signs, the smallest and the largest payload; long enough for vector
- * loops. */
+/* Quiet and signaling NaN, both signs, the smallest and the largest payload. The arrays are long
+ * enough for vector loops. */
 static void nan_stays_nan_in_every_conversion(void **state) {
     (void)state;
     static const uint64_t fractions[] = {
@@ -123,7 +124,7 @@ static void nan_stays_nan_in_every_conversion(void **state) {
     }
 }
 
-/* Also for NaN: which loop ran must not show in the bits. Every length, so every tail. */
+/* NaN included: the bits must not depend on the loop that ran. Every length covers every tail. */
 static void vector_loops_match_portable_loops_bit_for_bit(void **state) {
     (void)state;
     const fck_loops *best = fck_loops_best();

@@ -1,5 +1,5 @@
-/* What must hold between transitions, and that the check says so where it does not.
- * tests/unit/test_mutations.py seeds bugs that it catches. */
+/* Invariants between transitions, and the messages of fc_group_check for violations.
+ * tests/unit/test_mutations.py seeds bugs that the checks detect. */
 #include "core/group.h"
 
 #include <string.h>
@@ -41,7 +41,7 @@ static void changed_compute_dtype_rebuilds_plan(void **state) {
     unshard(&f);
     assert_int_equal(fc_group_reshard(f.core), FC_OK);
     f.group->params[0].core.param_dtype = FCK_BFLOAT16;
-    f.group->params[0].shape.compute = FCK_BFLOAT16; /* what the other ranks send */
+    f.group->params[0].shape.compute = FCK_BFLOAT16; /* the other ranks send this dtype, too */
     fc_param_forget_unsharded(&f.group->params[0].core);
     fc_group_invalidate(f.core);
     unshard(&f);

@@ -1,4 +1,4 @@
-/* The tensors of a collective in flight: references held and released. */
+/* Chunks of a pending collective: references held and released. */
 #include "sim.h"
 
 #include "core/chunks.h"

@@ -1,5 +1,5 @@
-/* The communication context: pooled events, order between streams, and memory that is kept until
- * nobody uses it any more. */
+/* Communication context: event pool, order between streams, and memory that is kept until its last
+ * use. */
 #include "core/comm.h"
 
 #include "sim.h"
@@ -28,7 +28,7 @@ static void end(fc_comm *c) {
     sim_end();
 }
 
-/* A reduce-scatter in flight, with its tensors. */
+/* A pending reduce-scatter with its tensors. */
 typedef struct flight {
     fct_pg *pg;
     fct_tensor *in;
@@ -49,7 +49,7 @@ static flight take_off(void) {
     return f;
 }
 
-/* ---- parking ---- */
+/* ---- parked collectives ---- */
 
 static void parked_buffers_are_held_until_work_completes(void **state) {
     (void)state;
@@ -99,7 +99,7 @@ static void comm_fini_releases_parked_collectives(void **state) {
     fc_comm c = begin(false);
     flight f = take_off();
     fc_comm_park(&c, f.work, f.in, f.out);
-    end(&c); /* the backend finishes on its own */
+    end(&c); /* the backend completes the collective by itself */
 }
 
 /* ---- streams and events ---- */
@@ -162,7 +162,7 @@ static void failed_record_returns_its_event(void **state) {
 
 /* ---- memory across streams ---- */
 
-/* The current stream writes a tensor, the gather stream reads it. */
+/* The current stream writes a tensor, then the gather stream reads it. */
 static void read_elsewhere(const fc_comm *c, fct_tensor *t) {
     fct_stream before = fct_stream_set_current(c->gather_stream);
     sim_tensor_touch(t, "a read on the gather stream");
@@ -191,7 +191,7 @@ static void quiesce_orders_all_streams(void **state) {
     }
 }
 
-/* A kept gather buffer is the copy-in stream's memory, and read by the current stream. */
+/* A kept gather buffer is memory of the copy-in stream, and the current stream reads it. */
 static void kept_gather_buffer_is_released_after_its_copy_out(void **state) {
     (void)state;
     fc_comm c = begin(true);
@@ -204,11 +204,11 @@ static void kept_gather_buffer_is_released_after_its_copy_out(void **state) {
     assert_int_equal(fc_comm_record(&c, current, &c.kept.copied), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(fc_comm_release_kept(&c), FC_ERAISED);
-    assert_ptr_equal(c.kept.buffer, buffer); /* not ordered: it stays */
+    assert_ptr_equal(c.kept.buffer, buffer); /* ordering failed: the buffer stays */
     assert_int_equal(fc_comm_release_kept(&c), FC_OK);
     assert_null(c.kept.buffer);
     (void)fct_stream_set_current(c.copy_in_stream);
-    fct_tensor *next = vector_of(2.0); /* the checker looks whether this may reuse the block */
+    fct_tensor *next = vector_of(2.0); /* the simulator checks whether the block may be reused */
     (void)fct_stream_set_current(current);
     fct_tensor_release(next);
     end(&c);
@@ -255,7 +255,7 @@ static void failed_keep_row_leaves_row_with_caller(void **state) {
     end(&c);
 }
 
-/* After a backward nothing of it stays: the next reduce-scatter may have the memory. */
+/* After a backward all rows are released: the next reduce-scatter may reuse their memory. */
 static void kept_rows_are_released_after_their_casts(void **state) {
     (void)state;
     fc_comm c = begin(true);
@@ -264,12 +264,12 @@ static void kept_rows_are_released_after_their_casts(void **state) {
     assert_int_equal(fc_comm_keep_row(&c, row, done), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(fc_comm_release_rows(&c), FC_ERAISED);
-    assert_int_equal(sim_count_alive().tensors, 1); /* not ordered: it stays */
+    assert_int_equal(sim_count_alive().tensors, 1); /* ordering failed: the row stays */
     assert_int_equal(fc_comm_release_rows(&c), FC_OK);
     assert_int_equal(sim_count_alive().tensors, 0);
     assert_int_equal(c.events_out, 0);
     fct_stream current = fct_stream_set_current(c.reduce_stream);
-    fct_tensor *next = vector_of(2.0); /* the checker looks whether this may reuse the block */
+    fct_tensor *next = vector_of(2.0); /* the simulator checks whether the block may be reused */
     (void)fct_stream_set_current(current);
     fct_tensor_release(next);
     end(&c);
@@ -306,7 +306,7 @@ static void shared_event_returns_to_pool_with_its_last_owner(void **state) {
     assert_int_equal(fc_comm_record(&c, c.reduce_stream, &second), FC_OK);
     fc_comm_share_event(&c, first, &second);
     assert_ptr_equal(first, second);
-    assert_int_equal(c.free_event_count, 1); /* what was in the slot */
+    assert_int_equal(c.free_event_count, 1); /* the slot's previous event */
     assert_int_equal(c.events_out, 2);
     fc_comm_put_event(&c, first);
     assert_int_equal(c.free_event_count, 1);

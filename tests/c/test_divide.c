@@ -1,4 +1,4 @@
-/* The divide rule: how a mean is split around the collectives. */
+/* Divide rule: how a mean is split around the collectives. */
 #include "core/divide.h"
 
 #include "sim.h"
@@ -85,7 +85,7 @@ static void one_rank_divides_only_by_divide_factor(void **state) {
                {1, 4, FCT_SUM, 1, FCT_SUM}});
 }
 
-/* Whatever the split, all divisions together are one by the number of ranks or by the factor. */
+/* In every split the divisors multiply to the number of ranks, or to the divide factor. */
 static void product_of_all_divisors_equals_total_divisor(void **state) {
     (void)state;
     const fct_dtype dtypes[] = {FCK_FLOAT32, FCK_BFLOAT16, FCK_FLOAT16, FCK_FLOAT64};

@@ -1,4 +1,4 @@
-/* Element types: sizes, and which type holds the values of which. */
+/* Element types: sizes, names and promotion. */
 #include "core/dtype.h"
 
 #include "sim.h"
@@ -26,7 +26,7 @@ static void wider_dtype_holds_values_of_both(void **state) {
     wider_is(FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32);
     wider_is(FCK_FLOAT32, FCK_FLOAT64, FCK_FLOAT64);
     wider_is(FCK_BFLOAT16, FCK_FLOAT32, FCK_FLOAT32);
-    wider_is(FCK_BFLOAT16, FCK_FLOAT16, FCK_FLOAT32); /* neither holds the other's */
+    wider_is(FCK_BFLOAT16, FCK_FLOAT16, FCK_FLOAT32); /* neither dtype holds the other's values */
     wider_is(INT64, INT64, INT64);
     wider_is(INT64, FCK_FLOAT64, FCT_NO_DTYPE);
 }
@@ -36,7 +36,7 @@ static void complex_dtype_is_as_wide_as_its_parts(void **state) {
     assert_true(fc_dtype_is_complex(COMPLEX32) && fc_dtype_is_complex(COMPLEX128));
     assert_false(fc_dtype_is_complex(FCK_FLOAT64));
     assert_int_equal(fc_dtype_complex(FCK_FLOAT16), COMPLEX32);
-    assert_int_equal(fc_dtype_complex(FCK_BFLOAT16), COMPLEX64); /* there is no pair of those */
+    assert_int_equal(fc_dtype_complex(FCK_BFLOAT16), COMPLEX64); /* the next wider one */
     assert_int_equal(fc_dtype_complex(INT64), INT64);
     wider_is(COMPLEX64, FCK_FLOAT32, COMPLEX64);
     wider_is(COMPLEX64, FCK_FLOAT64, COMPLEX128);

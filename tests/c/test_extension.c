@@ -1,4 +1,4 @@
-/* What an extended parameter has beside its shard: lists, and memory that comes and goes. */
+/* State of an extended parameter: lists of tensors, and memory that is allocated and freed. */
 #include "core/extension.h"
 
 #include <string.h>
@@ -13,7 +13,7 @@ static fct_tensor *vector(int64_t numel, fct_dtype dtype) {
     return sim_tensor_new(dtype, 1, &numel, zeros);
 }
 
-/* Two inputs: 3 floats and `bytes` bytes. */
+/* Sets two inputs: 3 floats and `bytes` bytes. */
 static void give_inputs(int64_t bytes) {
     fct_tensor *inputs[2] = {vector(3, FCK_FLOAT32), vector(bytes, FCK_UINT8)};
     assert_int_equal(fc_extension_set_inputs(&extension, inputs, 2), FC_OK);
@@ -69,7 +69,8 @@ static void extension_outputs_have_memory_between_alloc_and_free(void **state) {
     end();
 }
 
-/* One lies in the middle of its storage, which others have a part of: all of it comes and goes. */
+/* The inner tensor is a view in the middle of a larger storage; the whole storage is allocated and
+ * freed. */
 static void inner_tensor_size_is_its_whole_storage(void **state) {
     (void)state;
     begin();
@@ -82,7 +83,7 @@ static void inner_tensor_size_is_its_whole_storage(void **state) {
     assert_int_equal(extension.inner[0].bytes, 28);
     fc_extension_free(&extension);
     assert_false(sim_tensor_has_memory(whole));
-    assert_int_equal(fc_extension_set_inner(&extension, &part, 1), FC_OK); /* while it is freed */
+    assert_int_equal(fc_extension_set_inner(&extension, &part, 1), FC_OK); /* while freed */
     assert_int_equal(extension.inner[0].bytes, (4 + 2) * 4);
     assert_int_equal(alloc(), FC_OK);
     assert_int_equal(fc_extension_bytes(&extension), 24);
@@ -103,7 +104,7 @@ static void outputs_are_replaced_if_input_sizes_change(void **state) {
     assert_ptr_equal(extension.outputs[0].tensor, first);
     assert_int_equal(sim_tensor_numel(extension.outputs[1].tensor), 12);
     assert_int_equal(sim_count_alive().storages, 2 + 2);
-    /* Fewer, and then none. */
+    /* Fewer inputs, then none. */
     fct_tensor *only[1] = {vector(3, FCK_FLOAT32)};
     assert_int_equal(fc_extension_set_inputs(&extension, only, 1), FC_OK);
     fct_tensor_release(only[0]);

@@ -1,11 +1,10 @@
-/* Every call that can fail is made to, in turn, in the middle of training: boundary calls, host
- * call-backs, kernel launches, malloc; see sim_break.h for what has to hold then. What follows a
- * failure in other ways is in test_recovery.c. */
+/* Every call that can fail is made to fail in turn, in the middle of training: boundary calls, host
+ * callbacks, kernel launches, malloc. sim_break.h lists the conditions that must hold afterwards.
+ * test_recovery.c covers combined failures. */
 #include "sim_break.h"
 
-/* Later steps make no call that the first does not, but find plans, memory and events that are
- * there already; without kernels only the packing differs. There every third call is made to fail,
- * unless SWEEP_WHOLE is set. */
+/* Later steps make the same calls as the first, but reuse plans, memory and events. Without kernels
+ * only the packing differs. In both cases every third call fails, unless SWEEP_WHOLE is set. */
 static void sweep(const sim_scenario *scenario, const char *device) {
     const bool no_kernels = scenario->device.no_kernels;
     sim_sweep(scenario, device, (sim_breakage){.span = SIM_ONCE, .thin = no_kernels},

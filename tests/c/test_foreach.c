@@ -1,5 +1,4 @@
-/* Transfers without kernels: torch's multi-tensor operations, how many of them, and what they
- * leave. */
+/* Transfers without kernels: the number of torch's multi-tensor operations, and their results. */
 #include "core/foreach.h"
 
 #include <string.h>
@@ -8,7 +7,7 @@
 
 enum { PARAMS_MAX = 4, NUMEL_MAX = 64 };
 
-/* Parameters of rank 1 of two, with values counted through in the order of the parameters. */
+/* Parameters of rank 1 of two. Values are numbered in parameter order. */
 typedef struct fixture {
     fc_param params[PARAMS_MAX];
     fc_param *list[PARAMS_MAX];
@@ -24,7 +23,7 @@ static void begin(fixture *f) {
     sim_begin((sim_config){.seed = 5, .no_kernels = true});
 }
 
-/* A parameter of `rows` x `columns`, cut on `dim`; its shard is first, first + 1, ... */
+/* Adds a parameter of `rows` x `columns`, sharded on `dim`; its shard is first, first + 1, ... */
 static void add(fixture *f, int64_t rows, int64_t columns, int32_t dim, fct_dtype dtype,
                 fct_dtype compute, double first) {
     const int64_t sizes[2] = {rows, columns};
@@ -107,8 +106,8 @@ static void pack_with_casts_is_one_operation_per_dtype_pair(void **state) {
     end(&f);
 }
 
-/* In a row of bytes all that is only moved goes together, and so does what no element can be
- * written to: a float behind three bytes is cast first. */
+/* In a row of bytes all copies without a cast are one operation. A float at an unaligned offset
+ * (behind three bytes) is cast first and joins that operation. */
 static void pack_into_byte_row_copies_uncast_shards_in_one_operation(void **state) {
     (void)state;
     fixture f;
@@ -183,7 +182,7 @@ static void unpack_of_dim_0_shards_is_one_split(void **state) {
     end(&f);
 }
 
-/* [[1, 2, 3, 4], [5, 6, 7, 8]] in columns, and a vector: each is one copy. */
+/* [[1, 2, 3, 4], [5, 6, 7, 8]] sharded on dim 1, and a vector: each needs one copy. */
 static void unpack_copies_dim_1_shards_directly_with_one_other_parameter(void **state) {
     (void)state;
     fixture f;
@@ -214,7 +213,7 @@ static void unpack_uses_temporary_for_dim_1_shards_with_several_parameters(void 
     end(&f);
 }
 
-/* As CUDA has them, where the kernels are not built: one operation all the same. */
+/* CUDA's alignment gaps, in a build without CUDA kernels: still one operation. */
 static void unpack_splits_off_alignment_gaps(void **state) {
     (void)state;
     fixture f;
@@ -243,7 +242,7 @@ static void unpack_splits_off_alignment_gaps(void **state) {
 
 /* ---- gradients ---- */
 
-/* The gradients of all parameters of the fixture, counted through from 1, packed for two ranks. */
+/* Packs the gradients of all parameters, numbered from 1, for two ranks. */
 static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce,
                            const double *packed, int64_t numel) {
     bool foreign = true;

@@ -1,5 +1,5 @@
-/* The gather by itself: what is in flight, what the unsharded parameters hold, and giving up. Which
- * face the modules see is the group's, and its test's. */
+/* The gather without its group: pending state, contents of the unsharded parameters, and
+ * abandoning. test_group.c covers the registration. */
 #include "core/gather.h"
 
 #include <string.h>
@@ -10,8 +10,8 @@ static sim_model *model;
 static sim_group *group;
 static fc_gather *gather;
 
-/* Rank `world - 1`; a matrix of 5 rows, cut unevenly, and a vector that is computed with in
- * bf16. */
+/* Rank `world - 1`, with a matrix of 5 rows, sharded unevenly, and a vector with compute dtype
+ * bfloat16. */
 static void begin_on(sim_config device, int64_t world, bool mixed) {
     sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 2};
     s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};
@@ -39,7 +39,7 @@ static void start(void) {
     assert_true(gather->flight.active);
 }
 
-/* The parts that fc_group_wait_unshard makes of it, but for the swap. */
+/* The steps of fc_group_wait_unshard without the swap. */
 static void land(void) {
     assert_int_equal(fc_gather_await(gather), FC_OK);
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
@@ -68,13 +68,13 @@ static void gather_and_copy_out_fill_unsharded_parameters(void **state) {
     }
 }
 
-/* A process group may serve several devices. */
+/* A process group may serve several device types. */
 static void gather_is_cpu_bound_only_on_cpu_device(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         begin_on((sim_config){.seed = 7, .streams = streams != 0}, 2, false);
         sim_collectives_are_copied(true);
-        assert_false(fc_gather_is_copied(gather, false)); /* nobody knows its row yet */
+        assert_false(fc_gather_is_copied(gather, false)); /* no plan yet */
         start();
         land();
         assert_int_equal(fc_gather_is_copied(gather, false), !streams);
@@ -110,7 +110,7 @@ static void gather_on_one_rank_aliases_shards_without_cast(void **state) {
         land();
         expect_whole_parameters();
         assert_string_equal(sim_log_text(), "");
-        assert_int_equal(group->params[0].core.aliased, mixed == 0); /* all of them, or none */
+        assert_int_equal(group->params[0].core.aliased, mixed == 0); /* all or none */
         fc_gather_free(gather);
         end();
     }
@@ -164,7 +164,7 @@ static void failed_copy_out_frees_memory_and_can_be_repeated(void **state) {
     fail_each_call_of_a_copy_out(false, 4);
 }
 
-/* Owned chunks become the parameters' memory, and come back with their contents. */
+/* Owned chunks become the parameters' memory. After a failure their memory and contents return. */
 static void owned_chunks_survive_failed_copy_out(void **state) {
     (void)state;
     fail_each_call_of_a_copy_out(true, 1);
@@ -177,7 +177,7 @@ static void gather_check_reports_memory_in_wrong_state(void **state) {
     assert_int_equal(fc_gather_check(gather, true), FC_ESTATE);
     assert_non_null(strstr(model->comm.error.message, "in flight while the group is unsharded"));
     land();
-    assert_int_equal(fc_gather_check(gather, false), FC_ESTATE); /* sharded, and holds memory */
+    assert_int_equal(fc_gather_check(gather, false), FC_ESTATE); /* sharded, but holds memory */
     fc_gather_free(gather);
     assert_int_equal(fc_gather_check(gather, true), FC_ESTATE);
     assert_int_equal(fc_unsharded_adopt(gather->members), FC_ESTATE);

@@ -1,5 +1,4 @@
-/* The gather of parameters whose shards have hooks: when those are asked, and what is left where
- * one fails. */
+/* Gather of parameters with all-gather hooks: when the hooks run, and the state after one fails. */
 #include "core/gather.h"
 
 #include "sim_model.h"
@@ -8,7 +7,8 @@ static sim_model *model;
 static sim_group *group;
 static fc_gather *gather;
 
-/* Of this many ranks the last: a matrix whose inputs grow, a vector, a matrix of two types. */
+/* The last of `world` ranks: a matrix whose inputs grow, a vector, a matrix with inputs of two
+ * dtypes. */
 static void begin_on(sim_config device, int64_t world) {
     sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 3};
     s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}, .extended = SIM_EXTENDED_GROWS};
@@ -21,7 +21,7 @@ static void begin_on(sim_config device, int64_t world) {
     group = &model->layers[1].groups[0];
     gather = &group->core.gather;
     assert_int_equal(fc_comm_init_streams(&model->comm), FC_OK);
-    sim_drain(); /* shards are there before a step begins */
+    sim_drain(); /* shards are written before a step begins */
 }
 
 static void end(void) {
@@ -101,7 +101,7 @@ static void fail_each_call(sim_config device, int64_t world) {
                 }
             }
             assert_int_equal(fc_gather_check(gather, false), FC_OK);
-            fc_gather_abandon(gather); /* where only the wait has failed */
+            fc_gather_abandon(gather); /* if only the wait has failed */
             assert_int_equal(start(FC_LANE_OVERLAP), FC_OK);
             assert_int_equal(land(), FC_OK);
         }

@@ -1,4 +1,4 @@
-/* Gradients before their reduction: added to what is there, set aside, or collected into a plan. */
+/* Gradients before their reduction: accumulated, stashed, or collected into a plan. */
 #include "core/gradient.h"
 
 #include "sim_model.h"
@@ -7,10 +7,10 @@
 
 static sim_model *model;
 static fc_members *members;
-static sim_param *params; /* of the first layer's group: two that are used, then what a test adds */
+static sim_param *params; /* of the first layer's group; the last one is the test's */
 static fc_reduce_plan plan;
 
-/* Unsharded, as a backward finds it; .grad of the first two is set. */
+/* Unshards the group and sets .grad of the first two parameters, as before a post-backward. */
 static void begin(sim_shape third, fct_dtype reduce_dtype) {
     sim_scenario s = {.world = 2, .layers = 1, .shape_count = 3, .reduce_dtype = reduce_dtype};
     s.shapes[0] = s.shapes[1] = (sim_shape)FLOATS;
@@ -106,7 +106,7 @@ static void stash_casts_to_reduce_dtype_and_accumulates(void **state) {
     assert_int_equal(fc_gradient_stash(members), FC_OK);
     assert_false(fct_grad_has(params[2].core.unsharded));
     expect(params[2].core.accumulated, 256.0);
-    backward_gives(2, 1.0); /* 257 is no bfloat16 */
+    backward_gives(2, 1.0); /* bfloat16 cannot represent 257 */
     assert_int_equal(fc_gradient_fold(members, (fc_span){0, 2}), FC_OK);
     expect(params[2].core.accumulated, 256.0);
     assert_int_equal(fc_gradient_fold(members, (fc_span){2, 3}), FC_OK);

@@ -1,4 +1,4 @@
-/* Gradients that the host collects in the place of the parameters. */
+/* Gradient collection by the host in place of the core. */
 #include "core/gradient.h"
 
 #include "sim_model.h"
@@ -6,7 +6,7 @@
 static struct {
     size_t folded;
     size_t stashed;
-    fct_tensor *gradient; /* what is collected; borrowed */
+    fct_tensor *gradient; /* gradient to collect; borrowed */
     bool fails;
 } seen;
 
@@ -63,7 +63,7 @@ static void host_moves_grads_replaces_collection(void **state) {
     assert_int_equal(fc_gradient_collect(m, fc_members_all(m), false, &plan), FC_OK);
     assert_int_equal(plan.count, 0);
     assert_int_equal(fc_gradient_collect(m, fc_members_all(m), true, &plan), FC_OK);
-    assert_int_equal(plan.count, 1); /* zeros for an unused one */
+    assert_int_equal(plan.count, 1); /* zeros for an unused parameter */
     seen.gradient = sim_tensor_new(FCK_FLOAT32, 1, size, values);
     assert_int_equal(fc_gradient_collect(m, fc_members_all(m), true, &plan), FC_OK);
     assert_int_equal(plan.count, 1);

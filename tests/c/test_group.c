@@ -1,5 +1,5 @@
-/* The parameter group's state machine, one transition at a time: what is registered, what holds
- * memory and what is in flight before and after each. */
+/* State machine of the parameter group, one transition at a time: registration, memory and pending
+ * work before and after each. */
 #include "core/group.h"
 
 #include <string.h>
@@ -61,7 +61,7 @@ static void expect_values(const fixture *f, double offset) {
     sim_tensor_expect(f->group->params[0].core.unsharded, values, "the unsharded parameter");
 }
 
-/* An optimizer's step on all ranks: every element grows by 1. */
+/* An optimizer step on all ranks: every element grows by 1. */
 static void write_shards(const fixture *f) {
     sim_param *p = &f->group->params[0];
     double values[2];
@@ -92,7 +92,7 @@ static void unshard_starts_gather_and_wait_registers_unsharded_parameters(void *
     }
 }
 
-/* A user puts another tensor in the shard's place, with values that are greater by 1. */
+/* Replaces the shard by another tensor, as a user may do, with values that are larger by 1. */
 static void replace_shard(const fixture *f) {
     const int64_t size[1] = {2};
     double values[2];
@@ -148,7 +148,7 @@ static void unshard_on_one_rank_issues_no_collective(void **state) {
     end(&f);
 }
 
-/* Autograd holds on to the unsharded parameter between forward and backward. */
+/* Autograd references the unsharded parameter between forward and backward. */
 static void one_rank_keeps_autograd_leaves_if_some_parameter_cannot_alias(void **state) {
     (void)state;
     static const sim_shape others[] = {{.ndim = 1, .sizes = {0}},
@@ -191,7 +191,8 @@ static void one_rank_aliases_shards_if_all_parameters_can(void **state) {
     end(&f);
 }
 
-/* Behind a single element of two bytes: CUDA's kernel cannot convert to float32 there. */
+/* The parameter follows a single two-byte element, where CUDA's kernel cannot convert to
+ * float32. */
 static void parameter_is_cast_at_any_offset_in_row(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
@@ -248,7 +249,7 @@ static void reshard_in_forward_uses_smaller_group_if_set(void **state) {
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
     assert_null(f.group->params[0].core.post_forward_data);
-    assert_null(f.group->params[0].post_forward); /* the host has let it go, too */
+    assert_null(f.group->params[0].post_forward); /* the host has released it, too */
     end(&f);
 }
 
@@ -259,7 +260,7 @@ static void unshard_between_steps_gathers_written_shards_again(void **state) {
     write_shards(&f);
     unshard(&f);
     assert_int_equal(gathers(), 2);
-    expect_values(&f, 0.0); /* the account has the new values */
+    expect_values(&f, 0.0); /* write_shards() has updated the expected values */
     end(&f);
 }
 
@@ -274,7 +275,7 @@ static void unshard_discards_prefetch_of_since_written_shards(void **state) {
         assert_int_equal(fc_group_prefetch(f.core, FC_FORWARD), FC_OK);
         assert_int_equal(fc_state_end_forward(root), FC_OK);
         expect_state(&f, FC_SHARDED, true);
-        assert_int_equal(fc_comm_quiesce(&f.model->comm), FC_OK); /* it may still be reading */
+        assert_int_equal(fc_comm_quiesce(&f.model->comm), FC_OK); /* the prefetch may read */
         write_shards(&f);
         assert_int_equal(fc_state_begin_iteration(root, true), FC_OK);
         f.core->training_state = FC_FORWARD;
@@ -286,7 +287,7 @@ static void unshard_discards_prefetch_of_since_written_shards(void **state) {
     }
 }
 
-/* The other shard lies as many bytes below the first as it was written more often. */
+/* The address difference of the two shards equals the difference of their version counters. */
 static void shard_version_differs_if_lower_address_offsets_more_writes(void **state) {
     (void)state;
     fixture f = begin(plain);
@@ -369,9 +370,9 @@ static void to_unsharded_registers_memory_filled_by_host(void **state) {
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
-    assert_int_equal(gathers(), 0); /* it is current */
+    assert_int_equal(gathers(), 0); /* the data is current */
     assert_int_equal(fc_group_to_sharded_post_forward(f.core), FC_ESTATE);
-    expect_state(&f, FC_UNSHARDED, false); /* there are no fewer ranks to go to */
+    expect_state(&f, FC_UNSHARDED, false); /* there is no smaller group */
     end(&f);
 }
 
@@ -381,7 +382,7 @@ static void begin_iteration_without_after_compute_skips_compute_stream(void **st
         sim_scenario scenario = plain;
         scenario.device.streams = true;
         fixture f = begin(scenario);
-        sim_fault_arm(1, SIM_ONCE); /* of whatever orders streams */
+        sim_fault_arm(1, SIM_ONCE); /* the call that orders the streams */
         fc_status status = fc_state_begin_iteration(&f.model->layers[0].core, after != 0);
         assert_int_equal(status, after != 0 ? FC_ERAISED : FC_OK);
         sim_fault_arm(0, SIM_ONCE);
@@ -405,7 +406,7 @@ static void unshard_in_backward_disabled_starts_no_gather(void **state) {
 
 /* ---- failures ---- */
 
-/* A kernel would read addresses that mean nothing there. */
+/* A kernel would read an address that is invalid on its device. */
 static void unshard_of_shard_on_other_device_fails(void **state) {
     (void)state;
     for (int64_t world = 1; world <= 2; world++) {
@@ -472,7 +473,7 @@ static void transition_after_failed_rollback_repairs_registration_first(void **s
     assert_int_equal(p->registered[0], FC_SHARDED);
     assert_int_equal(p->registered[1], FC_UNSHARDED);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false),
-                     FC_ERAISED); /* it still cannot */
+                     FC_ERAISED); /* the repair fails again */
     sim_fault_arm(0, SIM_ONCE);
     fct_error_put_back(NULL);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
@@ -492,7 +493,7 @@ static void reset_discards_pending_gather_and_gradients(void **state) {
     expect_state(&f, FC_SHARDED, false);
     assert_int_equal(f.core->training_state, FC_IDLE);
     assert_non_null(f.model->comm.parked);
-    assert_int_equal(fc_group_reset(f.core), FC_OK); /* and may be repeated */
+    assert_int_equal(fc_group_reset(f.core), FC_OK); /* a reset can be repeated */
     unshard(&f);
     assert_int_equal(fc_group_reset(f.core), FC_OK);
     expect_state(&f, FC_SHARDED, false);
@@ -530,7 +531,7 @@ static void forward_inside_backward_is_not_in_post_forward_order(void **state) {
     end(&f);
 }
 
-/* Two groups whose forwards are over; the log is empty. Returns the second. */
+/* Runs the forwards of two groups and clears the log. Returns the second group. */
 static fc_group *run_forwards(fixture *f) {
     fc_group *const both[] = {f->core, &f->model->layers[2].groups[0].core};
     bool entering = false;
@@ -548,9 +549,9 @@ static void backward_prefetches_preceding_group_of_post_forward_order(void **sta
     assert_int_equal(fc_group_pre_backward(run_forwards(&f), true), FC_OK);
     assert_string_equal(sim_log_text(), "gather:1 gather:0");
     expect_state(&f, FC_SHARDED, true);
-    assert_int_equal(f.core->training_state, FC_IDLE); /* not its turn yet */
+    assert_int_equal(f.core->training_state, FC_IDLE); /* its backward has not started */
     assert_int_equal(fc_group_finalize_backward(f.core), FC_OK);
-    expect_state(&f, FC_SHARDED, false); /* nobody waited for it */
+    expect_state(&f, FC_SHARDED, false); /* nothing has waited for the prefetch */
     end(&f);
 }
 
@@ -561,7 +562,7 @@ static void backward_prefetch_skips_cpu_bound_gather(void **state) {
     assert_int_equal(fc_group_pre_backward(run_forwards(&f), true), FC_OK);
     assert_string_equal(sim_log_text(), "gather:1");
     expect_state(&f, FC_SHARDED, false);
-    assert_int_equal(fc_group_prefetch(f.core, FC_PRE_BACKWARD), FC_OK); /* as users ask for it */
+    assert_int_equal(fc_group_prefetch(f.core, FC_PRE_BACKWARD), FC_OK); /* explicit prefetch */
     assert_string_equal(sim_log_text(), "gather:1 gather:0");
     end(&f);
 }

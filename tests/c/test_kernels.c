@@ -1,25 +1,24 @@
-/* What the foreach kernels promise about places (csrc/kernels/kernels.h): which bytes a pack, an
- * unpack and a gradient pack write, which they leave alone, and what they refuse. test_casts.c
- * has the conversions.
+/* Copy kernels (csrc/kernels/kernels.h): the bytes that pack, unpack and gradient pack write or
+ * leave unchanged, and the arguments that they refuse. test_casts.c covers conversions.
  *
- * Layouts are random but seeded; a failure prints the seed. Every destination is one arena
- * compared as a whole, so a byte written where none belongs fails too. Built with
- * -DFCK_TEST_CUDA_ON_HOST and linked with kernels_cuda.cu compiled against
- * fake_cuda/cuda_runtime.h, the same tests run the CUDA kernels as well. */
+ * Layouts are random with a fixed seed, which a failure prints. Every destination is one arena that
+ * is compared as a whole, so a write outside its range fails too. With -DFCK_TEST_CUDA_ON_HOST, and
+ * linked with kernels_cuda.cu compiled against fake_cuda/cuda_runtime.h, the same tests run the
+ * CUDA kernels as well. */
 #include "kernels_reference.h"
 
 /* ---- pack ---- */
 
 typedef struct pack_case {
     fck_segment segment[200];
-    unsigned char *source_memory[200]; /* owns what segment.src points into */
+    unsigned char *source_memory[200]; /* memory that segment.src points into; owned */
     int64_t dst_offset[200];
     int64_t arena_bytes;
     size_t count;
 } pack_case;
 
-/* A layout of segments of random types, sizes and addresses; conversions stay element-aligned,
- * because a GPU needs that, and moves go anywhere. Destinations come with random gaps. */
+/* Creates segments of random dtypes, sizes and addresses. Conversions stay element-aligned, as a
+ * GPU requires; copies have any address. Destinations have random gaps. */
 static void pack_case_init(pack_case *c, source *random) {
     c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 200 : 12);
     c->arena_bytes = GUARD;
@@ -105,8 +104,8 @@ static void pack_with_unsupported_cast_fails_and_writes_nothing(void **state) {
     }
 }
 
-/* Storage offsets in bytes can put an element anywhere: the CPU takes it, a GPU cannot and says
- * so. */
+/* Byte-granular storage offsets can misalign an element. The CPU accepts that; a GPU returns an
+ * error. */
 static void pack_casts_misaligned_elements_on_cpu_only(void **state) {
     (void)state;
     source random = {3};
@@ -191,15 +190,15 @@ static void unpack_concatenates_each_column_over_rows(void **state) {
 
 typedef struct gradient_case {
     fck_gradient gradient[150];
-    unsigned char *source_memory[150]; /* owns what gradient.src points into */
+    unsigned char *source_memory[150]; /* memory that gradient.src points into; owned */
     size_t count;
     int64_t world;
     int64_t row_numel;
     fck_dtype dst_dtype;
 } gradient_case;
 
-/* Chunks as FSDP cuts them (ceil(numel / world), so late rows may be short or empty), and now
- * and then larger or zero; gradients of fewer elements than the world, of none, of mixed types. */
+/* Chunks as in FSDP (ceil(numel / world), so late rows may be short or empty), sometimes larger or
+ * zero. Gradients may have fewer elements than the world, none, or different dtypes. */
 static void gradient_case_init(gradient_case *c, source *random) {
     c->world = draw_between(random, 1, draw(random) % 4 == 0 ? 70 : 9);
     c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 150 : 10);
@@ -224,7 +223,8 @@ static void gradient_case_init(gradient_case *c, source *random) {
     c->row_numel += draw_between(random, 0, 3);
 }
 
-/* Slot by slot: element r * chunk + k of each block, or zero past its end. Gaps stay untouched. */
+/* Computes the expected slots: element r * chunk + k of each block, or zero past its end. Gaps stay
+ * unchanged. */
 static void gradient_case_expect(const gradient_case *c, unsigned char *dst) {
     const int64_t size = size_of(c->dst_dtype);
     for (size_t i = 0; i < c->count; i++) {
@@ -272,9 +272,8 @@ static void pack_gradients_distributes_to_rows_and_pads_with_zeros(void **state)
     }
 }
 
-/* The layouts that FSDP meets at its edges, with the numbers written out. Five rows of [2 | 1 |
- * 0] slots: 7 elements in chunks of 2, one element for five ranks, and a parameter without
- * elements. */
+/* Edge cases of FSDP with explicit numbers. Five rows of [2 | 1 | 0] slots: 7 elements in chunks of
+ * 2, one element for five ranks, and a parameter without elements. */
 static void pack_gradients_of_uneven_small_and_empty_gradients_match_example(void **state) {
     (void)state;
     const float uneven[7] = {1, 2, 3, 4, 5, 6, 7};
@@ -292,7 +291,7 @@ static void pack_gradients_of_uneven_small_and_empty_gradients_match_example(voi
     }
 }
 
-/* A gradient of numel 0 with a chunk (an unused parameter's) is all padding. */
+/* A gradient of numel 0 with a chunk (an unused parameter's) is padding only. */
 static void pack_gradients_writes_zeros_for_missing_gradient(void **state) {
     (void)state;
     FOR_EACH_BACKEND(backend) {
@@ -334,7 +333,7 @@ static void tiles_cover_every_item_of_every_line_exactly_once(void **state) {
     }
 }
 
-/* A job of 64 ranks' 32 bytes is one tile, and so is one of a thousand blocks of 16. */
+/* 64 ranks with 32 bytes each are one tile, and so are a thousand blocks of 16 bytes. */
 static void short_lines_share_one_tile(void **state) {
     (void)state;
     assert_int_equal(fck_tile_count(fck_cut_of(32, FCK_TILE_BYTES), 64), 1);
@@ -348,8 +347,8 @@ static void every_thread_has_a_line_and_every_line_has_threads(void **state) {
     for (uint32_t lines = 1; lines < 3000; lines++) {
         const int each = fck_threads_per_line(256, lines);
         assert_true(each >= 1 && 256 % each == 0);
-        assert_true(each == 1 || (uint32_t)(256 / each) >= lines);      /* all at once ... */
-        assert_true(each == 256 || (uint32_t)(256 / each) < 2 * lines); /* ... and few idle */
+        assert_true(each == 1 || (uint32_t)(256 / each) >= lines);      /* all lines at once ... */
+        assert_true(each == 256 || (uint32_t)(256 / each) < 2 * lines); /* ... few are idle */
     }
 }
 
@@ -367,7 +366,7 @@ static void tile_index_maps_to_owning_job(void **state) {
     }
 }
 
-/* ---- an error that is somebody else's ---- */
+/* ---- asynchronous errors of earlier operations ---- */
 
 #ifdef FCK_TEST_CUDA_ON_HOST
 extern int fake_cuda_failed, fake_cuda_refuses, fake_cuda_taken; /* fake_cuda/cuda_runtime.h */
@@ -378,8 +377,8 @@ static const char *pack_one(int64_t count) {
     return fck_cuda()->pack(&segment, 1, NULL);
 }
 
-/* The driver tells whoever calls it next of an asynchronous error. It is not our launch that has
- * failed, and the error stays for torch to report. */
+/* The driver returns an asynchronous error from every later call. The launch has not failed, and
+ * the error stays for torch to report. */
 static void launch_reports_earlier_asynchronous_error_as_such(void **state) {
     (void)state;
     fake_cuda_taken = 0;

@@ -1,5 +1,5 @@
-/* How one dim of a tensor is cut over ranks: torch.chunk's rule, padding to equal shards, and sizes
- * that nobody can shard refused before they become offsets. */
+/* Shard layout along one dim: torch.chunk's rule, padding to equal shards, and sizes that are
+ * refused before they become offsets. */
 #include "core/layout.h"
 
 #include <string.h>
@@ -94,9 +94,9 @@ static void layout_of_last_dim_is_supported(void **state) {
     assert_int_equal(l.local_numel, 6);
 }
 
-/* ---- refusals ---- */
+/* ---- refused arguments ---- */
 
-/* FC_EASSERT with this in its message, and the layout as it was. */
+/* Expects FC_EASSERT with this text in its message, and an unchanged layout. */
 static void refuse(int32_t ndim, const int64_t *sizes, int32_t dim, int64_t world, int64_t rank,
                    const char *message) {
     fc_layout layout;
@@ -145,7 +145,7 @@ static void layout_with_overflowing_product_is_refused(void **state) {
     (void)state;
     const int64_t rows[1] = {INT64_MAX};
     const int64_t product[2] = {INT64_C(1) << 32, INT64_C(1) << 32};
-    const int64_t padding[2] = {3, INT64_MAX / 4 + 1}; /* fits as it is, not padded to 2 * 2 rows */
+    const int64_t padding[2] = {3, INT64_MAX / 4 + 1}; /* fits without padding only */
     refuse(1, rows, 0, 2, 0, "overflow");
     refuse(2, product, 0, 2, 0, "overflow");
     refuse(2, product, 1, 2, 0, "overflow");

@@ -1,11 +1,11 @@
-/* Links: a process group that is resolved once, collectives over it, and what a failure says. */
+/* Links: a process group that is resolved once, its collectives, and the messages of failures. */
 #include "core/link.h"
 
 #include <string.h>
 
 #include "sim.h"
 
-/* Rank 1 of two; every collective stays unfinished until it is waited for. */
+/* Rank 1 of two. Collectives complete only in a wait. */
 static fc_link begin(void) {
     fc_link link = {NULL, NULL, 0, 0};
     sim_begin((sim_config){.seed = 7});
@@ -101,7 +101,7 @@ static void failed_collective_names_modules_operation_and_rank(void **state) {
     end(&link);
 }
 
-/* A signal's handler may have raised: the collective goes on, and who cleans up needs the work. */
+/* A signal handler may have raised: the collective continues, and cleanup needs the work. */
 static void failed_wait_keeps_work(void **state) {
     (void)state;
     fc_link link = begin();

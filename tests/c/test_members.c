@@ -1,4 +1,4 @@
-/* A group's members: its links, what the host is asked in their name, and the names of ranges. */
+/* Fixed parts of a group: links, allocators, host queries, and names of profiler ranges. */
 #include "core/members.h"
 
 #include <stdlib.h>
@@ -67,7 +67,7 @@ static void members_fini_releases_every_link(void **state) {
         assert_int_equal(fc_link_open(links[i]), FC_OK);
     }
     assert_int_equal(sim_count_alive().groups, 4);
-    end(&m); /* which fails where one is left */
+    end(&m); /* fails if a process group is still referenced */
 }
 
 static void buffer_comes_from_process_group_allocator_if_available(void **state) {
@@ -97,7 +97,7 @@ static void buffer_comes_from_process_group_allocator_if_available(void **state)
     fct_tensor *buffer = NULL;
     sim_calls_clear();
     assert_int_equal(fc_members_buffer(&m, m.gather_memory, 5, FCK_FLOAT32, &buffer), FC_OK);
-    assert_string_equal(sim_calls_text(), "fct_tensor_empty"); /* nobody is asked */
+    assert_string_equal(sim_calls_text(), "fct_tensor_empty"); /* no process group is queried */
     fct_tensor_release(buffer);
     end(&m);
 }

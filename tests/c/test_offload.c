@@ -1,12 +1,13 @@
-/* Shards on their way from the host's memory, and gradients on their way there. Whole steps with
- * them are in sim_scenarios.c. */
+/* Uploads of offloaded shards, and copies of gradients to host memory. Whole steps with offload are
+ * in sim_scenarios.c. */
 #include "core/offload.h"
 
 #include <string.h>
 
 #include "sim.h"
 
-/* Rank 1 of two: shards of 4 and 2 elements; on CUDA the second starts at a multiple of 16. */
+/* Rank 1 of two: shards of 4 and 2 elements. On CUDA the second starts at a multiple of 16
+ * bytes. */
 typedef struct fixture {
     fc_param params[2];
     fc_param *list[2];
@@ -137,7 +138,7 @@ static bool wants_grad_now(void *param) {
 
 static const fc_host host = {.has_grad = has_grad, .wants_grad_now = wants_grad_now};
 
-/* Sends one; whether its copy was only queued. */
+/* Sends a gradient. Returns true if its copy was only queued. */
 static bool sends_later(bool pinned, bool has, bool hooked) {
     fixture f;
     fct_tensor *local = NULL;
@@ -149,7 +150,7 @@ static bool sends_later(bool pinned, bool has, bool hooked) {
     begin(&f, 2, pinned, FCT_NO_DTYPE);
     fct_tensor *view = ones(4);
     assert_int_equal(fc_offload_send(f.list[0], &host, view, &local, &queued), FC_OK);
-    fct_tensor_release(view); /* its memory is this stream's: whoever has it next comes later */
+    fct_tensor_release(view); /* its memory belongs to this stream, so reuse is ordered */
     if (queued) {
         assert_int_equal(fct_event_new(sim_device(), &sent), 0);
         assert_int_equal(fct_event_record(sent, fct_stream_current(sim_device())), 0);

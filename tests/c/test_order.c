@@ -1,4 +1,4 @@
-/* The order in which groups finished their forwards, and each group's stack of places in it. */
+/* Post-forward order of groups, and each group's stack of positions in it. */
 #include "core/order.h"
 
 #include "core/group.h"
@@ -50,7 +50,7 @@ static void positions_are_a_stack(void **state) {
     fc_positions_fini(&positions);
 }
 
-/* Every growth is made to fail once; nothing that stood there is lost. */
+/* Every growth fails once; existing entries must stay. */
 static void failed_append_leaves_order_unchanged(void **state) {
     (void)state;
     fc_order order = {NULL, 0, 0};

@@ -1,5 +1,5 @@
-/* One parameter: what its shard has to be, the memory of its unsharded tensor, and the only places
- * where a partial gradient may be. */
+/* One parameter: requirements on its shard, memory of its unsharded tensor, and its partial
+ * gradients. */
 #include "core/param.h"
 
 #include <string.h>
@@ -8,7 +8,7 @@
 
 static const int64_t five_by_two[2] = {5, 2};
 
-/* The shard of `rank` of two (3 rows of 5, padded) or of one. */
+/* Creates the shard of `rank` of two ranks (3 rows of 5, padded), or of one. */
 static fc_param begin(int64_t world, int64_t rank) {
     fc_param p;
     fc_error err = {""};
@@ -90,7 +90,7 @@ static void flat_aliases_shard_on_one_rank(void **state) {
     assert_int_equal(fc_param_can_alias(&p, sim_device(), &can, &err), FC_OK);
     assert_true(can);
     assert_int_equal(fc_param_alias_flat(&p), FC_OK);
-    fc_param_free(&p); /* it is not ours to free */
+    fc_param_free(&p); /* the shard's memory must not be freed */
     assert_true(sim_tensor_has_memory(p.sharded_data));
     p.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_param_can_alias(&p, sim_device(), &can, &err), FC_OK);
@@ -110,7 +110,7 @@ static void drop_grad_clears_every_partial_gradient(void **state) {
     fc_param_set_accumulated(&p, row);
     fc_param_set_partial(&p, row);
     fc_param_take_grad(&p, &grad);
-    assert_ptr_equal(grad, row); /* what earlier backwards left goes first */
+    assert_ptr_equal(grad, row); /* the accumulated gradient is taken first */
     assert_true(fct_grad_has(leaf));
     fc_param_set_accumulated(&p, grad);
     fct_tensor_release(grad);

@@ -1,5 +1,5 @@
-/* Transfer plans: where every shard stands in a row of the gather buffer, and every gradient in the
- * rows of the reduce buffer. */
+/* Transfer plans: offsets of shards in a row of the gather buffer, and of gradients in the rows of
+ * the reduce buffer. */
 #include "core/plan.h"
 
 #include <string.h>
@@ -11,7 +11,7 @@ static const fct_device CUDA = {FCT_DEVICE_CUDA, 0};
 
 enum { INT64 = 4, COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10, BITS1X8 = 18 };
 
-/* A parameter of `ndim` sizes cut on `dim` over two ranks; this one is rank 1. */
+/* Creates a parameter sharded on `dim` over two ranks, as on rank 1. */
 static fc_param param_of(const char *name, int32_t ndim, const int64_t *sizes, int32_t dim,
                          fct_dtype dtype, fct_dtype compute) {
     fc_param p;
@@ -85,7 +85,7 @@ static void gather_plan_of_several_compute_dtypes_uses_bytes(void **state) {
     fc_param_fini(&b);
 }
 
-/* 3 bfloat16, nothing, one float64 and 5 bytes. */
+/* 3 bfloat16, no element, one float64 and 5 bytes. */
 static void gather_plan_on_cuda_aligns_slots_and_rows_to_16_bytes(void **state) {
     (void)state;
     fc_param a = vector("a", 6, FCK_BFLOAT16, FCT_NO_DTYPE);
@@ -160,7 +160,7 @@ static void post_forward_plan_gathers_compute_dtype_shards(void **state) {
     fc_gather_plan plan = {.valid = false};
     assert_int_equal(fc_param_init(&a, NULL, 1, sizes, 0, 4, 3, &err), FC_OK);
     assert_int_equal(fc_param_init_post_forward(&a, sizes, 2, 1, &err), FC_OK);
-    assert_int_equal(a.flat_numel, 8); /* room for 4 * 2 as well as for 2 * 3 */
+    assert_int_equal(a.flat_numel, 8); /* space for both 4 * 2 and 2 * 3 elements */
     a.orig_dtype = FCK_FLOAT32;
     a.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, true, CPU, &err), FC_OK);
@@ -213,7 +213,8 @@ static void expect_slot(const fc_slot *slot, size_t chunk, int64_t offset) {
     assert_int_equal(slot->offset, offset);
 }
 
-/* Parameters of 40 bytes and more own a chunk; the others share the last one, without gaps. */
+/* Parameters of at least 40 bytes get their own chunk; the others share the last one, without
+ * gaps. */
 static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
     (void)state;
     fc_param a = vector("a", 3, FCK_FLOAT32, FCT_NO_DTYPE);
@@ -290,7 +291,7 @@ static fct_tensor *gradient_of(int32_t ndim, const int64_t *sizes, fct_dtype dty
     return sim_tensor_new(dtype, ndim, sizes, values);
 }
 
-/* Puts the gradient (taken) into the plan. */
+/* Adds the gradient (taken) to the plan. */
 static void collect(fc_reduce_plan *plan, fc_param *p, fct_tensor *grad) {
     assert_int_equal(fc_reduce_plan_reserve(plan, plan->count + 1), FC_OK);
     plan->params[plan->count] = p;
@@ -298,10 +299,10 @@ static void collect(fc_reduce_plan *plan, fc_param *p, fct_tensor *grad) {
 }
 
 typedef struct reduction {
-    fc_param matrix; /* 5 x 3, dim 0 */
-    fc_param vector; /* 3 */
+    fc_param matrix; /* 5 x 3, sharded on dim 0 */
+    fc_param vector; /* 3 elements */
     fc_reduce_plan plan;
-    bool foreign; /* the last layout's answer */
+    bool foreign; /* of the latest fc_reduce_plan_lay_out */
     fc_error err;
 } reduction;
 
@@ -359,7 +360,7 @@ static void reduce_dtype_overrides_gradient_dtype(void **state) {
     end(&r);
 }
 
-/* What gradients of two types are reduced in where nothing else is asked for. */
+/* Returns the reduction dtype of gradients of two dtypes, without an explicit reduce dtype. */
 static fct_dtype reduced_in(fct_dtype first, fct_dtype second) {
     reduction r = begin();
     bool floats = fck_can_cast(first, FCK_FLOAT32) != 0 && fck_can_cast(second, FCK_FLOAT32) != 0;
@@ -384,7 +385,7 @@ static void mixed_gradients_are_reduced_in_widest_dtype(void **state) {
     assert_int_equal(reduced_in(COMPLEX32, COMPLEX128), COMPLEX128);
 }
 
-/* The message about a shard (taken) of a parameter of 4 floats on two ranks. */
+/* Expects this message for a shard (taken) of a parameter of 4 floats on two ranks. */
 static void expect_unfit(fct_tensor *shard, const char *message) {
     fc_error err = {""};
     fct_facts facts;
@@ -524,7 +525,7 @@ static void drop_grads_releases_gradients(void **state) {
     end(&r);
 }
 
-/* ---- types ---- */
+/* ---- dtypes ---- */
 
 static void dtype_sizes_and_names_match_torch(void **state) {
     (void)state;

@@ -1,4 +1,4 @@
-/* The pool of buffers: what is taken again, what goes back to the system, and when. */
+/* Pool of CPU buffers: blocks that are reused, blocks that return to the system, and when. */
 #include "kernels_reference.h"
 
 #include "kernels/pool.h"
@@ -9,7 +9,7 @@
 
 enum { KIB = 1 << 10, MIB = 1 << 20 };
 
-/* Each test begins with rounds enough for the peaks of the one before to be forgotten. */
+/* Runs enough rounds to clear the peak use of the previous test. */
 static int begin(void **state) {
     (void)state;
     fck_pool_keep(1);
@@ -49,7 +49,7 @@ static void block_is_reused_only_for_similar_size(void **state) {
     fck_pool_give(half);
 }
 
-/* An eighth of 160 mebibytes: 20. */
+/* An eighth of 160 MiB is 20 MiB. */
 static void idle_memory_is_limited_to_slack_above_peak_use(void **state) {
     (void)state;
     fck_block *a = fck_pool_take(40 * MIB);
@@ -58,7 +58,7 @@ static void idle_memory_is_limited_to_slack_above_peak_use(void **state) {
     fck_pool_give(b);
     assert_int_equal(fck_pool_look().peak_bytes, 160 * MIB);
     assert_int_equal(fck_pool_look().waiting_bytes, 160 * MIB);
-    /* Behind that slack the older of the two makes room, though none fits. */
+    /* Above that slack the older of the two idle blocks is freed, although neither fits. */
     fck_block *e = fck_pool_take(20 * MIB);
     assert_int_equal(fck_pool_look().waiting_bytes, 160 * MIB);
     fck_block *c = fck_pool_take(20 * MIB);
@@ -70,7 +70,7 @@ static void idle_memory_is_limited_to_slack_above_peak_use(void **state) {
     fck_pool_give(e);
 }
 
-/* A small model's forward has gathers of one size, and its backward gradients of another. */
+/* A small model gathers one size in forward and allocates gradients of another size in backward. */
 static void alternating_small_sizes_are_all_kept(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(8 * MIB));
@@ -116,7 +116,7 @@ static void failed_allocation_is_not_counted(void **state) {
     fck_pool_give(NULL);
 }
 
-/* Whoever has a block writes its own number and finds it again. */
+/* A thread writes its own number into its block and must read it back. */
 static void *take_and_give(void *argument) {
     const int mine = *(const int *)argument;
     for (int i = 0; i < 2000; i++) {
@@ -160,7 +160,7 @@ static void *take_and_give_until(void *argument) {
     return NULL;
 }
 
-/* A worker of a data loader is such a child: other threads were in the pool when it was made. */
+/* A worker of a data loader is such a child: other threads may hold the pool's lock at the fork. */
 static void forked_child_can_use_pool(void **state) {
     (void)state;
     volatile int over = 0;
@@ -169,7 +169,7 @@ static void forked_child_can_use_pool(void **state) {
     for (int i = 0; i < 200; i++) {
         const pid_t child = fork();
         if (child == 0) {
-            (void)alarm(20); /* that it waits for ever is what fails */
+            (void)alarm(20); /* a deadlock is the failure to detect */
             fck_pool_give(fck_pool_take(128 * KIB));
             _exit(0);
         }

@@ -1,10 +1,9 @@
-/* Failures that do not come alone: the reset fails as well, everything fails from some call on,
- * rollbacks fail, or the caller swallows the error and trains on. See sim_break.h for what has to
- * hold all the same.
+/* Combined failures: the reset fails as well, all later calls fail, rollbacks fail, or the caller
+ * ignores the error and continues. sim_break.h lists the conditions that must hold.
  *
- * Only first steps are broken, and only on devices with kernels: what clean-up does depends neither
- * on the step nor on who copies. And at every third call, unless SWEEP_WHOLE is set: each call is
- * made in many scenarios. */
+ * Failures are injected only in first steps and only on devices with kernels, because cleanup
+ * depends neither on the step nor on the kernels. Every third call fails, unless SWEEP_WHOLE is
+ * set: each call occurs in many scenarios. */
 #include "sim_break.h"
 
 static void sweep(const sim_scenario *scenario, const char *device, sim_breakage b) {

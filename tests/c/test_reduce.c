@@ -1,5 +1,4 @@
-/* Gradient reduction: what is added up where, what a missing gradient means, and how many
- * reductions are in flight when. */
+/* Gradient reduction: accumulation, missing gradients, and the number of reductions in flight. */
 #include "core/reduction.h"
 
 #include <string.h>
@@ -8,18 +7,18 @@
 
 #define FLOATS {.ndim = 1, .sizes = {4}}
 
-/* ---- a model of one layer; its group is reduced by hand ---- */
+/* ---- a model with one layer; the test reduces its group directly ---- */
 
 typedef struct fixture {
     sim_model *model;
     sim_group *group; /* of the first layer */
 } fixture;
 
-/* After a forward and with the backward about to reach the layer's post-backward. */
+/* Runs a forward. The backward is about to reach the layer's post-backward. */
 static fixture begin(sim_scenario scenario) {
     fixture f;
     scenario.layers = 1;
-    scenario.device.seed = 7; /* no collective is done at once */
+    scenario.device.seed = 7; /* no collective completes at once */
     sim_begin(scenario.device);
     f.model = sim_model_new(&scenario);
     f.group = &f.model->layers[1].groups[0];
@@ -35,8 +34,8 @@ static fc_group *core(const fixture *f) {
     return &f->group->core;
 }
 
-/* What a backward over the layer does before its post-backward: .grad of its parameters is set.
- * On a CPU the gather comes after the reductions in flight, so that waiting for it ends those. */
+/* Sets .grad of the layer's parameters, as a backward does before its post-backward. On a CPU the
+ * gather is queued after the pending reductions, so the wait for it completes them. */
 static void compute_gradients(const fixture *f, double value) {
     assert_int_equal(fc_group_unshard(core(f), core(f)->training_state, false), FC_OK);
     assert_int_equal(fc_group_wait_unshard(core(f)), FC_OK);
@@ -72,7 +71,7 @@ static void expect_no_grad(const fixture *f, size_t i) {
 
 /* ---- accumulation ---- */
 
-/* Rank 0 of two: rank 1 has twice the gradient, the mean is 1.5 times ours. */
+/* Rank 0 of two. Rank 1 has twice the gradient, so the mean is 1.5 times rank 0's. */
 static const sim_scenario two_ranks = {.world = 2, .shape_count = 1, .shapes = {FLOATS}};
 
 static void second_reduction_adds_to_gradient(void **state) {
@@ -89,7 +88,7 @@ static void second_reduction_adds_to_gradient(void **state) {
     end(&f);
 }
 
-/* A large gradient is sent from where it is, if nobody else may change it meanwhile. */
+/* A large gradient is sent from its own memory if it has no other owner. */
 static void large_gradient_is_sent_from_its_own_memory(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
@@ -155,7 +154,7 @@ static void backward_without_sync_leaves_gradient_in_reduce_dtype(void **state) 
     assert_int_equal(facts.dtype, FCK_FLOAT32);
     core(&f)->settings.reduce_grads = true;
     compute_gradients(&f, 2.0);
-    compute_gradients(&f, 1.0); /* 256 + 2 + 1 has no bfloat16 */
+    compute_gradients(&f, 1.0); /* bfloat16 cannot represent 256 + 2 + 1 */
     post_backward(&f);
     finish(&f);
     expect_grad(&f, 0, 1.5 * 259.0);
@@ -188,9 +187,9 @@ static void reduce_scatter_without_all_reduce_keeps_row_in_parameter(void **stat
     expect_no_grad(&f, 0);
     assert_non_null(f.group->params[0].core.partial);
     core(&f)->reducer.all_reduce_grads = true;
-    post_backward(&f); /* no new gradient: the row alone is all-reduced */
+    post_backward(&f); /* no new gradient: only the row is all-reduced */
     finish(&f);
-    expect_grad(&f, 0, 2.5 * 2.0); /* ranks have 1, 2, 3, 4 times as much */
+    expect_grad(&f, 0, 2.5 * 2.0); /* the ranks have 1, 2, 3 and 4 times the gradient */
     assert_null(f.group->params[0].core.partial);
     end(&f);
 }
@@ -399,25 +398,26 @@ static void stream_reduction_is_queued_completely_and_keeps_only_input(void **st
     post_backward(&f);
     assert_int_equal(f.model->comm.reductions, 1);
     assert_non_null(sim_grad_peek(f.group->params[0].sharded));
-    assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK); /* from here on it may be read */
+    assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK); /* orders later reads */
     expect_grad(&f, 0, 3.0);
     finish(&f);
     end(&f);
 }
 
-/* ---- a user's all-reduce on a stream of its own (set_all_reduce_hook(hook, stream=...)) ---- */
+/* ---- a user's all-reduce hook on its own stream (set_all_reduce_hook(hook, stream=...)) ---- */
 
 static struct {
     fct_stream stream;
     bool joined;
 } user;
 
-/* As fsdp_c's ParamGroup._run_reduce_hook: the user's stream comes after the one that reduces, and
- * that goes on after the user's. */
+/* Like ParamGroup._run_reduce_hook of fsdp_c: the user's stream waits for the stream that reduces,
+ * which then waits for the user's stream. */
 static int hook_on_its_stream(void *group, fct_tensor *row) {
     fc_comm *comm = ((sim_group *)group)->core.members.comm;
     fct_stream before = fct_stream_current(sim_device());
-    /* Where torch runs hooks: the next reduce-scatter does not wait for them. */
+    /* As in torch, hooks run on the all-reduce stream: the next reduce-scatter does not wait for
+     * them. */
     assert_int_equal(before.id, comm->all_reduce_stream.id);
     assert_int_equal(fc_comm_order_streams(comm, user.stream, before), FC_OK);
     (void)fct_stream_set_current(user.stream);
@@ -429,8 +429,8 @@ static int hook_on_its_stream(void *group, fct_tensor *row) {
     return 0;
 }
 
-/* The row is cast, so that its memory could be used by the next reduction while the hook still runs
- * (B9 of tests/TORCH_BUGS.md). */
+/* The row is cast, so the next reduction could reuse its memory while the hook still runs (B9 of
+ * tests/TORCH_BUGS.md). */
 static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
     (void)state;
     for (int joined = 0; joined < 2; joined++) {
@@ -473,7 +473,7 @@ static int take_some(void *param, fct_tensor *local) {
     return takes_left-- > 0 ? sim_host.take_grad(param, local) : -1;
 }
 
-/* The second parameter's gradient fails, after the first one's copy was queued. */
+/* The second parameter's gradient fails after the copy of the first one was queued. */
 static void offload_copies_before_failure_are_waited_for_after_reset(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;

@@ -1,5 +1,5 @@
-/* Reductions in flight, made by hand: their order in the context, what finishing one hands out, and
- * rows that wait for an all-reduce. What a group makes of them is in test_reduce.c. */
+/* Single reductions in flight: their order in the context, the gradients that finish passes on, and
+ * partial rows. test_reduce.c covers the reductions that a group creates. */
 #include "core/reduction.h"
 
 #include "sim_model.h"
@@ -30,7 +30,8 @@ static fct_tensor *vector_of(int64_t numel, double value) {
     return sim_tensor_new(FCK_FLOAT32, 1, &numel, values);
 }
 
-/* A reduce-scatter of both parameters' gradients; this rank's part of the sum is 3 * value. */
+/* Starts a reduce-scatter of both parameters' gradients. This rank's part of the sum is 3 *
+ * value. */
 static fc_reduction *take_off(size_t layer, double value) {
     fc_members *m = &group(layer)->core.members;
     fc_reduction *r = fc_reduction_new(m, 2);
@@ -143,8 +144,8 @@ static void failed_finish_loses_only_that_reduction(void **state) {
     end();
 }
 
-/* HSDP: a backward that does not all-reduce leaves its row with the parameters; one that does,
- * takes it from them. */
+/* HSDP: a backward without all-reduce leaves its row with the parameters; the next all-reduce takes
+ * it from them. */
 static void partial_rows_stay_with_parameters_until_all_reduce(void **state) {
     (void)state;
     const double waiting[2] = {9.0, 9.0};

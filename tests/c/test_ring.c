@@ -1,11 +1,11 @@
-/* Sums in a ring's order, beside a ring that is played hop by hop. */
+/* Sums in ring order, compared with a simulated ring all-reduce. */
 #include "kernels_reference.h"
 
 #include "kernels/ring.h"
 
-/* A ring all-reduce over `total` elements on each rank: blocks of `block` elements go from rank to
- * rank. The sum of element i as rank i / block gets it; floats, for doubles and 16-bit types have
- * the same way. */
+/* Simulates a ring all-reduce over `total` elements per rank, in blocks of `block` elements.
+ * Returns the sum of element i on rank i / block, in float. Float64 and 16-bit dtypes use the same
+ * order. */
 static float played(float *const *ranks, int64_t world, int64_t block, int64_t i) {
     int64_t at = (i / block + world - 1) % world;
     float message = ranks[at][i];
@@ -17,7 +17,7 @@ static float played(float *const *ranks, int64_t world, int64_t block, int64_t i
     return message;
 }
 
-/* What gloo documents: at least two segments for each rank, a mebibyte each at most. */
+/* Segment size as gloo documents it: at least two segments per rank, of at most 1 MiB. */
 static int64_t block_of(int64_t total, int64_t world) {
     int64_t segments = (total * 4 + (1 << 20) - 1) / (1 << 20);
     segments = segments < 2 * world ? 2 * world : segments;
@@ -92,8 +92,8 @@ static void ring_sum_can_overwrite_an_input_row(void **state) {
     }
 }
 
-/* 1 + 1/256 is no bfloat16, and 2048 + 1 no float16: with one rounding at the end two of the small
- * ones would count. */
+/* bfloat16 cannot represent 1 + 1/256, and float16 cannot represent 2048 + 1. With a single
+ * rounding at the end the two small rows would change the result. */
 static void ring_sum_rounds_at_each_hop(void **state) {
     (void)state;
     static const struct {
@@ -106,7 +106,7 @@ static void ring_sum_rounds_at_each_hop(void **state) {
             large[k] = cases[i].large;
             small[k] = cases[i].small;
         }
-        /* Element 0 of a buffer is in block 0, which comes from rank 2 to 1 to 0. */
+        /* Element 0 is in block 0, which passes from rank 2 to 1 to 0. */
         const void *rows[3] = {small, small, large};
         fck_ring_sum(cases[i].dtype, out, rows, 3, 1000, 0, 4);
         assert_int_equal(out[0], cases[i].large);
@@ -120,7 +120,7 @@ static void ring_sum_supports_only_floating_dtypes(void **state) {
     assert_false(fck_ring_knows(FCK_UINT8) || fck_ring_knows(4));
 }
 
-/* Of two NaNs the rank's own stays; of 16-bit types what gloo writes for it. */
+/* Of two NaNs the rank's own is kept; for 16-bit dtypes the result is the one that gloo writes. */
 static void ring_sum_nans_match_gloo(void **state) {
     (void)state;
     const uint32_t came[2] = {0x7fc00001, 0xffc00000};

@@ -1,5 +1,5 @@
-/* The simulation itself: it must catch what it is there to catch, or the other tests prove
- * nothing. Each test makes one mistake on purpose and the same thing done right. */
+/* The simulation itself: each test makes one mistake, which must be detected, and then runs the
+ * same steps correctly. */
 #include "sim.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* Status codes: what a failed call leaves behind, and where FC_TRY goes from it. */
+/* Status codes: the message of a failed call, and the control flow of FC_TRY. */
 #include "core/status.h"
 
 #include <string.h>
@@ -56,7 +56,7 @@ static void fc_try_returns_first_failure(void **state) {
     assert_int_equal(boundary_call(-1), FC_ERAISED);
 }
 
-/* Call-backs that give 0 or -1 hand statuses on: a failure has to look like one there. */
+/* Callbacks that return 0 or -1 pass statuses on: a failure must not look like success there. */
 static void status_codes_are_distinct_and_only_ok_is_zero(void **state) {
     (void)state;
     static const int values[] = {

@@ -1,6 +1,6 @@
-/* Whole training steps, without any failure: in every scenario, on every kind of device, under
- * many schedules, each layer finds its parameters whole, every sharded gradient is the exact
- * mean, no buffer is used out of order, and nothing is left over. */
+/* Whole training steps without failures: every scenario, on every kind of device, under many
+ * schedules. Each layer reads complete parameters, every sharded gradient is the exact mean, no
+ * buffer is used out of order, and nothing leaks. */
 #include "sim_model.h"
 
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-/* Moving memory as plans say: the same bytes by kernels and by torch's copies, and no transfer that
- * does not fit its buffer. */
+/* Memory transfers of a plan: kernels and torch's copies write the same bytes, and a transfer that
+ * exceeds its buffer is refused. */
 #include "core/transfer.h"
 
 #include <string.h>
@@ -8,7 +8,7 @@
 
 enum { INT64 = 4 };
 
-/* Rank 1 of two, with a matrix of 3 rows (one of ours is padding) and a vector. */
+/* Rank 1 of two, with a matrix of 3 rows (one of this rank's is padding) and a vector. */
 typedef struct fixture {
     fc_param matrix;
     fc_param vector;
@@ -135,7 +135,7 @@ static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
     }
 }
 
-/* Of a matrix that is cut into columns. */
+/* The matrix is sharded on dim 1. */
 static void pack_gradients_of_other_dim_distributes_by_block(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
@@ -164,7 +164,7 @@ static void pack_gradients_of_other_dim_distributes_by_block(void **state) {
     }
 }
 
-/* The casts are the transfer's: the plan and the gradient in it stay as they are. */
+/* The casts are temporary: the plan and its gradient stay unchanged. */
 static void cast_without_kernel_uses_torch(void **state) {
     (void)state;
     fixture f;
@@ -204,7 +204,7 @@ static void transfer_to_small_buffer_fails_and_writes_nothing(void **state) {
     fct_tensor *whole = buffer_of(FCK_FLOAT32, 12);
     const int64_t eleven[1] = {11};
     const int64_t stride[1] = {1};
-    fct_tensor *part = sim_tensor_view(whole, 1, eleven, stride); /* whose storage has room */
+    fct_tensor *part = sim_tensor_view(whole, 1, eleven, stride); /* the storage is larger */
     assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 1, &f.err),
                      FC_EASSERT);
     assert_non_null(strstr(f.err.message, "does not fit its buffer"));

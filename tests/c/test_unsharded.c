@@ -1,4 +1,5 @@
-/* Unsharded parameters by themselves: memory, the objects over it, and what is known of them. */
+/* Unsharded parameters without their group: memory, parameter objects over it, and
+ * requires_grad. */
 #include "core/unsharded.h"
 
 #include <string.h>
@@ -10,7 +11,7 @@ static sim_group *group;
 static fc_members *members;
 static fc_gather_plan plan;
 
-/* Of this many ranks the last: a matrix of 5 rows and a vector. */
+/* The last of `world` ranks: a matrix of 5 rows and a vector. */
 static void begin(int64_t world) {
     sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 2};
     s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};
@@ -87,7 +88,7 @@ static void unsharded_alias_on_one_rank_shares_shards(void **state) {
     assert_int_equal(fc_unsharded_alias(members, &all), FC_OK);
     assert_true(all);
     assert_int_equal(sim_live_bytes(), before);
-    fc_unsharded_free(members); /* not the shards */
+    fc_unsharded_free(members); /* must not free the shards */
     assert_true(sim_tensor_has_memory(members->params[0]->flat));
     members->params[1]->param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_unsharded_alias(members, &all), FC_OK);

@@ -31,8 +31,8 @@ typedef enum {
     cudaErrorLaunchFailure = 719
 } cudaError_t;
 
-/* What a test sets and reads: an asynchronous error of an earlier operation, which every call
- * returns from then on; whether launches are refused; how many errors cudaGetLastError() took. */
+/* Test controls: an asynchronous error of an earlier operation, which every later call returns;
+ * whether launches are refused; the number of errors that cudaGetLastError() returned. */
 extern "C" {
 inline int fake_cuda_failed = cudaSuccess;
 inline int fake_cuda_refuses = 0;
@@ -42,7 +42,7 @@ inline int fake_cuda_taken = 0;
 static dim3 blockIdx;
 static dim3 threadIdx;
 
-/* An empty or oversized grid is refused as the driver would refuse it. */
+/* Refuses an empty or oversized grid, as the driver does. */
 template <class Arguments>
 cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, void **arguments,
                              size_t, cudaStream_t) {
