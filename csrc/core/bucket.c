@@ -186,7 +186,7 @@ fc_status fc_bucket_check(const fc_buckets *b) {
         return fc_error_set(error, FC_ESTATE, "%zu parameters are in no bucket", end);
     }
     if (b->mode == FC_BUCKETS_EAGER && b->next > b->count) {
-        return fc_error_set(error, FC_ESTATE, "bucket %zu of %zu is next", b->next, b->count);
+        return fc_error_set(error, FC_ESTATE, "the next bucket is %zu of %zu", b->next, b->count);
     }
     return FC_OK;
 }

@@ -230,11 +230,13 @@ fc_status fc_comm_release_rows(fc_comm *c) {
 
 fc_status fc_comm_check(fc_comm *c) {
     if ((c->kept.buffer == NULL) != (c->kept.copied == NULL)) {
-        return fc_error_set(&c->error, FC_ESTATE, "a kept gather buffer and its event part");
+        return fc_error_set(
+            &c->error, FC_ESTATE,
+            "a gather buffer is kept without its event, or an event without its buffer");
     }
     if (c->events_out > 0 && !c->has_streams) {
-        return fc_error_set(&c->error, FC_ESTATE, "%zu events are out without streams",
-                            c->events_out);
+        return fc_error_set(&c->error, FC_ESTATE,
+                            "%zu events are in use on a device without streams", c->events_out);
     }
     if ((c->oldest == NULL) != (c->newest == NULL) || (c->oldest == NULL) != (c->reductions == 0)) {
         return fc_error_set(&c->error, FC_ESTATE, "%zu reductions were counted in a list that %s",

@@ -548,7 +548,8 @@ fc_status fc_reduce_check(const fc_reducer *d) {
                             d->plan.count);
     }
     if (d->reduced != NULL && !c->has_streams) {
-        return fc_error_set(&c->error, FC_ESTATE, "an event without streams");
+        return fc_error_set(&c->error, FC_ESTATE,
+                            "a reduction has an event on a device without streams");
     }
     return FC_OK;
 }

@@ -38,7 +38,7 @@ static void check_status(sim_model *m, const sim_breakage *b, fc_status status) 
     }
 }
 
-static void check_at_rest(sim_model *m) {
+static void check_reset_state(sim_model *m) {
     sim_model_check(m, "after the reset");
     for (size_t i = 0; i < m->layer_count; i++) {
         for (size_t k = 0; k < m->layers[i].group_count; k++) {
@@ -68,7 +68,7 @@ static void recover(sim_model *m, const sim_breakage *b) {
     }
     sim_model_forget_step(m);
     sim_model_zero_grad(m);
-    check_at_rest(m);
+    check_reset_state(m);
 }
 
 /* Checks the state after the failed step, recovers and repeats the step. */
@@ -119,7 +119,7 @@ static int broken_run(const sim_scenario *s, const char *device, const sim_break
     return broken;
 }
 
-static int64_t setting(const char *name, int64_t standard) {
+static int64_t read_env_number(const char *name, int64_t standard) {
     const char *value = getenv(name);
     return value != NULL ? strtoll(value, NULL, 0) : standard;
 }
@@ -136,8 +136,8 @@ static int64_t first_of(const char *scenario, const char *device, int64_t stride
 
 void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b, int steps) {
     const char *only_scenario = getenv("SWEEP_SCENARIO");
-    int64_t first_seed = setting("SWEEP_SEED", 1);
-    int64_t only_call = setting("SWEEP_CALL", 0);
+    int64_t first_seed = read_env_number("SWEEP_SEED", 1);
+    int64_t only_call = read_env_number("SWEEP_CALL", 0);
     sim_scenario s = *scenario;
     if (only_scenario != NULL && strcmp(only_scenario, s.name) != 0) {
         return;

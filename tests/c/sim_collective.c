@@ -51,7 +51,7 @@ void sim_groups_end(void) {
 /* All groups of a test share one stream, as the groups of one mesh share one communicator. */
 void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn row, void *context) {
     if (group_count == GROUPS_MAX) {
-        fail_msg("the simulation has no room for another process group");
+        fail_msg("the simulation supports no further process group");
     }
     groups[group_count++] = (fct_pg){.name = name,
                                      .world = world,
@@ -119,7 +119,7 @@ static void check_memory(const fct_pg *pg, const fct_tensor *row, bool whole, co
         return;
     }
     if (block == NULL || !block->of_group) {
-        sim_fail("%s of %s over memory that no group has given", what, pg->name);
+        sim_fail("%s of %s in memory that is not from a process group's allocator", what, pg->name);
     } else if (whole && facts.storage_bytes != facts.numel * facts.itemsize) {
         sim_fail("%s of %s over a part of %lld bytes", what, pg->name,
                  (long long)facts.storage_bytes);
@@ -426,7 +426,7 @@ static reducing *reducing_new(const fct_pg *pg, fct_reduce_op op, double factor)
     r->step = pg->step;
     r->scale = op == FCT_AVG ? 1.0 / (double)pg->world : (op == FCT_PREMUL_SUM ? factor : 1.0);
     if (op == FCT_PREMUL_SUM && !sim_now.premul) {
-        sim_fail("the backend does not know PREMUL_SUM");
+        sim_fail("the backend does not support PREMUL_SUM");
     }
     return r;
 }

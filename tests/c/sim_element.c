@@ -28,7 +28,7 @@ int64_t sim_itemsize(fct_dtype dtype) {
     case 4: /* int64 */
         return 8;
     default:
-        fail_msg("the simulation does not know dtype %d", (int)dtype);
+        fail_msg("the simulation does not support dtype %d", (int)dtype);
         return 0;
     }
 }

@@ -34,8 +34,8 @@ static int shard_on_device(sim_param *p, fct_tensor **shard) {
 }
 
 /* New, `numel` elements: `from`, if there is one, cast and divided. */
-static int copy_of(const fct_tensor *from, int64_t numel, fct_dtype dtype, double divisor,
-                   fct_tensor **out) {
+static int new_copy(const fct_tensor *from, int64_t numel, fct_dtype dtype, double divisor,
+                    fct_tensor **out) {
     if (fct_tensor_empty(numel, dtype, sim_device(), out) != 0) {
         return -1;
     }
@@ -61,10 +61,10 @@ fc_status sim_extend_inputs(void *owner) {
     p->hooked_gathers++;
     sim_log("inputs:%s", p->name);
     if (shard_on_device(p, &shard) == 0 &&
-        copy_of(shard, sim_tensor_numel(shard), sim_compute_dtype(p), 2.0, &inputs[0]) == 0 &&
-        copy_of(inputs[0], sim_tensor_numel(shard), second_dtype(p), 1.0, &inputs[1]) == 0 &&
-        (count < 3 || copy_of(NULL, (int64_t)(2 + 2 * (p->hooked_gathers % 3)), FCK_FLOAT64, 1.0,
-                              &inputs[2]) == 0)) {
+        new_copy(shard, sim_tensor_numel(shard), sim_compute_dtype(p), 2.0, &inputs[0]) == 0 &&
+        new_copy(inputs[0], sim_tensor_numel(shard), second_dtype(p), 1.0, &inputs[1]) == 0 &&
+        (count < 3 || new_copy(NULL, (int64_t)(2 + 2 * (p->hooked_gathers % 3)), FCK_FLOAT64, 1.0,
+                               &inputs[2]) == 0)) {
         status = fc_extension_set_inputs(&p->core.extension, inputs, count);
     }
     fct_tensor_release(shard);
@@ -77,17 +77,17 @@ fc_status sim_extend_inputs(void *owner) {
 /* ---- the unsharded parameter ---- */
 
 /* The first elements of an output: the parameter without what pads its end. */
-static int whole_of(const sim_param *p, size_t output, fct_tensor **whole) {
+static int first_elements(const sim_param *p, size_t output, fct_tensor **whole) {
     const int64_t stride[1] = {1};
     return fct_tensor_alias(p->core.extension.outputs[output].tensor, 1, &p->numel, stride, 0,
                             whole);
 }
 
 /* target (1-D) = first output + second. */
-static int add_up(const sim_param *p, fct_tensor *target) {
+static int sum_outputs(const sim_param *p, fct_tensor *target) {
     fct_tensor *parts[2] = {NULL, NULL};
     int failed = -1;
-    if (whole_of(p, 0, &parts[0]) == 0 && whole_of(p, 1, &parts[1]) == 0 &&
+    if (first_elements(p, 0, &parts[0]) == 0 && first_elements(p, 1, &parts[1]) == 0 &&
         fct_tensor_copy(target, parts[0]) == 0 && fct_tensor_add(target, parts[1]) == 0) {
         failed = 0;
     }
@@ -107,7 +107,7 @@ static void check_outputs(const sim_param *p) {
             sim_fail("output %zu of %s has another size than its inputs", i, p->name);
         }
         if (e->inputs[i].tensor != NULL) {
-            sim_fail("input %zu of %s was not let go", i, p->name);
+            sim_fail("input %zu of %s was not released", i, p->name);
         }
     }
 }
@@ -118,7 +118,7 @@ static fc_status make_first(sim_param *p) {
     fct_tensor *made = NULL;
     fc_status status = FC_ERAISED;
     if (fct_tensor_empty(p->numel, sim_compute_dtype(p), sim_device(), &inner) == 0 &&
-        add_up(p, inner) == 0 && sim_whole_tensor(p, inner, &made) == 0 &&
+        sum_outputs(p, inner) == 0 && sim_whole_tensor(p, inner, &made) == 0 &&
         fct_tensor_set_requires_grad(made, fct_tensor_requires_grad(p->sharded)) == 0) {
         status = fc_extension_set_inner(&p->core.extension, &inner, 1);
     }
@@ -143,7 +143,7 @@ fc_status sim_extend_unsharded(void *owner) {
     if (p->core.unsharded == NULL) {
         return make_first(p);
     }
-    return add_up(p, p->core.extension.inner[0].tensor) == 0 ? FC_OK : FC_ERAISED;
+    return sum_outputs(p, p->core.extension.inner[0].tensor) == 0 ? FC_OK : FC_ERAISED;
 }
 
 /* ---- what others send ---- */

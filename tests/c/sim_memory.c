@@ -174,7 +174,7 @@ static void check_pool(int stream, const sim_clock *now) {
 
 /* Returns the pool's most recently freed block that is large enough. In host memory it must have no
  * use left, as in torch's allocator of pinned memory. */
-static sim_block *reuse(int stream, size_t bytes, const sim_clock *host) {
+static sim_block *find_reusable_block(int stream, size_t bytes, const sim_clock *host) {
     sim_block *best = NULL;
     for (size_t i = 0; i < block_count; i++) {
         sim_block *block = blocks[i];
@@ -187,9 +187,9 @@ static sim_block *reuse(int stream, size_t bytes, const sim_clock *host) {
     return best;
 }
 
-static sim_block *make(int stream, size_t bytes) {
+static sim_block *make_block(int stream, size_t bytes) {
     if (block_count == BLOCKS_MAX) {
-        fail_msg("the simulation has no room for another block");
+        fail_msg("the simulation supports no further block");
     }
     size_t grains = (bytes + GRAIN - 1) / GRAIN;
     sim_block *block = grains < SPARE_CLASSES ? spare[grains] : NULL;
@@ -225,9 +225,9 @@ sim_block *sim_block_alloc(size_t bytes, bool of_host) {
     if (!of_host) {
         check_pool(stream, &now);
     }
-    sim_block *block = reuse(stream, bytes, of_host ? &now : NULL);
+    sim_block *block = find_reusable_block(stream, bytes, of_host ? &now : NULL);
     if (block == NULL) {
-        block = make(stream, bytes);
+        block = make_block(stream, bytes);
     }
     block->live = true;
     block->of_host = of_host;

@@ -436,7 +436,7 @@ void sim_model_check_shards(sim_model *m) {
     each_param(m, check_shard);
 }
 
-static void forget(sim_model *m, sim_group *g, sim_param *p) {
+static void clear_expected_gradient(sim_model *m, sim_group *g, sim_param *p) {
     (void)m;
     (void)g;
     memset(p->gradient, 0, (size_t)p->numel * sizeof *p->gradient);
@@ -447,7 +447,7 @@ void sim_model_forget_step(sim_model *m) {
     sim_set_in_backward(false);
     sim_drop_at_end();
     m->tape_length = 0;
-    each_param(m, forget);
+    each_param(m, clear_expected_gradient);
 }
 
 static void zero_grad(sim_model *m, sim_group *g, sim_param *p) {
@@ -470,8 +470,7 @@ static void optimize(sim_model *m, sim_group *g, sim_param *p) {
     (void)g;
     bool expected = !p->shape.frozen && (p->contributions > 0 || s->reduce_unused);
     if ((grad != NULL) != expected) {
-        sim_fail("%s has %s", p->name,
-                 grad != NULL ? "a gradient that nobody gave it" : "no gradient");
+        sim_fail("%s has %s", p->name, grad != NULL ? "an unexpected gradient" : "no gradient");
     }
     if (grad == NULL || !expected) {
         return;
@@ -505,7 +504,7 @@ static void optimize(sim_model *m, sim_group *g, sim_param *p) {
 void sim_model_optimize(sim_model *m) {
     each_param(m, optimize);
     sim_model_zero_grad(m);
-    each_param(m, forget);
+    each_param(m, clear_expected_gradient);
 }
 
 static double digest;

@@ -45,7 +45,7 @@ static sim_clock host; /* ends that the host has observed */
 static bool stalled;
 static int host_lane; /* 0: the host has not computed yet */
 
-static void join(sim_clock *into, const sim_clock *other) {
+static void join_clock(sim_clock *into, const sim_clock *other) {
     for (int s = 0; s < sim_stream_count; s++) {
         into->at[s] = into->at[s] > other->at[s] ? into->at[s] : other->at[s];
     }
@@ -62,7 +62,7 @@ void sim_streams_begin(void) {
 
 int sim_stream_reserve(bool collective) {
     if (sim_stream_count == SIM_STREAMS_MAX) {
-        fail_msg("the simulation has no room for another stream");
+        fail_msg("the simulation supports no further stream");
     }
     streams[sim_stream_count].collective = collective;
     return sim_stream_count++;
@@ -81,7 +81,7 @@ int sim_stream_current(void) {
 
 sim_clock sim_clock_of(int s) {
     sim_clock clock = streams[s].clock;
-    join(&clock, &host);
+    join_clock(&clock, &host);
     return clock;
 }
 
@@ -96,7 +96,7 @@ bool sim_point_passed(const sim_point *point) {
 }
 
 void sim_host_saw(const sim_point *point) {
-    join(&host, &point->clock);
+    join_clock(&host, &point->clock);
 }
 
 static bool may_run(const stream *s) {
@@ -116,7 +116,7 @@ static void run_first(stream *s) {
     if (op->held[0] != NULL || op->held[1] != NULL) {
         /* The backend releases the memory only after it has observed the end of its operation. */
         if (sim_now.streams) {
-            join(&host, &op->end.clock);
+            join_clock(&host, &op->end.clock);
         }
         fct_tensor_release(op->held[0]);
         fct_tensor_release(op->held[1]);
@@ -168,9 +168,9 @@ void sim_drain(void) {
         }
     }
     for (int i = 0; i < sim_stream_count; i++) {
-        join(&host, &streams[i].clock);
+        join_clock(&host, &streams[i].clock);
     }
-    join(&streams[0].clock, &host);
+    join_clock(&streams[0].clock, &host);
 }
 
 void sim_streams_end(void) {
@@ -186,7 +186,7 @@ void sim_collectives_stall(bool stall) {
 static queued *append(int index, const sim_op *op) {
     stream *s = &streams[index];
     queued *q = (queued *)sim_scratch(sizeof *q);
-    join(&s->clock, &host);
+    join_clock(&s->clock, &host);
     s->clock.at[index] = ++s->issued;
     for (size_t i = 0; i < op->use_count; i++) {
         if (op->uses[i].block->of_host != (index != 0 && index == host_lane) && !op->crosses) {
@@ -212,7 +212,7 @@ static queued *append(int index, const sim_op *op) {
 /* Stream 0 of a device without streams is the host, which does not queue. The host's lane of a
  * device with streams does not queue either. Everything queued later is ordered after its
  * operations. */
-static void settle(int index) {
+static void run_host_operations(int index) {
     if (index != 0 && index == host_lane) {
         sim_host_waits(&streams[index].last->end);
     }
@@ -226,16 +226,16 @@ void sim_stream_push(int index, const sim_op *op, sim_point *point) {
     if (point != NULL) {
         *point = q->end;
     }
-    settle(index);
+    run_host_operations(index);
 }
 
 void sim_stream_wait(int index, const sim_point *point) {
     const sim_op nothing = {.what = "a wait"};
-    join(&streams[index].clock, &point->clock);
+    join_clock(&streams[index].clock, &point->clock);
     queued *q = append(index, &nothing);
     q->waits = true;
     q->wait = *point;
-    settle(index);
+    run_host_operations(index);
 }
 
 /* ---- the boundary ---- */

@@ -289,7 +289,7 @@ void sim_model_set_sync(sim_model *m, sim_sync sync) {
     }
 }
 
-static fc_status batch(sim_model *m, sim_sync sync) {
+static fc_status run_microbatch(sim_model *m, sim_sync sync) {
     fc_status status = FC_OK;
     size_t forwards = m->scenario.forwards > 0 ? m->scenario.forwards : 1;
     sim_model_set_sync(m, sync);
@@ -308,12 +308,12 @@ fc_status sim_model_step(sim_model *m) {
     m->backwards = 0;
     for (size_t i = 0; i < repeats; i++) {
         for (size_t b = 0; b < m->scenario.unsynced; b++) {
-            FC_TRY(batch(m, SIM_NO_SYNC));
+            FC_TRY(run_microbatch(m, SIM_NO_SYNC));
         }
         for (size_t b = 0; b < m->scenario.unreplicated; b++) {
-            FC_TRY(batch(m, SIM_SCATTER_ONLY));
+            FC_TRY(run_microbatch(m, SIM_SCATTER_ONLY));
         }
-        FC_TRY(batch(m, SIM_SYNC));
+        FC_TRY(run_microbatch(m, SIM_SYNC));
     }
 done:
     return status;

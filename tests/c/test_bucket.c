@@ -34,7 +34,7 @@ static fc_group *core(sim_model *m) {
 }
 
 /* Runs a forward and starts a backward, up to the root's output. */
-static void reach(sim_model *m) {
+static void start_backward(sim_model *m) {
     const fct_hook hook = {m, at_end, count_nothing, count_nothing};
     assert_int_equal(sim_model_forward(m, true), FC_OK);
     m->tape_length = 0;
@@ -47,13 +47,13 @@ static sim_model *begin(const sim_scenario *scenario) {
     s.device.seed = 7; /* no collective completes at once */
     sim_begin(s.device);
     sim_model *m = sim_model_new(&s);
-    reach(m);
+    start_backward(m);
     sim_log_clear();
     return m;
 }
 
 /* Ends the backward. */
-static void rest(sim_model *m) {
+static void finish_backward(sim_model *m) {
     assert_int_equal(fc_iteration_end_backward(&m->iteration, &m->comm), FC_OK);
     sim_set_in_backward(false);
     sim_drop_at_end();
@@ -66,7 +66,7 @@ static void end(sim_model *m) {
 }
 
 /* Accumulates a gradient into the i-th parameter, as autograd does. */
-static void arrive(sim_model *m, size_t i, double value) {
+static void accumulate_gradient(sim_model *m, size_t i, double value) {
     const double values[4] = {value, value, value, value};
     sim_param *p = &m->layers[0].groups[0].params[i];
     sim_grad_accumulate(p->core.unsharded, sim_tensor_new(FCK_FLOAT32, 1, p->shape.sizes, values));
@@ -74,7 +74,7 @@ static void arrive(sim_model *m, size_t i, double value) {
 }
 
 /* Returns the number of all-reduces since the start of the backward. */
-static size_t issued(void) {
+static size_t count_all_reduces(void) {
     size_t count = 0;
     for (const char *at = sim_log_text(); (at = strstr(at, "all-reduce:")) != NULL; at++) {
         count++;
@@ -92,7 +92,7 @@ static void expect_grad(sim_model *m, size_t i, double value) {
 /* ---- cut ---- */
 
 /* Expects buckets with these first parameters, from the last parameter to the first. */
-static void cut_as(sim_scenario scenario, size_t count, const size_t *firsts) {
+static void expect_buckets(sim_scenario scenario, size_t count, const size_t *firsts) {
     sim_begin(scenario.device);
     sim_model *m = sim_model_new(&scenario);
     assert_int_equal(fc_bucket_cut(&core(m)->buckets), FC_OK);
@@ -107,33 +107,33 @@ static void cut_as(sim_scenario scenario, size_t count, const size_t *firsts) {
 static void buckets_are_cut_from_last_parameter_to_first_at_limit(void **state) {
     (void)state;
     sim_scenario s = replicated;
-    cut_as(s, 2, (const size_t[]){2, 0});
+    expect_buckets(s, 2, (const size_t[]){2, 0});
     s.bucket_bytes = 33;
-    cut_as(s, 2, (const size_t[]){1, 0});
+    expect_buckets(s, 2, (const size_t[]){1, 0});
     s.bucket_bytes = 1;
-    cut_as(s, 4, (const size_t[]){3, 2, 1, 0});
+    expect_buckets(s, 4, (const size_t[]){3, 2, 1, 0});
     s.bucket_bytes = 64;
-    cut_as(s, 1, (const size_t[]){0});
+    expect_buckets(s, 1, (const size_t[]){0});
     s.bucket_bytes = 1000;
-    cut_as(s, 1, (const size_t[]){0});
+    expect_buckets(s, 1, (const size_t[]){0});
 }
 
 static void bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype(void **state) {
     (void)state;
     sim_scenario s = replicated;
     s.shapes[2].frozen = true;
-    cut_as(s, 2, (const size_t[]){1, 0});
+    expect_buckets(s, 2, (const size_t[]){1, 0});
     s.shapes[0].frozen = true; /* joins the bucket before it */
-    cut_as(s, 1, (const size_t[]){0});
+    expect_buckets(s, 1, (const size_t[]){0});
     s.shapes[3].frozen = true;
-    cut_as(s, 1, (const size_t[]){0});
+    expect_buckets(s, 1, (const size_t[]){0});
     s = replicated;
     for (size_t i = 0; i < 4; i++) {
         s.shapes[i].compute = FCK_BFLOAT16;
     }
-    cut_as(s, 1, (const size_t[]){0});
+    expect_buckets(s, 1, (const size_t[]){0});
     s.reduce_dtype = FCK_FLOAT32;
-    cut_as(s, 2, (const size_t[]){2, 0});
+    expect_buckets(s, 2, (const size_t[]){2, 0});
 }
 
 /* ---- backward ---- */
@@ -141,15 +141,15 @@ static void bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype(void **
 static void bucket_is_reduced_when_its_last_gradient_arrives(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
-    arrive(m, 3, 2.0);
-    assert_int_equal(issued(), 0);
-    arrive(m, 2, 4.0);
-    assert_int_equal(issued(), 1);
-    arrive(m, 1, 6.0);
-    arrive(m, 0, 8.0);
-    assert_int_equal(issued(), 2);
-    rest(m);
-    assert_int_equal(issued(), 2);
+    accumulate_gradient(m, 3, 2.0);
+    assert_int_equal(count_all_reduces(), 0);
+    accumulate_gradient(m, 2, 4.0);
+    assert_int_equal(count_all_reduces(), 1);
+    accumulate_gradient(m, 1, 6.0);
+    accumulate_gradient(m, 0, 8.0);
+    assert_int_equal(count_all_reduces(), 2);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 2);
     for (size_t i = 0; i < 4; i++) {
         expect_grad(m, i, 1.5 * (8.0 - 2.0 * (double)i));
     }
@@ -160,16 +160,16 @@ static void bucket_reductions_follow_parameter_order_in_any_autograd_order(void 
     (void)state;
     sim_model *m = begin(&replicated);
     sim_collectives_stall(true);
-    arrive(m, 0, 2.0);
-    arrive(m, 1, 2.0);
-    arrive(m, 2, 2.0);
-    assert_int_equal(issued(), 0); /* the bucket of parameters 2 and 3 must be first */
-    arrive(m, 3, 4.0);
-    assert_int_equal(issued(), 2);
+    accumulate_gradient(m, 0, 2.0);
+    accumulate_gradient(m, 1, 2.0);
+    accumulate_gradient(m, 2, 2.0);
+    assert_int_equal(count_all_reduces(), 0); /* the bucket of parameters 2 and 3 must be first */
+    accumulate_gradient(m, 3, 4.0);
+    assert_int_equal(count_all_reduces(), 2);
     assert_int_equal(fc_reduction_recycle(&m->comm, 1), FC_OK);
     expect_grad(m, 3, 6.0);
     assert_null(sim_grad_peek(m->layers[0].groups[0].params[0].sharded));
-    rest(m);
+    finish_backward(m);
     expect_grad(m, 0, 3.0);
     end(m);
 }
@@ -177,12 +177,12 @@ static void bucket_reductions_follow_parameter_order_in_any_autograd_order(void 
 static void bucket_with_missing_gradient_is_reduced_at_end_of_backward(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
-    arrive(m, 3, 2.0);
-    arrive(m, 1, 2.0);
-    arrive(m, 0, 2.0);
-    assert_int_equal(issued(), 0);
-    rest(m);
-    assert_int_equal(issued(), 2);
+    accumulate_gradient(m, 3, 2.0);
+    accumulate_gradient(m, 1, 2.0);
+    accumulate_gradient(m, 0, 2.0);
+    assert_int_equal(count_all_reduces(), 0);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 2);
     assert_null(sim_grad_peek(m->layers[0].groups[0].params[2].sharded));
     expect_grad(m, 3, 3.0);
     expect_grad(m, 0, 3.0);
@@ -194,91 +194,91 @@ static void bucket_without_gradients_is_not_reduced(void **state) {
     sim_scenario s = replicated;
     s.bucket_bytes = 16;
     sim_model *m = begin(&s);
-    arrive(m, 3, 2.0);
-    arrive(m, 0, 2.0);
-    rest(m);
-    assert_int_equal(issued(), 2);
+    accumulate_gradient(m, 3, 2.0);
+    accumulate_gradient(m, 0, 2.0);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 2);
     end(m);
 }
 
 static void second_gradient_after_reduction_is_reduced_alone_and_ends_eager_mode(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
-    arrive(m, 3, 2.0);
-    arrive(m, 2, 2.0);
-    arrive(m, 3, 6.0);
-    arrive(m, 1, 2.0);
-    arrive(m, 0, 2.0);
-    assert_int_equal(issued(), 1);
-    rest(m);
-    assert_int_equal(issued(), 3);
+    accumulate_gradient(m, 3, 2.0);
+    accumulate_gradient(m, 2, 2.0);
+    accumulate_gradient(m, 3, 6.0);
+    accumulate_gradient(m, 1, 2.0);
+    accumulate_gradient(m, 0, 2.0);
+    assert_int_equal(count_all_reduces(), 1);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 3);
     expect_grad(m, 3, 3.0 + 9.0);
     expect_grad(m, 2, 3.0);
     sim_model_zero_grad(m);
-    reach(m); /* this and later backwards reduce at the end */
+    start_backward(m); /* this and later backwards reduce at the end */
     for (size_t i = 0; i < 4; i++) {
-        arrive(m, i, 2.0);
+        accumulate_gradient(m, i, 2.0);
     }
-    assert_int_equal(issued(), 3);
-    rest(m);
-    assert_int_equal(issued(), 5);
+    assert_int_equal(count_all_reduces(), 3);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 5);
     end(m);
 }
 
 static void second_gradient_before_reduction_is_included(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
-    arrive(m, 3, 2.0);
-    arrive(m, 3, 6.0);
-    assert_int_equal(issued(), 0);
-    arrive(m, 2, 2.0);
-    assert_int_equal(issued(), 1);
+    accumulate_gradient(m, 3, 2.0);
+    accumulate_gradient(m, 3, 6.0);
+    assert_int_equal(count_all_reduces(), 0);
+    accumulate_gradient(m, 2, 2.0);
+    assert_int_equal(count_all_reduces(), 1);
     assert_int_equal(core(m)->buckets.mode, FC_BUCKETS_EAGER);
-    rest(m);
+    finish_backward(m);
     expect_grad(m, 3, 12.0);
     end(m);
 }
 
 /* ---- conditions that prevent early reductions ---- */
 
-static void nothing_is_early(const sim_scenario *scenario, void (*change)(fc_group *g),
-                             size_t collectives) {
+static void expect_no_early_reduction(const sim_scenario *scenario, void (*change)(fc_group *g),
+                                      size_t collectives) {
     sim_begin(scenario->device);
     sim_model *m = sim_model_new(scenario);
     if (change != NULL) {
         change(core(m));
     }
-    reach(m);
+    start_backward(m);
     sim_log_clear();
     for (size_t i = 4; i-- > 0;) {
-        arrive(m, i, 2.0);
+        accumulate_gradient(m, i, 2.0);
     }
-    assert_int_equal(issued(), 0);
-    rest(m);
-    assert_int_equal(issued(), collectives);
+    assert_int_equal(count_all_reduces(), 0);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), collectives);
     end(m);
 }
 
-static void hook(fc_group *g) {
+static void set_reduce_hook(fc_group *g) {
     g->reducer.has_hook = true;
 }
 
-static void no_sync(fc_group *g) {
+static void disable_reduction(fc_group *g) {
     g->settings.reduce_grads = false;
 }
 
-static void unused(fc_group *g) {
+static void enable_reduce_unused(fc_group *g) {
     g->reducer.reduce_unused = true;
 }
 
 static void buckets_are_reduced_at_end_if_other_collectives_may_interleave(void **state) {
     (void)state;
     sim_scenario s = replicated;
-    nothing_is_early(&s, unused, 2);
-    nothing_is_early(&s, hook, 1); /* the hook requires the whole row */
-    nothing_is_early(&s, no_sync, 0);
+    expect_no_early_reduction(&s, enable_reduce_unused, 2);
+    expect_no_early_reduction(&s, set_reduce_hook, 1); /* the hook requires the whole row */
+    expect_no_early_reduction(&s, disable_reduction, 0);
     s.layers = 1;
-    nothing_is_early(&s, NULL, 2);
+    expect_no_early_reduction(&s, NULL, 2);
 }
 
 static void single_bucket_registers_no_notifications(void **state) {
@@ -288,10 +288,10 @@ static void single_bucket_registers_no_notifications(void **state) {
     sim_model *m = begin(&s);
     assert_int_equal(sim_count_alive().hooks, 1); /* the callback for the end of backward */
     for (size_t i = 0; i < 4; i++) {
-        arrive(m, i, 2.0);
+        accumulate_gradient(m, i, 2.0);
     }
-    rest(m);
-    assert_int_equal(issued(), 1);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 1);
     end(m);
 }
 
@@ -299,20 +299,20 @@ static void reset_discards_reduced_bucket(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     sim_collectives_stall(true);
-    arrive(m, 3, 2.0);
-    arrive(m, 2, 2.0);
-    arrive(m, 1, 2.0);
+    accumulate_gradient(m, 3, 2.0);
+    accumulate_gradient(m, 2, 2.0);
+    accumulate_gradient(m, 1, 2.0);
     sim_set_in_backward(false);
     sim_drop_at_end();
     assert_int_equal(fc_state_reset(&m->layers[0].core), FC_OK);
     sim_collectives_stall(false);
     sim_log_clear();
-    reach(m);
+    start_backward(m);
     for (size_t i = 4; i-- > 0;) {
-        arrive(m, i, 4.0);
+        accumulate_gradient(m, i, 4.0);
     }
-    assert_int_equal(issued(), 2);
-    rest(m);
+    assert_int_equal(count_all_reduces(), 2);
+    finish_backward(m);
     for (size_t i = 0; i < 4; i++) {
         expect_grad(m, i, 6.0);
     }

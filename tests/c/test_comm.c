@@ -36,7 +36,7 @@ typedef struct flight {
     fct_work *work;
 } flight;
 
-static flight take_off(void) {
+static flight start_reduce_scatter(void) {
     flight f = {NULL, vector_of(1.0), NULL, NULL};
     const int64_t four[1] = {4};
     sim_collectives_stall(true);
@@ -54,7 +54,7 @@ static flight take_off(void) {
 static void parked_buffers_are_held_until_work_completes(void **state) {
     (void)state;
     fc_comm c = begin(false);
-    flight f = take_off();
+    flight f = start_reduce_scatter();
     fc_comm_park(&c, f.work, f.in, f.out);
     fc_comm_reap(&c);
     assert_non_null(c.parked);
@@ -69,7 +69,7 @@ static void parked_buffers_are_held_until_work_completes(void **state) {
 static void completed_work_is_not_parked(void **state) {
     (void)state;
     fc_comm c = begin(false);
-    flight f = take_off();
+    flight f = start_reduce_scatter();
     sim_drain();
     fc_comm_park(&c, f.work, f.in, f.out);
     assert_null(c.parked);
@@ -83,7 +83,7 @@ static void completed_work_is_not_parked(void **state) {
 static void park_without_memory_relies_on_backend_references(void **state) {
     (void)state;
     fc_comm c = begin(false);
-    flight f = take_off();
+    flight f = start_reduce_scatter();
     sim_fault_arm(1, SIM_ONCE);
     fc_comm_park(&c, f.work, f.in, f.out);
     assert_int_equal(sim_fault_fired(NULL), SIM_FAULT_MEMORY);
@@ -97,7 +97,7 @@ static void park_without_memory_relies_on_backend_references(void **state) {
 static void comm_fini_releases_parked_collectives(void **state) {
     (void)state;
     fc_comm c = begin(false);
-    flight f = take_off();
+    flight f = start_reduce_scatter();
     fc_comm_park(&c, f.work, f.in, f.out);
     end(&c); /* the backend completes the collective by itself */
 }
@@ -163,7 +163,7 @@ static void failed_record_returns_its_event(void **state) {
 /* ---- memory across streams ---- */
 
 /* The current stream writes a tensor, then the gather stream reads it. */
-static void read_elsewhere(const fc_comm *c, fct_tensor *t) {
+static void read_on_gather_stream(const fc_comm *c, fct_tensor *t) {
     fct_stream before = fct_stream_set_current(c->gather_stream);
     sim_tensor_touch(t, "a read on the gather stream");
     (void)fct_stream_set_current(before);
@@ -176,7 +176,7 @@ static void quiesce_orders_all_streams(void **state) {
         fct_tensor *t = vector_of(1.0);
         fct_stream current = fct_stream_current(sim_device());
         assert_int_equal(fc_comm_order_streams(&c, c.gather_stream, current), FC_OK);
-        read_elsewhere(&c, t);
+        read_on_gather_stream(&c, t);
         if (right) {
             assert_int_equal(fc_comm_quiesce(&c), FC_OK);
         }

@@ -8,7 +8,7 @@ typedef struct division {
     fc_divide divide;
 } division;
 
-static void divide_as(const division *cases, size_t count) {
+static void expect_divisions(const division *cases, size_t count) {
     for (size_t i = 0; i < count; i++) {
         const fc_divide found = fc_divide_split(&cases[i].rule);
         const fc_divide *wanted = &cases[i].divide;
@@ -25,7 +25,7 @@ static void divide_as(const division *cases, size_t count) {
 #define DIVIDE_AS(...)                                                                             \
     do {                                                                                           \
         const division cases[] = {__VA_ARGS__};                                                    \
-        divide_as(cases, sizeof cases / sizeof cases[0]);                                          \
+        expect_divisions(cases, sizeof cases / sizeof cases[0]);                                   \
     } while (0)
 
 static void wide_range_dtype_uses_backend_mean(void **state) {

@@ -16,19 +16,20 @@ static void dtype_has_torch_size_and_name(void **state) {
     assert_string_equal(fc_dtype_name(FCT_NO_DTYPE), "an unknown dtype");
 }
 
-static void wider_is(fct_dtype a, fct_dtype b, fct_dtype wanted) {
+static void expect_wider(fct_dtype a, fct_dtype b, fct_dtype wanted) {
     assert_int_equal(fc_dtype_wider(a, b), wanted);
     assert_int_equal(fc_dtype_wider(b, a), wanted);
 }
 
 static void wider_dtype_holds_values_of_both(void **state) {
     (void)state;
-    wider_is(FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32);
-    wider_is(FCK_FLOAT32, FCK_FLOAT64, FCK_FLOAT64);
-    wider_is(FCK_BFLOAT16, FCK_FLOAT32, FCK_FLOAT32);
-    wider_is(FCK_BFLOAT16, FCK_FLOAT16, FCK_FLOAT32); /* neither dtype holds the other's values */
-    wider_is(INT64, INT64, INT64);
-    wider_is(INT64, FCK_FLOAT64, FCT_NO_DTYPE);
+    expect_wider(FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32);
+    expect_wider(FCK_FLOAT32, FCK_FLOAT64, FCK_FLOAT64);
+    expect_wider(FCK_BFLOAT16, FCK_FLOAT32, FCK_FLOAT32);
+    expect_wider(FCK_BFLOAT16, FCK_FLOAT16,
+                 FCK_FLOAT32); /* neither dtype holds the other's values */
+    expect_wider(INT64, INT64, INT64);
+    expect_wider(INT64, FCK_FLOAT64, FCT_NO_DTYPE);
 }
 
 static void complex_dtype_is_as_wide_as_its_parts(void **state) {
@@ -38,10 +39,10 @@ static void complex_dtype_is_as_wide_as_its_parts(void **state) {
     assert_int_equal(fc_dtype_complex(FCK_FLOAT16), COMPLEX32);
     assert_int_equal(fc_dtype_complex(FCK_BFLOAT16), COMPLEX64); /* the next wider one */
     assert_int_equal(fc_dtype_complex(INT64), INT64);
-    wider_is(COMPLEX64, FCK_FLOAT32, COMPLEX64);
-    wider_is(COMPLEX64, FCK_FLOAT64, COMPLEX128);
-    wider_is(COMPLEX32, FCK_BFLOAT16, COMPLEX64);
-    wider_is(COMPLEX64, INT64, FCT_NO_DTYPE);
+    expect_wider(COMPLEX64, FCK_FLOAT32, COMPLEX64);
+    expect_wider(COMPLEX64, FCK_FLOAT64, COMPLEX128);
+    expect_wider(COMPLEX32, FCK_BFLOAT16, COMPLEX64);
+    expect_wider(COMPLEX64, INT64, FCT_NO_DTYPE);
 }
 
 int main(void) {

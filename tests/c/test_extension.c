@@ -14,7 +14,7 @@ static fct_tensor *vector(int64_t numel, fct_dtype dtype) {
 }
 
 /* Sets two inputs: 3 floats and `bytes` bytes. */
-static void give_inputs(int64_t bytes) {
+static void set_inputs(int64_t bytes) {
     fct_tensor *inputs[2] = {vector(3, FCK_FLOAT32), vector(bytes, FCK_UINT8)};
     assert_int_equal(fc_extension_set_inputs(&extension, inputs, 2), FC_OK);
     fct_tensor_release(inputs[0]);
@@ -39,7 +39,7 @@ static fc_status alloc(void) {
 static void drop_inputs_releases_tensors_and_keeps_sizes(void **state) {
     (void)state;
     begin();
-    give_inputs(5);
+    set_inputs(5);
     assert_int_equal(sim_tensor_refs(extension.inputs[0].tensor), 1);
     fc_extension_drop_inputs(&extension);
     assert_int_equal(sim_count_alive().tensors, 0);
@@ -52,7 +52,7 @@ static void drop_inputs_releases_tensors_and_keeps_sizes(void **state) {
 static void extension_outputs_have_memory_between_alloc_and_free(void **state) {
     (void)state;
     begin();
-    give_inputs(5);
+    set_inputs(5);
     fc_extension_drop_inputs(&extension);
     assert_int_equal(alloc(), FC_OK);
     const fct_tensor *first = extension.outputs[0].tensor;
@@ -95,11 +95,11 @@ static void inner_tensor_size_is_its_whole_storage(void **state) {
 static void outputs_are_replaced_if_input_sizes_change(void **state) {
     (void)state;
     begin();
-    give_inputs(5);
+    set_inputs(5);
     assert_int_equal(alloc(), FC_OK);
     const fct_tensor *first = extension.outputs[0].tensor;
     fc_extension_free(&extension);
-    give_inputs(6);
+    set_inputs(6);
     assert_int_equal(alloc(), FC_OK);
     assert_ptr_equal(extension.outputs[0].tensor, first);
     assert_int_equal(sim_tensor_numel(extension.outputs[1].tensor), 12);
@@ -124,18 +124,18 @@ static void output_shared_with_inner_tensor_is_not_replaced(void **state) {
     const int64_t two[1] = {2};
     const int64_t one[1] = {1};
     fct_tensor *view = NULL;
-    give_inputs(5);
+    set_inputs(5);
     assert_int_equal(alloc(), FC_OK);
     assert_int_equal(fct_tensor_alias(extension.outputs[1].tensor, 1, two, one, 0, &view), 0);
     fc_extension_free(&extension);
-    give_inputs(6);
+    set_inputs(6);
     assert_int_equal(alloc(), FC_ESTATE);
     assert_non_null(strstr(error.message, "parameter 'weight': fsdp_pre_all_gather returned"));
     fct_tensor *only[1] = {vector(3, FCK_FLOAT32)};
     assert_int_equal(fc_extension_set_inputs(&extension, only, 1), FC_OK);
     fct_tensor_release(only[0]);
     assert_int_equal(alloc(), FC_ESTATE);
-    give_inputs(5);
+    set_inputs(5);
     assert_int_equal(alloc(), FC_OK);
     fct_tensor_release(view);
     end();

@@ -24,8 +24,8 @@ static void begin(fixture *f) {
 }
 
 /* Adds a parameter of `rows` x `columns`, sharded on `dim`; its shard is first, first + 1, ... */
-static void add(fixture *f, int64_t rows, int64_t columns, int32_t dim, fct_dtype dtype,
-                fct_dtype compute, double first) {
+static void add_param(fixture *f, int64_t rows, int64_t columns, int32_t dim, fct_dtype dtype,
+                      fct_dtype compute, double first) {
     const int64_t sizes[2] = {rows, columns};
     double values[NUMEL_MAX];
     fc_param *p = &f->params[f->count];
@@ -42,7 +42,7 @@ static void add(fixture *f, int64_t rows, int64_t columns, int32_t dim, fct_dtyp
     f->list[f->count++] = p;
 }
 
-static void build(fixture *f) {
+static void build_plan(fixture *f) {
     assert_int_equal(
         fc_gather_plan_build(&f->plan, f->list, f->count, 2, false, sim_device(), &f->err), FC_OK);
     sim_calls_clear();
@@ -58,7 +58,7 @@ static void end(fixture *f) {
     sim_end();
 }
 
-static fct_tensor *filled(fct_dtype dtype, int64_t numel) {
+static fct_tensor *new_marked_tensor(fct_dtype dtype, int64_t numel) {
     double values[NUMEL_MAX];
     for (int i = 0; i < NUMEL_MAX; i++) {
         values[i] = 77;
@@ -78,10 +78,10 @@ static void pack_of_one_dtype_is_one_operation(void **state) {
     fixture f;
     const double row[8] = {77, 77, 77, 77, 1, 2, 10, 11};
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 10);
-    build(&f);
-    fct_tensor *buffer = filled(FCK_FLOAT32, 8);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 10);
+    build_plan(&f);
+    fct_tensor *buffer = new_marked_tensor(FCK_FLOAT32, 8);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 16, &f.err), FC_OK);
     expect_launches("fct_foreach_copy");
     sim_tensor_expect(buffer, row, "the gather buffer");
@@ -94,11 +94,11 @@ static void pack_with_casts_is_one_operation_per_dtype_pair(void **state) {
     fixture f;
     const double row[6] = {1, 2, 10, 11, 20, 21};
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
-    add(&f, 2, 2, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 20);
-    build(&f);
-    fct_tensor *buffer = filled(FCK_BFLOAT16, 6);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
+    add_param(&f, 2, 2, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 20);
+    build_plan(&f);
+    fct_tensor *buffer = new_marked_tensor(FCK_BFLOAT16, 6);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
     expect_launches("fct_foreach_copy fct_foreach_copy");
     sim_tensor_expect(buffer, row, "the gather buffer");
@@ -116,13 +116,13 @@ static void pack_into_byte_row_copies_uncast_shards_in_one_operation(void **stat
     const int64_t one[1] = {1};
     const int64_t two[1] = {2};
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
-    add(&f, 2, 1, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
-    add(&f, 2, 1, 0, FCK_FLOAT64, FCK_FLOAT32, 20);
-    build(&f);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
+    add_param(&f, 2, 1, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
+    add_param(&f, 2, 1, 0, FCK_FLOAT64, FCK_FLOAT32, 20);
+    build_plan(&f);
     assert_int_equal(f.plan.dtype, FCK_UINT8);
     assert_int_equal(f.plan.slots[2].offset, 10);
-    fct_tensor *buffer = filled(FCK_UINT8, 14);
+    fct_tensor *buffer = new_marked_tensor(FCK_UINT8, 14);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
     expect_launches("fct_tensor_cast fct_foreach_copy");
     assert_int_equal(fct_tensor_alias_as(buffer, FCK_FLOAT32, 1, two, one, 0, &floats), 0);
@@ -140,8 +140,8 @@ static void pack_on_one_rank_writes_flat_tensors_directly(void **state) {
     fixture f;
     fct_facts facts;
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
-    build(&f);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
+    build_plan(&f);
     assert_int_equal(fc_param_alloc_flat(f.list[0], sim_device(), &facts, &f.err), FC_OK);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, NULL, 0, &f.err), FC_OK);
     fct_tensor *shard = NULL;
@@ -157,7 +157,7 @@ static void pack_on_one_rank_writes_flat_tensors_directly(void **state) {
 
 static void unpack(fixture *f, const double *rows, int64_t numel) {
     fct_facts facts;
-    build(f);
+    build_plan(f);
     fct_tensor *buffer = sim_tensor_new(f->plan.dtype, 1, &numel, rows);
     for (size_t i = 0; i < f->count; i++) {
         assert_int_equal(fc_param_alloc_flat(f->list[i], sim_device(), &facts, &f->err), FC_OK);
@@ -173,8 +173,8 @@ static void unpack_of_dim_0_shards_is_one_split(void **state) {
     fixture f;
     const double rows[8] = {1, 2, 10, 11, 3, 4, 12, 13};
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     unpack(&f, rows, 8);
     expect_launches("fct_split_copy");
     sim_tensor_expect(f.params[0].flat, (const double[4]){1, 2, 3, 4}, "the matrix");
@@ -188,8 +188,8 @@ static void unpack_copies_dim_1_shards_directly_with_one_other_parameter(void **
     fixture f;
     const double rows[12] = {1, 2, 5, 6, 10, 11, 3, 4, 7, 8, 12, 13};
     begin(&f);
-    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     unpack(&f, rows, 12);
     expect_launches("fct_tensor_copy fct_tensor_copy");
     sim_tensor_expect(f.params[0].flat, (const double[8]){1, 2, 3, 4, 5, 6, 7, 8}, "the matrix");
@@ -202,9 +202,9 @@ static void unpack_uses_temporary_for_dim_1_shards_with_several_parameters(void 
     fixture f;
     const double rows[16] = {20, 21, 1, 2, 5, 6, 10, 11, 22, 23, 3, 4, 7, 8, 12, 13};
     begin(&f);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     unpack(&f, rows, 16);
     expect_launches("fct_tensor_empty fct_split_copy fct_tensor_copy");
     sim_tensor_expect(f.params[0].flat, (const double[4]){20, 21, 22, 23}, "one vector");
@@ -222,8 +222,8 @@ static void unpack_splits_off_alignment_gaps(void **state) {
     const fct_device cuda = {FCT_DEVICE_CUDA, 0};
     const double rows[16] = {1, 2, 77, 77, 10, 77, 77, 77, 3, 4, 77, 77, 11, 77, 77, 77};
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     assert_int_equal(fc_gather_plan_build(&f.plan, f.list, 2, 2, false, cuda, &f.err), FC_OK);
     assert_int_equal(f.plan.row_numel, 8);
     fct_tensor *buffer = sim_tensor_new(FCK_FLOAT32, 1, numel, rows);
@@ -260,7 +260,7 @@ static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce
     }
     assert_int_equal(fc_reduce_plan_lay_out(&f->reduce, reduce, &foreign, &f->err), FC_OK);
     assert_int_equal(f->reduce.row_numel * 2, numel);
-    fct_tensor *buffer = filled(f->reduce.dtype, numel);
+    fct_tensor *buffer = new_marked_tensor(f->reduce.dtype, numel);
     sim_calls_clear();
     assert_int_equal(fc_foreach_pack_gradients(&f->foreach, &f->reduce, 2, buffer, 0, sim_device()),
                      FC_OK);
@@ -275,8 +275,8 @@ static void gradient_pack_of_one_dtype_is_one_operation_including_cast(void **st
     fixture f;
     const double packed[12] = {1, 2, 3, 4, 7, 8, 5, 6, 0, 0, 9, 10};
     begin(&f);
-    add(&f, 3, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 3, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     pack_gradients(&f, floats, FCK_BFLOAT16, packed, 12);
     expect_launches("fct_chunk_cat");
     end(&f);
@@ -287,8 +287,8 @@ static void gradient_pack_of_only_dim_1_copies_directly(void **state) {
     fixture f;
     const double packed[16] = {1, 2, 5, 6, 9, 10, 13, 14, 3, 4, 7, 8, 11, 12, 15, 16};
     begin(&f);
-    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 16);
     expect_launches("fct_tensor_copy fct_tensor_copy");
     end(&f);
@@ -299,8 +299,8 @@ static void gradient_pack_of_mixed_dims_transposes_dim_1_first(void **state) {
     fixture f;
     const double packed[12] = {1, 2, 5, 6, 9, 10, 3, 4, 7, 8, 11, 12};
     begin(&f);
-    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 12);
     expect_launches("fct_tensor_empty fct_tensor_copy fct_chunk_cat");
     end(&f);
@@ -313,7 +313,7 @@ static void gradient_pack_of_several_dtypes_casts_per_dtype(void **state) {
     const double packed[8] = {1, 3, 5, 7, 2, 4, 6, 8};
     begin(&f);
     for (int i = 0; i < 4; i++) {
-        add(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+        add_param(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     }
     pack_gradients(&f, dtypes, FCK_FLOAT32, packed, 8);
     expect_launches("fct_tensor_empty fct_foreach_copy fct_foreach_copy fct_chunk_cat");

@@ -40,7 +40,7 @@ static void start(void) {
 }
 
 /* The steps of fc_group_wait_unshard without the swap. */
-static void land(void) {
+static void wait_and_copy_out(void) {
     assert_int_equal(fc_gather_await(gather), FC_OK);
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
     fc_gather_retire(gather, NULL);
@@ -59,7 +59,7 @@ static void gather_and_copy_out_fill_unsharded_parameters(void **state) {
         begin(2, mixed != 0);
         start();
         assert_non_null(gather->flight.work);
-        land();
+        wait_and_copy_out();
         expect_whole_parameters();
         assert_false(gather->flight.active);
         assert_null(gather->flight.buffer);
@@ -76,7 +76,7 @@ static void gather_is_cpu_bound_only_on_cpu_device(void **state) {
         sim_collectives_are_copied(true);
         assert_false(fc_gather_is_copied(gather, false)); /* no plan yet */
         start();
-        land();
+        wait_and_copy_out();
         assert_int_equal(fc_gather_is_copied(gather, false), !streams);
         sim_collectives_are_copied(false);
         assert_false(fc_gather_is_copied(gather, false));
@@ -89,7 +89,7 @@ static void gather_free_releases_all_memory(void **state) {
     begin(2, false);
     const size_t before = sim_live_bytes();
     start();
-    land();
+    wait_and_copy_out();
     assert_true(sim_live_bytes() > before);
     gather->keep_storage = true;
     fc_gather_free(gather);
@@ -107,7 +107,7 @@ static void gather_on_one_rank_aliases_shards_without_cast(void **state) {
         begin(1, mixed != 0);
         start();
         assert_null(gather->flight.buffer);
-        land();
+        wait_and_copy_out();
         expect_whole_parameters();
         assert_string_equal(sim_log_text(), "");
         assert_int_equal(group->params[0].core.aliased, mixed == 0); /* all or none */
@@ -133,7 +133,7 @@ static void abandoned_gather_keeps_buffer_until_work_completes(void **state) {
     end();
 }
 
-static void fail_each_call_of_a_copy_out(bool chunks, size_t least) {
+static void repeat_with_each_copy_out_call_failing(bool chunks, size_t least) {
     size_t failures = 0;
     for (int64_t nth = 1; failures + 1 == (size_t)nth; nth++) {
         begin_on((sim_config){.seed = 7, .chunks = chunks}, 2, !chunks);
@@ -161,13 +161,13 @@ static void fail_each_call_of_a_copy_out(bool chunks, size_t least) {
 
 static void failed_copy_out_frees_memory_and_can_be_repeated(void **state) {
     (void)state;
-    fail_each_call_of_a_copy_out(false, 4);
+    repeat_with_each_copy_out_call_failing(false, 4);
 }
 
 /* Owned chunks become the parameters' memory. After a failure their memory and contents return. */
 static void owned_chunks_survive_failed_copy_out(void **state) {
     (void)state;
-    fail_each_call_of_a_copy_out(true, 1);
+    repeat_with_each_copy_out_call_failing(true, 1);
 }
 
 static void gather_check_reports_memory_in_wrong_state(void **state) {
@@ -176,7 +176,7 @@ static void gather_check_reports_memory_in_wrong_state(void **state) {
     start();
     assert_int_equal(fc_gather_check(gather, true), FC_ESTATE);
     assert_non_null(strstr(model->comm.error.message, "in flight while the group is unsharded"));
-    land();
+    wait_and_copy_out();
     assert_int_equal(fc_gather_check(gather, false), FC_ESTATE); /* sharded, but holds memory */
     fc_gather_free(gather);
     assert_int_equal(fc_gather_check(gather, true), FC_ESTATE);

@@ -33,7 +33,7 @@ static fc_status start(fc_lane lane) {
     return fc_gather_start(gather, false, false, lane);
 }
 
-static fc_status land(void) {
+static fc_status wait_and_copy_out(void) {
     fc_status status = FC_OK;
     fct_event *copied = NULL;
     FC_TRY(fc_gather_await(gather));
@@ -64,7 +64,7 @@ static void extension_hooks_run_before_gather_and_after_copy_out(void **state) {
             for (int again = 0; again < 3; again++) {
                 sim_log_clear();
                 assert_int_equal(start(FC_LANE_OVERLAP), FC_OK);
-                assert_int_equal(land(), FC_OK);
+                assert_int_equal(wait_and_copy_out(), FC_OK);
                 expect_whole_parameters();
                 assert_string_equal(sim_log_text(),
                                     world == 1
@@ -82,13 +82,13 @@ static void extension_hooks_run_before_gather_and_after_copy_out(void **state) {
     }
 }
 
-static void fail_each_call(sim_config device, int64_t world) {
+static void repeat_with_each_call_failing(sim_config device, int64_t world) {
     size_t failures = 0;
     for (int64_t nth = 1; failures + 1 == (size_t)nth; nth++) {
         begin_on(device, world);
         sim_fault_arm(nth, SIM_ONCE);
         fc_status status = start(FC_LANE_OVERLAP);
-        status = status == FC_OK ? land() : status;
+        status = status == FC_OK ? wait_and_copy_out() : status;
         failures += status != FC_OK;
         sim_fault_arm(0, SIM_ONCE);
         fct_error_put_back(NULL);
@@ -103,7 +103,7 @@ static void fail_each_call(sim_config device, int64_t world) {
             assert_int_equal(fc_gather_check(gather, false), FC_OK);
             fc_gather_abandon(gather); /* if only the wait has failed */
             assert_int_equal(start(FC_LANE_OVERLAP), FC_OK);
-            assert_int_equal(land(), FC_OK);
+            assert_int_equal(wait_and_copy_out(), FC_OK);
         }
         expect_whole_parameters();
         fc_gather_free(gather);
@@ -115,9 +115,10 @@ static void fail_each_call(sim_config device, int64_t world) {
 static void failed_extended_gather_can_be_restarted(void **state) {
     (void)state;
     for (int64_t world = 1; world <= 2; world++) {
-        fail_each_call((sim_config){.seed = 7}, world);
-        fail_each_call((sim_config){.seed = 7, .streams = true}, world);
-        fail_each_call((sim_config){.seed = 7, .streams = true, .no_kernels = true}, world);
+        repeat_with_each_call_failing((sim_config){.seed = 7}, world);
+        repeat_with_each_call_failing((sim_config){.seed = 7, .streams = true}, world);
+        repeat_with_each_call_failing((sim_config){.seed = 7, .streams = true, .no_kernels = true},
+                                      world);
     }
 }
 

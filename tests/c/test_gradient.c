@@ -31,13 +31,13 @@ static void end(void) {
     sim_end();
 }
 
-static void backward_gives(size_t i, double value) {
+static void accumulate_gradient(size_t i, double value) {
     const double values[4] = {value, value, value, value};
     sim_grad_accumulate(params[i].core.unsharded, sim_tensor_new(sim_compute_dtype(&params[i]), 1,
                                                                  params[i].shape.sizes, values));
 }
 
-static void expect(const fct_tensor *grad, double value) {
+static void expect_gradient(const fct_tensor *grad, double value) {
     const double values[4] = {value, value, value, value};
     assert_non_null(grad);
     sim_tensor_expect(grad, values, "a gradient");
@@ -46,14 +46,14 @@ static void expect(const fct_tensor *grad, double value) {
 static void collect_takes_gradients_in_group_order(void **state) {
     (void)state;
     begin((sim_shape)FLOATS, 0);
-    backward_gives(2, 3.0);
-    backward_gives(0, 1.0);
+    accumulate_gradient(2, 3.0);
+    accumulate_gradient(0, 1.0);
     assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
     assert_int_equal(plan.count, 2);
     assert_ptr_equal(plan.params[0], &params[0].core);
     assert_ptr_equal(plan.params[1], &params[2].core);
-    expect(plan.grads[0], 1.0);
-    expect(plan.grads[1], 3.0);
+    expect_gradient(plan.grads[0], 1.0);
+    expect_gradient(plan.grads[1], 3.0);
     assert_false(fct_grad_has(params[0].core.unsharded));
     end();
 }
@@ -61,26 +61,26 @@ static void collect_takes_gradients_in_group_order(void **state) {
 static void collect_takes_only_span_and_drops_previous_gradients(void **state) {
     (void)state;
     begin((sim_shape)FLOATS, 0);
-    backward_gives(0, 1.0);
-    backward_gives(1, 2.0);
+    accumulate_gradient(0, 1.0);
+    accumulate_gradient(1, 2.0);
     assert_int_equal(fc_gradient_collect(members, (fc_span){1, 3}, false, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
-    expect(plan.grads[0], 2.0);
+    expect_gradient(plan.grads[0], 2.0);
     assert_true(fct_grad_has(params[0].core.unsharded));
     assert_int_equal(fc_gradient_collect(members, (fc_span){0, 1}, false, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
-    expect(plan.grads[0], 1.0);
+    expect_gradient(plan.grads[0], 1.0);
     end();
 }
 
 static void collect_of_unused_trainable_parameter_gives_zeros(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .frozen = true}, 0);
-    backward_gives(0, 1.0);
+    accumulate_gradient(0, 1.0);
     assert_int_equal(fc_gradient_collect(members, fc_members_all(members), true, &plan), FC_OK);
     assert_int_equal(plan.count, 2);
     assert_ptr_equal(plan.params[1], &params[1].core);
-    expect(plan.grads[1], 0.0);
+    expect_gradient(plan.grads[1], 0.0);
     end();
 }
 
@@ -102,17 +102,17 @@ static void collect_of_never_unsharded_parameter_gives_zeros_of_full_size(void *
 static void stash_casts_to_reduce_dtype_and_accumulates(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_FLOAT32);
-    backward_gives(2, 256.0);
+    accumulate_gradient(2, 256.0);
     assert_int_equal(fc_gradient_stash(members), FC_OK);
     assert_false(fct_grad_has(params[2].core.unsharded));
-    expect(params[2].core.accumulated, 256.0);
-    backward_gives(2, 1.0); /* bfloat16 cannot represent 257 */
+    expect_gradient(params[2].core.accumulated, 256.0);
+    accumulate_gradient(2, 1.0); /* bfloat16 cannot represent 257 */
     assert_int_equal(fc_gradient_fold(members, (fc_span){0, 2}), FC_OK);
-    expect(params[2].core.accumulated, 256.0);
+    expect_gradient(params[2].core.accumulated, 256.0);
     assert_int_equal(fc_gradient_fold(members, (fc_span){2, 3}), FC_OK);
-    expect(params[2].core.accumulated, 257.0);
+    expect_gradient(params[2].core.accumulated, 257.0);
     assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
-    expect(plan.grads[0], 257.0);
+    expect_gradient(plan.grads[0], 257.0);
     assert_null(params[2].core.accumulated);
     end();
 }
@@ -120,12 +120,12 @@ static void stash_casts_to_reduce_dtype_and_accumulates(void **state) {
 static void stash_in_reduce_dtype_leaves_gradient_in_grad(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_BFLOAT16);
-    backward_gives(2, 3.0);
+    accumulate_gradient(2, 3.0);
     assert_int_equal(fc_gradient_stash(members), FC_OK);
     assert_true(fct_grad_has(params[2].core.unsharded));
     assert_null(params[2].core.accumulated);
     assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
-    expect(plan.grads[0], 3.0);
+    expect_gradient(plan.grads[0], 3.0);
     end();
 }
 
@@ -142,8 +142,8 @@ static void collect_unwraps_dtensor_gradients_through_host(void **state) {
     host.unwrap_grad = unwrap;
     members->host = &host;
     params[1].core.wrapped = true;
-    backward_gives(0, 1.0);
-    backward_gives(1, 2.0);
+    accumulate_gradient(0, 1.0);
+    accumulate_gradient(1, 2.0);
     assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
     fct_tensor_facts(plan.grads[0], &facts);
     assert_int_equal(facts.dtype, FCK_FLOAT32);

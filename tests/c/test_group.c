@@ -45,7 +45,7 @@ static void expect_state(const fixture *f, fc_sharded_state state, bool gatherin
     sim_model_check(f->model, "after a transition");
 }
 
-static size_t gathers(void) {
+static size_t count_gathers(void) {
     size_t count = 0;
     for (const char *at = sim_log_text(); (at = strstr(at, "gather:")) != NULL; at++) {
         count++;
@@ -114,7 +114,7 @@ static void replaced_shard_is_gathered_at_next_unshard(void **state) {
     f.core->training_state = FC_FORWARD;
     unshard(&f);
     expect_values(&f, 0.0);
-    assert_int_equal(gathers(), 2);
+    assert_int_equal(count_gathers(), 2);
     f.core->training_state = FC_IDLE;
     assert_int_equal(fc_group_reshard(f.core), FC_OK);
     end(&f);
@@ -128,10 +128,10 @@ static void transition_to_current_state_does_nothing(void **state) {
     expect_state(&f, FC_SHARDED, false);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
-    assert_int_equal(gathers(), 1);
+    assert_int_equal(count_gathers(), 1);
     assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
-    assert_int_equal(gathers(), 1);
+    assert_int_equal(count_gathers(), 1);
     expect_state(&f, FC_UNSHARDED, false);
     end(&f);
 }
@@ -142,7 +142,7 @@ static void unshard_on_one_rank_issues_no_collective(void **state) {
     scenario.world = 1;
     fixture f = begin(scenario);
     unshard(&f);
-    assert_int_equal(gathers(), 0);
+    assert_int_equal(count_gathers(), 0);
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
     end(&f);
@@ -259,7 +259,7 @@ static void unshard_between_steps_gathers_written_shards_again(void **state) {
     unshard(&f);
     write_shards(&f);
     unshard(&f);
-    assert_int_equal(gathers(), 2);
+    assert_int_equal(count_gathers(), 2);
     expect_values(&f, 0.0); /* write_shards() has updated the expected values */
     end(&f);
 }
@@ -281,7 +281,7 @@ static void unshard_discards_prefetch_of_since_written_shards(void **state) {
         f.core->training_state = FC_FORWARD;
         unshard(&f);
         assert_int_equal(fc_state_end_forward(root), FC_OK);
-        assert_int_equal(gathers(), 2);
+        assert_int_equal(count_gathers(), 2);
         expect_values(&f, 0.0);
         end(&f);
     }
@@ -306,7 +306,7 @@ static void shard_version_differs_if_lower_address_offsets_more_writes(void **st
     }
     fc_param_set_sharded_data(p, low);
     unshard(&f);
-    assert_int_equal(gathers(), 2);
+    assert_int_equal(count_gathers(), 2);
     fct_tensor_release(low);
     fct_tensor_release(high);
     fct_tensor_release(other);
@@ -320,12 +320,12 @@ static void unshard_in_backward_keeps_parameters_of_forward(void **state) {
     write_shards(&f);
     f.core->training_state = FC_PRE_BACKWARD;
     unshard(&f);
-    assert_int_equal(gathers(), 1);
+    assert_int_equal(count_gathers(), 1);
     expect_values(&f, -1.0);
     end(&f);
 }
 
-static void expect_frozen_from_now_on(fixture *f, const sim_param *p) {
+static void expect_frozen(fixture *f, const sim_param *p) {
     assert_int_equal(fc_group_to_sharded(f->core), FC_OK);
     assert_false(fct_tensor_requires_grad(p->sharded));
     unshard(f);
@@ -343,7 +343,7 @@ static void freezing_unsharded_parameter_freezes_sharded_parameter(void **state)
     sim_fault_arm(0, SIM_ONCE);
     fct_error_put_back(NULL);
     expect_state(&f, FC_UNSHARDED, false);
-    expect_frozen_from_now_on(&f, p);
+    expect_frozen(&f, p);
     end(&f);
 }
 
@@ -353,7 +353,7 @@ static void freezing_sharded_parameter_while_unsharded_persists(void **state) {
     sim_param *p = &f.group->params[0];
     unshard(&f);
     assert_int_equal(fct_tensor_set_requires_grad(p->sharded, false), 0);
-    expect_frozen_from_now_on(&f, p);
+    expect_frozen(&f, p);
     end(&f);
 }
 
@@ -365,12 +365,12 @@ static void to_unsharded_registers_memory_filled_by_host(void **state) {
     assert_int_equal(fc_group_to_unsharded(f.core), FC_ESTATE);
     expect_state(&f, FC_SHARDED, false);
     assert_int_equal(fc_param_alloc_flat(&p->core, f.core->members.device, &facts, NULL), FC_OK);
-    sim_tensor_write(p->core.flat, p->full, "somebody's gather");
+    sim_tensor_write(p->core.flat, p->full, "a gather of the host");
     assert_int_equal(fc_group_to_unsharded(f.core), FC_OK);
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
-    assert_int_equal(gathers(), 0); /* the data is current */
+    assert_int_equal(count_gathers(), 0); /* the data is current */
     assert_int_equal(fc_group_to_sharded_post_forward(f.core), FC_ESTATE);
     expect_state(&f, FC_UNSHARDED, false); /* there is no smaller group */
     end(&f);
@@ -447,7 +447,7 @@ static void failed_wait_unshard_can_be_repeated_without_new_gather(void **state)
                 fct_error_put_back(NULL);
                 assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
             }
-            assert_int_equal(gathers(), 1);
+            assert_int_equal(count_gathers(), 1);
             expect_state(&f, FC_UNSHARDED, false);
             expect_values(&f, 0.0);
             end(&f);
@@ -479,7 +479,7 @@ static void transition_after_failed_rollback_repairs_registration_first(void **s
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     assert_false(f.core->torn);
     assert_int_equal(p->registered[0], FC_UNSHARDED);
-    assert_int_equal(gathers(), 1);
+    assert_int_equal(count_gathers(), 1);
     end(&f);
 }
 

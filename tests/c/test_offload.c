@@ -47,7 +47,7 @@ static void end(fixture *f) {
     sim_end();
 }
 
-static fct_tensor *ones(int64_t numel) {
+static fct_tensor *new_ones(int64_t numel) {
     const double values[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     return sim_tensor_new(FCK_FLOAT32, 1, &numel, values);
 }
@@ -58,7 +58,7 @@ static void uncast_offloaded_shards_are_uploaded_to_row(void **state) {
         fixture f;
         const double row[16] = {1, 1, 1, 1, 1, 1, 1, 1, 5, 6, 7, 8, 9, 10, 1, 1};
         begin(&f, 2, pinned != 0, FCT_NO_DTYPE);
-        fct_tensor *buffer = ones(16);
+        fct_tensor *buffer = new_ones(16);
         assert_int_equal(fc_offload_place(&f.plan, f.list, buffer, 32, &f.err), FC_OK);
         assert_string_equal(sim_calls_text(), "fct_tensor_upload fct_tensor_upload");
         sim_tensor_expect(buffer, row, "the buffer");
@@ -123,12 +123,12 @@ static void failed_upload_releases_staged_copies(void **state) {
 
 /* ---- gradients ---- */
 
-static bool has_one;
+static bool has_gradient;
 static bool is_hooked;
 
 static bool has_grad(void *param) {
     (void)param;
-    return has_one;
+    return has_gradient;
 }
 
 static bool wants_grad_now(void *param) {
@@ -139,16 +139,16 @@ static bool wants_grad_now(void *param) {
 static const fc_host host = {.has_grad = has_grad, .wants_grad_now = wants_grad_now};
 
 /* Sends a gradient. Returns true if its copy was only queued. */
-static bool sends_later(bool pinned, bool has, bool hooked) {
+static bool is_copy_queued(bool pinned, bool has, bool hooked) {
     fixture f;
     fct_tensor *local = NULL;
     fct_event *sent = NULL;
     bool queued = false;
     const double values[4] = {1, 1, 1, 1};
-    has_one = has;
+    has_gradient = has;
     is_hooked = hooked;
     begin(&f, 2, pinned, FCT_NO_DTYPE);
-    fct_tensor *view = ones(4);
+    fct_tensor *view = new_ones(4);
     assert_int_equal(fc_offload_send(f.list[0], &host, view, &local, &queued), FC_OK);
     fct_tensor_release(view); /* its memory belongs to this stream, so reuse is ordered */
     if (queued) {
@@ -165,10 +165,10 @@ static bool sends_later(bool pinned, bool has, bool hooked) {
 
 static void gradient_copy_is_queued_if_nothing_reads_it_now(void **state) {
     (void)state;
-    assert_true(sends_later(true, false, false));
-    assert_false(sends_later(false, false, false));
-    assert_false(sends_later(true, true, false));
-    assert_false(sends_later(true, false, true));
+    assert_true(is_copy_queued(true, false, false));
+    assert_false(is_copy_queued(false, false, false));
+    assert_false(is_copy_queued(true, true, false));
+    assert_false(is_copy_queued(true, false, true));
 }
 
 static void simulator_reports_early_read_of_queued_gradient(void **state) {
@@ -177,9 +177,9 @@ static void simulator_reports_early_read_of_queued_gradient(void **state) {
     fct_tensor *local = NULL;
     bool queued = false;
     const double values[4] = {1, 1, 1, 1};
-    has_one = is_hooked = false;
+    has_gradient = is_hooked = false;
     begin(&f, 2, true, FCT_NO_DTYPE);
-    fct_tensor *view = ones(4);
+    fct_tensor *view = new_ones(4);
     assert_int_equal(fc_offload_send(f.list[0], &host, view, &local, &queued), FC_OK);
     sim_tensor_expect(local, values, "the gradient");
     assert_true(sim_take_failures() > 0);

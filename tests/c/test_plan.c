@@ -361,7 +361,7 @@ static void reduce_dtype_overrides_gradient_dtype(void **state) {
 }
 
 /* Returns the reduction dtype of gradients of two dtypes, without an explicit reduce dtype. */
-static fct_dtype reduced_in(fct_dtype first, fct_dtype second) {
+static fct_dtype reduce_dtype_of(fct_dtype first, fct_dtype second) {
     reduction r = begin();
     bool floats = fck_can_cast(first, FCK_FLOAT32) != 0 && fck_can_cast(second, FCK_FLOAT32) != 0;
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, first));
@@ -375,18 +375,18 @@ static fct_dtype reduced_in(fct_dtype first, fct_dtype second) {
 
 static void mixed_gradients_are_reduced_in_widest_dtype(void **state) {
     (void)state;
-    assert_int_equal(reduced_in(FCK_FLOAT32, FCK_BFLOAT16), FCK_FLOAT32);
-    assert_int_equal(reduced_in(FCK_FLOAT16, FCK_FLOAT64), FCK_FLOAT64);
-    assert_int_equal(reduced_in(FCK_FLOAT16, FCK_BFLOAT16), FCK_FLOAT32);
-    assert_int_equal(reduced_in(FCK_BFLOAT16, FCK_BFLOAT16), FCK_BFLOAT16);
-    assert_int_equal(reduced_in(COMPLEX64, FCK_FLOAT32), COMPLEX64);
-    assert_int_equal(reduced_in(COMPLEX64, FCK_FLOAT64), COMPLEX128);
-    assert_int_equal(reduced_in(FCK_BFLOAT16, COMPLEX32), COMPLEX64);
-    assert_int_equal(reduced_in(COMPLEX32, COMPLEX128), COMPLEX128);
+    assert_int_equal(reduce_dtype_of(FCK_FLOAT32, FCK_BFLOAT16), FCK_FLOAT32);
+    assert_int_equal(reduce_dtype_of(FCK_FLOAT16, FCK_FLOAT64), FCK_FLOAT64);
+    assert_int_equal(reduce_dtype_of(FCK_FLOAT16, FCK_BFLOAT16), FCK_FLOAT32);
+    assert_int_equal(reduce_dtype_of(FCK_BFLOAT16, FCK_BFLOAT16), FCK_BFLOAT16);
+    assert_int_equal(reduce_dtype_of(COMPLEX64, FCK_FLOAT32), COMPLEX64);
+    assert_int_equal(reduce_dtype_of(COMPLEX64, FCK_FLOAT64), COMPLEX128);
+    assert_int_equal(reduce_dtype_of(FCK_BFLOAT16, COMPLEX32), COMPLEX64);
+    assert_int_equal(reduce_dtype_of(COMPLEX32, COMPLEX128), COMPLEX128);
 }
 
 /* Expects this message for a shard (taken) of a parameter of 4 floats on two ranks. */
-static void expect_unfit(fct_tensor *shard, const char *message) {
+static void expect_invalid_shard(fct_tensor *shard, const char *message) {
     fc_error err = {""};
     fct_facts facts;
     fc_param p = vector("lm_head.weight", 4, FCK_FLOAT32, FCT_NO_DTYPE);
@@ -405,28 +405,32 @@ static void invalid_shard_is_named_with_reason(void **state) {
     fct_tensor *apart = NULL;
     fct_tensor *freed = NULL;
     sim_begin((sim_config){.seed = 1});
-    expect_unfit(gradient_of(1, three, FCK_FLOAT32),
-                 "the shard of parameter 'lm_head.weight' has another number of elements than it "
-                 "was given room for: 3 elements of torch.float32 in a storage of 12 bytes; "
-                 "expected 2 of torch.float32");
-    expect_unfit(gradient_of(1, two, FCK_BFLOAT16),
-                 "the shard of parameter 'lm_head.weight' changed its dtype since it was "
-                 "initialised: 2 elements of torch.bfloat16 in a storage of 4 bytes; expected 2 of "
-                 "torch.float32");
+    expect_invalid_shard(
+        gradient_of(1, three, FCK_FLOAT32),
+        "the shard of parameter 'lm_head.weight' has another number of elements than it "
+        "was given room for: 3 elements of torch.float32 in a storage of 12 bytes; "
+        "expected 2 of torch.float32");
+    expect_invalid_shard(
+        gradient_of(1, two, FCK_BFLOAT16),
+        "the shard of parameter 'lm_head.weight' changed its dtype since it was "
+        "initialised: 2 elements of torch.bfloat16 in a storage of 4 bytes; expected 2 of "
+        "torch.float32");
     fct_tensor *whole = gradient_of(1, three, FCK_FLOAT32);
     assert_int_equal(fct_tensor_alias(whole, 1, two, stride, 0, &apart), 0);
     fct_tensor_release(whole);
-    expect_unfit(apart, "the shard of parameter 'lm_head.weight' is not contiguous: 2 elements of "
-                        "torch.float32 in a storage of 12 bytes; expected 2 of torch.float32");
+    expect_invalid_shard(apart,
+                         "the shard of parameter 'lm_head.weight' is not contiguous: 2 elements of "
+                         "torch.float32 in a storage of 12 bytes; expected 2 of torch.float32");
     freed = gradient_of(1, two, FCK_FLOAT32);
     fct_storage_free(freed);
-    expect_unfit(freed, "the shard of parameter 'lm_head.weight' lies outside its storage: 2 "
-                        "elements of torch.float32 in a storage of 0 bytes; expected 2 of "
-                        "torch.float32");
+    expect_invalid_shard(freed,
+                         "the shard of parameter 'lm_head.weight' lies outside its storage: 2 "
+                         "elements of torch.float32 in a storage of 0 bytes; expected 2 of "
+                         "torch.float32");
     sim_end();
 }
 
-static fct_dtype complex_reduced_in(fct_dtype reduce_dtype) {
+static fct_dtype complex_reduce_dtype_of(fct_dtype reduce_dtype) {
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, COMPLEX64));
@@ -438,11 +442,11 @@ static fct_dtype complex_reduced_in(fct_dtype reduce_dtype) {
 
 static void real_reduce_dtype_applies_to_parts_of_complex_gradients(void **state) {
     (void)state;
-    assert_int_equal(complex_reduced_in(FCK_FLOAT32), COMPLEX64);
-    assert_int_equal(complex_reduced_in(FCK_FLOAT64), COMPLEX128);
-    assert_int_equal(complex_reduced_in(FCK_FLOAT16), COMPLEX32);
-    assert_int_equal(complex_reduced_in(FCK_BFLOAT16), COMPLEX64);
-    assert_int_equal(complex_reduced_in(COMPLEX128), COMPLEX128);
+    assert_int_equal(complex_reduce_dtype_of(FCK_FLOAT32), COMPLEX64);
+    assert_int_equal(complex_reduce_dtype_of(FCK_FLOAT64), COMPLEX128);
+    assert_int_equal(complex_reduce_dtype_of(FCK_FLOAT16), COMPLEX32);
+    assert_int_equal(complex_reduce_dtype_of(FCK_BFLOAT16), COMPLEX64);
+    assert_int_equal(complex_reduce_dtype_of(COMPLEX128), COMPLEX128);
 }
 
 static void gradients_without_common_dtype_require_reduce_dtype(void **state) {

@@ -23,7 +23,7 @@ static int begin(void **state) {
     return 0;
 }
 
-static uint64_t mapped(void) {
+static uint64_t mapped_bytes(void) {
     return fck_pool_look().mapped;
 }
 
@@ -34,10 +34,10 @@ static void freed_block_is_reused(void **state) {
     assert_int_equal((uintptr_t)data % (2 * MIB), 0);
     memset(data, 1, 5 * MIB + 1);
     fck_pool_give(first);
-    const uint64_t before = mapped();
+    const uint64_t before = mapped_bytes();
     fck_block *again = fck_pool_take(5 * MIB);
     assert_ptr_equal(again->data, data);
-    assert_int_equal(mapped(), before);
+    assert_int_equal(mapped_bytes(), before);
     fck_pool_give(again);
 }
 
@@ -74,14 +74,14 @@ static void idle_memory_is_limited_to_slack_above_peak_use(void **state) {
 static void alternating_small_sizes_are_all_kept(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(8 * MIB));
-    const uint64_t before = mapped();
+    const uint64_t before = mapped_bytes();
     for (int i = 0; i < 20; i++) {
         fck_pool_round();
         for (int size = 1; size <= 4; size++) {
             fck_pool_give(fck_pool_take((size_t)size * 2 * MIB));
         }
     }
-    assert_int_equal(mapped(), before + 3);
+    assert_int_equal(mapped_bytes(), before + 3);
     assert_int_equal(fck_pool_look().waiting_bytes, 20 * MIB);
 }
 

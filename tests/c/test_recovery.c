@@ -17,7 +17,7 @@ static void sweep_reset(const sim_scenario *scenario, const char *device) {
     sweep(scenario, device, (sim_breakage){.in_reset = true});
 }
 
-static void sweep_lasting(const sim_scenario *scenario, const char *device) {
+static void sweep_persistent_failures(const sim_scenario *scenario, const char *device) {
     sweep(scenario, device, (sim_breakage){.span = SIM_ALL_AFTER, .in_reset = true});
 }
 
@@ -25,7 +25,7 @@ static void sweep_carry_on(const sim_scenario *scenario, const char *device) {
     sweep(scenario, device, (sim_breakage){.carry_on = true});
 }
 
-static void sweep_torn(const sim_scenario *scenario, const char *device) {
+static void sweep_failed_rollbacks(const sim_scenario *scenario, const char *device) {
     sweep(scenario, device, (sim_breakage){.span = SIM_HOST_AFTER, .carry_on = true});
 }
 
@@ -36,7 +36,7 @@ static void failed_reset_can_be_repeated(void **state) {
 
 static void persistent_failures_keep_first_exception(void **state) {
     (void)state;
-    sim_each_scenario(sweep_lasting);
+    sim_each_scenario(sweep_persistent_failures);
 }
 
 static void forward_after_failure_without_reset_uses_correct_parameters(void **state) {
@@ -46,7 +46,7 @@ static void forward_after_failure_without_reset_uses_correct_parameters(void **s
 
 static void group_is_repaired_before_use_after_failed_rollback(void **state) {
     (void)state;
-    sim_each_scenario(sweep_torn);
+    sim_each_scenario(sweep_failed_rollbacks);
 }
 
 int main(void) {

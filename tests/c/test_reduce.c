@@ -114,7 +114,7 @@ static void gradient_with_other_owner_is_packed_before_sending(void **state) {
     fct_tensor *held = sim_grad_peek(f.group->params[0].core.unsharded);
     fct_tensor_retain(held);
     post_backward(&f);
-    sim_tensor_write(held, zeros, "a gradient that somebody holds");
+    sim_tensor_write(held, zeros, "a gradient with another owner");
     finish(&f);
     expect_grad(&f, 0, 3.0);
     fct_tensor_release(held);
@@ -227,7 +227,8 @@ static void reduce_unused_reduces_zeros_for_missing_gradient(void **state) {
     end(&f);
 }
 
-static void end_of_a_reduction(bool streams, bool copied, fc_overlap overlap, size_t in_flight) {
+static void expect_in_flight_after_reduction(bool streams, bool copied, fc_overlap overlap,
+                                             size_t in_flight) {
     sim_scenario scenario = two_ranks;
     scenario.device.streams = streams;
     scenario.overlap = overlap;
@@ -248,10 +249,10 @@ static void non_overlapping_reduction_completes_before_backward_continues(void *
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         for (int copied = 0; copied < 2; copied++) {
-            end_of_a_reduction(streams, copied, FC_OVERLAP_NEVER, 0);
-            end_of_a_reduction(streams, copied, FC_OVERLAP_ALWAYS, 1);
-            end_of_a_reduction(streams, copied, FC_OVERLAP_UNLESS_COPIED,
-                               copied && !streams ? 0 : 1);
+            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_NEVER, 0);
+            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_ALWAYS, 1);
+            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_UNLESS_COPIED,
+                                             copied && !streams ? 0 : 1);
         }
     }
 }
@@ -413,7 +414,7 @@ static struct {
 
 /* Like ParamGroup._run_reduce_hook of fsdp_c: the user's stream waits for the stream that reduces,
  * which then waits for the user's stream. */
-static int hook_on_its_stream(void *group, fct_tensor *row) {
+static int reduce_hook_on_user_stream(void *group, fct_tensor *row) {
     fc_comm *comm = ((sim_group *)group)->core.members.comm;
     fct_stream before = fct_stream_current(sim_device());
     /* As in torch, hooks run on the all-reduce stream: the next reduce-scatter does not wait for
@@ -440,7 +441,7 @@ static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
         scenario.user_reduce = true;
         fixture f = begin(scenario);
         fc_host host = sim_host;
-        host.reduce_hook = hook_on_its_stream;
+        host.reduce_hook = reduce_hook_on_user_stream;
         core(&f)->members.host = &host;
         user.joined = joined != 0;
         assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
@@ -469,7 +470,7 @@ static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
 
 static int takes_left;
 
-static int take_some(void *param, fct_tensor *local) {
+static int take_until_failure(void *param, fct_tensor *local) {
     return takes_left-- > 0 ? sim_host.take_grad(param, local) : -1;
 }
 
@@ -482,7 +483,7 @@ static void offload_copies_before_failure_are_waited_for_after_reset(void **stat
     scenario.shapes[scenario.shape_count++] = (sim_shape)FLOATS;
     fixture f = begin(scenario);
     fc_host host = sim_host;
-    host.take_grad = take_some;
+    host.take_grad = take_until_failure;
     core(&f)->members.host = &host;
     takes_left = 1;
     assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);

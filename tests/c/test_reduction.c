@@ -32,7 +32,7 @@ static fct_tensor *vector_of(int64_t numel, double value) {
 
 /* Starts a reduce-scatter of both parameters' gradients. This rank's part of the sum is 3 *
  * value. */
-static fc_reduction *take_off(size_t layer, double value) {
+static fc_reduction *start_reduction(size_t layer, double value) {
     fc_members *m = &group(layer)->core.members;
     fc_reduction *r = fc_reduction_new(m, 2);
     assert_non_null(r);
@@ -68,8 +68,8 @@ static void recycle_finishes_oldest_reductions_down_to_limit(void **state) {
     fc_comm *c;
     begin();
     c = &model->comm;
-    (void)take_off(2, 1.0);
-    (void)take_off(1, 2.0);
+    (void)start_reduction(2, 1.0);
+    (void)start_reduction(1, 2.0);
     assert_int_equal(fc_reduction_check(c), FC_OK);
     assert_int_equal(fc_reduction_recycle(c, 2), FC_OK);
     assert_false(has_grads(2));
@@ -89,9 +89,9 @@ static void discard_keeps_order_of_other_reductions(void **state) {
     fc_comm *c;
     begin();
     c = &model->comm;
-    const fc_reduction *first = take_off(2, 1.0);
-    (void)take_off(1, 2.0);
-    const fc_reduction *last = take_off(2, 4.0);
+    const fc_reduction *first = start_reduction(2, 1.0);
+    (void)start_reduction(1, 2.0);
+    const fc_reduction *last = start_reduction(2, 4.0);
     fc_reduction_discard(c, &group(1)->core.members);
     assert_ptr_equal(c->oldest, first);
     assert_ptr_equal(c->oldest->next, last);
@@ -106,8 +106,8 @@ static void abandoned_reduction_keeps_memory_until_work_completes(void **state) 
     (void)state;
     begin();
     const size_t before = sim_live_bytes();
-    (void)take_off(1, 1.0);
-    (void)take_off(2, 1.0);
+    (void)start_reduction(1, 1.0);
+    (void)start_reduction(2, 1.0);
     fc_reduction_discard(&model->comm, NULL);
     assert_int_equal(model->comm.reductions, 0);
     assert_non_null(model->comm.parked);
@@ -121,7 +121,7 @@ static void abandoned_reduction_keeps_memory_until_work_completes(void **state) 
 static void finish_divides_and_passes_gradient_once(void **state) {
     (void)state;
     begin();
-    take_off(1, 2.0)->divide_after = 4.0;
+    start_reduction(1, 2.0)->divide_after = 4.0;
     assert_int_equal(fc_reduction_finish(model->comm.oldest), FC_OK);
     expect_grads(1, 1.5);
     assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
@@ -132,8 +132,8 @@ static void finish_divides_and_passes_gradient_once(void **state) {
 static void failed_finish_loses_only_that_reduction(void **state) {
     (void)state;
     begin();
-    (void)take_off(2, 1.0);
-    (void)take_off(1, 1.0);
+    (void)start_reduction(2, 1.0);
+    (void)start_reduction(1, 1.0);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_ERAISED);
     assert_int_equal(model->comm.reductions, 1);
@@ -151,12 +151,12 @@ static void partial_rows_stay_with_parameters_until_all_reduce(void **state) {
     const double waiting[2] = {9.0, 9.0};
     begin();
     for (int i = 0; i < 2; i++) {
-        take_off(1, i == 0 ? 1.0 : 2.0)->keep_partial = true;
+        start_reduction(1, i == 0 ? 1.0 : 2.0)->keep_partial = true;
         assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
     }
     assert_false(has_grads(1));
     sim_tensor_expect(group(1)->params[1].core.partial, waiting, "a row that waits"); /* 3 + 6 */
-    fc_reduction *r = take_off(1, 4.0);
+    fc_reduction *r = start_reduction(1, 4.0);
     assert_int_equal(fc_reduction_wait(r), FC_OK);
     assert_int_equal(fc_reduction_merge_partials(r), FC_OK);
     assert_null(group(1)->params[0].core.partial);
@@ -168,7 +168,7 @@ static void partial_rows_stay_with_parameters_until_all_reduce(void **state) {
 static void reduction_check_reports_inconsistent_list(void **state) {
     (void)state;
     begin();
-    (void)take_off(1, 1.0);
+    (void)start_reduction(1, 1.0);
     model->comm.reductions++;
     assert_int_equal(fc_reduction_check(&model->comm), FC_ESTATE);
     model->comm.reductions--;

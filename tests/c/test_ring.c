@@ -6,7 +6,7 @@
 /* Simulates a ring all-reduce over `total` elements per rank, in blocks of `block` elements.
  * Returns the sum of element i on rank i / block, in float. Float64 and 16-bit dtypes use the same
  * order. */
-static float played(float *const *ranks, int64_t world, int64_t block, int64_t i) {
+static float simulate_ring_sum(float *const *ranks, int64_t world, int64_t block, int64_t i) {
     int64_t at = (i / block + world - 1) % world;
     float message = ranks[at][i];
     for (int64_t hop = 1; hop < world; hop++) {
@@ -18,7 +18,7 @@ static float played(float *const *ranks, int64_t world, int64_t block, int64_t i
 }
 
 /* Segment size as gloo documents it: at least two segments per rank, of at most 1 MiB. */
-static int64_t block_of(int64_t total, int64_t world) {
+static int64_t gloo_block_numel(int64_t total, int64_t world) {
     int64_t segments = (total * 4 + (1 << 20) - 1) / (1 << 20);
     segments = segments < 2 * world ? 2 * world : segments;
     segments = (segments + world - 1) / world * world;
@@ -36,7 +36,7 @@ static float *random_floats(int64_t count) {
 
 static void check_all_rows(int64_t world, int64_t row) {
     const int64_t total = world * row;
-    const int64_t block = block_of(total, world);
+    const int64_t block = gloo_block_numel(total, world);
     float *ranks[8];
     const void *rows[8];
     float *out = (float *)malloc(sizeof *out * (size_t)row);
@@ -49,7 +49,7 @@ static void check_all_rows(int64_t world, int64_t row) {
         }
         fck_ring_sum(FCK_FLOAT32, out, rows, world, total, own * row, row);
         for (int64_t i = 0; i < row; i++) {
-            const float expected = played(ranks, world, block, own * row + i);
+            const float expected = simulate_ring_sum(ranks, world, block, own * row + i);
             assert_memory_equal(&out[i], &expected, sizeof expected);
         }
     }

@@ -10,7 +10,7 @@ static void error_set_writes_message_and_returns_code(void **state) {
     fc_error err = {"before"};
     assert_int_equal(fc_error_set(&err, FC_EVALUE, "%s has %d rows", "weight", 3), FC_EVALUE);
     assert_string_equal(err.message, "weight has 3 rows");
-    assert_int_equal(fc_error_set(NULL, FC_ESTATE, "nobody asked for %d", 1), FC_ESTATE);
+    assert_int_equal(fc_error_set(NULL, FC_ESTATE, "unused message %d", 1), FC_ESTATE);
 }
 
 static void error_set_truncates_long_message(void **state) {
@@ -24,16 +24,16 @@ static void error_set_truncates_long_message(void **state) {
     assert_string_equal(errors[1].message, "the next one");
 }
 
-static fc_status counted(int *calls, fc_status status) {
+static fc_status count_call(int *calls, fc_status status) {
     ++*calls;
     return status;
 }
 
 static fc_status three_calls(int *calls, fc_status second) {
     fc_status status = FC_OK;
-    FC_TRY(counted(calls, FC_OK));
-    FC_TRY(counted(calls, second));
-    FC_TRY(counted(calls, FC_OK));
+    FC_TRY(count_call(calls, FC_OK));
+    FC_TRY(count_call(calls, second));
+    FC_TRY(count_call(calls, FC_OK));
 done:
     return status;
 }

@@ -100,7 +100,7 @@ MUTATIONS = {
         "           fct_tensor_is_sole(plan->grads[i]);",
         "           true;",
         "test_reduce",
-        "a gradient that somebody holds",
+        "a gradient with another owner",
     ),
     "a reduction that is copied beside backward": Mutation(
         "reduce",
@@ -128,7 +128,7 @@ MUTATIONS = {
         "    FC_TRY_RAISED(has ? fct_pg_empty",
         "    FC_TRY_RAISED(numel < 0 ? fct_pg_empty",
         "test_train",
-        "over memory that no group has given",
+        "in memory that is not from a process group's allocator",
     ),
     "a buffer of the group's that is too large": Mutation(
         "gather",
@@ -142,7 +142,7 @@ MUTATIONS = {
         "FC_TRY(fc_members_has_memory(m, m->reduce_memory, &packed));",
         "(void)m;",
         "test_train",
-        "chunks of 1 over memory that no group has given",
+        "chunks of 1 in memory that is not from a process group's allocator",
     ),
     "a run that is not in its chunk's order": Mutation(
         "plan",
