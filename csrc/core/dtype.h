@@ -6,13 +6,15 @@
 
 /* Returns the bytes per element of `dtype`, or 0 if the core does not support it. */
 int32_t fc_dtype_size(fct_dtype dtype);
-/* Returns torch's name of the dtype, such as "torch.float32". The string is static. */
+/* Returns torch's name of the dtype, such as "torch.float32", or "an unknown dtype". The string is
+ * static. */
 const char *fc_dtype_name(fct_dtype dtype);
 bool fc_dtype_is_complex(fct_dtype dtype);
-/* Returns the complex dtype whose parts hold every value of `dtype`. A complex dtype is returned
- * unchanged. */
+/* Returns the complex dtype whose parts hold every value of a floating dtype. Other dtypes are
+ * returned unchanged. */
 fct_dtype fc_dtype_complex(fct_dtype dtype);
-/* Returns the narrowest dtype that holds the values of both, or FCT_NO_DTYPE if there is none. */
+/* Returns the narrowest floating or complex dtype that holds the values of both. Equal dtypes are
+ * returned unchanged. FCT_NO_DTYPE: there is none. */
 fct_dtype fc_dtype_wider(fct_dtype a, fct_dtype b);
 
 #endif

@@ -1,10 +1,10 @@
 /* Transfers with torch's multi-tensor operations; see foreach.h. Owns the argument lists. All work
  * runs on the device's current stream.
  *
- * A parameter that is sharded on another dim than 0 has the layout [outer, world, chunk] in the
- * unsharded tensor and [world, outer, chunk] in rows. It needs one more copy between the two, like
- * torch.cat in torch's FSDP2. If at most one other parameter remains, all parameters are copied in
- * this way, without a split. */
+ * A parameter that is sharded on another dim than 0 has the layout [outer, world, chunk] when
+ * unsharded. In rows it has the layout [world, outer, chunk]. It needs one more copy between the
+ * two, like torch.cat in torch's FSDP2. If at most one other parameter remains, all parameters are
+ * copied in this way, without a split. */
 #include "foreach.h"
 
 #include <stdlib.h>

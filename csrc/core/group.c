@@ -512,7 +512,7 @@ done:
     return status;
 }
 
-/* Reduces all remaining gradients. User code that replaces the reduction, or sees its rows, gets
+/* Reduces all remaining gradients. User code that replaces the reduction, or reads its rows, gets
  * the gradients of the whole group at once. */
 static fc_status reduce_remaining(fc_group *g, bool partial) {
     fc_status status = FC_OK;

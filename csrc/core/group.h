@@ -21,8 +21,8 @@
  *
  * After a failure fc_group_reset returns the group to SHARDED and IDLE without partial gradients.
  *
- * The caller holds the GIL. Transitions run in the thread of the forward or in autograd's thread,
- * never in two threads at once. */
+ * The caller holds the GIL, which a wait for a collective may release. Transitions run in the
+ * thread of the forward or in autograd's thread. */
 #ifndef FSDP_C_CORE_GROUP_H
 #define FSDP_C_CORE_GROUP_H
 

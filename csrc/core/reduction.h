@@ -38,10 +38,10 @@ FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
  * the row's parts to the partial rows instead. */
 FC_CHECK fc_status fc_reduction_merge_partials(fc_reduction *r);
 /* Waits for the collective, scales, casts and passes each parameter its gradient. r->output stays
- * set if another stream uses the row, or if a cast of it or of a part was queued. Views of
- * gradients that were added to others are released at once. */
+ * set if another stream uses the row, or if a cast of it was queued. Views of gradients that were
+ * added to others are released at once. */
 FC_CHECK fc_status fc_reduction_finish(fc_reduction *r);
-/* Returns true if user code must see the result before backward continues. A hook may issue
+/* Returns true if user code must run on the result before backward continues. A hook may issue
  * collectives, so it must run at the same point on all ranks. A poll that happens to find the
  * reduction complete cannot provide that. */
 bool fc_reduction_wanted_now(const fc_reduction *r);

@@ -1,6 +1,6 @@
 /* Unsharded parameters of a group: their memory from copy-out to free, and the parameter objects
- * over that memory. This module owns nothing. gather.c controls what is gathered into the memory
- * and when. Memory is allocated and freed on the device's current stream. */
+ * over that memory. This module owns nothing; gather.c schedules the gathers that fill the memory.
+ * Memory is allocated and freed on the device's current stream. */
 #ifndef FSDP_C_CORE_UNSHARDED_H
 #define FSDP_C_CORE_UNSHARDED_H
 

@@ -5,11 +5,11 @@
  * On a device with streams operations are queued and run later, in any order that streams and
  * events allow; the seed selects the order. Without streams the host runs its own operations at
  * once and only collectives run late. Vector clocks record which operation is ordered before which.
- * The test fails if a buffer is used without being ordered after its producer, or if an allocation
- * may reuse memory that is still in use. Both are detected in every schedule.
+ * The test fails if a use of a buffer is not ordered after its producer. It also fails if an
+ * allocation may reuse memory that is still in use. Both are detected in every schedule.
  *
- * Memory. A freed block returns to the pool of the stream that allocated it and is reused at once,
- * filled with bytes that are NaN in every floating dtype.
+ * Memory. A freed block returns to the pool of the stream that allocated it and is reused at once.
+ * Its bytes are set to NaN in every floating dtype.
  *
  * Peers. This process is one rank. The data of the other ranks is known: their shards come from the
  * row function of the process group. The gradient of rank j is (j + 1) times that of rank 0, unless

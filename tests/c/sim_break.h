@@ -27,9 +27,9 @@ typedef struct sim_breakage {
     bool thin;     /* only every third call fails */
 } sim_breakage;
 
-/* Runs the first `steps` steps once per selected call, with that call failing as `b` describes:
- * every call of the first step and every third call of later steps, or every third call if
- * b.thin. */
+/* Runs the first `steps` steps once per selected call, with that call failing as `b` describes.
+ * Selected are every call of the first step and every third call of later steps. With b.thin it is
+ * every third call of all steps. */
 void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b, int steps);
 
 #endif

@@ -1,8 +1,7 @@
 /* Simulated process groups and works. Owns the registered groups.
  *
- * A group computes the data of its peers (sim.h), so a collective returns what real ranks would
- * have exchanged. An all-gather also checks that this rank's row has the values that its peers
- * expect.
+ * A group computes the data of its peers (sim.h), so a collective returns the results of real
+ * ranks. An all-gather also checks that this rank's row has the values that its peers expect.
  *
  * With streams a collective runs on the group's own stream. If it is not asynchronous, it runs on
  * the current stream for about half of the seeds, as in newer releases of NCCL. On the CPU it runs

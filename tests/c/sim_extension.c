@@ -1,11 +1,10 @@
-/* All-gather extensions of simulated parameters: the hooks, as the host would call them, and what
- * other ranks send for such a parameter.
+/* All-gather extensions of simulated parameters: their hooks, and the inputs of the other ranks.
  *
- *   inputs: half of the padded shard in the compute type, as much again in another type and,
- *           where it grows, one, two or three pairs of float64, by turns
- *   unsharded: a tensor of its own, the sum of the first two outputs
+ *   inputs:    the padded shard divided by 2, in the compute dtype and again in a second dtype;
+ *              SIM_EXTENDED_GROWS adds one, two or three pairs of float64 in turn
+ *   unsharded: a separate tensor, the sum of the first two outputs
  *
- * All of it is queued on the current stream, so that a hook on the wrong one is a race. */
+ * All work is queued on the current stream, so a hook on the wrong stream is a detected race. */
 #include <string.h>
 
 #include "sim_internal.h"
@@ -17,7 +16,7 @@ static fct_dtype second_dtype(const sim_param *p) {
     return p->shape.extended == SIM_EXTENDED_TYPES ? (fct_dtype)FCK_FLOAT64 : sim_compute_dtype(p);
 }
 
-/* The shard, on the device. */
+/* Returns the shard on the device, as a new reference. */
 static int shard_on_device(sim_param *p, fct_tensor **shard) {
     fct_tensor *data = p->core.sharded_data;
     fct_facts facts;
@@ -33,7 +32,7 @@ static int shard_on_device(sim_param *p, fct_tensor **shard) {
     return fct_tensor_upload(*shard, data);
 }
 
-/* New, `numel` elements: `from`, if there is one, cast and divided. */
+/* Creates a tensor of `numel` elements: `from` cast and divided, or zeros if `from` is NULL. */
 static int new_copy(const fct_tensor *from, int64_t numel, fct_dtype dtype, double divisor,
                     fct_tensor **out) {
     if (fct_tensor_empty(numel, dtype, sim_device(), out) != 0) {
@@ -76,14 +75,14 @@ fc_status sim_extend_inputs(void *owner) {
 
 /* ---- the unsharded parameter ---- */
 
-/* The first elements of an output: the parameter without what pads its end. */
+/* Creates a view of an output without the padding at its end. */
 static int first_elements(const sim_param *p, size_t output, fct_tensor **whole) {
     const int64_t stride[1] = {1};
     return fct_tensor_alias(p->core.extension.outputs[output].tensor, 1, &p->numel, stride, 0,
                             whole);
 }
 
-/* target (1-D) = first output + second. */
+/* target (1-D) = first output + second output. */
 static int sum_outputs(const sim_param *p, fct_tensor *target) {
     fct_tensor *parts[2] = {NULL, NULL};
     int failed = -1;
@@ -112,7 +111,7 @@ static void check_outputs(const sim_param *p) {
     }
 }
 
-/* A new tensor that has the first memory there is, and the parameter over it. */
+/* Creates a tensor for the inner memory, and the unsharded parameter over it. */
 static fc_status make_first(sim_param *p) {
     fct_tensor *inner = NULL;
     fct_tensor *made = NULL;

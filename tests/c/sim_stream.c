@@ -4,9 +4,9 @@
  * that it waits for. The seed selects the next one of those that may run. On a device without
  * streams the operations of stream 0 are the host's own and run at once.
  *
- * Clocks. An operation is ordered after all earlier ones of its stream, after the points that its
- * stream has waited for, and after everything whose end the host had observed when it queued the
- * operation. */
+ * Clocks. An operation is ordered after all earlier ones of its stream and after the points that
+ * its stream has waited for. It is also ordered after everything whose end the host had observed
+ * when it queued the operation. */
 #include "sim_internal.h"
 
 #include <stdlib.h>

@@ -117,7 +117,7 @@ static fc_status pre_forward(sim_model *m, sim_layer *layer, bool grad) {
     for (size_t k = 0; k < layer->group_count; k++) {
         bool entering = false;
         FC_TRY(fc_group_pre_forward(&layer->groups[k].core, &entering));
-        /* The root's input is data: no node. */
+        /* The root's input does not require grad, so it has no node. */
         if (entering && grad && (layer != &m->layers[0] || m->scenario.unhooked)) {
             record(m, SIM_NODE, layer, &layer->groups[k]);
         }

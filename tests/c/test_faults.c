@@ -1,6 +1,6 @@
-/* Every call that can fail is made to fail in turn, in the middle of training: boundary calls, host
- * callbacks, kernel launches, malloc. sim_break.h lists the conditions that must hold afterwards.
- * test_recovery.c covers combined failures. */
+/* Failure injection during training: each call that can fail (boundary calls, host callbacks,
+ * kernel launches, malloc) fails in its own run. sim_break.h lists the conditions that must hold
+ * afterwards. test_recovery.c covers combined failures. */
 #include "sim_break.h"
 
 /* Later steps make the same calls as the first, but reuse plans, memory and events. Without kernels

@@ -462,7 +462,7 @@ static void failed_wait_unshard_can_be_repeated_without_new_gather(void **state)
 static void transition_after_failed_rollback_repairs_registration_first(void **state) {
     (void)state;
     sim_scenario scenario = plain;
-    scenario.shapes[0].tied = true; /* a swap that fails between two modules */
+    scenario.shapes[0].tied = true; /* the swap fails between two modules */
     fixture f = begin(scenario);
     sim_param *p = &f.group->params[0];
     unshard(&f);

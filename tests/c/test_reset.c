@@ -168,7 +168,7 @@ static void iteration_is_lost_only_after_discarded_backward(void **state) {
     fc_state *s = &f.model->layers[0].core;
     fc_iteration *it = s->iteration;
     assert_false(fc_iteration_is_lost(it));
-    it->callback_queued = true; /* by somebody else, whose call-back nobody counts */
+    it->callback_queued = true; /* registered by other code, which does not count it */
     assert_false(fc_iteration_is_lost(it));
     it->callback_counted = true;
     it->callbacks = 1;

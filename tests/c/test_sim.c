@@ -21,7 +21,7 @@ static fct_stream side_stream(void) {
     return s;
 }
 
-/* All that was queued on `first` so far comes before what is queued on `then` from now on. */
+/* Orders everything queued later on `then` after everything queued so far on `first`. */
 static void order(fct_stream first, fct_stream then) {
     fct_event *e = NULL;
     assert_int_equal(fct_event_new(sim_device(), &e), 0);
@@ -56,7 +56,7 @@ static void sim_reports_read_not_ordered_after_write(void **state) {
         fct_tensor_release(a);
         fct_tensor_release(b);
         sim_drain();
-        (void)sim_take_failures(); /* the wrong order may or may not have given the wrong values */
+        (void)sim_take_failures(); /* the wrong order may still give correct values */
         sim_end();
     }
 }
@@ -87,8 +87,7 @@ static void sim_reports_write_not_ordered_after_read(void **state) {
     }
 }
 
-/* A block freed while another stream still reads it is fine until its own stream may hand it out
- * again. */
+/* A freed block that another stream still reads may not be reused by its own stream. */
 static void sim_reports_reuse_of_memory_still_in_use(void **state) {
     (void)state;
     for (int right = 0; right < 2; right++) {
