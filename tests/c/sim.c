@@ -226,7 +226,7 @@ int fct_autograd_at_end(const fct_hook *hook) {
         return -1;
     }
     if (at_end.call != NULL) {
-        sim_fail("the end of one backward has two call-backs");
+        sim_fail("two callbacks are registered for the end of one backward");
     }
     at_end = *hook;
     at_end.retain(at_end.owner);

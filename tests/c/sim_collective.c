@@ -99,7 +99,7 @@ int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device, 
         return -1;
     }
     if (!pg->gives || device.type != sim_device().type || numel < 0) {
-        sim_fail("%s is asked for %lld elements of memory", pg->name, (long long)numel);
+        sim_fail("%s: unexpected allocation of %lld elements", pg->name, (long long)numel);
     }
     *out = sim_tensor_new(dtype, 1, &numel, NULL);
     if (sim_tensor_block(*out) != NULL) {

@@ -52,7 +52,7 @@ fc_status sim_extend_inputs(void *owner) {
     size_t count = p->shape.extended == SIM_EXTENDED_GROWS ? 3 : 2;
     fc_status status = FC_ERAISED;
     if (!p->core.extended) {
-        sim_fail("%s is asked for inputs and has no hooks", p->name);
+        sim_fail("extend_inputs of %s, which has no hooks", p->name);
     }
     if (sim_fault(SIM_FAULT_HOST, "extend_inputs")) {
         return FC_ERAISED;

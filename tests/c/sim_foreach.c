@@ -12,7 +12,7 @@ static shape shape_of(const fct_tensor *t, const char *what) {
     const sim_view view = sim_view_of(t, what);
     if (view.ndim != 2 || (view.sizes[0] > 1 && view.strides[0] != view.sizes[1]) ||
         view.strides[1] != 1) {
-        sim_fail("%s of a tensor that is no table", what);
+        sim_fail("%s of a tensor that is not 2-D with consecutive rows", what);
     }
     return (shape){view.sizes[0], view.sizes[1], view.dtype};
 }

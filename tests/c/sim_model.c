@@ -396,7 +396,7 @@ static void check_group(sim_group *g, const char *when) {
         const sim_param *p = &g->params[i];
         for (size_t slot = 0; slot < (p->shape.tied ? 2 : 1); slot++) {
             if (p->registered[slot] != g->core.sharded_state && !g->core.torn) {
-                sim_fail("%s: face %d of %s is registered, and its group shows %d", when,
+                sim_fail("%s: sharded state %d of %s is registered, but its group has %d", when,
                          (int)p->registered[slot], p->name, (int)g->core.sharded_state);
             }
         }

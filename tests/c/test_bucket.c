@@ -295,7 +295,7 @@ static void single_bucket_registers_no_notifications(void **state) {
     end(m);
 }
 
-static void reset_discards_reduced_bucket(void **state) {
+static void reset_discards_reduction_of_bucket(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     sim_collectives_stall(true);
@@ -331,7 +331,7 @@ int main(void) {
         cmocka_unit_test(second_gradient_before_reduction_is_included),
         cmocka_unit_test(buckets_are_reduced_at_end_if_other_collectives_may_interleave),
         cmocka_unit_test(single_bucket_registers_no_notifications),
-        cmocka_unit_test(reset_discards_reduced_bucket),
+        cmocka_unit_test(reset_discards_reduction_of_bucket),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

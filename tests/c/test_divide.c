@@ -10,14 +10,14 @@ typedef struct division {
 
 static void expect_divisions(const division *cases, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        const fc_divide found = fc_divide_split(&cases[i].rule);
-        const fc_divide *wanted = &cases[i].divide;
-        if (found.before != wanted->before || found.after != wanted->after ||
-            found.op != wanted->op || found.premultiply != wanted->premultiply ||
-            found.all_reduce_op != wanted->all_reduce_op) {
+        const fc_divide actual = fc_divide_split(&cases[i].rule);
+        const fc_divide *expected = &cases[i].divide;
+        if (actual.before != expected->before || actual.after != expected->after ||
+            actual.op != expected->op || actual.premultiply != expected->premultiply ||
+            actual.all_reduce_op != expected->all_reduce_op) {
             fail_msg("case %zu: before %g, after %g, op %d, premultiply %g, all-reduce op %d", i,
-                     found.before, found.after, (int)found.op, found.premultiply,
-                     (int)found.all_reduce_op);
+                     actual.before, actual.after, (int)actual.op, actual.premultiply,
+                     (int)actual.all_reduce_op);
         }
     }
 }
@@ -104,8 +104,8 @@ static void product_of_all_divisors_equals_total_divisor(void **state) {
                 double ranks = (double)(world * (replicas > 0 ? replicas : 1));
                 total *= d.op == FCT_AVG ? (double)world : 1.0;
                 total *= d.all_reduce_op == FCT_AVG && replicas > 0 ? (double)replicas : 1.0;
-                double wanted = rule.has_factor ? rule.factor : ranks;
-                assert_true(total / wanted > 1.0 - 1e-12 && total / wanted < 1.0 + 1e-12);
+                double expected = rule.has_factor ? rule.factor : ranks;
+                assert_true(total / expected > 1.0 - 1e-12 && total / expected < 1.0 + 1e-12);
             }
         }
     }

@@ -483,7 +483,7 @@ static void transition_after_failed_rollback_repairs_registration_first(void **s
     end(&f);
 }
 
-static void reset_discards_pending_gather_and_gradients(void **state) {
+static void reset_abandons_pending_gather_and_reshards(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_collectives_stall(true);
@@ -590,7 +590,7 @@ int main(void) {
         cmocka_unit_test(unshard_of_shard_on_other_device_fails),
         cmocka_unit_test(failed_wait_unshard_can_be_repeated_without_new_gather),
         cmocka_unit_test(transition_after_failed_rollback_repairs_registration_first),
-        cmocka_unit_test(reset_discards_pending_gather_and_gradients),
+        cmocka_unit_test(reset_abandons_pending_gather_and_reshards),
         cmocka_unit_test(pre_forward_reports_entering_only_for_first_module),
         cmocka_unit_test(forward_inside_backward_is_not_in_post_forward_order),
         cmocka_unit_test(backward_prefetches_preceding_group_of_post_forward_order),

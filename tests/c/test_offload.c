@@ -138,8 +138,8 @@ static bool wants_grad_now(void *param) {
 
 static const fc_host host = {.has_grad = has_grad, .wants_grad_now = wants_grad_now};
 
-/* Sends a gradient. Returns true if its copy was only queued. */
-static bool is_copy_queued(bool pinned, bool has, bool hooked) {
+/* Sends a gradient and checks the copy. Returns true if the copy was only queued. */
+static bool send_gradient(bool pinned, bool has, bool hooked) {
     fixture f;
     fct_tensor *local = NULL;
     fct_event *sent = NULL;
@@ -165,10 +165,10 @@ static bool is_copy_queued(bool pinned, bool has, bool hooked) {
 
 static void gradient_copy_is_queued_if_nothing_reads_it_now(void **state) {
     (void)state;
-    assert_true(is_copy_queued(true, false, false));
-    assert_false(is_copy_queued(false, false, false));
-    assert_false(is_copy_queued(true, true, false));
-    assert_false(is_copy_queued(true, false, true));
+    assert_true(send_gradient(true, false, false));
+    assert_false(send_gradient(false, false, false));
+    assert_false(send_gradient(true, true, false));
+    assert_false(send_gradient(true, false, true));
 }
 
 static void simulator_reports_early_read_of_queued_gradient(void **state) {

@@ -197,7 +197,7 @@ static void cast_without_kernel_uses_torch(void **state) {
     end(&f);
 }
 
-static void transfer_to_small_buffer_fails_and_writes_nothing(void **state) {
+static void transfer_to_small_buffer_is_refused(void **state) {
     (void)state;
     fixture f;
     begin(&f, false, FCT_NO_DTYPE);
@@ -227,7 +227,7 @@ int main(void) {
         cmocka_unit_test(pack_gradients_distributes_rows_and_pads_with_zeros),
         cmocka_unit_test(pack_gradients_of_other_dim_distributes_by_block),
         cmocka_unit_test(cast_without_kernel_uses_torch),
-        cmocka_unit_test(transfer_to_small_buffer_fails_and_writes_nothing),
+        cmocka_unit_test(transfer_to_small_buffer_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

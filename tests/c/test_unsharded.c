@@ -50,7 +50,7 @@ static void unsharded_memory_exists_between_alloc_and_free(void **state) {
     end();
 }
 
-static void adopt_accepts_parameters_with_memory(void **state) {
+static void adopt_requires_memory_of_every_parameter(void **state) {
     (void)state;
     begin(2);
     assert_int_equal(fc_unsharded_adopt(members), FC_ESTATE);
@@ -99,7 +99,7 @@ static void unsharded_alias_on_one_rank_shares_shards(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(unsharded_memory_exists_between_alloc_and_free),
-        cmocka_unit_test(adopt_accepts_parameters_with_memory),
+        cmocka_unit_test(adopt_requires_memory_of_every_parameter),
         cmocka_unit_test(note_requirements_freezes_parameter_frozen_while_unsharded),
         cmocka_unit_test(unsharded_alias_on_one_rank_shares_shards),
     };
