@@ -89,6 +89,23 @@ static void a_second_reduction_adds_to_the_gradient(void **state) {
     end(&f);
 }
 
+/* A program that calls post_backward outside of a backward completes the reduction explicitly. */
+static void complete_reductions_sets_gradients_on_both_kinds_of_devices(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        sim_scenario scenario = two_ranks;
+        scenario.device.streams = streams != 0;
+        fixture f = begin(scenario);
+        assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
+        compute_gradients(&f, 2.0);
+        post_backward(&f);
+        assert_int_equal(fc_group_complete_reductions(core(&f)), FC_OK);
+        assert_true(streams || f.model->comm.reductions == 0);
+        expect_grad(&f, 0, 3.0);
+        end(&f);
+    }
+}
+
 /* A large gradient is sent from where it is, if nobody else may change it meanwhile. */
 static void gradient_memory_is_sent_as_chunk(void **state) {
     (void)state;
@@ -500,6 +517,7 @@ static void what_was_sent_before_a_failure_is_waited_for_after_the_reset(void **
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_second_reduction_adds_to_the_gradient),
+        cmocka_unit_test(complete_reductions_sets_gradients_on_both_kinds_of_devices),
         cmocka_unit_test(gradient_memory_is_sent_as_chunk),
         cmocka_unit_test(held_gradient_is_packed_before_sending),
         cmocka_unit_test(without_sync_gradients_wait_unreduced_in_the_parameter),
