@@ -144,6 +144,13 @@ MUTATIONS = {
         "test_train",
         "chunks of 1 in memory that is not from a process group's allocator",
     ),
+    "a direct post_backward whose reduction is not completed": Mutation(
+        "group",
+        "c->has_streams ? fc_reduce_order_compute(&g->reducer) : fc_reduction_recycle(c, 0);",
+        "c->has_streams ? fc_reduce_order_compute(&g->reducer) : FC_OK;",
+        "test_reduce",
+        "streams || f.model->comm.reductions == 0",
+    ),
     "a run that is not in its chunk's order": Mutation(
         "plan",
         "(fct_run){.chunk = chunk, .offset = offset, .numel = numel};",
