@@ -29,7 +29,7 @@ Kind kind_of_name(const std::string &name) {
     return Kind::other;
 }
 
-/* All handles there are: who talks to the same group shares one, and its helper. Read and written
+/* All handles there are: who talks to the same group shares one, and its progress_thread. Read and written
  * with the GIL. */
 using Handles = std::unordered_map<const c10d::ProcessGroup *, fct_pg *>;
 

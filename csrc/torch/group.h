@@ -4,7 +4,7 @@
 
 #include "bridge.h"
 #include "direct.h"
-#include "waiter.h"
+#include "progress.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -25,9 +25,9 @@ struct fct_pg {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     pybind11::object python; /* the Python object where the group is a Python class, else empty */
     std::array<fct::Kind, fct::kDeviceTypes> kinds{}; /* by device type; filled when asked for */
-    std::shared_ptr<fct::Agreement> agreement;        /* once rows have been moved on the CPU */
+    std::shared_ptr<fct::Negotiation> negotiation;    /* once rows have been moved on the CPU */
     c10::intrusive_ptr<c10d::ProcessGroup> direct;    /* where it was agreed upon */
-    fct::Helper helper;
+    fct::ProgressThread progress_thread;
     size_t owners = 1;
 };
 

@@ -202,76 +202,76 @@ MUTATIONS = {
     ),
 }
 
-BOARD = {
+RING = {
     "memory of a message that the slowest has not read": Mutation(
-        "board",
+        "shm_ring",
         "        if (left > most) {",
         "        if (most == 0) {",
-        "test_board",
+        "test_shm_ring",
         "[  FAILED  ] the_slowest_decides_whether_there_is_room",
     ),
     "one letter too many": Mutation(
-        "board",
-        "    if (waiting >= LETTERS) {",
-        "    if (waiting > LETTERS) {",
-        "test_board",
+        "shm_ring",
+        "    if (waiting >= HEADER_SLOTS) {",
+        "    if (waiting > HEADER_SLOTS) {",
+        "test_shm_ring",
         "[  FAILED  ] there_are_so_many_letters",
     ),
     "a lock that is not taken": Mutation(
-        "board",
-        "        fcntl(file, F_SETLK, &lock) == 0) {",
+        "shm_ring",
+        "        fcntl(fd, F_SETLK, &lock) == 0) {",
         "        lock.l_len == 1) {",
-        "test_board",
+        "test_shm_ring",
         "[  FAILED  ] the_end_of_a_child_is_not_its_parents",
     ),
     "a child that closes its parent's board": Mutation(
-        "board",
-        "    if (board->process == (int64_t)getpid()) {\n        atomic_store",
+        "shm_ring",
+        "    if (ring->pid == (int64_t)getpid()) {\n        atomic_store",
         "    {\n        atomic_store",
-        "test_board",
+        "test_shm_ring",
         "[  FAILED  ] the_end_of_a_child_is_not_its_parents",
     ),
     "a sleeper that reads its bell after looking": Mutation(
-        "board",
-        "        const uint32_t rung = atomic_load(&own->bell);\n"
+        "shm_ring",
+        "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n"
         "        const int64_t left = until - now_ns();\n"
-        "        if (left <= 0 || fcb_news(board) != known) {\n"
+        "        if (left <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
         "            break;\n"
         "        }\n",
         "        const int64_t left = until - now_ns();\n"
-        "        if (left <= 0 || fcb_news(board) != known) {\n"
+        "        if (left <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
         "            break;\n"
         "        }\n"
-        "        const uint32_t rung = atomic_load(&own->bell);\n",
-        "test_board_sleep",
+        "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n",
+        "test_shm_ring_sleep",
         "[  FAILED  ] news_at_any_step_of_a_sleeper_keep_it_awake",
     ),
     "a post that is late": Mutation(
-        "board",
-        "    atomic_store(&own->posted, number + 1);",
-        "    atomic_store_explicit(&own->posted, number + 1, memory_order_release);",
-        "test_board_sleep",
+        "shm_ring",
+        "    atomic_store(&own->committed, seq + 1);",
+        "    atomic_store_explicit(&own->committed, seq + 1, memory_order_release);",
+        "test_shm_ring_sleep",
         "[  FAILED  ] who_falls_asleep_at_any_step_of_news_is_woken",
     ),
     "an end that is seen before the last post": Mutation(
-        "board",
-        "        return closed != 0 ? FCB_GONE",
-        "        return atomic_load(&theirs->page->closed) != 0 ? FCB_GONE",
-        "test_board_sleep",
+        "shm_ring",
+        "        return closed != 0 ? SHM_RING_CLOSED",
+        "        return atomic_load(&theirs->page->closed) != 0 ? SHM_RING_CLOSED",
+        "test_shm_ring_sleep",
         "[  FAILED  ] a_look_while_a_rank_posts_and_gives_up_misses_nothing",
     ),
     "a length that leads out of the room": Mutation(
-        "board",
-        "got.bytes > board->room - got.at",
-        "got.at + got.bytes > board->room",
-        "test_board_strangers",
+        "shm_ring",
+        "got.bytes > ring->capacity - got.offset",
+        "got.offset + got.bytes > ring->capacity",
+        "test_shm_ring_untrusted",
         "[  FAILED  ] a_letter_that_cannot_be_is_not_believed",
     ),
     "memory that its owner could make smaller": Mutation(
-        "board",
+        "shm_ring",
         "seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ",
         "seals != 0x1000 && ",
-        "test_board_strangers",
+        "test_shm_ring_untrusted",
         "[  FAILED  ] other_files_are_no_boards",
     ),
 }
@@ -321,13 +321,13 @@ def test_a_seeded_bug_is_caught_by_an_assertion(name: str, objects: Path, tmp_pa
     assert mutation.caught in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", BOARD)
-def test_a_seeded_bug_of_the_board_is_caught(name: str, tmp_path: Path) -> None:
-    mutation = BOARD[name]
-    folder = tmp_path / "board"
+@pytest.mark.parametrize("name", RING)
+def test_seeded_bug_of_the_shared_memory_ring_is_caught(name: str, tmp_path: Path) -> None:
+    mutation = RING[name]
+    folder = tmp_path / "transport"
     folder.mkdir()
-    (folder / "board.h").write_text((ROOT / "csrc/board/board.h").read_text())
-    mutate(mutation, ROOT / "csrc/board", folder)
+    (folder / "shm_ring.h").write_text((ROOT / "csrc/transport/shm_ring.h").read_text())
+    mutate(mutation, ROOT / "csrc/transport", folder)
     linked = run(
         *("gcc", f"-I{tmp_path}", *FLAGS, C_TESTS / f"{mutation.test}.c"),
         *(*LIBRARIES, "-o", tmp_path / "mutated"),

@@ -36,13 +36,13 @@ Tensors = list[torch.Tensor]
 def boards() -> int:
     """Ranks whose board this process has mapped: with a group's last, all of them or none."""
     with open("/proc/self/maps") as maps:
-        return sum("fsdp_c board" in line for line in maps)
+        return sum("fsdp_c ring" in line for line in maps)
 
 
 def descriptors() -> int:
     """Of boards, open here."""
     with os.scandir("/proc/self/fd") as entries:
-        return sum("fsdp_c board" in os.readlink(e.path) for e in entries if e.is_symlink())
+        return sum("fsdp_c ring" in os.readlink(e.path) for e in entries if e.is_symlink())
 
 
 def chain(widths: list[int]) -> nn.Sequential:

@@ -1,5 +1,5 @@
 /* Exchanges of rows; see exchange.h. */
-#include "exchange.h"
+#include "shm_collective.h"
 
 #include "../kernels/ring.h"
 
@@ -16,21 +16,22 @@ constexpr auto kSlice = std::chrono::milliseconds(100);
 
 /* ---- rows ---- */
 
-static Rows::Segment segment_of(const at::Tensor &chunk, int64_t offset, int64_t numel,
-                                size_t begin) {
+static RankShards::Segment segment_of(const at::Tensor &chunk, int64_t offset, int64_t numel,
+                                      size_t begin) {
     const size_t size = chunk.element_size();
     return {static_cast<char *>(chunk.mutable_data_ptr()) + static_cast<size_t>(offset) * size,
             static_cast<size_t>(chunk.stride(0)) * size, begin, static_cast<size_t>(numel) * size};
 }
 
-Rows Rows::of_tensor(const at::Tensor &rows) {
+RankShards RankShards::of_tensor(const at::Tensor &rows) {
     TORCH_CHECK(rows.dim() == 2 && rows.stride(1) == 1, "rows are a tensor [ranks, elements]");
     const Segment all = segment_of(rows, 0, rows.size(1), 0);
     return {{all}, rows.scalar_type(), static_cast<size_t>(rows.size(0)), all.bytes};
 }
 
-Rows Rows::of_chunks(const std::vector<at::Tensor> &chunks, const fct_chunk_layout &layout) {
-    Rows rows;
+RankShards RankShards::of_chunks(const std::vector<at::Tensor> &chunks,
+                                 const fct_chunk_layout &layout) {
+    RankShards rows;
     rows.type = chunks.at(0).scalar_type();
     rows.count = static_cast<size_t>(chunks[0].size(0));
     std::vector<int64_t> filled(chunks.size(), 0);
@@ -51,16 +52,16 @@ Rows Rows::of_chunks(const std::vector<at::Tensor> &chunks, const fct_chunk_layo
     return rows;
 }
 
-/* ---- any exchange ---- */
+/* ---- any collective ---- */
 
-struct Operation {
+struct OperationInfo {
     const char *title; /* in profiles */
     const char *verb;  /* in messages */
     c10d::OpType type;
 };
 
-static const Operation &operation_of(Exchange::Does does) {
-    static const Operation all[] = {
+static const OperationInfo &info_of(ShmCollective::Operation does) {
+    static const OperationInfo all[] = {
         {"gloo:all_gather", "gathers", c10d::OpType::_ALLGATHER_BASE},
         {"gloo:reduce_scatter", "reduces", c10d::OpType::_REDUCE_SCATTER_BASE},
         {"gloo:all_reduce", "all-reduces", c10d::OpType::ALLREDUCE},
@@ -68,26 +69,26 @@ static const Operation &operation_of(Exchange::Does does) {
     return all[static_cast<size_t>(does)];
 }
 
-Exchange::Exchange(Does does, std::vector<at::Tensor> held)
-    : Work(-1, c10d::OpType::UNKNOWN, operation_of(does).title), held_(std::move(held)),
-      does_(does) {}
+ShmCollective::ShmCollective(Operation does, std::vector<at::Tensor> held)
+    : Work(-1, c10d::OpType::UNKNOWN, info_of(does).title), tensors_(std::move(held)),
+      operation_(does) {}
 
-void Exchange::drop_when_over() {
-    drops_ = true;
+void ShmCollective::release_on_completion() {
+    release_on_completion_ = true;
 }
 
-void Exchange::wait_at_most(std::chrono::milliseconds timeout) {
+void ShmCollective::set_timeout(std::chrono::milliseconds timeout) {
     timeout_ = timeout;
 }
 
-void Exchange::drop() {
+void ShmCollective::release_tensors() {
     rows_.segments.clear();
-    held_.clear();
+    tensors_.clear();
 }
 
-bool Exchange::wait(std::chrono::milliseconds timeout) {
+bool ShmCollective::wait(std::chrono::milliseconds timeout) {
     if (!isCompleted()) {
-        wait_for_office(timeout);
+        wait_for_transport(timeout);
     }
     if (exception()) {
         std::rethrow_exception(exception());
@@ -95,23 +96,23 @@ bool Exchange::wait(std::chrono::milliseconds timeout) {
     return true;
 }
 
-bool Exchange::isCompleted() {
+bool ShmCollective::isCompleted() {
     if (!Work::isCompleted()) {
-        office_->progress();
+        transport_->progress();
     }
     return Work::isCompleted();
 }
 
 /* All rows are here, or will not come. */
-void Exchange::end(const std::exception_ptr &error) {
+void ShmCollective::complete(const std::exception_ptr &error) {
     std::exception_ptr outcome = error;
     if (!outcome) {
         try {
             const c10::AutoGradMode no_grad(false);
             const at::AutoDispatchBelowADInplaceOrView below;
-            over();
-            if (drops_) {
-                drop();
+            on_completion();
+            if (release_on_completion_) {
+                release_tensors();
             }
         } catch (...) {
             outcome = std::current_exception();
@@ -122,73 +123,74 @@ void Exchange::end(const std::exception_ptr &error) {
 
 constexpr size_t kLine = 64; /* parts of rows are multiples of it: no element is cut */
 
-void Exchange::hand_in(std::shared_ptr<Office> office, at::ScalarType type, size_t row_bytes) {
-    office_ = std::move(office);
+void ShmCollective::submit(std::shared_ptr<ShmTransport> transport, at::ScalarType type,
+                           size_t row_bytes) {
+    transport_ = std::move(transport);
     type_ = type;
     row_bytes_ = row_bytes;
     size_t bytes = 0;
-    for (size_t message = 0; message < messages(); message++) {
-        bytes += bytes_of(message);
+    for (size_t message = 0; message < message_count(); message++) {
+        bytes += message_bytes(message);
     }
-    copied_ = office_->copies(bytes);
-    begin_ = std::chrono::steady_clock::now();
+    cpu_bound_ = transport_->is_cpu_bound(bytes);
+    start_time_ = std::chrono::steady_clock::now();
     auto self = c10::intrusive_ptr<c10::intrusive_ptr_target>::reclaim_copy(this);
-    if (office_->add(*this, std::move(self))) {
-        opType_ = operation_of(does_).type;
+    if (transport_->submit(*this, std::move(self))) {
+        opType_ = info_of(operation_).type;
     }
 }
 
-bool Exchange::takes_processors() const {
-    return copied_;
+bool ShmCollective::is_cpu_bound() const {
+    return cpu_bound_;
 }
 
 /* Operation, element type, and the length of a row in lines: rows of several messages differ, be it
  * that some of the messages have the same size. */
-uint32_t Exchange::kind() const {
+uint32_t ShmCollective::tag() const {
     const auto lines = static_cast<uint32_t>((row_bytes_ + kLine - 1) / kLine);
-    return lines << 8 | static_cast<uint32_t>(type_) << 2 | static_cast<uint32_t>(does_);
+    return lines << 8 | static_cast<uint32_t>(type_) << 2 | static_cast<uint32_t>(operation_);
 }
 
-std::string Exchange::name_of(uint32_t kind) const {
-    const uint32_t does = kind & 3, type = kind >> 2 & 0x3f;
+std::string ShmCollective::describe_tag(uint32_t tag) const {
+    const uint32_t does = tag & 3, type = tag >> 2 & 0x3f;
     const auto known = static_cast<uint32_t>(c10::ScalarType::NumOptions);
     static_assert(static_cast<uint32_t>(c10::ScalarType::NumOptions) <= 0x40);
-    return c10::str(does < 3 ? operation_of(static_cast<Does>(does)).verb : "moves", " rows of ",
+    return c10::str(does < 3 ? info_of(static_cast<Operation>(does)).verb : "moves", " rows of ",
                     type < known ? c10::toString(static_cast<c10::ScalarType>(type)) : "?",
-                    ", up to ", (kind >> 8) * kLine, " bytes,");
+                    ", up to ", (tag >> 8) * kLine, " bytes,");
 }
 
 /* Gathers and reductions: */
 
-void Exchange::post(std::shared_ptr<Office> office, Rows rows, int64_t rank) {
+void ShmCollective::start(std::shared_ptr<ShmTransport> transport, RankShards rows, int64_t rank) {
     rows_ = std::move(rows);
     rank_ = rank;
-    part_bytes_ = Office::kLargest / rows_in_message() / kLine * kLine;
-    hand_in(std::move(office), rows_.type, rows_.bytes);
+    part_bytes_ = ShmTransport::kMaxMessage / rows_in_message() / kLine * kLine;
+    submit(std::move(transport), rows_.type, rows_.bytes);
 }
 
-size_t Exchange::messages() const {
+size_t ShmCollective::message_count() const {
     return (row_bytes_ + part_bytes_ - 1) / part_bytes_;
 }
 
 /* Bytes of a row in a message. */
-size_t Exchange::part_of(size_t message) const {
+size_t ShmCollective::part_bytes(size_t message) const {
     return std::min(part_bytes_, row_bytes_ - message * part_bytes_);
 }
 
 /* A gather's message has a part of this rank's row; a reduction's has parts of all ranks', of which
  * this one's is left as it was. */
-size_t Exchange::rows_in_message() const {
-    return does_ == Does::reduces ? rows_.count : 1;
+size_t ShmCollective::rows_in_message() const {
+    return operation_ == Operation::reduce_scatter ? rows_.count : 1;
 }
 
-size_t Exchange::bytes_of(size_t message) const {
-    return rows_in_message() * part_of(message);
+size_t ShmCollective::message_bytes(size_t message) const {
+    return rows_in_message() * part_bytes(message);
 }
 
-template <typename Each> void Exchange::for_each_overlap(size_t message, Each &&each) const {
-    const size_t at = message * part_bytes_, end = at + part_of(message);
-    for (const Rows::Segment &segment : rows_.segments) {
+template <typename Each> void ShmCollective::for_each_overlap(size_t message, Each &&each) const {
+    const size_t at = message * part_bytes_, end = at + part_bytes(message);
+    for (const RankShards::Segment &segment : rows_.segments) {
         const size_t from = std::max(segment.begin, at);
         const size_t until = std::min(segment.begin + segment.bytes, end);
         if (from < until) {
@@ -197,41 +199,43 @@ template <typename Each> void Exchange::for_each_overlap(size_t message, Each &&
     }
 }
 
-void Exchange::copy_row(size_t message, size_t row, char *to) const {
-    for_each_overlap(
-        message, [&](const Rows::Segment &segment, size_t from, size_t bytes, size_t in_part) {
-            std::memcpy(to + in_part, segment.data + row * segment.stride + from, bytes);
-        });
+void ShmCollective::copy_row(size_t message, size_t row, char *to) const {
+    for_each_overlap(message, [&](const RankShards::Segment &segment, size_t from, size_t bytes,
+                                  size_t in_part) {
+        std::memcpy(to + in_part, segment.data + row * segment.stride + from, bytes);
+    });
 }
 
-void Exchange::write(size_t message, char *room) {
+void ShmCollective::write(size_t message, char *buffer) {
     const auto own = static_cast<size_t>(rank_);
-    if (does_ == Does::gathers) {
-        copy_row(message, own, room);
+    if (operation_ == Operation::all_gather) {
+        copy_row(message, own, buffer);
         return;
     }
     for (size_t row = 0; row < rows_in_message(); row++) {
         if (row != own) {
-            copy_row(message, row, room + row * part_of(message));
+            copy_row(message, row, buffer + row * part_bytes(message));
         }
     }
 }
 
-void Exchange::read(size_t message, const std::vector<const char *> &written) {
-    const size_t mine = does_ == Does::reduces ? static_cast<size_t>(rank_) * part_of(message) : 0;
-    std::vector<const char *> parts(written.size(), nullptr);
-    for_each_overlap(message,
-                     [&](const Rows::Segment &segment, size_t from, size_t bytes, size_t in_part) {
-                         for (size_t rank = 0; rank < parts.size(); rank++) {
-                             const char *theirs = written[rank];
-                             parts[rank] = theirs == nullptr ? nullptr : theirs + mine + in_part;
-                         }
-                         take(segment, from, bytes, parts);
-                     });
+void ShmCollective::read(size_t message, const std::vector<const char *> &peer_data) {
+    const size_t mine = operation_ == Operation::reduce_scatter
+                            ? static_cast<size_t>(rank_) * part_bytes(message)
+                            : 0;
+    std::vector<const char *> parts(peer_data.size(), nullptr);
+    for_each_overlap(message, [&](const RankShards::Segment &segment, size_t from, size_t bytes,
+                                  size_t in_part) {
+        for (size_t rank = 0; rank < parts.size(); rank++) {
+            const char *theirs = peer_data[rank];
+            parts[rank] = theirs == nullptr ? nullptr : theirs + mine + in_part;
+        }
+        consume(segment, from, bytes, parts);
+    });
 }
 
-void Exchange::take(const Rows::Segment &segment, size_t from, size_t bytes,
-                    const std::vector<const char *> &parts) {
+void ShmCollective::consume(const RankShards::Segment &segment, size_t from, size_t bytes,
+                            const std::vector<const char *> &parts) {
     for (size_t rank = 0; rank < parts.size(); rank++) {
         if (parts[rank] != nullptr) {
             std::memcpy(segment.data + rank * segment.stride + from, parts[rank], bytes);
@@ -241,14 +245,14 @@ void Exchange::take(const Rows::Segment &segment, size_t from, size_t bytes,
 
 /* For as long as gloo would wait for a message, from its issue on; then nothing more will come. A
  * wait that has a time-out of its own leaves the exchange as it is. */
-void Exchange::wait_for_office(std::chrono::milliseconds timeout) {
+void ShmCollective::wait_for_transport(std::chrono::milliseconds timeout) {
     using std::chrono::milliseconds;
     const auto begin = std::chrono::steady_clock::now();
     while (!isCompleted()) {
         const auto now = std::chrono::steady_clock::now();
-        auto left = timeout_ - std::chrono::duration_cast<milliseconds>(now - begin_);
+        auto left = timeout_ - std::chrono::duration_cast<milliseconds>(now - start_time_);
         if (left <= milliseconds(0)) {
-            office_->give_up(
+            transport_->abort(
                 c10::str("Timed out waiting ", timeout_.count(), "ms for the rows of other ranks"));
             return;
         }
@@ -256,18 +260,21 @@ void Exchange::wait_for_office(std::chrono::milliseconds timeout) {
             left = std::min(left, timeout - std::chrono::duration_cast<milliseconds>(now - begin));
             TORCH_CHECK(left > milliseconds(0), "Timed out waiting ", timeout.count(), "ms");
         }
-        office_->progress_or_sleep(std::min(left, kSlice), [this] { return Work::isCompleted(); });
+        transport_->progress_or_wait(std::min(left, kSlice),
+                                     [this] { return Work::isCompleted(); });
     }
 }
 
 /* ---- reduce-scatters ---- */
 
-Sum::Sum(std::vector<at::Tensor> held, int64_t rank, int64_t world, bool average)
-    : Exchange(Does::reduces, std::move(held)), rank_(rank), world_(world), average_(average) {}
+ShmReduceScatter::ShmReduceScatter(std::vector<at::Tensor> held, int64_t rank, int64_t world,
+                                   bool average)
+    : ShmCollective(Operation::reduce_scatter, std::move(held)), rank_(rank), world_(world),
+      average_(average) {}
 
-void Sum::take(const Rows::Segment &segment, size_t from, size_t bytes,
-               const std::vector<const char *> &parts) {
-    const at::Tensor &output = held_[0];
+void ShmReduceScatter::consume(const RankShards::Segment &segment, size_t from, size_t bytes,
+                               const std::vector<const char *> &parts) {
+    const at::Tensor &output = tensors_[0];
     const size_t size = output.element_size();
     const auto mine = static_cast<size_t>(rank_);
     std::vector<const void *> rows(parts.begin(), parts.end());
@@ -279,9 +286,9 @@ void Sum::take(const Rows::Segment &segment, size_t from, size_t bytes,
                  static_cast<int64_t>(bytes / size));
 }
 
-void Sum::over() {
+void ShmReduceScatter::on_completion() {
     if (average_) {
-        held_[0].div_(world_);
+        tensors_[0].div_(world_);
     }
 }
 

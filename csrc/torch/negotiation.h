@@ -1,8 +1,8 @@
 /* Whether the ranks of a process group use shared memory: the questions, and their answers. */
-#ifndef FSDP_C_TORCH_AGREEMENT_H
-#define FSDP_C_TORCH_AGREEMENT_H
+#ifndef FSDP_C_TORCH_NEGOTIATION_H
+#define FSDP_C_TORCH_NEGOTIATION_H
 
-#include "office.h"
+#include "shm_transport.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -15,17 +15,17 @@
 namespace fct {
 
 /* Numbers of each rank that all are to know. */
-class Question {
+class NegotiationRound {
   public:
     /* Sends this rank's, and waits for nobody. */
-    void ask(c10d::Backend &engine, at::Tensor answer);
+    void start(c10d::Backend &fallback, at::Tensor answer);
     /* All ranks' numbers, in their order; sees signals, with the GIL, and can be called again. */
-    at::Tensor answers() const;
-    bool is_open() const;
+    at::Tensor results() const;
+    bool is_pending() const;
 
   private:
     c10::intrusive_ptr<c10d::Work> work_; /* fills the answers */
-    at::Tensor answers_;
+    at::Tensor results_;
 };
 
 /* Whether the ranks of one process group move rows through shared memory. The ranks agree once, in
@@ -33,7 +33,7 @@ class Question {
  *
  *     open      no answers to the first question yet. It asks whether a rank wants shared memory,
  *               where its file is, and how many gathers may be in flight without a wait.
- *     joining   all ranks offer memory. The second question asks whether a rank has mapped the
+ *     joining   all ranks handle memory. The second question asks whether a rank has mapped the
  *               files of all others. It is issued before the first gather or reduction after the
  *               answers, which is the same one on all ranks.
  *     direct    all ranks have mapped all files.
@@ -43,21 +43,24 @@ class Question {
  * gloo moves the gathers that follow a question. Their number, `first`, is the largest number of
  * parameter groups on any rank. A rank that issues one gather more has waited for one before, which
  * its peers issued after they answered. */
-struct Agreement {
-    enum class State : uint8_t { open, joining, direct, declined };
-    State state = State::open;
-    bool paused = false;    /* all ranks set it at the same point of their programs */
-    int64_t gathers = 0;    /* that gloo moved */
-    int64_t first = 0;      /* gathers to be gloo's after a question; this rank's own while open */
-    int64_t join_after = 0; /* value of `gathers` from which on the second question's answers are
+struct Negotiation {
+    enum class State : uint8_t { pending, connecting, accepted, declined };
+    State state = State::pending;
+    bool paused = false; /* all ranks set it at the same point of their programs */
+    int64_t gathers = 0; /* that gloo moved */
+    int64_t fallback_gathers =
+        0; /* gathers to be gloo's after a question; this rank's own while open */
+    int64_t connected_after =
+        0; /* value of `gathers` from which on the second question's answers are
                                there; set when it is asked */
-    Question question;
-    Question found;                 /* the second question, see Found */
-    std::vector<fcb_offer> offers;  /* all ranks', while joining, until this rank has mapped them */
-    std::shared_ptr<Office> office; /* empty if declined */
+    NegotiationRound capabilities;
+    NegotiationRound connection; /* the second question, see Connected */
+    std::vector<shm_ring_handle>
+        handles; /* all ranks', while joining, until this rank has mapped them */
+    std::shared_ptr<ShmTransport> transport; /* empty if declined */
 
-    /* The office of the next collective; empty if gloo moves its rows. */
-    std::shared_ptr<Office> office_in_use() const;
+    /* The transport of the next collective; empty if gloo moves its rows. */
+    std::shared_ptr<ShmTransport> active_transport() const;
 };
 
 /* A collective's use of rows. A reduce-scatter follows a gather that has been waited for, so it may
@@ -65,20 +68,21 @@ struct Agreement {
  * is no collective: it waits for all answers, and all ranks make it at the same point. */
 enum class Use : uint8_t { gather, reduce, all_reduce, query };
 
-/* The agreement of `group`, kept while anybody has it or the group lives. Needs the GIL. */
-std::shared_ptr<Agreement> agreement_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group);
+/* The negotiation of `group`, kept while anybody has it or the group lives. Needs the GIL. */
+std::shared_ptr<Negotiation> negotiation_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group);
 
 /* Whether the next gather or reduction of `group` goes through shared memory. Issues the questions,
  * which dispatch modes do not see; declines without one where the backend is not gloo's own. A wait
- * for answers sees signals; an interrupted call can be repeated. A rank offers memory if `attach`
- * makes the group's end close the office. Idempotent until the caller has counted the gather in
+ * for answers sees signals; an interrupted call can be repeated. A rank handles memory if `attach`
+ * makes the group's end close the transport. Idempotent until the caller has counted the gather in
  * `gathers`. Call it with the GIL. */
 using Attach = std::function<bool()>;
-bool goes_directly(Agreement &agreement, const c10::intrusive_ptr<c10d::ProcessGroup> &group,
-                   Use use, const Attach &attach);
+bool uses_shared_memory(Negotiation &negotiation,
+                        const c10::intrusive_ptr<c10d::ProcessGroup> &group, Use use,
+                        const Attach &attach);
 
 /* Whether rows of so many bytes would be copied in computation's time, if they were posted now. */
-bool is_copied(const Agreement &agreement, size_t row_bytes);
+bool is_cpu_bound(const Negotiation &negotiation, size_t row_bytes);
 
 /* Counts a parameter group that gathers over the process group of that name, if it has not been
  * asked yet. Needs the GIL. */

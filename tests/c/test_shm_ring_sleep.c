@@ -1,6 +1,6 @@
 /* Boards: who sleeps is woken.
  *
- * The room is stopped between any two of its looks at words that ranks share, and another rank does
+ * The capacity is stopped between random_below two of its looks at words that ranks share, and another rank does
  * something there: what is lost in a window of a few instructions is found without waiting for it
  * to happen. After that, ranks that are processes of their own sleep and wake one another. */
 #define _GNU_SOURCE 1
@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <unistd.h>
 
-/* ---- what comes between the room and the words it shares ---- */
+/* ---- what comes between the capacity and the words it shares ---- */
 
 static void step(void);
 static long futex(long number, _Atomic uint32_t *word, int does, uint32_t value, const void *time);
@@ -70,7 +70,7 @@ static inline uint32_t add(_Atomic uint32_t *word, uint32_t value) {
 #define atomic_fetch_sub(word, value) add(word, 0u - (value))
 #define syscall(number, word, does, value, time, unused, zero)                                     \
     futex(number, word, does, value, time)
-#include "board_ranks.h"
+#include "shm_ring_ranks.h"
 #undef syscall
 
 #include <pthread.h>
@@ -89,21 +89,21 @@ static void step(void) {
 static struct {
     int stops;
     jmp_buf at;
-    const _Atomic uint32_t *bell;
-    uint32_t rung;
+    const _Atomic uint32_t *doorbell;
+    uint32_t doorbell_value;
     int woken;
 } stopped;
 
 static long futex(long number, _Atomic uint32_t *word, int does, uint32_t value, const void *time) {
     step();
     let_be_seen();
-    if (does == FUTEX_WAKE && stopped.bell != NULL) {
+    if (does == FUTEX_WAKE && stopped.doorbell != NULL) {
         stopped.woken = 1;
     }
     if (does == FUTEX_WAIT && stopped.stops &&
         atomic_load_explicit(word, memory_order_seq_cst) == value) {
-        stopped.bell = word;
-        stopped.rung = value;
+        stopped.doorbell = word;
+        stopped.doorbell_value = value;
         longjmp(stopped.at, 1);
     }
     return syscall(number, word, does, value, time, NULL, 0);
@@ -112,24 +112,24 @@ static long futex(long number, _Atomic uint32_t *word, int does, uint32_t value,
 static void anew(void) {
     between.at = 0;
     memset(&stopped, 0, sizeof stopped);
-    (void)close_two(NULL);
-    (void)open_two(NULL);
+    (void)destroy_two_rings(NULL);
+    (void)create_two_rings(NULL);
 }
 
 static void reads(void) {
-    fcb_read(boards[1]);
+    shm_ring_release(rings[1]);
 }
 
 static void gives_up(void) {
-    fcb_give_up(boards[1]);
+    shm_ring_mark_closed(rings[1]);
 }
 
 static void posts_and_gives_up(void) {
-    posts();
+    peer_commits();
     gives_up();
 }
 
-static void (*const news[])(void) = {posts, reads, gives_up, posts_and_gives_up};
+static void (*const news[])(void) = {peer_commits, reads, gives_up, posts_and_gives_up};
 enum { NEWS = sizeof news / sizeof news[0] };
 
 /* Until it would sleep. Whether it does. */
@@ -140,7 +140,7 @@ static void falls_asleep(void) {
     stopped.stops = 1;
     asleep_now = 1;
     if (setjmp(stopped.at) == 0) {
-        sleep_on_bell(boards[0], known_before, INT64_MAX);
+        wait_on_doorbell(rings[0], known_before, INT64_MAX);
         asleep_now = 0;
     }
     stopped.stops = 0;
@@ -152,7 +152,7 @@ static void news_at_any_step_of_a_sleeper_keep_it_awake(void **state) {
         int steps = 0;
         for (int left = 0; left == 0; steps++) {
             anew();
-            known_before = fcb_news(boards[0]);
+            known_before = shm_ring_seq(rings[0]);
             between.does = news[i];
             between.at = steps + 1;
             falls_asleep();
@@ -170,7 +170,7 @@ static void who_falls_asleep_at_any_step_of_news_is_woken(void **state) {
         int steps = 0;
         for (int left = 0; left == 0; steps++) {
             anew();
-            known_before = fcb_news(boards[0]);
+            known_before = shm_ring_seq(rings[0]);
             asleep_now = 0;
             between.does = falls_asleep;
             between.at = steps + 1;
@@ -179,7 +179,7 @@ static void who_falls_asleep_at_any_step_of_news_is_woken(void **state) {
             let_be_seen();
             left = between.at;
             assert_true(!asleep_now || stopped.woken);
-            assert_true(!asleep_now || boards[0]->own.page->bell != stopped.rung);
+            assert_true(!asleep_now || rings[0]->own.page->doorbell != stopped.doorbell_value);
         }
         assert_true(steps > 2);
     }
@@ -188,15 +188,16 @@ static void who_falls_asleep_at_any_step_of_news_is_woken(void **state) {
 static void a_look_while_a_rank_posts_and_gives_up_misses_nothing(void **state) {
     (void)state;
     for (int left = 0, steps = 0; left == 0; steps++) {
-        fcb_message got;
+        shm_ring_message got;
         anew();
         between.does = posts_and_gives_up;
         between.at = steps + 1;
-        const fcb_state first = fcb_look(boards[0], 1, &got);
+        const shm_ring_peek_result first = shm_ring_peek(rings[0], 1, &got);
         left = between.at;
         between.at = 0;
-        assert_true(first == FCB_YET || first == FCB_HERE);
-        assert_int_equal(fcb_look(boards[0], 1, &got), left == 0 ? FCB_HERE : FCB_YET);
+        assert_true(first == SHM_RING_EMPTY || first == SHM_RING_READY);
+        assert_int_equal(shm_ring_peek(rings[0], 1, &got),
+                         left == 0 ? SHM_RING_READY : SHM_RING_EMPTY);
     }
 }
 
@@ -204,10 +205,10 @@ static void a_sleep_ends(void **state) {
     (void)state;
     const int64_t times[] = {0, -1, 1, INT64_MIN};
     for (size_t i = 0; i < sizeof times / sizeof times[0]; i++) {
-        fcb_sleep(boards[0], fcb_news(boards[0]), times[i]);
+        shm_ring_wait(rings[0], shm_ring_seq(rings[0]), times[i]);
     }
-    fcb_sleep(boards[0], fcb_news(boards[0]) + 1, INT64_MAX);
-    assert_int_equal(boards[0]->own.page->asleep, 0);
+    shm_ring_wait(rings[0], shm_ring_seq(rings[0]) + 1, INT64_MAX);
+    assert_int_equal(rings[0]->own.page->sleepers, 0);
 }
 
 /* ---- ranks that sleep ---- */
@@ -216,99 +217,99 @@ enum { PINGS = 20000 };
 
 static void ping(void) {
     for (uint32_t i = 0; i < me.of->messages; i++) {
-        post_small(i % 2);
-        read_small(i % 2);
+        commit_blocking(i % 2);
+        read_blocking(i % 2);
     }
 }
 
 static void no_sleeper_is_forgotten(void **state) {
     (void)state;
-    run_ranks(&(play){ping, 2, ROOM, 0, PINGS, 0});
-    run_ranks(&(play){ping, 3, LINE, 0, PINGS / 20, 0});
+    run_ranks(&(scenario){ping, 2, CAPACITY, 0, PINGS, 0});
+    run_ranks(&(scenario){ping, 3, CACHE_LINE, 0, PINGS / 20, 0});
 }
 
 static void wait_for_sleepers(int rank, uint32_t threads) {
-    while (atomic_load(&me.board->views[rank].page->asleep) != threads) {
+    while (atomic_load(&me.ring->views[rank].page->sleepers) != threads) {
         (void)sched_yield();
     }
 }
 
 static void *sleep_beside(void *known) {
-    sleep_on_bell(me.board, *(const uint32_t *)known, now_ns() + (int64_t)DAY * 1000000);
+    wait_on_doorbell(me.ring, *(const uint32_t *)known, now_ns() + (int64_t)DAY_MS * 1000000);
     return NULL;
 }
 
 /* Two threads of rank 0 sleep, until rank 1 does something. */
 static void sleep_until(void (*does)(void)) {
-    uint32_t known = fcb_news(me.board);
-    meet();
+    uint32_t known = shm_ring_seq(me.ring);
+    barrier();
     if (me.rank == 0) {
         pthread_t thread;
-        must(pthread_create(&thread, NULL, sleep_beside, &known) == 0);
+        require(pthread_create(&thread, NULL, sleep_beside, &known) == 0);
         (void)sleep_beside(&known);
-        must(pthread_join(thread, NULL) == 0);
-        must(fcb_news(me.board) != known);
-        must(atomic_load(&me.board->own.page->asleep) == 0);
+        require(pthread_join(thread, NULL) == 0);
+        require(shm_ring_seq(me.ring) != known);
+        require(atomic_load(&me.ring->own.page->sleepers) == 0);
     } else if (me.rank == 1) {
         wait_for_sleepers(0, 2);
         does();
     }
-    meet();
+    barrier();
 }
 
 static void post_one_to_sleepers(void) {
-    must(post(9));
+    require(commit(9));
 }
 
 static void give_up_before_sleepers(void) {
-    fcb_give_up(me.board);
+    shm_ring_mark_closed(me.ring);
 }
 
 static void sleep_until_a_post(void) {
     sleep_until(post_one_to_sleepers);
-    must(me.rank != 0 || look(1, 9));
+    require(me.rank != 0 || check_next(1, 9));
 }
 
-/* Rank 0 has filled its board. */
+/* Rank 0 has filled its ring. */
 static void sleep_until_a_read(void) {
-    must(post(me.rank == 0 ? ROOM : 0));
-    meet();
-    must(me.rank != 0 || !post(1));
-    must(me.rank != 1 || look(0, ROOM));
-    sleep_until(mark_read);
-    must(me.rank != 0 || post(1));
+    require(commit(me.rank == 0 ? CAPACITY : 0));
+    barrier();
+    require(me.rank != 0 || !commit(1));
+    require(me.rank != 1 || check_next(0, CAPACITY));
+    sleep_until(release_one);
+    require(me.rank != 0 || commit(1));
 }
 
 static void sleep_until_the_other_gives_up(void) {
-    fcb_message none;
+    shm_ring_message none;
     sleep_until(give_up_before_sleepers);
-    must(me.rank != 0 || fcb_look(me.board, 1, &none) == FCB_GONE);
+    require(me.rank != 0 || shm_ring_peek(me.ring, 1, &none) == SHM_RING_CLOSED);
 }
 
 static void sleep_until_the_other_closes(void) {
-    fcb_message none;
-    sleep_until(close_board);
-    must(me.rank != 0 || fcb_look(me.board, 1, &none) == FCB_GONE);
+    shm_ring_message none;
+    sleep_until(destroy_ring);
+    require(me.rank != 0 || shm_ring_peek(me.ring, 1, &none) == SHM_RING_CLOSED);
 }
 
 static void all_sleepers_of_a_rank_are_woken(void **state) {
     (void)state;
-    run_ranks(&(play){sleep_until_a_post, 2, ROOM, 0, 0, 0});
-    run_ranks(&(play){sleep_until_a_post, 3, ROOM, 0, 0, 0});
-    run_ranks(&(play){sleep_until_a_read, 2, ROOM, 0, 0, 0});
-    run_ranks(&(play){sleep_until_the_other_gives_up, 3, ROOM, 0, 0, 0});
-    run_ranks(&(play){sleep_until_the_other_closes, 2, ROOM, 0, 0, 0});
+    run_ranks(&(scenario){sleep_until_a_post, 2, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){sleep_until_a_post, 3, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){sleep_until_a_read, 2, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){sleep_until_the_other_gives_up, 3, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){sleep_until_the_other_closes, 2, CAPACITY, 0, 0, 0});
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(news_at_any_step_of_a_sleeper_keep_it_awake, open_two,
-                                        close_two),
-        cmocka_unit_test_setup_teardown(who_falls_asleep_at_any_step_of_news_is_woken, open_two,
-                                        close_two),
+        cmocka_unit_test_setup_teardown(news_at_any_step_of_a_sleeper_keep_it_awake,
+                                        create_two_rings, destroy_two_rings),
+        cmocka_unit_test_setup_teardown(who_falls_asleep_at_any_step_of_news_is_woken,
+                                        create_two_rings, destroy_two_rings),
         cmocka_unit_test_setup_teardown(a_look_while_a_rank_posts_and_gives_up_misses_nothing,
-                                        open_two, close_two),
-        cmocka_unit_test_setup_teardown(a_sleep_ends, open_two, close_two),
+                                        create_two_rings, destroy_two_rings),
+        cmocka_unit_test_setup_teardown(a_sleep_ends, create_two_rings, destroy_two_rings),
         cmocka_unit_test(no_sleeper_is_forgotten),
         cmocka_unit_test(all_sleepers_of_a_rank_are_woken),
     };
