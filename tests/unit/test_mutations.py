@@ -205,15 +205,15 @@ MUTATIONS = {
 RING = {
     "memory of a message that the slowest has not read": Mutation(
         "shm_ring",
-        "        if (left > most) {",
-        "        if (most == 0) {",
+        "        if (pending > largest) {",
+        "        if (largest == 0) {",
         "test_shm_ring",
         "[  FAILED  ] the_slowest_decides_whether_there_is_room",
     ),
     "one letter too many": Mutation(
         "shm_ring",
-        "    if (waiting >= HEADER_SLOTS) {",
-        "    if (waiting > HEADER_SLOTS) {",
+        "    if (pending >= HEADER_SLOTS) {",
+        "    if (pending > HEADER_SLOTS) {",
         "test_shm_ring",
         "[  FAILED  ] there_are_so_many_letters",
     ),
@@ -234,12 +234,12 @@ RING = {
     "a sleeper that reads its bell after looking": Mutation(
         "shm_ring",
         "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n"
-        "        const int64_t left = until - now_ns();\n"
-        "        if (left <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
+        "        const int64_t left_ns = deadline_ns - now_ns();\n"
+        "        if (left_ns <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
         "            break;\n"
         "        }\n",
-        "        const int64_t left = until - now_ns();\n"
-        "        if (left <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
+        "        const int64_t left_ns = deadline_ns - now_ns();\n"
+        "        if (left_ns <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
         "            break;\n"
         "        }\n"
         "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n",
@@ -256,7 +256,7 @@ RING = {
     "an end that is seen before the last post": Mutation(
         "shm_ring",
         "        return closed != 0 ? SHM_RING_CLOSED",
-        "        return atomic_load(&theirs->page->closed) != 0 ? SHM_RING_CLOSED",
+        "        return atomic_load(&view->page->closed) != 0 ? SHM_RING_CLOSED",
         "test_shm_ring_sleep",
         "[  FAILED  ] a_look_while_a_rank_posts_and_gives_up_misses_nothing",
     ),
