@@ -291,7 +291,7 @@ void wait_on_gloo(const fct_work &work) {
 
 bool is_gloo_done(fct_work &work) {
     if (work.wait_task) {
-        return work.wait_task->done();
+        return work.wait_task->is_done();
     }
     return !can_poll(work) || work.work->isCompleted();
 }

@@ -1,4 +1,7 @@
-/* The negotiation of the ranks of a process group on shared memory; see negotiation.h. */
+/* The negotiation of the shared-memory transport; see negotiation.h.
+ *
+ * Owns the table of negotiations and the counts of parameter groups by group name. The GIL guards
+ * both. */
 #include "negotiation.h"
 
 #include "bridge.h"
@@ -29,19 +32,20 @@ bool is_chosen(const char *transport) {
     return choice != nullptr && std::string(choice) == transport;
 }
 
-/* Whether this rank wants it: not where somebody looks at what gloo itself does. */
+/* Whether this rank accepts shared memory. The user can veto it. A debug level and a flight recorder
+ * veto it, because they observe gloo's own collectives. */
 bool wants_shared_memory() {
     return !is_chosen("gloo") && c10d::debug_level() == c10d::DebugLevel::Off &&
            !is_set("TORCH_FR_BUFFER_SIZE") && !is_set("TORCH_NCCL_TRACE_BUFFER_SIZE");
 }
 
-/* The backend itself, and not what wraps or replaces it under its name: its class is not in the
- * headers that can be included. */
+/* Whether the backend is torch's class and not a wrapper with the same name. torch does not ship the
+ * header of the class. */
 bool is_gloo(const c10d::Backend &backend) {
     return std::string(typeid(backend).name()) == "N4c10d16ProcessGroupGlooE";
 }
 
-/* That this process may use; one where that is not known. */
+/* CPUs in the affinity mask of this process, or 1 if the mask is unknown. */
 int available_cpus() {
 #ifdef __linux__
     cpu_set_t set;
@@ -61,31 +65,32 @@ std::shared_ptr<Negotiation> negotiation_of(const c10::intrusive_ptr<c10d::Proce
         c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
         std::shared_ptr<Negotiation> negotiation;
     };
-    static auto *const known = new std::unordered_map<const c10d::ProcessGroup *, Entry>();
-    for (auto it = known->begin(); it != known->end();) {
-        it = it->second.group.expired() ? known->erase(it) : std::next(it);
+    static auto *const table = new std::unordered_map<const c10d::ProcessGroup *, Entry>();
+    for (auto it = table->begin(); it != table->end();) {
+        it = it->second.group.expired() ? table->erase(it) : std::next(it);
     }
-    const auto found = known->find(group.get());
-    if (found != known->end()) {
+    const auto found = table->find(group.get());
+    if (found != table->end()) {
         return found->second.negotiation;
     }
-    auto made = std::make_shared<Negotiation>();
-    known->emplace(group.get(), Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), made});
-    return made;
+    auto negotiation = std::make_shared<Negotiation>();
+    table->emplace(group.get(),
+                   Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), negotiation});
+    return negotiation;
 }
 
-/* Parameter groups by the names of process groups, until those are asked. */
-static std::unordered_map<std::string, int64_t> &users() {
+/* Number of parameter groups by the name of their process group, until round 1 is issued. */
+static std::unordered_map<std::string, int64_t> &group_counts() {
     static auto *const all = new std::unordered_map<std::string, int64_t>();
     return *all;
 }
 
 void announce_user(const std::string &name) {
-    users()[name]++;
+    group_counts()[name]++;
 }
 
-/* An answer: the number of gathers that gloo is to move for this rank (0: all), and the three
- * numbers of its handle (0: it has no shared memory). */
+/* Integers of round 1: the number of this rank's fallback gathers (0: veto), then the fields of its
+ * shm_ring_handle (0: no ring). */
 constexpr int64_t kCapabilities = 4;
 
 static void start_negotiation(Negotiation &negotiation,
@@ -96,7 +101,7 @@ static void start_negotiation(Negotiation &negotiation,
         negotiation.state = Negotiation::State::declined;
         return;
     }
-    const auto found = users().extract(group->getGroupName());
+    const auto found = group_counts().extract(group->getGroupName());
     negotiation.fallback_gathers =
         std::max(negotiation.fallback_gathers, found.empty() ? 1 : found.mapped());
     shm_ring_handle handle{0, 0, 0};
@@ -104,11 +109,11 @@ static void start_negotiation(Negotiation &negotiation,
         negotiation.transport = ShmTransport::open();
         handle = negotiation.transport ? negotiation.transport->handle() : handle;
     }
-    at::Tensor answer = at::tensor({wants_shared_memory() ? negotiation.fallback_gathers : 0,
+    at::Tensor values = at::tensor({wants_shared_memory() ? negotiation.fallback_gathers : 0,
                                     handle.pid, handle.fd, handle.token},
                                    at::kLong);
     pybind11::gil_scoped_release released;
-    negotiation.capabilities.start(*fallback, answer);
+    negotiation.capabilities.start(*fallback, values);
 }
 
 static void decline(Negotiation &negotiation) {
@@ -116,77 +121,77 @@ static void decline(Negotiation &negotiation) {
     negotiation.transport.reset();
 }
 
-/* Blocks until all ranks have answered. Another thread may take the answers meanwhile. */
+/* Waits for the round and applies its results, unless another thread has done so meanwhile. */
 static void read_capabilities(Negotiation &negotiation) {
-    const at::Tensor answers = negotiation.capabilities.results().view({-1, kCapabilities});
+    const at::Tensor results = negotiation.capabilities.results().view({-1, kCapabilities});
     if (negotiation.state != Negotiation::State::pending) {
         return;
     }
-    const at::Tensor first = answers.select(1, 0), processes = answers.select(1, 1);
-    negotiation.fallback_gathers = first.max().item<int64_t>();
+    const at::Tensor counts = results.select(1, 0), pids = results.select(1, 1);
+    negotiation.fallback_gathers = counts.max().item<int64_t>();
     negotiation.capabilities = {};
-    if (!first.all().item<bool>() || !processes.all().item<bool>()) {
+    if (!counts.all().item<bool>() || !pids.all().item<bool>()) {
         decline(negotiation);
         return;
     }
-    for (int64_t rank = 0; rank < answers.size(0); rank++) {
-        const int64_t *row = answers.const_data_ptr<int64_t>() + rank * kCapabilities;
+    for (int64_t rank = 0; rank < results.size(0); rank++) {
+        const int64_t *row = results.const_data_ptr<int64_t>() + rank * kCapabilities;
         negotiation.handles.push_back({row[1], row[2], row[3]});
     }
     negotiation.state = Negotiation::State::connecting;
 }
 
-void NegotiationRound::start(c10d::Backend &fallback, at::Tensor answer) {
-    const at::DisableRecordFunctionGuard unseen;
-    results_ = at::empty({fallback.getSize() * answer.numel()}, at::kLong);
-    work_ = fallback._allgather_base(results_, answer);
+void NegotiationRound::start(c10d::Backend &fallback, at::Tensor values) {
+    const at::DisableRecordFunctionGuard no_record;
+    results_ = at::empty({fallback.getSize() * values.numel()}, at::kLong);
+    work_ = fallback._allgather_base(results_, values);
 }
 
 at::Tensor NegotiationRound::results() const {
-    const auto held = work_;
-    const at::Tensor answers = results_;
-    wait_in_slices(*held);
-    return answers;
+    const auto work = work_;
+    const at::Tensor results = results_;
+    wait_in_slices(*work);
+    return results;
 }
 
 bool NegotiationRound::is_pending() const {
     return work_.defined();
 }
 
-/* A rank's answer to the second question: whether it has mapped all files, and whether the ranks
- * have fewer than two processors each. */
+/* The integer of round 2: whether a rank mapped all rings, and whether it has fewer than two CPUs
+ * for each rank. */
 enum class Connected : int64_t { no, yes, yes_oversubscribed };
 
-/* Maps the other ranks' files and asks whether all ranks have done so. */
+/* Maps the peers' rings and issues round 2. */
 static void connect_ranks(Negotiation &negotiation, c10d::Backend &fallback) {
     const pybind11::gil_scoped_release released;
     const auto handles = std::exchange(negotiation.handles, {});
     const auto transport = std::exchange(negotiation.transport, nullptr);
-    negotiation.state =
-        Negotiation::State::declined; /* stays so if the question cannot be issued */
-    const bool joined = transport->connect(fallback.getRank(), fallback.getSize(), handles);
+    /* Remains if the round cannot be issued. */
+    negotiation.state = Negotiation::State::declined;
+    const bool connected = transport->connect(fallback.getRank(), fallback.getSize(), handles);
     const bool oversubscribed = available_cpus() < 2 * fallback.getSize();
-    const Connected found = !joined          ? Connected::no
+    const Connected value = !connected       ? Connected::no
                             : oversubscribed ? Connected::yes_oversubscribed
                                              : Connected::yes;
     negotiation.connected_after = negotiation.gathers + negotiation.fallback_gathers;
-    negotiation.connection.start(fallback, at::full({1}, static_cast<int64_t>(found), at::kLong));
+    negotiation.connection.start(fallback, at::full({1}, static_cast<int64_t>(value), at::kLong));
     negotiation.transport = transport;
     negotiation.state = Negotiation::State::connecting;
 }
 
-/* Blocks until all ranks have answered. Another thread may take the answers meanwhile. */
+/* Waits for the round and applies its results, unless another thread has done so meanwhile. */
 static void read_connection(Negotiation &negotiation) {
-    const at::Tensor found = negotiation.connection.results();
+    const at::Tensor connected = negotiation.connection.results();
     if (negotiation.state != Negotiation::State::connecting) {
         return;
     }
     negotiation.connection = {};
-    if (Connected(found.min().item<int64_t>()) == Connected::no) {
+    if (Connected(connected.min().item<int64_t>()) == Connected::no) {
         decline(negotiation);
         return;
     }
-    if (Connected(found.max().item<int64_t>()) == Connected::yes_oversubscribed) {
+    if (Connected(connected.max().item<int64_t>()) == Connected::yes_oversubscribed) {
         negotiation.transport->set_oversubscribed();
     }
     negotiation.state = Negotiation::State::accepted;

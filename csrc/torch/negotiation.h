@@ -1,4 +1,4 @@
-/* Whether the ranks of a process group use shared memory: the questions, and their answers. */
+/* The negotiation between the ranks of a process group about the shared-memory transport. */
 #ifndef FSDP_C_TORCH_NEGOTIATION_H
 #define FSDP_C_TORCH_NEGOTIATION_H
 
@@ -14,78 +14,82 @@
 
 namespace fct {
 
-/* Numbers of each rank that all are to know. */
+/* One round of a negotiation: an all-gather of a few integers of each rank. */
 class NegotiationRound {
   public:
-    /* Sends this rank's, and waits for nobody. */
-    void start(c10d::Backend &fallback, at::Tensor answer);
-    /* All ranks' numbers, in their order; sees signals, with the GIL, and can be called again. */
+    /* Issues the all-gather over the fallback backend and does not wait for it. */
+    void start(c10d::Backend &fallback, at::Tensor values);
+    /* Waits, and returns the integers of all ranks in rank order. Runs signal handlers, needs the
+     * GIL, and may be called again after a handler raised. */
     at::Tensor results() const;
     bool is_pending() const;
 
   private:
-    c10::intrusive_ptr<c10d::Work> work_; /* fills the answers */
+    c10::intrusive_ptr<c10d::Work> work_; /* fills `results_` */
     at::Tensor results_;
 };
 
-/* Whether the ranks of one process group move rows through shared memory. The ranks agree once, in
- * two questions; everybody who uses the group shares the object.
+/* Whether the collectives of one process group use shared memory. The ranks negotiate once, in two
+ * rounds. All users of the group share the object.
  *
- *     open      no answers to the first question yet. It asks whether a rank wants shared memory,
- *               where its file is, and how many gathers may be in flight without a wait.
- *     joining   all ranks handle memory. The second question asks whether a rank has mapped the
- *               files of all others. It is issued before the first gather or reduction after the
- *               answers, which is the same one on all ranks.
- *     direct    all ranks have mapped all files.
- *     declined  gloo's collectives move the rows.
+ *     pending     The results of round 1 are not read yet. In it each rank sends whether it accepts
+ *                 shared memory, the handle of its ring, and its number of parameter groups.
+ *     connecting  All ranks accept. In round 2 each rank sends whether it mapped all rings. A rank
+ *                 issues round 2 before its first gather or reduction after round 1, which is the
+ *                 same collective on all ranks.
+ *     accepted    All ranks have mapped all rings.
+ *     declined    The fallback backend, gloo, moves the data.
  *
- * No rank waits where it issues a question, because its peers may be anywhere in their programs. So
- * gloo moves the gathers that follow a question. Their number, `first`, is the largest number of
- * parameter groups on any rank. A rank that issues one gather more has waited for one before, which
- * its peers issued after they answered. */
+ * A rank does not wait where it issues a round, because its peers may be anywhere in their programs.
+ * So gloo moves the `fallback_gathers` gathers that follow a round. That number is the largest
+ * number of parameter groups on any rank. A rank that issues one gather more has waited for an
+ * earlier one, which its peers issued after they had issued the round. */
 struct Negotiation {
     enum class State : uint8_t { pending, connecting, accepted, declined };
     State state = State::pending;
-    bool paused = false; /* all ranks set it at the same point of their programs */
-    int64_t gathers = 0; /* that gloo moved */
-    int64_t fallback_gathers =
-        0; /* gathers to be gloo's after a question; this rank's own while open */
-    int64_t connected_after =
-        0; /* value of `gathers` from which on the second question's answers are
-                               there; set when it is asked */
-    NegotiationRound capabilities;
-    NegotiationRound connection; /* the second question, see Connected */
-    std::vector<shm_ring_handle>
-        handles; /* all ranks', while joining, until this rank has mapped them */
-    std::shared_ptr<ShmTransport> transport; /* empty if declined */
+    /* Set by the user, on all ranks at the same point of their programs. */
+    bool paused = false;
+    /* Gathers that gloo has moved. */
+    int64_t gathers = 0;
+    /* Gathers that gloo moves after each round. While pending, this rank's own number. */
+    int64_t fallback_gathers = 0;
+    /* The value of `gathers` at which round 2 may be waited for. Set when round 2 is issued. */
+    int64_t connected_after = 0;
+    NegotiationRound capabilities; /* round 1 */
+    NegotiationRound connection;   /* round 2, see Connected */
+    /* Handles of all ranks, between round 1 and the mapping of the rings. */
+    std::vector<shm_ring_handle> handles;
+    std::shared_ptr<ShmTransport> transport; /* null if declined */
 
-    /* The transport of the next collective; empty if gloo moves its rows. */
+    /* The transport of the next collective, or null if gloo moves its data. */
     std::shared_ptr<ShmTransport> active_transport() const;
 };
 
-/* A collective's use of rows. A reduce-scatter follows a gather that has been waited for, so it may
- * wait for the first question. All-reduces count as gathers: some groups have nothing else. A query
- * is no collective: it waits for all answers, and all ranks make it at the same point. */
+/* The collective for which a transport is requested. A reduce-scatter follows a gather that has been
+ * waited for, so it may wait for round 1. All-reduces count as gathers: replicated groups have
+ * nothing else. A query is not a collective. It waits for both rounds, so all ranks must make it at
+ * the same point. */
 enum class Use : uint8_t { gather, reduce, all_reduce, query };
 
-/* The negotiation of `group`, kept while anybody has it or the group lives. Needs the GIL. */
+/* The negotiation of `group`, shared by all callers while the group lives. Needs the GIL. */
 std::shared_ptr<Negotiation> negotiation_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group);
 
-/* Whether the next gather or reduction of `group` goes through shared memory. Issues the questions,
- * which dispatch modes do not see; declines without one where the backend is not gloo's own. A wait
- * for answers sees signals; an interrupted call can be repeated. A rank handles memory if `attach`
- * makes the group's end close the transport. Idempotent until the caller has counted the gather in
- * `gathers`. Call it with the GIL. */
+/* Whether the next collective of `group` uses shared memory. Issues the rounds below the dispatcher,
+ * so dispatch modes do not observe them. Declines without a round if the backend is not torch's
+ * gloo. Waits run signal handlers, and an interrupted call may be repeated. A rank offers its ring
+ * only if `attach` succeeds, so that the group's end closes the transport. Idempotent until the
+ * caller increments `gathers`. Needs the GIL. */
 using Attach = std::function<bool()>;
 bool uses_shared_memory(Negotiation &negotiation,
                         const c10::intrusive_ptr<c10d::ProcessGroup> &group, Use use,
                         const Attach &attach);
 
-/* Whether rows of so many bytes would be copied in computation's time, if they were posted now. */
+/* Whether a gather of rank shards of `row_bytes` bytes, issued now, would take CPU time from
+ * computation: see ShmTransport::is_cpu_bound. */
 bool is_cpu_bound(const Negotiation &negotiation, size_t row_bytes);
 
-/* Counts a parameter group that gathers over the process group of that name, if it has not been
- * asked yet. Needs the GIL. */
+/* Counts a parameter group that gathers over the process group `name`. Has no effect after round 1
+ * was issued. Needs the GIL. */
 void announce_user(const std::string &name);
 
 } // namespace fct

@@ -1,10 +1,12 @@
-/* ProgressThread threads for works that can only be waited for by blocking.
+/* Progress threads, for works that isCompleted() cannot poll.
  *
- * A group has at most one progress_thread, started with its first such work; it waits for one work after the
- * other, in order of issue. Invariants: progress_thread and callers share ownership of all they both touch,
- * so either may be gone first; a progress_thread calls no Python and never wants the GIL, also not to drop
- * what it holds (an interpreter that ends would end the process with it); a wait_task's outcome is
- * published once, under its mutex. */
+ * A process group has at most one progress thread. The first such work starts it, and it waits for
+ * one work after the other, in order of issue.
+ *
+ * Invariants: the thread and its callers share ownership of what both use, so either may end first.
+ * The thread calls no Python and never takes the GIL, not even to destroy what it holds: a thread
+ * that takes the GIL while the interpreter finalizes would terminate the process. The outcome of a
+ * task is published once, under its mutex. */
 #include "progress.h"
 
 #include "bridge.h"
@@ -30,7 +32,7 @@ void check_signals() {
 
 namespace fct {
 
-bool WaitTask::done() {
+bool WaitTask::is_done() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return done_;
 }
@@ -49,8 +51,8 @@ void WaitTask::rethrow() const {
 void WaitTask::run() {
     std::exception_ptr error;
     try {
-        /* All that is taken over from the thread that issued the collective; the rest of its state
-         * holds Python objects. */
+        /* The only thread-local state of the issuing thread that is copied. The rest of it holds
+         * Python objects. */
         const c10::AutoGradMode no_grad(false);
         const at::AutoDispatchBelowADInplaceOrView below;
         work_->wait();
@@ -63,7 +65,7 @@ void WaitTask::run() {
         error_ = std::move(error);
         done_ = true;
     }
-    changed_.notify_all(); /* who wakes up finds the mutex free */
+    changed_.notify_all(); /* after unlocking, so that a woken thread gets the mutex */
 }
 
 struct ProgressThread::Queue {
@@ -113,8 +115,8 @@ void wait_in_slices(c10d::Work &work) {
                 work.wait(kSlice);
                 return;
             } catch (const std::exception &) {
-                /* The slice is over, or the collective has failed; then it counts as completed.
-                 * Anything else would make this loop spin. */
+                /* After a timeout of the slice the loop continues. After a failure of the collective
+                 * isCompleted() is true. Other errors are thrown, or this loop would spin. */
                 if (std::chrono::steady_clock::now() - start < kSlice / 2 && !work.isCompleted()) {
                     throw;
                 }
@@ -122,11 +124,11 @@ void wait_in_slices(c10d::Work &work) {
         }
         check_signals();
     }
-    work.wait(); /* raises the collective's own error; does not block any more */
+    work.wait(); /* throws the collective's error; does not block */
 }
 
 void wait_in_slices(WaitTask &wait_task) {
-    while (!wait_task.done()) {
+    while (!wait_task.is_done()) {
         {
             pybind11::gil_scoped_release released;
             wait_task.wait_for(kSlice);

@@ -1,4 +1,4 @@
-/* Works that can only be waited for by blocking, and the threads that do it: see wait_task.cpp. */
+/* Works that isCompleted() cannot poll, and the thread that waits for them: see progress.cpp. */
 #ifndef FSDP_C_TORCH_PROGRESS_H
 #define FSDP_C_TORCH_PROGRESS_H
 
@@ -13,48 +13,49 @@
 
 namespace fct {
 
-/* One wait by a progress_thread thread. */
+/* A wait for one work, done by the progress thread. */
 class WaitTask {
   public:
     explicit WaitTask(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
     WaitTask(const WaitTask &) = delete;
     WaitTask &operator=(const WaitTask &) = delete;
 
-    bool done();
-    /* Blocks for at most that long; returns whether the wait is over. Call it without the GIL. */
+    bool is_done();
+    /* Blocks for at most `slice`. Returns is_done(). Call it without the GIL. */
     bool wait_for(std::chrono::milliseconds slice);
-    /* Once done: throws what the wait has thrown. */
+    /* Throws the error of the wait, if any. Call it after is_done(). */
     void rethrow() const;
-    /* The progress_thread's part: waits and publishes the outcome. */
+    /* Waits for the work and publishes the outcome. The progress thread calls it. */
     void run();
 
   private:
-    c10::intrusive_ptr<c10d::Work> work_; /* the progress_thread's; dropped when it is done */
-    std::mutex mutex_;                    /* guards what follows */
+    c10::intrusive_ptr<c10d::Work> work_; /* used by the progress thread only; reset by run() */
+    std::mutex mutex_;                    /* guards the members below */
     std::condition_variable changed_;
     bool done_ = false;
     std::exception_ptr error_;
 };
 
-/* The wait_tasks of one group in order of issue, and the thread that runs them. */
+/* The wait tasks of one process group in order of issue, and the thread that runs them. */
 class ProgressThread {
   public:
     ProgressThread() = default;
     ProgressThread(const ProgressThread &) = delete;
     ProgressThread &operator=(const ProgressThread &) = delete;
-    ~ProgressThread(); /* the thread ends by itself, after what it was given */
-    /* Throws std::system_error where no thread is to be had. */
+    ~ProgressThread(); /* does not join: the thread exits after its last task */
+    /* Appends a task. Starts the thread at the first call. Throws std::system_error if that fails.
+     */
     std::shared_ptr<WaitTask> add(c10::intrusive_ptr<c10d::Work> work);
 
   private:
     struct Queue;
     static void run(Queue &queue);
-    std::shared_ptr<Queue> queue_; /* shared with the thread; empty until there is a work */
+    std::shared_ptr<Queue> queue_; /* shared with the thread; null before the first task */
 };
 
-/* Both block until it is over and throw what went wrong. They want the GIL, release it while they
- * block, and see signals every 0.1 s: what a handler raises is thrown, and the rest goes on in the
- * background. The work is one that can be polled and be waited for with a time-out. */
+/* Both block until completion, and throw the error of the work. Call them with the GIL. They release
+ * it while they block, and run signal handlers every 0.1 s. An exception of a handler is thrown,
+ * and the work continues in the background. A Work must support isCompleted() and wait(timeout). */
 void wait_in_slices(c10d::Work &work);
 void wait_in_slices(WaitTask &wait_task);
 

@@ -1,14 +1,14 @@
-/* RankShards between ranks of one host, without a system call where nobody sleeps.
+/* Collectives between the ranks of one host, over rings in shared memory (transport/shm_ring.h).
  *
- * Whoever issues an exchange writes this rank's rows onto its board (board/board.h), and whoever
- * waits for it reads the others' from theirs. What fits on the board needs no thread in the
- * background: it is there before the call that issues it returns. Of a larger exchange the rest is
- * written as the others read, by all who wait for something, and its own waits are the progress_thread's
- * (wait_task.h). Messages are written and read in order of issue.
+ * submit() copies this rank's data into its ring. progress() and waits read the peers' rings. A
+ * collective that fits into the ring needs no background thread: submit() writes all of it. The
+ * rest of a larger one is written while peers read, by any thread that waits for the transport.
+ * The progress thread waits for such a collective (progress.h). Messages are written and read in
+ * order of issue. Without a waiting thread no system call is made.
  *
- * Ranks that are at odds find messages of another tag or size, and say so. After that, and after a
- * time-out or the end of a rank, nobody knows which message is which: all that follows fails, on
- * every rank, as on_completion gloo's connections. */
+ * A reader compares the tag and the size of each message with its own, and reports a mismatch.
+ * After a mismatch, a timeout or the end of a rank, messages cannot be matched any more. All later
+ * collectives fail on every rank, as over gloo's connections. */
 #include "shm_transport.h"
 
 #include <c10/util/Exception.h>
@@ -20,28 +20,28 @@
 
 namespace fct {
 
-static std::exception_ptr make_failure(const std::string &why) {
+static std::exception_ptr make_failure(const std::string &reason) {
     try {
-        TORCH_CHECK(false, why);
+        TORCH_CHECK(false, reason);
     } catch (...) {
         return std::current_exception();
     }
 }
 
 std::shared_ptr<ShmTransport> ShmTransport::open() {
-    shm_ring *board = shm_ring_create(kCapacity);
-    return board == nullptr ? nullptr : std::make_shared<ShmTransport>(board);
+    shm_ring *ring = shm_ring_create(kCapacity);
+    return ring == nullptr ? nullptr : std::make_shared<ShmTransport>(ring);
 }
 
-/* How many forks this process is away from the one that was started: its parent's boards are not
- * its own, but all of its memory looks as if they were. */
+/* Number of forks between the first process and this one. A child inherits its parent's objects,
+ * but must not use its parent's rings. */
 static std::atomic<uint32_t> forks{0};
 
 static void count_fork() {
     forks++;
 }
 
-ShmTransport::ShmTransport(shm_ring *board) : ring_(board), forks_(forks.load()) {
+ShmTransport::ShmTransport(shm_ring *ring) : ring_(ring), forks_(forks.load()) {
     static const int counted = pthread_atfork(nullptr, nullptr, &count_fork);
     (void)counted;
 }
@@ -81,7 +81,8 @@ bool ShmOp::can_write(size_t message, size_t messages_read) const {
     return true;
 }
 
-/* False: all is written, there is no buffer, or others' messages are to be read before. */
+/* Writes one message. Returns false if all are written, if the ring is full, or if peers' messages
+ * must be read first. */
 bool ShmTransport::write_next() {
     if (written_ops_ == entries_.size()) {
         return false;
@@ -102,7 +103,7 @@ bool ShmTransport::write_next() {
 }
 
 bool ShmTransport::submit(ShmOp &op, c10::intrusive_ptr<c10::intrusive_ptr_target> owner) {
-    TORCH_CHECK(!is_forked_child(), "a child of fork() cannot exchange rows in its parent's place");
+    TORCH_CHECK(!is_forked_child(), "a child of fork() cannot use its parent's process group");
     const std::lock_guard<std::mutex> lock(mutex_);
     if (error_) {
         std::rethrow_exception(error_);
@@ -115,8 +116,9 @@ bool ShmTransport::submit(ShmOp &op, c10::intrusive_ptr<c10::intrusive_ptr_targe
 
 /* ---- reading ---- */
 
-/* The first rank after this one whose next message is not there; -1: none. Throws where nothing
- * will come. */
+/* Returns the first rank after this one whose next message is not committed, or -1. Writes the
+ * peers' data to *peer_data if the pointer is not null. Throws if the message will not come, is
+ * corrupt or belongs to another collective. */
 int ShmTransport::find_missing_peer(const Entry &first,
                                     std::vector<const char *> *peer_data) const {
     const uint32_t tag = first.op->tag();
@@ -129,16 +131,17 @@ int ShmTransport::find_missing_peer(const Entry &first,
             return rank;
         case SHM_RING_CLOSED:
             TORCH_CHECK(false, "Connection closed by peer: rank ", rank,
-                        " has given up or ended; rank ", rank_, " waits for its rows");
+                        " has closed its process group or ended; rank ", rank_,
+                        " waits for its data");
         case SHM_RING_CORRUPT:
-            TORCH_CHECK(false, "the shared memory of rank ", rank, " says what cannot be");
+            TORCH_CHECK(false, "the shared memory of rank ", rank, " is corrupt");
         case SHM_RING_READY:
             break;
         }
-        TORCH_CHECK(message.tag == tag && message.bytes == bytes, "ranks are at odds: where rank ",
-                    rank_, " ", first.op->describe_tag(tag), " in a message of ", bytes,
-                    " bytes, rank ", rank, " ", first.op->describe_tag(message.tag), " in one of ",
-                    message.bytes);
+        TORCH_CHECK(message.tag == tag && message.bytes == bytes, "collective mismatch: rank ",
+                    rank_, " issued ", first.op->describe_tag(tag), " (message of ", bytes,
+                    " bytes), rank ", rank, " issued ", first.op->describe_tag(message.tag),
+                    " (message of ", message.bytes, " bytes)");
         if (peer_data != nullptr) {
             (*peer_data)[static_cast<size_t>(rank)] = message.data;
         }
@@ -146,8 +149,9 @@ int ShmTransport::find_missing_peer(const Entry &first,
     return -1;
 }
 
-/* False: something is find_missing_peer, or nobody waits. */
-bool ShmTransport::read_next(FinishedOps &on_completion) {
+/* Reads one message of each peer and completes the first entry if it was the last one. Returns
+ * false if there is no entry, or if a message is not committed. */
+bool ShmTransport::read_next(FinishedOps &finished) {
     if (entries_.empty()) {
         return false;
     }
@@ -165,7 +169,7 @@ bool ShmTransport::read_next(FinishedOps &on_completion) {
     }
     if (first.read == first.op->message_count() && written_ops_ > 0) {
         first.op->complete(nullptr);
-        on_completion.push_back(std::move(first));
+        finished.push_back(std::move(first));
         entries_.pop_front();
         written_ops_--;
         done = true;
@@ -177,12 +181,12 @@ bool ShmTransport::advance() {
     if (is_forked_child()) {
         return false;
     }
-    FinishedOps on_completion;
+    FinishedOps finished;
     const std::lock_guard<std::mutex> lock(mutex_);
     try {
-        return write_next() || read_next(on_completion);
+        return write_next() || read_next(finished);
     } catch (...) {
-        fail_all(std::current_exception(), on_completion);
+        fail_all(std::current_exception(), finished);
         return false;
     }
 }
@@ -194,7 +198,7 @@ void ShmTransport::progress() {
 
 /* ---- waiting ---- */
 
-/* A rank that the first correspondent waits for. */
+/* A rank that the first entry waits for, or -1. */
 int ShmTransport::find_late_peer() const {
     if (entries_.empty()) {
         return -1;
@@ -206,9 +210,9 @@ int ShmTransport::find_late_peer() const {
 
 void ShmTransport::progress_or_wait(std::chrono::milliseconds most,
                                     const std::function<bool()> &enough) {
-    TORCH_CHECK(!is_forked_child(), "a child of fork() cannot wait for its parent's rows");
+    TORCH_CHECK(!is_forked_child(), "a child of fork() cannot wait for its parent's collectives");
     const uint32_t seen_seq = shm_ring_seq(ring_);
-    /* Another thread may do the last step while this one waits for the mutex. */
+    /* Another thread may do the last step while this one waits for the mutex: check `enough`. */
     if (advance() || enough()) {
         return;
     }
@@ -216,39 +220,39 @@ void ShmTransport::progress_or_wait(std::chrono::milliseconds most,
     if (shm_ring_seq(ring_) != seen_seq) {
         return;
     }
-    FinishedOps on_completion;
+    FinishedOps finished;
     const std::lock_guard<std::mutex> lock(mutex_);
     try {
         const int rank = find_late_peer();
-        /* What it did last it may have done since. */
+        /* The peer may have committed its last message before it ended: compare the sequence. */
         if (rank >= 0 && shm_ring_peer_has_ended(ring_, rank) && shm_ring_seq(ring_) == seen_seq) {
             fail_all(make_failure(c10::str("Connection closed by peer: the process of rank ", rank,
                                            " has ended or closed its process group")),
-                     on_completion);
+                     finished);
         }
     } catch (...) {
-        fail_all(std::current_exception(), on_completion);
+        fail_all(std::current_exception(), finished);
     }
 }
 
-void ShmTransport::fail_all(const std::exception_ptr &error, FinishedOps &on_completion) {
+void ShmTransport::fail_all(const std::exception_ptr &error, FinishedOps &finished) {
     error_ = error_ ? error_ : error;
     shm_ring_mark_closed(ring_);
     for (Entry &entry : entries_) {
         entry.op->complete(error_);
-        on_completion.push_back(std::move(entry));
+        finished.push_back(std::move(entry));
     }
     entries_.clear();
     written_ops_ = 0;
 }
 
-void ShmTransport::abort(const std::string &why) {
+void ShmTransport::abort(const std::string &reason) {
     if (is_forked_child()) {
-        return; /* some other thread may have had the mutex */
+        return; /* another thread of the parent may have held the mutex at the fork */
     }
-    FinishedOps on_completion;
+    FinishedOps finished;
     const std::lock_guard<std::mutex> lock(mutex_);
-    fail_all(make_failure(why), on_completion);
+    fail_all(make_failure(reason), finished);
 }
 
 } // namespace fct

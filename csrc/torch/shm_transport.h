@@ -1,4 +1,4 @@
-/* Exchanges on_completion shared memory: see transport.cpp. */
+/* The shared-memory transport of one process group: see shm_transport.cpp. */
 #ifndef FSDP_C_TORCH_SHM_TRANSPORT_H
 #define FSDP_C_TORCH_SHM_TRANSPORT_H
 
@@ -18,94 +18,93 @@
 
 namespace fct {
 
-/* One who sends all other ranks messages, and gets as many from each of them. The functions are
- * called by any thread, which may not have the GIL; none throws. */
+/* A collective as ShmTransport runs it: this rank writes message_count() messages and reads as many
+ * of each peer. Any thread may call the functions, with or without the GIL. None throws. */
 class ShmOp {
   public:
-    /* The same on all ranks; else they are at odds. */
+    /* Identifies the collective. Different tags on two ranks are a collective mismatch. */
     virtual uint32_t tag() const = 0;
-    virtual std::string describe_tag(uint32_t tag) const = 0; /* for a message */
+    virtual std::string describe_tag(uint32_t tag) const = 0; /* for an error message */
     virtual size_t message_count() const = 0;
     virtual size_t message_bytes(size_t message) const = 0;
 
-    /* Whether it is seen_seq what a message has, when so many of the others' were read: of as many as
-     * there are before it, always. */
+    /* Whether the contents of a message are known after `messages_read` messages of each peer were
+     * read. True if `messages_read` is the number of the message or more. */
     virtual bool can_write(size_t message, size_t messages_read) const;
     virtual void write(size_t message, char *buffer) = 0;
-    /* What each rank has written; nothing is there for this one, which has written it, too. Ends
-     * with the call. */
+    /* `peer_data` has one entry for each rank, valid during the call. This rank's entry is null.
+     * Called after write() of the same message. */
     virtual void read(size_t message, const std::vector<const char *> &peer_data) = 0;
-    /* Once, at the end: all is written and read, or nothing more will be. */
+    /* Called once: all messages are written and read, or `error` is set. */
     virtual void complete(const std::exception_ptr &error) = 0;
 
   protected:
     ~ShmOp() = default;
 };
 
-/* The board of one rank of one process group, and its correspondents in order of issue. All who use
- * the group share it. */
+/* One rank's ring and its collectives in order of issue. All users of a process group share it. */
 class ShmTransport {
   public:
-    /* Of a message, in bytes, at most; on all ranks the same. */
+    /* Largest message in bytes. All ranks need the same value. */
     static constexpr size_t kMaxMessage = size_t{1} << 20;
-    /* Of all that is posted, before others read it, but for what the board itself writes. */
+    /* Bytes of committed messages that peers have not released. */
     static constexpr size_t kCapacity = 4 * kMaxMessage;
 
-    /* Empty: there is no such memory. */
+    /* Returns null if the ring cannot be created. */
     static std::shared_ptr<ShmTransport> open();
-    explicit ShmTransport(shm_ring *board);
+    explicit ShmTransport(shm_ring *ring); /* takes the ring */
     ShmTransport(const ShmTransport &) = delete;
     ShmTransport &operator=(const ShmTransport &) = delete;
     ~ShmTransport();
 
     shm_ring_handle handle() const;
-    /* False: some rank's board was not found. */
+    /* Maps the peers' rings. Returns false if one cannot be mapped. */
     bool connect(int rank, int world, const std::vector<shm_ring_handle> &handles);
 
-    /* The ranks have fewer than two processors each: what threads copy in the background takes the
-     * time of computation. To be called before anything is added. */
+    /* Records that the ranks have fewer than two CPUs each, so that copies in the background take
+     * CPU time from computation. Call it before the first submit(). */
     void set_oversubscribed();
-    /* Whether that is so of what a rank has so many bytes to post of: more than there is buffer for,
-     * so that not all of it is copied at once. */
+    /* Whether a collective that writes `bytes` bytes on this rank would take CPU time from
+     * computation: the ranks are oversubscribed, and the ring cannot hold all bytes at once. */
     bool is_cpu_bound(size_t bytes) const;
 
-    /* Posts what there is buffer for now; progress() does the rest. `owner` keeps the correspondent
-     * until its end. Whether all was posted. Throws what has failed before: the ranks would not
-     * know any more which message is which. */
+    /* Appends a collective and writes the messages that fit into the ring. progress() writes the
+     * others. `owner` keeps `op` alive until complete(). Returns whether all messages are written.
+     * Throws the error of an earlier failure, after which messages cannot be matched any more. */
     bool submit(ShmOp &op, c10::intrusive_ptr<c10::intrusive_ptr_target> owner);
-    /* Posts and reads all that can be. */
+    /* Writes and reads messages until nothing more is possible without waiting. */
     void progress();
-    /* A step of that; where none can be done and `enough` does not hold, a sleep until one can, for
-     * that long at most. */
+    /* Does one step of progress(). If none is possible and `enough` is false, waits for a peer, for
+     * at most `most`. */
     void progress_or_wait(std::chrono::milliseconds most, const std::function<bool()> &enough);
-    /* All fail, as whoever comes later; the other ranks learn that nothing will come. */
-    void abort(const std::string &why);
+    /* Fails all collectives and every later submit(), and marks the ring closed for peers. */
+    void abort(const std::string &reason);
 
   private:
     struct Entry {
         ShmOp *op;
         c10::intrusive_ptr<c10::intrusive_ptr_target> owner;
-        size_t written, read;
+        size_t written, read; /* messages */
     };
-    using FinishedOps =
-        std::vector<Entry>; /* dropped when the mutex is free: that may want the GIL */
+    /* Completed entries. Callers destroy them after unlocking: owners may need the GIL. */
+    using FinishedOps = std::vector<Entry>;
 
     bool is_forked_child() const;
     bool advance();
-    /* With the mutex: */
+    /* Caller holds `mutex_`. */
     bool write_next();
-    bool read_next(FinishedOps &on_completion);
+    bool read_next(FinishedOps &finished);
     int find_missing_peer(const Entry &first, std::vector<const char *> *peer_data) const;
     int find_late_peer() const;
-    void fail_all(const std::exception_ptr &error, FinishedOps &on_completion);
+    void fail_all(const std::exception_ptr &error, FinishedOps &finished);
 
-    std::mutex mutex_; /* guards what follows; who sleeps on the board needs it not */
+    std::mutex mutex_; /* guards the members below; shm_ring_seq and _wait do not need it */
     shm_ring *ring_;
-    const uint32_t forks_; /* before it was opened */
+    const uint32_t forks_; /* value of the fork counter at construction */
     int rank_ = 0, world_ = 0;
     bool oversubscribed_ = false;
     std::deque<Entry> entries_;
-    size_t written_ops_ = 0; /* how many of them, from the first, are written */
+    size_t written_ops_ = 0; /* leading entries whose messages are all written */
     std::exception_ptr error_;
 };
 
