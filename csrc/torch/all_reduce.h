@@ -6,23 +6,23 @@
 
 namespace fct {
 
-/* The sum of a row of all ranks, or their mean, in place of each rank's. */
+/* An in-place all-reduce of one tensor: the sum or the mean over all ranks. */
 class ShmAllReduce : public ShmCollective {
   public:
-    /* `row` is contiguous and not empty, and of a type that fck_ring_knows(). */
-    ShmAllReduce(at::Tensor row, int64_t rank, int64_t world, bool average);
+    /* `tensor` is contiguous, not empty, and of a dtype for which fck_ring_knows() is true. */
+    ShmAllReduce(at::Tensor tensor, int64_t rank, int64_t world, bool average);
     void start(std::shared_ptr<ShmTransport> transport);
 
   private:
-    /* A run of elements of the row. */
+    /* Elements [begin, end) of the tensor. */
     struct Range {
         int64_t begin, end;
     };
-    /* A message: a part of the row, or what this rank has summed of one. */
+    /* A message: the values of a part, or this rank's sums of a part. */
     struct Step {
         bool is_sum;
         Range part;
-        size_t after; /* so many messages have been read */
+        size_t after; /* messages that must be read before it can be written */
     };
 
     size_t message_count() const override;
@@ -33,16 +33,16 @@ class ShmAllReduce : public ShmCollective {
     void on_completion() override;
 
     void plan();
-    Range share_of(const Range &part, int64_t rank) const;
-    Range summed_of(const Range &part) const;
-    char *at(int64_t element) const;
-    size_t bytes_in(const Range &range) const;
-    void add(const Range &part, const std::vector<const char *> &peer_data);
+    Range share_in(const Range &part, int64_t rank) const;
+    Range summed_range(const Range &part) const;
+    char *address_of(int64_t element) const;
+    size_t byte_count(const Range &range) const;
+    void add_inputs(const Range &part, const std::vector<const char *> &peer_data);
 
-    const at::Tensor row_;
+    const at::Tensor tensor_;
     const int64_t rank_, world_;
     const bool average_;
-    bool whole_ = false; /* each rank sums all of the row */
+    bool sums_whole_ = false; /* each rank sums the whole tensor */
     std::vector<Step> steps_;
 };
 

@@ -1,5 +1,5 @@
-/* The works of collectives on_completion shared memory. The bytes of a row travel in row order; where a rank
- * keeps them is its own business (RankShards). direct.cpp decides which rows go where. */
+/* Collectives over shared memory, as c10d works. The bytes of a rank shard travel in shard order.
+ * RankShards describes where this rank reads or writes them. direct.cpp selects the collectives. */
 #ifndef FSDP_C_TORCH_SHM_COLLECTIVE_H
 #define FSDP_C_TORCH_SHM_COLLECTIVE_H
 
@@ -16,67 +16,67 @@
 
 namespace fct {
 
-/* The memory of all ranks' rows on this rank: segments in row order. */
+/* The memory of all rank shards on this rank. A rank shard is the elements that belong to one rank.
+ * It consists of segments, in the order of its elements. */
 struct RankShards {
     struct Segment {
-        char *data;    /* rank 0's part */
-        size_t stride; /* bytes from one rank's part to the next one's */
-        size_t begin;  /* in a row, in bytes */
+        char *data;    /* of rank 0's shard */
+        size_t stride; /* bytes from one rank's data to the next rank's */
+        size_t begin;  /* byte offset in a rank shard */
         size_t bytes;
     };
 
-    /* One tensor [ranks, elements] of contiguous rows. */
-    static RankShards of_tensor(const at::Tensor &rows);
-    /* Tensors [ranks, elements], see fct_chunk_layout in torch_abi.h. Throws where the runs do not
-     * fill them. */
+    /* From one tensor [ranks, elements] whose last dimension is contiguous. */
+    static RankShards of_tensor(const at::Tensor &tensor);
+    /* From chunks [ranks, elements], see fct_chunk_layout in torch_abi.h. Throws if the runs do not
+     * cover the chunks in order. */
     static RankShards of_chunks(const std::vector<at::Tensor> &chunks,
                                 const fct_chunk_layout &layout);
 
     std::vector<Segment> segments;
     at::ScalarType type = at::ScalarType::Undefined;
-    size_t count = 0; /* of ranks */
-    size_t bytes = 0; /* of a row */
+    size_t count = 0; /* ranks */
+    size_t bytes = 0; /* of one rank shard */
 };
 
-/* One exchange and the memory that its rows use. If the transport writes all of it when it is posted,
- * the exchange can be polled. Otherwise only wait() completes it, and its operation type is
- * unknown, as that of gloo's reduce-scatter. */
+/* One collective and the tensors that it uses. If the ring holds all its messages at issue, it can
+ * be polled. Otherwise only wait() completes it, and its operation type is UNKNOWN, as that of
+ * gloo's reduce-scatter. */
 class ShmCollective : public c10d::Work, private ShmOp {
   public:
     enum class Operation : uint8_t { all_gather, reduce_scatter, all_reduce };
 
-    ShmCollective(Operation does, std::vector<at::Tensor> held);
+    ShmCollective(Operation operation, std::vector<at::Tensor> tensors);
 
-    /* Hands the exchange to the transport. A gather sends this rank's row, a reduction the others'.
-     * The memory of `rows` is that of tensors which the collective holds. */
-    void start(std::shared_ptr<ShmTransport> transport, RankShards rows, int64_t rank);
+    /* Submits an all-gather, which sends this rank's shard, or a reduce-scatter, which sends the
+     * peers' shards. The memory of `shards` belongs to the tensors of the collective. */
+    void start(std::shared_ptr<ShmTransport> transport, RankShards shards, int64_t rank);
 
-    /* Called by the progress_thread, or by torch's functions on the caller's thread. A later call returns,
-     * or throws, the outcome of the first. */
+    /* Called by the progress thread, or by torch's functions on the caller's thread. May be called
+     * again: returns or throws the same outcome. */
     bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
     bool isCompleted() override;
 
-    /* Of memory that Python has never seen, so that any thread may drop it: it goes when the
-     * exchange is on_completion, and not when somebody asks. A failed exchange keeps it. */
+    /* Releases the tensors on completion, on any thread, instead of with this object. Requires
+     * tensors without Python objects. A failed collective keeps its tensors. */
     void release_on_completion();
 
-    /* Whether it was posted, is more than a board has buffer for, and to copy the rest takes the time
-     * of computation. */
+    /* The value of ShmTransport::is_cpu_bound at issue. */
     bool is_cpu_bound() const;
 
-    /* How long after its issue the exchange fails if it is not on_completion. */
+    /* The collective fails if it is not complete `timeout` after its issue. */
     void set_timeout(std::chrono::milliseconds timeout);
 
   protected:
-    /* Receives `bytes` bytes of a segment, `from` bytes behind its begin, of each rank's row. The
-     * entry of this rank is null. */
+    /* Processes `bytes` bytes of a segment, at offset `from` in it, of each rank. `parts` has one
+     * entry for each rank. This rank's entry is null. */
     virtual void consume(const RankShards::Segment &segment, size_t from, size_t bytes,
                          const std::vector<const char *> &parts);
-    /* All rows are here, and have left. */
+    /* Called once after all messages are written and read. May throw. */
     virtual void on_completion() {}
 
-    /* Has the transport post all that there are messages of, of rows of so many bytes. */
-    void submit(std::shared_ptr<ShmTransport> transport, at::ScalarType type, size_t row_bytes);
+    /* Submits message_count() messages for rank shards of `shard_bytes` bytes. */
+    void submit(std::shared_ptr<ShmTransport> transport, at::ScalarType type, size_t shard_bytes);
 
     std::vector<at::Tensor> tensors_;
 
@@ -89,34 +89,34 @@ class ShmCollective : public c10d::Work, private ShmOp {
     void read(size_t message, const std::vector<const char *> &peer_data) override;
     void complete(const std::exception_ptr &error) final;
 
-    /* Calls each(segment, from, bytes, in_part) for every segment that a message's part of the row
-     * overlaps: where the overlap begins in the segment, its size, and where it begins in the
-     * part; in bytes. */
+    /* Calls each(segment, from, bytes, in_part) for every segment that the part of a message
+     * overlaps. `from` and `in_part` are the offsets of the overlap in the segment and in the part,
+     * in bytes. */
     template <typename Each> void for_each_overlap(size_t message, Each &&each) const;
-    size_t rows_in_message() const;
+    size_t shards_in_message() const;
     size_t part_bytes(size_t message) const;
-    void copy_row(size_t message, size_t row, char *to) const;
+    void copy_shard(size_t message, size_t shard, char *to) const;
     void wait_for_transport(std::chrono::milliseconds timeout);
     void release_tensors();
 
     const Operation operation_;
-    std::shared_ptr<ShmTransport> transport_; /* set by submit(), as what follows */
+    std::shared_ptr<ShmTransport> transport_; /* set by submit(), as the members below */
     at::ScalarType type_ = at::ScalarType::Undefined;
-    size_t row_bytes_ = 0;
+    size_t shard_bytes_ = 0;
     bool cpu_bound_ = false;
     std::chrono::steady_clock::time_point start_time_;
-    RankShards rows_;       /* of a gather or a reduction */
-    size_t part_bytes_ = 0; /* of a row, in one message */
+    RankShards shards_;     /* set by start() */
+    size_t part_bytes_ = 0; /* of one rank shard, in one message */
     int64_t rank_ = 0;
     bool release_on_completion_ = false;
-    std::chrono::milliseconds timeout_ = kNoTimeout; /* the connections' */
+    std::chrono::milliseconds timeout_ = kNoTimeout; /* from the issue on */
 };
 
-/* A reduce-scatter: adds parts of the rows as they arrive. */
+/* A reduce-scatter. Adds the parts of each message when it arrives. */
 class ShmReduceScatter : public ShmCollective {
   public:
-    /* `held`: the output, then the tensors of the rows. */
-    ShmReduceScatter(std::vector<at::Tensor> held, int64_t rank, int64_t world, bool average);
+    /* `tensors`: the output, then the inputs. */
+    ShmReduceScatter(std::vector<at::Tensor> tensors, int64_t rank, int64_t world, bool average);
 
   protected:
     void consume(const RankShards::Segment &segment, size_t from, size_t bytes,
