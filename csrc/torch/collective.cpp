@@ -1,16 +1,17 @@
 /* Collectives and their works.
  *
- * A group (group.h) written in C++ is called through ProcessGroup's methods (and so through the
- * c10d ops); one that is a Python class is called through its Python methods, as torch.distributed
- * would. The GIL is released while a collective is issued and while a work is waited for.
+ * A group (group.h) written in C++ is called through the methods of ProcessGroup, and so through the
+ * c10d ops. A group that is a Python class is called through its Python methods, as by
+ * torch.distributed. The GIL is released while a collective is issued and while a work is waited
+ * for.
  *
- * Waiting on gloo must stay interruptible, and its works see no signals. Most of them can be polled
- * and are waited for in slices. Its reduce-scatter cannot, nor can exchanges that do not fit into
- * the shared memory at once: their works do the rest of their job inside wait(). Such works
- * go to a progress_thread thread of the group as soon as they are issued, which makes them progress in the
- * background and pollable like the others. The progress_thread shares ownership of what it touches and calls
- * no Python; when a group is released it ends by itself after its last work. Works of all other
- * backends are waited for in one call: they return at once (streams) or cannot be asked. */
+ * Waits for gloo must be interruptible by signals, and gloo's works do not handle them. Most works
+ * can be polled, and are waited for in slices. Two kinds cannot, because they do the rest of their
+ * job inside wait(): gloo's reduce-scatter, and collectives that are larger than the ring. Such
+ * works go to the progress thread of the group when they are issued. Then they progress in the
+ * background, and can be polled. The thread shares ownership of what it uses and calls no Python.
+ * It exits after its last work when the group is released. Works of all other backends are waited
+ * for in one call: they return at once (streams) or cannot be polled. */
 #include "direct.h"
 #include "group.h"
 #include "shm_collective.h"
@@ -47,9 +48,9 @@ constexpr const char *kReduceScatter = "_reduce_scatter_base";
 
 struct fct_work {
     c10::intrusive_ptr<c10d::Work> work;
-    pybind11::object python; /* instead of work where the group is a Python class */
+    pybind11::object python; /* instead of `work` if the group is a Python class */
     Kind kind = Kind::unknown;
-    std::shared_ptr<fct::WaitTask> wait_task; /* where the group's progress_thread waits */
+    std::shared_ptr<fct::WaitTask> wait_task; /* set if the progress thread waits */
 };
 
 namespace {
@@ -69,8 +70,7 @@ c10d::ReduceOp reduce_op(fct_reduce_op op, double factor) {
     return premul;
 }
 
-/* Whether the backend refuses to move elements of the type. What only passes it through does not
- * ask. */
+/* Whether the backend refuses to move elements of the dtype. */
 bool is_unsupported(Kind kind, c10::ScalarType type) {
     switch (type) {
     case c10::ScalarType::Short:
@@ -84,8 +84,8 @@ bool is_unsupported(Kind kind, c10::ScalarType type) {
     }
 }
 
-/* What backends are given of a tensor: the pairs of real numbers that complex ones are, as
- * torch.distributed does it. Sums and averages of the pairs are those of the numbers. */
+/* A complex tensor as pairs of real numbers, as torch.distributed passes it to backends. Sums and
+ * averages of the pairs equal those of the complex numbers. */
 at::Tensor as_real(const at::Tensor &tensor) {
     if (!tensor.is_complex()) {
         return tensor;
@@ -94,7 +94,7 @@ at::Tensor as_real(const at::Tensor &tensor) {
     return at::view_as_real(tensor).view(-1);
 }
 
-/* The same for what is only moved: in bytes, where the backend does not know the type. */
+/* The same for a gather: bytes, if the backend does not support the dtype. */
 at::Tensor as_movable(fct_pg *pg, const at::Tensor &tensor) {
     if (is_unsupported(kind_for(pg, tensor.device().type()), tensor.scalar_type())) {
         const at::AutoDispatchBelowADInplaceOrView below;
@@ -110,10 +110,10 @@ fct::Negotiation &negotiation_of(fct_pg *pg) {
     return *pg->negotiation;
 }
 
-/* Since 2.13 every backward stashes a copy of Python's context variables in the state of its
- * thread, and gloo's works copy that state. gloo's threads would then want the GIL to drop their
- * works, and one that waits for it when the interpreter ends takes the process down by
- * std::terminate. Within its scope the context is not there. */
+/* Removes the copy of Python's context variables from the thread-local state during its life. Since
+ * torch 2.13 every backward stores one there, and gloo's works copy the state. gloo's threads would
+ * need the GIL to destroy their works. A thread that waits for the GIL while the interpreter
+ * finalizes ends the process by std::terminate. */
 class ScopedContextRemoval {
   public:
     ScopedContextRemoval(const ScopedContextRemoval &) = delete;
@@ -143,14 +143,14 @@ bool uses_shared_memory(fct_pg *pg, fct::Use use) {
     if (pg->negotiation->state == fct::Negotiation::State::declined) {
         return false;
     }
-    const ScopedContextRemoval aside; /* of the question */
+    const ScopedContextRemoval no_context; /* in the works of the negotiation */
     return fct::uses_shared_memory(*pg->negotiation, pg->group, use, [pg] {
         return fct::attach_backend(*pg->group, pg->negotiation);
     });
 }
 
-/* The group that moves rows on a device: on the CPU, if all ranks agree, the one that uses shared
- * memory. */
+/* The group whose collectives move data of a device: the direct group on the CPU if the negotiation
+ * accepted shared memory, else the group itself. */
 const c10::intrusive_ptr<c10d::ProcessGroup> &transport_group(fct_pg *pg, c10::DeviceType device,
                                                               fct::Use use) {
     if (device != c10::DeviceType::CPU || kind_for(pg, device) != Kind::gloo ||
@@ -163,15 +163,14 @@ const c10::intrusive_ptr<c10d::ProcessGroup> &transport_group(fct_pg *pg, c10::D
     return pg->direct;
 }
 
-/* One of torch's gathers or all-reduces, where that is so, towards those that come before the
- * direct ones. */
+/* Counts a gather or all-reduce that the fallback moves. The negotiation needs the number. */
 void count_gather(fct_pg *pg, bool by_torch) {
     if (by_torch && pg->negotiation && !pg->negotiation->paused) {
         pg->negotiation->gathers++;
     }
 }
 
-/* Whether a kernel stands in front of an operator's own, at a key where torch has none. */
+/* Whether somebody registered a kernel for the operator at a key where torch has none. */
 bool is_intercepted(const c10::OperatorHandle &op) {
     for (const c10::DispatchKey key :
          {c10::DispatchKey::BackendSelect, c10::DispatchKey::Python,
@@ -185,8 +184,8 @@ bool is_intercepted(const c10::OperatorHandle &op) {
     return false;
 }
 
-/* Whether somebody would see the ops of namespace c10d that move rows: a dispatch mode, a profiler,
- * a kernel in front of theirs. */
+/* Whether a dispatch mode, a profiler or a registered kernel observes the c10d ops of gathers and
+ * reduce-scatters. */
 bool ops_are_observed() {
     static const auto find = [](const char *name) {
         return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
@@ -197,8 +196,8 @@ bool ops_are_observed() {
            is_intercepted(*gather) || is_intercepted(*scatter);
 }
 
-/* The group to call a collective with that moves rows. Dispatch modes, which are given it, see the
- * one that they know. */
+/* The group to call a collective on. Dispatch modes receive that group, so under a mode it is the
+ * user's group with a ScopedDirectBackend. */
 class TransportGroup {
   public:
     TransportGroup(fct_pg *pg, c10::DeviceType device, fct::Use use)
@@ -222,37 +221,36 @@ class TransportGroup {
     std::optional<fct::ScopedDirectBackend> in_;
 };
 
-/* Whether isCompleted() means something; gloo's real works name their operation, its deferred ones
- * do not. */
+/* Whether isCompleted() is valid. gloo's asynchronous works have an operation type, its deferred
+ * works have not. */
 bool can_poll(const fct_work &work) {
     return work.kind != Kind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
 }
 
-/* Issues a collective of a group written in C++: `cpp` returns the work. */
+/* Issues a collective of a group written in C++. `cpp` returns the work. */
 template <typename Cpp> fct_work *issue_here(fct_pg *pg, c10::DeviceType device, Cpp &&cpp) {
     const at::NoGradGuard no_grad;
     auto result = std::make_unique<fct_work>();
     result->kind = kind_for(pg, device);
     {
-        /* Backends that copy on a thread of their own (gloo) take this state along, so that the
-         * outputs' version counters stay as they are. */
+        /* gloo copies this thread-local state to its threads, which copy into the outputs. So the
+         * version counters of the outputs do not change. */
         const at::AutoDispatchBelowADInplaceOrView below;
-        const ScopedContextRemoval aside;
+        const ScopedContextRemoval no_context;
         pybind11::gil_scoped_release released;
         result->work = cpp();
         if (result->work && !can_poll(*result) && device == c10::DeviceType::CPU) {
             try {
                 result->wait_task = pg->progress_thread.add(result->work);
             } catch (const std::system_error &) {
-                /* No thread to be had: the wait will block without seeing signals, nothing
-                 * worse. */
+                /* Without a thread the wait blocks without handling signals. */
             }
         }
     }
     return result->work ? result.release() : nullptr;
 }
 
-/* The same of any group: `python` calls one that is a Python class. */
+/* Issues a collective of any group. `python` calls a group that is a Python class. */
 template <typename Cpp, typename Python>
 fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python) {
     if (!pg->python) {
@@ -274,8 +272,8 @@ std::vector<at::Tensor> tensors_of(fct_tensor *const *tensors, size_t count) {
     return all;
 }
 
-/* User code that runs during a wait (a signal's handler) may let the work go, by a reset: here and
- * in fct_work_wait what is waited for is held, and `work` not looked at again. */
+/* A signal handler that runs during a wait may release `work`, by a reset. So this function and
+ * fct_work_wait copy what they wait for, and do not access `work` afterwards. */
 void wait_on_gloo(const fct_work &work) {
     const auto wait_task = work.wait_task;
     const auto held = work.work;
@@ -296,15 +294,15 @@ bool is_gloo_done(fct_work &work) {
     return !can_poll(work) || work.work->isCompleted();
 }
 
-/* Whether a Work object of a Python group can be asked: a Python class that leaves is_completed()
- * to its C++ base says False for ever. */
+/* Whether is_completed() of a Python group's Work is valid. A Python class that inherits it from the
+ * C++ base always returns False. */
 bool can_poll_python_work(pybind11::handle work) {
     const pybind11::handle base = pybind11::type::of<c10d::Work>();
     const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(work.ptr()));
     return own.is(base) || !own.attr("is_completed").is(base.attr("is_completed"));
 }
 
-/* While one lives, this thread all-reduces a row of gradients. */
+/* During its life this thread's all-reduces reduce buffers of gradients. */
 class GradientAllReduceScope {
   public:
     GradientAllReduceScope() = default;
@@ -318,7 +316,7 @@ class GradientAllReduceScope {
     bool before_ = fct::all_reduces_rows(true);
 };
 
-/* What fct_py_pg_enter_direct has done. */
+/* The state between fct_py_pg_enter_direct and fct_py_pg_leave_direct. */
 struct DirectScope {
     DirectScope(c10::intrusive_ptr<c10d::ProcessGroup> group,
                 const c10::intrusive_ptr<c10d::ProcessGroup> &direct, fct_use use)
@@ -331,7 +329,7 @@ struct DirectScope {
     std::optional<GradientAllReduceScope> rows;
 };
 
-/* By `group`, which is that of the handle or moves its rows. */
+/* `group` is the group of the handle or its TransportGroup. */
 template <typename Group>
 fct_work *all_reduce(fct_pg *pg, const Group &group, fct_tensor *tensor, c10d::ReduceOp op,
                      bool async_op) {
@@ -474,7 +472,7 @@ int fct_work_wait(fct_work *work) {
             held.attr("wait")();
             return;
         }
-        /* Some works copy into the output only now. */
+        /* Some works copy into the output inside wait(). */
         const at::AutoDispatchBelowADInplaceOrView below;
         if (work->kind == Kind::gloo) {
             wait_on_gloo(*work);
@@ -496,8 +494,8 @@ bool fct_gather_is_copied(const fct_pg *pg, int64_t row_bytes) {
 
 bool fct_work_done(fct_work *work) {
     if (fct_fault_left() > 0) {
-        // While a test counts calls, their order must not depend on timing, or ranks would fail
-        // apart.
+        // While a fault is armed, the order of calls must not depend on timing: ranks must fail at
+        // the same call.
         return false;
     }
     try {

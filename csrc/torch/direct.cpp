@@ -1,21 +1,21 @@
-/* A c10d backend that moves the rows of a process group through the shared memory of one host.
+/* A c10d backend that moves the data of a process group through the shared memory of one host.
  *
  * torch's gloo backend gathers into a temporary buffer and copies that to the output. Its
- * reduce-scatter copies the input, all-reduces all of it and takes a slice. DirectBackend writes each
- * rank's rows to shared memory once (transport.h), and the peers read them from there. It adds the
- * rows of a reduction in the order of gloo's ring (kernels/ring.h), so the bits are gloo's.
+ * reduce-scatter copies the input, all-reduces all of it and takes a slice. DirectBackend writes
+ * each rank's data to shared memory once (shm_transport.h), and the peers read it from there. A
+ * reduction adds in the order of gloo's ring (kernels/ring.h), so the bits are equal to gloo's.
  *
- * DirectBackend stands in a process group of its own, which only this extension holds. The collectives
+ * DirectBackend belongs to a process group of its own, which only this extension holds. Collectives
  * are the same ops of namespace c10d, so dispatch modes, patches and profilers see the same calls.
  *
- * A rank must receive what its peers send. So all ranks of a group agree once on whether, and from
- * which collective on, they use DirectBackend (negotiation.h). From then on the choice depends on sizes and
- * element types only, which are the same on all ranks. A group whose ranks span hosts, or one of
- * whose ranks has no shared memory, uses gloo's collectives.
+ * A rank must receive what its peers send. All ranks of a group negotiate once whether, and from
+ * which collective on, they use DirectBackend (negotiation.h). After that the choice depends only on
+ * sizes and dtypes, which are equal on all ranks. A group uses gloo's collectives if its ranks span
+ * hosts or if one of them has no shared memory.
  *
- * A collective that does not fit into the shared memory at once makes progress only inside wait().
- * The group's progress_thread thread waits for it (wait_task.h): its operation type is unknown, as that of
- * gloo's reduce-scatter. */
+ * A collective that is larger than the ring makes progress only inside wait(). The progress thread
+ * of the group waits for it (progress.h). Its operation type is UNKNOWN, as that of gloo's
+ * reduce-scatter. */
 #include "direct.h"
 
 #include "../kernels/ring.h"
@@ -61,13 +61,13 @@ class DirectBackend : public c10d::Backend {
         if (!transport || !are_rank_shards(output, input)) {
             return fallback_->_allgather_base(output, input, options);
         }
-        const at::Tensor rows = output.view({size_, input.numel()});
-        if (rows[rank_].data_ptr() != input.data_ptr()) {
-            rows[rank_].copy_(input);
+        const at::Tensor shards = output.view({size_, input.numel()});
+        if (shards[rank_].data_ptr() != input.data_ptr()) {
+            shards[rank_].copy_(input);
         }
         auto collective = c10::make_intrusive<ShmCollective>(ShmCollective::Operation::all_gather,
                                                              Tensors{output, input});
-        return start(std::move(collective), std::move(transport), RankShards::of_tensor(rows));
+        return start(std::move(collective), std::move(transport), RankShards::of_tensor(shards));
     }
 
     WorkPtr _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
@@ -77,10 +77,10 @@ class DirectBackend : public c10d::Backend {
         if (!transport || !can_sum(output, options.reduceOp) || !are_rank_shards(input, output)) {
             return fallback_->_reduce_scatter_base(output, input, options);
         }
-        const at::Tensor rows = input.view({size_, output.numel()});
+        const at::Tensor shards = input.view({size_, output.numel()});
         auto collective =
             c10::make_intrusive<ShmReduceScatter>(Tensors{output, input}, rank_, size_, average);
-        return start(std::move(collective), std::move(transport), RankShards::of_tensor(rows));
+        return start(std::move(collective), std::move(transport), RankShards::of_tensor(shards));
     }
 
     WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
@@ -91,15 +91,15 @@ class DirectBackend : public c10d::Backend {
             return fallback_->allreduce(tensors, options);
         }
         auto collective = c10::make_intrusive<fct::ShmAllReduce>(tensors[0], rank_, size_, average);
-        const at::DisableRecordFunctionGuard unseen;
+        const at::DisableRecordFunctionGuard no_record;
         collective->set_timeout(fallback_->getBackendOptions()->timeout);
         collective->start(std::move(transport));
         return collective;
     }
 
-    /* Chunks are 1-D: the parts of all ranks, one after the other. */
+    /* Each chunk is 1-D and holds data of all ranks, in rank order. */
     WorkPtr gather_chunks(const Tensors &chunks, const fct_chunk_layout &layout) {
-        const Tensors parts = by_rank(chunks);
+        const Tensors parts = view_by_rank(chunks);
         auto collective =
             c10::make_intrusive<ShmCollective>(ShmCollective::Operation::all_gather, parts);
         collective->release_on_completion();
@@ -108,20 +108,21 @@ class DirectBackend : public c10d::Backend {
     }
     WorkPtr reduce_chunks(const at::Tensor &output, const Tensors &chunks,
                           const fct_chunk_layout &layout, bool average) {
-        const Tensors parts = by_rank(chunks);
-        RankShards rows = RankShards::of_chunks(parts, layout);
-        TORCH_CHECK(rows.bytes == output.nbytes() && rows.type == output.scalar_type(), "a row of ",
-                    rows.bytes, " bytes is reduced into ", output.nbytes());
-        Tensors held{output};
-        held.insert(held.end(), parts.begin(), parts.end());
+        const Tensors parts = view_by_rank(chunks);
+        RankShards shards = RankShards::of_chunks(parts, layout);
+        TORCH_CHECK(shards.bytes == output.nbytes() && shards.type == output.scalar_type(),
+                    "the rank shard of a reduce-scatter has ", shards.bytes, " bytes, its output ",
+                    output.nbytes());
+        Tensors tensors{output};
+        tensors.insert(tensors.end(), parts.begin(), parts.end());
         auto collective =
-            c10::make_intrusive<ShmReduceScatter>(std::move(held), rank_, size_, average);
+            c10::make_intrusive<ShmReduceScatter>(std::move(tensors), rank_, size_, average);
         collective->release_on_completion();
-        return start(std::move(collective), require_transport(), std::move(rows));
+        return start(std::move(collective), require_transport(), std::move(shards));
     }
 
-    /* All else is the fallback's. It is asked for only while this stands in the fallback's place
-     * (ScopedDirectBackend), by another thread or by who handles the collective. */
+    /* The methods below forward to the fallback. They are called only inside a ScopedDirectBackend,
+     * by another thread or by the handler of a collective. */
     c10::intrusive_ptr<Options> getBackendOptions() override {
         return fallback_->getBackendOptions();
     }
@@ -196,7 +197,7 @@ class DirectBackend : public c10d::Backend {
     WorkPtr barrier(const c10d::BarrierOptions &options) override {
         return fallback_->barrier(options);
     }
-    /* A group that this was put into tells the fallback itself. */
+    /* The process group sets the timeout of the fallback itself. */
     void setTimeout(std::chrono::milliseconds) override {}
     void shutdown() override {
         close_transport();
@@ -206,7 +207,7 @@ class DirectBackend : public c10d::Backend {
     }
 
   private:
-    /* At the group's end. Later collectives of this rank are gloo's, which reports the end. */
+    /* Called at the end of the group. Later collectives use gloo, which reports the end. */
     void close_transport() {
         negotiation_->state = fct::Negotiation::State::declined;
         negotiation_->handles.clear();
@@ -215,41 +216,42 @@ class DirectBackend : public c10d::Backend {
         }
     }
 
-    /* Separate chunks have no equivalent among gloo's collectives. */
+    /* Throws without a transport: gloo has no collectives of separate chunks. */
     std::shared_ptr<ShmTransport> require_transport() const {
         auto transport = negotiation_->active_transport();
         TORCH_CHECK(transport, "the process group has ended");
         return transport;
     }
 
-    Tensors by_rank(const Tensors &chunks) const {
-        Tensors rows;
-        rows.reserve(chunks.size());
+    /* Views of chunks as [ranks, elements]. */
+    Tensors view_by_rank(const Tensors &chunks) const {
+        Tensors views;
+        views.reserve(chunks.size());
         for (const at::Tensor &chunk : chunks) {
-            rows.push_back(chunk.view({size_, -1}));
+            views.push_back(chunk.view({size_, -1}));
         }
-        return rows;
+        return views;
     }
 
     WorkPtr start(c10::intrusive_ptr<ShmCollective> collective,
-                  std::shared_ptr<ShmTransport> transport, RankShards rows) {
-        const at::DisableRecordFunctionGuard unseen;
+                  std::shared_ptr<ShmTransport> transport, RankShards shards) {
+        const at::DisableRecordFunctionGuard no_record;
         collective->set_timeout(fallback_->getBackendOptions()->timeout);
-        collective->start(std::move(transport), std::move(rows), rank_);
+        collective->start(std::move(transport), std::move(shards), rank_);
         return collective;
     }
 
-    /* In the order of gloo's ring. */
-    static bool can_sum(const at::Tensor &row, const c10d::ReduceOp &op) {
+    /* Whether the kernels add the dtype in the order of gloo's ring. */
+    static bool can_sum(const at::Tensor &tensor, const c10d::ReduceOp &op) {
         return (op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::SUM) &&
-               fck_ring_knows(static_cast<fck_dtype>(row.scalar_type())) != 0;
+               fck_ring_knows(static_cast<fck_dtype>(tensor.scalar_type())) != 0;
     }
 
-    /* gloo handles, or refuses, other layouts. */
-    bool are_rank_shards(const at::Tensor &rows, const at::Tensor &one) const {
-        return rows.dim() == 1 && one.dim() == 1 && rows.is_contiguous() && one.is_contiguous() &&
-               rows.scalar_type() == one.scalar_type() && rows.numel() == one.numel() * size_ &&
-               one.numel() > 0;
+    /* Other layouts go to gloo, which handles or refuses them. */
+    bool are_rank_shards(const at::Tensor &all, const at::Tensor &shard) const {
+        return all.dim() == 1 && shard.dim() == 1 && all.is_contiguous() && shard.is_contiguous() &&
+               all.scalar_type() == shard.scalar_type() && all.numel() == shard.numel() * size_ &&
+               shard.numel() > 0;
     }
 
     c10::intrusive_ptr<c10d::Backend> fallback_;
@@ -291,11 +293,11 @@ static c10::intrusive_ptr<c10d::Backend> backend_at(const c10d::ProcessGroup &gr
     try {
         return group.getBackend(type);
     } catch (const std::exception &) {
-        return nullptr; /* there is none */
+        return nullptr; /* the group has no backend of this type */
     }
 }
 
-/* A type under which the group has no backend, or has the direct one from before. */
+/* A backend type that the group does not use, or under which it has a DirectBackend already. */
 static Type free_type(const c10d::ProcessGroup &group) {
     for (const Type type : {Type::UCC, Type::MPI, Type::CUSTOM}) {
         const auto found = backend_at(group, type);
@@ -303,11 +305,11 @@ static Type free_type(const c10d::ProcessGroup &group) {
             return type;
         }
     }
-    TORCH_CHECK(false, "the process group has backends of all types");
+    TORCH_CHECK(false, "the process group has no unused backend type");
 }
 
-/* The group has gloo's already and takes it again. */
-static void put_gloo_back(c10d::ProcessGroup &group) {
+/* Makes gloo the CPU backend of the group again. */
+static void restore_gloo(c10d::ProcessGroup &group) {
     group.setBackend(c10::DeviceType::CPU, Type::GLOO, group.getBackend(Type::GLOO));
 }
 
@@ -318,7 +320,7 @@ bool attach_backend(c10d::ProcessGroup &group, const std::shared_ptr<Negotiation
     group.setBackend(
         c10::DeviceType::CPU, free_type(group),
         c10::make_intrusive<DirectBackend>(group.getBackend(c10::DeviceType::CPU), negotiation));
-    put_gloo_back(group);
+    restore_gloo(group);
     return true;
 }
 
@@ -342,8 +344,8 @@ make_direct_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
 ScopedDirectBackend::ScopedDirectBackend(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                          const c10::intrusive_ptr<c10d::ProcessGroup> &direct) {
     const auto now = group->getBackend(c10::DeviceType::CPU);
-    if (dynamic_cast<DirectBackend *>(now.get()) ==
-        nullptr) { /* else somebody around this has done it */
+    /* An outer ScopedDirectBackend may have replaced the backend already. */
+    if (dynamic_cast<DirectBackend *>(now.get()) == nullptr) {
         group->setBackend(c10::DeviceType::CPU, free_type(*group),
                           direct->getBackend(c10::DeviceType::CPU));
         group_ = std::move(group);
@@ -352,7 +354,7 @@ ScopedDirectBackend::ScopedDirectBackend(c10::intrusive_ptr<c10d::ProcessGroup> 
 
 ScopedDirectBackend::~ScopedDirectBackend() {
     if (group_) {
-        put_gloo_back(*group_);
+        restore_gloo(*group_);
     }
 }
 
