@@ -1,9 +1,9 @@
-/* What the tests of rings share: ranks that are processes of their own, and messages of which each
- * byte is known. The source of the capacity is included: tests check_next at what is behind its functions.
+/* Shared by the tests of the shared-memory ring: ranks as processes, and messages whose bytes follow
+ * from their rank and number. Includes shm_ring.c, so that tests can read and corrupt its state.
  *
- * No test measures time. Who waits for ever is killed by an alarm. */
-#ifndef FSDP_C_TESTS_BOARD_RANKS_H
-#define FSDP_C_TESTS_BOARD_RANKS_H
+ * No test measures time. SIGALRM kills a process that waits forever. */
+#ifndef FSDP_C_TESTS_SHM_RING_RANKS_H
+#define FSDP_C_TESTS_SHM_RING_RANKS_H
 
 #define _GNU_SOURCE 1
 #include <setjmp.h>
@@ -22,31 +22,31 @@
 
 enum { CAPACITY = 4096, ALARM = 100 /* seconds */, FAILED = 'f', HERE = 'h' };
 
-/* What a test wants to know of the ranks that it starts. */
+/* The ranks of a test and the function that each of them runs. */
 typedef struct scenario {
-    void (*does)(void);
+    void (*run)(void);
     int world_size;
     size_t capacity;
-    uint32_t first;    /* the number of the first message */
+    uint32_t first;    /* initial value of the message counters */
     uint32_t messages; /* of each rank */
-    int dies;          /* the rank that is killed; 0: none, for rank 0 looks on */
+    int killed_rank;   /* 0: none, because rank 0 checks the others */
 } scenario;
 
-/* A rank: the pid that this is. */
+/* The rank that this process runs. */
 static struct {
     const scenario *of;
     shm_ring *ring;
     int rank, world_size;
-    int up, down; /* pipes to and from the pid of the test */
+    int up, down; /* pipes to and from the test's process */
     uint32_t written, read;
     uint64_t random;
 } me;
 
-#define require(what) ((what) ? (void)0 : fail_requirement(#what, __LINE__))
+#define require(condition) ((condition) ? (void)0 : fail_requirement(#condition, __LINE__))
 
-static inline void fail_requirement(const char *what, int line) {
+static inline void fail_requirement(const char *condition, int line) {
     const char failed = FAILED;
-    (void)fprintf(stderr, "shm_ring:%d: rank %d: not so: %s\n", line, me.rank, what);
+    (void)fprintf(stderr, "shm_ring:%d: rank %d: failed: %s\n", line, me.rank, condition);
     (void)!write(me.up, &failed, 1);
     _exit(1);
 }
@@ -63,7 +63,7 @@ static inline uint32_t random_below(uint32_t below) {
     return (uint32_t)(me.random >> 32) % below;
 }
 
-/* All ranks have come as far. */
+/* Blocks until all ranks have called it. */
 static inline void barrier(void) {
     char answer = HERE;
     require(write(me.up, &answer, 1) == 1);
@@ -88,8 +88,8 @@ static inline void run_as_rank(void) {
     require(write(me.up, &mine, sizeof mine) == (ssize_t)sizeof mine);
     require(read(me.down, handles, bytes) == (ssize_t)bytes);
     require(shm_ring_connect(me.ring, me.rank, me.world_size, handles));
-    barrier(); /* who ends before others have found it was never there */
-    me.of->does();
+    barrier(); /* a rank that ends before its peers have mapped it would fail their connect */
+    me.of->run();
     shm_ring_destroy(me.ring);
     _exit(0);
 }
@@ -110,16 +110,17 @@ static inline void distribute_handles(int world_size, int from, const int *to) {
     }
 }
 
-/* Answers each meeting, until no rank is left. */
+/* Serves barrier() until all ranks have ended. Kills all ranks after a failure. */
 static inline void serve_barriers(int world_size, int from, const int *to, const pid_t *ranks) {
-    char said = 0;
-    for (int here = 0; read(from, &said, 1) == 1; here = here == world_size ? 0 : here) {
-        for (int i = 0; said == FAILED && i < world_size; i++) {
+    char byte = 0;
+    for (int arrived = 0; read(from, &byte, 1) == 1;
+         arrived = arrived == world_size ? 0 : arrived) {
+        for (int i = 0; byte == FAILED && i < world_size; i++) {
             (void)kill(ranks[i], SIGKILL);
         }
-        here++;
-        for (int i = 0; said == HERE && here == world_size && i < world_size; i++) {
-            assert_int_equal(write(to[i], &said, 1), 1);
+        arrived++;
+        for (int i = 0; byte == HERE && arrived == world_size && i < world_size; i++) {
+            assert_int_equal(write(to[i], &byte, 1), 1);
         }
     }
 }
@@ -134,7 +135,7 @@ static inline void start_rank(const scenario *of, int rank, int from, int to) {
 }
 
 static inline void run_ranks(const scenario *of) {
-    (void)signal(SIGPIPE, SIG_IGN); /* what is said to a rank that has died */
+    (void)signal(SIGPIPE, SIG_IGN); /* raised by writes to a rank that has ended */
     int up[2], down[SHM_RING_MAX_RANKS][2], to[SHM_RING_MAX_RANKS];
     pid_t ranks[SHM_RING_MAX_RANKS];
     assert_int_equal(pipe(up), 0);
@@ -155,7 +156,7 @@ static inline void run_ranks(const scenario *of) {
     for (int i = 0; i < of->world_size; i++) {
         int status = -1;
         assert_int_equal(waitpid(ranks[i], &status, 0), ranks[i]);
-        if (i > 0 && of->dies == i) {
+        if (i > 0 && of->killed_rank == i) {
             assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
         } else {
             assert_int_equal(status, 0);
@@ -184,7 +185,7 @@ static inline size_t size_of(int rank, uint32_t message) {
     return of < sizeof sizes / sizeof sizes[0] ? sizes[of] : some % (capacity / 8);
 }
 
-/* Each byte depends on the message and on where it is in it. */
+/* Each byte depends on the message and on its position. */
 static inline void fill(char *at, size_t bytes, uint64_t key) {
     for (size_t i = 0; i < bytes; i += sizeof key) {
         key = mix(key);
@@ -214,7 +215,7 @@ static inline int commit(size_t bytes) {
     return 1;
 }
 
-/* Whether the next message of a rank is there; then it is the right one. */
+/* Returns whether the next message of a rank is committed, and requires its tag, size and bytes. */
 static inline int check_next(int rank, size_t bytes) {
     shm_ring_message got;
     const shm_ring_peek_result state = shm_ring_peek(me.ring, rank, &got);
@@ -248,7 +249,7 @@ static inline int try_read(void) {
     for (uint32_t i = random_below(4); i > 0; i--) {
         (void)sched_yield();
     }
-    require(check_all_peers()); /* nobody has written there in the meantime */
+    require(check_all_peers()); /* not overwritten before the release */
     release_one();
     return 1;
 }
@@ -257,35 +258,35 @@ static inline int try_commit(void) {
     return me.written < me.of->messages && commit(size_of(me.rank, me.written));
 }
 
-/* Without the looks before a sleep, or with them. No sleep ends by itself before the alarm. */
-static inline void wait_without_timeout(uint32_t known) {
+/* Waits with or without the spins before the futex wait. The timeout is longer than ALARM. */
+static inline void wait_without_timeout(uint32_t seen_seq) {
     if (random_below(8) == 0) {
-        shm_ring_wait(me.ring, known, INT64_MAX);
+        shm_ring_wait(me.ring, seen_seq, INT64_MAX);
     } else {
-        wait_on_doorbell(me.ring, known, now_ns() + (int64_t)DAY_MS * 1000000);
+        wait_on_doorbell(me.ring, seen_seq, now_ns() + (int64_t)DAY_MS * 1000000);
     }
 }
 
-/* A message for which there will be capacity, though nothing is read. */
+/* Commits a message and waits for free memory. Peers release it without a message of this rank. */
 static inline void commit_blocking(size_t bytes) {
     for (;;) {
-        const uint32_t known = shm_ring_seq(me.ring);
+        const uint32_t seen_seq = shm_ring_seq(me.ring);
         if (commit(bytes)) {
             return;
         }
-        wait_without_timeout(known);
+        wait_without_timeout(seen_seq);
     }
 }
 
-/* The next one of all others, of that many bytes, by a rank that sleeps until it is there. */
+/* Waits for the next message of all peers, of `bytes` bytes, and releases it. */
 static inline void read_blocking(size_t bytes) {
     for (int other = 0; other < me.world_size; other++) {
         for (;;) {
-            const uint32_t known = shm_ring_seq(me.ring);
+            const uint32_t seen_seq = shm_ring_seq(me.ring);
             if (other == me.rank || check_next(other, bytes)) {
                 break;
             }
-            wait_without_timeout(known);
+            wait_without_timeout(seen_seq);
         }
     }
     release_one();
@@ -296,9 +297,10 @@ static inline void destroy_ring(void) {
     me.ring = NULL;
 }
 
-/* ---- two ranks of one pid ---- */
+/* ---- two ranks of one process ---- */
 
-/* Two rings of one pid, which shm_ring_connect refuses: of ranks 0 and 1. */
+/* The rings of ranks 0 and 1. shm_ring_connect refuses rings of its own process, so
+ * create_two_rings sets their pid to 0 meanwhile. */
 static shm_ring *rings[2];
 
 static inline int create_two_rings(void **state) {

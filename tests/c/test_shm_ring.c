@@ -1,42 +1,42 @@
-/* Boards: what ranks commit is read by all others, whole and in order, and outlives them. */
+/* Shared-memory ring: messages arrive intact and in order, and survive the end of their sender. */
 #include "shm_ring_ranks.h"
 
-/* ---- what is committed is read ---- */
+/* ---- transfer ---- */
 
-/* Posts and reads at random, and sleeps only where neither can be done. */
-static void post_and_read_at_random(void) {
+/* Commits and reads in random order, and waits if neither is possible. */
+static void commit_and_read_at_random(void) {
     while (me.written < me.of->messages || me.read < me.of->messages) {
-        const uint32_t known = shm_ring_seq(me.ring);
-        const int reads = random_below(2) == 0;
+        const uint32_t seen_seq = shm_ring_seq(me.ring);
+        const int peer_releases = random_below(2) == 0;
         uint32_t done = 0;
         for (uint32_t most = 1 + random_below(90); done < most; done++) {
-            if (!(reads ? try_read() : try_commit())) {
+            if (!(peer_releases ? try_read() : try_commit())) {
                 break;
             }
         }
-        if (done == 0 && !(reads ? try_commit() : try_read())) {
-            wait_without_timeout(known);
+        if (done == 0 && !(peer_releases ? try_commit() : try_read())) {
+            wait_without_timeout(seen_seq);
         }
     }
 }
 
-static void messages_arrive_whole_and_in_order(void **state) {
+static void messages_of_all_sizes_arrive_intact_and_in_order(void **state) {
     (void)state;
-    run_ranks(&(scenario){post_and_read_at_random, 2, CAPACITY, 0, 8000, 0});
-    run_ranks(&(scenario){post_and_read_at_random, 3, CAPACITY, 7, 2000, 0});
-    run_ranks(&(scenario){post_and_read_at_random, 5, 8 * CAPACITY, 0, 600, 0});
-    run_ranks(&(scenario){post_and_read_at_random, 2, CACHE_LINE, 0, 500, 0});
+    run_ranks(&(scenario){commit_and_read_at_random, 2, CAPACITY, 0, 8000, 0});
+    run_ranks(&(scenario){commit_and_read_at_random, 3, CAPACITY, 7, 2000, 0});
+    run_ranks(&(scenario){commit_and_read_at_random, 5, 8 * CAPACITY, 0, 600, 0});
+    run_ranks(&(scenario){commit_and_read_at_random, 2, CACHE_LINE, 0, 500, 0});
 }
 
-static void numbers_wrap(void **state) {
+static void message_counters_wrap_without_loss(void **state) {
     (void)state;
-    run_ranks(&(scenario){post_and_read_at_random, 2, CAPACITY, UINT32_MAX - 100, 300, 0});
-    run_ranks(&(scenario){post_and_read_at_random, 3, CAPACITY, UINT32_MAX, 200, 0});
-    run_ranks(&(scenario){post_and_read_at_random, 3, 64 * CAPACITY, (1u << 31) - 100, 200, 0});
+    run_ranks(&(scenario){commit_and_read_at_random, 2, CAPACITY, UINT32_MAX - 100, 300, 0});
+    run_ranks(&(scenario){commit_and_read_at_random, 3, CAPACITY, UINT32_MAX, 200, 0});
+    run_ranks(&(scenario){commit_and_read_at_random, 3, 64 * CAPACITY, (1u << 31) - 100, 200, 0});
 }
 
-/* Rank 2 is slower than rank 1; no other is in their way. */
-static void post_to_two(void) {
+/* Rank 2 releases messages later than rank 1. */
+static void commit_to_two_readers(void) {
     if (me.rank != 0) {
         require(commit(0) && commit(0) && commit(0));
     } else {
@@ -64,18 +64,18 @@ static void post_to_two(void) {
     barrier();
     if (me.rank == 2) {
         require(check_next(0, CAPACITY / 2) &&
-                check_next(1, 0)); /* the second one, which was not written over */
+                check_next(1, 0)); /* the second message was not overwritten */
         release_one();
-        require(check_next(0, CAPACITY / 2)); /* and the third, in the place of the first */
+        require(check_next(0, CAPACITY / 2)); /* the third message reuses the memory of the first */
     }
 }
 
-static void the_slowest_decides_whether_there_is_room(void **state) {
+static void reserve_waits_for_the_slowest_peer(void **state) {
     (void)state;
-    run_ranks(&(scenario){post_to_two, 3, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){commit_to_two_readers, 3, CAPACITY, 0, 0, 0});
 }
 
-static void post_many_empty_ones(void) {
+static void use_all_header_slots(void) {
     if (me.rank == 0) {
         require(shm_ring_slowest_reader(me.ring) == -1);
         for (int i = 0; i < HEADER_SLOTS; i++) {
@@ -105,15 +105,15 @@ static void post_many_empty_ones(void) {
     require(me.rank == 0 || check_next(0, 1));
 }
 
-static void there_are_so_many_letters(void **state) {
+static void reserve_fails_when_all_header_slots_are_used(void **state) {
     (void)state;
-    run_ranks(&(scenario){post_many_empty_ones, 2, 2 * CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){use_all_header_slots, 2, 2 * CAPACITY, 0, 0, 0});
 }
 
-/* ---- ends ---- */
+/* ---- ends of ranks ---- */
 
-/* Rank 0 says when it has seen that rank 2 lives. */
-static void meet_without_rank_1(void) {
+/* Rank 0 marks its ring closed after it has checked that rank 2 lives. Rank 1 is not there. */
+static void end_without_rank_1(void) {
     shm_ring_message none;
     if (me.rank == 0) {
         require(me.world_size == 2 || !shm_ring_peer_has_ended(me.ring, 2));
@@ -124,29 +124,29 @@ static void meet_without_rank_1(void) {
     }
 }
 
-static const size_t last[] = {0, 5, CAPACITY / 2};
+static const size_t last_sizes[] = {0, 5, CAPACITY / 2};
 
-static void outlive_rank_1(void) {
+static void check_messages_of_ended_rank_1(void) {
     shm_ring_message none;
     while (!shm_ring_peer_has_ended(me.ring, 1)) {
         (void)sched_yield();
     }
     for (size_t i = 0; i < 3; i++) {
         for (int other = 0; other < me.world_size; other++) {
-            require(other == me.rank || check_next(other, last[i]));
+            require(other == me.rank || check_next(other, last_sizes[i]));
         }
         release_one();
     }
     const shm_ring_peek_result state = shm_ring_peek(me.ring, 1, &none);
     require(state == SHM_RING_CLOSED ||
-            state == SHM_RING_EMPTY); /* a rank that was killed did not say so */
+            state == SHM_RING_EMPTY); /* a killed rank does not mark its ring closed */
     require(shm_ring_peer_has_ended(me.ring, 1));
-    meet_without_rank_1();
+    end_without_rank_1();
 }
 
-/* Rank 1 ends somehow, after it has committed. */
-static void end_after_posts(void (*ends)(void)) {
-    require(commit(last[0]) && commit(last[1]) && commit(last[2]));
+/* Rank 1 commits three messages and then calls `ends`. */
+static void end_after_commits(void (*ends)(void)) {
+    require(commit(last_sizes[0]) && commit(last_sizes[1]) && commit(last_sizes[2]));
     barrier();
     for (int other = 0; me.rank == 0 && other < me.world_size; other++) {
         require(other == me.rank || !shm_ring_peer_has_ended(me.ring, other));
@@ -156,16 +156,16 @@ static void end_after_posts(void (*ends)(void)) {
         ends();
     }
     if (me.rank != 1) {
-        outlive_rank_1();
+        check_messages_of_ended_rank_1();
     }
 }
 
-static void is_killed(void) {
+static void kill_self(void) {
     (void)raise(SIGKILL);
 }
 
-/* A worker of a data loader: it lives on, and has all that its parent has open. */
-static void is_killed_and_leaves_a_child(void) {
+/* The child inherits all descriptors and outlives its parent, as a worker of a DataLoader. */
+static void kill_self_with_live_child(void) {
     if (fork() == 0) {
         (void)alarm(ALARM);
         while (me.ring->views[0].page->closed == 0) {
@@ -173,34 +173,34 @@ static void is_killed_and_leaves_a_child(void) {
         }
         _exit(0);
     }
-    is_killed();
+    kill_self();
 }
 
-static void exits(void) {
+static void exit_now(void) {
     _exit(0);
 }
 
-static void end_by_kill(void) {
-    end_after_posts(is_killed);
+static void end_by_signal(void) {
+    end_after_commits(kill_self);
 }
 
-static void end_before_a_child(void) {
-    end_after_posts(is_killed_and_leaves_a_child);
+static void end_with_live_child(void) {
+    end_after_commits(kill_self_with_live_child);
 }
 
 static void end_by_exit(void) {
-    end_after_posts(exits);
+    end_after_commits(exit_now);
 }
 
 static void end_by_close(void) {
-    end_after_posts(destroy_ring);
+    end_after_commits(destroy_ring);
 }
 
-static void what_a_rank_had_posted_outlives_it(void **state) {
+static void committed_messages_survive_the_end_of_their_rank(void **state) {
     (void)state;
-    run_ranks(&(scenario){end_by_kill, 2, CAPACITY, 0, 0, 1});
-    run_ranks(&(scenario){end_by_kill, 3, CAPACITY, 0, 0, 1});
-    run_ranks(&(scenario){end_before_a_child, 2, CAPACITY, 0, 0, 1});
+    run_ranks(&(scenario){end_by_signal, 2, CAPACITY, 0, 0, 1});
+    run_ranks(&(scenario){end_by_signal, 3, CAPACITY, 0, 0, 1});
+    run_ranks(&(scenario){end_with_live_child, 2, CAPACITY, 0, 0, 1});
     run_ranks(&(scenario){end_by_exit, 2, CAPACITY, 0, 0, 0});
     run_ranks(&(scenario){end_by_close, 3, CAPACITY, 0, 0, 0});
 }
@@ -232,19 +232,19 @@ static void fork_children(void) {
     read_blocking(70);
 }
 
-static void the_end_of_a_child_is_not_its_parents(void **state) {
+static void end_of_forked_child_does_not_close_the_ring(void **state) {
     (void)state;
     run_ranks(&(scenario){fork_children, 2, CAPACITY, 0, 0, 0});
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(messages_arrive_whole_and_in_order),
-        cmocka_unit_test(numbers_wrap),
-        cmocka_unit_test(the_slowest_decides_whether_there_is_room),
-        cmocka_unit_test(there_are_so_many_letters),
-        cmocka_unit_test(what_a_rank_had_posted_outlives_it),
-        cmocka_unit_test(the_end_of_a_child_is_not_its_parents),
+        cmocka_unit_test(messages_of_all_sizes_arrive_intact_and_in_order),
+        cmocka_unit_test(message_counters_wrap_without_loss),
+        cmocka_unit_test(reserve_waits_for_the_slowest_peer),
+        cmocka_unit_test(reserve_fails_when_all_header_slots_are_used),
+        cmocka_unit_test(committed_messages_survive_the_end_of_their_rank),
+        cmocka_unit_test(end_of_forked_child_does_not_close_the_ring),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

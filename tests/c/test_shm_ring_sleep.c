@@ -1,58 +1,58 @@
-/* Boards: who sleeps is woken.
+/* Shared-memory ring: a change wakes every waiter.
  *
- * The capacity is stopped between random_below two of its looks at words that ranks share, and another rank does
- * something there: what is lost in a window of a few instructions is found without waiting for it
- * to happen. After that, ranks that are processes of their own sleep and wake one another. */
+ * The first tests stop the ring before each of its accesses to shared words and run an action of
+ * another rank there. So they reach races of a few instructions deterministically. The later tests
+ * use waiting processes. */
 #define _GNU_SOURCE 1
 #include <setjmp.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <unistd.h>
 
-/* ---- what comes between the capacity and the words it shares ---- */
+/* ---- instrumented accesses to shared words ---- */
 
 static void step(void);
-static long futex(long number, _Atomic uint32_t *word, int does, uint32_t value, const void *time);
+static long futex(long number, _Atomic uint32_t *word, int op, uint32_t value, const void *time);
 
-/* Who does something between two steps, and before which of them; 0: before none, or it is done. */
+/* An action to run before the at-th step from now. 0: none, or it has run. */
 static struct {
     int at;
-    void (*does)(void);
-} between;
+    void (*run)(void);
+} injected;
 
-/* A store that is not in the one order of all is seen by others only at its owner's next one that
- * is, as processors may have it. */
-typedef struct late_store {
-    _Atomic uint32_t *word; /* NULL: none is late */
+/* A store that is not seq_cst becomes visible to peers only at its owner's next seq_cst access, as
+ * the memory model allows. */
+typedef struct delayed_store {
+    _Atomic uint32_t *word; /* NULL: none is delayed */
     uint32_t value;
-} late_store;
+} delayed_store;
 
-static late_store late;
+static delayed_store delayed;
 
-static inline void let_be_seen(void) {
-    if (late.word != NULL) {
-        atomic_store_explicit(late.word, late.value, memory_order_seq_cst);
-        late.word = NULL;
+static inline void flush_store(void) {
+    if (delayed.word != NULL) {
+        atomic_store_explicit(delayed.word, delayed.value, memory_order_seq_cst);
+        delayed.word = NULL;
     }
 }
 
 static inline uint32_t load(const _Atomic uint32_t *word, memory_order order) {
     step();
-    return word == late.word ? late.value : atomic_load_explicit(word, order);
+    return word == delayed.word ? delayed.value : atomic_load_explicit(word, order);
 }
 
 static inline void store(_Atomic uint32_t *word, uint32_t value, memory_order order) {
     step();
-    let_be_seen();
-    late = (late_store){word, value};
-    if (order == memory_order_seq_cst || between.at == 0) {
-        let_be_seen();
+    flush_store();
+    delayed = (delayed_store){word, value};
+    if (order == memory_order_seq_cst || injected.at == 0) {
+        flush_store();
     }
 }
 
 static inline uint32_t add(_Atomic uint32_t *word, uint32_t value) {
     step();
-    let_be_seen();
+    flush_store();
     return atomic_fetch_add_explicit(word, value, memory_order_seq_cst);
 }
 
@@ -68,24 +68,23 @@ static inline uint32_t add(_Atomic uint32_t *word, uint32_t value) {
 #define atomic_store_explicit(word, value, order) store(word, value, order)
 #define atomic_fetch_add(word, value) add(word, value)
 #define atomic_fetch_sub(word, value) add(word, 0u - (value))
-#define syscall(number, word, does, value, time, unused, zero)                                     \
-    futex(number, word, does, value, time)
+#define syscall(number, word, op, value, time, unused, zero) futex(number, word, op, value, time)
 #include "shm_ring_ranks.h"
 #undef syscall
 
 #include <pthread.h>
 
 static void step(void) {
-    if (between.at > 0 && --between.at == 0) {
-        const late_store held = late;
-        late.word = NULL; /* it is not the other rank's */
-        between.does();
-        let_be_seen();
-        late = held;
+    if (injected.at > 0 && --injected.at == 0) {
+        const delayed_store held = delayed;
+        delayed.word = NULL; /* the action is another rank's, which does not flush it */
+        injected.run();
+        flush_store();
+        delayed = held;
     }
 }
 
-/* In place of a sleep in a test with a single thread: whoever would sleep stops there. */
+/* Replaces the futex wait in single-threaded tests: a waiter jumps out instead of blocking. */
 static struct {
     int stops;
     jmp_buf at;
@@ -94,114 +93,115 @@ static struct {
     int woken;
 } stopped;
 
-static long futex(long number, _Atomic uint32_t *word, int does, uint32_t value, const void *time) {
+static long futex(long number, _Atomic uint32_t *word, int op, uint32_t value, const void *time) {
     step();
-    let_be_seen();
-    if (does == FUTEX_WAKE && stopped.doorbell != NULL) {
+    flush_store();
+    if (op == FUTEX_WAKE && stopped.doorbell != NULL) {
         stopped.woken = 1;
     }
-    if (does == FUTEX_WAIT && stopped.stops &&
+    if (op == FUTEX_WAIT && stopped.stops &&
         atomic_load_explicit(word, memory_order_seq_cst) == value) {
         stopped.doorbell = word;
         stopped.doorbell_value = value;
         longjmp(stopped.at, 1);
     }
-    return syscall(number, word, does, value, time, NULL, 0);
+    return syscall(number, word, op, value, time, NULL, 0);
 }
 
-static void anew(void) {
-    between.at = 0;
+static void reset_rings(void) {
+    injected.at = 0;
     memset(&stopped, 0, sizeof stopped);
     (void)destroy_two_rings(NULL);
     (void)create_two_rings(NULL);
 }
 
-static void reads(void) {
+static void peer_releases(void) {
     shm_ring_release(rings[1]);
 }
 
-static void gives_up(void) {
+static void peer_closes(void) {
     shm_ring_mark_closed(rings[1]);
 }
 
-static void posts_and_gives_up(void) {
+static void peer_commits_and_closes(void) {
     peer_commits();
-    gives_up();
+    peer_closes();
 }
 
-static void (*const news[])(void) = {peer_commits, reads, gives_up, posts_and_gives_up};
-enum { NEWS = sizeof news / sizeof news[0] };
+static void (*const changes[])(void) = {peer_commits, peer_releases, peer_closes,
+                                        peer_commits_and_closes};
+enum { CHANGES = sizeof changes / sizeof changes[0] };
 
-/* Until it would sleep. Whether it does. */
-static uint32_t known_before;
-static int asleep_now;
+/* Arguments and result of fall_asleep. */
+static uint32_t initial_seq;
+static int is_asleep;
 
-static void falls_asleep(void) {
+static void fall_asleep(void) {
     stopped.stops = 1;
-    asleep_now = 1;
+    is_asleep = 1;
     if (setjmp(stopped.at) == 0) {
-        wait_on_doorbell(rings[0], known_before, INT64_MAX);
-        asleep_now = 0;
+        wait_on_doorbell(rings[0], initial_seq, INT64_MAX);
+        is_asleep = 0;
     }
     stopped.stops = 0;
 }
 
-static void news_at_any_step_of_a_sleeper_keep_it_awake(void **state) {
+static void change_at_any_step_of_a_waiter_prevents_its_sleep(void **state) {
     (void)state;
-    for (size_t i = 0; i < NEWS; i++) {
+    for (size_t i = 0; i < CHANGES; i++) {
         int steps = 0;
         for (int left = 0; left == 0; steps++) {
-            anew();
-            known_before = shm_ring_seq(rings[0]);
-            between.does = news[i];
-            between.at = steps + 1;
-            falls_asleep();
-            left = between.at;
-            assert_true(left > 0 || !asleep_now);
+            reset_rings();
+            initial_seq = shm_ring_seq(rings[0]);
+            injected.run = changes[i];
+            injected.at = steps + 1;
+            fall_asleep();
+            left = injected.at;
+            assert_true(left > 0 || !is_asleep);
         }
         assert_true(steps > 4);
-        assert_true(asleep_now); /* the last time, when there were no news */
+        assert_true(is_asleep); /* in the last iteration, where the action did not run */
     }
 }
 
-static void who_falls_asleep_at_any_step_of_news_is_woken(void **state) {
+static void waiter_that_sleeps_at_any_step_of_a_change_is_woken(void **state) {
     (void)state;
-    for (size_t i = 0; i < NEWS; i++) {
+    for (size_t i = 0; i < CHANGES; i++) {
         int steps = 0;
         for (int left = 0; left == 0; steps++) {
-            anew();
-            known_before = shm_ring_seq(rings[0]);
-            asleep_now = 0;
-            between.does = falls_asleep;
-            between.at = steps + 1;
-            news[i]();
+            reset_rings();
+            initial_seq = shm_ring_seq(rings[0]);
+            is_asleep = 0;
+            injected.run = fall_asleep;
+            injected.at = steps + 1;
+            changes[i]();
             step();
-            let_be_seen();
-            left = between.at;
-            assert_true(!asleep_now || stopped.woken);
-            assert_true(!asleep_now || rings[0]->own.page->doorbell != stopped.doorbell_value);
+            flush_store();
+            left = injected.at;
+            assert_true(!is_asleep || stopped.woken);
+            assert_true(!is_asleep || rings[0]->own.page->doorbell != stopped.doorbell_value);
         }
         assert_true(steps > 2);
     }
 }
 
-static void a_look_while_a_rank_posts_and_gives_up_misses_nothing(void **state) {
+static void peek_during_commit_and_close_returns_the_message(void **state) {
     (void)state;
     for (int left = 0, steps = 0; left == 0; steps++) {
         shm_ring_message got;
-        anew();
-        between.does = posts_and_gives_up;
-        between.at = steps + 1;
+        reset_rings();
+        injected.run = peer_commits_and_closes;
+        injected.at = steps + 1;
         const shm_ring_peek_result first = shm_ring_peek(rings[0], 1, &got);
-        left = between.at;
-        between.at = 0;
+        left = injected.at;
+        injected.at = 0;
         assert_true(first == SHM_RING_EMPTY || first == SHM_RING_READY);
         assert_int_equal(shm_ring_peek(rings[0], 1, &got),
                          left == 0 ? SHM_RING_READY : SHM_RING_EMPTY);
     }
 }
 
-static void a_sleep_ends(void **state) {
+static void wait_returns_after_its_timeout(void **state) {
     (void)state;
     const int64_t times[] = {0, -1, 1, INT64_MIN};
     for (size_t i = 0; i < sizeof times / sizeof times[0]; i++) {
@@ -211,7 +211,7 @@ static void a_sleep_ends(void **state) {
     assert_int_equal(rings[0]->own.page->sleepers, 0);
 }
 
-/* ---- ranks that sleep ---- */
+/* ---- waiting processes ---- */
 
 enum { PINGS = 20000 };
 
@@ -222,7 +222,7 @@ static void ping(void) {
     }
 }
 
-static void no_sleeper_is_forgotten(void **state) {
+static void ping_pong_between_waiting_ranks_completes(void **state) {
     (void)state;
     run_ranks(&(scenario){ping, 2, CAPACITY, 0, PINGS, 0});
     run_ranks(&(scenario){ping, 3, CACHE_LINE, 0, PINGS / 20, 0});
@@ -234,84 +234,85 @@ static void wait_for_sleepers(int rank, uint32_t threads) {
     }
 }
 
-static void *sleep_beside(void *known) {
-    wait_on_doorbell(me.ring, *(const uint32_t *)known, now_ns() + (int64_t)DAY_MS * 1000000);
+static void *wait_in_thread(void *seen_seq) {
+    wait_on_doorbell(me.ring, *(const uint32_t *)seen_seq, now_ns() + (int64_t)DAY_MS * 1000000);
     return NULL;
 }
 
-/* Two threads of rank 0 sleep, until rank 1 does something. */
-static void sleep_until(void (*does)(void)) {
-    uint32_t known = shm_ring_seq(me.ring);
+/* Two threads of rank 0 wait until rank 1 has run the action. */
+static void wait_for_action(void (*run)(void)) {
+    uint32_t seen_seq = shm_ring_seq(me.ring);
     barrier();
     if (me.rank == 0) {
         pthread_t thread;
-        require(pthread_create(&thread, NULL, sleep_beside, &known) == 0);
-        (void)sleep_beside(&known);
+        require(pthread_create(&thread, NULL, wait_in_thread, &seen_seq) == 0);
+        (void)wait_in_thread(&seen_seq);
         require(pthread_join(thread, NULL) == 0);
-        require(shm_ring_seq(me.ring) != known);
+        require(shm_ring_seq(me.ring) != seen_seq);
         require(atomic_load(&me.ring->own.page->sleepers) == 0);
     } else if (me.rank == 1) {
         wait_for_sleepers(0, 2);
-        does();
+        run();
     }
     barrier();
 }
 
-static void post_one_to_sleepers(void) {
+static void commit_one(void) {
     require(commit(9));
 }
 
-static void give_up_before_sleepers(void) {
+static void mark_closed(void) {
     shm_ring_mark_closed(me.ring);
 }
 
-static void sleep_until_a_post(void) {
-    sleep_until(post_one_to_sleepers);
+static void wait_for_commit(void) {
+    wait_for_action(commit_one);
     require(me.rank != 0 || check_next(1, 9));
 }
 
-/* Rank 0 has filled its ring. */
-static void sleep_until_a_read(void) {
+/* The ring of rank 0 is full. */
+static void wait_for_release(void) {
     require(commit(me.rank == 0 ? CAPACITY : 0));
     barrier();
     require(me.rank != 0 || !commit(1));
     require(me.rank != 1 || check_next(0, CAPACITY));
-    sleep_until(release_one);
+    wait_for_action(release_one);
     require(me.rank != 0 || commit(1));
 }
 
-static void sleep_until_the_other_gives_up(void) {
+static void wait_for_mark_closed(void) {
     shm_ring_message none;
-    sleep_until(give_up_before_sleepers);
+    wait_for_action(mark_closed);
     require(me.rank != 0 || shm_ring_peek(me.ring, 1, &none) == SHM_RING_CLOSED);
 }
 
-static void sleep_until_the_other_closes(void) {
+static void wait_for_destroy(void) {
     shm_ring_message none;
-    sleep_until(destroy_ring);
+    wait_for_action(destroy_ring);
     require(me.rank != 0 || shm_ring_peek(me.ring, 1, &none) == SHM_RING_CLOSED);
 }
 
-static void all_sleepers_of_a_rank_are_woken(void **state) {
+static void change_wakes_all_waiting_threads_of_a_rank(void **state) {
     (void)state;
-    run_ranks(&(scenario){sleep_until_a_post, 2, CAPACITY, 0, 0, 0});
-    run_ranks(&(scenario){sleep_until_a_post, 3, CAPACITY, 0, 0, 0});
-    run_ranks(&(scenario){sleep_until_a_read, 2, CAPACITY, 0, 0, 0});
-    run_ranks(&(scenario){sleep_until_the_other_gives_up, 3, CAPACITY, 0, 0, 0});
-    run_ranks(&(scenario){sleep_until_the_other_closes, 2, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){wait_for_commit, 2, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){wait_for_commit, 3, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){wait_for_release, 2, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){wait_for_mark_closed, 3, CAPACITY, 0, 0, 0});
+    run_ranks(&(scenario){wait_for_destroy, 2, CAPACITY, 0, 0, 0});
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(news_at_any_step_of_a_sleeper_keep_it_awake,
+        cmocka_unit_test_setup_teardown(change_at_any_step_of_a_waiter_prevents_its_sleep,
                                         create_two_rings, destroy_two_rings),
-        cmocka_unit_test_setup_teardown(who_falls_asleep_at_any_step_of_news_is_woken,
+        cmocka_unit_test_setup_teardown(waiter_that_sleeps_at_any_step_of_a_change_is_woken,
                                         create_two_rings, destroy_two_rings),
-        cmocka_unit_test_setup_teardown(a_look_while_a_rank_posts_and_gives_up_misses_nothing,
+        cmocka_unit_test_setup_teardown(peek_during_commit_and_close_returns_the_message,
                                         create_two_rings, destroy_two_rings),
-        cmocka_unit_test_setup_teardown(a_sleep_ends, create_two_rings, destroy_two_rings),
-        cmocka_unit_test(no_sleeper_is_forgotten),
-        cmocka_unit_test(all_sleepers_of_a_rank_are_woken),
+        cmocka_unit_test_setup_teardown(wait_returns_after_its_timeout, create_two_rings,
+                                        destroy_two_rings),
+        cmocka_unit_test(ping_pong_between_waiting_ranks_completes),
+        cmocka_unit_test(change_wakes_all_waiting_threads_of_a_rank),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

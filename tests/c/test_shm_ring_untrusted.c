@@ -1,17 +1,17 @@
-/* Boards: what is not found, what cannot be had, and what is not believed. */
+/* Shared-memory ring: invalid handles, limits of the system, and corrupt memory of peers. */
 #include "shm_ring_ranks.h"
 
 #include <sys/resource.h>
 
-/* ---- what is refused ---- */
+/* ---- handles and limits ---- */
 
-/* What the test's pid does in a child of its own, with limits of its own. */
-static void in_a_child(void (*does)(void)) {
+/* Runs a function in a child process, which may change its limits. */
+static void run_in_child(void (*run)(void)) {
     const pid_t child = fork();
     int status = -1;
     if (child == 0) {
         (void)alarm(ALARM);
-        does();
+        run();
         _exit(0);
     }
     assert_true(child > 0);
@@ -27,8 +27,9 @@ static int open_files(void) {
     return files;
 }
 
-/* Whether a ring with that much capacity finds the offered one; either way nothing stays open. */
-static int finds(size_t capacity, int rank, int world_size, const shm_ring_handle *handle) {
+/* Whether a new ring of `capacity` bytes connects to the handle. Requires that no descriptor leaks.
+ */
+static int can_connect(size_t capacity, int rank, int world_size, const shm_ring_handle *handle) {
     const int before = open_files();
     shm_ring_handle handles[SHM_RING_MAX_RANKS + 1];
     for (int i = 0; i <= SHM_RING_MAX_RANKS; i++) {
@@ -37,38 +38,40 @@ static int finds(size_t capacity, int rank, int world_size, const shm_ring_handl
     shm_ring *ring = shm_ring_create(capacity);
     require(ring != NULL && open_files() == before + 1);
     const int found = shm_ring_connect(ring, rank, world_size, handles);
-    require(!found || !shm_ring_connect(ring, rank, world_size, handles)); /* once only */
+    require(!found ||
+            !shm_ring_connect(ring, rank, world_size, handles)); /* a second connect fails */
     shm_ring_destroy(ring);
     require(open_files() == before);
     return found;
 }
 
-static shm_ring *offered, *closed_one;
-static shm_ring_handle the_offer, closed_offer;
+static shm_ring *offered, *closed_ring;
+static shm_ring_handle valid_handle, closed_handle;
 
-/* What a child does that knows a ring of its parent. */
-static void beside_an_offer(void (*does)(void)) {
+/* Runs a function in a child process that has the handle of a ring of its parent. */
+static void run_in_child_with_handle(void (*run)(void)) {
     offered = shm_ring_create(CAPACITY);
     assert_non_null(offered);
-    the_offer = shm_ring_get_handle(offered);
-    in_a_child(does);
+    valid_handle = shm_ring_get_handle(offered);
+    run_in_child(run);
     shm_ring_destroy(offered);
 }
 
-static shm_ring_handle offer_of_file(int file) {
-    return (shm_ring_handle){(int64_t)getppid(), file, the_offer.token};
+static shm_ring_handle handle_of_file(int file) {
+    return (shm_ring_handle){(int64_t)getppid(), file, valid_handle.token};
 }
 
-static void look_for_others(void) {
-    const shm_ring_handle right = the_offer;
-    require(finds(CAPACITY, 0, 2, &right) && finds(CAPACITY, 1, 2, &right) &&
-            finds(CAPACITY + 1, 0, 2, &right));
-    require(finds(CAPACITY, SHM_RING_MAX_RANKS - 1, SHM_RING_MAX_RANKS,
-                  &right)); /* a ring may be found twice */
-    require(!finds(CAPACITY + CACHE_LINE, 0, 2, &right) &&
-            !finds(CAPACITY - CACHE_LINE, 0, 2, &right));
-    require(!finds(CAPACITY, 0, SHM_RING_MAX_RANKS + 1, &right) && !finds(CAPACITY, 0, 1, &right));
-    require(!finds(CAPACITY, 2, 2, &right) && !finds(CAPACITY, -1, 2, &right));
+static void connect_to_handles(void) {
+    const shm_ring_handle right = valid_handle;
+    require(can_connect(CAPACITY, 0, 2, &right) && can_connect(CAPACITY, 1, 2, &right) &&
+            can_connect(CAPACITY + 1, 0, 2, &right));
+    require(can_connect(CAPACITY, SHM_RING_MAX_RANKS - 1, SHM_RING_MAX_RANKS,
+                        &right)); /* a handle may occur twice */
+    require(!can_connect(CAPACITY + CACHE_LINE, 0, 2, &right) &&
+            !can_connect(CAPACITY - CACHE_LINE, 0, 2, &right));
+    require(!can_connect(CAPACITY, 0, SHM_RING_MAX_RANKS + 1, &right) &&
+            !can_connect(CAPACITY, 0, 1, &right));
+    require(!can_connect(CAPACITY, 2, 2, &right) && !can_connect(CAPACITY, -1, 2, &right));
     const shm_ring_handle wrong[] = {
         {right.pid, right.fd, right.token + 1},
         {right.pid, right.fd + 1, right.token},
@@ -79,45 +82,45 @@ static void look_for_others(void) {
         {getpid(), right.fd, right.token},
         {INT64_MAX, right.fd, right.token},
         {1, right.fd, right.token},
-        closed_offer,
+        closed_handle,
     };
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
-        require(!finds(CAPACITY, 0, 2, &wrong[i]));
+        require(!can_connect(CAPACITY, 0, 2, &wrong[i]));
     }
-    offered->own.page->capacity = CAPACITY - CACHE_LINE; /* it says something else than its size */
-    require(!finds(CAPACITY, 0, 2, &right));
+    offered->own.page->capacity = CAPACITY - CACHE_LINE; /* a wrong capacity in the shared page */
+    require(!can_connect(CAPACITY, 0, 2, &right));
 }
 
-static void only_the_board_of_an_offer_is_found(void **state) {
+static void connect_accepts_only_the_ring_of_the_handle(void **state) {
     (void)state;
     offered = shm_ring_create(CAPACITY);
-    closed_one = shm_ring_create(CAPACITY);
-    assert_true(offered != NULL && closed_one != NULL);
-    the_offer = shm_ring_get_handle(offered);
-    closed_offer = shm_ring_get_handle(closed_one);
-    shm_ring_destroy(closed_one);
-    in_a_child(look_for_others);
+    closed_ring = shm_ring_create(CAPACITY);
+    assert_true(offered != NULL && closed_ring != NULL);
+    valid_handle = shm_ring_get_handle(offered);
+    closed_handle = shm_ring_get_handle(closed_ring);
+    shm_ring_destroy(closed_ring);
+    run_in_child(connect_to_handles);
     shm_ring_destroy(offered);
 }
 
 static int files[3];
 
-static void look_for_files(void) {
+static void connect_to_files(void) {
     for (size_t i = 0; i < 3; i++) {
-        const shm_ring_handle handle = offer_of_file(files[i]);
-        require(!finds(CAPACITY, 0, 2, &handle));
+        const shm_ring_handle handle = handle_of_file(files[i]);
+        require(!can_connect(CAPACITY, 0, 2, &handle));
     }
 }
 
-/* A pipe; memory of a wrong size; and memory of the right one that could become less. */
-static void other_files_are_no_boards(void **state) {
+/* A pipe, a memfd of a wrong size, and a memfd without F_SEAL_SHRINK. */
+static void connect_refuses_files_that_are_no_rings(void **state) {
     (void)state;
     int ends[2];
     assert_int_equal(pipe(ends), 0);
     files[0] = ends[0];
     offered = shm_ring_create(CAPACITY);
     assert_non_null(offered);
-    the_offer = shm_ring_get_handle(offered);
+    valid_handle = shm_ring_get_handle(offered);
     for (int i = 1; i < 3; i++) {
         files[i] = memfd_create("other", MFD_CLOEXEC | MFD_ALLOW_SEALING);
         assert_true(files[i] >= 0);
@@ -126,7 +129,7 @@ static void other_files_are_no_boards(void **state) {
         assert_int_equal(ftruncate(files[i], (off_t)segment_bytes(CAPACITY) - (i == 1)), 0);
     }
     assert_int_equal(fcntl(files[1], F_ADD_SEALS, F_SEAL_SHRINK), 0);
-    in_a_child(look_for_files);
+    run_in_child(connect_to_files);
     shm_ring_destroy(offered);
     for (int i = 0; i < 3; i++) {
         (void)close(files[i]);
@@ -148,8 +151,8 @@ static void limit_bytes(rlim_t to) {
     require(setrlimit(RLIMIT_FSIZE, &now) == 0);
 }
 
-/* The number that the next file gets is the first that is forbidden. */
-static void open_under_limits(void) {
+/* RLIMIT_NOFILE forbids the next descriptor, then the one after it. */
+static void create_under_limits(void) {
     const int before = open_files();
     struct rlimit files_before;
     require(getrlimit(RLIMIT_NOFILE, &files_before) == 0);
@@ -158,20 +161,20 @@ static void open_under_limits(void) {
     limit_files((rlim_t)next);
     require(shm_ring_create(CAPACITY) == NULL);
     limit_files((rlim_t)next + 1);
-    require(!finds(CAPACITY, 0, 2, &the_offer)); /* one file only */
+    require(!can_connect(CAPACITY, 0, 2, &valid_handle)); /* one descriptor only */
     limit_files(files_before.rlim_cur);
-    require(finds(CAPACITY, 0, 2, &the_offer));
-    require(signal(SIGXFSZ, SIG_DFL) != SIG_ERR); /* which ends a pid */
+    require(can_connect(CAPACITY, 0, 2, &valid_handle));
+    require(signal(SIGXFSZ, SIG_DFL) != SIG_ERR); /* which ends the process */
     limit_bytes(CAPACITY);
     require(shm_ring_create(CAPACITY) == NULL);
     limit_bytes(segment_bytes(CAPACITY));
-    require(finds(CAPACITY, 0, 2, &the_offer));
+    require(can_connect(CAPACITY, 0, 2, &valid_handle));
     require(open_files() == before);
 }
 
-static void limits_of_the_system_are_no_crash(void **state) {
+static void create_and_connect_under_resource_limits_fail_cleanly(void **state) {
     (void)state;
-    beside_an_offer(open_under_limits);
+    run_in_child_with_handle(create_under_limits);
     const size_t never[] = {0, CACHE_LINE - 1, SIZE_MAX, SIZE_MAX / 2,
                             SIZE_MAX - sizeof(shared_page)};
     for (size_t i = 0; i < sizeof never / sizeof never[0]; i++) {
@@ -180,14 +183,14 @@ static void limits_of_the_system_are_no_crash(void **state) {
     shm_ring_destroy(NULL);
 }
 
-/* What the program prints is no message. */
-static void open_without_streams(void) {
+/* Descriptors of standard streams must not name a segment: the program prints to them. */
+static void create_without_standard_streams(void) {
     for (int stream = 0; stream <= STDERR_FILENO; stream++) {
         (void)close(stream);
     }
     const int before = open_files();
     shm_ring *ring = shm_ring_create(CAPACITY);
-    const shm_ring_handle handles[] = {the_offer, the_offer};
+    const shm_ring_handle handles[] = {valid_handle, valid_handle};
     require(ring != NULL && shm_ring_connect(ring, 0, 2, handles));
     for (int stream = 0; stream <= STDERR_FILENO; stream++) {
         require(fcntl(stream, F_GETFD) < 0);
@@ -199,14 +202,14 @@ static void open_without_streams(void) {
     require(open_files() == before);
 }
 
-static void boards_are_no_standard_streams(void **state) {
+static void segments_avoid_standard_stream_descriptors(void **state) {
     (void)state;
-    beside_an_offer(open_without_streams);
+    run_in_child_with_handle(create_without_standard_streams);
 }
 
-/* ---- nonsense ---- */
+/* ---- corrupt memory ---- */
 
-static void a_letter_that_cannot_be_is_not_believed(void **state) {
+static void peek_of_invalid_header_returns_corrupt(void **state) {
     (void)state;
     const message_header wrong[] = {
         {0, CAPACITY + CACHE_LINE, 0},
@@ -227,7 +230,7 @@ static void a_letter_that_cannot_be_is_not_believed(void **state) {
     }
 }
 
-static void a_number_that_cannot_be_is_not_believed(void **state) {
+static void peek_of_invalid_counter_returns_corrupt(void **state) {
     (void)state;
     shm_ring_message got;
     const uint32_t wrong[] = {HEADER_SLOTS + 1, 1u << 31, UINT32_MAX};
@@ -239,8 +242,8 @@ static void a_number_that_cannot_be_is_not_believed(void **state) {
     assert_int_equal(shm_ring_peek(rings[0], 1, &got), SHM_RING_READY);
 }
 
-/* Nothing of what this rank does leads out of the rooms. */
-static void work_beside(shared_page *theirs) {
+/* Uses all functions and asserts that no address is outside of a segment. */
+static void use_corrupt_peer(shared_page *theirs) {
     shm_ring_message got;
     const size_t bytes = random_below(CAPACITY + 1);
     const char *buffer = shm_ring_reserve(rings[0], bytes);
@@ -259,7 +262,7 @@ static void work_beside(shared_page *theirs) {
     shm_ring_wait(rings[0], shm_ring_seq(rings[0]) + random_below(2), 0);
 }
 
-static void nonsense_at_random_does_not_lead_out(void **state) {
+static void random_corruption_stays_within_the_segments(void **state) {
     (void)state;
     shared_page *theirs = rings[0]->views[1].page;
     me.random = 77;
@@ -277,22 +280,22 @@ static void nonsense_at_random_does_not_lead_out(void **state) {
                 random_below(2) ? random_below(CAPACITY) : mix(random_below(UINT32_MAX));
             theirs->headers[k] = (message_header){random_below(9), at, bytes};
         }
-        work_beside(theirs);
+        use_corrupt_peer(theirs);
     }
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(only_the_board_of_an_offer_is_found),
-        cmocka_unit_test(other_files_are_no_boards),
-        cmocka_unit_test(limits_of_the_system_are_no_crash),
-        cmocka_unit_test(boards_are_no_standard_streams),
-        cmocka_unit_test_setup_teardown(a_letter_that_cannot_be_is_not_believed, create_two_rings,
+        cmocka_unit_test(connect_accepts_only_the_ring_of_the_handle),
+        cmocka_unit_test(connect_refuses_files_that_are_no_rings),
+        cmocka_unit_test(create_and_connect_under_resource_limits_fail_cleanly),
+        cmocka_unit_test(segments_avoid_standard_stream_descriptors),
+        cmocka_unit_test_setup_teardown(peek_of_invalid_header_returns_corrupt, create_two_rings,
                                         destroy_two_rings),
-        cmocka_unit_test_setup_teardown(a_number_that_cannot_be_is_not_believed, create_two_rings,
+        cmocka_unit_test_setup_teardown(peek_of_invalid_counter_returns_corrupt, create_two_rings,
                                         destroy_two_rings),
-        cmocka_unit_test_setup_teardown(nonsense_at_random_does_not_lead_out, create_two_rings,
-                                        destroy_two_rings),
+        cmocka_unit_test_setup_teardown(random_corruption_stays_within_the_segments,
+                                        create_two_rings, destroy_two_rings),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

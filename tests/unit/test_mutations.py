@@ -203,35 +203,35 @@ MUTATIONS = {
 }
 
 RING = {
-    "memory of a message that the slowest has not read": Mutation(
+    "memory of a message that the slowest peer has not released": Mutation(
         "shm_ring",
         "        if (pending > largest) {",
         "        if (largest == 0) {",
         "test_shm_ring",
-        "[  FAILED  ] the_slowest_decides_whether_there_is_room",
+        "[  FAILED  ] reserve_waits_for_the_slowest_peer",
     ),
-    "one letter too many": Mutation(
+    "one message more than header slots": Mutation(
         "shm_ring",
         "    if (pending >= HEADER_SLOTS) {",
         "    if (pending > HEADER_SLOTS) {",
         "test_shm_ring",
-        "[  FAILED  ] there_are_so_many_letters",
+        "[  FAILED  ] reserve_fails_when_all_header_slots_are_used",
     ),
-    "a lock that is not taken": Mutation(
+    "liveness lock not taken": Mutation(
         "shm_ring",
         "        fcntl(fd, F_SETLK, &lock) == 0) {",
         "        lock.l_len == 1) {",
         "test_shm_ring",
-        "[  FAILED  ] the_end_of_a_child_is_not_its_parents",
+        "[  FAILED  ] end_of_forked_child_does_not_close_the_ring",
     ),
-    "a child that closes its parent's board": Mutation(
+    "child that closes the ring of its parent": Mutation(
         "shm_ring",
         "    if (ring->pid == (int64_t)getpid()) {\n        atomic_store",
         "    {\n        atomic_store",
         "test_shm_ring",
-        "[  FAILED  ] the_end_of_a_child_is_not_its_parents",
+        "[  FAILED  ] end_of_forked_child_does_not_close_the_ring",
     ),
-    "a sleeper that reads its bell after looking": Mutation(
+    "waiter that reads its doorbell after the check": Mutation(
         "shm_ring",
         "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n"
         "        const int64_t left_ns = deadline_ns - now_ns();\n"
@@ -244,35 +244,35 @@ RING = {
         "        }\n"
         "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n",
         "test_shm_ring_sleep",
-        "[  FAILED  ] news_at_any_step_of_a_sleeper_keep_it_awake",
+        "[  FAILED  ] change_at_any_step_of_a_waiter_prevents_its_sleep",
     ),
-    "a post that is late": Mutation(
+    "commit without seq_cst": Mutation(
         "shm_ring",
         "    atomic_store(&own->committed, seq + 1);",
         "    atomic_store_explicit(&own->committed, seq + 1, memory_order_release);",
         "test_shm_ring_sleep",
-        "[  FAILED  ] who_falls_asleep_at_any_step_of_news_is_woken",
+        "[  FAILED  ] waiter_that_sleeps_at_any_step_of_a_change_is_woken",
     ),
-    "an end that is seen before the last post": Mutation(
+    "close mark read after the commit counter": Mutation(
         "shm_ring",
         "        return closed != 0 ? SHM_RING_CLOSED",
         "        return atomic_load(&view->page->closed) != 0 ? SHM_RING_CLOSED",
         "test_shm_ring_sleep",
-        "[  FAILED  ] a_look_while_a_rank_posts_and_gives_up_misses_nothing",
+        "[  FAILED  ] peek_during_commit_and_close_returns_the_message",
     ),
-    "a length that leads out of the room": Mutation(
+    "overflow in the length check": Mutation(
         "shm_ring",
         "got.bytes > ring->capacity - got.offset",
         "got.offset + got.bytes > ring->capacity",
         "test_shm_ring_untrusted",
-        "[  FAILED  ] a_letter_that_cannot_be_is_not_believed",
+        "[  FAILED  ] peek_of_invalid_header_returns_corrupt",
     ),
-    "memory that its owner could make smaller": Mutation(
+    "segment without F_SEAL_SHRINK": Mutation(
         "shm_ring",
         "seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ",
         "seals != 0x1000 && ",
         "test_shm_ring_untrusted",
-        "[  FAILED  ] other_files_are_no_boards",
+        "[  FAILED  ] connect_refuses_files_that_are_no_rings",
     ),
 }
 
