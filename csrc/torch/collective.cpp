@@ -1,7 +1,7 @@
 /* Collectives and their works.
  *
- * A group (group.h) written in C++ is called through the methods of ProcessGroup, and so through the
- * c10d ops. A group that is a Python class is called through its Python methods, as by
+ * A group (group.h) written in C++ is called through the methods of ProcessGroup, and so through
+ * the c10d ops. A group that is a Python class is called through its Python methods, as by
  * torch.distributed. The GIL is released while a collective is issued and while a work is waited
  * for.
  *
@@ -294,8 +294,8 @@ bool is_gloo_done(fct_work &work) {
     return !can_poll(work) || work.work->isCompleted();
 }
 
-/* Whether is_completed() of a Python group's Work is valid. A Python class that inherits it from the
- * C++ base always returns False. */
+/* Whether is_completed() of a Python group's Work is valid. A Python class that inherits it from
+ * the C++ base always returns False. */
 bool can_poll_python_work(pybind11::handle work) {
     const pybind11::handle base = pybind11::type::of<c10d::Work>();
     const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(work.ptr()));

@@ -9,9 +9,9 @@
  * are the same ops of namespace c10d, so dispatch modes, patches and profilers see the same calls.
  *
  * A rank must receive what its peers send. All ranks of a group negotiate once whether, and from
- * which collective on, they use DirectBackend (negotiation.h). After that the choice depends only on
- * sizes and dtypes, which are equal on all ranks. A group uses gloo's collectives if its ranks span
- * hosts or if one of them has no shared memory.
+ * which collective on, they use DirectBackend (negotiation.h). After that the choice depends only
+ * on sizes and dtypes, which are equal on all ranks. A group uses gloo's collectives if its ranks
+ * span hosts or if one of them has no shared memory.
  *
  * A collective that is larger than the ring makes progress only inside wait(). The progress thread
  * of the group waits for it (progress.h). Its operation type is UNKNOWN, as that of gloo's

@@ -12,9 +12,9 @@
 
 namespace fct {
 
-/* Registers a DirectBackend with the group under an unused type. The group calls only its shutdown()
- * and abort(), which close the transport. Returns false if the CPU backend is not gloo. Needs the
- * GIL. */
+/* Registers a DirectBackend with the group under an unused type. The group calls only its
+ * shutdown() and abort(), which close the transport. Returns false if the CPU backend is not gloo.
+ * Needs the GIL. */
 bool attach_backend(c10d::ProcessGroup &group, const std::shared_ptr<Negotiation> &negotiation);
 
 /* A new group with the name and ranks of `group` and a DirectBackend for the CPU. */

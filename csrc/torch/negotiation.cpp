@@ -32,15 +32,15 @@ bool is_chosen(const char *transport) {
     return choice != nullptr && std::string(choice) == transport;
 }
 
-/* Whether this rank accepts shared memory. The user can veto it. A debug level and a flight recorder
- * veto it, because they observe gloo's own collectives. */
+/* Whether this rank accepts shared memory. The user can veto it. A debug level and a flight
+ * recorder veto it, because they observe gloo's own collectives. */
 bool wants_shared_memory() {
     return !is_chosen("gloo") && c10d::debug_level() == c10d::DebugLevel::Off &&
            !is_set("TORCH_FR_BUFFER_SIZE") && !is_set("TORCH_NCCL_TRACE_BUFFER_SIZE");
 }
 
-/* Whether the backend is torch's class and not a wrapper with the same name. torch does not ship the
- * header of the class. */
+/* Whether the backend is torch's class and not a wrapper with the same name. torch does not ship
+ * the header of the class. */
 bool is_gloo(const c10d::Backend &backend) {
     return std::string(typeid(backend).name()) == "N4c10d16ProcessGroupGlooE";
 }

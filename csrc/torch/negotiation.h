@@ -40,10 +40,10 @@ class NegotiationRound {
  *     accepted    All ranks have mapped all rings.
  *     declined    The fallback backend, gloo, moves the data.
  *
- * A rank does not wait where it issues a round, because its peers may be anywhere in their programs.
- * So gloo moves the `fallback_gathers` gathers that follow a round. That number is the largest
- * number of parameter groups on any rank. A rank that issues one gather more has waited for an
- * earlier one, which its peers issued after they had issued the round. */
+ * A rank does not wait where it issues a round, because its peers may be anywhere in their
+ * programs. So gloo moves the `fallback_gathers` gathers that follow a round. That number is the
+ * largest number of parameter groups on any rank. A rank that issues one gather more has waited for
+ * an earlier one, which its peers issued after they had issued the round. */
 struct Negotiation {
     enum class State : uint8_t { pending, connecting, accepted, declined };
     State state = State::pending;
@@ -65,8 +65,8 @@ struct Negotiation {
     std::shared_ptr<ShmTransport> active_transport() const;
 };
 
-/* The collective for which a transport is requested. A reduce-scatter follows a gather that has been
- * waited for, so it may wait for round 1. All-reduces count as gathers: replicated groups have
+/* The collective for which a transport is requested. A reduce-scatter follows a gather that has
+ * been waited for, so it may wait for round 1. All-reduces count as gathers: replicated groups have
  * nothing else. A query is not a collective. It waits for both rounds, so all ranks must make it at
  * the same point. */
 enum class Use : uint8_t { gather, reduce, all_reduce, query };
@@ -74,11 +74,11 @@ enum class Use : uint8_t { gather, reduce, all_reduce, query };
 /* The negotiation of `group`, shared by all callers while the group lives. Needs the GIL. */
 std::shared_ptr<Negotiation> negotiation_of(const c10::intrusive_ptr<c10d::ProcessGroup> &group);
 
-/* Whether the next collective of `group` uses shared memory. Issues the rounds below the dispatcher,
- * so dispatch modes do not observe them. Declines without a round if the backend is not torch's
- * gloo. Waits run signal handlers, and an interrupted call may be repeated. A rank offers its ring
- * only if `attach` succeeds, so that the group's end closes the transport. Idempotent until the
- * caller increments `gathers`. Needs the GIL. */
+/* Whether the next collective of `group` uses shared memory. Issues the rounds below the
+ * dispatcher, so dispatch modes do not observe them. Declines without a round if the backend is not
+ * torch's gloo. Waits run signal handlers, and an interrupted call may be repeated. A rank offers
+ * its ring only if `attach` succeeds, so that the group's end closes the transport. Idempotent
+ * until the caller increments `gathers`. Needs the GIL. */
 using Attach = std::function<bool()>;
 bool uses_shared_memory(Negotiation &negotiation,
                         const c10::intrusive_ptr<c10d::ProcessGroup> &group, Use use,

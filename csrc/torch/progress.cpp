@@ -115,8 +115,9 @@ void wait_in_slices(c10d::Work &work) {
                 work.wait(kSlice);
                 return;
             } catch (const std::exception &) {
-                /* After a timeout of the slice the loop continues. After a failure of the collective
-                 * isCompleted() is true. Other errors are thrown, or this loop would spin. */
+                /* After a timeout of the slice the loop continues. After a failure of the
+                 * collective isCompleted() is true. Other errors are thrown, or this loop would
+                 * spin. */
                 if (std::chrono::steady_clock::now() - start < kSlice / 2 && !work.isCompleted()) {
                     throw;
                 }

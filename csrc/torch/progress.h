@@ -53,9 +53,10 @@ class ProgressThread {
     std::shared_ptr<Queue> queue_; /* shared with the thread; null before the first task */
 };
 
-/* Both block until completion, and throw the error of the work. Call them with the GIL. They release
- * it while they block, and run signal handlers every 0.1 s. An exception of a handler is thrown,
- * and the work continues in the background. A Work must support isCompleted() and wait(timeout). */
+/* Both block until completion, and throw the error of the work. Call them with the GIL. They
+ * release it while they block, and run signal handlers every 0.1 s. An exception of a handler is
+ * thrown, and the work continues in the background. A Work must support isCompleted() and
+ * wait(timeout). */
 void wait_in_slices(c10d::Work &work);
 void wait_in_slices(WaitTask &wait_task);
 

@@ -1,7 +1,7 @@
 /* Collectives over shared memory; see shm_collective.h.
  *
- * A message holds a part of each rank shard that it carries. Parts are multiples of a cache line, so
- * no element is split between messages. */
+ * A message holds a part of each rank shard that it carries. Parts are multiples of a cache line,
+ * so no element is split between messages. */
 #include "shm_collective.h"
 
 #include "../kernels/ring.h"

@@ -55,13 +55,13 @@ typedef struct fct_stream {
 
 /* For tests: the n-th fallible boundary call of this thread from now on fails with
  * RuntimeError("injected fault ..."). 0 disarms. fct_fault_left() returns the remaining calls (0:
- * disarmed or fired). The counter is thread-local. While it is armed, fct_work_done() returns false,
- * so that the order of calls does not depend on timing. */
+ * disarmed or fired). The counter is thread-local. While it is armed, fct_work_done() returns
+ * false, so that the order of calls does not depend on timing. */
 void fct_fault_arm(int64_t n);
 int64_t fct_fault_left(void);
 
-/* Takes the pending exception (NULL: none) before a clean-up that may fail. put_back restores it and
- * discards an exception of the clean-up. */
+/* Takes the pending exception (NULL: none) before a clean-up that may fail. put_back restores it
+ * and discards an exception of the clean-up. */
 void *fct_error_set_aside(void);
 void fct_error_put_back(void *error);
 /* Prefixes the message of a pending RuntimeError with "text: ". The original exception becomes the
@@ -172,10 +172,11 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out);
 
 /* Every collective goes through the ProcessGroup's method, and so through the dispatcher ops of
  * namespace c10d. One call is one op, also over shared memory (direct.h), so CommDebugMode, the
- * flight recorder and tests count the same ops. Complex tensors are passed as pairs of real numbers.
- * Gathers pass dtypes that the backend does not support as bytes.
+ * flight recorder and tests count the same ops. Complex tensors are passed as pairs of real
+ * numbers. Gathers pass dtypes that the backend does not support as bytes.
  *
- * A rank shard ("row" in names) is the elements of a collective's buffer that belong to one rank. */
+ * A rank shard ("row" in names) is the elements of a collective's buffer that belong to one rank.
+ */
 typedef enum fct_reduce_op { FCT_SUM = 0, FCT_AVG = 1, FCT_PREMUL_SUM = 2 } fct_reduce_op;
 
 /* A handle by the group's registered name (pg.group_name). Handles of one group are shared. */
@@ -243,7 +244,8 @@ FCT_CHECK int fct_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *cons
  * at most 0.2 s after the signal. If a handler raises, the function returns -1 and the work still
  * runs. An error of the collective is raised with torch's exception type. */
 FCT_CHECK int fct_work_wait(fct_work *work);
-/* Whether the work has completed, with or without an error. True if the backend cannot be polled. */
+/* Whether the work has completed, with or without an error. True if the backend cannot be polled.
+ */
 bool fct_work_done(fct_work *work);
 /* Whether the work takes CPU time from computation: it copies through shared memory, is larger than
  * the ring, and the ranks have fewer than two CPUs each. */
@@ -325,8 +327,8 @@ void fct_profile_exit(void *token);        /* NULL is allowed */
 /* ---- Python objects -------------------------------------------------------------------------- */
 
 bool fct_py_is_tensor(struct _object *obj); /* isinstance(obj, torch.Tensor), fast */
-/* The tensor of a torch.Tensor object, borrowed from obj. Returns NULL without an exception if obj is
- * not a tensor. */
+/* The tensor of a torch.Tensor object, borrowed from obj. Returns NULL without an exception if obj
+ * is not a tensor. */
 fct_tensor *fct_py_tensor(struct _object *obj);
 /* The address of the storage of a torch.Tensor object, for comparison only. */
 const void *fct_py_storage(struct _object *tensor);
@@ -346,8 +348,8 @@ FCT_CHECK int fct_py_grad(struct _object *param, struct _object **out);
 /* param.grad = grad without the checks of the Python setter. Both are torch.Tensor objects. grad
  * NULL: None. */
 FCT_CHECK int fct_py_set_grad(struct _object *param, struct _object *grad);
-/* Borrows the dict of param's post-accumulate-grad hooks. Returns NULL without an exception if there
- * is none. Does not call __torch_function__. */
+/* Borrows the dict of param's post-accumulate-grad hooks. Returns NULL without an exception if
+ * there is none. Does not call __torch_function__. */
 struct _object *fct_py_grad_hooks(struct _object *param);
 /* t._base is not None */
 bool fct_tensor_is_view(const fct_tensor *t);
@@ -371,21 +373,21 @@ typedef enum fct_use { FCT_USE_GATHER = 0, FCT_USE_REDUCE, FCT_USE_ALL_REDUCE } 
  * accepts, if the group uses its own backend. */
 FCT_CHECK int fct_py_pg_enter_direct(struct _object *group, fct_use use, void **entered);
 void fct_py_pg_leave_direct(void *entered);
-/* Sets whether all-reduces of this thread reduce buffers of gradients, as between enter and leave of
- * FCT_USE_ALL_REDUCE. Returns the previous value. */
+/* Sets whether all-reduces of this thread reduce buffers of gradients, as between enter and leave
+ * of FCT_USE_ALL_REDUCE. Returns the previous value. */
 bool fct_all_reduces_rows(bool rows);
-/* Pauses or resumes the direct backend of a group. All ranks must call it at the same point of their
- * programs. */
+/* Pauses or resumes the direct backend of a group. All ranks must call it at the same point of
+ * their programs. */
 FCT_CHECK int fct_py_pg_pause_direct(struct _object *group, bool paused);
 /* Converts a torch.device object. */
 FCT_CHECK int fct_py_device(struct _object *obj, fct_device *out);
 /* tensor.to(dtype) with autograd history, for forward inputs and outputs. New. */
 FCT_CHECK int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
-/* Whether functorch transforms are active on this thread and torch's FSDP2 hooks support them (since
- * 2.13). */
+/* Whether functorch transforms are active on this thread and torch's FSDP2 hooks support them
+ * (since 2.13). */
 bool fct_functorch_hooked(void);
-/* Disables functorch's transforms on this thread, so that tensors are plain. Returns NULL if none is
- * active. resume enables them again, and accepts NULL. Strictly nested. */
+/* Disables functorch's transforms on this thread, so that tensors are plain. Returns NULL if none
+ * is active. resume enables them again, and accepts NULL. Strictly nested. */
 void *fct_functorch_pause(void);
 void fct_functorch_resume(void *pause);
 

@@ -1,5 +1,6 @@
-/* Shared by the tests of the shared-memory ring: ranks as processes, and messages whose bytes follow
- * from their rank and number. Includes shm_ring.c, so that tests can read and corrupt its state.
+/* Shared by the tests of the shared-memory ring: ranks as processes, and messages whose bytes
+ * follow from their rank and number. Includes shm_ring.c, so that tests can read and corrupt its
+ * state.
  *
  * No test measures time. SIGALRM kills a process that waits forever. */
 #ifndef FSDP_C_TESTS_SHM_RING_RANKS_H

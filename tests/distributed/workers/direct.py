@@ -143,7 +143,7 @@ def differences(rank: int, world: int) -> list[Any]:
                     comparisons += 1
                     sums = [reduce(group, values, op) for group in (default, direct)]
                     if dtype == torch.bfloat16 and op == dist.ReduceOp.AVG:
-                        # The NaN that a division writes depends on the vector boundary, in torch too.
+                        # The NaN that a division writes depends on vector boundaries.
                         sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
                     if not _bits_equal(*sums):
                         found.append((name, numel, dtype, op))
@@ -310,7 +310,7 @@ def _step(model: nn.Module) -> None:
 
 
 def wait_with_shorter_timeout(rank: int, world: int) -> str:
-    """Sets a timeout of 0.5 s after the negotiation. Returns the error of a step whose peer is late."""
+    """Sets a timeout of 0.5 s after the negotiation. Returns the error of a late step."""
     model = _model()
     _train(model, rank)
     assert _C.direct_group(dist.group.WORLD) is not None

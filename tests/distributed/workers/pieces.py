@@ -140,7 +140,7 @@ class RecordOps(TorchDispatchMode):
 
 
 def train_with_special_rank(rank: int, world: int) -> list[bool]:
-    """Whether bits stay equal if rank 0 uses a dispatch mode, a profiler, no kernels, or patches."""
+    """Whether bits stay equal with a dispatch mode, a profiler, no kernels or patches on rank 0."""
     _C._testing.chunks_from(1)
     plain = _train(_model())
     equal = []
