@@ -178,7 +178,7 @@ def test_only_the_entry_point_is_exported() -> None:
 def test_nothing_of_ours_is_left_undefined() -> None:
     undefined = [line[-1] for line in dynamic_symbols("--undefined-only")]
     assert "PyModuleDef_Init" in undefined, "nm shows nothing: the guard would guard nothing"
-    assert [name for name in undefined if re.match(r"fc[tkp]?_", name)] == []
+    assert [name for name in undefined if re.match(r"(?:fct?|fck|fcpy|shm_ring)_", name)] == []
 
 
 def test_the_module_is_not_tied_to_one_copy_of_python_or_torch() -> None:
@@ -204,7 +204,7 @@ def test_no_file_outgrows_a_reader() -> None:
     assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
 
 
-@pytest.mark.parametrize("path", sources("core", "kernels", "python", "torch"), ids=relative)
+@pytest.mark.parametrize("path", sources("core", "kernels", "python", "torch", "transport"), ids=relative)
 def test_a_c_file_opens_with_what_it_is_for(path: Path) -> None:
     assert re.match(r"/[*/]", path.read_text()), "open with a paragraph: what it owns, and how"
 
