@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("programs")
 
 @pytest.mark.torch("2.13")
 @pytest.mark.timeout(300 + 10 * COUNT)
-def test_programs_do_what_they_do_under_torch() -> None:
+def test_random_programs_match_torch() -> None:
     report = programs.run_many(range(SEED, SEED + COUNT), programs.ranks_of, enough=SHOWN)
     shown = [
         f"seed {seed}, {programs.ranks_of(seed)} ranks:\n{programs.written(program)}\n{found.text}"
@@ -39,14 +39,14 @@ def test_programs_do_what_they_do_under_torch() -> None:
 @pytest.mark.torch("2.13")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mistake", program_mistakes.MISTAKES)
-def test_a_mistake_is_found(mistake: str) -> None:
+def test_random_programs_detect_a_seeded_mistake(mistake: str) -> None:
     can_be_seen = program_mistakes.MISTAKES[mistake].can_be_seen
     seeds = [seed for seed in range(2000) if can_be_seen(programs.generate(seed))][:30]
     report = programs.run_many(seeds, lambda seed: 1, mistake=mistake, shorten=0, enough=1)
     assert report.failures, f"{report.programs} programs did not find it: {report.rules}"
 
 
-def test_a_program_is_its_seeds_and_what_is_written_is_the_program() -> None:
+def test_programs_are_reproducible_and_survive_formatting() -> None:
     program = programs.generate(5)
     assert program == programs.generate(5) != programs.generate(6)
     assert programs.read(programs.written(program)) == program

@@ -105,14 +105,14 @@ def chunked_losses(api: Api) -> Any:
 
 
 @scenario()
-def only_the_head_is_trained_by_chunks(api: Api) -> Any:
+def chunked_losses_training_only_the_head(api: Api) -> Any:
     model = grouped(api)
     params = list(model.head.parameters())
     return steps_of(model, params, lambda step: chunked_loss(api, model, step, deep=False))
 
 
 @scenario()
-def chunked_losses_of_all_kinds(api: Api) -> Any:
+def chunked_losses_with_other_settings(api: Api) -> Any:
     """With delayed synchronisation, a hook on the gradient, and other units for norm and head."""
     found: dict[str, Any] = {}
 
@@ -141,7 +141,7 @@ def chunked_losses_of_all_kinds(api: Api) -> Any:
 
 
 @scenario()
-def a_child_of_a_list_called_alone(api: Api) -> Any:
+def group_member_called_alone(api: Api) -> Any:
     """After a full step, and after an evaluation."""
     model = grouped(api)
     seen: list[Any] = []
@@ -160,7 +160,7 @@ def a_child_of_a_list_called_alone(api: Api) -> Any:
 
 
 @scenario()
-def outputs_that_nobody_looks_into(api: Api) -> Any:
+def opaque_root_outputs(api: Api) -> Any:
     """A root whose output is a plain object: only its post-backward node is reached."""
     found: dict[str, Any] = {}
     for blocks in (False, True):
@@ -180,7 +180,7 @@ def outputs_that_nobody_looks_into(api: Api) -> Any:
 
 
 @scenario()
-def backwards_inside_a_backward(api: Api) -> Any:
+def backwards_within_a_backward(api: Api) -> Any:
     """A chunk's backward is run by the backward of a function, as memory-saving losses do."""
     model = grouped(api)
 
@@ -209,7 +209,7 @@ def backwards_inside_a_backward(api: Api) -> Any:
 
 
 @scenario()
-def reentrant_checkpoints_of_a_part(api: Api) -> Any:
+def reentrant_checkpoint_of_the_head(api: Api) -> Any:
     model = grouped(api)
 
     def run(step: int) -> list[Any]:
@@ -291,7 +291,7 @@ class _Wide(nn.Module):
 
 
 @scenario()
-def gradients_over_an_array_that_is_used_again(api: Api) -> Any:
+def gradients_in_a_reused_array(api: Api) -> Any:
     torch.manual_seed(7)
     model = nn.Sequential(*(_Wide(api.rank) for _ in range(3)))
     for unit in model:

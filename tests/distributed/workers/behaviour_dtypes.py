@@ -95,7 +95,7 @@ def complex_parameters_alone(api: Api) -> dict[str, Any]:
 
 
 @scenario()
-def complex_parameters_reduced_in_real_types(api: Api) -> dict[str, Any]:
+def complex_parameters_reduced_in_real_dtypes(api: Api) -> dict[str, Any]:
     """torch fails in the last backward, before it sends anything."""
 
     def reduced_in(dtype: torch.dtype, compute: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -124,7 +124,7 @@ def complex_beside_real_parameters(api: Api) -> dict[str, Any]:
 
 
 @scenario()
-def pairs_of_halves(api: Api) -> list[list[torch.Tensor]]:
+def complex32_parameters(api: Api) -> list[list[torch.Tensor]]:
     """complex32, which torch's FSDP2 cannot divide on the CPU; beside complex64."""
     return [
         trained(api.rank, turning(dtype), api.fully_shard, 0)
@@ -196,7 +196,7 @@ def parameters_used_twice(api: Api) -> dict[int, list[torch.Tensor]]:
 
 
 @scenario(world=1)
-def gradients_that_wait_in_their_own_dtype(api: Api) -> dict[str, Any]:
+def unreduced_gradients_read_before_reduction(api: Api) -> dict[str, Any]:
     """Whether ``.grad`` of a whole parameter shows what waits for a reduction, and the sum."""
     found = {}
     for dtype in (torch.bfloat16, torch.float32):

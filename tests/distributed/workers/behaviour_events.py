@@ -415,7 +415,7 @@ def slices_of_a_sequential(api: Api) -> dict[str, Any]:
 
 
 @scenario()
-def user_hooks_beside_ours(api: Api) -> list[Any]:
+def user_hooks_beside_fsdp_hooks(api: Api) -> list[Any]:
     """Hooks registered before and after fully_shard, and on gradients of the sharded parameters."""
     seen: list[Any] = []
     model = plain(1)

@@ -218,7 +218,7 @@ def _trained_columns(api: Api, kwargs: dict[str, Any]) -> list[Any]:
 
 
 @scenario()
-def hooks_of_extensions_alone_in_their_groups(api: Api) -> list[Any]:
+def hooks_of_extensions_in_groups_of_one(api: Api) -> list[Any]:
     model = sharded(api, layers(bias=False))
     hooks = Hooks(model).put()
     return [steps(model, api.rank), hooks.calls]
@@ -235,7 +235,7 @@ def hooks_of_extensions_when_prefetched(api: Api) -> list[Any]:
 
 
 @scenario()
-def hooks_of_extensions_unsharded_by_hand(api: Api) -> list[Any]:
+def hooks_of_extensions_unsharded_directly(api: Api) -> list[Any]:
     model = sharded(api, layers())
     hooks = Hooks(model).put()
     seen: list[Any] = []
@@ -301,7 +301,7 @@ def hooks_of_extensions_that_are_replicated(api: Api) -> list[Any]:
 
 
 @scenario()
-def inputs_of_other_sizes_at_each_gather(api: Api) -> list[Any]:
+def extension_inputs_of_varying_size(api: Api) -> list[Any]:
     """The second input has one element more each time. Its outputs are those of this gather, not
     of the first one's size."""
     model = sharded(api, layers())
@@ -319,7 +319,7 @@ def inputs_of_other_sizes_at_each_gather(api: Api) -> list[Any]:
 
 
 @scenario()
-def outputs_that_cannot_change_under_a_parameter(api: Api) -> Any:
+def outputs_changed_under_a_parameter(api: Api) -> Any:
     """What the second hook made lies over the outputs, and those would have to be others."""
     model = sharded(api, layers())
     types = [torch.float32, torch.float64]
@@ -371,7 +371,7 @@ def with_wrong_hooks(api: Api, pre: Any = None, make: Any = None) -> nn.Sequenti
 
 
 @scenario()
-def hooks_that_return_what_they_should_not(api: Api) -> dict[str, Any]:
+def hooks_with_invalid_results(api: Api) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, pre in WRONG.items():
         model = with_wrong_hooks(api, pre)
@@ -399,7 +399,7 @@ def extensions_resharded_to_a_smaller_group(api: Api) -> dict[str, Any]:
 
 
 @scenario()
-def hooks_that_fail(api: Api) -> dict[str, Any]:
+def failing_hooks(api: Api) -> dict[str, Any]:
     """The exception, and what comes of training on after a reset: all that was gathered is freed,
     and the gradients are those of a model that never failed."""
     found: dict[str, Any] = {}

@@ -125,7 +125,7 @@ def in_chunks(
 
 
 @scenario()
-def losses_in_chunks(api: Api) -> dict[str, Any]:
+def losses_of_chunks(api: Api) -> dict[str, Any]:
     half = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
     cases: dict[str, dict[str, Any]] = {
         "resharded": {"reshard_after_forward": True},
@@ -202,7 +202,7 @@ class Late(nn.Module):
 
 
 @scenario()
-def a_member_that_runs_alone_between_whole_forwards(api: Api) -> list[Any]:
+def group_member_run_alone_between_forwards(api: Api) -> list[Any]:
     torch.manual_seed(5)
     model: Any = Late()
     api.fully_shard(model.first)
@@ -222,7 +222,7 @@ def a_member_that_runs_alone_between_whole_forwards(api: Api) -> list[Any]:
 
 
 @scenario()
-def members_that_are_recomputed(api: Api) -> dict[str, Any]:
+def recomputed_group_members(api: Api) -> dict[str, Any]:
     """Of a state of two modules one or both are checkpointed."""
     found = {}
     for impl, which in (

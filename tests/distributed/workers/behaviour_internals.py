@@ -84,7 +84,7 @@ def reduced_by_hand(group: Any, gradients: list[torch.Tensor]) -> int:
 
 
 @scenario()
-def collectives_by_hand(api: Api) -> list[Any]:
+def collectives_called_directly(api: Api) -> list[Any]:
     """For the group as a whole, then parameter by parameter; then gradients, and a step."""
     model = Loose()
     expected = [parameter.detach().clone() for parameter in model.parameters()]
@@ -120,7 +120,7 @@ def collectives_by_hand(api: Api) -> list[Any]:
 
 
 @scenario()
-def a_group_made_by_hand(api: Api) -> list[Any]:
+def group_constructed_directly(api: Api) -> list[Any]:
     """torch's own class, also where fsdp_c is installed."""
     with contextlib.ExitStack() as undo:
         if api.ours:

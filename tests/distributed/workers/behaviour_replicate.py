@@ -66,7 +66,7 @@ def fully_sharded_below_replicated(api: Api) -> dict[str, Any]:
 
 
 @scenario()
-def a_sharded_part_of_a_replicated_model_alone(api: Api) -> dict[str, Any]:
+def sharded_child_of_replicated_model_run_first(api: Api) -> dict[str, Any]:
     """Run by itself first: it is its own root in any case."""
     model = mixed_model(api, api.replicate)
     with torch.no_grad():

@@ -91,7 +91,7 @@ def loaded_state_dict(api: Api) -> dict[str, Any]:
 
 
 @scenario()
-def assigned_state_trains_the_assigned_tensors(api: Api) -> list[bool]:
+def state_assigned_by_load_state_dict(api: Api) -> list[bool]:
     """With assign=True the parameters are the loaded tensors."""
     source = shard(api, plain(seed=11))
     state = {name: value.clone() for name, value in source.state_dict().items()}

@@ -77,7 +77,7 @@ def train_pairs(model: nn.Module, rank: int, backwards: int) -> list[Any]:
 
 
 @scenario()
-def gradients_that_are_pairs(api: Api) -> dict[str, Any]:
+def two_tensor_gradients(api: Api) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, backwards, kwargs in (
         ("plain", 1, {}),

@@ -51,7 +51,7 @@ def staying(model: Any) -> None:
 
 
 @scenario()
-def dropped_microbatches(api: Api) -> Any:
+def microbatches_dropped_by_zero_grad(api: Api) -> Any:
     """By zero_grad of an optimizer, the module, and a module around it."""
     hsdp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     found: dict[str, Any] = {"alone": dropped(api, lambda model: None, ZERO["module"])}
@@ -63,7 +63,7 @@ def dropped_microbatches(api: Api) -> Any:
 
 
 @scenario()
-def microbatches_of_other_parameters(api: Api) -> Any:
+def zero_grad_of_some_parameters(api: Api) -> Any:
     """Gradients after ``zero_grad`` of an optimizer of one block, of a module in it, and of all."""
     return {
         "nothing": dropped(api, unsynced, lambda model, optimizer: None),

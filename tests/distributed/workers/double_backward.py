@@ -2,7 +2,7 @@
 
 The penalty is that of WGAN-GP: the norm of the output's gradient with respect to the input, and
 with it the loss that is trained on. "Right" is the same model, not sharded, whose gradients are
-averaged over the ranks (``stock_bugs.average``).
+averaged over the ranks (``torch_bugs.average``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behaviour import DIM, Api, batch, grads, scenario, weights
-from stock_bugs import MIXED, average, local, step_by
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpointed
+from torch_bugs import MIXED, average, local, step_by
 
 from fsdp_c import replicate
 from fsdp_c.units import reshard
@@ -197,7 +197,7 @@ def penalty_with_checkpointing_outside(api: Api) -> Found:
 
 
 @scenario()
-def penalty_of_critics(api: Api) -> Found:
+def penalty_of_wgan_gp(api: Api) -> Found:
     """WGAN-GP's step: three forwards, the penalty on the second, one backward."""
 
     def critic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -224,7 +224,7 @@ def penalty_on_activations(api: Api) -> Found:
 
 
 @scenario()
-def backward_that_keeps_its_graph(api: Api) -> Found:
+def backward_with_create_graph(api: Api) -> Found:
     """``backward(create_graph=True)``: gradients of both backwards add up, reduced in two."""
     model, reference = shard(api, curved()), curved()
     counts = []
@@ -293,7 +293,7 @@ def gradients_of_shards(api: Api) -> Found:
 
 
 @scenario()
-def an_error_between_both_backwards(api: Api) -> Found:
+def error_between_the_two_backwards(api: Api) -> Found:
     """What the first backward left is gone after a reset; then everything is as usual."""
     model = shard(api, curved())
     x = batch(api.rank, 9).requires_grad_()
@@ -313,7 +313,7 @@ def an_error_between_both_backwards(api: Api) -> Found:
 
 
 @scenario()
-def penalty_in_a_backward_that_is_finished_by_hand(api: Api) -> Found:
+def penalty_with_manual_finalization(api: Api) -> Found:
     model, reference = shard(api, curved()), curved()
     model.set_manual_backward_finalization(True)
     model.set_keep_unsharded_storage(True)

@@ -169,7 +169,7 @@ def orders(rank: int, world: int) -> None:
         assert_same(expected, train(ours(cap)(), swapped=rank == 1), name)
 
 
-def one_rank_leaves_parameters_out(rank: int, world: int) -> None:
+def parameters_unused_on_one_rank(rank: int, world: int) -> None:
     """They are reduced as zeros there, in the same place of the order."""
     models = [stock_replicate(net()), *(ours(cap)() for cap in CAPS.values())]
     records = []
@@ -226,7 +226,7 @@ def several_backwards(rank: int, world: int) -> None:
         assert_same(expected, run(ours(cap)()), cap)
 
 
-def segments_that_share_parameters(rank: int, world: int) -> None:
+def recomputed_segments_sharing_parameters(rank: int, world: int) -> None:
     """Recomputed segments accumulate into shared parameters one after the other, in backwards of
     their own: what comes after a bucket's reduction must not be lost. Sums of means have other last
     bits than means of sums."""
@@ -308,16 +308,16 @@ SCENARIOS: dict[int, list[Callable[[int, int], None]]] = {
     2: [
         parity,
         orders,
-        one_rank_leaves_parameters_out,
+        parameters_unused_on_one_rank,
         mixed_precision,
         nested,
         several_backwards,
-        segments_that_share_parameters,
+        recomputed_segments_sharing_parameters,
         hooks_and_counts,
         failure,
     ],
     4: [more_ranks],
 }
 
-OF_TORCH_2_13 = [one_rank_leaves_parameters_out]
+OF_TORCH_2_13 = [parameters_unused_on_one_rank]
 """Torch's own replicate has to reduce what is unused, too."""

@@ -1,4 +1,4 @@
-"""What stock FSDP2 gets wrong on 2-D meshes and smaller reshard groups; see ``stock_bugs.py``."""
+"""What stock FSDP2 gets wrong on 2-D meshes and smaller reshard groups; see ``torch_bugs.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behaviour import DIM, Api, batch, grads, plain, scenario, shard, weights, whole
-from stock_bugs import (
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch_bugs import (
     Gradients,
     PlainScatter,
     added,
@@ -18,9 +21,6 @@ from stock_bugs import (
     shard_choice,
     step_by,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
 
 
 def copies(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -142,7 +142,7 @@ def several_dtypes_on_replicas(api: Api) -> dict[str, Any]:
 
 
 @scenario(4)
-def replicas_that_use_other_groups(api: Api) -> dict[str, Any]:
+def replicas_using_different_groups(api: Api) -> dict[str, Any]:
     """B7: one replica never ran a block, the other did: both must take part in its all-reduce.
 
     Under stock this hangs, for the reason that ``unused_groups_are_reduced`` shows.

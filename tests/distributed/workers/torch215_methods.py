@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 from behaviour import DIM, Api, batch, grads, plain, scenario, shard
 from double_backward import Collectives, held
-from stock_bugs import average, loss_of
 from torch.distributed.device_mesh import init_device_mesh
+from torch_bugs import average, loss_of
 
 from fsdp_c import GradientReductionHandle, MixedPrecisionPolicy
 
@@ -127,7 +127,7 @@ def deferred_reductions(api: Api) -> Found:
 
 
 @scenario()
-def synchronised_backwards_are_not_reduced_again(api: Api) -> Found:
+def synchronized_backwards_are_not_reduced_again(api: Api) -> Found:
     model = shard(api, plain())
     model.set_manual_backward_finalization(True)
     with Collectives() as mode:
@@ -143,7 +143,7 @@ def synchronised_backwards_are_not_reduced_again(api: Api) -> Found:
 
 
 @scenario()
-def microbatches_that_are_reduced_one_by_one(api: Api) -> Found:
+def microbatches_reduced_separately(api: Api) -> Found:
     model = shard(api, plain())
     model.set_manual_backward_finalization(True)
     for step in range(3):
@@ -153,7 +153,7 @@ def microbatches_that_are_reduced_one_by_one(api: Api) -> Found:
 
 
 @scenario()
-def units_that_do_not_reduce_keep_their_gradients(api: Api) -> Found:
+def units_without_sync_keep_gradients(api: Api) -> Found:
     model = shard(api, plain())
     model.set_manual_backward_finalization(True)
     model.set_requires_gradient_sync(False)
@@ -168,7 +168,7 @@ def units_that_do_not_reduce_keep_their_gradients(api: Api) -> Found:
 
 
 @scenario()
-def finalization_is_refused(api: Api) -> Found:
+def invalid_finalizations(api: Api) -> Found:
     model = shard(api, plain())
     loss_of(model(batch(api.rank))).backward()
     found = {
@@ -248,7 +248,7 @@ def one_dimensional(param: nn.Parameter) -> torch.dtype | None:
 
 
 @scenario()
-def dtypes_of_single_parameters(api: Api) -> Found:
+def dtype_overrides_of_single_parameters(api: Api) -> Found:
     calls: Counter[int] = Counter()
 
     def override(param: nn.Parameter) -> torch.dtype | None:
@@ -279,7 +279,7 @@ def dtypes_of_single_parameters(api: Api) -> Found:
 
 
 @scenario()
-def dtypes_that_are_refused(api: Api) -> Found:
+def invalid_dtype_overrides(api: Api) -> Found:
     def shard_with(wanted: Any) -> str:
         policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: wanted)
         model = seen_model()

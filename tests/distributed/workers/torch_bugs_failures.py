@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behaviour import Api, batch, grads, plain, scenario, shard
-from stock_bugs import MIXED, average, in_bf16, local, loss_of
 from torch.utils.checkpoint import checkpoint
+from torch_bugs import MIXED, average, in_bf16, local, loss_of
 
 
 class Trap:
@@ -71,28 +71,28 @@ def after_a_failure(api: Api, model: nn.Sequential, reference: nn.Sequential) ->
 
 
 @scenario()
-def batch_left_out(api: Api) -> dict[str, Any]:
+def batch_skipped(api: Api) -> dict[str, Any]:
     return after_a_failure(api, shard(api, plain()), plain())
 
 
 @scenario()
-def batch_left_out_in_mixed_precision(api: Api) -> dict[str, Any]:
+def batch_skipped_in_mixed_precision(api: Api) -> dict[str, Any]:
     return after_a_failure(api, shard(api, plain(), mp_policy=MIXED), in_bf16(plain()))
 
 
 @scenario()
-def batch_left_out_where_nothing_is_resharded(api: Api) -> dict[str, Any]:
+def batch_skipped_without_reshard(api: Api) -> dict[str, Any]:
     return after_a_failure(api, shard(api, plain(), reshard_after_forward=False), plain())
 
 
 @scenario()
-def batch_left_out_where_forward_runs_again(api: Api) -> dict[str, Any]:
+def batch_skipped_with_recomputation(api: Api) -> dict[str, Any]:
     model = shard(api, recomputing(plain()))
     return after_a_failure(api, model, recomputing(plain()))
 
 
 @scenario()
-def batch_left_out_before_an_evaluation(api: Api) -> dict[str, Any]:
+def batch_skipped_before_an_evaluation(api: Api) -> dict[str, Any]:
     """No forward with gradients comes between."""
     model, reference = shard(api, plain()), plain()
     loss_of(model(batch(api.rank, 0))).backward()

@@ -295,13 +295,13 @@ def two_roots(api: Api, share_first: bool) -> dict[str, Any]:
 
 
 @scenario()
-def two_roots_that_share_at_first(api: Api) -> dict[str, Any]:
+def two_roots_sharing_before_lazy_init(api: Api) -> dict[str, Any]:
     """B15: forwards of two roots with one context, then a backward of each."""
     return two_roots(api, True)
 
 
 @scenario()
-def two_roots_that_share_after_lazy_init(api: Api) -> dict[str, Any]:
+def two_roots_sharing_after_lazy_init(api: Api) -> dict[str, Any]:
     """The same, where only the second root's own groups change their context."""
     return two_roots(api, False)
 
@@ -317,7 +317,7 @@ def captured() -> Iterator[io.StringIO]:
 
 
 @scenario()
-def a_refusal_is_raised_only(api: Api) -> dict[str, Any]:
+def assertion_of_to_sharded_dtensor(api: Api) -> dict[str, Any]:
     """B13: an error is an exception, not also a page of output on every rank."""
     model = api.fully_shard(nn.Linear(DIM, 3))
     param = groups_of(model._get_fsdp_state())[0].fsdp_params[0]
@@ -403,7 +403,7 @@ def train_parts(api: Api, trainable: list[Callable[[nn.Module], bool]], seed: in
 
 
 @scenario()
-def frozen_at_first(api: Api) -> Any:
+def frozen_in_first_forward(api: Api) -> Any:
     """Frozen at the first forward, trained later, computed in bf16 and reduced in fp32."""
 
     def none(part: nn.Module) -> bool:
@@ -419,7 +419,7 @@ def frozen_at_first(api: Api) -> Any:
 
 
 @scenario()
-def another_dtype_in_the_middle(api: Api) -> dict[str, Any]:
+def dtype_changed_between_steps(api: Api) -> dict[str, Any]:
     """model.to(dtype) between steps, with and without mixed precision."""
     found: dict[str, Any] = {"found": [], "expected": []}
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32), MIXED):

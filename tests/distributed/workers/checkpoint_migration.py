@@ -109,7 +109,8 @@ def _adamw_of_all(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """One tensor for each parameter; see ``fsdp1_saves_one_tensor_for_two`` for why not AdamW."""
+    """SGD has one state tensor per parameter. FSDP1 loses AdamW's ``exp_avg``; see
+    ``fsdp1_saves_exp_avg_aliased_to_exp_avg_sq``."""
     groups = adamw(model).param_groups
     return torch.optim.SGD(
         [{key: one[key] for key in ("params", "weight_decay")} for one in groups],
@@ -153,7 +154,7 @@ def _fsdp1(
     assert_goes_on(losses, weights if rank == 0 else None, model, optimizer)
 
 
-def fsdp1_saves_one_tensor_for_two(rank: int, world: int, folder: str) -> None:
+def fsdp1_saves_exp_avg_aliased_to_exp_avg_sq(rank: int, world: int, folder: str) -> None:
     """Stock alone: on the CPU the gathered ``exp_avg`` of original parameters has the memory of
     ``exp_avg_sq``, so that such a checkpoint has lost the former. The recipe cannot bring it back.
     """
