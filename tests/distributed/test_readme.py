@@ -27,7 +27,10 @@ with fsdp_c.full_params(model) as full:
     full["head.weight"].mul_(0.5)
 ```
 """
-FAILING = f"Words.\n{BAD_MODEL}\n{LEAF_WRITE}\n```python\nnothing_of_this_name\n```\n```\nno Python\n```\n"
+FAILING = (
+    f"Words.\n{BAD_MODEL}\n{LEAF_WRITE}\n```python\nnothing_of_this_name\n```\n"
+    "```\nno Python\n```\n"
+)
 
 
 def assert_run(folder: Path, draw: bool) -> None:
