@@ -8,7 +8,7 @@ import pytest
 import replicated
 from launch import run_ranks
 
-SINCE_2_13 = replicated.OF_TORCH_2_13
+SINCE_2_13 = replicated.SINCE_TORCH_2_13
 CASES = [
     pytest.param(
         world,

@@ -55,7 +55,7 @@ def record_transitions(record: list[str]) -> Iterator[None]:
 
 
 def record_steps(model: nn.Module, run: Callable[[int], Any], steps: int = 3) -> list[Any]:
-    """Returns transitions and gradients of each step, then all-gather ranges of an unpatched step."""
+    """Returns transitions and gradients per step, then all-gather ranges of an unpatched step."""
     results: list[Any] = []
     for step in range(steps):
         record: list[str] = []

@@ -253,10 +253,10 @@ def transformed_functions(api: Api) -> dict[str, Any]:
             "jacrev": lambda m=model: (torch.func.jacrev(m)(x[:1]),),
         }
         for name, run in cases.items():
-            results = run()
-            results[f"{reshard} {name}"] = [result.detach().clone() for result in results]
+            outputs = run()
+            results[f"{reshard} {name}"] = [output.detach().clone() for output in outputs]
             if name in ("jvp", "vmap"):  # the other transforms include a backward
-                sum(result.square().mean() for result in results).backward()
+                sum(output.square().mean() for output in outputs).backward()
                 results[f"{reshard} {name}, backward"] = grads(model)
             model.zero_grad()
         results[f"{reshard} after"] = train(model, api.rank, 1)
