@@ -9,7 +9,9 @@ import pytest
 from launch import run_ranks
 
 
-@pytest.mark.parametrize("recipe", [checkpoint_migration.fsdp1, checkpoint_migration.ddp], ids=["fsdp1", "ddp"])
+@pytest.mark.parametrize(
+    "recipe", [checkpoint_migration.fsdp1, checkpoint_migration.ddp], ids=["fsdp1", "ddp"]
+)
 def test_training_continues_from_fsdp1_and_ddp_checkpoints(recipe: object, tmp_path: Path) -> None:
     run_ranks(recipe, 2, (str(tmp_path),))  # type: ignore[arg-type]
 

@@ -53,7 +53,7 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def saved(implementation: str, world: int) -> list[dict[str, Any]]:
+def save_checkpoints(implementation: str, world: int) -> list[dict[str, Any]]:
     """Saves all checkpoints of ``world`` ranks in one launch; returns each rank's results."""
     checkpoints = {
         checkpoint: None
@@ -66,16 +66,16 @@ def saved(implementation: str, world: int) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def loaded(implementation: str, world: int) -> list[dict[Any, Any]]:
+def load_checkpoints(implementation: str, world: int) -> list[dict[Any, Any]]:
     """Loads all checkpoints for ``world`` ranks in one launch; returns each rank's results."""
-    for one, size in itertools.product(IMPLEMENTATIONS, (2, 3, 4)):
-        saved(one, size)
+    for writer, size in itertools.product(IMPLEMENTATIONS, (2, 3, 4)):
+        save_checkpoints(writer, size)
     loads = [
         (checkpoint, mesh)
         for origin, mesh in PAIRS
         if size_of(mesh) == world
-        for one in IMPLEMENTATIONS
-        for checkpoint in checkpoints_of(one, origin, mesh)
+        for writer in IMPLEMENTATIONS
+        for checkpoint in checkpoints_of(writer, origin, mesh)
     ]
     arguments = (implementation, folder().name, loads)
     return run_ranks(resharding.load_all, world, arguments, timeout=300)
@@ -87,7 +87,9 @@ def mesh_name(mesh: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("world", sorted({size_of(mesh) for mesh in MESHES}))
 def test_training_around_a_save_matches_torch(world: int) -> None:
-    for by_torch, by_fsdp_c in zip(saved("torch", world), saved("fsdp_c", world), strict=True):
+    for by_torch, by_fsdp_c in zip(
+        save_checkpoints("torch", world), save_checkpoints("fsdp_c", world), strict=True
+    ):
         mismatches = differences(
             list(by_torch.values()), list(by_fsdp_c.values()), f"{list(by_torch)}"
         )
@@ -102,9 +104,9 @@ def test_checkpoint_of_another_world_size_continues_as_in_torch(
     writer: str, origin: tuple[int, ...], mesh: tuple[int, ...]
 ) -> None:
     world = size_of(mesh)
-    written = saved(writer, size_of(origin))[0]
+    written = save_checkpoints(writer, size_of(origin))[0]
     for rank, (by_torch, by_fsdp_c) in enumerate(
-        zip(loaded("torch", world), loaded("fsdp_c", world), strict=True)
+        zip(load_checkpoints("torch", world), load_checkpoints("fsdp_c", world), strict=True)
     ):
         for checkpoint in checkpoints_of(writer, origin, mesh):
             key, label = (checkpoint.name, mesh), f"rank {rank} of {checkpoint.name}"

@@ -141,7 +141,7 @@ def test_penalty_alone_gives_nonzero_gradients() -> None:
     """The tests above would be void if the penalty had no gradient."""
     import double_backward
 
-    model = double_backward.curved()
+    model = double_backward.curved_model()
     double_backward.penalty(model, behaviour.batch(0)).backward()
     norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
     assert torch.stack(norms).max() > 1e-3

@@ -132,7 +132,7 @@ def test_b3_one_rank_runs_extensions_that_send_several_tensors() -> None:
 # ---- evaluation ----
 
 
-def test_b6_evaluations_leave_the_post_forward_order_empty() -> None:
+def test_b6_evaluations_add_no_gathers_to_later_steps() -> None:
     for result in run_torch("training_after_evaluations"):
         assert result["order"] == 3 * 3
         assert (result["before"], result["after"]) == (6, 7)

@@ -292,7 +292,7 @@ class LayerWithExtraState(nn.Linear):
             raise KeyError("not here")
 
 
-class UnpicklableElsewhere:
+class UnpickledOnRank0Only:
     """An object that can be pickled, but unpickled on rank 0 only."""
 
     def __reduce__(self) -> Any:
@@ -339,7 +339,7 @@ def load_and_fail_on_one_rank(
 
     assert_extra_state_fails(lambda: 0, "cannot be sent to the other ranks")
     assert_extra_state_fails(
-        UnpicklableElsewhere(), "what the source sent" if rank == 0 else "no such class here"
+        UnpickledOnRank0Only(), "what the source sent" if rank == 0 else "no such class here"
     )
     layer.accepts_state = rank != last
     assert_extra_state_fails(2, "not here" if rank == last else "could not read on")

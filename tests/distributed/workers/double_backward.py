@@ -41,7 +41,7 @@ class Curved(nn.Module):
         return x + self.second(self.inner(self.first(self.norm(x)).tanh()))
 
 
-def curved(blocks: int = 3, nested: bool = False) -> nn.Sequential:
+def curved_model(blocks: int = 3, nested: bool = False) -> nn.Sequential:
     torch.manual_seed(7)
     layers = [Curved(Curved() if nested else None) for _ in range(blocks)]
     return nn.Sequential(*layers, nn.Linear(DIM, 3))
@@ -68,7 +68,7 @@ def loss_and_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return output.square().mean() + (grad.norm(dim=1) - 1).square().mean()
 
 
-def steps(
+def train_both(
     model: nn.Module,
     reference: nn.Module,
     rank: int,
@@ -77,7 +77,7 @@ def steps(
 ) -> Found:
     """Trains both models; returns losses, gradients and weights. The last step has no penalty."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found, expected, kept = [], [], 0
+    found, expected, max_bytes = [], [], 0
     for step in range(count):
         x = batch(rank, step)
         step_loss = loss if step + 1 < count else lambda m, x: m(x).square().mean()
@@ -86,7 +86,7 @@ def steps(
         reference_loss = step_loss(reference, x)
         reference_loss.backward()
         averaged = average(take_gradients(reference))
-        kept = max(kept, held(model))
+        max_bytes = max(max_bytes, unsharded_bytes(model))
         reshard(model)
         found += [sharded_loss.detach(), grads(model)]
         expected += [reference_loss.detach(), averaged]
@@ -96,11 +96,11 @@ def steps(
     return {
         "found": [*found, weights(model)],
         "expected": [*expected, weights(reference)],
-        "held": kept,
+        "held": max_bytes,
     }
 
 
-def held(model: nn.Module) -> int:
+def unsharded_bytes(model: nn.Module) -> int:
     """Returns the bytes of unsharded parameters that are still allocated."""
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
     return sum(
@@ -113,13 +113,13 @@ def held(model: nn.Module) -> int:
 
 @scenario()
 def gradient_penalty(api: Api, **kwargs: Any) -> Found:
-    return steps(shard(api, curved(), **kwargs), curved(), api.rank)
+    return train_both(shard(api, curved_model(), **kwargs), curved_model(), api.rank)
 
 
 @scenario()
 def penalty_alone(api: Api) -> Found:
     """Backward enters the graph of the forward inside the units, not at their outputs."""
-    return steps(shard(api, curved()), curved(), api.rank, penalty)
+    return train_both(shard(api, curved_model()), curved_model(), api.rank, penalty)
 
 
 @scenario()
@@ -134,12 +134,12 @@ def penalty_that_reshards_after_backward_only(api: Api) -> Found:
 
 @scenario()
 def penalty_that_never_reshards(api: Api) -> Found:
-    model = shard(api, curved(), reshard_after_forward=False)
+    model = shard(api, curved_model(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
-    return steps(model, curved(), api.rank)
+    return train_both(model, curved_model(), api.rank)
 
 
-def beside_torch(
+def compare_with_torch(
     api: Api, make: Callable[[], nn.Sequential], accumulated: int = 1, **kwargs: Any
 ) -> Found:
     """Compares with torch's FSDP2 that never reshards, and so never frees a parameter.
@@ -153,25 +153,25 @@ def beside_torch(
         for step in range(accumulated):
             model.set_requires_gradient_sync(step + 1 == accumulated)
             loss_and_penalty(model, batch(api.rank, step)).backward()
-    kept = held(models[0])
+    max_bytes = unsharded_bytes(models[0])
     reshard(models[1])
-    return {"found": grads(models[0]), "expected": grads(models[1]), "held": kept}
+    return {"found": grads(models[0]), "expected": grads(models[1]), "held": max_bytes}
 
 
 @scenario()
 def penalty_through_nested_units(api: Api) -> Found:
-    return beside_torch(api, lambda: curved(2, nested=True))
+    return compare_with_torch(api, lambda: curved_model(2, nested=True))
 
 
 @scenario()
 def penalty_in_mixed_precision(api: Api) -> Found:
-    return beside_torch(api, curved, mp_policy=MIXED)
+    return compare_with_torch(api, curved_model, mp_policy=MIXED)
 
 
 @scenario()
 def penalty_with_a_reduce_dtype_and_accumulation(api: Api) -> Found:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
-    return beside_torch(api, curved, 3, mp_policy=policy)
+    return compare_with_torch(api, curved_model, 3, mp_policy=policy)
 
 
 @scenario()
@@ -180,10 +180,10 @@ def penalty_with_checkpointing_inside(api: Api) -> Found:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpointed(super().forward, x, use_reentrant=False)
 
-    model = curved()
+    model = curved_model()
     for block in list(model)[:-1]:
         block.__class__ = Recomputed
-    return steps(shard(api, model), curved(), api.rank)
+    return train_both(shard(api, model), curved_model(), api.rank)
 
 
 @scenario()
@@ -194,8 +194,8 @@ def penalty_with_checkpointing_outside(api: Api) -> Found:
                 x = checkpointed(layer, x, use_reentrant=False)
             return x
 
-    model = shard(api, Outside(*curved()))
-    return steps(model, curved(), api.rank)
+    model = shard(api, Outside(*curved_model()))
+    return train_both(model, curved_model(), api.rank)
 
 
 @scenario()
@@ -207,7 +207,7 @@ def penalty_of_wgan_gp(api: Api) -> Found:
         middle = penalty(model, x + 0.5)
         return first.mean() - model(x - 0.5).mean() + 10 * middle
 
-    return steps(shard(api, curved()), curved(), api.rank, critic)
+    return train_both(shard(api, curved_model()), curved_model(), api.rank, critic)
 
 
 @scenario()
@@ -222,13 +222,13 @@ def penalty_on_activations(api: Api) -> Found:
         (grad,) = torch.autograd.grad(output.square().sum(), activations[0], create_graph=True)
         return output.square().mean() + grad.square().mean()
 
-    return steps(shard(api, curved()), curved(), api.rank, adversarial)
+    return train_both(shard(api, curved_model()), curved_model(), api.rank, adversarial)
 
 
 @scenario()
 def backward_with_create_graph(api: Api) -> Found:
     """``backward(create_graph=True)``: each backward reduces, and the gradients accumulate."""
-    model, reference = shard(api, curved()), curved()
+    model, reference = shard(api, curved_model()), curved_model()
     counts = []
     for module in (model, reference):
         x = batch(api.rank).requires_grad_()
@@ -241,7 +241,7 @@ def backward_with_create_graph(api: Api) -> Found:
     return {
         "found": grads(model),
         "expected": average(take_gradients(reference)),
-        "held": held(model),
+        "held": unsharded_bytes(model),
         "reduced": counts[0],
     }
 
@@ -254,7 +254,7 @@ def third_derivatives(api: Api) -> Found:
         (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
         return 1e-3 * second.square().mean()
 
-    return steps(shard(api, curved()), curved(), api.rank, third)
+    return train_both(shard(api, curved_model()), curved_model(), api.rank, third)
 
 
 class Collectives(TorchDispatchMode):
@@ -272,7 +272,7 @@ class Collectives(TorchDispatchMode):
 
 @scenario()
 def one_reduction_for_each_unit(api: Api) -> Found:
-    model = shard(api, curved())
+    model = shard(api, curved_model())
     x = batch(api.rank).requires_grad_()
     output = model(x)
     with Collectives() as first:
@@ -285,7 +285,7 @@ def one_reduction_for_each_unit(api: Api) -> Found:
 @scenario()
 def gradients_of_shards(api: Api) -> Found:
     """Sharded parameters are in no autograd graph, so ``autograd.grad`` raises, as in torch."""
-    model = shard(api, curved(), reshard_after_forward=True)
+    model = shard(api, curved_model(), reshard_after_forward=True)
     loss = model(batch(api.rank)).square().mean()
     try:
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -297,7 +297,7 @@ def gradients_of_shards(api: Api) -> Found:
 @scenario()
 def error_between_the_two_backwards(api: Api) -> Found:
     """A reset drops the gradients of the first backward; later steps are ordinary."""
-    model = shard(api, curved())
+    model = shard(api, curved_model())
     x = batch(api.rank, 9).requires_grad_()
     (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
@@ -311,12 +311,12 @@ def error_between_the_two_backwards(api: Api) -> Found:
     except ValueError:
         model.reset_iter_state()
     model.zero_grad()
-    return steps(model, curved(), api.rank)
+    return train_both(model, curved_model(), api.rank)
 
 
 @scenario()
 def penalty_with_manual_finalization(api: Api) -> Found:
-    model, reference = shard(api, curved()), curved()
+    model, reference = shard(api, curved_model()), curved_model()
     model.set_manual_backward_finalization(True)
     model.set_keep_unsharded_storage(True)
     model.set_requires_gradient_sync(False)
@@ -328,13 +328,13 @@ def penalty_with_manual_finalization(api: Api) -> Found:
     return {
         "found": grads(model),
         "expected": average(take_gradients(reference)),
-        "held": held(model),
+        "held": unsharded_bytes(model),
     }
 
 
 @scenario()
 def penalty_of_replicated_units(api: Api) -> Found:
-    model, reference = curved(), curved()
+    model, reference = curved_model(), curved_model()
     for block in list(model)[:-1]:
         replicate(block)
     replicate(model)

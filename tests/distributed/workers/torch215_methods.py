@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behaviour import DIM, Api, batch, grads, plain, scenario, shard
-from double_backward import Collectives, held
+from double_backward import Collectives, unsharded_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch_bugs import average, loss_of
 
@@ -66,7 +66,7 @@ def kept_storage(api: Api) -> Found:
             torch.empty(64 * (step + i)) for i in range(16)
         ]  # would reuse memory that was freed
         del junk
-    kept = held(model)
+    kept = unsharded_bytes(model)
     model.set_keep_unsharded_storage(False)
     other = shard(api, plain())
     return {
@@ -75,8 +75,8 @@ def kept_storage(api: Api) -> Found:
         "stays": addresses_by_step[0] == addresses_by_step[1] == addresses_by_step[2]
         and 0 not in addresses_by_step[0],
         "kept": kept,
-        "freed": held(model),
-        "others": held(other),
+        "freed": unsharded_bytes(model),
+        "others": unsharded_bytes(other),
     }
 
 
@@ -85,7 +85,10 @@ def kept_storage_of_one_unit(api: Api) -> Found:
     model = shard(api, plain())
     model[0].set_keep_unsharded_storage(True, recurse=False)
     two_steps(model, api.rank)
-    return {"first": held(model[0]) > 0, "rest": held(model) == held(model[0])}
+    return {
+        "first": unsharded_bytes(model[0]) > 0,
+        "rest": unsharded_bytes(model) == unsharded_bytes(model[0]),
+    }
 
 
 # ---- manual finalization ----
@@ -125,7 +128,7 @@ def deferred_reductions(api: Api) -> Found:
         "expected": [expected, expected],
         "counts": counts,
         "handle": handle is None,
-        "held": held(model),
+        "held": unsharded_bytes(model),
     }
 
 

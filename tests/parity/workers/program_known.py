@@ -20,13 +20,14 @@ def pair_lines(by_torch: list[str], by_fsdp_c: list[str]) -> list[tuple[str, str
 
 
 def label_lines(lines: list[str]) -> dict[str, str]:
-    mismatch: dict[str, str] = {"": lines[0]}
+    """Maps a unique label of each line to the line. The label of the first line is empty."""
+    by_label: dict[str, str] = {"": lines[0]}
     for line in lines[1:]:
         label = line.split(": ")[0]
-        while label in mismatch:
+        while label in by_label:
             label += "'"
-        mismatch[label] = line
-    return mismatch
+        by_label[label] = line
+    return by_label
 
 
 @dataclass
