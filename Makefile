@@ -1,15 +1,15 @@
-# The commands of daily work. Each makes what it needs first, from a bare clone on.
+# The development commands. Each one builds its prerequisites first, starting from a bare clone.
 #
-#   make demo    train a small GPT on two processes, with curves         make lint      style and types
-#   make test    every test there is                                      make format    put the style right
-#   make bench   cost and memory beside torch's own FSDP2                 make sanitize  under ASan and UBSan
-#   make parity  the whole grid beside torch's own FSDP2                make wheels   into dist/
-#   make test-fast      what one wants after a change: the core, one process, the behaviour scenarios, some parity
-#   make gpu     ten minutes on a GPU: is it right, and fast, there?
-#   make accelerator    everything on the simulated accelerator, and its figures
-#   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on ours
+#   make demo    train a small GPT on two processes, with plots           make lint      check style and types
+#   make test    C and Python tests                                       make format    apply the code style
+#   make bench   time and memory compared with torch's FSDP2              make sanitize  tests under ASan and UBSan
+#   make parity  all parity settings compared with torch's FSDP2          make wheels    build wheels in dist/
+#   make test-fast      tests for use after a change: core, single process, behavior scenarios, some parity settings
+#   make gpu            correctness and speed on a GPU, in ten minutes
+#   make accelerator    all tests on the simulated accelerator, then its measurements
+#   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on fsdp_c
 #
-# VENV=dir uses (and completes) an environment that exists; the default is .venv, made on first use.
+# VENV=dir uses an existing environment and installs missing packages into it. The default, .venv, is made on first use.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -19,49 +19,50 @@ MAKEFLAGS += --no-print-directory
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PYTHON ?= python3
-# NVRTC libraries for cuda-check: pip has them for every CUDA release (nvidia-cuda-nvrtc-cu12, ...).
+# The NVRTC libraries of cuda-check. pip has them for every CUDA release (nvidia-cuda-nvrtc-cu12, ...).
 NVRTCS ?=
-# Those of cuda-check: the one on the path, and toolkits of other releases.
+# The nvcc programs of cuda-check: the one on the path, and those of other toolkits.
 NVCCS ?= $(shell command -v nvcc) $(wildcard /usr/local/cuda-12*/bin/nvcc /opt/cuda-12*/bin/nvcc)
 DEMO_OUT ?= demo_out
 DEMO_ARGS ?=
-# BENCH_ARGS=--quick tries the machinery on tiny models.
+# BENCH_ARGS=--quick runs the benchmarks with tiny models.
 BENCH_ARGS ?=
-# Tests that share an expensive fixture are one group, for one worker.
+# loadgroup: tests that share an expensive fixture are a group and run on one worker.
 PYTEST_ARGS ?= -n 3 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
 WHEELS ?=
 WHEEL_PYTHONS ?= $(if $(WHEELS),,$(PY))
 CLIENTS_ARGS ?=
 GPU_ARGS ?=
-# What runs under the sanitizers: fast, in this process, and through every C function.
+# Tests under the sanitizers. They are fast, run in one process and reach every C function.
 SANITIZE_TESTS ?= tests/unit
-# What measures: benchmarks in processes of their own, and memory that a pool keeps, as it does not here.
-NOT_SANITIZED := test_bench forecast_is_what_is_measured what_buffers_are_kept
+# Tests that measure are excluded. Benchmarks start processes without the sanitizers, and the memory pool caches
+# nothing.
+NOT_SANITIZED := test_bench forecast_is_within_one_percent cached_buffers_until_release_memory
 empty :=
 space := $(empty) $(empty)
 ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
 	tests/unit/test_uninitialized_objects.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
 	tests/distributed/test_behaviour_training.py tests/distributed/test_behaviour_backwards.py \
 	tests/distributed/test_behaviour_groups.py tests/distributed/test_behaviour_replicate.py
-# Of tests/unit: what starts interpreters of its own, and forecasts.
+# Files of tests/unit that test-fast excludes: they start interpreters, or compute forecasts.
 NOT_FAST := bench check install mutations plan typing
-# What pyproject.toml has as pythonpath, without the root.
+# The `pythonpath` of pyproject.toml without the repository root.
 TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers
 
 PY := $(VENV)/bin/python
 ENV_STAMP := $(VENV)/.fsdp_c-env
-# An editable install points at one checkout, so its stamp names the checkout.
+# An editable install refers to one checkout, so the name of its stamp contains the path of the checkout.
 INSTALL_STAMP := $(VENV)/.fsdp_c-installed$(subst /,-,$(CURDIR))
 CLIENTS_PY := $(CLIENTS_VENV)/bin/python
 CLIENTS_STAMP := $(CLIENTS_VENV)/.fsdp_c-clients
 SANITIZE_LIB := build/sanitize-lib
 ASSERT_LIB := build/assert-lib
-# What torch's own FSDP2 did in the behaviour scenarios: `make test` runs them on two builds of ours.
+# Cached results of torch's FSDP2 in the behavior scenarios, because `make test` runs these with two builds of fsdp_c.
 STOCK_OUTCOMES := $(CURDIR)/build/stock-outcomes
 C_FILES = $(shell find csrc tests/c tests/accelerator/device -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-# This checkout's fsdp_c, whichever one the environment was installed for; child processes too.
+# Imports fsdp_c from this checkout, also in child processes, even if the environment was installed for another one.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
@@ -74,7 +75,7 @@ help:
 
 # ---- environment and build --------------------------------------------------------------------------------
 
-# torch is pinned, and first: the rest must not choose another one.
+# torch is pinned and installed first, so that the requirements of other packages do not select another release.
 $(ENV_STAMP): Makefile pyproject.toml
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel ninja
@@ -86,7 +87,7 @@ $(INSTALL_STAMP): $(ENV_STAMP)
 
 env: $(INSTALL_STAMP)
 
-# setup.py knows what is old; without a change this takes a second. The log is shown where something is wrong.
+# setup.py compiles changed files only; without changes this takes a second. A failure prints the log.
 build: env
 	@mkdir -p build
 	@$(PY) setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }
@@ -105,7 +106,7 @@ test: build
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-c test-assert
 	$(PY) -m pytest $(PYTEST_ARGS) tests
 
-# What goes through most transitions of the core, with the assertions of csrc/core on: see fc_group_check.
+# Tests that cover most transitions of the core, with the assertions of csrc/core enabled (see fc_group_check).
 test-assert: build
 	@rm -rf $(ASSERT_LIB) $(STOCK_OUTCOMES)
 	@FSDP_C_ASSERT=1 $(PY) setup.py build --build-lib $(ASSERT_LIB) > build/log-assert.txt 2>&1 \
@@ -115,20 +116,21 @@ test-assert: build
 	$(abspath $(PY)) -m pytest $(PYTEST_ARGS) -p no:cacheprovider --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		-o pythonpath="$(TESTS_PATH)" $(ASSERT_TESTS:%=$(CURDIR)/%)
 
-# Without the sweeps over faults, four ranks, most of the grid, and what starts interpreters of its own: the example,
-# the commands, the drop-in.
+# Excludes fault sweeps, tests on four ranks, most parity settings, and tests that start interpreters (the example,
+# the command line, the drop-in).
 test-fast: build
 	@$(MAKE) -C tests/c fast
 	FSDP_C_PARITY_COUNT=20 FSDP_C_PARITY_LAUNCHES=gloo2 $(PY) -m pytest $(PYTEST_ARGS) \
 		$(NOT_FAST:%=--ignore=tests/unit/test_%.py) tests/unit \
 		tests/distributed/test_behaviour_*.py tests/parity/test_parity.py -k 'not smaller_mesh and not on_four and not cuda'
 
-# The whole grid of parity, 600 settings in a quarter of an hour, and all scripts; `make test` runs 260 settings and the
-# cheap scripts.
+# Runs 600 parity settings, in a quarter of an hour, and all scripts. `make test` runs 260 settings and the cheap
+# scripts.
 parity: build
 	FSDP_C_PARITY_COUNT=600 FSDP_C_PARITY_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/parity
 
-# Everything on the simulated accelerator; `make test` runs a fifth of the grid on four ranks. Then its figures.
+# Runs all tests on the simulated accelerator, then its measurements. `make test` runs a fifth of the settings on four
+# ranks.
 accelerator: build
 	FSDP_C_ACCELERATOR_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/accelerator
 	PYTHONPATH=$(PYTHONPATH):tests/harness:tests/parity/workers $(PY) tests/accelerator/workers/figures.py
@@ -136,9 +138,9 @@ accelerator: build
 test-c:
 	@$(MAKE) -C tests/c
 
-# Real libraries, each case once on torch's FSDP2 and once with FSDP_C=1. They have an environment of their own,
-# with the same torch as the extension was built against; nothing of fsdp_c is installed there, the tests lay out
-# its entry point themselves. CLIENTS_ARGS="-k peft" picks.
+# Runs each case of real libraries on torch's FSDP2 and with FSDP_C=1. The libraries have their own environment, with
+# the torch that the extension is built against. fsdp_c is not installed there; the tests create its entry point.
+# CLIENTS_ARGS="-k peft" selects cases.
 test-clients: build $(CLIENTS_STAMP)
 	FSDP_C_TEST_CLIENTS=1 $(CLIENTS_PY) -m pytest --durations=10 $(CLIENTS_ARGS) tests/clients
 
@@ -148,10 +150,10 @@ $(CLIENTS_STAMP): tests/clients/requirements.txt
 	$(CLIENTS_PY) -m pip install -q '$(TORCH)' -r tests/clients/requirements.txt
 	@touch $@
 
-# The extension and the package under AddressSanitizer and UndefinedBehaviorSanitizer, beside the normal build
-# and not in its place. Python itself is not instrumented: libasan comes first by LD_PRELOAD (with libstdc++,
-# whose exceptions it must find at start), and leaks are not looked for, since CPython and torch keep much to
-# the end on purpose. -P and a `pythonpath` without the root keep this directory's own fsdp_c out.
+# Builds a second extension with AddressSanitizer and UndefinedBehaviorSanitizer and tests it. Python itself is not
+# instrumented, so LD_PRELOAD loads libasan first, with libstdc++, whose exception functions libasan needs at start.
+# Leak detection is off, because CPython and torch do not free everything at exit. PYTHONSAFEPATH and a `pythonpath`
+# without the root exclude the fsdp_c of this directory.
 sanitize: env
 	@mkdir -p build && rm -rf $(SANITIZE_LIB)
 	@FSDP_C_SANITIZE=1 $(PY) setup.py build --build-lib $(SANITIZE_LIB) > build/log.txt 2>&1 \
@@ -162,9 +164,9 @@ sanitize: env
 	$(PY) -m pytest -p no:cacheprovider -o pythonpath="$(TESTS_PATH)" $(SANITIZE_TESTS) \
 		-k 'not $(subst $(space), and not ,$(NOT_SANITIZED))'
 
-# With a CPU-only torch the CUDA kernels are not part of the build: there is no CUDA runtime to link with. They
-# must compile all the same wherever nvcc is, or they would rot between the visits to a machine with a GPU. Every
-# nvcc that is found compiles them for the architectures that a build would choose; NVRTC compiles the device side.
+# With a CPU-only torch the build excludes the CUDA kernels, because there is no CUDA runtime to link with. This
+# target checks that they compile. Every nvcc that is found compiles them for the architectures that a build would
+# select; NVRTC compiles the device code.
 cuda-check:
 	@if [ -z "$(NVCCS)" ]; then echo "cuda-check: skipped, nvcc is not found"; fi
 	@mkdir -p build/cuda-check
@@ -174,7 +176,7 @@ cuda-check:
 		echo "cuda-check: kernels_cuda.cu compiles with $$nvcc" || exit 1; done
 	@$(PYTHON) tests/harness/nvrtc_check.py $(NVRTCS)
 
-# One visit to a GPU (GPU_ARGS="--device sim" for the simulated one): a line for each step in build/gpu/out/summary.txt.
+# Runs the GPU checks (GPU_ARGS="--device sim": on the simulated GPU). build/gpu/out/summary.txt has a line per step.
 gpu:
 	PYTHON=$$(command -v $(PY) || command -v $(PYTHON)) tests/gpu/visit.sh $(GPU_ARGS)
 
@@ -201,10 +203,11 @@ format: env
 
 # ---- wheels -----------------------------------------------------------------------------------------------
 
-# For the torch of $(VENV); or for that of each Python of another environment: make wheels WHEEL_PYTHONS="a/bin/python
-# b/bin/python"; or for releases, each in an environment that is made for it: make wheels WHEELS="2.13.0 2.14.1", where
-# pip may fetch gigabytes with a CUDA build of torch. Nothing is installed into environments that were there. With nvcc
-# and a CUDA build of torch the wheels have the CUDA kernels.
+# By default for the torch of $(VENV). For the torch of other environments:
+#   make wheels WHEEL_PYTHONS="a/bin/python b/bin/python"
+# For releases of torch, each in a new environment (a CUDA build of torch is a download of gigabytes):
+#   make wheels WHEELS="2.13.0 2.14.1"
+# Existing environments are not changed. With nvcc and a CUDA build of torch, the wheels contain the CUDA kernels.
 wheels: $(if $(filter file,$(origin WHEEL_PYTHONS)),$(if $(WHEELS),,env))
 	@for release in $(WHEELS); do \
 		python=build/venv-torch-$$release/bin/python; \
@@ -218,12 +221,12 @@ wheels: $(if $(filter file,$(origin WHEEL_PYTHONS)),$(if $(WHEELS),,env))
 	done
 	@ls dist/*.whl
 
-# ---- the rest ---------------------------------------------------------------------------------------------
+# ---- benchmarks and clean-up ------------------------------------------------------------------------------
 
 bench: build
 	$(PY) benchmarks/bench.py $(BENCH_ARGS)
 
-# The environment stays; it is slow to make and `rm -rf .venv` is easy to say.
+# Keeps the environment, because it is slow to make. `rm -rf .venv` removes it.
 clean:
 	rm -rf build dist $(DEMO_OUT) fsdp_c/_C.*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""Which torch the extension is built against: found, named in the version, noted beside it.
+"""Finds the torch to build against, adds its release to the version, and records the build.
 
-Part of ``setup.py``. pip builds in an environment of its own, which has no torch on purpose: the
-one to build against is that of the environment that pip installs into.
+``setup.py`` imports this module. The extension is built against the torch of the environment that
+pip installs into. pip's isolated build environment does not contain that torch.
 """
 
 from __future__ import annotations
@@ -18,44 +18,45 @@ NO_TORCH = (
     "torch first, then fsdp_c with  pip install --no-build-isolation ."
 )
 
-MINUTES_CXX = 0.6  # of one job: each of the C++ files, which include torch's headers
-MINUTES_C = 0.01
+MINUTES_CXX = 0.6  # per C++ file, which includes torch's headers, with one job
+MINUTES_C = 0.01  # per C file
 
 
 def find(paths: list[str] | None = None) -> None:
     """Makes ``import torch`` work in an isolated build.
 
     Args:
-        paths: Where to look besides; ``None``: the site-packages of the running Python.
+        paths: Folders to add to ``sys.path`` if torch is not found; ``None``: the site-packages of
+            the running Python.
 
     Raises:
-        SystemExit: there is no torch; the message says what to do.
+        SystemExit: torch is not found. The message names the remedy.
     """
     if importlib.util.find_spec("torch") is None:
         known = sysconfig.get_paths()
         for path in paths if paths is not None else [known["purelib"], known["platlib"]]:
             if path not in sys.path:
-                sys.path.append(path)  # at the end: what the build brought comes first
+                sys.path.append(path)  # at the end, after the packages of the build environment
         importlib.invalidate_caches()
     if importlib.util.find_spec("torch") is None:
         raise SystemExit(NO_TORCH.format(python=sys.executable))
 
 
 def version(file: Path) -> str:
-    """The version with the torch that it is built for: ``0.1.0+torch2.13.0.cpu``.
+    """Returns the version with the torch release: ``0.1.0+torch2.13.0.cpu``.
 
-    A source distribution is for any torch.
+    The version of a source distribution has no torch release.
     """
-    [found] = re.findall(r'^__version__ = "(.*)"$', file.read_text(), re.M)
+    [base] = re.findall(r'^__version__ = "(.*)"$', file.read_text(), re.M)
     if "sdist" in sys.argv:
-        return str(found)
+        return str(base)
     import torch
 
-    return f"{found}+torch{re.sub(r'[^a-z0-9]+', '.', torch.__version__.lower())}"
+    return f"{base}+torch{re.sub(r'[^a-z0-9]+', '.', torch.__version__.lower())}"
 
 
 def plan(sources: list[str], kernels: str, jobs: int) -> str:
-    """What is about to be built, and how long the first time takes."""
+    """Returns a line that describes the build and estimates its duration."""
     import torch
 
     cxx = [source for source in sources if source.endswith(".cpp")]
@@ -70,13 +71,13 @@ def plan(sources: list[str], kernels: str, jobs: int) -> str:
 
 
 def note(folder: Path, kernels: str, source: Path) -> None:
-    """Writes what was built beside the extension, for ``fsdp_c/built_for.py``."""
+    """Writes ``_C.json`` beside the extension. ``fsdp_c/built_for.py`` reads it."""
     import torch
 
     python = ".".join(map(str, sys.version_info[:2]))
-    noted = {"torch": torch.__version__, "python": python, "kernels": kernels}
+    record = {"torch": torch.__version__, "python": python, "kernels": kernels}
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**noted, "source": str(source)}, indent=2)
+    text = json.dumps({**record, "source": str(source)}, indent=2)
     (folder / "_C.json").write_text(text + "\n")
 
 

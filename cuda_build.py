@@ -1,10 +1,10 @@
-"""Which CUDA compiler builds the kernels, and for which architectures.
+"""Selects the CUDA compiler of the kernels and the architectures.
 
-No compiler is an error: ``find_nvcc`` says why there is none, and ``setup.py`` then builds without
-CUDA kernels, as it does after a compiler that fails. What a job on a GPU uses in their place are
-torch's own foreach operations (``csrc/core/foreach.c``).
+A missing compiler is no error. ``find_nvcc`` prints the reason, and ``setup.py`` builds without
+CUDA kernels. It does the same if the compiler fails. On a GPU, fsdp_c then uses torch's foreach
+operations (``csrc/core/foreach.c``).
 
-``python cuda_build.py [NVCC]`` prints the options that NVCC would be given here.
+``python cuda_build.py [NVCC]`` prints the options for this NVCC.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FIRST = 70
-"""The first architecture whose kernels take a batch of descriptors by value and in place
-(``__grid_constant__``)."""
+"""The first architecture that supports ``__grid_constant__`` kernel parameters."""
 
 FAMILIES = {
     "Volta": "7.0+PTX",
@@ -29,24 +28,25 @@ FAMILIES = {
     "Hopper": "9.0+PTX",
     "Blackwell": "10.0;12.0+PTX",
 }
-"""What ``TORCH_CUDA_ARCH_LIST`` may call architectures by; older families have no kernels."""
+"""Names of architectures in ``TORCH_CUDA_ARCH_LIST``. Older families have no kernels."""
 
 
 def shout(text: str) -> None:
-    """A message that is seen among the output of compilers."""
+    """Prints a message that stands out from the output of compilers."""
     bar = "!" * 100
     print(f"{bar}\n!! fsdp_c: {text}\n{bar}", file=sys.stderr, flush=True)
 
 
 def codes_of(listing: str) -> list[int]:
-    """The architectures in the output of ``nvcc --list-gpu-code``: 90 for sm_90, none of sm_90a."""
+    """Parses the output of ``nvcc --list-gpu-code``: 90 for sm_90, nothing for sm_90a."""
     return sorted({int(code) for code in re.findall(r"\bsm_(\d+)\b", listing)})
 
 
 def archs_of_list(text: str) -> list[int]:
-    """``TORCH_CUDA_ARCH_LIST`` as architectures: "7.0;8.6+PTX Hopper" is 70, 86, 90.
+    """Parses ``TORCH_CUDA_ARCH_LIST``: "7.0;8.6+PTX Hopper" is 70, 86, 90.
 
-    PTX is there for the newest in any case; the suffixes of 9.0a and 10.0f are of no use to us.
+    ``+PTX`` is ignored: the newest architecture always gets PTX. The suffixes of 9.0a and 10.0f
+    are ignored too.
     """
     for family, archs in FAMILIES.items():
         text = re.sub(rf"\b{family}\b", archs, text)
@@ -54,14 +54,14 @@ def archs_of_list(text: str) -> list[int]:
 
 
 def archs_of_torch(flags: str) -> list[int]:
-    """What torch itself was built for: 90 for sm_90 or compute_90 in its architecture flags."""
+    """Parses torch's architecture flags: 90 for sm_90 or compute_90."""
     return sorted({int(code) for code in re.findall(r"\b(?:sm|compute)_(\d+)[af]?\b", flags)})
 
 
 def choose(wanted: Iterable[int], known: Iterable[int]) -> list[int]:
-    """The architectures to build for: those wanted that this nvcc knows and the kernels run on.
+    """Returns the wanted architectures that both this nvcc and the kernels support.
 
-    Where it knows none of them, or none is asked for: one of each generation that it knows.
+    If there are none, returns the first supported architecture of each generation.
     """
     able = [arch for arch in sorted(set(known)) if arch >= FIRST]
     chosen = [arch for arch in able if arch in set(wanted)]
@@ -71,16 +71,22 @@ def choose(wanted: Iterable[int], known: Iterable[int]) -> list[int]:
 
 
 def options(archs: list[int]) -> list[str]:
-    """nvcc's options: code for each architecture, and PTX of the newest for those to come."""
+    """Returns nvcc's options: code for each architecture, and PTX of the newest for later ones."""
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     newest = archs[-1]
     return [*codes, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
 
 
 def arch_options(nvcc: str, torch_flags: str) -> list[str]:
-    """The options for this ``nvcc``, by ``FSDP_C_CUDA_ARCH`` (nvcc's own ``-arch``), else by
-    ``TORCH_CUDA_ARCH_LIST``, else by what torch was built for. Raises ``RuntimeError`` where nvcc
-    knows no architecture that the kernels run on, and ``OSError`` where it does not run."""
+    """Returns the architecture options for this ``nvcc``.
+
+    ``FSDP_C_CUDA_ARCH`` sets nvcc's ``-arch``. Without it, ``TORCH_CUDA_ARCH_LIST`` selects the
+    architectures, or else torch's architecture flags do.
+
+    Raises:
+        RuntimeError: ``nvcc`` supports no architecture that the kernels support.
+        OSError: ``nvcc`` cannot be started.
+    """
     if own := os.environ.get("FSDP_C_CUDA_ARCH"):
         return [f"-arch={own}"]
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
@@ -100,10 +106,10 @@ def arch_options(nvcc: str, torch_flags: str) -> list[str]:
 
 
 def find_nvcc(torch_cuda: str | None, home: str | None) -> str | None:
-    """The nvcc that can build kernels for a torch of CUDA ``torch_cuda``; None: there is none.
+    """Returns an nvcc that can build kernels for a torch of CUDA ``torch_cuda``, or None.
 
-    The CUDA runtime is linked dynamically so that it is the copy torch has loaded; that needs the
-    same major version on both sides.
+    The extension links the CUDA runtime dynamically and so uses the copy that torch has loaded.
+    Therefore nvcc and torch need the same major version.
     """
     if torch_cuda is None or os.environ.get("FSDP_C_NO_CUDA", "") not in ("", "0"):
         return None
@@ -120,10 +126,11 @@ def find_nvcc(torch_cuda: str | None, home: str | None) -> str | None:
 
 
 def find_cudart(nvcc: str, torch_cuda: str, torch_file: str, home: str | None) -> str | None:
-    """The CUDA runtime to link with: the copy that torch loads, else one of the same release.
+    """Returns the CUDA runtime to link with: the copy that torch loads, else one of the release.
 
-    torch's own has no name without a version, and nvcc may be a link or a script in a directory
-    that has no libraries; so files are looked for, not names given to the linker.
+    The function searches for files and does not pass a library name to the linker: torch's copy
+    has no file name without a version. Also nvcc may be a link or a script in a folder without
+    libraries.
     """
     major = torch_cuda.split(".")[0]
     packages = Path(torch_file).resolve().parents[1] / "nvidia"

@@ -1,10 +1,12 @@
-"""The switch ``FSDP_C=1``: torch calls :func:`autoload` at the end of ``import torch``.
+"""The environment variable ``FSDP_C=1``: redirects torch's functions to fsdp_c.
 
-(By the entry point group ``torch.backends``.) With ``FSDP_C`` unset, empty, ``0``, ``no``, ``off``
-or ``false`` nothing happens and nothing is imported. Otherwise torch's functions are redirected to
-fsdp_c, which is imported by the first call of one: a process that never shards anything pays for
-no import, and none comes too early. That import leads up, as a plug-in's must; nothing of fsdp_c
-imports this in return, but for ``python -m fsdp_c``.
+torch calls :func:`autoload` at the end of ``import torch``, through the entry point group
+``torch.backends``. If ``FSDP_C`` is unset, empty, ``0``, ``no``, ``off`` or ``false``, the call
+does nothing and imports nothing. Otherwise it redirects torch's functions.
+
+The first call of a redirected function imports fsdp_c. So a process that shards nothing has no
+import cost, and fsdp_c is not imported before torch is complete. In fsdp_c, only
+``python -m fsdp_c`` imports this module.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ OFF = ("", "0", "no", "off", "false")
 
 
 def autoload() -> None:
-    """What torch calls at the end of ``import torch``."""
+    """Redirects torch's functions if ``FSDP_C`` is set. Called by torch."""
     if os.environ.get(ENVIRONMENT_SWITCH, "").lower() not in OFF:
         from fsdp_c_redirect import redirect_all
 
@@ -26,7 +28,7 @@ def autoload() -> None:
 
 
 def _find(name: str) -> Callable[..., Any]:
-    """fsdp_c's function of that name, when torch's is called."""
+    """Returns fsdp_c's function of this name. Called by each call of torch's function."""
     from fsdp_c.install import announced
 
     return announced(name)

@@ -65,7 +65,7 @@ class Redirection:
         function.__code__ = self.replacement
 
     def undo(self) -> None:
-        """Restores the function's code, unless somebody has replaced it after the redirection.
+        """Restores the function's code, unless other code has replaced it after the redirection.
 
         In that case the newer code stays. If it runs the redirected code, that runs ``original``.
         """
@@ -76,7 +76,7 @@ class Redirection:
             del self.function.__signature__  # type: ignore[attr-defined]
 
     def _replaced_the_same(self, function: FunctionType) -> bool:
-        """Whether this redirection was undone and replaced the code that ``function`` has now."""
+        """Whether this redirection is undone and replaced the code that ``function`` has now."""
         return self.function is function and self.code is function.__code__
 
 
@@ -103,7 +103,7 @@ def original(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reachable(function: Any, depth: int = 4) -> Iterator[Any]:
-    """The function and those it wraps: in ``__wrapped__``, closures and defaults."""
+    """Yields the function and the ones it wraps: in ``__wrapped__``, closures and defaults."""
     yield function
     if depth == 0:
         return
@@ -120,7 +120,10 @@ def reachable(function: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def find_torchs(module: ModuleType, name: str) -> FunctionType | None:
-    """torch's function of that name, which a library's wrapper may have replaced in the module."""
+    """Returns torch's function of this name, or None.
+
+    A library may have replaced the function in the module by a wrapper.
+    """
     torch = os.path.dirname(os.path.abspath(sys.modules["torch"].__file__ or "")) + os.sep
     for function in reachable(getattr(module, name, None)):
         is_named = isinstance(function, FunctionType) and function.__name__ == name
@@ -130,7 +133,7 @@ def find_torchs(module: ModuleType, name: str) -> FunctionType | None:
 
 
 def is_redirected(function: Any) -> bool:
-    """Whether ``function`` runs another in its place now."""
+    """Whether ``function`` runs another function in its place now."""
     return original(function) is not function
 
 
@@ -177,7 +180,7 @@ _find: Callable[[str], Callable[..., Any]] | None = None  # None outside redirec
 
 
 def redirect_all(find: Callable[[str], Callable[..., Any]]) -> None:
-    """Redirects all :data:`FUNCTIONS`; those of modules not imported yet, at their import.
+    """Redirects all :data:`FUNCTIONS`. Modules that are not imported yet follow at their import.
 
     A second call does nothing.
 
@@ -225,10 +228,10 @@ def _redirect_in(module: ModuleType, find: Callable[[str], Callable[..., Any]]) 
 
 
 def _calling_found(name: str, find: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
-    def call_ours(*args: Any, **kwargs: Any) -> Any:
+    def call_fsdp_c(*args: Any, **kwargs: Any) -> Any:
         return find(name)(*args, **kwargs)
 
-    return call_ours
+    return call_fsdp_c
 
 
 class _Finder(importlib.abc.MetaPathFinder):

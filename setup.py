@@ -1,32 +1,30 @@
-"""Builds fsdp_c._C, the extension module: a C11 core, a C++ bridge to libtorch, one link.
+"""Builds the extension module fsdp_c._C: a C11 core and a C++ bridge to libtorch.
 
-What is compiled by whom:
+The compilers of the sources:
 
-- csrc/core, csrc/python and the CPU kernels are C11. torch's BuildExtension hands `.c` files to the
-  C++ compiler when it drives ninja, so `BuildC` takes them out of the extension's sources, compiles
-  them itself (only what changed, several at a time) and links the objects.
-- csrc/torch/*.cpp goes through BuildExtension and ninja, with the C++ standard that the installed
-  torch wants.
-- csrc/kernels/kernels_cuda.cu is compiled by nvcc where nvcc is found and torch is a CUDA build
-  (cuda_build.py: which nvcc, which architectures). With a CPU-only torch there is no CUDA runtime
-  to link with (and nothing to run on), so kernels_none.c takes its place; `make cuda-check` still
-  compiles the .cu file wherever nvcc is. kernels_none.c is also what an nvcc that fails leads to:
-  that is shouted, and the installation goes on.
+- csrc/core, csrc/python and the CPU kernels are C11. torch's BuildExtension passes `.c` files to
+  the C++ compiler when it uses ninja. Therefore `BuildC` removes them from the extension's sources,
+  compiles the changed ones itself, in parallel, and links the objects.
+- BuildExtension and ninja compile csrc/torch/*.cpp, with the C++ standard of the installed torch.
+- nvcc compiles csrc/kernels/kernels_cuda.cu, if nvcc is found and torch is a CUDA build.
+  cuda_build.py selects nvcc and the architectures. Otherwise kernels_none.c replaces the file: a
+  CPU-only torch has no CUDA runtime to link with. `make cuda-check` still compiles the file.
+  If nvcc fails, setup.py prints a warning and uses kernels_none.c too.
 
 Environment:
-    FSDP_C_DEBUG=1        -O0 -g and assertions on
-    FSDP_C_ASSERT=1       assertions on in the C files, and csrc/torch as in a release: made in
-                          seconds after one (`make test-assert` runs tests on it)
-    FSDP_C_SANITIZE=1     AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize` runs it)
-    FSDP_C_NO_CUDA=1      leave the CUDA kernels out
-    FSDP_C_LENIENT=1      warnings of a compiler that nobody has tried yet are no errors
-    TORCH_CUDA_ARCH_LIST  architectures, as for torch's own extensions: "8.0;9.0" (default: those
-                          that torch was built for)
-    FSDP_C_CUDA_ARCH      nvcc's -arch, in their place
+    FSDP_C_DEBUG=1        -O0 -g and assertions
+    FSDP_C_ASSERT=1       assertions in the C files only; csrc/torch as in a release, so that the
+                          build takes seconds after a release build (`make test-assert`)
+    FSDP_C_SANITIZE=1     AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize`)
+    FSDP_C_NO_CUDA=1      no CUDA kernels
+    FSDP_C_LENIENT=1      compiler warnings are not errors, for untested compilers
+    TORCH_CUDA_ARCH_LIST  architectures, as for torch's own extensions: "8.0;9.0" (default: the
+                          architectures of torch)
+    FSDP_C_CUDA_ARCH      nvcc's -arch; replaces TORCH_CUDA_ARCH_LIST
     MAX_JOBS=n            parallel compilers (default: the number of processors)
 
-Each combination of Python, torch and switches has its own directory under build/, so switching
-between them recompiles nothing.
+Each combination of Python, torch and build settings has its own directory under build/. So a change
+of the settings does not recompile everything.
 """
 
 from __future__ import annotations
@@ -46,10 +44,10 @@ from pathlib import Path
 
 from setuptools import setup
 
-# A PEP 517 build does not look for modules beside this file.
+# A PEP 517 build does not have the folder of this file on sys.path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import build_torch  # first: it makes torch be found
+import build_torch  # must come first: it adds torch's folder to sys.path
 
 # isort: split
 import torch
@@ -57,7 +55,7 @@ from torch.utils import cpp_extension
 
 import cuda_build
 
-# ninja is a script of the environment, which need not be activated.
+# ninja is a script of the Python environment, which may not be activated.
 os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
 
 ROOT = Path(__file__).resolve().parent
@@ -74,12 +72,12 @@ C_WARNINGS = [
 ]
 CXX_WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
-# gcc's flow analysis loses its way in instrumented code and suspects std::optional of being unset.
+# gcc's flow analysis is imprecise for instrumented code and warns about unset std::optional values.
 SANITIZER_FALSE_ALARMS = ["-Wno-maybe-uninitialized"]
 
 
 def switch(name: str) -> bool:
-    """Whether environment switch `name` is on: set, and neither empty nor "0"."""
+    """Whether the environment variable `name` is set and neither empty nor "0"."""
     return os.environ.get(name, "") not in ("", "0")
 
 
@@ -101,8 +99,8 @@ CUDA_SOURCE = "csrc/kernels/kernels_cuda.cu"
 NO_CUDA_SOURCE = "csrc/kernels/kernels_none.c"
 
 
-def optimisation(cxx: bool = False) -> list[str]:
-    """Compiler flags that follow from the switches, for C, or C++."""
+def optimization_flags(cxx: bool = False) -> list[str]:
+    """Returns the compiler flags of the build settings, for C or C++."""
     flags = ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O2", "-DNDEBUG"]
     if ASSERT and not cxx:
         flags = ["-O1", "-g", "-UNDEBUG"]
@@ -113,7 +111,7 @@ def optimisation(cxx: bool = False) -> list[str]:
 
 
 def build_directory(cxx: bool = False) -> Path:
-    """Where the objects of this combination of Python, torch and switches live."""
+    """Returns the folder of the objects for this combination of Python, torch and settings."""
     kind = "sanitize" if SANITIZE else "debug" if DEBUG else "release"
     if ASSERT and not cxx:
         kind = "assert"
@@ -122,12 +120,12 @@ def build_directory(cxx: bool = False) -> Path:
 
 
 def headers() -> list[str]:
-    """Every header under csrc."""
+    """Returns all headers under csrc."""
     return sorted(str(path) for path in CSRC.rglob("*.h"))
 
 
 def c_sources() -> list[str]:
-    """The C (and, with CUDA, .cu) files that BuildC compiles itself, relative to the repository."""
+    """Returns the files that BuildC compiles itself, relative to the repository."""
     files = [*CSRC.glob("core/*.c"), *CSRC.glob("python/*.c"), *CSRC.glob("kernels/*_cpu.c")]
     files += [*CSRC.glob("board/*.c")]
     files += [CSRC / "kernels/backends.c", CSRC / "kernels/kernels_jit.cpp"]
@@ -136,12 +134,12 @@ def c_sources() -> list[str]:
 
 
 def cxx_sources() -> list[str]:
-    """The bridge, relative to the repository."""
+    """Returns the files of the C++ bridge, relative to the repository."""
     return sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("torch/*.cpp"))
 
 
 def compile_command(source: str) -> list[str]:
-    """The command that compiles one of c_sources(), up to and without the output options."""
+    """Returns the command that compiles one of c_sources(), without the output options."""
     if source.endswith(".cu"):
         assert NVCC is not None
         arch = cuda_build.arch_options(NVCC, torch._C._cuda_getArchFlags() or "")
@@ -151,15 +149,22 @@ def compile_command(source: str) -> list[str]:
     if source.endswith(".cpp"):
         compiler = shlex.split(os.environ.get("CXX") or "g++")
         plain = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"]
-        return [*compiler, *plain, *optimisation(), *CXX_WARNINGS, f"-I{CSRC}"]
+        return [*compiler, *plain, *optimization_flags(), *CXX_WARNINGS, f"-I{CSRC}"]
     compiler = shlex.split(os.environ.get("CC") or "gcc")
-    command = [*compiler, "-std=c11", "-fPIC", "-fvisibility=hidden", *optimisation(), *C_WARNINGS]
-    # A system directory: the warnings are about our code, not about CPython's headers.
+    command = [
+        *compiler,
+        "-std=c11",
+        "-fPIC",
+        "-fvisibility=hidden",
+        *optimization_flags(),
+        *C_WARNINGS,
+    ]
+    # -isystem suppresses warnings about CPython's headers.
     return [*command, f"-I{CSRC}", "-isystem", sysconfig.get_paths()["include"]]
 
 
 def is_current(target: Path, command: str) -> bool:
-    """Whether `target` was made by this very command, and from nothing that changed since."""
+    """Whether this command made `target`, and none of its inputs has changed since."""
     record, depfile = target.with_suffix(".cmd"), target.with_suffix(".d")
     if not (target.exists() and record.exists() and depfile.exists()):
         return False
@@ -171,7 +176,7 @@ def is_current(target: Path, command: str) -> bool:
 
 
 def compile_one(source: str, directory: Path) -> str | None:
-    """Compiles `source` if needed and returns its object file; None where that failed."""
+    """Compiles `source` if needed. Returns its object file, or None on failure."""
     target = directory / Path(source).with_suffix(".o")
     target.parent.mkdir(parents=True, exist_ok=True)
     depfile = target.with_suffix(".d")
@@ -191,8 +196,7 @@ def compile_one(source: str, directory: Path) -> str | None:
 
 
 def compile_cuda(directory: Path) -> str | None:
-    """Compiles the CUDA kernels and returns their object file; None, and a shout, where that
-    failed."""
+    """Compiles the CUDA kernels. Returns their object file, or None after a warning."""
     try:
         made = compile_one(CUDA_SOURCE, directory)
     except (OSError, RuntimeError) as error:
@@ -208,9 +212,10 @@ def compile_cuda(directory: Path) -> str | None:
 
 
 def check_resolved(library: str) -> None:
-    """Fails the build where one of our own functions is used but defined nowhere.
+    """Fails the build if a function of fsdp_c is used but not defined.
 
-    A shared object links with holes in it; without this they show at import or at the first call.
+    The linker accepts undefined symbols in a shared object. They would fail at import or at the
+    first call.
     """
     nm = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
     missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcpy)_\w+)", nm.stdout)))
@@ -220,8 +225,8 @@ def check_resolved(library: str) -> None:
 
 
 @contextmanager
-def only_builder(directory: Path) -> Iterator[None]:
-    """Keeps a second build of the same combination out until this one is done."""
+def lock_build(directory: Path) -> Iterator[None]:
+    """Locks `directory` against a second build of the same combination."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -229,27 +234,27 @@ def only_builder(directory: Path) -> Iterator[None]:
 
 
 def jobs() -> int:
-    """Compilers at a time."""
+    """Returns the number of parallel compilers."""
     return int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
 
 
 def kernels() -> str:
-    """Which kernels are built."""
+    """Returns the devices for which kernels are built."""
     return "CPU" if NVCC is None else f"CPU and CUDA {torch.version.cuda}"
 
 
 class BuildC(cpp_extension.BuildExtension):
-    """BuildExtension that leaves the C files to a C compiler."""
+    """A BuildExtension that compiles the C files with a C compiler."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        # pip's editable build asks for a temporary directory; ours stays, and so is incremental.
+        # pip's editable build sets a temporary folder. A permanent one makes builds incremental.
         self.build_temp = str(build_directory(cxx=True))
 
     def run(self) -> None:
         begin = time.monotonic()
         print(build_torch.plan(self.extensions[0].sources, kernels(), jobs()), flush=True)
-        with only_builder(build_directory(cxx=True)):
+        with lock_build(build_directory(cxx=True)):
             super().run()
         print(f"fsdp_c: built in {time.monotonic() - begin:.0f} s", flush=True)
 
@@ -261,10 +266,10 @@ class BuildC(cpp_extension.BuildExtension):
         directory = build_directory()
         with ThreadPoolExecutor(jobs()) as pool:
             cuda = pool.submit(compile_cuda, directory) if CUDA_SOURCE in ext.sources else None
-            ours = [s for s in ext.sources if s not in cxx_sources() and s != CUDA_SOURCE]
-            objects = list(pool.map(lambda source: compile_one(source, directory), ours))
+            own = [s for s in ext.sources if s not in cxx_sources() and s != CUDA_SOURCE]
+            objects = list(pool.map(lambda source: compile_one(source, directory), own))
         ext.sources = cxx_sources()
-        failed = [source for source, made in zip(ours, objects) if made is None]
+        failed = [source for source, made in zip(own, objects) if made is None]
         if failed:
             raise SystemExit(f"fsdp_c: does not compile: {', '.join(failed)}")
         if cuda is not None:
@@ -273,14 +278,14 @@ class BuildC(cpp_extension.BuildExtension):
             ext.extra_link_args = [*ext.extra_link_args, *runtime]
             objects.append(gpu or compile_one(NO_CUDA_SOURCE, directory))
         ext.extra_objects = objects
-        # Only the entry point leaves the module. -fvisibility=hidden does not reach the weak
-        # symbols of templates of the standard library and torch; the script does.
+        # Exports only the entry point. -fvisibility=hidden does not apply to the weak symbols of
+        # templates of the standard library and torch; the version script does.
         script = directory / "exports.map"
         script.write_text("{ global: PyInit__C; local: *; };\n")
         ext.extra_link_args = [*ext.extra_link_args, f"-Wl,--version-script={script}"]
         try:
             super().build_extension(ext)
-        except RuntimeError as error:  # ninja has printed what is wrong; a traceback would bury it
+        except RuntimeError as error:  # ninja has printed the error; a traceback would hide it
             raise SystemExit(f"fsdp_c: {error}") from None
         library = self.get_ext_fullpath(ext.name)
         check_resolved(library)
@@ -288,16 +293,16 @@ class BuildC(cpp_extension.BuildExtension):
 
 
 def extension() -> cpp_extension.CppExtension:
-    """The one extension module."""
+    """Returns the extension module."""
     compile_args = [
         "-fvisibility=hidden",
         "-fvisibility-inlines-hidden",
-        *optimisation(cxx=True),
+        *optimization_flags(cxx=True),
         *CXX_WARNINGS,
     ]
     if not DEBUG and not SANITIZE:
         compile_args.append("-g0")
-    # Named again as system directories: warnings are errors in our code, not in torch's headers.
+    # -isystem suppresses warnings about the headers of torch and CPython.
     for path in [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]:
         compile_args += ["-isystem", path]
     link_args = ["-Wl,--exclude-libs,ALL", *(SANITIZERS if SANITIZE else [])]

@@ -7,16 +7,15 @@ import os
 from collections.abc import Iterator
 from unittest import mock
 
-# Before torch is imported, by anybody, child processes included: tests run several ranks on few
-# processors, and a pool of threads per rank would spend its time on handing work around.
+# Set before torch is imported, and inherited by child processes. Tests run several ranks on few
+# processors, where a thread pool per rank costs more than it gains.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips, with a reason in the summary, tests marked `gpu` where CUDA cannot be used, and tests
-    marked `torch("2.13")` on older releases."""
+    """Skips tests marked `gpu` without CUDA, and tests marked `torch("2.13")` on older releases."""
     import torch
     from releases import has
 
@@ -31,26 +30,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuses to go on where ``--dist loadgroup`` does not keep groups together: every worker
-    would launch for itself what the tests of a group share, and the run take twice as long."""
-    gc.freeze()  # torch's objects stay: collections need not look at them, which takes 0.2 s each
+    """Fails the run if pytest-xdist ignores groups although ``--dist loadgroup`` is given.
+
+    Without groups each worker would start the shared fixtures of a group itself, which doubles the
+    duration of the run.
+    """
+    gc.freeze()  # excludes torch's objects from garbage collections, which saves 0.2 s each
     if not getattr(session.config.option, "loadgroup", False):
         return
-    parted = [
+    ungrouped = [
         item.nodeid
         for item in session.items
         if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
     ]
-    if parted:
+    if ungrouped:
         raise pytest.UsageError(
-            f"pytest-xdist does not group {parted[0]} (pytest {pytest.__version__}): "
-            "install what the extra `test` of pyproject.toml asks for"
+            f"pytest-xdist does not group {ungrouped[0]} (pytest {pytest.__version__}): "
+            "install the versions in the extra `test` of pyproject.toml"
         )
 
 
 @pytest.fixture(autouse=True)
-def environment_left_as_found() -> Iterator[None]:
-    """What a test, or torch's own test helpers under it, set in the environment ends with it:
-    child processes of later tests must not see it (TORCH_SHOW_CPP_STACKTRACES changes messages)."""
+def restore_environment() -> Iterator[None]:
+    """Restores ``os.environ`` after each test.
+
+    Tests and torch's test helpers set variables that would affect the child processes of later
+    tests. For example, TORCH_SHOW_CPP_STACKTRACES changes messages.
+    """
     with mock.patch.dict(os.environ):
         yield

@@ -1,5 +1,7 @@
-/* Buckets of a group; see bucket.h. Owns the array of buckets. Watches belong to the parameters and
- * end with the tensor that they watch, or with the group. */
+/* Buckets of a group; see bucket.h. Owns the array of buckets. A gradient notification (fct_watch)
+ * belongs to its parameter. It ends with the tensor that it observes, or with the group.
+ *
+ * This file uses no stream. In an eager backward its functions run in autograd's thread. */
 #include "bucket.h"
 
 #include <stdlib.h>
@@ -7,7 +9,7 @@
 
 #include "plan.h"
 
-/* With one reduction waiting for its collective the next can be packed meanwhile. */
+/* While one reduction waits for its collective, the next one can be packed. */
 enum { IN_FLIGHT = 2 };
 
 void fc_bucket_init(fc_buckets *b, fc_members *members) {
@@ -42,22 +44,23 @@ bool fc_bucket_several(const fc_buckets *b) {
     return b->mode != FC_BUCKETS_STALE && b->count > 1;
 }
 
-/* ---- cutting ---- */
+/* ---- cut ---- */
 
-/* Bytes of the parameter's gradient as it is sent; a frozen one has none. */
-static int64_t sent_bytes(const fc_members *m, const fc_param *p) {
+/* Returns the bytes of the parameter's gradient in the reduce dtype; 0 for a frozen parameter. */
+static int64_t gradient_bytes(const fc_members *m, const fc_param *p) {
     fct_dtype dtype = p->reduce_dtype != FCT_NO_DTYPE ? p->reduce_dtype : fc_param_compute_dtype(p);
     return m->host->requires_grad(p->owner) ? p->layout.numel * fc_dtype_size(dtype) : 0;
 }
 
-/* Deals the parameters to the buckets, last ones first. `items` has room for one each. */
-static size_t deal(const fc_members *m, int64_t limit, fc_bucket *items) {
+/* Assigns the parameters to buckets, last ones first, and returns the number of buckets. `items`
+ * has space for one bucket per parameter. */
+static size_t assign_buckets(const fc_members *m, int64_t limit, fc_bucket *items) {
     size_t count = 0;
     size_t end = m->count;
     int64_t bytes = 0;
     for (size_t i = m->count; i-- > 0;) {
-        int64_t sent = sent_bytes(m, m->params[i]);
-        if (sent == 0 && end == i + 1 && count > 0) { /* no bucket of its own for nothing */
+        int64_t sent = gradient_bytes(m, m->params[i]);
+        if (sent == 0 && end == i + 1 && count > 0) { /* frozen parameters join the bucket before */
             m->params[i]->bucket = count - 1;
             items[count - 1].span.first = end = i;
             continue;
@@ -83,13 +86,13 @@ fc_status fc_bucket_cut(fc_buckets *b) {
     }
     free(b->items);
     b->items = items;
-    b->count = deal(b->members, b->limit, items);
+    b->count = assign_buckets(b->members, b->limit, items);
     b->mode = FC_BUCKETS_READY;
     return fc_link_announce(&b->members->replicate, b->count > 0 ? b->count - 1 : 0);
 }
 
-/* Early reductions of a sharded group would keep its gathered parameters for longer. */
-static bool goes_early(const fc_buckets *b) {
+/* In a sharded group early reductions would keep the gathered parameters longer. */
+static bool can_reduce_early(const fc_buckets *b) {
     return fc_bucket_several(b) && b->members->shard.world == 1;
 }
 
@@ -97,7 +100,7 @@ fc_status fc_bucket_watch(fc_buckets *b) {
     fc_status status = FC_OK;
     const fc_members *m = b->members;
     FC_TRY(fc_bucket_cut(b));
-    for (size_t i = 0; goes_early(b) && i < m->count; i++) {
+    for (size_t i = 0; can_reduce_early(b) && i < m->count; i++) {
         fc_param *p = m->params[i];
         const fct_hook hook = {.owner = p->owner, .call = m->host->grad_arrived};
         p->buckets = b;
@@ -115,7 +118,7 @@ void fc_bucket_begin(fc_buckets *b, bool eager) {
     const fc_members *m = b->members;
     fc_bucket_end(b);
     b->next = 0;
-    if (!eager || b->mode != FC_BUCKETS_READY || !goes_early(b)) {
+    if (!eager || b->mode != FC_BUCKETS_READY || !can_reduce_early(b)) {
         return;
     }
     b->mode = FC_BUCKETS_EAGER;
@@ -162,7 +165,7 @@ size_t fc_bucket_in_flight(const fc_buckets *b) {
     return fc_bucket_several(b) && wanted < IN_FLIGHT ? IN_FLIGHT : wanted;
 }
 
-/* ---- what must hold ---- */
+/* ---- invariants ---- */
 
 fc_status fc_bucket_check(const fc_buckets *b) {
     fc_error *error = &b->members->comm->error;
@@ -183,7 +186,7 @@ fc_status fc_bucket_check(const fc_buckets *b) {
         return fc_error_set(error, FC_ESTATE, "%zu parameters are in no bucket", end);
     }
     if (b->mode == FC_BUCKETS_EAGER && b->next > b->count) {
-        return fc_error_set(error, FC_ESTATE, "bucket %zu of %zu is next", b->next, b->count);
+        return fc_error_set(error, FC_ESTATE, "the next bucket is %zu of %zu", b->next, b->count);
     }
     return FC_OK;
 }

@@ -1,80 +1,87 @@
-/* Buckets: the parameters of a group, cut into spans of about `limit` bytes of gradients, last
- * parameters first, because backward reaches those first. Which span is reduced next is decided
- * here; the group reduces it. A replicated group has small ones, so that they travel while backward
- * goes on; a sharded one has large ones, which follow one another at the end of its backward, so
- * that the largest row does not decide the peak.
+/* Buckets: spans of a group's parameters with about `limit` bytes of gradients each. The last
+ * parameters come first, because backward reaches them first. This module selects the next span;
+ * the group reduces it. A replicated group has small buckets, so that reductions overlap backward.
+ * A sharded group has large ones, reduced one after the other at the end of its backward, which
+ * limits the peak memory of a reduction.
  *
- *            cut                      begin, where it may be
+ *            cut                      begin(eager)
  *   STALE ----------> READY <------------------------------> EAGER
- *     ^ invalidate      |  end                                 | a gradient comes again
+ *     ^ invalidate      |  end                                 | gradient of a reduced bucket
  *     +-----------------+------------------- LATE <------------+
  *
- * In an eager backward a bucket is reduced when the last of its gradients has come and all buckets
- * before it are reduced, so that the order of collectives is that of the parameters on every rank,
- * whatever autograd's is. What is left goes at the end of the module's backward, as do all buckets
- * of a backward that is not eager: the group is sharded, the user has reduced something himself,
- * unused parameters are reduced as well, or other groups are reduced in between, whose place the
- * ranks could see differently. With one bucket nothing is watched and all is as for any group.
+ * In an eager backward a bucket is reduced when all of its gradients have arrived and all earlier
+ * buckets are reduced. The order of collectives is therefore the same on every rank, whatever
+ * autograd's order is. The remaining buckets are reduced at the end of the module's backward.
  *
- * A gradient may come again after its bucket was reduced (a parameter used by several segments that
- * are recomputed, each in a backward of its own): it is reduced by itself at the end, and later
- * backwards are not eager. */
+ * A backward is not eager if
+ *   - the group is sharded or has only one bucket,
+ *   - a hook or patched function of the user performs the reduction,
+ *   - unused parameters are reduced as well, or
+ *   - other groups are reduced in the same backward, so that ranks could order collectives
+ *     differently.
+ *
+ * A gradient can arrive again after its bucket was reduced, if several recomputed segments share
+ * the parameter and each runs its own backward. That gradient is reduced by itself at the end, and
+ * later backwards are not eager. */
 #ifndef FSDP_C_CORE_BUCKET_H
 #define FSDP_C_CORE_BUCKET_H
 
 #include "members.h"
 
-/* Where nobody has said otherwise: above the units that people make, below their embeddings. */
+/* Default `limit` in bytes. Larger than typical units; smaller than large embeddings. */
 #define FC_BUCKET_LIMIT ((int64_t)1 << 30)
 
 typedef enum fc_bucket_mode {
-    FC_BUCKETS_STALE, /* to be cut from the parameters as they are now */
-    FC_BUCKETS_READY,
-    FC_BUCKETS_EAGER, /* in this backward buckets are reduced as soon as they are complete */
-    FC_BUCKETS_LATE   /* cut, and never eager */
+    FC_BUCKETS_STALE, /* must be cut again from the current parameters */
+    FC_BUCKETS_READY, /* cut; no eager backward is running */
+    FC_BUCKETS_EAGER, /* complete buckets are reduced during this backward */
+    FC_BUCKETS_LATE   /* cut, and never eager again */
 } fc_bucket_mode;
 
 typedef struct fc_bucket {
     fc_span span;
-    size_t awaited; /* parameters whose gradients have not come yet */
+    size_t awaited; /* parameters without a gradient so far */
 } fc_bucket;
 
 typedef struct fc_buckets {
     fc_members *members; /* borrowed */
-    int64_t limit;       /* bytes of gradients at which a bucket is full; 0: there is only one */
+    int64_t limit;       /* bytes of gradients at which a bucket is full; 0: one bucket */
     fc_bucket_mode mode;
-    size_t next;      /* the first bucket that this backward has not reduced */
-    size_t count;     /* 0 where there is no limit */
+    size_t next;      /* first bucket that this backward has not reduced */
+    size_t count;     /* 0 if there is no limit */
     fc_bucket *items; /* [count] in the order of their reductions; owned */
 } fc_buckets;
 
+/* Borrows `members`, which must outlive the buckets. */
 void fc_bucket_init(fc_buckets *b, fc_members *members);
-/* To be called when the group goes away: after it nobody is told of gradients. */
+/* Removes all gradient notifications and frees the buckets. Call it before the group is freed. */
 void fc_bucket_fini(fc_buckets *b);
-/* After either the buckets are cut anew: for another limit, or for other parameters. */
+/* Both mark the buckets as stale: after a change of the limit, or of the parameters. */
 void fc_bucket_set_limit(fc_buckets *b, int64_t limit);
 void fc_bucket_invalidate(fc_buckets *b);
 
-/* Cuts the buckets where they are stale. FC_ENOMEM. */
+/* Cuts the buckets if they are stale. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_bucket_cut(fc_buckets *b);
-/* Whether there are several, cut from the parameters as they are. */
+/* Returns true if there are several buckets and they are not stale. */
 bool fc_bucket_several(const fc_buckets *b);
-/* In forward, once the group is unsharded: cuts, and where a replicated group has several buckets
- * has autograd tell of each parameter's gradient. */
+/* Cuts the buckets. In a replicated group with several buckets it also registers one autograd
+ * notification per parameter. Call it in forward, after the group was unsharded. */
 FC_CHECK fc_status fc_bucket_watch(fc_buckets *b);
-/* A backward reaches the group. `eager` says that nothing outside of the buckets forbids an eager
- * one. */
+/* Starts the group's backward. `eager` is true if no condition outside of this module prevents an
+ * eager backward. */
 void fc_bucket_begin(fc_buckets *b, bool eager);
-/* The parameter's gradient has come; true where fc_bucket_next has something. */
+/* Records that the gradient of `p` has arrived. Returns true if fc_bucket_next has a bucket. Runs
+ * in the thread of autograd that accumulated the gradient. */
 bool fc_bucket_arrived(fc_param *p);
-/* The next bucket that is complete in an eager backward; false where there is none. */
+/* Takes the next complete bucket of an eager backward. Returns false if there is none. */
 bool fc_bucket_next(fc_buckets *b, fc_span *span);
-/* The group's backward ends, and with it being eager. */
+/* Ends the group's backward and its eager mode. */
 void fc_bucket_end(fc_buckets *b);
-/* How many reductions may be in flight with the next one. */
+/* Returns the number of reductions that may stay in flight when the next one starts. */
 size_t fc_bucket_in_flight(const fc_buckets *b);
 
-/* What must hold between transitions: FC_ESTATE with a message where it does not. */
+/* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is
+ * violated. */
 FC_CHECK fc_status fc_bucket_check(const fc_buckets *b);
 
 #endif

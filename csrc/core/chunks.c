@@ -1,4 +1,4 @@
-/* Tensors of a collective in flight; see chunks.h. */
+/* Tensors of a pending collective; see chunks.h. Owns the array and one reference per tensor. */
 #include "chunks.h"
 
 #include <assert.h>

@@ -1,5 +1,5 @@
-/* The tensors of a collective in flight: one for each chunk of its plan, in the plan's order. Holds
- * one counted reference per tensor from the pack until the result has been copied out. */
+/* Tensors of a pending collective: one per chunk of its plan, in the plan's order. The list holds
+ * one counted reference per tensor from the pack to the end of the copy-out. */
 #ifndef FSDP_C_CORE_CHUNKS_H
 #define FSDP_C_CORE_CHUNKS_H
 
@@ -12,12 +12,13 @@ typedef struct fc_chunks {
     size_t capacity;
 } fc_chunks;
 
-/* Releases all tensors and reserves space for `count`. FC_ENOMEM. */
+/* Releases all tensors and reserves space for `count`. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_chunks_begin(fc_chunks *c, size_t count);
-/* Takes the reference. Precondition: fewer than `capacity` tensors are held. */
+/* Takes the caller's reference. Precondition: fewer than `capacity` tensors are held. */
 void fc_chunks_add(fc_chunks *c, fct_tensor *tensor);
-/* Releases all tensors; the array is kept for the next collective. */
+/* Releases all tensors. The array is kept for the next collective. */
 void fc_chunks_drop(fc_chunks *c);
+/* Releases all tensors and frees the array. Safe on a zeroed struct. */
 void fc_chunks_fini(fc_chunks *c);
 
 #endif

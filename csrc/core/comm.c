@@ -1,6 +1,10 @@
-/* The communication context. Owns the event pool, the kept gather buffer and the parked
- * collectives; see comm.h for the lifetime rule. Reductions in flight hang off it but belong to
- * reduction.c. */
+/* Communication context; see comm.h for the lifetime rule of buffers. Owns the event pool, the kept
+ * buffers and the parked collectives. It also holds the list of reductions in flight, whose
+ * contents belong to reduction.c.
+ *
+ * Streams: gathers copy in on copy_in_stream and communicate on gather_stream. Reductions run on
+ * reduce_stream, all-reduces and later work on all_reduce_stream. The caller's current stream
+ * computes. */
 #include "comm.h"
 
 #include <assert.h>
@@ -28,22 +32,22 @@ done:
     return status;
 }
 
-/* The buffer goes, and its event back. */
-static void let_go(fc_comm *c, fc_kept_gather *kept) {
+/* Releases the buffer and returns its event to the pool. */
+static void release_kept(fc_comm *c, fc_kept_gather *kept) {
     fct_tensor_release(kept->buffer);
     fc_comm_put_event(c, kept->copied);
     *kept = (fc_kept_gather){NULL, NULL};
 }
 
 void fc_comm_fini(fc_comm *c) {
-    assert(c->oldest == NULL); /* whoever owns the context has discarded its reductions */
-    let_go(c, &c->kept);
+    assert(c->oldest == NULL); /* the owner has called fc_reduction_discard */
+    release_kept(c, &c->kept);
     fc_comm_put_event(c, c->last_reduced);
     fc_comm_put_event(c, c->last_all_reduced);
     for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
-        let_go(c, &c->kept_rows[i]);
+        release_kept(c, &c->kept_rows[i]);
     }
-    assert(c->events_out == 0); /* every group has given its events back */
+    assert(c->events_out == 0); /* every group has returned its events */
     while (c->parked != NULL) {
         fc_parked *next = c->parked->next;
         fct_work_release(c->parked->work);
@@ -179,11 +183,11 @@ fc_status fc_comm_gather_streams_wait(fc_comm *c, fct_event *e) {
     return fct_event_wait(e, c->copy_in_stream) == 0 ? FC_OK : FC_ERAISED;
 }
 
-/* Another thread may have kept one since the last was released: that is released in its stead. */
+/* Another thread may have kept a buffer since the last release. That buffer is released here. */
 void fc_comm_keep_gather(fc_comm *c, fct_tensor *buffer, fct_event *copied) {
     void *error = fct_error_set_aside();
     if (fc_comm_release_kept(c) != FC_OK) {
-        let_go(c, &c->kept);
+        release_kept(c, &c->kept);
     }
     fct_error_put_back(error);
     c->kept.buffer = buffer;
@@ -196,7 +200,7 @@ fc_status fc_comm_release_kept(fc_comm *c) {
         return FC_OK;
     }
     FC_TRY(fc_comm_gather_streams_wait(c, c->kept.copied));
-    let_go(c, &c->kept);
+    release_kept(c, &c->kept);
 done:
     return status;
 }
@@ -209,7 +213,7 @@ fc_status fc_comm_keep_row(fc_comm *c, fct_tensor *row, fct_event *done) {
     }
     c->kept_rows[0] = c->kept_rows[1];
     c->kept_rows[1] = (fc_kept_gather){.buffer = row, .copied = done};
-    let_go(c, &oldest);
+    release_kept(c, &oldest);
     return FC_OK;
 }
 
@@ -219,18 +223,20 @@ fc_status fc_comm_release_rows(fc_comm *c) {
         if (kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0) {
             return FC_ERAISED;
         }
-        let_go(c, kept);
+        release_kept(c, kept);
     }
     return FC_OK;
 }
 
 fc_status fc_comm_check(fc_comm *c) {
     if ((c->kept.buffer == NULL) != (c->kept.copied == NULL)) {
-        return fc_error_set(&c->error, FC_ESTATE, "a kept gather buffer and its event part");
+        return fc_error_set(
+            &c->error, FC_ESTATE,
+            "a gather buffer is kept without its event, or an event without its buffer");
     }
     if (c->events_out > 0 && !c->has_streams) {
-        return fc_error_set(&c->error, FC_ESTATE, "%zu events are out without streams",
-                            c->events_out);
+        return fc_error_set(&c->error, FC_ESTATE,
+                            "%zu events are in use on a device without streams", c->events_out);
     }
     if ((c->oldest == NULL) != (c->newest == NULL) || (c->oldest == NULL) != (c->reductions == 0)) {
         return fc_error_set(&c->error, FC_ESTATE, "%zu reductions were counted in a list that %s",

@@ -1,15 +1,15 @@
-/* The divide rule; see divide.h. Owns nothing. */
+/* Divide rule; see divide.h. Owns nothing. */
 #include "divide.h"
 
 #include "../kernels/kernels.h"
 
-/* Whether a sum over many ranks may leave the type's range. */
+/* Returns true if a sum over many ranks may exceed the range of the dtype. */
 static bool may_overflow(fct_dtype dtype) {
     return dtype != FCK_FLOAT32 && dtype != FCK_BFLOAT16;
 }
 
-/* Splits a division so that neither side over- or underflows: about the square root before the sum.
- */
+/* Returns the divisor before the sum, about the square root of `factor`. Neither step then
+ * overflows or underflows. */
 static double divisor_before(double factor) {
     double before = 1.0;
     while (factor / before == (double)(int64_t)(factor / before) && factor / before > before) {

@@ -1,5 +1,5 @@
-/* The divide rule: how a mean over all ranks is split around the collectives that add up. Pure
- * arithmetic. */
+/* Divide rule: how the mean over all ranks is split between scaling before, inside and after the
+ * collectives. Pure arithmetic; the results equal those of torch's FSDP2. */
 #ifndef FSDP_C_CORE_DIVIDE_H
 #define FSDP_C_CORE_DIVIDE_H
 
@@ -8,19 +8,20 @@
 
 #include "../torch/torch_abi.h"
 
-/* What the division depends on. */
+/* Inputs of the rule. */
 typedef struct fc_divide_rule {
-    int64_t world;    /* ranks of the reduce-scatter; 1: none */
-    int64_t replicas; /* ranks of the all-reduce; 0: none */
-    fct_dtype dtype;  /* that is reduced in */
-    bool has_factor;  /* the user's divisor in place of the number of ranks */
+    int64_t world;    /* ranks of the reduce-scatter; 1: no reduce-scatter */
+    int64_t replicas; /* ranks of the all-reduce; 0: no all-reduce */
+    fct_dtype dtype;  /* dtype of the reduction */
+    bool has_factor;  /* `factor` replaces the number of ranks as the divisor */
     double factor;
     bool force_sum;
-    /* The backend can scale inside the collective; else inputs are scaled before. */
+    /* The backend can scale inside the collective (PREMUL_SUM). Otherwise inputs are scaled
+     * first. */
     bool has_premul;
 } fc_divide_rule;
 
-/* A divisor of 1: none. */
+/* Result. A divisor of 1 means that no division is needed. */
 typedef struct fc_divide {
     double before;
     double after;

@@ -1,4 +1,4 @@
-/* Element types by torch's numbers: sizes, names, and which holds the values of which. */
+/* Element types by torch's ScalarType numbers; see dtype.h. Owns constant tables only. */
 #include "dtype.h"
 
 #include "../kernels/kernels.h"
@@ -55,7 +55,8 @@ static bool is_float(fct_dtype dtype) {
            dtype == FCK_FLOAT64;
 }
 
-/* Complex types and the types of their parts. bfloat16 has no complex numbers: wider ones do. */
+/* Complex dtypes and the dtypes of their parts. bfloat16 has no complex dtype; the next wider one
+ * is used. */
 enum { COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10 };
 static const struct {
     fct_dtype real;
@@ -99,7 +100,7 @@ fct_dtype fc_dtype_wider(fct_dtype a, fct_dtype b) {
         return FCT_NO_DTYPE;
     }
     if (fc_dtype_size(a) == fc_dtype_size(b)) {
-        return FCK_FLOAT32; /* float16 and bfloat16 */
+        return FCK_FLOAT32; /* float16 and bfloat16: neither holds the other's values */
     }
     return fc_dtype_size(a) > fc_dtype_size(b) ? a : b;
 }

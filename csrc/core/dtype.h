@@ -1,18 +1,20 @@
-/* What the core knows of torch's element types. */
+/* Element types by torch's ScalarType numbers: size, name, promotion. Pure functions, no state. */
 #ifndef FSDP_C_CORE_DTYPE_H
 #define FSDP_C_CORE_DTYPE_H
 
 #include "../torch/torch_abi.h"
 
-/* Bytes per element of torch's dtype `dtype`; 0 for one that is not known here. */
+/* Returns the bytes per element of `dtype`, or 0 if the core does not support it. */
 int32_t fc_dtype_size(fct_dtype dtype);
-/* torch's name of a dtype, "torch.float32". */
+/* Returns torch's name of the dtype, such as "torch.float32", or "an unknown dtype". The string is
+ * static. */
 const char *fc_dtype_name(fct_dtype dtype);
 bool fc_dtype_is_complex(fct_dtype dtype);
-/* The complex type with parts of a floating type, or wider ones where there is none; other types
- * themselves. */
+/* Returns the complex dtype whose parts hold every value of a floating dtype. Other dtypes are
+ * returned unchanged. */
 fct_dtype fc_dtype_complex(fct_dtype dtype);
-/* The type that holds the values of both; FCT_NO_DTYPE where there is none. */
+/* Returns the narrowest floating or complex dtype that holds the values of both. Equal dtypes are
+ * returned unchanged. FCT_NO_DTYPE: there is none. */
 fct_dtype fc_dtype_wider(fct_dtype a, fct_dtype b);
 
 #endif

@@ -1,4 +1,5 @@
-/* All-gather extensions; see extension.h. Owns the lists and the references in them. */
+/* All-gather extensions; see extension.h. Owns the lists and the references in them. Memory is
+ * allocated and freed on the device's current stream. */
 #include "extension.h"
 
 #include <stdlib.h>
@@ -15,7 +16,7 @@ static void release(fc_kept_tensor **list, size_t *count) {
     *count = 0;
 }
 
-/* Bytes of its storage now; NULL: none. */
+/* Returns the current size of the tensor's storage in bytes; 0 for NULL. */
 static int64_t bytes_of(const fct_tensor *t) {
     fct_facts facts = {0};
     if (t != NULL) {
@@ -24,7 +25,7 @@ static int64_t bytes_of(const fct_tensor *t) {
     return facts.strided ? facts.storage_bytes : 0;
 }
 
-/* What its storage holds or, while that has no memory, would have to. */
+/* Returns the size of the tensor's storage, or the size that it needs while it has no memory. */
 static int64_t bytes_needed(const fct_tensor *t) {
     fct_facts facts;
     fct_tensor_facts(t, &facts);
@@ -33,7 +34,7 @@ static int64_t bytes_needed(const fct_tensor *t) {
                                       : facts.offset_bytes + facts.numel * facts.itemsize;
 }
 
-/* The new tensors may be among the old ones. */
+/* Replaces the list. The new tensors may be among the old ones. */
 static fc_status replace(fc_kept_tensor **list, size_t *count, fct_tensor *const *tensors,
                          size_t new_count) {
     fc_kept_tensor *made = NULL;
@@ -126,7 +127,7 @@ static fc_status refuse_over_others(const fc_kept_tensor *output, const char *na
                         name != NULL ? name : "?");
 }
 
-/* As many outputs as inputs. */
+/* Adjusts the number of outputs to the number of inputs. */
 static fc_status match_count(fc_extension *e, const char *name, fc_error *err) {
     fc_kept_tensor *made = NULL;
     if (e->output_count == e->input_count) {
@@ -167,7 +168,7 @@ fc_status fc_extension_alloc(fc_extension *e, int64_t world, fct_device device, 
     FC_TRY(match_count(e, name, err));
     for (size_t i = 0; i < e->input_count; i++) {
         fc_kept_tensor *output = &e->outputs[i];
-        const int64_t numel = world * e->inputs[i].numel; /* bounded by the plan */
+        const int64_t numel = world * e->inputs[i].numel; /* the plan has checked the product */
         if (!fits(output, numel, e->inputs[i].dtype)) {
             fct_tensor *made = NULL;
             FC_TRY(refuse_over_others(output, name, err));

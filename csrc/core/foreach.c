@@ -1,7 +1,10 @@
-/* Transfers with torch's multi-tensor operations; see foreach.h. A parameter that is cut on another
- * dim than 0 is [outer, world, chunk] where it is whole and [world, outer, chunk] where it is in
- * rows, so that it needs a copy of its own between the two; torch's FSDP2 makes the same copy (a
- * cat). Where at most one other parameter is left, all are copied like that, straight. */
+/* Transfers with torch's multi-tensor operations; see foreach.h. Owns the argument lists. All work
+ * runs on the device's current stream.
+ *
+ * A parameter that is sharded on another dim than 0 has the layout [outer, world, chunk] when
+ * unsharded. In rows it has the layout [world, outer, chunk]. It needs one more copy between the
+ * two, like torch.cat in torch's FSDP2. If at most one other parameter remains, all parameters are
+ * copied in this way, without a split. */
 #include "foreach.h"
 
 #include <stdlib.h>
@@ -19,7 +22,7 @@ static void clear(fc_foreach *f) {
 
 void fc_foreach_fini(fc_foreach *f) {
     clear(f);
-    free((void *)f->dst); /* all of them: one block */
+    free((void *)f->dst); /* one block holds all three arrays */
     memset(f, 0, sizeof *f);
 }
 
@@ -40,7 +43,7 @@ static fc_status reserve(fc_foreach *f, size_t capacity) {
     return FC_OK;
 }
 
-/* A new place at the end, without tensors. */
+/* Appends an entry without tensors and returns its index. */
 static size_t append(fc_foreach *f, int64_t size) {
     f->dst[f->count] = NULL;
     f->src[f->count] = NULL;
@@ -50,24 +53,25 @@ static size_t append(fc_foreach *f, int64_t size) {
 
 /* ---- aliases ---- */
 
-/* `numel` elements from element `offset` of the storage on. */
-static fc_status line(const fct_tensor *base, fct_dtype dtype, int64_t numel, int64_t offset,
-                      fct_tensor **out) {
+/* Creates a 1-D view of `numel` elements at element `offset` of the storage. */
+static fc_status view_1d(const fct_tensor *base, fct_dtype dtype, int64_t numel, int64_t offset,
+                         fct_tensor **out) {
     const int64_t stride[1] = {1};
     return fct_tensor_alias_as(base, dtype, 1, &numel, stride, offset, out) == 0 ? FC_OK
                                                                                  : FC_ERAISED;
 }
 
-/* `rows` rows of `numel` elements, `pitch` apart. */
-static fc_status table(const fct_tensor *base, fct_dtype dtype, int64_t rows, int64_t numel,
-                       int64_t pitch, int64_t offset, fct_tensor **out) {
+/* Creates a 2-D view of `rows` rows of `numel` elements, with a stride of `pitch`. */
+static fc_status view_2d(const fct_tensor *base, fct_dtype dtype, int64_t rows, int64_t numel,
+                         int64_t pitch, int64_t offset, fct_tensor **out) {
     const int64_t sizes[2] = {rows, numel};
     const int64_t strides[2] = {pitch, 1};
     return fct_tensor_alias_as(base, dtype, 2, sizes, strides, offset, out) == 0 ? FC_OK
                                                                                  : FC_ERAISED;
 }
 
-/* Blocks of `chunk` elements: where rank r's block o stands, `row` and `block` elements apart. */
+/* Addresses of blocks of `chunk` elements: block o of rank r is at offset + r * row + o * block.
+ * All counts are elements. */
 typedef struct blocks {
     const fct_tensor *base;
     int64_t offset;
@@ -95,19 +99,19 @@ done:
 
 /* ---- pack ---- */
 
-/* A copy of `numel` elements to come, `from` and `to` being element types. */
+/* Appends a copy of `numel` elements from dtype `from` to dtype `to`. */
 static fc_status add_copy(fc_foreach *f, fct_dtype from, const fct_tensor *source,
                           int64_t source_offset, fct_dtype to, const fct_tensor *target,
                           int64_t target_offset, int64_t numel) {
     fc_status status = FC_OK;
-    size_t i = append(f, ((int64_t)from << 32) + to); /* what must be equal in one operation */
-    FC_TRY(line(source, from, numel, source_offset, &f->src[i]));
-    FC_TRY(line(target, to, numel, target_offset, &f->dst[i]));
+    size_t i = append(f, ((int64_t)from << 32) + to); /* key: one operation per value */
+    FC_TRY(view_1d(source, from, numel, source_offset, &f->src[i]));
+    FC_TRY(view_1d(target, to, numel, target_offset, &f->dst[i]));
 done:
     return status;
 }
 
-static void swap_places(fc_foreach *f, size_t i, size_t j) {
+static void swap_entries(fc_foreach *f, size_t i, size_t j) {
     fct_tensor *dst = f->dst[i];
     fct_tensor *src = f->src[i];
     int64_t size = f->sizes[i];
@@ -119,14 +123,14 @@ static void swap_places(fc_foreach *f, size_t i, size_t j) {
     f->sizes[j] = size;
 }
 
-/* The copies that were added, in one operation for each pair of types. */
+/* Executes the appended copies, in one operation per pair of dtypes. */
 static fc_status copy_all(fc_foreach *f) {
     fc_status status = FC_OK;
     for (size_t first = 0, end = 0; first < f->count; first = end) {
         end = first + 1;
         for (size_t i = end; i < f->count; i++) {
             if (f->sizes[i] == f->sizes[first]) {
-                swap_places(f, i, end++);
+                swap_entries(f, i, end++);
             }
         }
         FC_TRY_RAISED(fct_foreach_copy(f->dst + first, f->src + first, end - first));
@@ -135,7 +139,7 @@ done:
     return status;
 }
 
-/* A slot's input, to `at` bytes into the storage of `target`. */
+/* Appends the copy of a slot's input to `at` bytes into the storage of `target`. */
 static fc_status add_input(fc_foreach *f, const fc_gather_plan *plan, const fc_slot *slot,
                            fc_param *const *params, const fct_tensor *target, int64_t at,
                            fc_error *err) {
@@ -152,7 +156,7 @@ static fc_status add_input(fc_foreach *f, const fc_gather_plan *plan, const fc_s
         return add_copy(f, slot->source, source, facts.offset_bytes / facts.itemsize, slot->compute,
                         target, at / size, slot->numel);
     }
-    if (casts) { /* no element starts there among bytes, or the real parts are meant */
+    if (casts) { /* the target is not aligned to its dtype, or only real parts are kept */
         FC_TRY_RAISED(fct_tensor_cast(fc_slot_input(plan, slot, params), slot->compute, &cast));
         source = cast;
         fct_tensor_facts(cast, &facts);
@@ -185,12 +189,12 @@ done:
 
 /* ---- unpack ---- */
 
-/* Sizes in the row's elements, which are bytes where the parameters have several dtypes. */
+/* Returns the slot's size in elements of the row, which are bytes if the dtypes differ. */
 static int64_t slot_units(const fc_gather_plan *plan, const fc_slot *slot) {
     return slot->numel * fc_dtype_size(slot->compute) / fc_dtype_size(plan->dtype);
 }
 
-/* One slot's blocks, from where they stand in rows to the output. */
+/* Copies the blocks of one slot from the rows to its output. */
 static fc_status unpack_blocks(const fc_gather_plan *plan, const fc_slot *slot,
                                fc_param *const *params, const fct_tensor *rows, int64_t offset,
                                int64_t pitch) {
@@ -200,14 +204,14 @@ static fc_status unpack_blocks(const fc_gather_plan *plan, const fc_slot *slot,
     return copy_blocks(&from, &to, plan->world, slot->outer, chunk);
 }
 
-/* What the split has to write besides the outputs, in elements of one row. */
-typedef struct spare_room {
-    int64_t blocks; /* of slots with several blocks, one after the other: copied from there */
-    int64_t gap;    /* the widest between two slots: nobody reads it */
-} spare_room;
+/* Extra memory that the split writes besides the outputs, in elements per row. */
+typedef struct spare_sizes {
+    int64_t blocks; /* total of the slots with several blocks, which are copied from there */
+    int64_t gap;    /* widest gap between two slots; never read */
+} spare_sizes;
 
-static spare_room room_beside(const fc_gather_plan *plan) {
-    spare_room a = {0, 0};
+static spare_sizes measure_spare(const fc_gather_plan *plan) {
+    spare_sizes a = {0, 0};
     int64_t end = 0;
     for (size_t i = 0; i <= plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
@@ -222,7 +226,7 @@ static spare_room room_beside(const fc_gather_plan *plan) {
     return a;
 }
 
-/* The parts of a row: outputs, blocks that are put aside, gaps behind those. */
+/* Lists the parts of a row: outputs, blocks in extra memory, and the gaps between them. */
 static fc_status list_parts(fc_foreach *f, const fc_gather_plan *plan, fc_param *const *params,
                             const fct_tensor *spare, int64_t blocks_end) {
     fc_status status = FC_OK;
@@ -234,8 +238,8 @@ static fc_status list_parts(fc_foreach *f, const fc_gather_plan *plan, fc_param 
             i < plan->count ? slot->offset / fc_dtype_size(plan->dtype) : plan->row_numel;
         if (next > end) {
             size_t at = append(f, next - end);
-            FC_TRY(table(spare, plan->dtype, plan->world, next - end, next - end,
-                         plan->world * blocks_end, &f->dst[at]));
+            FC_TRY(view_2d(spare, plan->dtype, plan->world, next - end, next - end,
+                           plan->world * blocks_end, &f->dst[at]));
         }
         if (i == plan->count || slot->numel == 0) {
             end = next;
@@ -244,8 +248,8 @@ static fc_status list_parts(fc_foreach *f, const fc_gather_plan *plan, fc_param 
         int64_t units = slot_units(plan, slot);
         size_t at = append(f, units);
         const fct_tensor *base = slot->outer == 1 ? fc_slot_output(slot, params) : spare;
-        FC_TRY(table(base, plan->dtype, plan->world, units, units,
-                     slot->outer == 1 ? 0 : plan->world * put, &f->dst[at]));
+        FC_TRY(view_2d(base, plan->dtype, plan->world, units, units,
+                       slot->outer == 1 ? 0 : plan->world * put, &f->dst[at]));
         put += slot->outer == 1 ? 0 : units;
         end = next + units;
     }
@@ -253,13 +257,14 @@ done:
     return status;
 }
 
-/* All slots in one operation, and those of several blocks once more from where they were put. */
+/* Unpacks all slots in one operation. Slots with several blocks are copied once more, from the
+ * extra memory. */
 static fc_status unpack_split(fc_foreach *f, const fc_gather_plan *plan, fc_param *const *params,
                               const fct_tensor *buffer, int64_t offset, fct_device device) {
     fc_status status = FC_OK;
     fct_tensor *rows = NULL;
     fct_tensor *spare = NULL;
-    const spare_room a = room_beside(plan);
+    const spare_sizes a = measure_spare(plan);
     int64_t put = 0;
     FC_TRY(reserve(f, 2 * plan->count + 1));
     if (a.blocks + a.gap > 0) {
@@ -267,7 +272,7 @@ static fc_status unpack_split(fc_foreach *f, const fc_gather_plan *plan, fc_para
             fct_tensor_empty(plan->world * (a.blocks + a.gap), plan->dtype, device, &spare));
     }
     FC_TRY(
-        table(buffer, plan->dtype, plan->world, plan->row_numel, plan->row_numel, offset, &rows));
+        view_2d(buffer, plan->dtype, plan->world, plan->row_numel, plan->row_numel, offset, &rows));
     FC_TRY(list_parts(f, plan, params, spare, a.blocks));
     FC_TRY_RAISED(fct_split_copy(rows, f->sizes, f->dst, f->count));
     for (size_t i = 0; i < plan->count; i++) {
@@ -315,48 +320,48 @@ done:
 
 /* ---- pack gradients ---- */
 
-/* How the gradients are dealt. */
-typedef struct deal {
-    fct_dtype dtype;   /* in this one: their own, or the plan's where they have several */
-    bool straight;     /* all are cut on other dims: each goes to the rows by itself */
-    fct_tensor *aside; /* those that are cast or turned before, one after the other; or NULL */
-} deal;
+/* How the gradients are distributed to the rows. */
+typedef struct distribution {
+    fct_dtype dtype;       /* common dtype of the gradients; the plan's if they differ */
+    bool straight;         /* all gradients are sharded on other dims: no temporary */
+    fct_tensor *temporary; /* gradients that are cast or transposed first; may be NULL */
+} distribution;
 
-static fct_dtype dtype_of(const fct_tensor *t) {
+static fct_dtype tensor_dtype(const fct_tensor *t) {
     fct_facts facts;
     fct_tensor_facts(t, &facts);
     return facts.dtype;
 }
 
-static bool goes_aside(const fc_reduce_plan *plan, size_t i, const deal *d) {
+static bool needs_temporary(const fc_reduce_plan *plan, size_t i, const distribution *d) {
     const fc_layout *layout = &plan->params[i]->layout;
-    return layout->outer != 1 ? !d->straight : dtype_of(plan->grads[i]) != d->dtype;
+    return layout->outer != 1 ? !d->straight : tensor_dtype(plan->grads[i]) != d->dtype;
 }
 
-static fc_status make_deal(const fc_reduce_plan *plan, fct_device device, deal *d) {
+static fc_status init_distribution(const fc_reduce_plan *plan, fct_device device, distribution *d) {
     fc_status status = FC_OK;
     bool uniform = true;
     int64_t numel = 0;
-    *d = (deal){.straight = true};
+    *d = (distribution){.straight = true};
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
-        uniform = uniform && dtype_of(plan->grads[i]) == dtype_of(plan->grads[0]);
+        uniform = uniform && tensor_dtype(plan->grads[i]) == tensor_dtype(plan->grads[0]);
         d->straight = d->straight && (layout->outer != 1 || layout->numel == 0);
     }
-    d->dtype = uniform ? dtype_of(plan->grads[0]) : plan->dtype;
+    d->dtype = uniform ? tensor_dtype(plan->grads[0]) : plan->dtype;
     for (size_t i = 0; i < plan->count; i++) {
-        numel += goes_aside(plan, i, d) ? plan->params[i]->layout.numel : 0;
+        numel += needs_temporary(plan, i, d) ? plan->params[i]->layout.numel : 0;
     }
     if (numel > 0) {
-        FC_TRY_RAISED(fct_tensor_empty(numel, d->dtype, device, &d->aside));
+        FC_TRY_RAISED(fct_tensor_empty(numel, d->dtype, device, &d->temporary));
     }
 done:
     return status;
 }
 
-/* One gradient's blocks, in the order of ranks. */
-static fc_status turn(const fc_reduce_plan *plan, size_t i, const fct_tensor *target,
-                      fct_dtype dtype, int64_t offset, int64_t pitch) {
+/* Copies one gradient to `target`, with its blocks in rank order. */
+static fc_status copy_in_rank_order(const fc_reduce_plan *plan, size_t i, const fct_tensor *target,
+                                    fct_dtype dtype, int64_t offset, int64_t pitch) {
     const fc_layout *layout = &plan->params[i]->layout;
     fct_facts facts;
     fct_tensor_facts(plan->grads[i], &facts);
@@ -367,21 +372,22 @@ static fc_status turn(const fc_reduce_plan *plan, size_t i, const fct_tensor *ta
     return copy_blocks(&from, &to, layout->world, layout->outer, chunk);
 }
 
-static fc_status put_aside(fc_foreach *f, const fc_reduce_plan *plan, const deal *d) {
+static fc_status fill_temporary(fc_foreach *f, const fc_reduce_plan *plan, const distribution *d) {
     fc_status status = FC_OK;
     int64_t put = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
         fct_facts facts;
-        if (layout->numel == 0 || !goes_aside(plan, i, d)) {
+        if (layout->numel == 0 || !needs_temporary(plan, i, d)) {
             continue;
         }
         fct_tensor_facts(plan->grads[i], &facts);
         if (layout->outer != 1) {
-            FC_TRY(turn(plan, i, d->aside, d->dtype, put, layout->numel / layout->world));
+            FC_TRY(copy_in_rank_order(plan, i, d->temporary, d->dtype, put,
+                                      layout->numel / layout->world));
         } else {
             FC_TRY(add_copy(f, facts.dtype, plan->grads[i], facts.offset_bytes / facts.itemsize,
-                            d->dtype, d->aside, put, layout->numel));
+                            d->dtype, d->temporary, put, layout->numel));
         }
         put += layout->numel;
     }
@@ -391,13 +397,13 @@ done:
     return status;
 }
 
-/* The gradients as tables whose rows are dealt to the ranks. */
-static fc_status list_tables(fc_foreach *f, const fc_reduce_plan *plan, const deal *d) {
+/* Lists the gradients as 2-D views whose rows are distributed to the ranks. */
+static fc_status list_tables(fc_foreach *f, const fc_reduce_plan *plan, const distribution *d) {
     fc_status status = FC_OK;
     int64_t put = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
-        bool aside = goes_aside(plan, i, d);
+        bool temporary = needs_temporary(plan, i, d);
         int64_t rows = layout->outer != 1 ? layout->world : layout->rows;
         fct_facts facts;
         if (layout->numel == 0) {
@@ -405,29 +411,30 @@ static fc_status list_tables(fc_foreach *f, const fc_reduce_plan *plan, const de
         }
         fct_tensor_facts(plan->grads[i], &facts);
         size_t at = append(f, 0);
-        FC_TRY(table(aside ? d->aside : plan->grads[i], d->dtype, rows, layout->numel / rows,
-                     layout->numel / rows, aside ? put : facts.offset_bytes / facts.itemsize,
-                     &f->dst[at]));
-        put += aside ? layout->numel : 0;
+        FC_TRY(view_2d(temporary ? d->temporary : plan->grads[i], d->dtype, rows,
+                       layout->numel / rows, layout->numel / rows,
+                       temporary ? put : facts.offset_bytes / facts.itemsize, &f->dst[at]));
+        put += temporary ? layout->numel : 0;
     }
 done:
     return status;
 }
 
-static fc_status deal_out(fc_foreach *f, const fc_reduce_plan *plan, const deal *d, int64_t world,
-                          const fct_tensor *buffer, int64_t offset) {
+static fc_status distribute(fc_foreach *f, const fc_reduce_plan *plan, const distribution *d,
+                            int64_t world, const fct_tensor *buffer, int64_t offset) {
     fc_status status = FC_OK;
     fct_tensor *rows = NULL;
     for (size_t i = 0; d->straight && i < plan->count; i++) {
         if (plan->params[i]->layout.numel > 0) {
-            FC_TRY(turn(plan, i, buffer, plan->dtype, offset + plan->slots[i].offset,
-                        plan->row_numel));
+            FC_TRY(copy_in_rank_order(plan, i, buffer, plan->dtype, offset + plan->slots[i].offset,
+                                      plan->row_numel));
         }
     }
     if (!d->straight) {
-        FC_TRY(put_aside(f, plan, d));
+        FC_TRY(fill_temporary(f, plan, d));
         FC_TRY(list_tables(f, plan, d));
-        FC_TRY(table(buffer, plan->dtype, world, plan->row_numel, plan->row_numel, offset, &rows));
+        FC_TRY(
+            view_2d(buffer, plan->dtype, world, plan->row_numel, plan->row_numel, offset, &rows));
         FC_TRY_RAISED(fct_chunk_cat(f->dst, f->count, world, rows));
     }
 done:
@@ -439,14 +446,14 @@ done:
 fc_status fc_foreach_pack_gradients(fc_foreach *f, const fc_reduce_plan *plan, int64_t world,
                                     const fct_tensor *buffer, int64_t start, fct_device device) {
     fc_status status = FC_OK;
-    deal d = {.aside = NULL};
+    distribution d = {.temporary = NULL};
     if (plan->count == 0 || plan->row_numel == 0) {
         return FC_OK;
     }
     FC_TRY(reserve(f, plan->count));
-    FC_TRY(make_deal(plan, device, &d));
-    FC_TRY(deal_out(f, plan, &d, world, buffer, start / fc_dtype_size(plan->dtype)));
+    FC_TRY(init_distribution(plan, device, &d));
+    FC_TRY(distribute(f, plan, &d, world, buffer, start / fc_dtype_size(plan->dtype)));
 done:
-    fct_tensor_release(d.aside);
+    fct_tensor_release(d.temporary);
     return status;
 }

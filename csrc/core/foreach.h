@@ -1,15 +1,16 @@
-/* The transfers of devices that have no kernels of ours, with torch's multi-tensor operations: the
- * same that torch's own FSDP2 uses, and never more of them. What moves are aliases of tensors,
- * which the boundary checks; no address is taken here. */
+/* Transfers on devices without kernels of fsdp_c, with torch's multi-tensor operations. They issue
+ * the same operations as torch's FSDP2, and never more of them. Data moves between tensor aliases,
+ * which the torch boundary checks; no address is read here. */
 #ifndef FSDP_C_CORE_FOREACH_H
 #define FSDP_C_CORE_FOREACH_H
 
 #include "plan.h"
 
-/* The lists of one operation. Empty between two calls; only the memory is kept. Zeroed at first. */
+/* Argument lists of one operation. They are empty between two calls; only the memory is kept.
+ * Initialize the struct with zeros. */
 typedef struct fc_foreach {
     fct_tensor **dst; /* [capacity] counted, or NULL */
-    fct_tensor **src; /* [capacity] likewise */
+    fct_tensor **src; /* [capacity] counted, or NULL */
     int64_t *sizes;   /* [capacity] */
     size_t count;
     size_t capacity;
@@ -17,19 +18,20 @@ typedef struct fc_foreach {
 
 void fc_foreach_fini(fc_foreach *f);
 
-/* The inputs, cast, into the row of `buffer` that starts `start` bytes into its storage; buffer
- * NULL: each into its output. One launch for each pair of dtypes. */
+/* Casts the inputs and packs them into the row that starts `start` bytes into the storage of
+ * `buffer`. With `buffer` NULL each input is copied to its output. One launch per pair of
+ * dtypes. */
 FC_CHECK fc_status fc_foreach_pack(fc_foreach *f, const fc_gather_plan *plan,
                                    fc_param *const *params, const fct_tensor *buffer, int64_t start,
                                    fc_error *err);
-/* The rows of `buffer`, from `start` bytes into its storage on, to the outputs. One launch,
- * and one for each parameter that is cut on another dim than 0. */
+/* Copies the rows, which start `start` bytes into the storage of `buffer`, to the outputs. One
+ * launch, and one per parameter that is sharded on another dim than 0. */
 FC_CHECK fc_status fc_foreach_unpack(fc_foreach *f, const fc_gather_plan *plan,
                                      fc_param *const *params, const fct_tensor *buffer,
                                      int64_t start, fct_device device);
-/* The gradients, cast, to `world` rows of `buffer`, which start `start` bytes into its storage; the
- * padding becomes zeros. One launch, one for each gradient that is cut on another dim, and where
- * the gradients have several dtypes one for each of those. */
+/* Casts the gradients and packs them into `world` rows, which start `start` bytes into the storage
+ * of `buffer`. The padding is zeroed. One launch, plus one per gradient that is sharded on another
+ * dim than 0. Gradients of several dtypes need one launch per dtype. */
 FC_CHECK fc_status fc_foreach_pack_gradients(fc_foreach *f, const fc_reduce_plan *plan,
                                              int64_t world, const fct_tensor *buffer, int64_t start,
                                              fct_device device);

@@ -1,5 +1,8 @@
-/* The gather; see gather.h. Stream rules: copy-in and gather run on the context's gather streams
- * or, in the direct lane, on the current stream; copy-out always on the current stream. */
+/* All-gather of a group; see gather.h. Owns the plans, the chunks and the pending gather.
+ *
+ * Streams: copy-in and all-gather run on the context's gather streams, or on the current stream in
+ * the direct lane. Copy-out always runs on the current stream. A buffer is reused only after the
+ * gather streams wait for its copy-out. */
 #include "gather.h"
 
 #include <string.h>
@@ -33,10 +36,10 @@ void fc_gather_invalidate(fc_gather *a) {
     a->post_forward_plan.valid = false;
 }
 
-/* ---- giving up ---- */
+/* ---- abandon ---- */
 
-/* Parks what the backend may still use, and forgets the rest. */
-static void drop(fc_gather *a) {
+/* Parks memory that the backend may still use and resets the pending gather. */
+static void clear_flight(fc_gather *a) {
     fc_members *m = a->members;
     if (!a->flight.active) {
         return;
@@ -48,7 +51,7 @@ static void drop(fc_gather *a) {
         fc_comm_park(m->comm, a->flight.work, a->flight.buffer, NULL);
         fc_comm_put_event(m->comm, a->flight.done);
     }
-    fc_chunks_drop(&a->chunks); /* a work that goes on holds them */
+    fc_chunks_drop(&a->chunks); /* a work that is still running holds them */
     memset(&a->flight, 0, sizeof a->flight);
 }
 
@@ -59,7 +62,7 @@ void fc_gather_abandon(fc_gather *a) {
         fc_comm_settle_streams(m->comm, current, m->comm->gather_stream);
         fc_comm_settle_streams(m->comm, m->comm->copy_in_stream, current);
     }
-    drop(a);
+    clear_flight(a);
 }
 
 fc_status fc_gather_can_free(const fc_gather *a) {
@@ -98,8 +101,8 @@ static void drop_inputs(const fc_members *m) {
     }
 }
 
-/* Has extended parameters give their inputs, on the stream that those are packed on. */
-static fc_status ask_for_inputs(fc_gather *a, const fct_stream *pack_stream) {
+/* Runs the first hooks of extended parameters, on the stream of the pack. */
+static fc_status run_input_hooks(fc_gather *a, const fct_stream *pack_stream) {
     const fc_members *m = a->members;
     fc_status status = FC_OK;
     fct_stream previous = {0};
@@ -112,26 +115,26 @@ static fc_status ask_for_inputs(fc_gather *a, const fct_stream *pack_stream) {
         }
     }
 done:
-    a->plan.valid = a->plan.valid && status == FC_OK; /* some may be new */
+    a->plan.valid = a->plan.valid && status == FC_OK; /* some inputs may be new */
     if (pack_stream != NULL) {
         (void)fct_stream_set_current(previous);
     }
     return status;
 }
 
-/* Over which link, and how: the shards, or those of the smaller group. */
-static fc_link *link_of(const fc_gather *a, bool post_forward) {
+/* Select the link and the plan: those of the shards, or of the smaller group's shards. */
+static fc_link *select_link(const fc_gather *a, bool post_forward) {
     return post_forward ? &a->members->post_forward : &a->members->shard;
 }
 
-static fc_gather_plan *plan_of(fc_gather *a, bool post_forward) {
+static fc_gather_plan *select_plan(fc_gather *a, bool post_forward) {
     return post_forward ? &a->post_forward_plan : &a->plan;
 }
 
-/* Builds the plan where it is not valid. `extended`: nor where the inputs are others now. */
-static fc_status renew_plan(fc_gather *a, bool post_forward, int64_t world, bool extended) {
+/* Builds the plan if it is not valid. `extended`: also if the inputs have changed. */
+static fc_status update_plan(fc_gather *a, bool post_forward, int64_t world, bool extended) {
     const fc_members *m = a->members;
-    fc_gather_plan *plan = plan_of(a, post_forward);
+    fc_gather_plan *plan = select_plan(a, post_forward);
     bool fits = plan->valid &&
                 ((!extended && !plan->extended) || fc_gather_plan_fits(plan, m->params, m->count));
     return fits ? FC_OK
@@ -139,23 +142,23 @@ static fc_status renew_plan(fc_gather *a, bool post_forward, int64_t world, bool
                                        &m->comm->error);
 }
 
-/* Link, inputs, plan and order for a gather that is about to start. One rank asks for its inputs
- * when they are copied. */
+/* Opens the link, runs the hooks, updates the plan and orders the streams. With one rank the hooks
+ * run at copy-out instead. */
 static fc_status prepare_gather(fc_gather *a, bool post_forward, const fct_stream *pack_stream,
                                 fc_flight *flight) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
-    flight->link = link_of(a, post_forward);
-    flight->plan = plan_of(a, post_forward);
+    flight->link = select_link(a, post_forward);
+    flight->plan = select_plan(a, post_forward);
     if (flight->link->world > 1) {
         FC_TRY(fc_link_open(flight->link));
     }
     FC_TRY(fc_members_open_reduction(m));
     if (flight->extended && flight->link->world > 1) {
-        FC_TRY(ask_for_inputs(a, pack_stream));
+        FC_TRY(run_input_hooks(a, pack_stream));
     }
     if (!flight->extended || flight->link->world > 1) {
-        FC_TRY(renew_plan(a, post_forward, flight->link->world, flight->extended));
+        FC_TRY(update_plan(a, post_forward, flight->link->world, flight->extended));
     }
     FC_TRY(fc_comm_gather_streams_wait(m->comm, a->resharded));
     fc_gather_forget_event(a);
@@ -164,8 +167,8 @@ done:
     return status;
 }
 
-/* This rank's row in the gather buffer, as a new view. */
-static fc_status row_of_rank(const fc_flight *flight, fct_tensor **row) {
+/* Creates a view of this rank's row in the gather buffer. */
+static fc_status view_own_row(const fc_flight *flight, fct_tensor **row) {
     const int64_t numel = flight->plan->row_numel;
     const int64_t size[1] = {numel};
     const int64_t stride[1] = {1};
@@ -174,9 +177,9 @@ static fc_status row_of_rank(const fc_flight *flight, fct_tensor **row) {
                : FC_ERAISED;
 }
 
-/* Whether large parameters are gathered into chunks of their own: some are large enough, the
- * transport can move them, and parameters may change their addresses. Memory of the process group
- * is only had as one buffer. */
+/* Decides whether large parameters get their own chunks. Conditions: some are large enough, the
+ * transport supports chunks, and addresses may change. The process group's allocator provides only
+ * one buffer. */
 static fc_status choose_split(const fc_gather *a, fc_flight *flight) {
     const fc_members *m = a->members;
     fc_status status = FC_OK;
@@ -194,7 +197,7 @@ done:
     return status;
 }
 
-/* Allocates the plan's chunks on the current stream. flight->buffer is the packed one. */
+/* Allocates the plan's chunks on the current stream. flight->buffer is the packed chunk. */
 static fc_status make_chunks(fc_gather *a, fc_flight *flight) {
     const fc_members *m = a->members;
     fc_status status = FC_OK;
@@ -219,8 +222,8 @@ done:
     return status;
 }
 
-/* Offloaded shards that are cast are packed into a row of their own before the gather buffer is
- * allocated: what they are cast from and the buffer are never allocated at once. */
+/* Packs offloaded shards that need a cast into a separate row before the gather buffer is
+ * allocated. The staged copies and the buffer are then never allocated at the same time. */
 static fc_status pack_offloaded(fc_gather *a, const fc_gather_plan *plan, fct_tensor **row) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
@@ -246,7 +249,7 @@ static fc_status pack(fc_gather *a, fc_flight *flight) {
     }
     FC_TRY(pack_offloaded(a, plan, &row));
     FC_TRY(make_chunks(a, flight));
-    FC_TRY(row_of_rank(flight, &part));
+    FC_TRY(view_own_row(flight, &part));
     FC_TRY_RAISED(fct_tensor_copy(part, row));
 done:
     fct_tensor_release(part);
@@ -264,7 +267,7 @@ static fc_status all_gather(fc_gather *a, fc_flight *flight, bool async_op) {
         return fc_link_gather_chunks(flight->link, m->name, a->chunks.tensors, a->chunks.count,
                                      &layout, &flight->work);
     }
-    FC_TRY(row_of_rank(flight, &input));
+    FC_TRY(view_own_row(flight, &input));
     FC_TRY(
         fc_link_all_gather(flight->link, m->name, flight->buffer, input, async_op, &flight->work));
 done:
@@ -273,7 +276,7 @@ done:
 }
 
 /* Packs on the current stream and issues the collective on `gather_stream` (NULL: the current
- * one). */
+ * stream). */
 static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gather_stream,
                               fc_flight *flight) {
     fc_members *m = a->members;
@@ -294,21 +297,21 @@ done:
     return status;
 }
 
-/* The host gathers with torch's functions. The plan is built all the same: fc_gather_is_copied()
- * must give the same answer on every rank, also where the host moves only this rank's data. */
+/* Lets the host gather with torch's functions. The plan is still built: fc_gather_is_copied() must
+ * return the same value on every rank, even if the host moves only this rank's data. */
 static fc_status host_gather(fc_gather *a, bool post_forward, bool async_op, fc_lane lane) {
     const fc_members *m = a->members;
-    const fc_link *link = link_of(a, post_forward);
+    const fc_link *link = select_link(a, post_forward);
     if (link->world > 1 && !any_extended(m)) {
-        (void)!renew_plan(a, post_forward, link->world, false);
+        (void)!update_plan(a, post_forward, link->world, false);
     }
     return m->host->gather(m->owner, async_op, lane != FC_LANE_DIRECT) == 0 ? FC_OK : FC_ERAISED;
 }
 
 bool fc_gather_is_copied(const fc_gather *a, bool post_forward) {
-    fc_link *link = link_of(a, post_forward);
+    fc_link *link = select_link(a, post_forward);
     const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
-    /* A link may have other devices, too. */
+    /* The link's process group may serve other device types as well. */
     const bool by_processors = a->members->device.type == FCT_DEVICE_CPU;
     return by_processors && link->world > 1 && plan->valid && !plan->extended &&
            fc_link_is_copied(link, plan->row_bytes);
@@ -328,12 +331,12 @@ static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc
         goto done;
     }
     flight.extended = any_extended(m);
-    if (flight.extended && m->shard.world > 1) { /* the hooks are part of it */
+    if (flight.extended && m->shard.world > 1) { /* hooks are part of the range, as in torch */
         range = fc_members_enter_range(m, "all_gather");
     }
     FC_TRY(prepare_gather(a, post_forward, overlaps ? &m->comm->copy_in_stream : NULL, &flight));
     if (flight.link->world == 1 || flight.plan->row_bytes == 0) {
-        a->flight = flight; /* nothing to send: wait copies straight from the shards */
+        a->flight = flight; /* nothing to send: the copy-out reads the shards */
         goto done;
     }
     FC_TRY(choose_split(a, &flight));
@@ -359,7 +362,7 @@ done:
     return status;
 }
 
-/* Under functorch's transforms nothing here is to be wrapped. */
+/* Tensors that are created here must not be wrapped by functorch's transforms. */
 fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_lane lane) {
     void *pause = fct_functorch_pause();
     fc_status status = start_gather(a, post_forward, async_op, lane);
@@ -376,7 +379,7 @@ fc_status fc_gather_await(fc_gather *a) {
         FC_TRY_RAISED(fct_event_wait(a->flight.done, fct_stream_current(m->device)));
     }
     FC_TRY(fc_link_wait(a->flight.link, m->name, FC_ALL_GATHER, &a->flight.work));
-    if (!a->flight.active) { /* by a signal's handler */
+    if (!a->flight.active) { /* a signal handler has reset the group */
         return fc_error_set(&m->comm->error, FC_ESTATE,
                             "the group was reset while its all-gather was waited for");
     }
@@ -384,7 +387,7 @@ done:
     return status;
 }
 
-static fc_status move_data(fc_gather *a) {
+static fc_status fill_unsharded(fc_gather *a) {
     fc_members *m = a->members;
     fc_status status = FC_OK;
     fc_gather_plan *plan = a->flight.plan;
@@ -399,7 +402,7 @@ static fc_status move_data(fc_gather *a) {
     const bool extended = a->flight.extended;
     const int64_t world = a->flight.link->world;
     if (extended && world == 1) {
-        FC_TRY(ask_for_inputs(a, NULL));
+        FC_TRY(run_input_hooks(a, NULL));
     } else if (world == 1 && !post_forward) {
         bool aliased = false;
         FC_TRY(fc_unsharded_alias(m, &aliased));
@@ -407,9 +410,9 @@ static fc_status move_data(fc_gather *a) {
             return FC_OK;
         }
     }
-    FC_TRY(renew_plan(a, post_forward, world, extended));
+    FC_TRY(update_plan(a, post_forward, world, extended));
     if (a->flight.split && fc_gather_plan_can_split(plan)) {
-        fc_gather_plan_set_split(plan, true); /* it may have been built anew */
+        fc_gather_plan_set_split(plan, true); /* update_plan may have built it again, packed */
     }
     if (world > 1 && plan->row_bytes > 0 &&
         (a->flight.split != plan->chunks.split || a->chunks.count != plan->chunks.count)) {
@@ -428,9 +431,9 @@ done:
     return status;
 }
 
-/* What a failed unshard leaves: no memory, and rows that can be copied out again, unless hooks or
- * the host, who hands its rows out once, would have to do their part again. */
-static void give_back(fc_gather *a) {
+/* Undoes a failed copy-out: frees the unsharded memory and keeps the gathered rows for another
+ * attempt. With hooks the gather is discarded, because they run once per gather. */
+static void undo_copy_out(fc_gather *a) {
     if (a->flight.split) {
         fc_unsharded_return(a->members, a->flight.plan, &a->chunks);
     }
@@ -444,11 +447,11 @@ static void give_back(fc_gather *a) {
 fc_status fc_gather_copy_out(fc_gather *a) {
     fc_status status = FC_OK;
     void *pause = fct_functorch_pause();
-    FC_TRY(move_data(a));
+    FC_TRY(fill_unsharded(a));
     FC_TRY(fc_unsharded_make(a->members, a->flight.extended));
 done:
     if (status != FC_OK) {
-        give_back(a);
+        undo_copy_out(a);
     }
     fct_functorch_resume(pause);
     return status;
@@ -478,19 +481,19 @@ void fc_gather_retire(fc_gather *a, fct_event *copied) {
         fc_comm_keep_gather(a->members->comm, a->flight.buffer, copied);
         a->flight.buffer = NULL;
     }
-    a->flight.hosted = false; /* the host has let it go */
-    drop(a);
+    a->flight.hosted = false; /* the host has released it in copy_out() */
+    clear_flight(a);
 }
 
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied) {
     fc_comm_put_event(a->members->comm, copied);
-    give_back(a);
+    undo_copy_out(a);
     if (a->flight.hosted) {
-        fc_gather_abandon(a); /* the host hands its rows out once */
+        fc_gather_abandon(a); /* the host's copy_out() runs once per gather */
     }
 }
 
-/* ---- the smaller group's shards ---- */
+/* ---- shards of the smaller group ---- */
 
 fc_status fc_gather_keep_post_forward(fc_gather *a) {
     fc_status status = FC_OK;
@@ -515,7 +518,7 @@ void fc_gather_drop_post_forward(fc_gather *a) {
     }
 }
 
-/* ---- what must hold ---- */
+/* ---- invariants ---- */
 
 fc_status fc_gather_check(const fc_gather *a, bool unsharded) {
     fc_status status = FC_OK;

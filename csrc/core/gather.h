@@ -1,6 +1,6 @@
-/* The gather of a group's shards: pack, all-gather, copy out. Owns its plans and what is in flight,
- * and says when the unsharded parameters get their memory and lose it. What the modules see is the
- * group's business, and so is when any of this happens. */
+/* All-gather of a group's shards: pack, all-gather, copy-out. Owns the gather plans and the pending
+ * gather, and decides when unsharded parameters get and lose their memory. The group controls when
+ * a gather runs and which parameters are registered. */
 #ifndef FSDP_C_CORE_GATHER_H
 #define FSDP_C_CORE_GATHER_H
 
@@ -10,84 +10,91 @@
 #include "transfer.h"
 #include "unsharded.h"
 
-/* Where a gather runs on a device with streams. */
+/* Stream mode of a gather, for devices with streams. A deferred gather keeps its buffer until the
+ * next group waits, so that the copy-in of the next group overlaps with this copy-out. */
 typedef enum fc_lane {
     FC_LANE_DIRECT,  /* on the current stream */
     FC_LANE_OVERLAP, /* on the context's gather streams, which wait for the copy-out at once */
-    FC_LANE_DEFERRED /* likewise, but they wait only when the next group waits: until then copy-in
-                        overlaps, and the buffer is kept */
+    FC_LANE_DEFERRED /* on the gather streams; they wait only when the next group waits */
 } fc_lane;
 
-/* An all-gather between start and retire. */
+/* A pending all-gather, from start to retire. */
 typedef struct fc_flight {
     bool active;
-    bool hosted;          /* the host has it */
-    bool async_op;        /* the caller asked for a work to wait for, on its own stream */
+    bool hosted;          /* the host performs it */
+    bool async_op;        /* the caller holds a work to wait for, on its own stream */
     bool extended;        /* hooks of extended parameters take part */
-    bool split;           /* large parameters are gathered into chunks of their own */
-    fc_gather_plan *plan; /* in the gather */
-    fc_link *link;        /* in the members */
-    fct_tensor *buffer;   /* the packed chunk; NULL in a group of one rank, and without one */
-    fct_work *work;       /* NULL where the backend was done at once or an event stands for it */
+    bool split;           /* large parameters are gathered into their own chunks */
+    fc_gather_plan *plan; /* points into fc_gather */
+    fc_link *link;        /* points into fc_members */
+    fct_tensor *buffer;   /* the packed chunk; NULL with one rank, or without such a chunk */
+    fct_work *work;       /* NULL if the backend was done at once or `done` replaces it */
     fct_event *done;      /* on devices with streams, unless async_op */
 } fc_flight;
 
+/* State of a group's gathers. Embedded in fc_group. */
 typedef struct fc_gather {
     fc_members *members;              /* borrowed */
     fc_gather_plan plan;              /* of the shards */
-    fc_gather_plan post_forward_plan; /* of the smaller group's shards, while forward left those */
-    fc_transfer transfer;             /* of both */
-    fc_chunks chunks;     /* in flight; owned ones become the parameters' memory at copy-out */
-    fct_event *resharded; /* post_forward_data was copied; only with streams */
-    bool keep_storage;    /* unsharded memory is never freed: its addresses stay */
+    fc_gather_plan post_forward_plan; /* of the smaller group's shards */
+    fc_transfer transfer;             /* scratch memory of both plans */
+    fc_chunks chunks;     /* in flight; owned chunks become parameter memory at copy-out */
+    fct_event *resharded; /* end of the copy to post_forward_data; only with streams */
+    bool keep_storage;    /* unsharded memory is never freed, so addresses are stable */
     fc_flight flight;
 } fc_gather;
 
+/* Borrows `members`, which must outlive the gather. */
 void fc_gather_init(fc_gather *a, fc_members *members);
-/* Abandons what is in flight, releases all. */
+/* Abandons a pending gather and releases everything. */
 void fc_gather_fini(fc_gather *a);
-/* Gives its event back to the context, which is to change. */
+/* Returns the event `resharded` to the comm context. Call it before the group changes its
+ * context. */
 void fc_gather_forget_event(fc_gather *a);
-/* A shard or dtype was replaced: plans are built anew at the next start. */
+/* Marks the plans as invalid after a shard or dtype was replaced. The next start builds them
+ * again. */
 void fc_gather_invalidate(fc_gather *a);
 
-/* Takes the shards that users have replaced; before each unshard. */
+/* Adopts shards that users have replaced. Call it before each unshard. Fails if a replacement does
+ * not fit its parameter. */
 FC_CHECK fc_status fc_gather_follow(fc_gather *a);
-/* Packs this rank's row and issues the collective; on failure nothing is in flight.
- * `post_forward`: from the smaller group's shards. */
+/* Packs this rank's row and issues the collective. `post_forward`: from the smaller group's shards.
+ * On failure nothing is pending. */
 FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_lane lane);
-/* Whether processors that compute would copy its rows, so that to gather ahead gains nothing. */
+/* Returns true if the gather would be CPU-bound (fc_link_is_copied), so that prefetching has no
+ * benefit. */
 bool fc_gather_is_copied(const fc_gather *a, bool post_forward);
-/* Makes the current stream (or the host) see the gathered rows. */
+/* Makes the gathered rows visible to the current stream; on the CPU, to the caller. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);
-/* Everything of the unshard that can fail: memory, contents and the parameter objects. On failure
- * no unsharded parameter holds memory, and where hooks take part the gather is given up: they are
- * called once for each. */
+/* Performs all steps of the unshard that can fail before the swap: memory, contents, parameter
+ * objects. On failure no unsharded parameter holds memory. If hooks take part the gather is then
+ * discarded, because hooks run once per gather. */
 FC_CHECK fc_status fc_gather_copy_out(fc_gather *a);
-/* The last that can fail: orders whoever reuses the buffer after the copy-out. *copied is set where
- * the lane leaves that to the next group's wait. */
+/* Orders the next user of the buffer after the copy-out. This is the last step that can fail.
+ * *copied is set if the lane leaves the wait to the next group. */
 FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_lane lane, fct_event **copied);
-/* After a failure of the latter, or of what comes behind it: frees the unsharded memory. The rows
- * stay where they can be copied out again. Takes `copied`. */
+/* Frees the unsharded memory after a failure of fc_gather_end_copy_out or of a later step. The
+ * gathered rows stay if they can be copied out again. Takes `copied`. */
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied);
-/* The gather is over: its buffer is kept (until `copied`, which is taken) or freed. */
+/* Ends the gather. Its buffer is kept until `copied` if that is not NULL, else freed. Takes
+ * `copied`. */
 void fc_gather_retire(fc_gather *a, fct_event *copied);
-/* Gives up on the gather in flight without waiting. On a device with streams, whichever stream the
- * buffer was allocated on waits first for the work that is queued on it. */
+/* Discards the pending gather without a wait. With streams, the stream that allocated the buffer
+ * waits for the work that uses it. */
 void fc_gather_abandon(fc_gather *a);
 
-/* Frees the memory of the unsharded parameters, unless that is to be kept. Whether it can:
- * fc_unsharded_can_free(). */
+/* can_free: see fc_unsharded_can_free(). free frees the memory of the unsharded parameters, unless
+ * keep_storage is set. */
 FC_CHECK fc_status fc_gather_can_free(const fc_gather *a);
 void fc_gather_free(fc_gather *a);
 
-/* Copies this rank's rows of the smaller group, and has the host make parameters of them. After a
- * failure some may have been made: drop them. */
+/* Copies this rank's rows of the smaller group, and the host creates parameters over them. After a
+ * failure some parameters may exist: call fc_gather_drop_post_forward. */
 FC_CHECK fc_status fc_gather_keep_post_forward(fc_gather *a);
 void fc_gather_drop_post_forward(fc_gather *a);
 
-/* What must hold between transitions; FC_ESTATE with a message where it does not. `unsharded`: the
- * group's face now. */
+/* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is
+ * violated. `unsharded`: the modules hold the unsharded parameters. */
 FC_CHECK fc_status fc_gather_check(const fc_gather *a, bool unsharded);
 
 #endif

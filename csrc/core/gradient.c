@@ -1,4 +1,5 @@
-/* Gradients at the end of a group's backward; see gradient.h. */
+/* Gradients at the end of a group's backward; see gradient.h. Owns nothing. All work runs on the
+ * current stream. */
 #include "gradient.h"
 
 fc_status fc_gradient_fold(const fc_members *m, fc_span span) {
@@ -31,7 +32,7 @@ done:
     return status;
 }
 
-/* Zeros in place of a gradient; 1-D where the parameter was never unsharded. */
+/* Creates zeros in place of a missing gradient; 1-D if the parameter was never unsharded. */
 static fc_status zero_grad(const fc_members *m, const fc_param *p, fct_tensor **out) {
     fc_status status = FC_OK;
     fct_tensor *like = NULL;
@@ -47,7 +48,7 @@ done:
     return status;
 }
 
-/* The plain local tensor of a gradient (taken). */
+/* Replaces a DTensor gradient by its plain local tensor. Takes *grad. */
 static fc_status unwrap(const fc_members *m, const fc_param *p, fct_tensor **grad) {
     fct_tensor *local = NULL;
     if (*grad == NULL || !p->wrapped || p->unsharded == NULL) {
@@ -61,7 +62,8 @@ static fc_status unwrap(const fc_members *m, const fc_param *p, fct_tensor **gra
     return FC_OK;
 }
 
-/* One parameter's gradient for the reduction: plain, or NULL where it has none. */
+/* Takes one parameter's gradient for the reduction as a plain tensor. *out is NULL if there is
+ * none. */
 static fc_status collect_grad(const fc_members *m, fc_param *p, bool hosted, bool unused,
                               fct_tensor **out) {
     fc_status status = FC_OK;

@@ -1,17 +1,18 @@
-/* What a backward does with a group's gradients before their reduction. Owns nothing: they are the
- * parameters', and then the plan's. */
+/* Gradients of a group between autograd and their reduction. Owns nothing: a gradient belongs to
+ * its parameter, then to the reduce plan. */
 #ifndef FSDP_C_CORE_GRADIENT_H
 #define FSDP_C_CORE_GRADIENT_H
 
 #include "members.h"
 #include "plan.h"
 
-/* Adds the span's new gradients to what earlier backwards without reduction have left. */
+/* Adds the span's new gradients to those that earlier backwards without reduction have left. */
 FC_CHECK fc_status fc_gradient_fold(const fc_members *m, fc_span span);
-/* A backward that does not reduce: all gradients stay with the parameters, in the reduce type. */
+/* Ends a backward without reduction: all gradients stay with the parameters, in the reduce
+ * dtype. */
 FC_CHECK fc_status fc_gradient_stash(const fc_members *m);
-/* Takes the span's gradients out of the parameters into the plan. `unused`: parameters without one
- * have zeros. */
+/* Moves the span's gradients from the parameters to the plan. `unused`: parameters without a
+ * gradient contribute zeros. */
 FC_CHECK fc_status fc_gradient_collect(const fc_members *m, fc_span span, bool unused,
                                        fc_reduce_plan *plan);
 

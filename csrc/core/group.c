@@ -1,5 +1,8 @@
-/* The parameter group's state machine (drawn in group.h). Owns the rooms below it; how bytes move
- * is gather.c's and reduce.c's business, which bucket is next bucket.c's. */
+/* State machine of the parameter group, drawn in group.h. Owns the gather, the buckets and the
+ * reducer, which perform the transfers.
+ *
+ * Invariant: outside of a transition every parameter's `face` equals sharded_state, unless `torn`
+ * is set. This file uses the current stream only through the modules that it calls. */
 #include "group.h"
 
 #include <stdio.h>
@@ -69,7 +72,7 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm *comm) {
         fc_order_forget(&before->order, g);
         fc_reducer_forget_event(&g->reducer);
         fc_gather_forget_event(&g->gather);
-        if (g->gather.flight.done != NULL) { /* what is in flight goes along */
+        if (g->gather.flight.done != NULL) { /* a pending gather moves to the new context */
             fc_comm_hand_event(before, comm);
         }
     }
@@ -83,26 +86,27 @@ void fc_group_invalidate(fc_group *g) {
     fc_bucket_invalidate(&g->buckets);
 }
 
-/* ---- what must hold ---- */
+/* ---- invariants ---- */
 
-/* Each parameter shows the group's face, unless the group knows that some may not. */
-static fc_status check_faces(fc_group *g) {
+/* Checks that every parameter has the group's sharded state, unless the group is known to be
+ * torn. */
+static fc_status check_registration(fc_group *g) {
     for (size_t i = 0; i < g->members.count; i++) {
         const fc_param *p = g->members.params[i];
         if (!g->torn && p->face != g->sharded_state) {
             return fc_error_set(&g->members.comm->error, FC_ESTATE,
-                                "parameter %zu shows face %d in a group of face %d", i,
-                                (int)p->face, (int)g->sharded_state);
+                                "parameter %zu has sharded state %d in a group of sharded state %d",
+                                i, (int)p->face, (int)g->sharded_state);
         }
     }
     return FC_OK;
 }
 
-/* What also holds in the middle of a backward's end, between the collection of gradients and their
- * reduction. */
-static fc_status check_face_and_memory(fc_group *g) {
+/* Checks the invariants that also hold at the end of a backward, between the collection of
+ * gradients and their reduction. */
+static fc_status check_registration_and_memory(fc_group *g) {
     fc_status status = FC_OK;
-    FC_TRY(check_faces(g));
+    FC_TRY(check_registration(g));
     FC_TRY(fc_gather_check(&g->gather, g->sharded_state == FC_UNSHARDED));
     FC_TRY(fc_bucket_check(&g->buckets));
     FC_TRY(fc_reduction_check(g->members.comm));
@@ -113,14 +117,14 @@ done:
 
 fc_status fc_group_check(fc_group *g) {
     fc_status status = FC_OK;
-    FC_TRY(check_face_and_memory(g));
+    FC_TRY(check_registration_and_memory(g));
     FC_TRY(fc_reduce_check(&g->reducer));
 done:
     return status;
 }
 
-/* In debug builds every transition ends here, whatever it came to. */
-static fc_status checked(fc_group *g, fc_status (*check)(fc_group *g), fc_status status) {
+/* Last step of a transition. Debug builds abort if `check` fails; the status is passed through. */
+static fc_status verify_transition(fc_group *g, fc_status (*check)(fc_group *g), fc_status status) {
 #ifndef NDEBUG
     if (check(g) != FC_OK) {
         (void)fprintf(stderr, "fsdp_c: invariant broken in group '%s': %s\n",
@@ -145,8 +149,8 @@ static int swap_one(fc_group *g, size_t i, fc_sharded_state face,
     return failed;
 }
 
-/* Registers one face on all modules. On failure the group's own again, also where the failed swap
- * got half way; a rollback that fails leaves the group torn. */
+/* Registers the parameters of one state on all modules. On failure it restores the group's own
+ * state, also if an earlier failure had left it half registered. A failed restore sets `torn`. */
 static fc_status swap_all(fc_group *g, fc_sharded_state face) {
     fc_sharded_state own = g->sharded_state;
     const fc_host *host = g->members.host;
@@ -169,18 +173,18 @@ static fc_status swap_all(fc_group *g, fc_sharded_state face) {
     return FC_OK;
 }
 
-/* Registers the group's own face where a rollback has failed. */
-static fc_status mend(fc_group *g) {
+/* Registers the parameters of the group's state again after a failed rollback. */
+static fc_status repair_registration(fc_group *g) {
     return g->torn ? swap_all(g, g->sharded_state) : FC_OK;
 }
 
-/* Whoever has set requires_grad on unsharded parameters meant the parameters. */
-static fc_status note_requirements(fc_group *g) {
+/* Copies a requires_grad that the user has changed on unsharded parameters. */
+static fc_status copy_requires_grad(fc_group *g) {
     return g->sharded_state == FC_UNSHARDED ? fc_unsharded_note_requirements(&g->members) : FC_OK;
 }
 
-/* The smaller group's shards are needed no more, where there are any. */
-static void drop_forward(fc_group *g) {
+/* Releases the smaller group's shards, if there are any. */
+static void drop_post_forward_shards(fc_group *g) {
     if (g->sharded_state == FC_SHARDED_POST_FORWARD) {
         fc_gather_drop_post_forward(&g->gather);
     }
@@ -189,15 +193,15 @@ static void drop_forward(fc_group *g) {
 fc_status fc_group_to_sharded(fc_group *g) {
     fc_status status = FC_OK;
     if (g->sharded_state == FC_SHARDED) {
-        return mend(g);
+        return repair_registration(g);
     }
-    FC_TRY(note_requirements(g));
+    FC_TRY(copy_requires_grad(g));
     FC_TRY(swap_all(g, FC_SHARDED));
     fc_gather_free(&g->gather);
-    drop_forward(g);
+    drop_post_forward_shards(g);
     g->sharded_state = FC_SHARDED;
 done:
-    return checked(g, check_face_and_memory, status);
+    return verify_transition(g, check_registration_and_memory, status);
 }
 
 void fc_group_set_keep_storage(fc_group *g, bool keep) {
@@ -210,16 +214,16 @@ void fc_group_set_keep_storage(fc_group *g, bool keep) {
 fc_status fc_group_to_unsharded(fc_group *g) {
     fc_status status = FC_OK;
     if (g->sharded_state == FC_UNSHARDED) {
-        return mend(g);
+        return repair_registration(g);
     }
     FC_TRY(fc_unsharded_adopt(&g->members));
     FC_TRY(swap_all(g, FC_UNSHARDED));
     fc_gather_abandon(&g->gather);
-    drop_forward(g);
+    drop_post_forward_shards(g);
     g->sharded_state = FC_UNSHARDED;
     g->gathered_version = fc_members_shard_version(&g->members);
 done:
-    return checked(g, check_face_and_memory, status);
+    return verify_transition(g, check_registration_and_memory, status);
 }
 
 fc_status fc_group_to_sharded_post_forward(fc_group *g) {
@@ -232,7 +236,7 @@ fc_status fc_group_to_sharded_post_forward(fc_group *g) {
                             "there is no smaller group to reshard to after forward");
     }
     void *pause = fct_functorch_pause();
-    FC_TRY(note_requirements(g));
+    FC_TRY(copy_requires_grad(g));
     FC_TRY(fc_gather_keep_post_forward(&g->gather));
     FC_TRY(swap_all(g, FC_SHARDED_POST_FORWARD));
     fc_gather_free(&g->gather);
@@ -242,7 +246,7 @@ done:
         fc_gather_drop_post_forward(&g->gather);
     }
     fct_functorch_resume(pause);
-    return checked(g, check_face_and_memory, status);
+    return verify_transition(g, check_registration_and_memory, status);
 }
 
 fc_status fc_group_reshard(fc_group *g) {
@@ -260,8 +264,8 @@ fc_status fc_group_reshard(fc_group *g) {
 
 /* ---- unshard ---- */
 
-/* Only in forward does the next group's copy-in overlap with this one's copy-out. */
-static fc_lane lane_of(fc_training_state pass) {
+/* Only in forward does the copy-in of the next group overlap with the copy-out of this one. */
+static fc_lane lane_for_pass(fc_training_state pass) {
     switch (pass) {
     case FC_FORWARD:
         return FC_LANE_DEFERRED;
@@ -272,12 +276,13 @@ static fc_lane lane_of(fc_training_state pass) {
     }
 }
 
-/* Hooks of extended parameters find the pass in the group's training state, as in torch. */
+/* Sets the training state to the pass meanwhile, because hooks of extended parameters read it as in
+ * torch. */
 static fc_status start_gather(fc_group *g, fc_training_state pass, bool async_op) {
     const fc_training_state before = g->training_state;
     g->training_state = pass;
     fc_status status = fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD,
-                                       async_op, lane_of(pass));
+                                       async_op, lane_for_pass(pass));
     g->training_state = g->training_state == pass ? before : g->training_state;
     return status;
 }
@@ -295,16 +300,15 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
         if (current) {
             return FC_OK;
         }
-        /* A prefetch that nobody used, and an optimizer step since. */
+        /* An unused prefetch, followed by an optimizer step. */
         fc_gather_abandon(&g->gather);
     }
     if (g->sharded_state != FC_SHARDED) {
         if (between_steps && !current) {
-            /* The shards were written since (an optimizer step after an evaluation left us
-             * unsharded). */
+            /* An optimizer step after an evaluation that left the group unsharded. */
             FC_TRY(fc_group_to_sharded(g));
         } else if (g->sharded_state == FC_UNSHARDED) {
-            return mend(g);
+            return repair_registration(g);
         }
     }
     if (!g->settings.unshard_in_backward && pass == FC_PRE_BACKWARD) {
@@ -313,7 +317,7 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     FC_TRY(start_gather(g, pass, async_op));
     g->gathered_version = version;
 done:
-    return checked(g, check_face_and_memory, status);
+    return verify_transition(g, check_registration_and_memory, status);
 }
 
 fc_status fc_group_wait_unshard(fc_group *g) {
@@ -331,7 +335,7 @@ fc_status fc_group_wait_unshard(fc_group *g) {
     }
     FC_TRY(fc_gather_await(&g->gather));
     FC_TRY(fc_gather_copy_out(&g->gather));
-    status = fc_gather_end_copy_out(&g->gather, lane_of(g->training_state), &copied);
+    status = fc_gather_end_copy_out(&g->gather, lane_for_pass(g->training_state), &copied);
     if (status == FC_OK) {
         status = swap_all(g, FC_UNSHARDED);
     }
@@ -339,12 +343,12 @@ fc_status fc_group_wait_unshard(fc_group *g) {
         fc_gather_undo_copy_out(&g->gather, copied);
         goto done;
     }
-    drop_forward(g);
+    drop_post_forward_shards(g);
     g->sharded_state = FC_UNSHARDED;
     fc_gather_retire(&g->gather, copied);
 done:
     fct_profile_exit(range);
-    return checked(g, check_face_and_memory, status);
+    return verify_transition(g, check_registration_and_memory, status);
 }
 
 /* ---- one training step ---- */
@@ -353,12 +357,12 @@ fc_status fc_group_pre_forward(fc_group *g, bool *entering) {
     fc_status status = FC_OK;
     fc_members_log(&g->members, "pre_forward");
     void *range = fc_members_enter_range(&g->members, "pre_forward");
-    bool first = g->training_state != FC_FORWARD;
+    bool is_first = g->training_state != FC_FORWARD;
     g->training_state = FC_FORWARD;
     FC_TRY(g->via->unshard(g, g->training_state, g->settings.unshard_async_op));
     FC_TRY(g->via->wait_unshard(g));
     FC_TRY(fc_bucket_watch(&g->buckets));
-    *entering = first;
+    *entering = is_first;
 done:
     fct_profile_exit(range);
     return status;
@@ -377,7 +381,7 @@ fc_status fc_group_post_forward(fc_group *g) {
     g->training_state = FC_IDLE;
 done:
     fct_profile_exit(range);
-    return checked(g, fc_group_check, status);
+    return verify_transition(g, fc_group_check, status);
 }
 
 fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
@@ -388,16 +392,16 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
     return status;
 }
 
-/* What backward prefetches by itself: not what the processors that compute would copy, which gains
- * nothing and takes a unit's memory. */
+/* Prefetches by the post-forward order. CPU-bound gathers are not prefetched: that gains no time
+ * and holds the parameters of one more unit. */
 static fc_status prefetch_by_order(fc_group *g) {
     const bool post_forward = g->sharded_state == FC_SHARDED_POST_FORWARD;
     return fc_gather_is_copied(&g->gather, post_forward) ? FC_OK
                                                          : fc_group_prefetch(g, FC_PRE_BACKWARD);
 }
 
-/* Of a fully_shard call with several groups, the last but one in backward order prefetches all
- * groups of the unit before, so that they overlap with the reduction of the unit's first. */
+/* For a fully_shard call with several groups: the second-to-last group in backward order prefetches
+ * all groups of the preceding unit. They overlap with the reduction of the unit's first group. */
 static fc_status prefetch_unit(const fc_group *g, size_t position) {
     fc_status status = FC_OK;
     const fc_order *order = &g->members.comm->order;
@@ -433,8 +437,9 @@ fc_status fc_group_backward_prefetch(fc_group *g) {
     return previous != NULL ? prefetch_by_order(previous) : FC_OK;
 }
 
-/* Whether nothing outside of the buckets could take another place among the ranks' collectives. */
-static bool may_be_eager(const fc_group *g) {
+/* Returns true if no other collective of this backward could be ordered differently on other
+ * ranks. */
+static bool can_be_eager(const fc_group *g) {
     return g->course == FC_COURSE_ALONE && g->settings.reduce_grads && !g->reducer.reduce_unused &&
            !g->reducer.has_hook && !fc_members_host_moves(&g->members, FC_MOVE_EARLY);
 }
@@ -450,23 +455,23 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     FC_TRY(fc_reduction_poll(g->members.comm));
     FC_TRY(g->via->unshard(g, g->training_state, g->settings.unshard_async_op));
     FC_TRY(g->via->wait_unshard(g));
-    fc_bucket_begin(&g->buckets, may_be_eager(g));
+    fc_bucket_begin(&g->buckets, can_be_eager(g));
     if (default_prefetch) {
         FC_TRY(g->via->backward_prefetch(g));
     }
 done:
     fct_profile_exit(range);
-    return checked(g, fc_group_check, status);
+    return verify_transition(g, fc_group_check, status);
 }
 
-/* Lets reductions of other groups finish until there is room for one more. */
-static fc_status make_room(fc_group *g) {
+/* Completes reductions of other groups until one more may be in flight. */
+static fc_status limit_reductions(fc_group *g) {
     fc_status status = FC_OK;
     fc_comm *c = g->members.comm;
-    size_t room = fc_bucket_in_flight(&g->buckets);
-    if (g->place.index == g->place.siblings - 1 && c->reductions >= room) {
+    size_t limit = fc_bucket_in_flight(&g->buckets);
+    if (g->place.index == g->place.siblings - 1 && c->reductions >= limit) {
         void *range = fc_members_enter_range(&g->members, "post_backward_rs_wait");
-        status = fc_reduction_recycle(c, room - 1);
+        status = fc_reduction_recycle(c, limit - 1);
         fct_profile_exit(range);
     }
     return status;
@@ -477,9 +482,9 @@ static fc_status reshard_in_backward(fc_group *g) {
     return stays ? FC_OK : g->via->reshard(g);
 }
 
-/* The way of a span's gradients: folded, collected, (the parameters resharded: less memory), and on
- * the way to the other ranks. `leaves`: no parameter is needed any more in this backward. */
-static fc_status reduce(fc_group *g, fc_span span, bool leaves, bool partial) {
+/* Accumulates and collects the gradients of a span, then issues their reduction. `leaves`: this
+ * backward needs no parameter of the group any more, so it reshards first to free memory. */
+static fc_status reduce_span(fc_group *g, fc_span span, bool leaves, bool partial) {
     fc_status status = FC_OK;
     fc_reducer *reducer = &g->reducer;
     void *range = NULL;
@@ -489,10 +494,10 @@ static fc_status reduce(fc_group *g, fc_span span, bool leaves, bool partial) {
     FC_TRY(leaves ? reshard_in_backward(g) : FC_OK);
     fct_profile_exit(range);
     range = NULL;
-    FC_TRY(make_room(g));
+    FC_TRY(limit_reductions(g));
     FC_TRY(fc_reduce_run(reducer, span, partial));
 done:
-    fc_reduce_plan_drop_grads(&reducer->plan); /* after a failure: they are lost */
+    fc_reduce_plan_drop_grads(&reducer->plan); /* after a failure they are lost */
     fct_profile_exit(range);
     return status;
 }
@@ -501,30 +506,30 @@ fc_status fc_group_reduce_buckets(fc_group *g) {
     fc_status status = FC_OK;
     fc_span span;
     while (fc_bucket_next(&g->buckets, &span)) {
-        FC_TRY(reduce(g, span, false, false));
+        FC_TRY(reduce_span(g, span, false, false));
     }
 done:
     return status;
 }
 
-/* All gradients that are there. Whoever reduces in our place, or sees the rows, sees them as if
- * there were no buckets. */
-static fc_status reduce_rest(fc_group *g, bool partial) {
+/* Reduces all remaining gradients. User code that replaces the reduction, or reads its rows, gets
+ * the gradients of the whole group at once. */
+static fc_status reduce_remaining(fc_group *g, bool partial) {
     fc_status status = FC_OK;
     const fc_buckets *b = &g->buckets;
     if (!fc_bucket_several(b) || g->reducer.has_hook ||
         fc_members_host_moves(&g->members, FC_MOVE_REDUCE)) {
-        return reduce(g, fc_members_all(&g->members), true, partial);
+        return reduce_span(g, fc_members_all(&g->members), true, partial);
     }
     for (size_t i = 0; i < b->count; i++) {
-        FC_TRY(reduce(g, b->items[i].span, i == 0, partial));
+        FC_TRY(reduce_span(g, b->items[i].span, i == 0, partial));
     }
 done:
     return status;
 }
 
-/* A backward that does not reduce. */
-static fc_status keep_gradients(fc_group *g) {
+/* Ends a backward without reduction. */
+static fc_status stash_gradients(fc_group *g) {
     fc_status status = FC_OK;
     void *range = NULL;
     FC_TRY(fc_gradient_fold(&g->members, fc_members_all(&g->members)));
@@ -543,8 +548,8 @@ fc_status fc_group_post_backward(fc_group *g) {
     g->training_state = FC_POST_BACKWARD;
     g->deferred = !reduces || (fc_members_replicated(&g->members) && !g->reducer.all_reduce_grads);
     fc_bucket_end(&g->buckets);
-    fc_status status = reduces ? reduce_rest(g, partial) : keep_gradients(g);
-    return checked(g, fc_group_check, status);
+    fc_status status = reduces ? reduce_remaining(g, partial) : stash_gradients(g);
+    return verify_transition(g, fc_group_check, status);
 }
 
 fc_status fc_group_leave_backward(fc_group *g) {
@@ -562,14 +567,14 @@ fc_status fc_group_finalize_backward(fc_group *g) {
     }
     g->positions.count = 0;
 done:
-    return checked(g, fc_group_check, status);
+    return verify_transition(g, fc_group_check, status);
 }
 
 fc_status fc_group_complete_reductions(fc_group *g) {
     fc_comm *c = g->members.comm;
     fc_status status =
         c->has_streams ? fc_reduce_order_compute(&g->reducer) : fc_reduction_recycle(c, 0);
-    return checked(g, fc_group_check, status);
+    return verify_transition(g, fc_group_check, status);
 }
 
 fc_status fc_group_reset(fc_group *g) {
@@ -584,5 +589,5 @@ fc_status fc_group_reset(fc_group *g) {
     g->course = FC_COURSE_PLAIN;
     g->deferred = false;
     fct_memory_trim();
-    return checked(g, fc_group_check, g->via->to_sharded(g));
+    return verify_transition(g, fc_group_check, g->via->to_sharded(g));
 }

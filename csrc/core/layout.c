@@ -1,5 +1,5 @@
-/* Sharding arithmetic along one dim. Owns nothing; every product is overflow-checked because the
- * results become raw pointer offsets. */
+/* Shard layout along one dim; see layout.h. Owns nothing. Every product is checked for overflow,
+ * because the results become offsets of raw pointers. */
 #include "layout.h"
 
 bool fc_size_mul(int64_t a, int64_t b, int64_t *out) {
@@ -24,7 +24,7 @@ static int64_t clamp(int64_t value, int64_t low, int64_t high) {
     return value < low ? low : (value > high ? high : value);
 }
 
-/* Product of sizes[from .. to); false where a size is negative or it overflows. */
+/* Computes the product of sizes[from .. to). Returns false on overflow or a negative size. */
 static bool product(const int64_t *sizes, int32_t from, int32_t to, int64_t *out) {
     int64_t total = 1;
     for (int32_t d = from; d < to; d++) {
@@ -48,8 +48,8 @@ fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, 
                             (long long)world);
     }
     made.rows = sizes[dim];
-    /* rows + world - 1 rounds up; the padded total outer * chunk * world * row_numel bounds every
-     * later offset. */
+    /* The sum rows + world - 1 rounds up. The padded total, outer * chunk * world * row_numel,
+     * bounds every later offset. */
     int64_t rounded = 0;
     bool fits = made.rows >= 0 && product(sizes, 0, dim, &made.outer) &&
                 product(sizes, dim + 1, ndim, &made.row_numel) &&

@@ -1,5 +1,5 @@
 /* Process groups and their collectives; see link.h. Owns the resolved process group of each link.
- * The text of a failure is made only once there is one. */
+ * Collectives run on the current stream. Error messages are formatted only after a failure. */
 #include "link.h"
 
 #include <stdio.h>
@@ -26,8 +26,8 @@ fc_status fc_link_announce(const fc_link *link, size_t more) {
     return FC_OK;
 }
 
-/* Puts operation, group and rank in front of the pending exception's message. */
-static fc_status explain(const fc_link *link, const char *whose, fc_operation operation) {
+/* Prefixes the message of the pending exception with operation, modules and rank. */
+static fc_status add_context(const fc_link *link, const char *whose, fc_operation operation) {
     static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce"};
     char text[512];
     bool named = whose != NULL && whose[0] != '\0';
@@ -45,7 +45,7 @@ fc_status fc_link_all_gather(fc_link *link, const char *whose, fct_tensor *outpu
     fc_status status = FC_OK;
     FC_TRY(fc_link_open(link));
     if (fct_all_gather(link->pg, output, input, async_op, work) != 0) {
-        return explain(link, whose, FC_ALL_GATHER);
+        return add_context(link, whose, FC_ALL_GATHER);
     }
 done:
     return status;
@@ -57,7 +57,7 @@ fc_status fc_link_reduce_scatter(fc_link *link, const char *whose, fct_tensor *o
     fc_status status = FC_OK;
     FC_TRY(fc_link_open(link));
     if (fct_reduce_scatter(link->pg, output, input, op, factor, async_op, work) != 0) {
-        return explain(link, whose, FC_REDUCE_SCATTER);
+        return add_context(link, whose, FC_REDUCE_SCATTER);
     }
 done:
     return status;
@@ -68,7 +68,7 @@ fc_status fc_link_all_reduce(fc_link *link, const char *whose, fct_tensor *tenso
     fc_status status = FC_OK;
     FC_TRY(fc_link_open(link));
     if (fct_all_reduce(link->pg, tensor, op, 1.0, async_op, work) != 0) {
-        return explain(link, whose, FC_ALL_REDUCE);
+        return add_context(link, whose, FC_ALL_REDUCE);
     }
 done:
     return status;
@@ -94,7 +94,7 @@ fc_status fc_link_gather_chunks(fc_link *link, const char *whose, fct_tensor *co
                                 size_t count, const fct_chunk_layout *layout, fct_work **work) {
     return fct_gather_chunks(link->pg, chunks, count, layout, work) == 0
                ? FC_OK
-               : explain(link, whose, FC_ALL_GATHER);
+               : add_context(link, whose, FC_ALL_GATHER);
 }
 
 fc_status fc_link_reduce_chunks(fc_link *link, const char *whose, fct_tensor *output,
@@ -102,7 +102,7 @@ fc_status fc_link_reduce_chunks(fc_link *link, const char *whose, fct_tensor *ou
                                 const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
     return fct_reduce_chunks(link->pg, output, chunks, count, layout, op, work) == 0
                ? FC_OK
-               : explain(link, whose, FC_REDUCE_SCATTER);
+               : add_context(link, whose, FC_REDUCE_SCATTER);
 }
 
 fc_status fc_link_wait(const fc_link *link, const char *whose, fc_operation operation,
@@ -111,7 +111,7 @@ fc_status fc_link_wait(const fc_link *link, const char *whose, fc_operation oper
         return FC_OK;
     }
     if (fct_work_wait(*work) != 0) {
-        return explain(link, whose, operation);
+        return add_context(link, whose, operation);
     }
     fct_work_release(*work);
     *work = NULL;

@@ -1,6 +1,6 @@
-/* A process group that a parameter group talks to, and the collectives over it: issued and waited
- * for in the parameter group's name (`whose`), so that a failure of the backend (a peer that died,
- * a time-out) says which group, operation and rank it met. Knows nothing of parameters. */
+/* A process group that a parameter group uses, and its collectives. If the backend fails (dead
+ * peer, timeout), the message names the operation, the rank and the modules (`whose`). This module
+ * has no access to parameters. */
 #ifndef FSDP_C_CORE_LINK_H
 #define FSDP_C_CORE_LINK_H
 
@@ -8,7 +8,7 @@
 #include "status.h"
 
 typedef struct fc_link {
-    const char *name; /* of the process group; borrowed; NULL: there is none */
+    const char *name; /* name of the process group; borrowed; NULL: none */
     fct_pg *pg;       /* counted; resolved at first use */
     int64_t world;
     int64_t rank;
@@ -16,17 +16,17 @@ typedef struct fc_link {
 
 typedef enum fc_operation { FC_ALL_GATHER, FC_REDUCE_SCATTER, FC_ALL_REDUCE } fc_operation;
 
-/* Points a link elsewhere (name borrowed, NULL: nowhere). */
+/* Changes the process group that the link refers to. `name` is borrowed; NULL: none. */
 void fc_link_set(fc_link *link, const char *name, int64_t world, int64_t rank);
-/* Releases the process group; the link leads nowhere then. */
+/* Releases the process group and resets the link to none. */
 void fc_link_fini(fc_link *link);
-/* Resolves the process group where that has not been done. */
+/* Resolves the process group, unless that was done before. */
 FC_CHECK fc_status fc_link_open(fc_link *link);
-/* Says that so many of its collectives more than there are parameter groups may be in flight. */
+/* Registers `more` collectives that may be in flight in addition to one per parameter group. */
 FC_CHECK fc_status fc_link_announce(const fc_link *link, size_t more);
 
-/* Each issues one collective, over a link that is opened where it is not; see torch_abi.h for
- * tensors and *work. `whose`: names of the modules, "" or NULL for the root. */
+/* Each issues one collective and opens the link if necessary. Tensors and *work are as in
+ * torch_abi.h. `whose`: FQNs of the modules, "" or NULL for the root. */
 FC_CHECK fc_status fc_link_all_gather(fc_link *link, const char *whose, fct_tensor *output,
                                       fct_tensor *input, bool async_op, fct_work **work);
 FC_CHECK fc_status fc_link_reduce_scatter(fc_link *link, const char *whose, fct_tensor *output,
@@ -34,10 +34,11 @@ FC_CHECK fc_status fc_link_reduce_scatter(fc_link *link, const char *whose, fct_
                                           bool async_op, fct_work **work);
 FC_CHECK fc_status fc_link_all_reduce(fc_link *link, const char *whose, fct_tensor *tensor,
                                       fct_reduce_op op, bool async_op, fct_work **work);
-/* Whether processors that compute would copy the rows of such a gather, see torch_abi.h. Opens the
- * link, if that can be done. */
+/* Returns true if such a gather is CPU-bound: the processors that compute also copy the rows. See
+ * torch_abi.h. Opens the link; returns false if that fails. */
 bool fc_link_is_copied(fc_link *link, int64_t row_bytes);
-/* The first two over separate chunks, see torch_abi.h, where *takes. Opens the link. */
+/* All-gather and reduce-scatter over separate chunks; see torch_abi.h. takes_chunks opens the link
+ * and writes to *takes whether the transport supports them. */
 FC_CHECK fc_status fc_link_takes_chunks(fc_link *link, fct_device device, fc_operation operation,
                                         bool *takes);
 FC_CHECK fc_status fc_link_gather_chunks(fc_link *link, const char *whose,
@@ -47,8 +48,8 @@ FC_CHECK fc_status fc_link_reduce_chunks(fc_link *link, const char *whose, fct_t
                                          fct_tensor *const *chunks, size_t count,
                                          const fct_chunk_layout *layout, fct_reduce_op op,
                                          fct_work **work);
-/* Waits for *work, then releases it and makes it NULL; nothing where it is NULL. After a failure
- * the work is still there. */
+/* Waits for *work, releases it and sets it to NULL. Does nothing if *work is NULL. After a failure
+ * *work is unchanged. */
 FC_CHECK fc_status fc_link_wait(const fc_link *link, const char *whose, fc_operation operation,
                                 fct_work **work);
 

@@ -1,5 +1,5 @@
-/* A group's members; see members.h. Owns the array of parameters and what the links have
- * resolved. */
+/* Fixed parts of a group; see members.h. Owns the array of parameters, the resolved process groups
+ * and the references to allocators. */
 #include "members.h"
 
 #include <stdio.h>
@@ -87,7 +87,7 @@ void *fc_members_enter_range(const fc_members *m, const char *label) {
         return NULL;
     }
     const char *fqn = m->name != NULL ? m->name : "";
-    /* One of stock's ranges has its brackets for the root, too. */
+    /* In torch this range has its brackets for the root, too. */
     if (fqn[0] != '\0' || strcmp(label, "post_backward_rs_wait") == 0) {
         (void)snprintf(name, sizeof name, "FSDP::%s (%s)", label, fqn);
     } else {

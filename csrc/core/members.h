@@ -1,6 +1,6 @@
-/* Who is in a parameter group, whom it talks to, and whose memory that takes. Fixed within a step:
- * what changes from one transition to the next is in the rooms above (gather, reducer, buckets,
- * group), which borrow this. */
+/* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
+ * They do not change within a step. The modules above (gather, reducer, buckets, group) own the
+ * state that changes per transition and borrow this struct. */
 #ifndef FSDP_C_CORE_MEMBERS_H
 #define FSDP_C_CORE_MEMBERS_H
 
@@ -9,7 +9,7 @@
 #include "link.h"
 #include "param.h"
 
-/* Neighbours among a group's parameters: [first, end). */
+/* A range of adjacent parameters of a group: [first, end). */
 typedef struct fc_span {
     size_t first;
     size_t end;
@@ -18,56 +18,59 @@ typedef struct fc_span {
 typedef struct fc_members {
     void *owner;         /* the host's object for the group; borrowed */
     const fc_host *host; /* borrowed */
-    const char *name;    /* FQN of the modules, for messages and ranges; borrowed, may be NULL */
-    fc_comm *comm;       /* borrowed: the host keeps it alive; NULL: made and never initialised */
+    const char *name;    /* FQNs of the modules, for messages; borrowed, may be NULL */
+    fc_comm *comm;       /* borrowed; kept alive by the host; NULL before initialization */
     fc_param **params;   /* [count] owned array of borrowed parameters */
     size_t count;
     fct_device device;
-    fc_link shard;        /* gathers and reduce-scatters; world 1: neither */
-    fc_link scatter;      /* reduce-scatters where they have a group of their own */
-    fc_link replicate;    /* all-reduces after the reduce-scatter (HSDP, replicate) */
-    fc_link post_forward; /* gathers in backward, where forward reshards to a smaller group */
-    /* Whose allocator the buffers of gathers and of reduce-scatters are from, where it has one;
-     * counted. NULL: torch's. */
+    fc_link shard;        /* all-gather and reduce-scatter; world 1: neither is issued */
+    fc_link scatter;      /* reduce-scatter, if it has a process group of its own */
+    fc_link replicate;    /* all-reduce after the reduce-scatter (HSDP, replicate) */
+    fc_link post_forward; /* all-gather in backward, if forward reshards to a smaller group */
+    /* Process groups whose allocators provide the buffers of gathers and reduce-scatters. Counted
+     * references. NULL: torch's default allocator. */
     fct_pg *gather_memory;
     fct_pg *reduce_memory;
 } fc_members;
 
-/* Takes the array of `count` borrowed parameters (freed by fini). */
+/* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */
 void fc_members_init(fc_members *m, void *owner, const fc_host *host, fc_comm *comm,
                      fc_param **params, size_t count, fct_device device, int64_t world,
                      int64_t rank);
 void fc_members_fini(fc_members *m);
 
+/* Returns the span of all parameters. */
 fc_span fc_members_all(const fc_members *m);
-/* The link that reduce-scatters. */
+/* Returns the link that issues reduce-scatters. Borrowed. */
 fc_link *fc_members_scatter_link(fc_members *m);
-/* Opens the links that only a reduction uses. Backward may run in another thread than forward,
- * where ranks that are threads of one process cannot look their groups up. */
+/* Opens the links that only a reduction uses. Backward may run in another thread than forward.
+ * Ranks that are threads of one process cannot resolve their process groups in that thread. */
 FC_CHECK fc_status fc_members_open_reduction(fc_members *m);
-/* Takes both, which may be NULL. */
+/* Takes both references, which may be NULL. */
 void fc_members_set_memory(fc_members *m, fct_pg *gather, fct_pg *reduce);
-/* Whether a group, one of the two above, has memory to give. Asked each time, as torch asks. */
+/* Writes to *has whether `memory` (one of the two fields above) provides an allocator. The answer
+ * is read from the process group each time, as in torch. */
 FC_CHECK fc_status fc_members_has_memory(const fc_members *m, fct_pg *memory, bool *has);
-/* New 1-D tensor of uninitialised elements on the current stream: the group's memory where it has
- * any, else torch's. */
+/* Allocates a 1-D tensor of uninitialized elements on the current stream, from the process group's
+ * allocator if it has one, else from torch's. *out is a new reference. */
 FC_CHECK fc_status fc_members_buffer(const fc_members *m, fct_pg *memory, int64_t numel,
                                      fct_dtype dtype, fct_tensor **out);
-/* Whether gradients are all-reduced over replicas. */
+/* Returns true if gradients are all-reduced over replicas. */
 bool fc_members_replicated(const fc_members *m);
-/* Whether the host moves the data, see fc_host.moves. */
+/* Returns true if the host performs the movement; see fc_host.moves. */
 bool fc_members_host_moves(const fc_members *m, fc_move move);
 
-/* A profiler range with stock's name, "FSDP::label (modules)"; NULL where nobody records. */
+/* Opens a profiler range with torch's name, "FSDP::label (modules)". Returns NULL if no profiler is
+ * active. */
 void *fc_members_enter_range(const fc_members *m, const char *label);
-/* The same for a prefetch, as stock names it; `pass`: "forward" or "backward". */
+/* The same for a prefetch, with torch's name. `pass` is "forward" or "backward". */
 void *fc_members_enter_prefetch(const fc_members *m, const char *pass);
-/* A debug line with the same text, where somebody wants those. */
+/* Logs a debug line with the same text, if the log level is enabled. */
 void fc_members_log(const fc_members *m, const char *label);
 
-/* A number that changes whenever a shard is written, replaced or moved: through its local tensor
- * and by optimizers (the version of sharded_data), or by operations on the parameter as a whole
- * (the host's count). */
+/* Returns a number that changes whenever a shard is written, replaced or moved. Combines the
+ * version of sharded_data (local tensor, optimizers) with the host's count of writes to the
+ * parameter object. */
 uint64_t fc_members_shard_version(const fc_members *m);
 
 #endif

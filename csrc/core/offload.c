@@ -1,10 +1,11 @@
-/* Copies between the host's memory and the device's; see offload.h. What moves are tensors and
- * aliases of them, which the boundary checks; no address is taken here. */
+/* Copies between host and device memory; see offload.h. Owns nothing. All copies are queued on the
+ * current stream. They use tensor aliases, which the torch boundary checks; no address is read
+ * here. */
 #include "offload.h"
 
-/* `bytes` bytes, from `start` bytes into the storage on, as elements of `dtype`. */
-static fc_status line(const fct_tensor *base, fct_dtype dtype, int64_t start, int64_t bytes,
-                      fct_tensor **out) {
+/* Creates a 1-D view of `bytes` bytes, `start` bytes into the storage, as elements of `dtype`. */
+static fc_status view_1d(const fct_tensor *base, fct_dtype dtype, int64_t start, int64_t bytes,
+                         fct_tensor **out) {
     const int64_t size = fc_dtype_size(dtype);
     const int64_t sizes[1] = {bytes / size};
     const int64_t strides[1] = {1};
@@ -12,9 +13,10 @@ static fc_status line(const fct_tensor *base, fct_dtype dtype, int64_t start, in
                                                                                        : FC_ERAISED;
 }
 
-/* A shard, not cast, to `start` bytes into the storage of `target`; both as elements of `dtype`. */
-static fc_status upload(const fc_param *p, const fc_slot *slot, fct_dtype dtype,
-                        const fct_tensor *target, int64_t start, fc_error *err) {
+/* Copies a shard without a cast to `start` bytes into the storage of `target`; both as elements of
+ * `dtype`. */
+static fc_status upload_shard(const fc_param *p, const fc_slot *slot, fct_dtype dtype,
+                              const fct_tensor *target, int64_t start, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts facts;
     fct_tensor *from = NULL;
@@ -22,8 +24,8 @@ static fc_status upload(const fc_param *p, const fc_slot *slot, fct_dtype dtype,
     const int64_t bytes = slot->numel * fc_dtype_size(slot->source);
     FC_TRY(fc_param_shard_facts(p, false, &facts, err));
     if (bytes > 0) {
-        FC_TRY(line(p->sharded_data, dtype, facts.offset_bytes, bytes, &from));
-        FC_TRY(line(target, dtype, start, bytes, &to));
+        FC_TRY(view_1d(p->sharded_data, dtype, facts.offset_bytes, bytes, &from));
+        FC_TRY(view_1d(target, dtype, start, bytes, &to));
         FC_TRY_RAISED(fct_tensor_upload(to, from));
     }
 done:
@@ -37,14 +39,16 @@ fc_status fc_offload_place(const fc_gather_plan *plan, fc_param *const *params,
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
-        FC_TRY(upload(params[slot->param], slot, plan->dtype, buffer, start + slot->offset, err));
+        FC_TRY(upload_shard(params[slot->param], slot, plan->dtype, buffer, start + slot->offset,
+                            err));
     }
 done:
     return status;
 }
 
-/* The shard on the device, as it is. One that somebody has moved there stays where it is. */
-static fc_status stage(fc_param *p, const fc_slot *slot, fct_device device, fc_error *err) {
+/* Copies the shard to the device, without a cast. A shard that the user has moved there is not
+ * copied. */
+static fc_status stage_shard(fc_param *p, const fc_slot *slot, fct_device device, fc_error *err) {
     fc_status status = FC_OK;
     fct_facts facts;
     fct_tensor *staged = NULL;
@@ -56,7 +60,7 @@ static fc_status stage(fc_param *p, const fc_slot *slot, fct_device device, fc_e
         return FC_OK;
     }
     FC_TRY_RAISED(fct_tensor_empty(slot->numel, slot->source, device, &staged));
-    FC_TRY(upload(p, slot, slot->source, staged, 0, err));
+    FC_TRY(upload_shard(p, slot, slot->source, staged, 0, err));
     p->staged = staged;
     staged = NULL;
 done:
@@ -73,7 +77,7 @@ fc_status fc_offload_stage(const fc_gather_plan *plan, fc_param *const *params, 
                            fc_error *err) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
-        FC_TRY(stage(params[plan->slots[i].param], &plan->slots[i], device, err));
+        FC_TRY(stage_shard(params[plan->slots[i].param], &plan->slots[i], device, err));
     }
 done:
     return status;
@@ -85,9 +89,9 @@ void fc_offload_unstage(const fc_gather_plan *plan, fc_param *const *params) {
     }
 }
 
-/* One shard into its flat tensor, by way of the device's memory where it is cast; or one input,
- * which is there, into its output. */
-static fc_status fill(fc_param *p, const fc_slot *slot, fct_device device, fc_error *err) {
+/* Copies one shard to its flat tensor, through device memory if it is cast; or one input of an
+ * extended parameter, which is on the device, to its output. */
+static fc_status fill_output(fc_param *p, const fc_slot *slot, fct_device device, fc_error *err) {
     fc_status status = FC_OK;
     fct_tensor *to = NULL;
     fct_tensor *cast = NULL;
@@ -99,16 +103,16 @@ static fc_status fill(fc_param *p, const fc_slot *slot, fct_device device, fc_er
         return FC_OK;
     }
     if (slot->source == slot->compute) {
-        return upload(p, slot, slot->source, p->flat, 0, err);
+        return upload_shard(p, slot, slot->source, p->flat, 0, err);
     }
-    FC_TRY(stage(p, slot, device, err));
+    FC_TRY(stage_shard(p, slot, device, err));
     if (slot->numel > 0) {
         fct_tensor *from = p->staged != NULL ? p->staged : p->sharded_data;
         if (fc_dtype_is_complex(slot->source) && !fc_dtype_is_complex(slot->compute)) {
-            FC_TRY_RAISED(fct_tensor_cast(from, slot->compute, &cast)); /* the real parts */
+            FC_TRY_RAISED(fct_tensor_cast(from, slot->compute, &cast)); /* keeps the real parts */
             from = cast;
         }
-        FC_TRY(line(p->flat, slot->compute, 0, slot->numel * fc_dtype_size(slot->compute), &to));
+        FC_TRY(view_1d(p->flat, slot->compute, 0, slot->numel * fc_dtype_size(slot->compute), &to));
         FC_TRY_RAISED(fct_tensor_copy(to, from));
     }
 done:
@@ -122,7 +126,7 @@ fc_status fc_offload_fill(const fc_gather_plan *plan, fc_param *const *params, f
                           fc_error *err) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
-        FC_TRY(fill(params[plan->slots[i].param], &plan->slots[i], device, err));
+        FC_TRY(fill_output(params[plan->slots[i].param], &plan->slots[i], device, err));
     }
 done:
     return status;

@@ -1,10 +1,12 @@
-/* Post-forward order: a list, never a set or a hash, so that every rank prefetches the same. */
+/* Post-forward order; see order.h. Owns its arrays. The order is a list, not a set or a hash table,
+ * so that every rank prefetches in the same order. */
 #include "order.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* Room for one more of `count` items of `size` bytes; the block, or NULL. */
+/* Ensures space for one more than `count` items of `size` bytes. Returns the array, or NULL without
+ * memory. */
 static void *grow(void *items, size_t count, size_t *capacity, size_t size) {
     if (count < *capacity) {
         return items;

@@ -1,6 +1,6 @@
-/* The order in which groups finished their forwards, for prefetching the other way round in
- * backward. A group that ran several forwards stands in it several times. Groups are borrowed; a
- * dying group is forgotten first. */
+/* Post-forward order: the order in which groups finished their forwards. Backward prefetches in the
+ * reverse order. A group that ran several forwards occurs several times. Groups are borrowed;
+ * fc_order_forget must run before a group is freed. */
 #ifndef FSDP_C_CORE_ORDER_H
 #define FSDP_C_CORE_ORDER_H
 
@@ -11,21 +11,21 @@
 struct fc_group;
 
 typedef struct fc_order {
-    struct fc_group **items; /* NULL where the group has died */
+    struct fc_group **items; /* NULL entries belong to groups that were freed */
     size_t count;
     size_t capacity;
 } fc_order;
 
-/* A stack of positions in the order, one for each forward of a group that has not been through
- * backward. */
+/* Stack of one group's positions in the order: one for each forward whose backward has not run. */
 typedef struct fc_positions {
     size_t *items;
     size_t count;
     size_t capacity;
 } fc_positions;
 
-/* Appends; *position is where. FC_ENOMEM. */
+/* Appends the group and writes its index to *position. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *position);
+/* Replaces every entry of `group` with NULL. Positions of other groups stay valid. */
 void fc_order_forget(fc_order *o, const struct fc_group *group);
 void fc_order_fini(fc_order *o);
 

@@ -1,7 +1,9 @@
-/* One parameter. Owns counted references to its tensors and the only partial gradients there are:
- * what a failed or unsynchronised backward left is in `accumulated` or in .grad of `unsharded`,
- * nowhere else. Memory of `flat` is allocated and freed on the device's current stream. Pointers
- * are checked when facts are read, each time. */
+/* One parameter; see param.h. Owns counted references to its tensors and all partial gradients. A
+ * failed backward, or one without synchronization, leaves its gradient in `accumulated` or in .grad
+ * of `unsharded`.
+ *
+ * Memory of `flat` is allocated and freed on the device's current stream. Pointers are checked
+ * whenever facts are read. */
 #include "param.h"
 
 #include <stdlib.h>
@@ -31,7 +33,7 @@ fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *s
         return status;
     }
     p->ndim = ndim;
-    p->flat_numel = p->layout.padded_numel * world; /* bounded by fc_layout_init */
+    p->flat_numel = p->layout.padded_numel * world; /* fc_layout_init has checked the product */
     p->local_sizes = (int64_t *)malloc(2 * (size_t)ndim * sizeof *p->local_sizes);
     if (p->local_sizes == NULL) {
         return fc_error_set(err, FC_ENOMEM, "out of memory");
@@ -113,8 +115,8 @@ fct_dtype fc_param_compute_dtype(const fc_param *p) {
     return p->param_dtype != FCT_NO_DTYPE ? p->param_dtype : p->orig_dtype;
 }
 
-/* Why the shard cannot be what is sent; NULL where it can. */
-static const char *unfit(const fct_facts *facts, int64_t numel, fct_dtype dtype) {
+/* Returns the reason why the shard cannot be sent, or NULL if it can. */
+static const char *find_defect(const fct_facts *facts, int64_t numel, fct_dtype dtype) {
     int64_t bytes = 0;
     if (!facts->strided) {
         return "has no memory of its own that can be read";
@@ -148,7 +150,7 @@ fc_status fc_param_input_facts(const fc_param *p, size_t i, int64_t numel, fct_d
         return fc_error_set(err, FC_ESTATE, "parameter '%s' has no all-gather input %zu", name, i);
     }
     fct_tensor_facts(e->inputs[i].tensor, facts);
-    const char *reason = unfit(facts, numel, dtype);
+    const char *reason = find_defect(facts, numel, dtype);
     return reason == NULL
                ? FC_OK
                : fc_error_set(err, FC_EASSERT, "all-gather input %zu of parameter '%s' %s", i, name,
@@ -169,7 +171,7 @@ fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *
         return fc_error_set(err, FC_ESTATE, "parameter '%s' has no sharded data", name);
     }
     fct_tensor_facts(data, facts);
-    const char *reason = unfit(facts, numel, dtype);
+    const char *reason = find_defect(facts, numel, dtype);
     if (reason != NULL) {
         return fc_error_set(err, FC_EASSERT,
                             "the shard of parameter '%s' %s: %lld elements of %s in a storage of "
@@ -181,10 +183,10 @@ fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *
     return FC_OK;
 }
 
-/* What this rank's part for the smaller group is taken from. Extended parameters are cut as torch
- * cuts them; it does not gather what comes of that. */
-static fc_status whole_of(const fc_param *p, const fct_tensor **whole, int64_t *numel,
-                          fc_error *err) {
+/* Selects the tensor that this rank's part for the smaller group is copied from. Extended
+ * parameters are split as in torch, which then cannot gather the parts. */
+static fc_status select_whole(const fc_param *p, const fct_tensor **whole, int64_t *numel,
+                              fc_error *err) {
     const fc_extension *e = &p->extension;
     const int64_t world = p->post_forward_layout.world;
     fct_facts facts;
@@ -216,7 +218,7 @@ fc_status fc_param_keep_post_forward(fc_param *p, fct_device device, fc_error *e
     fct_facts facts;
     int64_t size[1] = {0};
     const int64_t stride[1] = {1};
-    FC_TRY(whole_of(p, &whole, &size[0], err));
+    FC_TRY(select_whole(p, &whole, &size[0], err));
     fct_tensor_facts(whole, &facts);
     FC_TRY_RAISED(fct_tensor_empty(size[0], facts.dtype, device, &copy));
     FC_TRY_RAISED(
@@ -324,7 +326,7 @@ void fc_param_return_flat(fc_param *p, fct_tensor *landing) {
 }
 
 fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device, fc_error *err) {
-    if (p->flat != NULL) { /* it was not extended */
+    if (p->flat != NULL) { /* the parameter was not extended before */
         fc_param_forget_unsharded(p);
     }
     return fc_extension_alloc(&p->extension, world, device, p->name, err);
@@ -365,7 +367,7 @@ fc_status fc_param_stash_grad(fc_param *p) {
     fct_tensor *cast = NULL;
     if (p->reduce_dtype == FCT_NO_DTYPE || p->reduce_dtype == fc_param_compute_dtype(p) ||
         p->unsharded == NULL || !fct_grad_has(p->unsharded)) {
-        return FC_OK; /* in its own type it waits where users see it, as in torch */
+        return FC_OK; /* in its own dtype it stays in .grad, where users can read it, as in torch */
     }
     fct_grad_take(p->unsharded, &grad);
     FC_TRY_RAISED(fct_tensor_cast(grad, p->reduce_dtype, &cast));

@@ -1,4 +1,4 @@
-/* One parameter: its shard, its unsharded tensor and its partial gradient. */
+/* One parameter: its shard, its unsharded tensor and its partial gradients. */
 #ifndef FSDP_C_CORE_PARAM_H
 #define FSDP_C_CORE_PARAM_H
 
@@ -7,7 +7,7 @@
 #include "layout.h"
 #include "status.h"
 
-/* Which of its three faces a parameter shows to the modules. */
+/* Sharded state of a parameter: which of its three parameter objects the modules hold. */
 typedef enum fc_sharded_state {
     FC_SHARDED = 1,
     FC_SHARDED_POST_FORWARD = 2, /* resharded to a smaller group between forward and backward */
@@ -17,116 +17,119 @@ typedef enum fc_sharded_state {
 struct fc_buckets;
 
 typedef struct fc_param {
-    void *owner;                   /* the host's object; borrowed, outlives this struct's use */
+    void *owner;                   /* host object; borrowed, outlives the use of the struct */
     const char *name;              /* for messages; borrowed from the owner, may be NULL */
     fc_layout layout;              /* of the shard */
-    fc_layout post_forward_layout; /* of the smaller group's shard; world 0: no such resharding */
+    fc_layout post_forward_layout; /* of the smaller group's shard; world 0: not used */
     int32_t ndim;
-    int64_t *local_sizes; /* [ndim] this rank's shard; owned, one block with strides */
+    int64_t *local_sizes; /* [ndim] this rank's shard; owned, allocated together with strides */
     int64_t *strides;     /* [ndim] of the shard, contiguous */
-    int64_t flat_numel;   /* room for either layout's padded rows of all ranks */
+    int64_t flat_numel;   /* elements of `flat`: padded rows of all ranks, larger layout */
     fct_dtype orig_dtype;
-    fct_dtype param_dtype;  /* compute type; FCT_NO_DTYPE: no cast */
-    fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own */
-    bool aliased;   /* flat is the shard's own memory: one rank, no cast, nothing to copy or free */
-    bool extended;  /* hooks of the shard take part in its gather: `extension` stands for flat */
-    bool required;  /* unsharded required grad when it was registered */
-    bool offloaded; /* the shard is in the host's memory, and so are its gradients; on devices
-                       without streams that is where all are */
-    bool pinned;    /* and in pinned memory there */
-    fc_sharded_state face; /* that the modules hold; 0: nobody knows, a swap has failed */
-    bool wrapped; /* the unsharded parameter is a wrapper (DTensor): its gradients are unwrapped by
-                     the host */
+    fct_dtype param_dtype;  /* dtype of computation; FCT_NO_DTYPE: no cast */
+    fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own dtype */
+    bool aliased;          /* flat shares the shard's memory: one rank, no cast, no copy, no free */
+    bool extended;         /* the shard has all-gather hooks; `extension` replaces flat */
+    bool required;         /* requires_grad of `unsharded` at its registration */
+    bool offloaded;        /* shard and gradient are in host memory; always true without streams */
+    bool pinned;           /* that host memory is pinned */
+    fc_sharded_state face; /* registered on the modules; 0: unknown after a failed swap */
+    bool wrapped; /* the unsharded parameter is a DTensor; the host unwraps its gradients */
     /* Counted references. */
-    fct_tensor *sharded_data; /* flat, padded_numel elements: what is sent */
-    fct_tensor *staged;       /* a copy of it on the device, while it is packed there; else NULL */
-    /* The same of post_forward_layout in the compute type, while resharded to a smaller group; else
-     * NULL. */
+    fct_tensor *sharded_data; /* 1-D, padded_numel elements: sent in a gather */
+    fct_tensor *staged;       /* device copy of an offloaded shard during the pack; else NULL */
+    /* 1-D, padded_numel elements of post_forward_layout in the compute dtype, while the parameter
+     * is resharded to a smaller group; else NULL. */
     fct_tensor *post_forward_data;
-    fct_tensor *flat; /* flat_numel elements in the compute type; storage freed while sharded */
-    /* Of extended parameters; outputs also where others gathered into what is no flat tensor. */
+    fct_tensor *flat; /* flat_numel elements in the compute dtype; storage freed while sharded */
+    /* Used if `extended`, and also if the host gathered into outputs that are not flat tensors. */
     fc_extension extension;
-    /* The parameter over flat, ND; the leaf that autograd accumulates into. */
+    /* The parameter over flat, N-D: the leaf that autograd accumulates into. */
     fct_tensor *unsharded;
     fct_tensor *accumulated; /* partial gradient in reduce_dtype, of backwards without reduction */
-    fct_tensor *partial;     /* padded_numel elements in the reduce type: reduce-scattered, but not
-                                all-reduced yet (HSDP) */
-    /* Only in groups that are reduced in several buckets; bucket.c's. */
-    fct_watch *watch;           /* of unsharded: says when its gradient is there */
-    struct fc_buckets *buckets; /* who is told; borrowed */
-    size_t bucket;              /* which of its buckets */
-    bool awaited;               /* no gradient yet in this backward */
+    fct_tensor *partial;     /* HSDP: padded_numel elements, not all-reduced yet */
+    /* Owned by bucket.c. Set only in groups with several buckets. */
+    fct_watch *watch;           /* notification of the gradient of `unsharded` */
+    struct fc_buckets *buckets; /* receiver of the notification; borrowed */
+    size_t bucket;              /* index of the parameter's bucket */
+    bool awaited;               /* no gradient so far in this backward */
 } fc_param;
 
-/* Zeroes the struct and computes the layout: `dim` cut over `world` ranks. FC_EASSERT,
- * FC_ENOMEM. */
+/* Zeroes the struct and computes the layout: dimension `dim` split over `world` ranks. Borrows
+ * `owner`. Returns FC_EASSERT or FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_param_init(fc_param *p, void *owner, int32_t ndim, const int64_t *sizes,
                                  int32_t dim, int64_t world, int64_t rank, fc_error *err);
-/* Between forward and backward the parameter may be resharded to a smaller group: dim 0 of the
- * `ndim` sizes given to init, over `world` ranks. Before the first unshard. */
+/* Enables resharding to a smaller group between forward and backward. `sizes` are those passed to
+ * init; dim 0 is split over `world` ranks. Call it before the first unshard. */
 FC_CHECK fc_status fc_param_init_post_forward(fc_param *p, const int64_t *sizes, int64_t world,
                                               int64_t rank, fc_error *err);
-void fc_param_fini(fc_param *p); /* releases everything; safe on a zeroed struct */
+void fc_param_fini(fc_param *p); /* Releases everything. Safe on a zeroed struct. */
 
-/* Each takes a new reference to its argument and drops the old one. NULL is fine. */
+/* Each setter takes a new reference to its argument and releases the old one. NULL is allowed. */
 void fc_param_set_sharded_data(fc_param *p, fct_tensor *data);
 void fc_param_set_accumulated(fc_param *p, fct_tensor *grad);
 void fc_param_set_partial(fc_param *p, fct_tensor *row);
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded);
 void fc_param_set_flat(fc_param *p, fct_tensor *flat);
-/* Drops outputs and unsharded; the next unshard makes them anew. Only while sharded. */
+/* Releases the outputs and the unsharded tensor. The next unshard creates them again. Precondition:
+ * the parameter is sharded. */
 void fc_param_forget_unsharded(fc_param *p);
 
-/* The type that is gathered and computed in. */
+/* Returns the dtype of gathered data and of computation. */
 fct_dtype fc_param_compute_dtype(const fc_param *p);
-/* How many tensors are gathered of the parameter; one, unless it is extended. */
+/* Returns the number of tensors that are gathered for the parameter: 1, unless it is extended. */
 size_t fc_param_input_count(const fc_param *p);
-/* Checks input `i` of an extended parameter and reads its facts: `numel` contiguous elements. */
+/* Checks input `i` of an extended parameter and reads its facts. It must have `numel` contiguous
+ * elements of `dtype`. */
 FC_CHECK fc_status fc_param_input_facts(const fc_param *p, size_t i, int64_t numel, fct_dtype dtype,
                                         fct_facts *facts, fc_error *err);
-/* What is gathered of any other: its shard, or the copy of it on the device. `post_forward`:
- * the smaller group's shard, in the compute type. Borrowed. */
+/* Returns the tensor that is gathered for a parameter that is not extended: its shard, or the
+ * staged device copy. `post_forward`: the smaller group's shard, in the compute dtype. Borrowed. */
 fct_tensor *fc_param_shard(const fc_param *p, bool post_forward);
-/* Checks the shard and reads its facts: padded_numel contiguous elements of orig_dtype (of the
- * compute type) inside their storage. */
+/* Checks the shard and reads its facts. It must have padded_numel contiguous elements inside its
+ * storage, of orig_dtype (`post_forward`: of the compute dtype). */
 FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fct_facts *facts,
                                         fc_error *err);
-/* Copies this rank's part of flat (of an extended parameter's only output) into a new
- * post_forward_data. FC_EASSERT where there are several, or it cannot be cut. */
+/* Copies this rank's part of flat into a new post_forward_data. For an extended parameter its only
+ * output is used. Returns FC_EASSERT if there are several outputs or the output cannot be split. */
 FC_CHECK fc_status fc_param_keep_post_forward(fc_param *p, fct_device device, fc_error *err);
+/* Releases post_forward_data. NULL is allowed. */
 void fc_param_drop_post_forward(fc_param *p);
-/* Whether flat may be the shard's own memory: that has all of the parameter in the compute type on
- * `device`. */
+/* Writes to *can whether flat may share the shard's memory. The shard must hold the whole parameter
+ * in the compute dtype on `device`. */
 FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can,
                                       fc_error *err);
-/* Makes flat an alias of the shard, for which fc_param_can_alias() said yes; anew where the shard
- * was replaced. */
+/* Makes flat an alias of the shard, again if the shard was replaced. Precondition:
+ * fc_param_can_alias(). */
 FC_CHECK fc_status fc_param_alias_flat(fc_param *p);
-/* Gives flat, which is made where there is none, the memory of `landing`, which then has none: an
- * equal tensor that the rows of all ranks came into. fc_param_return_flat() gives it back. */
+/* Moves the memory of `landing`, which holds the gathered parts of all ranks, to flat. Creates flat
+ * if necessary. Afterwards `landing` has no memory. fc_param_return_flat() moves the memory
+ * back. */
 FC_CHECK fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *landing,
                                        fc_error *err);
 void fc_param_return_flat(fc_param *p, fct_tensor *landing);
-/* Makes flat where there is none (or an alias), and gives it memory. On failure it holds none. */
+/* Creates flat if it is missing or an alias, and allocates its memory. On failure flat has no
+ * memory. */
 FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,
                                        fc_error *err);
-/* Memory for the outputs of an extended parameter's latest inputs, and for its inner tensors, see
+/* Allocates the outputs of an extended parameter's latest inputs and its inner tensors; see
  * fc_extension_alloc(). */
 FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device,
                                           fc_error *err);
-/* Frees all that and keeps the tensors. Where it cannot, since others share the memory, they keep
- * that and the tensors are forgotten. */
+/* can_free returns true if the memory can be freed. free frees the memory of flat, outputs and
+ * inner tensors and keeps the tensors. If other tensors share the memory, it releases the tensors
+ * instead. */
 bool fc_param_can_free(const fc_param *p);
 void fc_param_free(fc_param *p);
 
-/* Folds .grad of the unsharded parameter into `accumulated` where there is one already. */
+/* Adds .grad of the unsharded parameter to `accumulated`, if that exists, and clears .grad. */
 FC_CHECK fc_status fc_param_fold_grad(fc_param *p);
-/* Moves .grad to `accumulated` in reduce_dtype, where that is set and differs. */
+/* Moves .grad to `accumulated` and casts it to reduce_dtype, if that is set and differs. */
 FC_CHECK fc_status fc_param_stash_grad(fc_param *p);
-/* Takes the partial gradient out: `accumulated`, else .grad of the unsharded parameter. *grad new,
- * or NULL: none. */
+/* Takes the partial gradient: `accumulated`, or .grad of the unsharded parameter. *grad is a new
+ * reference, or NULL if there is no gradient. */
 void fc_param_take_grad(fc_param *p, fct_tensor **grad);
-/* Forgets every partial gradient. */
+/* Drops all partial gradients. */
 void fc_param_drop_grad(fc_param *p);
 
 #endif

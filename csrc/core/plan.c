@@ -1,13 +1,15 @@
-/* Transfer plans. Own their arrays; borrow parameters. A gather plan is rebuilt after somebody
- * changed a parameter's dtype or data; a reduce plan is laid out in each backward, because which
- * gradients there are may change, but that is a few additions per parameter. */
+/* Transfer plans; see plan.h. Plans own their arrays and borrow parameters. A gather plan is built
+ * again after a change of a parameter's dtype or data. A reduce plan is laid out in each backward,
+ * because the set of gradients can change; that costs a few additions per parameter.
+ *
+ * This file uses no stream and reads no tensor contents. */
 #include "plan.h"
 
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Below this size a copy costs less than another message. */
+/* In bytes. Below this size a copy is cheaper than another message. */
 static int64_t owned_chunks_from = 1 << 18;
 
 void fc_chunks_from(int64_t bytes) {
@@ -38,7 +40,7 @@ static fc_status chunk_list_reserve(fc_chunk_list *list, size_t capacity) {
     return FC_OK;
 }
 
-/* One chunk that is the whole row. */
+/* Describes the whole row as one chunk. */
 static void chunk_list_pack(fc_chunk_list *list, int64_t row_numel) {
     assert(list->chunks != NULL);
     list->split = false;
@@ -49,7 +51,7 @@ static void chunk_list_pack(fc_chunk_list *list, int64_t row_numel) {
     list->row_numel = row_numel;
 }
 
-/* Starts a split row: the chunks of single parameters come first, the packed tail last. */
+/* Starts a split row. The chunks of single parameters come first, the packed tail last. */
 static void chunk_list_begin_split(fc_chunk_list *list) {
     assert(list->owners > 0 && list->owners <= list->capacity);
     memset(list->chunks, 0, (list->owners + 1) * sizeof *list->chunks);
@@ -59,7 +61,7 @@ static void chunk_list_begin_split(fc_chunk_list *list) {
     list->row_numel = 0;
 }
 
-/* Appends `numel` elements of the row to a chunk, and returns their offset in it. */
+/* Appends `numel` elements of the row to a chunk and returns their offset in it. */
 static int64_t chunk_list_append(fc_chunk_list *list, size_t chunk, bool owned, int64_t numel) {
     assert(list->split && chunk <= list->capacity);
     fc_chunk *c = &list->chunks[chunk];
@@ -69,7 +71,7 @@ static int64_t chunk_list_append(fc_chunk_list *list, size_t chunk, bool owned, 
     c->owned = owned;
     list->row_numel += numel;
     if (chunk == list->owners && numel > 0) {
-        list->count = list->owners + 1; /* the packed tail holds something */
+        list->count = list->owners + 1; /* the packed tail is not empty */
     }
     if (last != NULL && last->chunk == chunk) {
         last->numel += numel;
@@ -90,9 +92,9 @@ static bool is_real(fct_dtype dtype) {
            dtype == FCK_BFLOAT16;
 }
 
-/* Whether a split plan gives the parameter a chunk of its own: one block for each rank, of a dtype
- * that every transport sums. */
-static bool is_worth_chunk(const fc_layout *layout, fct_dtype dtype, int64_t world) {
+/* Returns true if a split plan gives the parameter its own chunk: it has one block per rank, and
+ * every transport can sum its dtype. */
+static bool deserves_chunk(const fc_layout *layout, fct_dtype dtype, int64_t world) {
     return world > 1 && layout->outer == 1 && layout->padded_numel > 0 && is_real(dtype) &&
            layout->padded_numel * world >= owned_chunks_from / fc_dtype_size(dtype);
 }
@@ -130,9 +132,9 @@ done:
     return status;
 }
 
-enum { CUDA_ALIGN = 16 }; /* what a GPU's thread moves at once, at most */
+enum { CUDA_ALIGN = 16 }; /* largest vector load of a GPU thread, in bytes */
 
-/* The next multiple of `align`; false where it overflows. */
+/* Rounds up to a multiple of `align`. Returns false on overflow. */
 static bool round_up(int64_t offset, int64_t align, int64_t *out) {
     if (!fc_size_add(offset, align - 1, &offset)) {
         return false;
@@ -141,8 +143,9 @@ static bool round_up(int64_t offset, int64_t align, int64_t *out) {
     return true;
 }
 
-/* What the plan says of one input, but for where it stands. */
-static fc_slot describe(const fc_gather_plan *plan, size_t param, const fc_param *p, size_t input) {
+/* Describes one input, except for its chunk and offset. */
+static fc_slot describe_slot(const fc_gather_plan *plan, size_t param, const fc_param *p,
+                             size_t input) {
     const fc_layout *layout = layout_of(p, plan->post_forward);
     fct_dtype compute = fc_param_compute_dtype(p);
     fc_slot slot = {.param = param,
@@ -161,9 +164,10 @@ static fc_slot describe(const fc_gather_plan *plan, size_t param, const fc_param
     return slot;
 }
 
-/* Adds the slot to the row, which ends at `offset`; *end is its new end. Checks for overflow. */
-static fc_status place(fc_gather_plan *plan, fc_slot *slot, const fc_param *p, int64_t offset,
-                       int64_t *end, fc_error *err) {
+/* Checks that the slot fits at the end of the row, `offset`, without overflow. Writes the new end
+ * to *end and updates the plan's flags. */
+static fc_status append_slot(fc_gather_plan *plan, fc_slot *slot, const fc_param *p, int64_t offset,
+                             int64_t *end, fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
     int32_t size = fc_dtype_size(slot->compute);
     int64_t bytes = 0;
@@ -193,7 +197,7 @@ static size_t count_inputs(fc_param *const *params, size_t count) {
     return inputs;
 }
 
-/* Notes which slots a split gives a chunk of their own. */
+/* Marks the slots that get their own chunk in a split plan. */
 static void choose_owners(fc_gather_plan *plan, fc_param *const *params) {
     const bool can_split = plan->align == 1 && plan->dtype != FCK_UINT8 && !plan->extended;
     plan->chunks.owners = 0;
@@ -202,7 +206,7 @@ static void choose_owners(fc_gather_plan *plan, fc_param *const *params) {
         const fc_param *p = params[slot->param];
         slot->owns_chunk =
             can_split && slot->numel * plan->world == p->flat_numel &&
-            is_worth_chunk(layout_of(p, plan->post_forward), slot->compute, plan->world);
+            deserves_chunk(layout_of(p, plan->post_forward), slot->compute, plan->world);
         plan->chunks.owners += slot->owns_chunk ? 1 : 0;
     }
 }
@@ -211,7 +215,7 @@ bool fc_gather_plan_can_split(const fc_gather_plan *plan) {
     return plan->chunks.owners > 0;
 }
 
-/* Offsets of a row in one chunk. The sums were checked when the plan was laid out. */
+/* Computes the offsets of a packed row. lay_out_slots() has checked the sums. */
 static void pack_slots(fc_gather_plan *plan) {
     int64_t end = 0;
     for (size_t i = 0; i < plan->count; i++) {
@@ -244,24 +248,24 @@ void fc_gather_plan_set_split(fc_gather_plan *plan, bool split) {
     }
 }
 
-/* All slots, one after the other; *end is where the last one ends. */
-static fc_status lay_out(fc_gather_plan *plan, fc_param *const *params, size_t count, int64_t *end,
-                         fc_error *err) {
+/* Fills in all slots in order. *end is the end of the row in bytes. */
+static fc_status lay_out_slots(fc_gather_plan *plan, fc_param *const *params, size_t count,
+                               int64_t *end, fc_error *err) {
     fc_status status = FC_OK;
     size_t filled = 0;
     *end = 0;
     for (size_t i = 0; i < count; i++) {
         for (size_t k = 0; k < fc_param_input_count(params[i]); k++) {
             fc_slot *slot = &plan->slots[filled++];
-            *slot = describe(plan, i, params[i], k);
-            FC_TRY(place(plan, slot, params[i], *end, end, err));
+            *slot = describe_slot(plan, i, params[i], k);
+            FC_TRY(append_slot(plan, slot, params[i], *end, end, err));
         }
     }
 done:
     return status;
 }
 
-/* The type that all slots have, else bytes. */
+/* Returns the common dtype of all slots, or bytes (uint8) if they differ. */
 static fct_dtype common_dtype(const fc_gather_plan *plan) {
     bool uniform = plan->count > 0;
     for (size_t i = 1; i < plan->count; i++) {
@@ -283,7 +287,7 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     plan->post_forward = post_forward;
     plan->world = world;
     plan->align = device.type == FCT_DEVICE_CUDA ? CUDA_ALIGN : 1;
-    FC_TRY(lay_out(plan, params, count, &end, err));
+    FC_TRY(lay_out_slots(plan, params, count, &end, err));
     plan->dtype = common_dtype(plan);
     plan->from_host = plan->from_host && fct_device_has_streams(device);
     plan->row_bytes = (end + plan->align - 1) / plan->align * plan->align;
@@ -306,7 +310,7 @@ bool fc_gather_plan_fits(const fc_gather_plan *plan, fc_param *const *params, si
     size_t at = 0;
     for (size_t i = 0; i < count; i++) {
         for (size_t k = 0; fits && k < fc_param_input_count(params[i]); k++) {
-            const fc_slot now = describe(plan, i, params[i], k);
+            const fc_slot now = describe_slot(plan, i, params[i], k);
             fits = is_same_input(&plan->slots[at++], &now);
         }
     }
@@ -375,8 +379,8 @@ void fc_reduce_plan_fini(fc_reduce_plan *plan) {
     memset(plan, 0, sizeof *plan);
 }
 
-/* Checks one gradient and reads its facts. Not contiguous: it is replaced by a contiguous copy.
- * Without memory of its own (a tensor subclass that wraps others): facts->strided is false. */
+/* Checks one gradient and reads its facts. A gradient that is not contiguous is replaced by a
+ * contiguous copy. For a tensor subclass without own memory facts->strided is false. */
 static fc_status check_gradient(fc_reduce_plan *plan, size_t i, fct_facts *facts, fc_error *err) {
     fc_status status = FC_OK;
     const fc_param *p = plan->params[i];
@@ -435,12 +439,12 @@ void fc_reduce_plan_set_split(fc_reduce_plan *plan, bool split) {
     }
 }
 
-/* Notes which gradients a split gives a chunk of their own. */
+/* Marks the gradients that get their own chunk in a split plan. */
 static void choose_owned_gradients(fc_reduce_plan *plan) {
     plan->chunks.owners = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
-        plan->slots[i].owns_chunk = is_worth_chunk(layout, plan->dtype, layout->world);
+        plan->slots[i].owns_chunk = deserves_chunk(layout, plan->dtype, layout->world);
         plan->chunks.owners += plan->slots[i].owns_chunk ? 1 : 0;
     }
 }

@@ -1,6 +1,9 @@
-/* Gradient reduction; see reduce.h. Stream rules: the pack runs on the current stream, everything
- * after it on the reduce stream; the input is kept until the current stream has waited for the
- * collective, the output lives on in the gradients' views. */
+/* Gradient reduction; see reduce.h. Owns the reduce plan, the packed chunks and the events of the
+ * latest reduction.
+ *
+ * Streams: the pack runs on the current stream, everything after it on the reduce stream. From the
+ * all-reduce on, work runs on the all-reduce stream. The input is kept until the current stream has
+ * waited for the collective. The gradients' views keep the output alive. */
 #include "reduce.h"
 
 #include <string.h>
@@ -17,8 +20,8 @@ void fc_reducer_init(fc_reducer *d, fc_members *members) {
     d->all_reduce_grads = true;
 }
 
-/* The event goes back to the context. */
-static void put_back(fc_reducer *d, fct_event **slot) {
+/* Returns the event to the comm context. */
+static void return_event(fc_reducer *d, fct_event **slot) {
     if (d->members->comm != NULL) {
         fc_comm_put_event(d->members->comm, *slot);
     }
@@ -26,8 +29,8 @@ static void put_back(fc_reducer *d, fct_event **slot) {
 }
 
 void fc_reducer_forget_event(fc_reducer *d) {
-    put_back(d, &d->reduced);
-    put_back(d, &d->sent);
+    return_event(d, &d->reduced);
+    return_event(d, &d->sent);
 }
 
 void fc_reducer_fini(fc_reducer *d) {
@@ -57,9 +60,9 @@ static bool all_reduces_now(const fc_reducer *d) {
     return fc_members_replicated(d->members) && d->all_reduce_grads;
 }
 
-/* Whether the span has partial gradients to all-reduce even without new ones: reduce-scattered in
- * backwards that did not all-reduce. */
-static bool is_pending(const fc_reducer *d, fc_span span) {
+/* Returns true if the span has partial gradients to all-reduce, even without new ones. Backwards
+ * that did not all-reduce have reduce-scattered them. */
+static bool has_pending_partials(const fc_reducer *d, fc_span span) {
     for (size_t i = span.first; all_reduces_now(d) && i < span.end; i++) {
         if (d->members->params[i]->partial != NULL) {
             return true;
@@ -68,8 +71,8 @@ static bool is_pending(const fc_reducer *d, fc_span span) {
     return false;
 }
 
-/* The record of the span's reduction, for the gradients that were laid out and, where rows are
- * all-reduced, the partial rows of other parameters. NULL: no memory. */
+/* Creates the reduction of a span: the gradients that were laid out, and the partial rows of other
+ * parameters if rows are all-reduced. Returns NULL without memory. */
 static fc_reduction *new_reduction(fc_reducer *d, fc_span span) {
     const fc_reduce_plan *plan = &d->plan;
     fc_param *const *params = d->members->params;
@@ -92,7 +95,7 @@ static fc_reduction *new_reduction(fc_reducer *d, fc_span span) {
     return r;
 }
 
-/* Issues the collective from the chunks, or from the only one (r->input), into `row`. */
+/* Issues the reduce-scatter into `row`, from the chunks or from the single buffer r->input. */
 static fc_status reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide,
                                 fct_tensor *row) {
     const fc_members *m = d->members;
@@ -105,8 +108,8 @@ static fc_status reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide 
                                         divide->premultiply, !m->comm->has_streams, &r->work);
 }
 
-/* Divides and issues the reduce-scatter on the current stream; r->output is the row. */
-static fc_status scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
+/* Divides and issues the reduce-scatter on the current stream. r->output is the row. */
+static fc_status issue_reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
     fc_members *m = d->members;
     fc_status status = FC_OK;
     const fc_reduce_plan *plan = &d->plan;
@@ -115,7 +118,7 @@ static fc_status scatter(fc_reducer *d, fc_reduction *r, const fc_divide *divide
     if (divide->before != 1.0 && r->input != NULL && plan->row_numel > 0) {
         FC_TRY_RAISED(fct_tensor_div(r->input, divide->before));
     }
-    /* A row that stays with the parameters has to be the reduce stream's memory. */
+    /* Parameters may keep the row. It must then be memory of the reduce stream. */
     bool stays = r->keep_partial && m->comm->has_streams;
     if ((m->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel && !stays) {
         r->output = r->input; /* one rank: the row is the result */
@@ -145,9 +148,9 @@ done:
     return status;
 }
 
-/* Issues the all-reduce, after the reduce-scatter is done or ordered and partial rows are
- * merged. */
-static fc_status all_reduce(fc_reduction *r, const fc_divide *divide) {
+/* Issues the all-reduce. Precondition: the reduce-scatter is complete or ordered, and partial rows
+ * are merged. */
+static fc_status issue_all_reduce(fc_reduction *r, const fc_divide *divide) {
     fc_members *m = r->members;
     fc_status status = FC_OK;
     if (m->replicate.world > 1) {
@@ -159,14 +162,14 @@ done:
     return status;
 }
 
-/* What comes after the reduce-scatter: on the all-reduce stream with replicas or a user's hook, as
- * in torch, so that neither holds the next reduce-scatter up. */
+/* Queues the work after the reduce-scatter. With replicas or a user's hook it runs on the
+ * all-reduce stream, as in torch, so that the next reduce-scatter does not wait for it. */
 static fc_status continue_on_stream(fc_reduction *r, const fc_divide *divide, fct_stream *stream) {
     fc_members *m = r->members;
     fc_status status = FC_OK;
     fc_comm *c = m->comm;
     if (fc_members_replicated(m) && !r->keep_partial) {
-        FC_TRY(fc_reduction_merge_partials(r)); /* on this stream: partial rows are its memory */
+        FC_TRY(fc_reduction_merge_partials(r)); /* on this stream, which owns the partial rows */
     }
     if (r->elsewhere) {
         FC_TRY(fc_comm_order_streams(c, c->all_reduce_stream, *stream));
@@ -174,23 +177,23 @@ static fc_status continue_on_stream(fc_reduction *r, const fc_divide *divide, fc
         (void)fct_stream_set_current(*stream);
     }
     if (fc_members_replicated(m) && !r->keep_partial) {
-        FC_TRY(all_reduce(r, divide));
+        FC_TRY(issue_all_reduce(r, divide));
     }
     FC_TRY(fc_reduction_finish(r));
 done:
     return status;
 }
 
-/* The reduction has failed: what it has sent to the host's memory is waited for nevertheless, with
- * what comes next. */
-static void note_sent(fc_reducer *d, fct_stream stream) {
+/* Records the event of queued copies to host memory after a failure, so that the next wait includes
+ * them. */
+static void record_sent(fc_reducer *d, fct_stream stream) {
     void *error = fct_error_set_aside();
     (void)!fc_comm_record_into(d->members->comm, stream, &d->sent);
     fct_error_put_back(error);
 }
 
-/* All of the reduction on the reduce stream and, from the all-reduce on, the all-reduce stream. Its
- * end is one event for all who wait for it. */
+/* Queues the whole reduction on the reduce stream and, from the all-reduce on, on the all-reduce
+ * stream. All later waits share one event at its end. */
 static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
     fc_members *m = d->members;
     fc_status status = FC_OK;
@@ -200,9 +203,9 @@ static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divi
     r->elsewhere = c->streams_ready && !r->keep_partial && (r->hooked || fc_members_replicated(m));
     FC_TRY(fc_comm_order_streams(c, stream, compute));
     (void)fct_stream_set_current(stream);
-    FC_TRY(scatter(d, r, divide));
+    FC_TRY(issue_reduce_scatter(d, r, divide));
     FC_TRY(fc_reduction_wait(r));
-    bool alone = r->output == r->input; /* what follows uses the current stream's memory */
+    bool alone = r->output == r->input; /* later work uses memory of the current stream */
     if (!alone) {
         FC_TRY(fc_comm_record(c, stream, &r->scattered));
     }
@@ -223,14 +226,15 @@ static fc_status reduce_on_streams(fc_reducer *d, fc_reduction *r, const fc_divi
     }
 done:
     if (status != FC_OK && r->sends) {
-        note_sent(d, stream);
+        record_sent(d, stream);
     }
     (void)fct_stream_set_current(compute);
     return status;
 }
 
-/* Partial rows of the group that an earlier reduction has not left with the parameters yet. */
-static fc_status settle_earlier(fc_reducer *d) {
+/* Completes an earlier reduction of the group that has not yet given its partial rows to the
+ * parameters. */
+static fc_status complete_earlier(fc_reducer *d) {
     fc_members *m = d->members;
     for (const fc_reduction *r = m->comm->oldest; r != NULL; r = r->next) {
         if (r->members == m && r->keep_partial && !r->finished) {
@@ -240,7 +244,7 @@ static fc_status settle_earlier(fc_reducer *d) {
     return FC_OK;
 }
 
-static fc_divide divide_of(fc_reducer *d, fct_dtype dtype) {
+static fc_divide split_division(fc_reducer *d, fct_dtype dtype) {
     fc_members *m = d->members;
     const fc_link *link = fc_members_scatter_link(m);
     const fc_divide_rule rule = {
@@ -249,16 +253,16 @@ static fc_divide divide_of(fc_reducer *d, fct_dtype dtype) {
         .dtype = dtype,
         .has_factor = d->has_divide_factor,
         .factor = d->divide_factor,
-        .force_sum = d->force_sum || m->device.type == FCT_DEVICE_MTIA, /* it has only sums */
+        .force_sum = d->force_sum || m->device.type == FCT_DEVICE_MTIA, /* no means */
         .has_premul =
             d->has_divide_factor && link->pg != NULL && fct_pg_has_premul(link->pg, m->device),
     };
     return fc_divide_split(&rule);
 }
 
-/* Whether large gradients are reduced from chunks of their own: some are large enough, the kernels
- * cast them, and the transport can move them. Memory of the process group is only had as one
- * buffer. */
+/* Decides whether large gradients get their own chunks. Conditions: some are large enough, the
+ * kernels cast them, and the transport supports chunks. The process group's allocator provides only
+ * one buffer. */
 static fc_status choose_split(fc_reducer *d, const fc_divide *divide) {
     const fc_members *m = d->members;
     fc_status status = FC_OK;
@@ -281,9 +285,9 @@ done:
     return status;
 }
 
-/* Whether what is sent may be the gradient itself: it is what the row would hold, nobody changes it
- * meanwhile, and it is not to be divided first. */
-static bool is_sent_itself(const fc_reduce_plan *plan, size_t i, const fc_divide *divide) {
+/* Returns true if the gradient's own memory can be sent: it has the layout and dtype of its chunk,
+ * no other owner can change it, and it is not divided first. */
+static bool can_send_in_place(const fc_reduce_plan *plan, size_t i, const fc_divide *divide) {
     const fc_layout *layout = &plan->params[i]->layout;
     fct_facts facts;
     fct_tensor_facts(plan->grads[i], &facts);
@@ -292,7 +296,7 @@ static bool is_sent_itself(const fc_reduce_plan *plan, size_t i, const fc_divide
            fct_tensor_is_sole(plan->grads[i]);
 }
 
-/* The gradient's own memory as a chunk: a 1-D view. */
+/* Creates a 1-D view of the gradient's memory as its chunk. */
 static fc_status alias_gradient(const fc_reduce_plan *plan, size_t i, fct_tensor **chunk) {
     const int64_t size[1] = {plan->params[i]->layout.numel};
     const int64_t stride[1] = {1};
@@ -304,7 +308,7 @@ static fc_status alias_gradient(const fc_reduce_plan *plan, size_t i, fct_tensor
                : FC_ERAISED;
 }
 
-/* The chunk of one gradient: the gradient's own memory, or packed into fresh memory. Drops the
+/* Creates the chunk of one gradient: a view of the gradient, or a packed copy. Drops the
  * gradient. */
 static fc_status make_owned_chunk(fc_reducer *d, size_t i, const fc_divide *divide,
                                   fct_tensor **chunk) {
@@ -313,7 +317,7 @@ static fc_status make_owned_chunk(fc_reducer *d, size_t i, const fc_divide *divi
     fc_reduce_plan *plan = &d->plan;
     const fc_layout *layout = &plan->params[i]->layout;
     fct_tensor *made = NULL;
-    if (is_sent_itself(plan, i, divide)) {
+    if (can_send_in_place(plan, i, divide)) {
         FC_TRY(alias_gradient(plan, i, &made));
     } else {
         FC_TRY_RAISED(
@@ -333,7 +337,7 @@ done:
     return status;
 }
 
-/* Packs the gradients that share a chunk, which becomes r->input. */
+/* Packs the gradients that share a chunk into r->input. */
 static fc_status make_packed_chunk(fc_reducer *d, fc_reduction *r, size_t chunk) {
     fc_members *m = d->members;
     fc_status status = FC_OK;
@@ -350,8 +354,8 @@ done:
     return status;
 }
 
-/* Packs the gradients, which are laid out, into the plan's chunks, on the current stream. The
- * packed chunk comes first: each large gradient is freed as soon as its own chunk is made. */
+/* Packs the laid-out gradients into the plan's chunks, on the current stream. The packed chunk
+ * comes first: each large gradient is then freed as soon as its own chunk exists. */
 static fc_status pack(fc_reducer *d, fc_reduction *r, const fc_divide *divide) {
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
@@ -380,8 +384,8 @@ done:
     return status;
 }
 
-/* The type that is reduced in; of partial rows alone their own. */
-static fct_dtype dtype_of(const fc_reducer *d, const fc_reduction *r) {
+/* Returns the dtype of the reduction; for partial rows alone it is their own. */
+static fct_dtype reduction_dtype(const fc_reducer *d, const fc_reduction *r) {
     if (d->plan.count > 0) {
         return d->plan.dtype;
     }
@@ -390,15 +394,15 @@ static fct_dtype dtype_of(const fc_reducer *d, const fc_reduction *r) {
     return facts.dtype;
 }
 
-/* Issues the collectives and leaves r to be finished, or finishes it. */
-static fc_status start(fc_reducer *d, fc_reduction *r, bool order_compute) {
+/* Issues the collectives. With streams it also queues the steps that finish the reduction. */
+static fc_status issue_collectives(fc_reducer *d, fc_reduction *r, bool order_compute) {
     fc_members *m = d->members;
     fc_status status = FC_OK;
     if (m->shard.world > 1) {
         FC_TRY(fc_link_open(fc_members_scatter_link(m)));
     }
-    d->plan.dtype = dtype_of(d, r);
-    const fc_divide divide = divide_of(d, d->plan.dtype);
+    d->plan.dtype = reduction_dtype(d, r);
+    const fc_divide divide = split_division(d, d->plan.dtype);
     FC_TRY(pack(d, r, &divide));
     r->divide_after = divide.after;
     if (m->comm->has_streams) {
@@ -407,19 +411,19 @@ static fc_status start(fc_reducer *d, fc_reduction *r, bool order_compute) {
             FC_TRY_RAISED(fct_event_wait(d->reduced, fct_stream_current(m->device)));
         }
     } else {
-        FC_TRY(scatter(d, r, &divide));
+        FC_TRY(issue_reduce_scatter(d, r, &divide));
         if (fc_members_replicated(m) && !r->keep_partial) {
             FC_TRY(fc_reduction_wait(r));
             FC_TRY(fc_reduction_merge_partials(r));
-            FC_TRY(all_reduce(r, &divide));
+            FC_TRY(issue_all_reduce(r, &divide));
         }
     }
 done:
     return status;
 }
 
-/* Whether it has to end before backward goes on. */
-static bool ends_now(const fc_reducer *d, const fc_reduction *r) {
+/* Returns true if the reduction must complete before backward continues. */
+static bool must_complete_now(const fc_reducer *d, const fc_reduction *r) {
     switch (d->overlap) {
     case FC_OVERLAP_NEVER:
         return true;
@@ -434,14 +438,14 @@ static bool ends_now(const fc_reducer *d, const fc_reduction *r) {
     return !d->members->comm->has_streams && fc_reduction_wanted_now(r);
 }
 
-/* What could not be started is gone. */
+/* Starts the reduction of a span. A reduction that could not be started is discarded. */
 static fc_status start_reduction(fc_reducer *d, fc_span span, bool order_compute) {
     fc_members *m = d->members;
     fc_status status = FC_OK;
     fc_comm *c = m->comm;
     fc_reduction *r = NULL;
-    FC_TRY(settle_earlier(d));
-    /* Later buckets of a backward need not wait for earlier ones. */
+    FC_TRY(complete_earlier(d));
+    /* Later buckets of a backward do not wait for earlier ones. */
     if (span.end == m->count) {
         FC_TRY(fc_comm_wait_and_put(c, &d->reduced));
     }
@@ -450,9 +454,9 @@ static fc_status start_reduction(fc_reducer *d, fc_span span, bool order_compute
         status = FC_ENOMEM;
         goto done;
     }
-    FC_TRY(start(d, r, order_compute));
+    FC_TRY(issue_collectives(d, r, order_compute));
     fc_reduction_append(r);
-    return ends_now(d, r) ? fc_reduction_recycle(c, 0) : fc_reduction_poll(c);
+    return must_complete_now(d, r) ? fc_reduction_recycle(c, 0) : fc_reduction_poll(c);
 done:
     if (r != NULL) {
         fc_reduction_abandon(r);
@@ -465,7 +469,7 @@ fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
     fc_status status = FC_OK;
     fc_reduce_plan *plan = &d->plan;
     void *range = NULL;
-    if (plan->count == 0 && !is_pending(d, span)) {
+    if (plan->count == 0 && !has_pending_partials(d, span)) {
         return FC_OK;
     }
     range = fc_members_enter_range(m, "post_backward_reduce");
@@ -485,15 +489,15 @@ done:
     return status;
 }
 
-/* ---- the end of a backward ---- */
+/* ---- end of a backward ---- */
 
-/* The host waits for the gradients in its memory, and for what it has queued itself. */
-static fc_status host_finalize(fc_reducer *d) {
+/* Waits on the host for gradients in host memory, and for the work that the host queued itself. */
+static fc_status wait_on_host(fc_reducer *d) {
     const fc_members *m = d->members;
     fc_status status = FC_OK;
     if (d->sent != NULL) {
         FC_TRY_RAISED(fct_event_synchronize(d->sent));
-        put_back(d, &d->sent);
+        return_event(d, &d->sent);
     }
     if (m->host->finalize != NULL) {
         FC_TRY_RAISED(m->host->finalize(m->owner));
@@ -508,7 +512,7 @@ fc_status fc_reduce_order_compute(fc_reducer *d) {
     if (d->reduced != NULL) {
         FC_TRY_RAISED(fct_event_wait(d->reduced, fct_stream_current(m->device)));
     }
-    FC_TRY(host_finalize(d));
+    FC_TRY(wait_on_host(d));
 done:
     return status;
 }
@@ -519,8 +523,8 @@ fc_status fc_reduce_settle(fc_reducer *d) {
     FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_reduced));
     FC_TRY(fc_comm_wait_and_put(m->comm, &m->comm->last_all_reduced));
     fc_reduction_note_settled(m->comm);
-    FC_TRY(host_finalize(d));
-    put_back(d, &d->reduced);
+    FC_TRY(wait_on_host(d));
+    return_event(d, &d->reduced);
 done:
     return status;
 }
@@ -532,10 +536,10 @@ void fc_reduce_reset(fc_reducer *d) {
     if (m->host->drop_reduce != NULL) {
         m->host->drop_reduce(m->owner);
     }
-    put_back(d, &d->reduced); /* and what was sent is waited for at the next backward's end */
+    return_event(d, &d->reduced); /* `sent` stays: the next end of a backward waits for it */
 }
 
-/* ---- what must hold ---- */
+/* ---- invariants ---- */
 
 fc_status fc_reduce_check(const fc_reducer *d) {
     fc_comm *c = d->members->comm;
@@ -544,7 +548,8 @@ fc_status fc_reduce_check(const fc_reducer *d) {
                             d->plan.count);
     }
     if (d->reduced != NULL && !c->has_streams) {
-        return fc_error_set(&c->error, FC_ESTATE, "an event without streams");
+        return fc_error_set(&c->error, FC_ESTATE,
+                            "a reduction has an event on a device without streams");
     }
     return FC_OK;
 }

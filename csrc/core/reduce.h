@@ -1,18 +1,17 @@
-/* Gradient reduction: pack, divide, reduce-scatter, (all-reduce), divide, cast, view out, hand to
- * the sharded parameters. Owns the plan of the gradients that are to be reduced, and with the comm
- * context the reductions in flight.
+/* Gradient reduction: pack, divide, reduce-scatter, all-reduce, divide, cast, views, accumulate.
+ * Owns the plan of the collected gradients. The comm context owns the reductions in flight.
  *
  *   run:    grads --pack--> input --(pre-divide)--> reduce-scatter --> row
  *           row (+ partial rows) --> all-reduce, with replicas (HSDP)
  *   finish: row --(hook)--(post-divide)--cast--> one view per parameter --> host->take_grad
  *
- * With replicas and all_reduce_grads off the row is kept instead, parameter by parameter
- * (fc_param.partial), until a backward that all-reduces.
+ * With replicas and all_reduce_grads off, each parameter keeps its part of the row
+ * (fc_param.partial) until a backward that all-reduces.
  *
- * On devices with streams run and finish happen in one go on the reduce stream. Without streams the
- * collective runs in the background while backward goes on, and finish comes with the next group's
- * reduction, at the end of backward, or at once where a parameter's hooks want the gradient now.
- * A reduction that does not overlap (fc_overlap) ends before backward goes on, on any device. */
+ * With streams, run and finish are queued together on the reduce stream. Without streams the
+ * collective runs while backward continues. It is finished by the next group's reduction, by the
+ * end of backward, or at once if a parameter has post-accumulate-grad hooks. A reduction that does
+ * not overlap (fc_overlap) is complete before backward continues, on any device. */
 #ifndef FSDP_C_CORE_REDUCE_H
 #define FSDP_C_CORE_REDUCE_H
 
@@ -21,54 +20,55 @@
 #include "plan.h"
 #include "transfer.h"
 
-/* Whether backward goes on while a reduction is in flight. */
+/* Whether backward continues while a reduction is in flight. */
 typedef enum fc_overlap {
-    FC_OVERLAP_UNLESS_COPIED = 0, /* not where the processors that compute copy the rows: that takes
-                                     as long, and two units' gradients in memory */
+    FC_OVERLAP_UNLESS_COPIED = 0, /* not if CPU-bound: that saves no time and costs memory */
     FC_OVERLAP_ALWAYS,
     FC_OVERLAP_NEVER,
 } fc_overlap;
 
 typedef struct fc_reducer {
     fc_members *members; /* borrowed */
-    fc_reduce_plan plan; /* the gradients that were collected */
+    fc_reduce_plan plan; /* of the collected gradients */
     fc_transfer transfer;
-    fc_chunks chunks;   /* packed and on the way to the collective, which then holds them */
+    fc_chunks chunks;   /* packed, until the collective holds them */
     fct_event *reduced; /* end of the latest reduction; only with streams */
-    fct_event *sent;    /* end of the latest that has queued copies to the host's memory, until the
-                           host has waited for it */
-    /* What users set. */
-    fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradients' own */
-    double divide_factor;   /* in place of the number of ranks, where has_divide_factor */
+    fct_event *sent;    /* end of the latest queued copies to host memory */
+    /* Settings of the user. */
+    fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradients' own dtype */
+    double divide_factor;   /* replaces the number of ranks if has_divide_factor */
     bool has_divide_factor;
     bool force_sum;
-    bool all_reduce_grads; /* false: with replicas, only reduce-scatter */
-    bool reduce_unused;    /* zeros for parameters without gradient */
-    bool has_hook;         /* host->reduce_hook is to be called */
+    bool all_reduce_grads; /* false, with replicas: only reduce-scatter */
+    bool reduce_unused;    /* zeros for parameters without a gradient */
+    bool has_hook;         /* host->reduce_hook must be called */
     fc_overlap overlap;
 } fc_reducer;
 
+/* Borrows `members`, which must outlive the reducer. */
 void fc_reducer_init(fc_reducer *d, fc_members *members);
-/* Gives up on what is in flight, releases all. */
+/* Discards the reductions in flight and releases everything. */
 void fc_reducer_fini(fc_reducer *d);
 
-/* Gives its events back to the context, which is to change. */
+/* Returns the reducer's events to the comm context. Call it before the group changes its
+ * context. */
 void fc_reducer_forget_event(fc_reducer *d);
 
-/* Reduces the gradients of the span, which were collected into d->plan, and takes them out of it;
- * with partial rows that wait for an all-reduce, also without any. `order_compute`: the current
- * stream waits for the result (partial group backward). On failure the gradients are gone and
+/* Reduces the gradients of the span that were collected into d->plan, and removes them from it.
+ * Parameters with a partial row are reduced even without a gradient. `order_compute`: the current
+ * stream waits for the result (partial group backward). On failure the gradients are lost and
  * nothing is in flight. */
 FC_CHECK fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute);
-/* The current stream waits for the reducer's latest reduction. */
+/* Makes the current stream wait for the reducer's latest reduction. */
 FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *d);
-/* The end of a backward: the current stream waits for all reductions of the context, and what the
- * host has of this one. */
+/* Ends a backward: the current stream waits for all reductions of the context, and for the work of
+ * the host's reduce(). */
 FC_CHECK fc_status fc_reduce_settle(fc_reducer *d);
-/* Forgets gradients and partial results; after a failure. */
+/* Drops gradients and partial results. Call it after a failure. */
 void fc_reduce_reset(fc_reducer *d);
 
-/* What must hold between transitions: FC_ESTATE with a message where it does not. */
+/* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is
+ * violated. */
 FC_CHECK fc_status fc_reduce_check(const fc_reducer *d);
 
 #endif

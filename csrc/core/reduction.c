@@ -1,5 +1,8 @@
-/* Reductions in flight; see reduction.h. Owns the list in the comm context and what hangs off
- * it. */
+/* Reductions in flight; see reduction.h. Owns the list in the comm context and the buffers, events
+ * and work of its entries.
+ *
+ * Streams: an input is freed only after the current stream waits for `scattered`. An abandoned
+ * reduction first orders the current stream after the reduce streams. */
 #include "reduction.h"
 
 #include <stdlib.h>
@@ -53,8 +56,8 @@ static fc_reduction *pop_oldest(fc_comm *c) {
     return r;
 }
 
-/* Makes it the oldest again. */
-static void put_back(fc_comm *c, fc_reduction *r) {
+/* Inserts `r` as the oldest reduction again. */
+static void push_oldest(fc_comm *c, fc_reduction *r) {
     r->next = c->oldest;
     c->oldest = r;
     if (c->newest == NULL) {
@@ -111,8 +114,8 @@ int64_t fc_reduction_row_numel(const fc_reduction *r) {
     return numel;
 }
 
-/* One parameter's padded part of the row. */
-static fc_status part_of(const fct_tensor *row, int64_t offset, int64_t numel, fct_tensor **out) {
+/* Creates a view of one parameter's padded part of the row. */
+static fc_status view_part(const fct_tensor *row, int64_t offset, int64_t numel, fct_tensor **out) {
     const int64_t size[1] = {numel};
     const int64_t stride[1] = {1};
     return fct_tensor_alias(row, 1, size, stride, offset, out) == 0 ? FC_OK : FC_ERAISED;
@@ -124,7 +127,7 @@ fc_status fc_reduction_merge_partials(fc_reduction *r) {
     int64_t offset = 0;
     for (size_t i = 0; i < r->total; i++) {
         fc_param *p = r->params[i];
-        FC_TRY(part_of(r->output, offset, p->layout.padded_numel, &part));
+        FC_TRY(view_part(r->output, offset, p->layout.padded_numel, &part));
         if (r->keep_partial && p->partial != NULL) {
             FC_TRY_RAISED(fct_tensor_add(p->partial, part));
         } else if (r->keep_partial) {
@@ -146,7 +149,7 @@ done:
     return status;
 }
 
-/* The type of all the parameters; FCT_NO_DTYPE where they have several. */
+/* Returns the common dtype of the parameters, or FCT_NO_DTYPE if they differ. */
 static fct_dtype common_dtype(const fc_reduction *r) {
     fct_dtype dtype = r->total > 0 ? r->params[0]->orig_dtype : FCT_NO_DTYPE;
     for (size_t i = 1; i < r->total; i++) {
@@ -157,8 +160,8 @@ static fct_dtype common_dtype(const fc_reduction *r) {
     return dtype;
 }
 
-/* Replaces the gradient by its copy in the host's memory, where that of the parameter is. */
-static fc_status send(fc_reduction *r, const fc_param *p, fct_tensor **view) {
+/* Replaces the gradient by a copy in host memory if the parameter is offloaded. */
+static fc_status copy_to_host(fc_reduction *r, const fc_param *p, fct_tensor **view) {
     fc_status status = FC_OK;
     fct_tensor *local = NULL;
     bool queued = false;
@@ -173,8 +176,9 @@ done:
     return status;
 }
 
-/* Hands each parameter its view of the reduced row; where they have several types, casts of it. */
-static fc_status view_out(fc_reduction *r, const fct_tensor *row, bool several) {
+/* Passes each parameter its view of the reduced row. `several`: the parameters have different
+ * dtypes, so each view is cast. */
+static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bool several) {
     fc_status status = FC_OK;
     fct_tensor *view = NULL;
     int64_t offset = 0;
@@ -187,7 +191,7 @@ static fc_status view_out(fc_reduction *r, const fct_tensor *row, bool several) 
             fct_tensor_release(view);
             view = cast;
         }
-        FC_TRY(send(r, p, &view));
+        FC_TRY(copy_to_host(r, p, &view));
         FC_TRY_RAISED(r->members->host->take_grad(p->owner, view));
         fct_tensor_release(view);
         view = NULL;
@@ -232,26 +236,26 @@ fc_status fc_reduction_finish(fc_reduction *r) {
         fct_tensor_release(r->output);
         r->output = NULL;
     }
-    FC_TRY(view_out(r, row, wanted == FCT_NO_DTYPE));
+    FC_TRY(distribute_gradients(r, row, wanted == FCT_NO_DTYPE));
     r->finished = true;
 done:
     fct_tensor_release(row);
     return status;
 }
 
-/* Users' hooks run while a reduction is finished, and may give up on all of them (a reset) or come
- * here again (a backward): so it is taken out of the list first. */
+/* Removes the reduction from the list before finishing it. User hooks run meanwhile: they may
+ * discard all reductions (reset) or call this function again (another backward). */
 fc_status fc_reduction_recycle(fc_comm *c, size_t keep) {
     while (c->reductions > keep) {
         fc_reduction *r = pop_oldest(c);
         fc_status status = r->finished ? FC_OK : fc_reduction_finish(r);
         if (status != FC_OK) {
-            fc_reduction_abandon(r); /* it cannot be finished twice: its gradients are lost */
+            fc_reduction_abandon(r); /* its gradients are lost: a second attempt is not possible */
             return status;
         }
         if (r->scattered != NULL) {
             if (fct_event_wait(r->scattered, fct_stream_current(c->device)) != 0) {
-                put_back(c, r);
+                push_oldest(c, r);
                 return FC_ERAISED;
             }
             fc_comm_put_event(c, r->scattered);

@@ -1,69 +1,70 @@
-/* One reduction in flight: from its collectives to the gradients that are handed out. All of them
- * hang off their comm context, oldest first; each owns its buffers and its work until it is
- * finished and recycled, or abandoned. */
+/* One reduction in flight, from its collectives to the sharded gradients. The comm context holds
+ * the list, oldest first. Each reduction owns its buffers and its work until it is recycled or
+ * abandoned. */
 #ifndef FSDP_C_CORE_REDUCTION_H
 #define FSDP_C_CORE_REDUCTION_H
 
 #include "members.h"
 
+/* Created per reduction on the heap. Its parts of the row are in the order of `params`. */
 typedef struct fc_reduction {
-    fc_members *members; /* borrowed: whoever owns them discards its reductions before they go */
-    fc_param **params;   /* [total], behind the struct: in the order of their rows */
+    fc_members *members; /* borrowed; their owner calls fc_reduction_discard before it frees them */
+    fc_param **params;   /* [total] in the order of the row; allocated behind the struct */
     size_t count;        /* those with a gradient */
-    size_t total;        /* and those that have only a partial row to all-reduce */
+    size_t total;        /* count, plus the parameters that only have a partial row */
     fct_tensor *input;
     fct_tensor *output;
     fct_work *work;
-    bool all_reducing;    /* `work` is the all-reduce */
-    fct_event *scattered; /* end of the input's last use, on the reduce stream (one rank: on the
-                             all-reduce stream, where there are replicas) */
+    bool all_reducing; /* `work` is the all-reduce */
+    /* End of the input's last use, on the reduce stream; with one rank and replicas on the
+     * all-reduce stream. */
+    fct_event *scattered;
     double divide_after;
-    bool hooked;       /* host->reduce_hook is to be called */
-    bool elsewhere;    /* what follows the reduce-scatter runs on another stream than the row's */
-    bool keep_partial; /* no all-reduce in this backward: the rows stay with the parameters */
-    bool sends;        /* gradients are on their way to the host's memory */
-    bool finished;     /* the gradients were handed out; only the input is still kept */
+    bool hooked;       /* host->reduce_hook must be called */
+    bool elsewhere;    /* work after the reduce-scatter runs on another stream than the row's */
+    bool keep_partial; /* no all-reduce in this backward: parameters keep their parts */
+    bool sends;        /* copies of gradients to host memory are queued */
+    bool finished;     /* gradients were passed on; only the input is kept */
     struct fc_reduction *next;
 } fc_reduction;
 
-/* Room for `total` parameters; empty. NULL: no memory. */
+/* Allocates an empty reduction for up to `total` parameters. Returns NULL without memory. */
 fc_reduction *fc_reduction_new(fc_members *members, size_t total);
-/* Elements of the whole row: of the parameters with a gradient, then of the others. */
+/* Returns the elements of the whole row, of all `total` parameters. */
 int64_t fc_reduction_row_numel(const fc_reduction *r);
-/* Waits for the collective in flight, on the CPU; orders the current stream after it elsewhere. */
+/* Waits for the collective in flight. With streams, only orders the current stream after it. */
 FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
-/* Adds what earlier backwards left to the row's parts and takes it away from the parameters; or, in
- * a backward without all-reduce, leaves the parts with them. */
+/* Adds the partial rows of earlier backwards to the row and clears them. With keep_partial, it adds
+ * the row's parts to the partial rows instead. */
 FC_CHECK fc_status fc_reduction_merge_partials(fc_reduction *r);
-/* Waits for the collective, scales, casts and hands out. The row stays in r->output where another
- * stream than its own uses it or a cast of it, or of a part, was queued: gradients that are added
- * to others let their views go at once. */
+/* Waits for the collective, scales, casts and passes each parameter its gradient. r->output stays
+ * set if another stream uses the row, or if a cast of it was queued. Views of gradients that were
+ * added to others are released at once. */
 FC_CHECK fc_status fc_reduction_finish(fc_reduction *r);
-/* Whether user code is to see the result before backward goes on. A hook may issue collectives, so
- * it must run at the same place on all ranks, not when a poll happens to find the reduction
- * done. */
+/* Returns true if user code must run on the result before backward continues. A hook may issue
+ * collectives, so it must run at the same point on all ranks. A poll that happens to find the
+ * reduction complete cannot provide that. */
 bool fc_reduction_wanted_now(const fc_reduction *r);
-/* Takes r: parks what the backend may still use, releases the rest, ordered behind the streams that
- * used it. */
+/* Takes `r`. Parks the memory that the backend may still use and releases the rest, ordered after
+ * the streams that used it. */
 void fc_reduction_abandon(fc_reduction *r);
 
-/* Takes r: it is the newest in flight. */
+/* Takes `r` and appends it as the newest reduction in flight. */
 void fc_reduction_append(fc_reduction *r);
 /* Finishes the oldest reductions until at most `keep` are in flight, and releases their inputs. */
 FC_CHECK fc_status fc_reduction_recycle(fc_comm *c, size_t keep);
-/* The current stream has waited for the end of all reductions in flight: nobody needs to wait for
- * their inputs any more. */
+/* Records that the current stream has waited for the end of all reductions in flight. Nothing has
+ * to wait for their inputs after that. */
 void fc_reduction_note_settled(fc_comm *c);
-/* Without streams: finishes the oldest reductions whose collectives are done by now, so that their
- * buffers go early. */
+/* Without streams: finishes the oldest reductions whose collectives are complete, to free their
+ * buffers early. */
 FC_CHECK fc_status fc_reduction_poll(fc_comm *c);
-/* Whether reductions of these members are in flight. */
+/* Returns true if a reduction of these members is in flight. */
 bool fc_reduction_has(const fc_comm *c, const fc_members *m);
-/* Gives up on the reductions of these members (NULL: on all) without waiting; their gradients are
- * lost. */
+/* Discards the reductions of these members (NULL: all) without a wait. Their gradients are lost. */
 void fc_reduction_discard(fc_comm *c, const fc_members *m);
-/* What must hold between transitions of those in flight: FC_ESTATE with a message where it does
- * not. */
+/* Checks the invariants of the list between transitions. Returns FC_ESTATE with a message if one is
+ * violated. */
 FC_CHECK fc_status fc_reduction_check(fc_comm *c);
 
 #endif

@@ -1,6 +1,9 @@
-/* States and the iteration they share. Owns arrays of borrowed pointers only. What a state does to
- * its groups in each hook is here; what a hook does to tensors and Python objects is in
- * csrc/python/step.c. */
+/* FSDP states and the iteration that they share. Owns arrays of borrowed pointers only. This file
+ * contains the calls that a state makes to its groups in each hook. The part of a hook that handles
+ * tensors and Python objects is in csrc/python/step.c.
+ *
+ * Invariant: at most one end-of-backward callback is registered per backward (callback_queued).
+ * Streams: an iteration starts by ordering the gather streams after the compute stream. */
 #include "state.h"
 
 #include <stdlib.h>
@@ -23,7 +26,8 @@ void fc_iteration_fini(fc_iteration *it) {
     fc_iteration_set_states(it, NULL, 0);
 }
 
-/* Changes when a recording backward gives a parameter a gradient (it adds out of place). */
+/* Returns a fingerprint that changes if a recording backward gives a parameter a gradient. Such a
+ * backward adds gradients out of place, so the gradient tensor is replaced. */
 static uint64_t grad_fingerprint(const fc_group *g) {
     uint64_t print = 0;
     for (size_t i = 0; i < g->members.count; i++) {
@@ -34,15 +38,15 @@ static uint64_t grad_fingerprint(const fc_group *g) {
     return print;
 }
 
-/* A recording backward that went through the group without leaving it by its post-backward node,
- * and gave none of its parameters a gradient, was for gradients with respect to tensors inside: the
- * graph it made can be entered where no hook would see it. */
+/* Returns true if a recording backward entered the group, did not reach its post-backward node and
+ * gave none of its parameters a gradient. It computed gradients of inner tensors. The next backward
+ * can enter the graph that it recorded without a hook. */
 static bool entered_unseen(const fc_group *g) {
     return g->training_state == FC_PRE_BACKWARD && grad_fingerprint(g) == g->grads_before;
 }
 
-/* Post-backward of a group that autograd did not reach: no input of its required grad. Where the
- * next backward may need the parameters unannounced, they stay until its end. */
+/* Runs the post-backward of a group that autograd did not reach, because no input requires grad. If
+ * the next backward may need the parameters without a hook, they stay unsharded until its end. */
 static fc_status finish_group(fc_group *g, bool records) {
     if (records && entered_unseen(g)) {
         g->course = FC_COURSE_UNSEEN;
@@ -67,8 +71,8 @@ done:
     return status;
 }
 
-/* Takes out the groups that wait for no backward any more. Those of other roots that share the
- * context keep their places. */
+/* Removes groups that have no outstanding backward. Groups of other roots that share the context
+ * keep their positions. */
 static void prune_order(fc_order *order) {
     size_t end = 0;
     for (size_t i = 0; i < order->count; i++) {
@@ -80,8 +84,8 @@ static void prune_order(fc_order *order) {
     order->count = end;
 }
 
-/* What is left of the backward in one context. */
-static fc_status finish_comm(fc_comm *c, bool last) {
+/* Ends the backward in one comm context. */
+static fc_status end_backward_in_comm(fc_comm *c, bool last) {
     if (last) {
         prune_order(&c->order);
     }
@@ -89,15 +93,15 @@ static fc_status finish_comm(fc_comm *c, bool last) {
     return status == FC_OK && last ? fc_comm_release_rows(c) : status;
 }
 
-/* Backwards that the caller finishes leave no order behind: the next one would gather ahead what no
- * backward is waiting for. */
-static fc_status prune_comm(fc_comm *c, bool unused) {
+/* Clears the order after a backward that the caller completes. Otherwise the next backward would
+ * prefetch groups without an outstanding backward. */
+static fc_status prune_order_in_comm(fc_comm *c, bool unused) {
     (void)unused;
     prune_order(&c->order);
     return FC_OK;
 }
 
-/* The two ends of a reset: before the groups let anything go, and after they did. */
+/* First and last step of a reset in one context: before the groups release memory, and after. */
 static fc_status reset_comm(fc_comm *c, bool after) {
     if (!after) {
         return fc_comm_quiesce(c);
@@ -107,10 +111,10 @@ static fc_status reset_comm(fc_comm *c, bool after) {
     return status == FC_OK ? fc_comm_release_kept(c) : status;
 }
 
-/* For the root's context, and those of groups whose own was replaced after lazy init
- * (share_comm_ctx); may come to one of these again. Until one fails. */
-static fc_status each_comm(const fc_iteration *it, fc_comm *c,
-                           fc_status (*visit)(fc_comm *c, bool flag), bool flag) {
+/* Calls `visit` for the root's context and for contexts of groups that were replaced after lazy
+ * init (share_comm_ctx). A context may be visited twice. Stops at the first failure. */
+static fc_status visit_comms(const fc_iteration *it, fc_comm *c,
+                             fc_status (*visit)(fc_comm *c, bool flag), bool flag) {
     fc_status status = FC_OK;
     const fc_comm *before = c;
     FC_TRY(visit(c, flag));
@@ -138,7 +142,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c) {
             FC_TRY(s->groups[j]->via->finalize_backward(s->groups[j]));
         }
     }
-    FC_TRY(each_comm(it, c, it->manual ? prune_comm : finish_comm, last));
+    FC_TRY(visit_comms(it, c, it->manual ? prune_order_in_comm : end_backward_in_comm, last));
     it->callback_queued = false;
     it->callback_counted = false;
     it->records = false;
@@ -160,7 +164,7 @@ fc_status fc_iteration_finalize(fc_iteration *it) {
                 continue;
             }
             if (fc_members_replicated(
-                    &g->members)) { /* partial rows have to be with the parameters */
+                    &g->members)) { /* the parameters must hold the partial rows first */
                 FC_TRY(fc_reduction_recycle(g->members.comm, 0));
             }
             FC_TRY(g->via->post_backward(g));
@@ -179,7 +183,7 @@ fc_status fc_iteration_complete(fc_iteration *it, fc_comm *c) {
             FC_TRY(it->states[i]->groups[j]->via->finalize_backward(it->states[i]->groups[j]));
         }
     }
-    FC_TRY(each_comm(it, c, finish_comm, true));
+    FC_TRY(visit_comms(it, c, end_backward_in_comm, true));
     it->pending = false;
 done:
     return status;
@@ -205,9 +209,9 @@ void fc_state_fini(fc_state *s) {
     memset(s, 0, sizeof *s);
 }
 
-/* The gathers of all states under the root wait. Where roots were put into one context, the states
- * below them may have kept another. */
-static fc_status gathers_wait(const fc_state *s, fct_event *e) {
+/* Makes the gathers of all states under the root wait for `e`. If roots share one context, states
+ * below them may still use another. */
+static fc_status make_gathers_wait(const fc_state *s, fct_event *e) {
     fc_status status = FC_OK;
     const fc_comm *last = s->comm;
     FC_TRY(fc_comm_gather_streams_wait(s->comm, e));
@@ -230,7 +234,7 @@ fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     }
     if (s->comm->streams_ready && after_compute) {
         FC_TRY(fc_comm_record(s->comm, fct_stream_current(s->device), &now));
-        FC_TRY(gathers_wait(s, now));
+        FC_TRY(make_gathers_wait(s, now));
     }
     s->iteration->forward_root = s;
     s->iteration->order_mark = s->comm->order.count;
@@ -264,7 +268,7 @@ done:
     return status;
 }
 
-/* A forward without grad has no backward that would follow its order. */
+/* Removes the order of a forward without grad, which no backward will follow. */
 static void forget_order_since(fc_order *order, size_t mark) {
     while (order->count > mark) {
         fc_group *g = order->items[--order->count];
@@ -289,8 +293,8 @@ done:
     return status;
 }
 
-/* Whether the group is the only one under its root. */
-static bool is_alone(const fc_iteration *it) {
+/* Returns true if the root has only one group. */
+static bool has_single_group(const fc_iteration *it) {
     size_t groups = 0;
     for (size_t i = 0; i < it->count && groups < 2; i++) {
         groups += it->states[i]->group_count;
@@ -298,11 +302,12 @@ static bool is_alone(const fc_iteration *it) {
     return groups == 1;
 }
 
-/* Only a group that is reduced in several buckets asks what else happens in this backward. */
-static void set_course(fc_state *s) {
+/* Classifies the backward for a state whose only group has several buckets. Other groups do not use
+ * it. */
+static void classify_backward(fc_state *s) {
     fc_group *g = s->group_count == 1 ? s->groups[0] : NULL;
     if (g != NULL && g->course != FC_COURSE_DOUBLED && fc_bucket_several(&g->buckets)) {
-        bool alone = !s->iteration->records && is_alone(s->iteration);
+        bool alone = !s->iteration->records && has_single_group(s->iteration);
         g->course = alone ? FC_COURSE_ALONE : FC_COURSE_PLAIN;
     }
 }
@@ -315,7 +320,7 @@ static fc_status enter_backward(fc_state *s, const fct_hook *at_end) {
         s->iteration->callback_counted = true;
         s->iteration->records = fct_grad_enabled();
     }
-    set_course(s);
+    classify_backward(s);
     s->training_state = FC_PRE_BACKWARD;
 done:
     return status;
@@ -361,19 +366,19 @@ fc_status fc_state_post_backward(const fc_state *s, fc_group *g) {
 
 fc_status fc_state_reset(fc_state *s) {
     fc_iteration *it = s->iteration;
-    fc_status first = each_comm(it, s->comm, reset_comm, false);
+    fc_status first = visit_comms(it, s->comm, reset_comm, false);
     if (first != FC_OK) {
-        return first; /* nothing may be let go; what there is stays for the next attempt */
+        return first; /* no memory may be released; the next reset can still do so */
     }
     for (size_t i = 0; i < it->count; i++) {
-        fc_state *one = it->states[i];
-        one->training_state = FC_IDLE;
-        for (size_t j = 0; j < one->group_count; j++) {
-            fc_status status = fc_group_reset(one->groups[j]);
+        fc_state *state = it->states[i];
+        state->training_state = FC_IDLE;
+        for (size_t j = 0; j < state->group_count; j++) {
+            fc_status status = fc_group_reset(state->groups[j]);
             first = first == FC_OK ? status : first;
         }
     }
-    fc_status status = each_comm(it, s->comm, reset_comm, true);
+    fc_status status = visit_comms(it, s->comm, reset_comm, true);
     it->forward_root = NULL;
     it->callback_queued = false;
     it->callback_counted = false;

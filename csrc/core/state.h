@@ -1,6 +1,6 @@
-/* The state of one fully_shard call (one or several modules, their groups) and the iteration that
- * all states of one root share. The state drives its groups; it knows neither modules nor tensors.
- */
+/* FSDP state of one fully_shard call (its modules and their groups), and the iteration that all
+ * states of one root share. A state controls its groups. It has no access to modules or tensors,
+ * apart from a fingerprint of the gradients. */
 #ifndef FSDP_C_CORE_STATE_H
 #define FSDP_C_CORE_STATE_H
 
@@ -8,19 +8,19 @@
 
 struct fc_state;
 
-/* Shared by all states under one root. Borrows the states; the host keeps them alive. */
+/* Shared by all states under one root. Borrows the states, which the host keeps alive. */
 typedef struct fc_iteration {
     struct fc_state **states; /* in named_modules() pre-order */
     size_t count;
-    struct fc_state *forward_root; /* whose forward this is; NULL between forwards */
-    size_t order_mark;             /* length of the post-forward order when that forward began */
-    bool callback_queued;          /* end-of-backward callback, once for each backward */
-    bool callback_counted;         /* and that is among these: */
-    size_t callbacks;              /* that autograd has and may still call; the host counts */
-    bool records;                  /* this backward makes a graph of itself (create_graph) */
+    struct fc_state *forward_root; /* state of the outermost forward; NULL between forwards */
+    size_t order_mark;             /* length of the post-forward order when it began */
+    bool callback_queued;          /* the end-of-backward callback is registered */
+    bool callback_counted;         /* that callback is included in `callbacks` */
+    size_t callbacks;              /* callbacks that autograd still holds; counted by the host */
+    bool records;                  /* this backward records a graph (create_graph) */
     bool is_last_backward;
-    bool manual;  /* the end of a backward finishes nothing: fc_iteration_finalize does */
-    bool pending; /* that was called, and fc_iteration_complete not yet */
+    bool manual;  /* the end of backward completes nothing; the caller uses fc_iteration_finalize */
+    bool pending; /* fc_iteration_finalize ran, fc_iteration_complete has not */
 } fc_iteration;
 
 typedef struct fc_state {
@@ -39,45 +39,51 @@ typedef struct fc_state {
 
 void fc_iteration_init(fc_iteration *it);
 void fc_iteration_fini(fc_iteration *it);
-/* Takes the array. */
+/* Takes the array and frees the previous one. */
 void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count);
-/* End of a backward: runs the post-backwards that autograd did not reach, finishes reductions, goes
- * idle. */
+/* Ends a backward: runs the post-backward of groups that autograd did not reach, completes
+ * reductions and sets all states to idle. */
 FC_CHECK fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c);
-/* Whether a backward has begun and will not come to its end: autograd has given it up, for an
- * exception. What it left has to be reset before anything else. */
+/* Returns true if a backward has begun but autograd has discarded its callback after an exception.
+ * The caller must then reset the state before any other transition. */
 bool fc_iteration_is_lost(const fc_iteration *it);
-/* Starts the reductions that backwards have left for later, where the groups reduce now. */
+/* Starts the reductions that earlier backwards deferred, for groups whose reduce_grads is set
+ * now. */
 FC_CHECK fc_status fc_iteration_finalize(fc_iteration *it);
-/* The current stream (on the CPU: the caller) waits for all reductions; the next iteration may
- * start. */
+/* Makes the current stream (on the CPU: the caller) wait for all reductions. The next iteration may
+ * start afterwards. */
 FC_CHECK fc_status fc_iteration_complete(fc_iteration *it, fc_comm *c);
 
 void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm,
                    fct_device device);
 void fc_state_fini(fc_state *s);
 
-/* Once per iteration, by the first state whose forward runs. `after_compute`: the gather streams
- * wait for the compute stream; else the caller has seen to it that they wait for the shards. */
+/* Starts an iteration. Only the first call of an iteration has an effect, from the state whose
+ * forward is outermost. `after_compute`: the gather streams wait for the compute stream. Otherwise
+ * the caller has ordered them after the last write to the shards. */
 FC_CHECK fc_status fc_state_begin_iteration(fc_state *s, bool after_compute);
-/* Recomputation inside backward (activation checkpointing): only makes sure that the groups are
- * unsharded. */
+/* Runs before a recomputation inside backward (activation checkpointing): ensures that the groups
+ * are unsharded. */
 FC_CHECK fc_status fc_state_recompute(fc_state *s);
+/* Prefetches the groups of the states in forward_prefetch. */
 FC_CHECK fc_status fc_state_forward_prefetch(fc_state *s);
-/* The forward is over: idle; the iteration's root also lets the last gather buffer go. */
+/* Ends a forward: sets the state to idle. The outermost state also releases the kept gather
+ * buffer. */
 FC_CHECK fc_status fc_state_end_forward(fc_state *s);
-/* at_end is queued once per backward and must call fc_iteration_end_backward. */
+/* Runs before the backward of the state's modules. `at_end` is registered once per backward and
+ * must call fc_iteration_end_backward. */
 FC_CHECK fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end);
-/* A backward has reached the graph that an earlier one made of itself where that left this state:
- * the parameters are needed before any gradient of the forward's outputs is computed. */
+/* Runs when a backward enters a graph that an earlier, recording backward created. The parameters
+ * are needed before any gradient of the forward's outputs is computed. */
 FC_CHECK fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end);
-/* After the post-backward node of one of the state's groups. Where no end of this backward was
- * asked for (nothing that it reached hooks an output: a module of a list called by itself, an
- * output that is no tensor), what was reduced is finished here: nobody else would. */
+/* Runs after the post-backward node of one of the state's groups. If no end of this backward was
+ * registered, it completes the reductions, because no later call does. This happens if no hooked
+ * output was reached: a module of a list that is called by itself, or an output that is no
+ * tensor. */
 FC_CHECK fc_status fc_state_post_backward(const fc_state *s, fc_group *g);
-/* Back to where a new iteration can start, whatever failed; for the root. What other roots have in
- * the same context stays. Where the device's streams do not obey, nothing is changed. Any other
- * failure is returned after all of the reset was tried. A reset can be repeated. */
+/* Resets the root after a failure, so that a new iteration can start. Other roots in the same
+ * context are not affected. If the streams cannot be synchronized nothing changes. Any other
+ * failure is returned after the whole reset was attempted. A reset can be repeated. */
 FC_CHECK fc_status fc_state_reset(fc_state *s);
 
 #endif

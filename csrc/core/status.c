@@ -1,4 +1,4 @@
-/* The message behind a status code. Nothing is owned here. */
+/* Message of a status code; see status.h. Owns nothing. */
 #include "status.h"
 
 #include <stdarg.h>

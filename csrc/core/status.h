@@ -1,10 +1,11 @@
-/* Status codes of the core, and the error that explains the first one. */
+/* Status codes of the core and the error message that belongs to them. Every function that can fail
+ * returns fc_status and is marked FC_CHECK. */
 #ifndef FSDP_C_CORE_STATUS_H
 #define FSDP_C_CORE_STATUS_H
 
 #include <stddef.h>
 
-/* X(name, value, what the Python layer raises) */
+/* X(name, value, exception that csrc/python raises) */
 #define FC_STATUS_MAP(X)                                                                           \
     X(FC_OK, 0, "no exception")                                                                    \
     X(FC_ERAISED, -1, "the exception that the boundary or host set")                               \
@@ -27,7 +28,8 @@ typedef enum fc_status {
 #define FC_PRINTF(fmt, args)
 #endif
 
-/* Runs a core call and leaves through `done:` where it failed. Needs a local `fc_status status`. */
+/* Evaluates a core call and jumps to `done:` if it fails. Requires a local variable `fc_status
+ * status`. */
 #define FC_TRY(call)                                                                               \
     do {                                                                                           \
         status = (call);                                                                           \
@@ -36,7 +38,8 @@ typedef enum fc_status {
         }                                                                                          \
     } while (0)
 
-/* The same for a boundary or host call (0, or -1 with the Python error set). */
+/* The same for a call of the torch boundary or of fc_host, which returns 0, or -1 with a Python
+ * exception set. */
 #define FC_TRY_RAISED(call)                                                                        \
     do {                                                                                           \
         if ((call) != 0) {                                                                         \
@@ -45,14 +48,13 @@ typedef enum fc_status {
         }                                                                                          \
     } while (0)
 
-/* Where the message of a failure is left: the caller owns it, one for each rank's comm context and
- * group. */
+/* Storage for the message of a failure. The caller owns it. Each comm context and each group has
+ * one. */
 typedef struct fc_error {
     char message[512];
 } fc_error;
 
-/* Writes the message and returns `code`, so that one can `return fc_error_set(...)`. err may be
- * NULL. */
+/* Formats the message into `err`, truncated to its size, and returns `code`. `err` may be NULL. */
 fc_status fc_error_set(fc_error *err, fc_status code, const char *format, ...) FC_PRINTF(3, 4);
 
 #endif

@@ -1,6 +1,9 @@
-/* Moving memory. Owns the memory of descriptors, and nothing beyond a call. The address checks here
- * are the last ones before raw copies: extents of both sides against their storages, in release
- * builds too. */
+/* Memory transfers of a plan; see transfer.h. Owns the memory of descriptors, and nothing after a
+ * call returns.
+ *
+ * The address checks in this file are the last ones before raw copies. They compare the extents of
+ * both sides with their storages, in release builds too. All work runs on the device's current
+ * stream. */
 #include "transfer.h"
 
 #include <assert.h>
@@ -15,7 +18,7 @@ void fc_transfer_fini(fc_transfer *t) {
     memset(t, 0, sizeof *t);
 }
 
-/* Room for `count` descriptors of `size` bytes, whose contents are lost. */
+/* Reserves space for `count` descriptors of `size` bytes. Their previous contents are lost. */
 static fc_status reserve(fc_transfer *t, size_t count, size_t size) {
     const size_t bytes = count * size;
     if (bytes <= t->capacity) {
@@ -31,10 +34,10 @@ static fc_status reserve(fc_transfer *t, size_t count, size_t size) {
     return FC_OK;
 }
 
-/* What the three kernels need to know of where they run. */
+/* Arguments of a kernel launch. */
 typedef struct launch {
     fct_device device;
-    fct_device before; /* that was current, on devices with streams */
+    fct_device before; /* device that was current before, on devices with streams */
     void *stream;
 } launch;
 
@@ -46,7 +49,7 @@ static fc_status begin_launch(fct_device device, launch *l) {
     return fct_launch_enter(device, &l->before, &l->stream) == 0 ? FC_OK : FC_ERAISED;
 }
 
-/* `failure`: what the kernel said. */
+/* Ends the launch. `failure`: error message of the kernel, or NULL. */
 static fc_status end_launch(const launch *l, const char *failure, fc_error *err) {
     if (fct_device_has_streams(l->device)) {
         fct_launch_leave(l->before);
@@ -55,7 +58,7 @@ static fc_status end_launch(const launch *l, const char *failure, fc_error *err)
                            : fc_error_set(err, FC_ESTATE, "a copy kernel failed: %s", failure);
 }
 
-/* Whether there are `bytes` bytes of contiguous memory. */
+/* Checks that the tensor has at least `bytes` bytes of contiguous memory. */
 static fc_status check_extent(const fct_facts *facts, int64_t bytes, fc_error *err) {
     int64_t end = 0;
     if (!facts->strided || !facts->contiguous || facts->numel * facts->itemsize < bytes ||
@@ -74,8 +77,8 @@ static fc_status buffer_facts(const fct_tensor *buffer, int64_t bytes, fct_facts
     return check_extent(facts, bytes, err);
 }
 
-/* Whether a kernel takes the segment: it moves anything, but converts only types that it knows, and
- * on a GPU only at addresses that are multiples of an element. */
+/* Returns true if a kernel can process the segment. It copies any dtype but converts only supported
+ * dtypes, and on a GPU only at addresses aligned to the element size. */
 static bool fits_kernel(const fck_segment *s) {
     return s->src_dtype == s->dst_dtype ||
            (fck_can_cast(s->src_dtype, s->dst_dtype) != 0 &&
@@ -83,7 +86,7 @@ static bool fits_kernel(const fck_segment *s) {
             (uintptr_t)s->dst % (uintptr_t)fc_dtype_size(s->dst_dtype) == 0);
 }
 
-/* Elements lie at multiples of their size, except in rows of several types. */
+/* Elements are aligned to their size, except in rows of several dtypes. */
 static bool all_fit_kernels(const fc_gather_plan *plan, const fck_segment *segments) {
     bool fit = plan->native;
     for (size_t i = 0; fit && plan->dtype == FCK_UINT8 && i < plan->count; i++) {
@@ -99,8 +102,8 @@ static void release_all(fct_tensor **tensors, size_t count) {
     free((void *)tensors);
 }
 
-/* Casts the inputs that no kernel can cast, with torch, and points the segments at the casts.
- * *casts: new array of [count], NULL where none was needed. */
+/* Casts the inputs that no kernel can cast with torch, and points the segments at the casts.
+ * *casts: new array of [count], or NULL if no cast was needed. */
 static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params,
                                  fck_segment *segments, fct_tensor ***casts, fc_error *err) {
     fc_status status = FC_OK;
@@ -128,7 +131,7 @@ done:
     return status;
 }
 
-/* Runs the pack kernel over segments whose addresses are filled in. */
+/* Runs the pack kernel. Precondition: the addresses of the segments are set. */
 static fc_status pack_segments(const fc_gather_plan *plan, fc_param *const *params,
                                fck_segment *segments, const fck_backend *kernels, fct_device device,
                                fc_error *err) {
@@ -145,7 +148,7 @@ done:
     return status;
 }
 
-/* The input's facts; a kernel can read it only on its own device. */
+/* Reads the facts of an input. Fails if the input is on another device type than the kernel. */
 static fc_status source_facts(const fc_gather_plan *plan, const fc_slot *slot,
                               fc_param *const *params, fct_device device, fct_facts *facts,
                               fc_error *err) {
@@ -168,7 +171,7 @@ static fck_segment segment_of(const fc_slot *slot, const fct_facts *source, void
                          .dst_dtype = slot->compute};
 }
 
-/* The inputs' segments: from the shards to their places in part `rank` of the chunks. */
+/* Fills in the segments: from the shards to their offsets in part `rank` of the chunks. */
 static fc_status describe_inputs(const fc_gather_plan *plan, fc_param *const *params,
                                  fct_tensor *const *chunks, int64_t rank, fct_device device,
                                  fck_segment *segments, fc_error *err) {
@@ -176,8 +179,8 @@ static fc_status describe_inputs(const fc_gather_plan *plan, fc_param *const *pa
     const int64_t itemsize = fc_dtype_size(plan->dtype);
     fct_facts source;
     fct_facts target = {0};
-    size_t current = plan->chunks.count; /* the chunk that `target` describes: none */
-    int64_t part = 0;                    /* where its part begins, in bytes */
+    size_t current = plan->chunks.count; /* chunk that `target` describes; initially none */
+    int64_t part = 0;                    /* offset of its part, in bytes */
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         FC_TRY(source_facts(plan, slot, params, device, &source, err));
@@ -287,7 +290,7 @@ done:
     return status;
 }
 
-/* Casts the gradients that no kernel can cast. *casts: new array of [count], NULL where none was
+/* Casts the gradients that no kernel can cast. *casts: new array of [count], or NULL if no cast was
  * needed. */
 static fc_status cast_gradients(const fc_reduce_plan *plan, fct_tensor ***casts) {
     fc_status status = FC_OK;
@@ -309,7 +312,7 @@ done:
     return status;
 }
 
-/* Fills in the descriptors, of the gradients or, where there are, of their casts. */
+/* Fills in the descriptors of the gradients, or of their casts. */
 static fc_status describe_gradients(const fc_reduce_plan *plan, size_t chunk,
                                     fct_tensor *const *casts, fck_gradient *gradients,
                                     size_t *count, fc_error *err) {

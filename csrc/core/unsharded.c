@@ -1,4 +1,5 @@
-/* The memory of unsharded parameters; see unsharded.h. */
+/* Memory and parameter objects of unsharded parameters; see unsharded.h. Owns nothing. Memory is
+ * allocated and freed on the device's current stream. */
 #include "unsharded.h"
 
 /* ---- memory ---- */
@@ -140,7 +141,7 @@ done:
     return status;
 }
 
-/* ---- what must hold ---- */
+/* ---- invariants ---- */
 
 static fc_status check_memory(const fc_members *m, size_t i, bool is, bool kept) {
     const fc_param *p = m->params[i];

@@ -1,5 +1,5 @@
-/* Whose kernels serve which device. Owns which kernels were compiled at run time, and what tests
- * have put in the place of kernels, for all threads. */
+/* Maps a device type to its kernels. Owns the pointer to the kernels compiled at run time and the
+ * replacements that tests install. All threads share them. */
 #include "kernels.h"
 
 #include <stdatomic.h>
@@ -10,11 +10,11 @@ static _Atomic(const fck_backend *) simulated;
 static atomic_bool hidden;
 
 const fck_backend *fck_backend_of(int device_type) {
-    bool shown = !atomic_load_explicit(&hidden, memory_order_relaxed);
-    if (shown && device_type == FCK_DEVICE_CPU) {
+    bool visible = !atomic_load_explicit(&hidden, memory_order_relaxed);
+    if (visible && device_type == FCK_DEVICE_CPU) {
         return fck_cpu();
     }
-    if (shown && device_type == FCK_DEVICE_CUDA) {
+    if (visible && device_type == FCK_DEVICE_CUDA) {
         return fck_cuda_built() != 0 ? fck_cuda()
                                      : atomic_load_explicit(&compiled, memory_order_acquire);
     }

@@ -1,5 +1,5 @@
-/* What the host hands to the GPU kernels: jobs, as many as a launch takes. Both sides include
- * it. */
+/* The argument of a GPU kernel launch: a batch of jobs. Host code (launcher.cuh) and device code
+ * (lines.cuh) include this file. */
 #ifndef FSDP_C_KERNELS_BATCH_CUH
 #define FSDP_C_KERNELS_BATCH_CUH
 
@@ -8,14 +8,17 @@
 
 namespace fck {
 
-constexpr int THREADS = 256; /* of a block */
-constexpr int BATCH = 78;    /* jobs per launch: what fits in ARGUMENT_BYTES */
+constexpr int THREADS = 256; /* per thread block */
+constexpr int BATCH = 78;    /* jobs per launch: as many as fit in ARGUMENT_BYTES */
 constexpr size_t ARGUMENT_BYTES = 4096;
 
-/* What row r and block b have of each other is a line: of block b, items [r * chunk, min((r + 1) *
- * chunk, numel)), and of row r, `chunk` items from b * chunk on. Blocks stand one after the other,
- * rows `pitch` bytes apart; which of the two is the source, the batch says. What is missing to
- * `chunk` items becomes zeros. An item is one byte of a move or one element of a conversion. */
+/* One copy between a buffer of rows (one row per rank) and a tensor of blocks. A line is the part
+ * that row r and block b share. In block b it is the items [r * chunk, min((r + 1) * chunk,
+ * numel)). In row r it is the `chunk` items from b * chunk on. Items of the row beyond the end of
+ * the block are set to zero.
+ *
+ * Blocks are contiguous; rows are `pitch` bytes apart. line_batch.from_rows selects the source. An
+ * item is one byte of a move or one element of a conversion. */
 struct line_job {
     const unsigned char *src;
     unsigned char *dst;
@@ -33,11 +36,12 @@ FCK_FN int64_t tile_items(const line_job &job) {
     return FCK_TILE_BYTES / (job.src_size > job.dst_size ? job.src_size : job.dst_size);
 }
 
-/* One launch's arguments. `first` is each job's first tile; jobs without tiles are left out. */
+/* The arguments of one launch. first[i] is the first tile of job i. Jobs without tiles are not in
+ * the batch. */
 struct line_batch {
     line_job job[BATCH];
     uint32_t first[BATCH];
-    int64_t pitch; /* bytes from row to row */
+    int64_t pitch; /* bytes from one row to the next */
     uint32_t rows;
     int32_t count;
     uint32_t tiles;

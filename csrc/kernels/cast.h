@@ -1,15 +1,16 @@
-/* Scalar conversions between float and the two 16-bit types, on bit patterns. This is the
- * reference that the vector loops (cast_cpu.h) must match bit for bit, their tail, the fallback
- * on processors without them, and, on a GPU, a thin name for the hardware conversion.
+/* Scalar conversions between float and the two 16-bit types, on bit patterns. The vector loops
+ * (cast_cpu.h) must match them bit for bit. They also convert the elements that remain after a
+ * vector loop, and all elements on processors without AVX2 and F16C. On a GPU they call the
+ * hardware conversion.
  *
- * Rounding is to nearest even and done on integers where subnormals are involved, so the result
- * does not depend on the flush-to-zero setting of the thread. Values of the wider types reach 16
- * bits through float, as torch's conversions do: float64 -> bfloat16 therefore rounds twice,
- * exactly like torch.
+ * Rounding is to nearest even. Subnormal values are rounded with integer arithmetic, so the result
+ * does not depend on the thread's flush-to-zero setting. Conversions between 16-bit types and
+ * float64 go through float, as in torch: float64 -> bfloat16 therefore rounds twice, exactly like
+ * torch.
  *
- * NaN stays NaN. Which NaN is not promised (torch's own choice changes with vector width and
- * position); here float16 keeps sign and upper payload as F16C does, and bfloat16 becomes 0xffff
- * as in torch's vectorised float32 -> bfloat16 copy. */
+ * NaN stays NaN, with an unspecified payload: torch's own payload depends on vector width and
+ * position. Here float16 keeps sign and upper payload, as F16C does. bfloat16 becomes 0xffff, as in
+ * torch's vectorized float32 -> bfloat16 copy. */
 #ifndef FSDP_C_KERNELS_CAST_H
 #define FSDP_C_KERNELS_CAST_H
 

@@ -1,12 +1,12 @@
-/* Conversion loops of the CPU kernels: a portable set, an AVX2 + F16C set, and the choice
- * between them. Included by kernels_cpu.c (and by the C tests, which hold the two sets against
- * each other).
+/* Conversion loops of the CPU kernels: a portable set, an AVX2 + F16C set, and the selection
+ * between them. This file is included by kernels_cpu.c, and by the C tests, which compare the two
+ * sets.
  *
- * float32 is the hub: each set converts float16, float64 and bfloat16 to and from float32, and
- * the remaining pairs go through it in blocks (kernels_cpu.c). The AVX2 loops are compiled for
- * that instruction set whatever the build flags say, so only fck_loops_best() may hand them out:
- * it asks the processor. Every loop takes any address: a storage offset need not be a multiple
- * of the element size. */
+ * Each set converts float16, float64 and bfloat16 to and from float32. The remaining pairs go
+ * through float32 in blocks (kernels_cpu.c). The AVX2 loops are compiled for that instruction set
+ * whatever the build flags are. Therefore only fck_loops_best() may return them, after it has
+ * checked the processor. Every loop accepts any address, because a storage offset need not be a
+ * multiple of the element size. */
 #ifndef FSDP_C_KERNELS_CAST_CPU_H
 #define FSDP_C_KERNELS_CAST_CPU_H
 
@@ -34,7 +34,7 @@ typedef struct fck_loops {
     fck_loop from_float[FCK_SPOKES];
 } fck_loops;
 
-/* Defines `name`: converts `count` elements one at a time with `convert`. */
+/* Defines `name`, which converts `count` elements one at a time with `convert`. */
 #define FCK_SCALAR_LOOP(name, source_type, target_type, convert)                                   \
     static inline void name(const void *src, void *dst, int64_t count) {                           \
         const unsigned char *from = (const unsigned char *)src;                                    \
@@ -63,8 +63,8 @@ static const fck_loops fck_loops_portable = {
 
 #define FCK_AVX2 __attribute__((target("avx2,f16c")))
 
-/* Defines `name`: converts `step` elements at a time with `convert(from, to)`, the rest with
- * `tail`. */
+/* Defines `name`, which converts `step` elements at a time with `convert(from, to)` and the
+ * remaining ones with `tail`. */
 #define FCK_AVX2_LOOP(name, source_size, target_size, step, convert, tail)                         \
     FCK_AVX2 static void name(const void *src, void *dst, int64_t count) {                         \
         const unsigned char *from = (const unsigned char *)src;                                    \
@@ -92,8 +92,8 @@ FCK_AVX2 static inline void avx2_store_half_width(void *to, __m128i value) {
     _mm_storeu_si128((__m128i *)to, value);
 }
 
-/* Eight floats rounded to bfloat16, each in the low half of its lane with the upper half zero. A
- * NaN rounds to garbage, which the mask overwrites with 0xffff. */
+/* Rounds eight floats to bfloat16. Each result is in the low half of its 32-bit element; the upper
+ * half is zero. A NaN rounds to an arbitrary value, which the mask overwrites with 0xffff. */
 FCK_AVX2 static inline __m256i avx2_round_bfloat16(const unsigned char *from) {
     const __m256i bits = avx2_load(from);
     const __m256 value = _mm256_castsi256_ps(bits);
@@ -106,7 +106,7 @@ FCK_AVX2 static inline __m256i avx2_round_bfloat16(const unsigned char *from) {
 
 FCK_AVX2 static inline void avx2_bfloat16_of_float_16(const unsigned char *from,
                                                       unsigned char *to) {
-    /* The pack works within 128-bit halves; the permutation puts its quarters in order. */
+    /* The pack instruction works within 128-bit halves. The permutation restores the order. */
     const __m256i packed =
         _mm256_packus_epi32(avx2_round_bfloat16(from), avx2_round_bfloat16(from + 32));
     avx2_store(to, _mm256_permute4x64_epi64(packed, 0xd8));
@@ -149,8 +149,8 @@ static const fck_loops fck_loops_avx2 = {
 
 #endif /* FCK_HAVE_AVX2_LOOPS */
 
-/* The fastest loops this processor runs. A few loads, so it is asked per launch and nothing is
- * cached. */
+/* Returns the fastest loops that this processor supports. The check takes a few loads, so callers
+ * repeat it per launch and cache nothing. */
 static inline const fck_loops *fck_loops_best(void) {
 #ifdef FCK_HAVE_AVX2_LOOPS
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {

@@ -1,13 +1,14 @@
-/* Index arithmetic of the kernels, shared by the CPU loops and the CUDA grid so that one set of
- * tests covers both: which elements of a gradient land in which row, and how work is cut into
- * tiles.
+/* Index arithmetic of the kernels: which elements of a gradient belong to which row, and how work
+ * is divided into tiles. The CPU loops and the CUDA grid share it, so one set of tests covers both.
  *
- * A job is `lines` lines of `items` items each: a line is what one row holds of one block. Long
- * lines are cut into tiles of at most `tile_items` items; short ones are put together, as many as a
- * tile holds, so that a large world of small shards does not become a grid of nearly empty blocks.
- * Every (line, item) belongs to exactly one tile. Lines and tiles are counted in 32 bits, so that
- * the grid divides by no wider number; all other sizes are int64: callers have checked that every
- * extent fits its storage, so no product here overflows. */
+ * A job has `lines` lines of `items` items each. A line is the part that one row and one block
+ * share (batch.cuh). Lines longer than `tile_items` are divided into tiles of at most `tile_items`
+ * items. Shorter lines share a tile, as many as fit, so that many small shards do not make a grid
+ * of nearly empty blocks. Every (line, item) belongs to exactly one tile.
+ *
+ * Lines and tiles are counted in 32 bits, so that the device code needs no 64-bit division for
+ * them. All other sizes are int64. Callers have checked that every extent fits its storage, so no
+ * product here overflows. */
 #ifndef FSDP_C_KERNELS_INDEX_H
 #define FSDP_C_KERNELS_INDEX_H
 
@@ -21,15 +22,16 @@
 #define FCK_FN static inline
 #endif
 
-enum { FCK_TILE_BYTES = 16384 }; /* one thread block's work, on the wider of both sides */
+enum { FCK_TILE_BYTES = 16384 }; /* work of one thread block, in bytes of the wider type */
 
-/* How a job is cut: into tiles that share a line, or into lines that share a tile. One is 1. */
+/* How a job is divided: a line into several tiles, or a tile into several lines. At least one of
+ * the two numbers is 1. */
 typedef struct fck_cut {
     uint32_t tiles_per_line;
     uint32_t lines_per_tile;
 } fck_cut;
 
-/* Lines [first_line, last_line) and items [begin, end) of each of them. */
+/* The lines [first_line, last_line), and of each the items [begin, end). */
 typedef struct fck_tile {
     uint32_t first_line;
     uint32_t last_line;
@@ -49,8 +51,8 @@ FCK_FN int64_t fck_ceil_div(int64_t a, int64_t b) {
     return a / b + (a % b != 0);
 }
 
-/* Bytes of one element of a castable type, 0 for every other type (its size comes with the
- * data). */
+/* Returns the element size in bytes of a castable type, 0 for every other type. Callers pass the
+ * size of other types with the data. */
 FCK_FN int32_t fck_float_size(fck_dtype dtype) {
     switch (dtype) {
     case FCK_FLOAT16:
@@ -69,19 +71,19 @@ FCK_FN int fck_castable(fck_dtype src, fck_dtype dst) {
     return src == dst || (fck_float_size(src) != 0 && fck_float_size(dst) != 0);
 }
 
-/* Bytes of a destination element: an equal type has the gradient's own size, any other is
- * castable. */
+/* Returns the size of a destination element in bytes: the gradient's itemsize if the types are
+ * equal, else the size of `dst_dtype`, which is castable. */
 FCK_FN int64_t fck_target_size(const fck_gradient *gradient, fck_dtype dst_dtype) {
     return gradient->src_dtype == dst_dtype ? gradient->itemsize : fck_float_size(dst_dtype);
 }
 
-/* How many of the `chunk` slots of `row` hold elements of a gradient of `numel`; the rest is
- * padding. */
+/* Returns how many of the `chunk` slots of `row` hold elements of a gradient of `numel` elements.
+ * The other slots are padding. */
 FCK_FN int64_t fck_row_filled(int64_t numel, int64_t chunk, int64_t row) {
     return fck_min(fck_max(numel - row * chunk, 0), chunk);
 }
 
-/* Of a job with `items` items in a line, at least one. */
+/* Divides a job whose lines have `items` items. items >= 1. */
 FCK_FN fck_cut fck_cut_of(int64_t items, int64_t tile_items) {
     fck_cut cut;
     cut.tiles_per_line = items > tile_items ? (uint32_t)fck_ceil_div(items, tile_items) : 1;
@@ -89,12 +91,12 @@ FCK_FN fck_cut fck_cut_of(int64_t items, int64_t tile_items) {
     return cut;
 }
 
-/* How many tiles that makes of `lines` lines. */
+/* Returns the number of tiles of a job with `lines` lines. */
 FCK_FN int64_t fck_tile_count(fck_cut cut, int64_t lines) {
     return fck_ceil_div(lines, cut.lines_per_tile) * cut.tiles_per_line;
 }
 
-/* Tile `index` of those counted by fck_tile_count. */
+/* Returns tile `index`. 0 <= index < fck_tile_count(). */
 FCK_FN fck_tile fck_tile_at(fck_cut cut, int64_t items, int64_t tile_items, uint32_t lines,
                             uint32_t index) {
     const uint32_t group = index / cut.tiles_per_line;
@@ -107,19 +109,18 @@ FCK_FN fck_tile fck_tile_at(fck_cut cut, int64_t items, int64_t tile_items, uint
     return tile;
 }
 
-/* How many of a block's `threads` threads (a power of two) work on one line where a tile holds
- * `lines`: all of them are busy where there are as many lines, and several do a line where there
- * are fewer. */
+/* Returns how many of a block's `threads` threads (a power of two) work on one line of a tile of
+ * `lines` lines. With fewer lines than threads, several threads share a line. */
 FCK_FN int fck_threads_per_line(int threads, uint32_t lines) {
-    int each = threads;
-    for (uint32_t held = 1; held < lines && each > 1; held *= 2) {
-        each /= 2;
+    int per_line = threads;
+    for (uint32_t held = 1; held < lines && per_line > 1; held *= 2) {
+        per_line /= 2;
     }
-    return each;
+    return per_line;
 }
 
-/* The job that owns tile `index`: the last i with first[i] <= index. `first` rises strictly from
- * 0. */
+/* Returns the job that owns tile `index`: the last i with first[i] <= index. `first` starts at 0
+ * and increases strictly. */
 FCK_FN int32_t fck_find_job(const uint32_t *first, int32_t count, uint32_t index) {
     int32_t low = 0;
     int32_t high = count;

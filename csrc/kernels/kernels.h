@@ -1,14 +1,14 @@
-/* The foreach kernels: pack shards into a gather buffer, unpack gathered rows into parameters,
- * pack gradients into a reduce buffer. Raw pointers and a stream handle, nothing else: no torch,
- * no Python.
+/* The foreach kernels: pack shards into an all-gather buffer, unpack gathered rows into parameters,
+ * pack gradients into a reduce-scatter buffer. A row is one rank's part of such a buffer. Kernels
+ * take raw pointers and a stream handle; they use neither torch nor Python.
  *
- * Every function works on memory the caller owns and has already checked (offset + extent <=
- * storage bytes); kernels keep no pointer after they return (CPU) or after the work queued on
- * `stream` is done (CUDA: descriptor arrays are copied before the launch returns, so the caller
- * may reuse them at once).
+ * The caller owns all memory and has checked it (offset + extent <= storage bytes). CPU kernels
+ * keep no pointer after they return. CUDA kernels use the memory until the work queued on `stream`
+ * is done. They copy the descriptor arrays before the launch returns, so the caller may reuse these
+ * at once.
  *
- * Casts round to nearest even, as torch's own do. NaN stays NaN. CUDA's refuse addresses that are
- * no multiples of the element size; moves take any. */
+ * Casts round to nearest even, as torch's casts do. NaN stays NaN. CUDA casts reject addresses that
+ * are not multiples of the element size. Moves accept any address. */
 #ifndef FSDP_C_KERNELS_H
 #define FSDP_C_KERNELS_H
 
@@ -19,8 +19,8 @@
 extern "C" {
 #endif
 
-/* Element types; the numbers are torch's ScalarType numbers (asserted in csrc/torch). Types that
- * are not listed can be moved (same type on both sides) but not cast. */
+/* Element types, with torch's ScalarType numbers (asserted in csrc/torch). Any other type can be
+ * moved (same type on both sides) but not cast. */
 typedef int32_t fck_dtype;
 enum {
     FCK_UINT8 = 0,
@@ -31,8 +31,8 @@ enum {
 };
 
 /* One shard to pack: `count` elements of `src_dtype` at `src` become `count` elements of
- * `dst_dtype` at `dst`. src and dst do not overlap. `itemsize` is the size of a source element
- * in bytes (used when the two types are equal, so that any type can be moved). */
+ * `dst_dtype` at `dst`. src and dst do not overlap. `itemsize` is the size of a source element in
+ * bytes. Packing uses `itemsize` if the two types are equal, so that any type can be moved. */
 typedef struct fck_segment {
     const void *src;
     void *dst;
@@ -42,9 +42,9 @@ typedef struct fck_segment {
     fck_dtype dst_dtype;
 } fck_segment;
 
-/* One parameter to unpack, `blocks` blocks of it: for every row r in [0, world) and block b, the
- * `bytes` bytes at rows + r*row_bytes + offset + b*bytes go to dst + (b*world + r)*bytes. It is one
- * block where the parameter is cut on its first dim. */
+/* One parameter to unpack. For every row r in [0, world) and block b in [0, blocks), the kernel
+ * copies `bytes` bytes. Source: rows + r*row_bytes + offset + b*bytes. Destination: dst + (b*world
+ * + r)*bytes. A parameter that is sharded on dim 0 has one block. */
 typedef struct fck_column {
     void *dst;
     int64_t offset;
@@ -52,10 +52,10 @@ typedef struct fck_column {
     int64_t blocks;
 } fck_column;
 
-/* One gradient to pack for a reduce-scatter, `blocks` blocks of it, one after the other, of `numel`
- * contiguous elements of `src_dtype` each. Row r of the destination gets elements [r*chunk,
- * min((r+1)*chunk, numel)) of block b at element offset `offset` + b*chunk of that row, cast to the
- * destination type; the rest of the `chunk` slots are filled with zeros. `itemsize` as above. */
+/* One gradient to pack for a reduce-scatter: `blocks` contiguous blocks of `numel` elements of
+ * `src_dtype`. Row r of the destination receives elements [r*chunk, min((r+1)*chunk, numel)) of
+ * block b, cast to the destination type. They start at element `offset` + b*chunk of that row. The
+ * rest of the `chunk` slots is filled with zeros. `itemsize` is as in fck_segment. */
 typedef struct fck_gradient {
     const void *src;
     int64_t numel;
@@ -66,8 +66,8 @@ typedef struct fck_gradient {
     fck_dtype src_dtype;
 } fck_gradient;
 
-/* One device's kernels. Every launch returns NULL on success, else a static message that says
- * what failed. */
+/* The kernels of one device type. Every function returns NULL on success, else a static message
+ * with the reason of the failure. */
 typedef struct fck_backend {
     const char *name;
     const char *(*pack)(const fck_segment *segments, size_t count, void *stream);
@@ -78,27 +78,26 @@ typedef struct fck_backend {
                                   void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream);
 } fck_backend;
 
-/* 1 if elements of `src` can be packed as `dst` (equal types always can). */
+/* Returns 1 if elements of `src` can be packed as `dst`. Equal types always can. */
 int fck_can_cast(fck_dtype src, fck_dtype dst);
 
-/* The CPU kernels (always there) and the CUDA kernels. Without nvcc at build time the CUDA
- * backend is still there, but each of its functions fails with a message that says so, and
- * fck_cuda_built() is 0. */
+/* The CPU kernels and the CUDA kernels; neither returns NULL. If the extension was built without
+ * nvcc, fck_cuda_built() is 0 and each CUDA function fails with a message that states this. */
 const fck_backend *fck_cpu(void);
 const fck_backend *fck_cuda(void);
 int fck_cuda_built(void);
 
-/* The kernels for a device of torch's type `device_type`; NULL where nobody has any, and torch's
- * own multi-tensor operations do the work. */
+/* Returns the kernels for a device of torch's type `device_type`. NULL if there are none: torch's
+ * multi-tensor operations do the work then. */
 enum { FCK_DEVICE_CPU = 0, FCK_DEVICE_CUDA = 1 };
 const fck_backend *fck_backend_of(int device_type);
 
-/* CUDA's kernels that were compiled at run time, for an extension that was built without nvcc;
- * NULL: none. */
+/* Sets the CUDA kernels that were compiled at run time, for an extension that was built without
+ * nvcc. NULL removes them. */
 void fck_provide(const fck_backend *kernels);
 
-/* For tests. The kernels of a simulated accelerator, which devices have that have none of their
- * own; NULL (as at the start): no kernels. And whether all others are hidden, the CPU's, too. */
+/* For tests. fck_simulate sets the kernels of all device types that have none; NULL (the default)
+ * removes them. fck_hide(1) hides all other kernels, those of the CPU included. */
 void fck_simulate(const fck_backend *kernels);
 void fck_hide(int on);
 

@@ -1,11 +1,10 @@
-/* The CPU kernels. They run in the calling thread and are finished when they return: `stream` is
- * ignored, nothing is allocated, no thread is started (ranks share the machine's cores, and
- * torchrun gives each of them one), no state is kept (but the kernels that tests bring along). A
- * launch that refuses its arguments has written nothing.
+/* The CPU kernels. They run in the calling thread and are finished when they return; `stream` is
+ * ignored. They allocate nothing and keep no state. They start no threads, because the ranks share
+ * the machine's cores. A call that rejects its arguments has written nothing.
  *
- * Invariant: a segment or gradient with nothing to copy is never dereferenced, so its pointers
- * may be NULL. Moves go through memcpy and conversions through the loops of cast_cpu.h; both
- * take any address. */
+ * Invariant: a segment or gradient with nothing to copy is never dereferenced, so its pointers may
+ * be NULL. Moves use memcpy and conversions use the loops of cast_cpu.h. Both accept any
+ * address. */
 #include "kernels.h"
 
 #include <assert.h>
@@ -16,7 +15,7 @@
 
 static const char no_cast[] = "these element types can be moved but not converted";
 
-/* Elements converted at once on the way from one spoke to another; the block stays in L1. */
+/* elements per step of a conversion through float32; the block stays in L1 */
 enum { HUB_BLOCK = 512 };
 
 static fck_spoke spoke_of(fck_dtype dtype) {
@@ -26,7 +25,7 @@ static fck_spoke spoke_of(fck_dtype dtype) {
                                   : FCK_SPOKE_BFLOAT16;
 }
 
-/* Converts between two different spokes, block by block, through float32. */
+/* Converts block by block through float32. Neither type is float32, and the two differ. */
 static void cast_through_float(const fck_loops *loops, const unsigned char *src,
                                fck_dtype src_dtype, unsigned char *dst, fck_dtype dst_dtype,
                                int64_t count) {
@@ -76,7 +75,7 @@ static const char *cpu_pack(const fck_segment *segments, size_t count, void *str
     return NULL;
 }
 
-/* Row by row, so that the gathered buffer is read front to back. */
+/* The outer loop is over rows, so that the gathered buffer is read sequentially. */
 static const char *cpu_unpack(const void *rows, int64_t row_bytes, int64_t world,
                               const fck_column *columns, size_t count, void *stream) {
     (void)stream;
@@ -93,7 +92,7 @@ static const char *cpu_unpack(const void *rows, int64_t row_bytes, int64_t world
     return NULL;
 }
 
-/* Writes the `chunk` slots of one row and block of a gradient; `slots` is where they begin. */
+/* Writes the `chunk` slots of one row and block of a gradient, from `slots` on. */
 static void pack_gradient_row(const fck_loops *loops, const fck_gradient *g, int64_t row,
                               int64_t block, unsigned char *slots, fck_dtype dst_dtype,
                               int64_t dst_size) {
@@ -104,7 +103,7 @@ static void pack_gradient_row(const fck_loops *loops, const fck_gradient *g, int
         copy_elements(loops, src, g->src_dtype, slots, dst_dtype, g->itemsize, filled);
     }
     if (filled < g->chunk) {
-        /* All-zero bytes are zero in every type there is. */
+        /* Zero is all zero bytes in every dtype of torch. */
         memset(slots + filled * dst_size, 0, (size_t)((g->chunk - filled) * dst_size));
     }
 }

@@ -1,7 +1,7 @@
-/* The CUDA kernels, as nvcc compiles them: raw pointers and a stream, no torch header. Work is
- * queued on the caller's stream of the caller's current device; nothing is allocated and nothing is
- * synchronised. What runs on the device is in lines.cuh, what makes launches of descriptors in
- * launcher.cuh. */
+/* The CUDA kernels, compiled by nvcc. They use raw pointers and a stream, and no torch header. Work
+ * is queued on the caller's stream of the caller's current device. Nothing is allocated and nothing
+ * is synchronized. lines.cuh holds the device code, launcher.cuh the code that turns descriptors
+ * into launches. */
 #include <cuda_runtime.h>
 
 #include "launcher.cuh"
@@ -12,7 +12,8 @@
 static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream) {
     void *arguments[] = {&batch};
     const auto kernel = casts ? fck_cast_lines : fck_move_lines;
-    const cudaError_t earlier = cudaPeekAtLastError(); /* of somebody else: theirs to report */
+    /* An error that an earlier call has left, and has to report. */
+    const cudaError_t earlier = cudaPeekAtLastError();
     const cudaError_t launched = cudaLaunchKernel(kernel, dim3(batch.tiles), dim3(THREADS),
                                                   arguments, 0, static_cast<cudaStream_t>(stream));
     if (launched == cudaSuccess) {
@@ -22,7 +23,7 @@ static const char *fck::launch_lines(line_batch &batch, bool casts, void *stream
     failure = launched == earlier ? "an operation before it has failed: " : "";
     failure += cudaGetErrorString(launched);
     if (launched != earlier) {
-        cudaGetLastError(); /* taken, so that torch does not report it again */
+        cudaGetLastError(); /* cleared, so that torch does not report it again */
     }
     return failure.c_str();
 }

@@ -1,5 +1,5 @@
-/* The CUDA kernels as NVRTC has compiled them. Owns the addresses that it was given: set once,
- * before the first launch, and read by all threads. */
+/* The CUDA kernels, compiled by NVRTC. Owns the addresses of the compiled functions. They are set
+ * before the first launch; all threads read them. */
 #include "kernels_jit.h"
 
 #include <atomic>

@@ -1,6 +1,5 @@
-/* Stands in for kernels_cuda.cu where the extension was built without nvcc: the CUDA backend
- * exists, so nothing above it needs a build switch, and every launch fails with a message that
- * names the remedy. */
+/* Replaces kernels_cuda.cu in an extension that was built without nvcc. The CUDA backend exists, so
+ * its callers need no build switch. Every launch fails with a message that names the remedy. */
 #include "kernels.h"
 
 static const char not_built[] = "fsdp_c was built without its CUDA kernels: rebuild it where nvcc "

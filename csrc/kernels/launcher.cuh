@@ -1,9 +1,9 @@
-/* The host side of the GPU kernels: descriptors become jobs, jobs batches. Whoever includes it has
- * fck::launch_lines.
+/* The host side of the GPU kernels: turns descriptors into jobs and jobs into batches. A file that
+ * includes it must define fck::launch_lines.
  *
- * Descriptors travel as kernel arguments: each launch takes a batch by value (at most 4 KB, what
- * every driver accepts), so they are copied before the launch returns, no staging buffer exists
- * and a launch may be captured in a graph. Longer lists become several launches in stream order. */
+ * Each launch takes its batch by value as a kernel argument of at most 4 KB, which every driver
+ * accepts. The batch is copied before the launch returns, so no staging buffer is needed and a
+ * launch may be captured in a CUDA graph. Longer lists become several launches in stream order. */
 #ifndef FSDP_C_KERNELS_LAUNCHER_CUH
 #define FSDP_C_KERNELS_LAUNCHER_CUH
 
@@ -11,7 +11,8 @@
 
 namespace fck {
 
-/* Queues one launch of batch.tiles blocks of THREADS threads; NULL, or what failed. */
+/* Queues one launch of batch.tiles blocks of THREADS threads. Returns NULL, or a message with the
+ * reason of the failure. */
 static const char *launch_lines(line_batch &batch, bool casts, void *stream);
 
 namespace {
@@ -21,8 +22,8 @@ const char MISALIGNED[] = "a conversion needs addresses that are multiples of th
 const char TOO_LARGE[] = "a single tensor has more tiles than a CUDA grid has blocks";
 const char TOO_MANY[] = "a single tensor has more lines than 32 bits count";
 
-/* Collects jobs and launches them whenever a batch is full. All jobs of one launcher have the same
- * rows, `pitch` bytes apart, on the same side. */
+/* Collects jobs and launches a batch whenever it is full. All jobs of a launcher have the same
+ * number of rows, the same pitch and the same direction. */
 class launcher {
   public:
     launcher(int64_t rows, int64_t pitch, bool from_rows, void *stream) : stream_(stream) {
@@ -86,8 +87,8 @@ bool aligned(const void *pointer, int32_t size) {
     return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(size) == 0;
 }
 
-/* NULL if `count` elements can go from src to dst, else why not. */
-const char *refusal(const void *src, fck_dtype src_dtype, const void *dst, fck_dtype dst_dtype) {
+/* Returns NULL if elements can be copied from src to dst, else the reason why not. */
+const char *check_copy(const void *src, fck_dtype src_dtype, const void *dst, fck_dtype dst_dtype) {
     if (!fck_castable(src_dtype, dst_dtype)) {
         return NO_CAST;
     }
@@ -122,8 +123,8 @@ line_job cast_job(const void *src, fck_dtype src_dtype, void *dst, fck_dtype dst
 const char *gpu_pack(const fck_segment *segments, size_t count, void *stream) {
     for (size_t i = 0; i < count; i++) {
         const fck_segment &s = segments[i];
-        if (const char *why = refusal(s.src, s.src_dtype, s.dst, s.dst_dtype)) {
-            return why;
+        if (const char *reason = check_copy(s.src, s.src_dtype, s.dst, s.dst_dtype)) {
+            return reason;
         }
     }
     launcher queue(1, 0, true, stream);
@@ -167,11 +168,11 @@ const char *gpu_pack_gradients(const fck_gradient *gradients, size_t count, int6
                                void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream) {
     for (size_t i = 0; i < count; i++) {
         const fck_gradient &g = gradients[i];
-        if (const char *why = refusal(g.src, g.src_dtype, dst, dst_dtype)) {
-            return why;
+        if (const char *reason = check_copy(g.src, g.src_dtype, dst, dst_dtype)) {
+            return reason;
         }
     }
-    /* The row's element, which is the same for each gradient. */
+    /* All gradients have the same size of a destination element. */
     const int64_t size = count > 0 ? fck_target_size(&gradients[0], dst_dtype) : 0;
     launcher queue(world, row_numel * size, false, stream);
     for (size_t i = 0; i < count; i++) {

@@ -1,9 +1,9 @@
-/* The device side of the GPU kernels. One block of threads works on one tile (index.h): it finds
- * its job by binary search over the jobs' first tiles, then moves or converts in 16-byte accesses
- * wherever both addresses allow it. Moves are counted in bytes, so any type and any address will
- * do; conversions need element-aligned addresses, and others never get here.
+/* The device side of the GPU kernels. One thread block works on one tile (index.h). The block finds
+ * its job by binary search over the first tiles of the jobs. Moves and conversions use 16-byte
+ * accesses if both addresses allow it. Moves count bytes, so they support any type and any address.
+ * Conversions require element-aligned addresses; the host side has checked them.
  *
- * nvcc compiles it as a part of kernels_cuda.cu, NVRTC by itself (rtc.cuh). */
+ * nvcc compiles this file as a part of kernels_cuda.cu, NVRTC compiles it by itself (rtc.cuh). */
 #ifndef FSDP_C_KERNELS_LINES_CUH
 #define FSDP_C_KERNELS_LINES_CUH
 
@@ -24,8 +24,8 @@ struct bfloat16_bits {
     uint16_t bits;
 };
 
-/* To the type conversions start from (float, or double as it is), and from there to the target. The
- * 16-bit types always meet float, as in torch. */
+/* widen() converts to the intermediate type: double for double, else float. narrow() converts from
+ * there to the target. The 16-bit types always go through float, as in torch. */
 __device__ inline float widen(half_bits value) {
     return fck_float_of_half(value.bits);
 }
@@ -52,9 +52,10 @@ template <class T> __device__ inline void narrow(T value, double *out) {
     *out = static_cast<double>(value);
 }
 
-/* ---- what a team of threads does to one run of items; thread `lane` of `lanes` calls each ----
+/* ---- operations of a team of threads on one run of items ----
  *
- * A run lies within one tile, so its counts fit an int. */
+ * Thread `lane` of `lanes` calls each of them. A run lies within one tile, so its counts fit an
+ * int. */
 
 struct team {
     int lane;
@@ -93,8 +94,8 @@ __device__ inline void for_units(const S *src, D *dst, int count, team t, Conver
     }
 }
 
-/* The body in words of W, which divides the distance between the two addresses; the ends in
- * bytes. */
+/* Moves the body in words of W and the two ends in bytes. sizeof(W) divides the distance between
+ * the two addresses. */
 template <class W>
 __device__ inline void move_words(const unsigned char *src, unsigned char *dst, int bytes, team t) {
     constexpr int size = sizeof(W);
@@ -148,8 +149,8 @@ template <class S, class D> __device__ inline D convert_item(S value) {
     return result;
 }
 
-/* Converts N items at a time, 16 bytes of the wider type, where a common head aligns both
- * addresses. */
+/* Converts N items at a time (16 bytes of the wider type) if one head length aligns both addresses,
+ * else item by item. */
 template <class S, class D>
 __device__ inline void cast_items(const void *from, void *to, int count, team t) {
     constexpr int N = 16 / (sizeof(S) > sizeof(D) ? sizeof(S) : sizeof(D));
@@ -164,8 +165,8 @@ __device__ inline void cast_items(const void *from, void *to, int count, team t)
         packs = 0;
     }
     const int tail = head + packs * N;
-    const auto one = [](S value) { return convert_item<S, D>(value); };
-    for_units(src, dst, head, t, one);
+    const auto convert_one = [](S value) { return convert_item<S, D>(value); };
+    for_units(src, dst, head, t, convert_one);
     for_units(reinterpret_cast<const source *>(src + head), reinterpret_cast<target *>(dst + head),
               packs, t, [](const source &in) {
                   target out;
@@ -175,7 +176,7 @@ __device__ inline void cast_items(const void *from, void *to, int count, team t)
                   }
                   return out;
               });
-    for_units(src + tail, dst + tail, count - tail, t, one);
+    for_units(src + tail, dst + tail, count - tail, t, convert_one);
 }
 
 template <class S>
@@ -213,14 +214,14 @@ __device__ inline void cast_run(const void *src, fck_dtype src_dtype, void *dst,
 
 /* ---- the kernels ---- */
 
-/* A tile of several short lines is shared out line by line to teams of threads. CASTS is false for
- * batches of moves alone, which spares them the registers of the conversions. */
+/* The lines of a tile are distributed over teams of threads. CASTS is false for batches that
+ * contain moves only. Their kernel does not need the registers of the conversions. */
 template <bool CASTS> __device__ inline void copy_lines(const line_batch &batch) {
     const int thread = static_cast<int>(threadIdx.x);
-    const int32_t which = fck_find_job(batch.first, batch.count, blockIdx.x);
-    const line_job &job = batch.job[which];
+    const int32_t job_index = fck_find_job(batch.first, batch.count, blockIdx.x);
+    const line_job &job = batch.job[job_index];
     const fck_tile tile = fck_tile_at(job.cut, job.chunk, tile_items(job), job.lines,
-                                      blockIdx.x - batch.first[which]);
+                                      blockIdx.x - batch.first[job_index]);
     const int lanes = fck_threads_per_line(THREADS, job.cut.lines_per_tile);
     const team t = {thread & (lanes - 1), lanes};
 

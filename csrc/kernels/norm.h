@@ -1,5 +1,5 @@
-/* Norms and scaling of float32 arrays, for clipping gradients on the CPU. Raw pointers, like
- * kernels.h; nothing is kept. */
+/* Norms and scaling of float32 arrays, for gradient clipping on the CPU. Functions take raw
+ * pointers, like kernels.h, and keep no state. */
 #ifndef FSDP_C_KERNELS_NORM_H
 #define FSDP_C_KERNELS_NORM_H
 
@@ -11,13 +11,13 @@ extern "C" {
 #endif
 
 typedef struct fck_floats {
-    float *values; /* may be NULL where count is 0 */
+    float *values; /* may be NULL if count is 0 */
     int64_t count;
 } fck_floats;
 
-/* norms[i]: the 2-norm of arrays[i], summed in the order of torch.linalg.vector_norm. */
+/* Sets norms[i] to the 2-norm of arrays[i], summed in the order of torch.linalg.vector_norm. */
 void fck_norms(const fck_floats *arrays, size_t count, float *norms);
-/* Every element times factor. */
+/* Multiplies every element by `factor`. */
 void fck_scale(const fck_floats *array, float factor);
 
 #ifdef __cplusplus

@@ -1,13 +1,14 @@
-/* Norms and scaling for gradient clipping. torch's own operators cost a microsecond each for
- * dispatch, which for small gradients is most of the clipping.
+/* Norms and scaling for gradient clipping. The dispatch of torch's operators costs a microsecond
+ * each, which for small gradients is most of the clipping.
  *
- * The order of each sum is that of torch's x86 builds (2.13): eight partial sums, element i into
- * sum i % 8; then the eight in turn; then the elements left over, of which up to three at the end
- * are added without rounding the square. So a norm is torch's bit for bit there, and as good as
- * torch's elsewhere. tests/unit/test_clip.py compares.
+ * The order of each sum is that of torch's x86 builds (2.13). There are eight partial sums; element
+ * i is added to sum i % 8. The eight are then added in turn, and after them the remaining elements.
+ * The last one to three of these are added with fused multiply-add. On x86 a norm therefore equals
+ * torch's bit for bit; elsewhere it is as accurate as torch's. tests/unit/test_clip.py compares
+ * them.
  *
- * One such sum waits for each of its additions to finish. Four arrays are therefore summed side by
- * side; when one ends, the next takes its place. */
+ * Each addition of such a sum depends on the one before. Therefore four arrays are summed side by
+ * side. When one ends, the next takes its place. */
 #include "norm.h"
 
 #include <math.h>
@@ -15,15 +16,16 @@
 
 enum { LANES = 8, HALF = 4, SIDE_BY_SIDE = 4 };
 
-/* What every machine has in one register. (A vector that is wider than the machine's goes through
- * memory, which triples the time of a sum.) */
+/* Half of the eight partial sums. A vector of this size fits in one register of every supported
+ * processor. A wider vector would go through memory, which triples the time of a sum. */
 typedef float half __attribute__((vector_size(HALF * sizeof(float))));
 
 typedef struct lanes {
     half low, high;
 } lanes;
 
-/* An array that is being summed: `blocks` blocks of LANES elements from `at` on are left. */
+/* An array that is being summed. `blocks` blocks of LANES elements, from `at` on, are not summed
+ * yet. */
 typedef struct lane_sums {
     const fck_floats *array;
     float *norm;
@@ -32,7 +34,8 @@ typedef struct lane_sums {
     lanes sums;
 } lane_sums;
 
-/* By address: a vector as argument or result would depend on the instruction set. */
+/* Takes pointers, because the calling convention for vector arguments depends on the instruction
+ * set. */
 static inline void add_squares(lanes *sums, const float *values) {
     half low, high;
     memcpy(&low, values, sizeof low);
@@ -59,10 +62,10 @@ static void finish(const lane_sums *s) {
         sum += s->sums.high[lane];
     }
     const float *rest = s->array->values + s->array->count - s->array->count % LANES;
-    const int64_t left = s->array->count % LANES;
-    for (int64_t i = 0; i < left; i++) {
+    const int64_t remaining = s->array->count % LANES;
+    for (int64_t i = 0; i < remaining; i++) {
         const float square = rest[i] * rest[i];
-        sum = i < left - left % HALF ? sum + square : fmaf(rest[i], rest[i], sum);
+        sum = i < remaining - remaining % HALF ? sum + square : fmaf(rest[i], rest[i], sum);
     }
     *s->norm = sqrtf(sum);
 }
@@ -73,7 +76,7 @@ static void advance(lane_sums *s, int64_t blocks, const lanes *sums) {
     s->sums = *sums;
 }
 
-/* Sums until the shortest of the four ends. */
+/* Sums until the shortest of the four arrays ends. */
 static void sum_four(lane_sums *four) {
     int64_t blocks = four[0].blocks;
     for (int i = 1; i < SIDE_BY_SIDE; i++) {

@@ -1,11 +1,10 @@
-/* Memory for buffers that come and go with every unit of a step, on the CPU. A fresh mapping costs
- * a page fault for every page that is written, and most of a step's memory is as large as the
- * memory that was given back a moment ago. Blocks that are given back wait here to be taken again.
+/* Memory pool for CPU buffers that are allocated and freed for every unit of a step. A fresh
+ * mapping costs a page fault for every page that is written. The pool keeps freed blocks and reuses
+ * them for requests of about the same size.
  *
- * What waits is bounded: what is out and what waits are together never more than an eighth, or 16
- * mebibytes, above what was out at once in the last few rounds, so that a process holds hardly more
- * than its peak. Blocks serve one size, and the sizes of a step are not out at the same time.
- * Any thread may call; there is one pool for each process. */
+ * Bound: bytes in use plus cached bytes exceed the recent peak of bytes in use by at most an eighth
+ * or 16 MiB, whichever is more. A process therefore holds hardly more memory than its peak. Any
+ * thread may call these functions. There is one pool per process. */
 #ifndef FSDP_C_KERNELS_POOL_H
 #define FSDP_C_KERNELS_POOL_H
 
@@ -16,34 +15,35 @@
 extern "C" {
 #endif
 
-/* Memory of at least `bytes` bytes, aligned to a page. Whoever took it gives it back. */
+/* Page-aligned memory of at least the requested size. The caller of fck_pool_take owns it and
+ * returns it with fck_pool_give. */
 typedef struct fck_block {
     void *data;
     size_t bytes;
-    struct fck_block *newer; /* of those that wait; the pool's own */
+    struct fck_block *newer; /* list of cached blocks; private to the pool */
     struct fck_block *older;
 } fck_block;
 
-/* Less is not worth a block: malloc has its own way with it. */
+/* Callers allocate smaller buffers with malloc. */
 enum { FCK_POOL_LEAST = 1 << 16 };
 
-/* NULL: there is no memory. The contents are whatever was there. */
+/* Returns NULL if no memory is available. The contents are unspecified. */
 fck_block *fck_pool_take(size_t bytes);
-void fck_pool_give(fck_block *block); /* NULL is fine */
-/* A round (an iteration of a model) begins: peaks of long ago count no more. */
+void fck_pool_give(fck_block *block); /* NULL is allowed */
+/* Begins a round (an iteration of a model). Peaks of rounds long ago no longer count. */
 void fck_pool_round(void);
-/* Gives all that waits back to the system. */
+/* Returns all cached blocks to the system. */
 void fck_pool_trim(void);
-/* Whether blocks wait at all (as at the start); 0 also trims. For tools that look for uses after
- * free, and whoever wants it so. */
+/* Enables (default) or disables caching; 0 also trims. Tools that detect a use after free need it
+ * disabled. */
 void fck_pool_keep(int on);
 
 typedef struct fck_pool_facts {
-    uint64_t out_bytes;     /* taken and not given back */
-    uint64_t waiting_bytes; /* given back, and not the system's */
-    uint64_t peak_bytes;    /* the highest out_bytes of the last rounds */
-    uint64_t taken;         /* calls of take so far, */
-    uint64_t mapped;        /* and how many had to ask the system */
+    uint64_t out_bytes;     /* in use: taken and not given back */
+    uint64_t waiting_bytes; /* cached: given back by callers, not returned to the system */
+    uint64_t peak_bytes;    /* the highest out_bytes of the recent rounds */
+    uint64_t taken;         /* calls of fck_pool_take */
+    uint64_t mapped;        /* calls of fck_pool_take that mapped new memory */
 } fck_pool_facts;
 
 fck_pool_facts fck_pool_look(void);

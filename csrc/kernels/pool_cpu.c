@@ -1,6 +1,7 @@
-/* The pool; see pool.h. Blocks that wait are a list, newest first: the newest that fits is the one
- * whose pages are likeliest in a cache, and the oldest is the first to go. The list is as long as
- * the units of different sizes that a model has, so it is searched from end to end. */
+/* Implements pool.h. Cached blocks are a doubly linked list, newest first. A request takes the
+ * newest block that fits, because its pages are the likeliest to be in a cache. The oldest block is
+ * unmapped first. The list is about as long as the number of different unit sizes in a model, so a
+ * linear search is enough. */
 #define _DEFAULT_SOURCE 1 /* madvise */
 #include "pool.h"
 
@@ -11,29 +12,30 @@
 enum {
     PAGE = 4096,
     HUGE_PAGE = 2 << 20,
-    HUGE_FROM = 4 << 20,    /* blocks of that size on are aligned to huge pages, and want them */
-    ROUNDS = 8,             /* whose peaks count: a step may have several models' rounds */
-    WASTE = 8,              /* a block serves what is at least (1 - 1/WASTE) of it */
-    SLACK = 8,              /* for blocks of other sizes: 1/SLACK of the peak, */
-    LEAST_SLACK = 16 << 20, /* and so many bytes at least */
+    HUGE_FROM =
+        4 << 20, /* blocks of at least this size are aligned to huge pages and request them */
+    ROUNDS = 8,  /* rounds whose peaks count; a step may contain rounds of several models */
+    WASTE = 8,   /* a block serves requests of at least (1 - 1/WASTE) of its size */
+    SLACK = 8,   /* allowance above the peak: 1/SLACK of it, */
+    LEAST_SLACK = 16 << 20, /* but at least this many bytes */
 };
 
 static struct {
-    pthread_mutex_t mutex; /* guards all of it */
+    pthread_mutex_t mutex; /* guards all other fields */
     fck_block *newest;
     fck_block *oldest;
-    uint64_t peaks[ROUNDS]; /* of this round and those before */
+    uint64_t peaks[ROUNDS]; /* of this round and the ones before */
     int round;
-    int closed; /* nothing waits */
+    int closed; /* caching is disabled */
     fck_pool_facts facts;
 } pool = {
     .mutex = PTHREAD_MUTEX_INITIALIZER,
 #ifdef __SANITIZE_ADDRESS__
-    .closed = 1, /* a use after free is to be one */
+    .closed = 1, /* so that AddressSanitizer detects a use after free */
 #endif
 };
 
-/* ---- forks: a child has only the thread that made it, and must find the mutex free ---- */
+/* ---- fork: the child has only the forking thread and must find_block the mutex free ---- */
 
 static void lock_before_fork(void) {
     (void)pthread_mutex_lock(&pool.mutex);
@@ -43,17 +45,17 @@ static void unlock_after_fork(void) {
     (void)pthread_mutex_unlock(&pool.mutex);
 }
 
-static void heed_forks(void) {
+static void register_fork_handlers(void) {
     (void)pthread_atfork(lock_before_fork, unlock_after_fork, unlock_after_fork);
 }
 
-/* ---- the system's memory ---- */
+/* ---- mappings ---- */
 
-static size_t rounded(size_t bytes, size_t unit) {
+static size_t round_up(size_t bytes, size_t unit) {
     return (bytes + unit - 1) / unit * unit;
 }
 
-/* Fresh pages at a multiple of `alignment`; NULL where there are none. */
+/* Maps fresh pages at a multiple of `alignment`. Returns NULL on failure. */
 static void *map_aligned(size_t bytes, size_t alignment) {
     const size_t slack = alignment > PAGE ? alignment : 0;
     char *base = (char *)mmap(NULL, bytes + slack, PROT_READ | PROT_WRITE,
@@ -96,16 +98,16 @@ static void unmap_block(fck_block *block) {
     free(block);
 }
 
-/* ---- what waits; with the mutex held ---- */
+/* ---- the list of cached blocks; the caller holds the mutex ---- */
 
-static void take_out(fck_block *block) {
+static void unlink_block(fck_block *block) {
     *(block->newer != NULL ? &block->newer->older : &pool.newest) = block->older;
     *(block->older != NULL ? &block->older->newer : &pool.oldest) = block->newer;
     block->newer = block->older = NULL;
     pool.facts.waiting_bytes -= block->bytes;
 }
 
-static void put_in(fck_block *block) {
+static void push_block(fck_block *block) {
     block->older = pool.newest;
     block->newer = NULL;
     *(pool.newest != NULL ? &pool.newest->newer : &pool.oldest) = block;
@@ -113,7 +115,7 @@ static void put_in(fck_block *block) {
     pool.facts.waiting_bytes += block->bytes;
 }
 
-static fck_block *find(size_t bytes) {
+static fck_block *find_block(size_t bytes) {
     for (fck_block *block = pool.newest; block != NULL; block = block->older) {
         if (block->bytes >= bytes && block->bytes - bytes <= block->bytes / WASTE) {
             return block;
@@ -122,66 +124,66 @@ static fck_block *find(size_t bytes) {
     return NULL;
 }
 
-/* A step needs more than its peak where sizes take turns, as forward's gathers and the gradients at
- * the end of backward do. */
+/* Returns the most bytes that the pool may hold. A step needs more than its peak if block sizes
+ * alternate: gathers in forward, gradients at the end of backward. */
 static uint64_t bound(void) {
     const uint64_t peak = pool.facts.peak_bytes, slack = peak / SLACK;
     return peak + (slack > LEAST_SLACK ? slack : LEAST_SLACK);
 }
 
-/* The oldest go until what is out and what waits are within that many bytes. Returns them as a
- * list. */
-static fck_block *shrink(uint64_t most) {
-    fck_block *gone = NULL;
-    while (pool.oldest != NULL && pool.facts.out_bytes + pool.facts.waiting_bytes > most) {
+/* Removes the oldest cached blocks until at most `limit` bytes are in use or cached. Returns the
+ * removed blocks as a list. */
+static fck_block *shrink(uint64_t limit) {
+    fck_block *removed = NULL;
+    while (pool.oldest != NULL && pool.facts.out_bytes + pool.facts.waiting_bytes > limit) {
         fck_block *block = pool.oldest;
-        take_out(block);
-        block->older = gone;
-        gone = block;
+        unlink_block(block);
+        block->older = removed;
+        removed = block;
     }
-    return gone;
+    return removed;
 }
 
-static void note_peak(void) {
+static void update_peak(void) {
     uint64_t *peak = &pool.peaks[pool.round];
     *peak = pool.facts.out_bytes > *peak ? pool.facts.out_bytes : *peak;
     pool.facts.peak_bytes = *peak > pool.facts.peak_bytes ? *peak : pool.facts.peak_bytes;
 }
 
-/* ---- without it ---- */
+/* ---- without the mutex ---- */
 
-static void unmap_all(fck_block *gone) {
-    while (gone != NULL) {
-        fck_block *next = gone->older;
-        unmap_block(gone);
-        gone = next;
+static void unmap_all(fck_block *removed) {
+    while (removed != NULL) {
+        fck_block *next = removed->older;
+        unmap_block(removed);
+        removed = next;
     }
 }
 
 fck_block *fck_pool_take(size_t bytes) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    (void)pthread_once(&once, heed_forks);
-    const size_t wanted = rounded(bytes, PAGE);
+    (void)pthread_once(&once, register_fork_handlers);
+    const size_t needed = round_up(bytes, PAGE);
     (void)pthread_mutex_lock(&pool.mutex);
-    fck_block *block = find(wanted);
-    fck_block *gone = NULL;
+    fck_block *block = find_block(needed);
+    fck_block *removed = NULL;
     if (block != NULL) {
-        take_out(block);
+        unlink_block(block);
     } else {
         pool.facts.mapped++;
     }
     pool.facts.taken++;
-    pool.facts.out_bytes += block != NULL ? block->bytes : wanted;
-    note_peak();
-    gone = shrink(bound());
+    pool.facts.out_bytes += block != NULL ? block->bytes : needed;
+    update_peak();
+    removed = shrink(bound());
     (void)pthread_mutex_unlock(&pool.mutex);
-    unmap_all(gone);
+    unmap_all(removed);
     if (block == NULL) {
-        block = map_block(wanted);
+        block = map_block(needed);
     }
     if (block == NULL) {
         (void)pthread_mutex_lock(&pool.mutex);
-        pool.facts.out_bytes -= wanted;
+        pool.facts.out_bytes -= needed;
         (void)pthread_mutex_unlock(&pool.mutex);
     }
     return block;
@@ -193,10 +195,10 @@ void fck_pool_give(fck_block *block) {
     }
     (void)pthread_mutex_lock(&pool.mutex);
     pool.facts.out_bytes -= block->bytes;
-    put_in(block);
-    fck_block *gone = shrink(pool.closed ? 0 : bound());
+    push_block(block);
+    fck_block *removed = shrink(pool.closed ? 0 : bound());
     (void)pthread_mutex_unlock(&pool.mutex);
-    unmap_all(gone);
+    unmap_all(removed);
 }
 
 void fck_pool_round(void) {
@@ -209,17 +211,17 @@ void fck_pool_round(void) {
             pool.facts.peak_bytes = pool.peaks[i];
         }
     }
-    note_peak();
-    fck_block *gone = shrink(bound());
+    update_peak();
+    fck_block *removed = shrink(bound());
     (void)pthread_mutex_unlock(&pool.mutex);
-    unmap_all(gone);
+    unmap_all(removed);
 }
 
 void fck_pool_trim(void) {
     (void)pthread_mutex_lock(&pool.mutex);
-    fck_block *gone = shrink(0);
+    fck_block *removed = shrink(0);
     (void)pthread_mutex_unlock(&pool.mutex);
-    unmap_all(gone);
+    unmap_all(removed);
 }
 
 void fck_pool_keep(int on) {

@@ -1,5 +1,5 @@
-/* Sums of several ranks' rows, in the order in which a ring all-reduce adds them. Raw pointers,
- * like kernels.h; nothing is kept. */
+/* Sums the buffers of several ranks in the order in which a ring all-reduce adds them. Functions
+ * take raw pointers, like kernels.h, and keep no state. */
 #ifndef FSDP_C_KERNELS_RING_H
 #define FSDP_C_KERNELS_RING_H
 
@@ -9,13 +9,13 @@
 extern "C" {
 #endif
 
-/* 1 where elements of the type can be summed here: the floating-point types of kernels.h. */
+/* Returns 1 if elements of the type can be summed here: the floating-point types of kernels.h. */
 int fck_ring_knows(fck_dtype dtype);
 
-/* out[i] = the sum over all ranks of element first + i of a buffer of `total` elements, for i below
- * `count`, bit for bit as gloo's ring all-reduce over that buffer adds it. rows[r]: those elements
- * on rank r of `world` (at least 2). `out` may be one of the rows, and overlaps no other. The type
- * is one that fck_ring_knows(). */
+/* Computes `count` elements of gloo's ring all-reduce over a buffer of `total` elements, from
+ * element `first` on, bit for bit. The array `rows` has one pointer per rank of `world` (at least
+ * 2), to these elements of that rank. `out` may be one of the rows and overlaps no other.
+ * fck_ring_knows(dtype) must be 1. */
 void fck_ring_sum(fck_dtype dtype, void *out, const void *const *rows, int64_t world, int64_t total,
                   int64_t first, int64_t count);
 

@@ -1,13 +1,13 @@
-/* Sums in the order of a ring.
+/* Sums in the order of a ring all-reduce.
  *
- * A ring all-reduce cuts the buffer into as many blocks as there are ranks. Block b starts its way
- * on rank b - 1, goes down through the ranks, each of which adds what came to what it has, and is
- * whole on rank b. Sums of floating-point numbers depend on that order, so that whoever has all
- * rows at hand and wants the same bits adds them in the same one. A block is a whole number of
- * segments, and segments are cut as gloo cuts them: at most a mebibyte each, at least two for a
- * rank. tests/distributed/test_direct.py compares with gloo.
+ * A ring all-reduce divides the buffer into as many blocks as there are ranks. Block b starts on
+ * rank b - 1 and travels down through the ranks. Each rank adds its own values to the received
+ * ones, and rank b has the complete sum. Sums of floating-point numbers depend on this order, so
+ * this file adds in the same order.
  *
- * Each hop rounds to the element type, as it does on the wire. */
+ * A block is a whole number of segments. Segments are divided as in gloo: at most a mebibyte each,
+ * at least two per rank. tests/distributed/test_direct.py compares the results with gloo. Each hop
+ * rounds to the element type, because gloo sends elements of that type. */
 #include "ring.h"
 
 #include <string.h>
@@ -16,15 +16,15 @@
 #include "index.h"
 
 enum {
-    SEGMENT_BYTES = 1 << 20, /* gloo's largest */
-    SEGMENTS_PER_RANK = 2,   /* and its fewest */
-    TILE_BYTES = 8192,       /* summed at once; stays in L1 */
-    VECTOR_BYTES = 16,       /* what every machine has in one register */
+    SEGMENT_BYTES = 1 << 20, /* gloo's upper limit */
+    SEGMENTS_PER_RANK = 2,   /* gloo's lower limit */
+    TILE_BYTES = 8192,       /* bytes per step; they stay in L1 */
+    VECTOR_BYTES = 16,       /* fits in one register of every supported processor */
 };
 
-/* Adds `bytes` bytes of elements at `row` to those at `sum`: what a rank has to what came. Of two
- * NaNs the one that the rank has is the sum, as in gloo: a sum of that with itself, for compilers
- * may swap operands. */
+/* Adds `bytes` bytes of a rank's own elements (`row`) to the received ones (`sum`). If both are
+ * NaN, the result is the rank's own NaN, as in gloo. The loop computes it as that NaN plus itself,
+ * because compilers may swap operands. */
 typedef void (*add_loop)(void *sum, const void *row, int64_t bytes);
 
 #define ADD_LOOP(name, type, bits)                                                                 \
@@ -35,37 +35,39 @@ typedef void (*add_loop)(void *sum, const void *row, int64_t bytes);
         const unsigned char *from = (const unsigned char *)row;                                    \
         int64_t i = 0;                                                                             \
         for (; i + VECTOR_BYTES <= bytes; i += VECTOR_BYTES) {                                     \
-            vector came, have;                                                                     \
-            memcpy(&came, to + i, sizeof came);                                                    \
-            memcpy(&have, from + i, sizeof have);                                                  \
-            const mask none = (mask)(have != have);                                                \
-            have += (vector)(((mask)came & ~none) | ((mask)have & none));                          \
-            memcpy(to + i, &have, sizeof have);                                                    \
+            vector received, own;                                                                  \
+            memcpy(&received, to + i, sizeof received);                                            \
+            memcpy(&own, from + i, sizeof own);                                                    \
+            const mask none = (mask)(own != own);                                                  \
+            own += (vector)(((mask)received & ~none) | ((mask)own & none));                        \
+            memcpy(to + i, &own, sizeof own);                                                      \
         }                                                                                          \
         for (; i < bytes; i += (int64_t)sizeof(type)) {                                            \
-            type came, have;                                                                       \
-            memcpy(&came, to + i, sizeof came);                                                    \
-            memcpy(&have, from + i, sizeof have);                                                  \
-            have += have != have ? have : came;                                                    \
-            memcpy(to + i, &have, sizeof have);                                                    \
+            type received, own;                                                                    \
+            memcpy(&received, to + i, sizeof received);                                            \
+            memcpy(&own, from + i, sizeof own);                                                    \
+            own += own != own ? own : received;                                                    \
+            memcpy(to + i, &own, sizeof own);                                                      \
         }                                                                                          \
     }
 
 ADD_LOOP(add_floats, float, int32_t)
 ADD_LOOP(add_doubles, double, int64_t)
 
-/* Of 16-bit types, by way of float: exact until it is rounded back. */
+/* Adds 16-bit types through float. The sum is exact until it is rounded back. */
 static void add_through_float(fck_spoke spoke, void *sum, const void *row, int64_t bytes) {
     const fck_loops *loops = fck_loops_best();
-    float came[TILE_BYTES / 2], have[TILE_BYTES / 2];
-    loops->to_float[spoke](sum, came, bytes / 2);
-    loops->to_float[spoke](row, have, bytes / 2);
-    add_floats(came, have, bytes * 2);
-    loops->from_float[spoke](came, sum, bytes / 2);
+    float received[TILE_BYTES / 2], own[TILE_BYTES / 2];
+    loops->to_float[spoke](sum, received, bytes / 2);
+    loops->to_float[spoke](row, own, bytes / 2);
+    add_floats(received, own, bytes * 2);
+    loops->from_float[spoke](received, sum, bytes / 2);
 }
 
-/* A sum's NaN is written as gloo writes it: `kept` of its bits, and the others of `none`. */
-static void write_nans(void *sum, int64_t bytes, uint16_t infinity, uint16_t kept, uint16_t none) {
+/* Rewrites the NaNs of a sum as gloo writes them: the bits in `kept` stay, the others are those of
+ * `none`. */
+static void rewrite_nans(void *sum, int64_t bytes, uint16_t infinity, uint16_t kept,
+                         uint16_t none) {
     unsigned char *to = (unsigned char *)sum;
     for (int64_t i = 0; i < bytes; i += 2) {
         uint16_t bits;
@@ -78,12 +80,12 @@ static void write_nans(void *sum, int64_t bytes, uint16_t infinity, uint16_t kep
 
 static void add_halves(void *sum, const void *row, int64_t bytes) {
     add_through_float(FCK_SPOKE_HALF, sum, row, bytes);
-    write_nans(sum, bytes, 0x7c00, 0x8000, 0x7e00);
+    rewrite_nans(sum, bytes, 0x7c00, 0x8000, 0x7e00);
 }
 
 static void add_bfloat16(void *sum, const void *row, int64_t bytes) {
     add_through_float(FCK_SPOKE_BFLOAT16, sum, row, bytes);
-    write_nans(sum, bytes, 0x7f80, 0, 0x7fc0);
+    rewrite_nans(sum, bytes, 0x7f80, 0, 0x7fc0);
 }
 
 static add_loop loop_for(fck_dtype dtype) {
@@ -105,7 +107,7 @@ int fck_ring_knows(fck_dtype dtype) {
     return loop_for(dtype) != NULL;
 }
 
-/* Elements of a block of a buffer of `total` elements of `size` bytes. */
+/* Returns the elements per block of a buffer of `total` elements of `size` bytes. */
 static int64_t block_elements(int64_t total, int64_t size, int64_t world) {
     const int64_t bytes = total * size;
     const int64_t fewest = world * SEGMENTS_PER_RANK;
@@ -114,7 +116,7 @@ static int64_t block_elements(int64_t total, int64_t size, int64_t world) {
     return per_rank * fck_ceil_div(fck_ceil_div(bytes, per_rank * world), size);
 }
 
-/* The sum of `count` elements from `first` on, all of block `block`, tile by tile. */
+/* Sums `bytes` bytes from offset `at` on, tile by tile. All of them belong to block `block`. */
 static void sum_block(fck_dtype dtype, unsigned char *out, const void *const *rows, int64_t world,
                       int64_t block, int64_t at, int64_t bytes) {
     const add_loop add = loop_for(dtype);

@@ -1,5 +1,5 @@
-/* What NVRTC, which has no headers, is given in the place of <stdint.h>, <stddef.h>, <string.h>,
- * <cuda_fp16.h> and <cuda_bf16.h>: as much of them as lines.cuh and what it includes need. */
+/* Minimal replacements of <stdint.h>, <stddef.h>, <string.h>, <cuda_fp16.h> and <cuda_bf16.h> for
+ * NVRTC, which has no headers. They declare as much as lines.cuh and its includes need. */
 #ifndef FSDP_C_KERNELS_RTC_CUH
 #define FSDP_C_KERNELS_RTC_CUH
 
@@ -35,7 +35,8 @@ __device__ inline fck_half __float2half_rn(float value) {
     return result;
 }
 
-/* Before sm_90 no instruction does one alone; the integers are cast.h's, with CUDA's NaN. */
+/* Before sm_90 there is no instruction for a single value. The integer arithmetic is that of
+ * cast.h, with CUDA's NaN. */
 __device__ inline fck_half __float2bfloat16_rn(float value) {
     const unsigned int bits = __float_as_uint(value);
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;

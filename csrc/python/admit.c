@@ -1,17 +1,19 @@
-/* Who may enter a state's forward or backward. Owns nothing.
+/* Checks the calling thread before a state's forward or backward. Owns nothing.
  *
- * No tracer that runs the model on tensors without memory: what is gathered then would be kept.
- * And one thread at a time: a second one would use what the first has gathered, and free it.
+ * A second thread would use the parameters that the first has gathered, and free them. Therefore
+ * one thread at a time may be in the forward or backward of a state. Threads may follow one
+ * another, and a forward may call units from its own threads. Only the same state, or a backward
+ * under the same root, is refused. Autograd's device threads recompute forwards and run hooks for
+ * the thread that called backward.
  *
- * Compares thread numbers before anything of a state is changed, so that the thread which is
- * refused leaves the other unharmed. Threads may follow one another, and a forward may hand units
- * to threads of its own: only the same state, or a backward under the same root, is refused.
- * Autograd's threads (accelerators have their own) recompute forwards and run hooks in the name of
- * whoever called backward. */
+ * Tracers that run the model on tensors without memory are refused too, because the gathered fake
+ * tensors would be kept. All checks come before the state changes, so a refused call does not
+ * affect the other thread. */
 #include "admit.h"
 
-/* "module 'name' (Class)" of the state; new reference, or NULL with an exception. */
-static PyObject *describe(fcpy_state *self) {
+/* Returns "module 'name' (Class)" for an error message; a new reference, or NULL with an
+ * exception. */
+static PyObject *describe_module(fcpy_state *self) {
     PyObject *fqn = PyTuple_GET_SIZE(self->groups) > 0
                         ? ((fcpy_group *)PyTuple_GET_ITEM(self->groups, 0))->fqn
                         : NULL;
@@ -29,37 +31,38 @@ static PyObject *describe(fcpy_state *self) {
     return text;
 }
 
-static int refuse(fcpy_state *self, const char *pass) {
-    PyObject *module = describe(self);
+static int raise_concurrent_use(fcpy_state *self, const char *pass) {
+    PyObject *module = describe_module(self);
     if (module != NULL) {
         PyErr_Format(PyExc_RuntimeError,
                      "another thread is in the %s of %U already\n"
-                     "A sharded model runs in one thread at a time, since its parameters are "
-                     "gathered in place: let the threads take turns (a lock around forward and "
-                     "backward), or give each a model of its own. Where the other thread has left "
-                     "by an exception, call reset_iter_state() on the root first.",
+                     "A sharded model runs in one thread at a time, because its parameters are "
+                     "gathered in place. Take a lock around forward and backward, or use one model "
+                     "per thread. If the other thread has left with an exception, call "
+                     "reset_iter_state() on the root first.",
                      pass, module);
         Py_DECREF(module);
     }
     return -1;
 }
 
-/* The graph of such a forward would go when torch itself has gone in parts: it ends the process. */
-static int refuse_at_the_end(fcpy_state *self) {
-    PyObject *module = describe(self);
+/* The graph of such a forward would be freed when torch is partly destroyed, which ends the
+ * process. */
+static int raise_interpreter_shutdown(fcpy_state *self) {
+    PyObject *module = describe_module(self);
     if (module != NULL) {
         PyErr_Format(
             PyExc_RuntimeError,
             "%U cannot be trained while the interpreter shuts down\n"
-            "Train before that, in a function of atexit for example, and not in __del__ of "
-            "an object that outlives the program.",
+            "Train before that, for example in an atexit function. Do not train in __del__ of "
+            "an object that exists until interpreter shutdown.",
             module);
         Py_DECREF(module);
     }
     return -1;
 }
 
-/* fsdp_c/state.py decides. */
+/* Calls State._check_modes (fsdp_c/state.py), which refuses tracers. */
 static int check_modes(fcpy_state *self) {
     PyObject *none = PyObject_CallMethod((PyObject *)self, "_check_modes", NULL);
     Py_XDECREF(none);
@@ -67,42 +70,46 @@ static int check_modes(fcpy_state *self) {
 }
 
 int fcpy_admit_forward(fcpy_state *self) {
-    const unsigned long me = PyThread_get_thread_ident();
-    fcpy_iteration *it = (fcpy_iteration *)self->iteration;
-    const bool inside = self->entering || self->core.training_state == FC_FORWARD;
-    if (inside && self->thread != me && !fct_in_backward()) {
-        return refuse(self, "forward");
+    const unsigned long this_thread = PyThread_get_thread_ident();
+    fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
+    const bool in_forward = self->entering || self->core.training_state == FC_FORWARD;
+    if (in_forward && self->thread != this_thread && !fct_in_backward()) {
+        return raise_concurrent_use(self, "forward");
     }
-    if (it != NULL && it->core.callback_queued && it->backward_thread != me &&
-        it->forward_thread != me && !fct_in_backward()) {
-        return refuse(self, "backward");
+    if (iteration != NULL && iteration->core.callback_queued &&
+        iteration->backward_thread != this_thread && iteration->forward_thread != this_thread &&
+        !fct_in_backward()) {
+        return raise_concurrent_use(self, "backward");
     }
-    const bool first = it != NULL && it->core.forward_root == NULL;
+    const bool first = iteration != NULL && iteration->core.forward_root == NULL;
     if (first && fct_py_ending() && fct_grad_enabled()) {
-        return refuse_at_the_end(self);
+        return raise_interpreter_shutdown(self);
     }
     if (first && fct_watched() && check_modes(self) != 0) {
         return -1;
     }
-    self->thread = me;
+    self->thread = this_thread;
     if (first) {
-        it->forward_thread = me;
+        iteration->forward_thread = this_thread;
     }
     return 0;
 }
 
 int fcpy_admit_backward(fcpy_state *self) {
-    const unsigned long me = PyThread_get_thread_ident();
-    fcpy_iteration *it = (fcpy_iteration *)self->iteration;
-    const bool own_threads = self->core.comm->has_streams; /* of autograd, for the device */
-    if (!own_threads && it->core.forward_root != NULL && it->forward_thread != me) {
-        return refuse((fcpy_state *)it->core.forward_root->owner, "forward");
+    const unsigned long this_thread = PyThread_get_thread_ident();
+    fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
+    /* Autograd runs this device's backward in its own threads. */
+    const bool own_threads = self->core.comm->has_streams;
+    if (!own_threads && iteration->core.forward_root != NULL &&
+        iteration->forward_thread != this_thread) {
+        return raise_concurrent_use((fcpy_state *)iteration->core.forward_root->owner, "forward");
     }
-    if (!own_threads && it->core.callback_queued && it->backward_thread != me) {
-        return refuse(self, "backward");
+    if (!own_threads && iteration->core.callback_queued &&
+        iteration->backward_thread != this_thread) {
+        return raise_concurrent_use(self, "backward");
     }
-    if (!it->core.callback_queued) {
-        it->backward_thread = me;
+    if (!iteration->core.callback_queued) {
+        iteration->backward_thread = this_thread;
     }
     return 0;
 }

@@ -1,11 +1,12 @@
-/* Who may enter a state's forward or backward. */
+/* Checks the calling thread before a state's forward or backward. */
 #ifndef FSDP_C_PYTHON_ADMIT_H
 #define FSDP_C_PYTHON_ADMIT_H
 
 #include "objects.h"
 
-/* To be called before anything of a forward or backward is done; -1 with RuntimeError where another
- * thread is in it, or a tracer runs it. For backward the state is ready. */
+/* Call these before any other work of a forward or backward. They return -1 with RuntimeError if
+ * another thread is in it, or if a tracer runs it. fcpy_admit_backward requires an initialized
+ * state (ready.h). */
 int fcpy_admit_forward(fcpy_state *self);
 int fcpy_admit_backward(fcpy_state *self);
 

@@ -1,4 +1,4 @@
-/* Getters and setters that several types share. Owns nothing. */
+/* Conversions, getters and setters that several types share. Owns nothing. */
 #include "attributes.h"
 
 #include "retired.h"
@@ -36,11 +36,11 @@ void *fcpy_core_array(PyObject *tuple, size_t offset) {
     return (void *)array;
 }
 
-/* Enum members are bound as tuples in the order of the C enums, which count from 1. */
-static PyObject *member(PyObject *members, int number) {
+/* bind() stores enum members as tuples in the order of the C enums, which start at 1. */
+static PyObject *enum_member(PyObject *members, int number) {
     if (members == NULL || !PyTuple_Check(members) || number < 1 ||
         number > PyTuple_GET_SIZE(members)) {
-        PyErr_SetString(PyExc_SystemError, "fsdp_c: the extension is not bound");
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: _C.bind() has not been called");
         return NULL;
     }
     PyObject *result = PyTuple_GET_ITEM(members, number - 1);
@@ -49,7 +49,7 @@ static PyObject *member(PyObject *members, int number) {
 }
 
 PyObject *fcpy_training_state(const fcpy_module *mod, fc_training_state state) {
-    return member(mod->bound.training_states, (int)state);
+    return enum_member(mod->bound.training_states, (int)state);
 }
 
 int fcpy_parse_training_state(const fcpy_module *mod, PyObject *obj, fc_training_state *out) {
@@ -65,7 +65,7 @@ int fcpy_parse_training_state(const fcpy_module *mod, PyObject *obj, fc_training
 }
 
 PyObject *fcpy_sharded_state(const fcpy_module *mod, fc_sharded_state state) {
-    return member(mod->bound.sharded_states, (int)state);
+    return enum_member(mod->bound.sharded_states, (int)state);
 }
 
 int fcpy_set_bool(PyObject *value, bool *target) {

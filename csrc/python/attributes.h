@@ -1,32 +1,33 @@
-/* Getters and setters that several types share. */
+/* Conversions, getters and setters that several types share. */
 #ifndef FSDP_C_PYTHON_ATTRIBUTES_H
 #define FSDP_C_PYTHON_ATTRIBUTES_H
 
 #include "objects.h"
 
-/* A list of objects of one type as a new tuple; NULL with TypeError. */
+/* Returns a list of objects of one type as a new tuple; NULL with TypeError. `what` names the
+ * list. */
 PyObject *fcpy_tuple_of(PyObject *list, PyTypeObject *type, const char *what);
-/* malloc'ed: where the structs of a tuple's items are, `offset` bytes into each object; NULL with
- * MemoryError. */
+/* Returns an array with the address of each item's core struct, `offset` bytes into the object. The
+ * caller frees it with free(). NULL with MemoryError on failure. */
 void *fcpy_core_array(PyObject *tuple, size_t offset);
 PyObject *fcpy_training_state(const fcpy_module *mod, fc_training_state state);
-/* -1 with TypeError where obj is no TrainingState. */
+/* Returns -1 with TypeError if obj is no TrainingState. */
 int fcpy_parse_training_state(const fcpy_module *mod, PyObject *obj, fc_training_state *out);
 PyObject *fcpy_sharded_state(const fcpy_module *mod, fc_sharded_state state);
-/* Sets *target from a Python bool; deletion is refused. */
+/* Sets *target to the truth of `value`. Returns -1 with AttributeError on deletion. */
 int fcpy_set_bool(PyObject *value, bool *target);
 PyObject *fcpy_get_dtype(fct_dtype dtype); /* None for FCT_NO_DTYPE */
 int fcpy_set_dtype(PyObject *value, fct_dtype *target);
-/* Getters and setters of a bool, or an fct_dtype, `closure` bytes into the object. */
+/* Getters and setters of a bool or an fct_dtype; `closure` is its offset in the object. */
 PyObject *fcpy_get_flag(PyObject *obj, void *closure);
 int fcpy_set_flag(PyObject *obj, PyObject *value, void *closure);
 PyObject *fcpy_get_dtype_at(PyObject *obj, void *closure);
 int fcpy_set_dtype_at(PyObject *obj, PyObject *value, void *closure);
-/* Puts a str (None: none) into *slot and its text, which the core borrows, into *text. */
+/* Stores a str (None: NULL) in *slot and its UTF-8 text, which the core borrows, in *text. */
 int fcpy_set_text(fcpy_module *mod, PyObject *value, PyObject **slot, const char **text);
-/* New reference to obj, None for NULL. */
+/* Returns a new reference to obj, or to None if obj is NULL. */
 PyObject *fcpy_or_none(PyObject *obj);
-/* Reference counting of a PyObject as the owner of an fct_hook. */
+/* Reference counting of a PyObject that owns an fct_hook. */
 void fcpy_retain(void *owner);
 void fcpy_release(void *owner);
 

@@ -14,7 +14,7 @@
 
 /* ---- collecting ---- */
 
-/* How gradients are placed: the same mesh and the same kinds of placement are one kind. */
+/* The placement of a gradient: its mesh and the types of its placements. */
 typedef struct kind {
     PyObject *mesh;       /* NULL: plain tensors */
     PyObject *placements; /* tuple */
@@ -45,7 +45,8 @@ static bool kind_equal(const kind *a, const kind *b) {
     return true;
 }
 
-/* The kind of a DTensor, with new references; both fields NULL for a plain tensor. */
+/* Sets *out to the kind of a DTensor, with new references. Both fields are NULL for a plain
+ * tensor. */
 static int kind_of(const fcpy_module *mod, PyObject *grad, kind *out) {
     out->mesh = out->placements = NULL;
     const int is_dtensor = PyObject_IsInstance(grad, mod->bound.dtensor_class);
@@ -69,13 +70,14 @@ static int kind_of(const fcpy_module *mod, PyObject *grad, kind *out) {
     return 0;
 }
 
-/* The local tensor of a gradient of that kind, new reference. */
-static PyObject *local_of(const fcpy_module *mod, PyObject *grad, const kind *k) {
+/* Returns the local tensor of a gradient of kind `k`; new reference. */
+static PyObject *local_tensor_of(const fcpy_module *mod, PyObject *grad, const kind *k) {
     return k->mesh != NULL ? fcpy_dtensor_local(mod, grad) : Py_NewRef(grad);
 }
 
-/* The position of `wanted` among `kinds` (a list of (mesh, placements) tuples), to which it is
- * added where it is new; -1 with an exception. Kinds are few: a search is cheapest. */
+/* Returns the index of `wanted` in `kinds`, a list of (mesh, placements) tuples. Appends it if it
+ * is new. Returns -1 with an exception on failure. Kinds are few, so a linear search is
+ * cheapest. */
 static Py_ssize_t kind_index(PyObject *kinds, const kind *wanted) {
     const Py_ssize_t count = PyList_GET_SIZE(kinds);
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -95,38 +97,39 @@ static Py_ssize_t kind_index(PyObject *kinds, const kind *wanted) {
     return failed ? -1 : count;
 }
 
-/* Appends one gradient to the three lists. */
-static int collect_one(const fcpy_module *mod, PyObject *grad, PyObject *locals, PyObject *kinds,
-                       PyObject *indices) {
+/* Appends one gradient, its kind if it is new, and the index of its kind to the three lists. */
+static int collect_gradient(const fcpy_module *mod, PyObject *grad, PyObject *locals,
+                            PyObject *kinds, PyObject *indices) {
     int result = -1;
-    kind found = {NULL, NULL};
+    kind grad_kind = {NULL, NULL};
     PyObject *local = NULL, *index = NULL;
-    if (kind_of(mod, grad, &found) != 0) {
+    if (kind_of(mod, grad, &grad_kind) != 0) {
         goto done;
     }
-    local = local_of(mod, grad, &found);
-    const Py_ssize_t at = local == NULL ? -1 : kind_index(kinds, &found);
+    local = local_tensor_of(mod, grad, &grad_kind);
+    const Py_ssize_t at = local == NULL ? -1 : kind_index(kinds, &grad_kind);
     index = at < 0 ? NULL : PyLong_FromSsize_t(at);
     if (index != NULL) {
         result = PyList_Append(locals, local) == 0 ? PyList_Append(indices, index) : -1;
     }
 done:
-    kind_clear(&found);
+    kind_clear(&grad_kind);
     Py_XDECREF(local);
     Py_XDECREF(index);
     return result;
 }
 
-/* The same of all `given`: parameters, of which those without gradient are left out, or gradients.
- * A method of a tensor subclass may change the list meanwhile. */
+/* Appends all gradients. `given` has gradients, or parameters, of which those without gradient are
+ * skipped. A method of a tensor subclass may change the list meanwhile. */
 static int collect(const fcpy_module *mod, PyObject *given, bool are_params, PyObject *locals,
                    PyObject *kinds, PyObject *indices) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); i++) {
         PyObject *item = Py_NewRef(PyList_GET_ITEM(given, i));
         PyObject *grad = are_params ? fcpy_grad_of(mod, item) : Py_NewRef(item);
         Py_DECREF(item);
-        const int failed = grad == NULL ||
-                           (grad != Py_None && collect_one(mod, grad, locals, kinds, indices) != 0);
+        const int failed =
+            grad == NULL ||
+            (grad != Py_None && collect_gradient(mod, grad, locals, kinds, indices) != 0);
         Py_XDECREF(grad);
         if (failed) {
             return -1;
@@ -159,7 +162,8 @@ PyObject *fcpy_clip_collect(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* ---- norms ---- */
 
-/* The elements of a tensor that the kernels can work on: contiguous float32 in host memory. */
+/* Sets *out to the elements of a tensor. Returns false if the kernels cannot process them: they
+ * need contiguous float32 in host memory. */
 static bool floats_of(fct_tensor *tensor, fck_floats *out) {
     fct_facts facts;
     if (tensor == NULL) {
@@ -177,7 +181,7 @@ static bool floats_of(fct_tensor *tensor, fck_floats *out) {
             facts.numel <= (facts.storage_bytes - facts.offset_bytes) / facts.itemsize);
 }
 
-/* Adds up what the ranks of one group have. */
+/* Sums `values` over the ranks of a process group, in place. */
 static int all_reduce(const char *group, fct_tensor *values) {
     fct_pg *pg = NULL;
     fct_work *work = NULL;
@@ -193,8 +197,8 @@ static int all_reduce(const char *group, fct_tensor *values) {
     return failed;
 }
 
-/* Square roots in place, by the operator that torch takes them with: MKL's, on some machines (AMD),
- * are not those of sqrtf in the last bit. */
+/* Takes square roots in place, with the operator that torch uses. On some processors (AMD) the
+ * roots of MKL differ from sqrtf in the last bit. */
 static int take_roots(fct_tensor *values) {
     PyObject *tensor = NULL;
     if (fct_py_from_tensor(values, &tensor) != 0) {
@@ -206,7 +210,7 @@ static int take_roots(fct_tensor *values) {
     return roots == NULL ? -1 : 0;
 }
 
-/* Local norms to norms of whole gradients: squares, sums over the ranks, roots. */
+/* Reduces local norms to norms of whole gradients: squares, sums over the ranks, square roots. */
 static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *norms) {
     for (int64_t i = 0; i < norms->count; i++) {
         norms->values[i] *= norms->values[i];
@@ -220,7 +224,7 @@ static int reduce_norms(PyObject *groups, fct_tensor *buffer, const fck_floats *
     return take_roots(buffer);
 }
 
-/* A new tensor for so many norms, and its elements. */
+/* Makes a tensor for `count` norms. *norms points to its elements. */
 static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
     const fct_device cpu = {FCT_DEVICE_CPU, -1};
     if (fct_tensor_empty(count, FCK_FLOAT32, cpu, buffer) != 0) {
@@ -234,20 +238,19 @@ static int norms_new(int64_t count, fct_tensor **buffer, fck_floats *norms) {
     return 0;
 }
 
-/* The arguments of clip_norm. Each step goes over all gradients before the next one begins: most of
- * its time is the wait for memory, and so the waits for one gradient and the next overlap. */
+/* The arguments of clip_norm. Each step covers all gradients before the next step begins. Most of
+ * its time is memory latency, which then overlaps between gradients. */
 typedef struct gradients {
-    PyObject *tensors;  /* list of local gradients; borrowed */
-    PyObject *groups;   /* for each kind: (names of groups, likeness); borrowed */
-    fck_floats *arrays; /* the elements of each tensor */
-    Py_ssize_t
-        *reduced; /* for each tensor: the first kind with the likeness of the tensor's kind */
+    PyObject *tensors;   /* list of local gradients; borrowed */
+    PyObject *groups;    /* for each kind: (names of process groups, likeness); owned */
+    fck_floats *arrays;  /* the elements of each tensor */
+    Py_ssize_t *reduced; /* for each tensor: the first kind with the likeness of its kind */
     Py_ssize_t count;
 } gradients;
 
-/* The first kind whose groups have the likeness of those of kind `k`: both are reduced together.
- * -1 with an exception. */
-static Py_ssize_t first_alike(PyObject *groups, Py_ssize_t k) {
+/* Returns the first kind whose likeness equals that of kind `k`. Kinds of equal likeness are
+ * reduced together. Returns -1 with an exception on failure. */
+static Py_ssize_t first_kind_of_equal_likeness(PyObject *groups, Py_ssize_t k) {
     PyObject *wanted = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, k), 1);
     for (Py_ssize_t i = 0; i < k; i++) {
         PyObject *known = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, i), 1);
@@ -286,7 +289,7 @@ static int find_reduced(gradients *g, PyObject *kind_of_each) {
         g->reduced[i] = k;
     }
     for (Py_ssize_t k = 1; k < kinds; k++) {
-        const Py_ssize_t first = first_alike(g->groups, k);
+        const Py_ssize_t first = first_kind_of_equal_likeness(g->groups, k);
         if (first < 0) {
             return -1;
         }
@@ -297,8 +300,8 @@ static int find_reduced(gradients *g, PyObject *kind_of_each) {
     return 0;
 }
 
-/* Takes the addresses; no Python code may run until they are used. False where a gradient is not
- * contiguous float32 on the CPU. */
+/* Stores the addresses of all gradients. No Python code may run until they are used. Returns false
+ * if a gradient is not contiguous float32 on the CPU. */
 static bool take_addresses(gradients *g) {
     if (g->count > PyList_GET_SIZE(g->tensors)) {
         return false;
@@ -311,7 +314,8 @@ static bool take_addresses(gradients *g) {
     return true;
 }
 
-/* Reduces the norms of the gradients that are split over the groups of kind `k`: one message. */
+/* Reduces the norms of the gradients that are sharded over the groups of kind `k`, in one
+ * message. */
 static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
                        const fck_floats *norms) {
     PyObject *names = PyTuple_GET_ITEM(PyList_GET_ITEM(g->groups, k), 0);
@@ -325,29 +329,29 @@ static int reduce_kind(const gradients *g, Py_ssize_t k, fct_tensor *buffer,
     if (count == norms->count) {
         return reduce_norms(names, buffer, norms);
     }
-    fct_tensor *part = NULL;
-    fck_floats some;
-    if (norms_new(count, &part, &some) != 0) {
+    fct_tensor *selected_buffer = NULL;
+    fck_floats selected;
+    if (norms_new(count, &selected_buffer, &selected) != 0) {
         return -1;
     }
     int64_t at = 0;
     for (Py_ssize_t i = 0; i < g->count; i++) {
         if (g->reduced[i] == k) {
-            some.values[at++] = norms->values[i];
+            selected.values[at++] = norms->values[i];
         }
     }
-    const int failed = reduce_norms(names, part, &some);
+    const int failed = reduce_norms(names, selected_buffer, &selected);
     at = 0;
     for (Py_ssize_t i = 0; i < g->count && !failed; i++) {
         if (g->reduced[i] == k) {
-            norms->values[i] = some.values[at++];
+            norms->values[i] = selected.values[at++];
         }
     }
-    fct_tensor_release(part);
+    fct_tensor_release(selected_buffer);
     return failed;
 }
 
-/* The total norm over all ranks, from addresses that were just taken. */
+/* Computes the total norm over all ranks. The caller has just stored the addresses in `g`. */
 static int total_norm(const gradients *g, float *total) {
     fct_tensor *buffer = NULL;
     fck_floats norms;
@@ -366,8 +370,8 @@ static int total_norm(const gradients *g, float *total) {
     return failed;
 }
 
-/* A new list of the same objects: foreign code cannot change it while a collective runs. */
-static PyObject *copied(PyObject *list) {
+/* Returns a shallow copy, which other code cannot change while a collective runs. */
+static PyObject *copy_list(PyObject *list) {
     return PyList_GetSlice(list, 0, PyList_GET_SIZE(list));
 }
 
@@ -379,7 +383,7 @@ PyObject *fcpy_clip_norm(PyObject *module, PyObject *const *args, Py_ssize_t nar
         return NULL;
     }
     const Py_ssize_t count = PyList_GET_SIZE(args[0]);
-    gradients g = {args[0], copied(args[2]), PyMem_New(fck_floats, count + 1),
+    gradients g = {args[0], copy_list(args[2]), PyMem_New(fck_floats, count + 1),
                    PyMem_New(Py_ssize_t, count + 1), count};
     PyObject *result = NULL;
     float total;
@@ -400,10 +404,10 @@ PyObject *fcpy_clip_norm(PyObject *module, PyObject *const *args, Py_ssize_t nar
 
 /* ---- scaling ---- */
 
-/* torch's arithmetic: number / tensor is the tensor's reciprocal times the number. */
-static float factor_for(double max_norm, float total) {
+/* Matches torch's arithmetic: number / tensor is the tensor's reciprocal times the number. */
+static float clip_factor(double max_norm, float total) {
     const float factor = (1.0F / (total + 1e-6F)) * (float)max_norm;
-    return factor > 1.0F ? 1.0F : factor; /* nan stays */
+    return factor > 1.0F ? 1.0F : factor; /* NaN stays NaN */
 }
 
 static bool are_floats(PyObject *tensors) {
@@ -416,8 +420,8 @@ static bool are_floats(PyObject *tensors) {
     return true;
 }
 
-/* Scales the arrays of at most `largest` elements; new list of the other tensors. Backwards: the
- * norms have left the last arrays in the cache. */
+/* Scales the arrays of at most `largest` elements. Returns a new list of the other tensors. The
+ * loop starts with the last array, because the norms have left the last arrays in the cache. */
 static PyObject *scale(PyObject *tensors, float factor, int64_t largest) {
     PyObject *left = PyList_New(0);
     for (Py_ssize_t i = PyList_GET_SIZE(tensors) - 1; left != NULL && i >= 0; i--) {
@@ -449,7 +453,7 @@ PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t na
     if (all_or_none && !are_floats(args[0])) {
         Py_RETURN_NONE;
     }
-    const float factor = factor_for(max_norm, (float)total);
+    const float factor = clip_factor(max_norm, (float)total);
     PyObject *left = factor != 1.0F ? scale(args[0], factor, largest) : PyList_New(0);
     return left == NULL ? NULL : Py_BuildValue("dN", (double)factor, left);
 }

@@ -4,12 +4,13 @@
 
 #include "objects.h"
 
-/* _C.clip_collect(tensors, are_params) -> (local gradients, kinds, index of each one's kind) */
+/* _C.clip_collect(tensors, are_params) -> (local gradients, kinds, index of each gradient's
+ * kind) */
 PyObject *fcpy_clip_collect(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-/* _C.clip_norm(local gradients, indices, groups of each kind) -> float or None */
+/* _C.clip_norm(local gradients, kind indices, groups of each kind) -> float or None */
 PyObject *fcpy_clip_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-/* _C.clip_scale(local gradients, max_norm, total, largest, all_or_none)
- * -> (factor, gradients left) or None */
+/* _C.clip_scale(local gradients, max_norm, total, largest, all_or_none) -> (factor, unscaled
+ * gradients) or None */
 PyObject *fcpy_clip_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

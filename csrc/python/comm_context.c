@@ -1,4 +1,5 @@
-/* The CommContext type: streams and what is in flight, shared by the groups of one root. */
+/* The CommContext type: streams, and the gathers and reductions in flight, shared by the groups of
+ * one root. */
 #include "comm_context.h"
 
 #include "../core/reduction.h"
@@ -47,7 +48,8 @@ static void comm_dealloc(PyObject *obj) {
 }
 
 static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
-    PyObject *device = NULL; /* stock's argument; ours knows its device */
+    /* Torch's argument; unused, because the constructor has set the device. */
+    PyObject *device = NULL;
     if (!PyArg_ParseTuple(args, "|O", &device)) {
         return NULL;
     }
@@ -60,7 +62,8 @@ static PyObject *comm_lazy_init(PyObject *obj, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* _stream_numbers(which): of the copy-in, gather, reduce or all-reduce stream; None: not there. */
+/* _stream_numbers(which): 0 copy-in, 1 gather, 2 reduce, 3 all-reduce stream. None before
+ * lazy_init. */
 static PyObject *comm_stream_numbers(PyObject *obj, PyObject *arg) {
     const fc_comm *c = &((fcpy_comm *)obj)->core;
     long which = PyLong_AsLong(arg);
@@ -73,7 +76,7 @@ static PyObject *comm_stream_numbers(PyObject *obj, PyObject *arg) {
     const fct_stream streams[] = {c->copy_in_stream, c->gather_stream, c->reduce_stream,
                                   c->all_reduce_stream};
     if (which < 0 || which >= (long)(sizeof streams / sizeof streams[0])) {
-        PyErr_SetString(PyExc_IndexError, "there are four streams");
+        PyErr_SetString(PyExc_IndexError, "_stream_numbers expects a number from 0 to 3");
         return NULL;
     }
     const fct_stream *s = &streams[which];
@@ -94,7 +97,7 @@ static PyObject *comm_order(PyObject *obj, void *closure) {
     return list;
 }
 
-/* Only emptied: the groups in it know their places. */
+/* Accepts only the empty list: the groups store their positions in the order. */
 static int comm_set_order(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     if (value == NULL || !PyList_Check(value) || PyList_GET_SIZE(value) > 0) {
@@ -104,7 +107,7 @@ static int comm_set_order(PyObject *obj, PyObject *value, void *closure) {
     fc_order *order = &((fcpy_comm *)obj)->core.order;
     while (order->count > 0) {
         fc_group *group = order->items[--order->count];
-        order->items[order->count] = NULL; /* the core may be in the middle of it */
+        order->items[order->count] = NULL; /* the core may be iterating over the array */
         if (group != NULL) {
             group->positions.count = 0;
         }
@@ -138,7 +141,7 @@ static int comm_set_max_buffers(PyObject *obj, PyObject *value, void *closure) {
         return -1;
     }
     if (count < 1) {
-        PyErr_SetString(PyExc_ValueError, "at least one buffer is needed");
+        PyErr_SetString(PyExc_ValueError, "reduce_scatter_max_input_buffers must be at least 1");
         return -1;
     }
     ((fcpy_comm *)obj)->core.max_reductions = count;
@@ -149,12 +152,13 @@ static PyGetSetDef comm_getset[] = {
     {"reductions_in_flight", comm_in_flight, NULL,
      "Gradient reductions whose buffers are still kept.", NULL},
     {"collectives_parked", comm_parked, NULL,
-     "Collectives that nobody waits for any more, kept until the backend is done with them.", NULL},
+     "Collectives without a waiter, kept until the backend has finished them.", NULL},
     {"reduce_scatter_max_input_buffers", comm_max_buffers, comm_set_max_buffers,
-     "How many of them are kept at most.", NULL},
-    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+     "How many reductions keep their buffers at most.", NULL},
+    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"post_forward_order", comm_order, comm_set_order,
-     "List of the groups in the order their forwards ended (a copy); may be set to [].", NULL},
+     "List of the groups in the order in which their forwards ended (a copy); may be set to [].",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -179,7 +183,7 @@ static PyType_Slot comm_slots[] = {
     {Py_tp_getset, comm_getset},
     {Py_tp_methods, comm_methods},
     {Py_tp_members, comm_members},
-    {Py_tp_doc, "CommContext(device): streams, events and buffers in flight."},
+    {Py_tp_doc, "CommContext(device): streams, events and buffers of the collectives in flight."},
     {0, NULL},
 };
 

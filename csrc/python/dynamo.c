@@ -1,11 +1,11 @@
-/* Keeps dynamo away from what a hook calls: while torch.compile runs a frame on this thread, every
- * Python function called below it would be compiled, ours included. Owns nothing. */
+/* Disables dynamo for the code that a hook calls. While torch.compile runs a frame on this thread,
+ * it would compile every Python function called below, fsdp_c's included. Owns nothing. */
 #include "dynamo.h"
 
 PyObject *fcpy_dynamo_pause(fcpy_module *mod) {
     PyInterpreterState *interpreter = PyInterpreterState_Get();
     if (_PyInterpreterState_GetEvalFrameFunc(interpreter) == _PyEval_EvalFrameDefault) {
-        return NULL; /* dynamo is not there: the usual case */
+        return NULL; /* dynamo is not active: the usual case */
     }
     PyObject *callback = PyObject_CallOneArg(mod->bound.set_eval_frame, Py_None);
     if (callback == NULL) {

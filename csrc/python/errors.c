@@ -1,5 +1,5 @@
-/* From a core status to the Python exception that core/status.h names for it. What torch throws is
- * an exception already (torch/bridge.h) and comes as FC_ERAISED. */
+/* Converts a core status to the Python exception that core/status.h names. For FC_ERAISED the
+ * exception is already set: the bridge (torch/bridge.h) converts torch's C++ exceptions. */
 #include "errors.h"
 
 int fcpy_raise(fc_status status, const char *message) {

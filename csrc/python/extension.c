@@ -1,7 +1,7 @@
-/* All-gather extensions: hooks of the tensor that a parameter's shard is give the inputs of its
- * gathers and make the unsharded parameter of the outputs. What is called are methods of the Python
- * subclass, which knows the hooks' signatures; the tensors are the core's (core/extension.h), and
- * Python sees them as lists, new ones each time. Owns nothing. */
+/* All-gather extensions. A tensor subclass as a parameter's shard may define hooks: one returns the
+ * inputs of the all-gather, one makes the unsharded parameter of its outputs. The Python subclass
+ * of Param calls the hooks, because it has the code for their signatures. The core holds the
+ * tensors (core/extension.h); Python receives them as new lists. Owns nothing. */
 #include "extension.h"
 
 #include "errors.h"
@@ -9,10 +9,11 @@
 
 /* ---- lists ---- */
 
-/* A sequence's tensors as handles in a new array (PyMem_Free), borrowed from *items, a new
- * reference; `raise` says what an item is that is no tensor. */
-static int handles_of(PyObject *value, void (*raise)(PyObject *item), PyObject **items,
-                      fct_tensor ***handles) {
+/* Converts a sequence of tensors to an array of handles. *handles is a new array (PyMem_Free); the
+ * handles are borrowed from *items, a new reference. `raise` sets the exception for an item that is
+ * no tensor. */
+static int parse_tensors(PyObject *value, void (*raise)(PyObject *item), PyObject **items,
+                         fct_tensor ***handles) {
     PyObject *list = PySequence_List(value);
     if (list == NULL) {
         return -1;
@@ -39,12 +40,12 @@ static int handles_of(PyObject *value, void (*raise)(PyObject *item), PyObject *
 }
 
 /* Calls `set` with the tensors of a sequence. */
-static fc_status set_all(fc_extension *e, PyObject *value, void (*raise)(PyObject *item),
-                         fc_status (*set)(fc_extension *e, fct_tensor *const *tensors,
-                                          size_t count)) {
+static fc_status set_tensors(fc_extension *e, PyObject *value, void (*raise)(PyObject *item),
+                             fc_status (*set)(fc_extension *e, fct_tensor *const *tensors,
+                                              size_t count)) {
     PyObject *items = NULL;
     fct_tensor **handles = NULL;
-    if (handles_of(value, raise, &items, &handles) != 0) {
+    if (parse_tensors(value, raise, &items, &handles) != 0) {
         return FC_ERAISED;
     }
     fc_status status = set(e, handles, (size_t)PyList_GET_SIZE(items));
@@ -53,7 +54,7 @@ static fc_status set_all(fc_extension *e, PyObject *value, void (*raise)(PyObjec
     return status;
 }
 
-static PyObject *list_of(const fc_kept_tensor *kept, size_t count) {
+static PyObject *make_list(const fc_kept_tensor *kept, size_t count) {
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
         PyObject *tensor = NULL;
@@ -66,17 +67,17 @@ static PyObject *list_of(const fc_kept_tensor *kept, size_t count) {
     return list;
 }
 
-static void raise_no_output(PyObject *item) {
+static void raise_invalid_output(PyObject *item) {
     (void)item;
     PyErr_SetString(PyExc_TypeError, "an item of all_gather_outputs must be a tensor");
 }
 
-static void raise_no_input(PyObject *item) {
-    PyErr_Format(PyExc_TypeError, "an all-gather input is no tensor but %R", Py_TYPE(item));
+static void raise_invalid_input(PyObject *item) {
+    PyErr_Format(PyExc_TypeError, "an all-gather input must be a tensor, got %R", Py_TYPE(item));
 }
 
-/* As torch, which asks each of them for its storage. */
-static void raise_no_inner(PyObject *item) {
+/* Raises as torch, which calls untyped_storage() on each of them. */
+static void raise_invalid_inner(PyObject *item) {
     PyErr_Format(PyExc_AttributeError, "'%s' object has no attribute 'untyped_storage'",
                  Py_TYPE(item)->tp_name);
 }
@@ -98,11 +99,11 @@ PyObject *fcpy_get_outputs(PyObject *param, void *closure) {
     const fc_param *p = &((fcpy_param *)param)->core;
     const fc_kept_tensor flat = {.tensor = p->flat};
     (void)closure;
-    return p->flat != NULL ? list_of(&flat, 1)
-                           : list_of(p->extension.outputs, p->extension.output_count);
+    return p->flat != NULL ? make_list(&flat, 1)
+                           : make_list(p->extension.outputs, p->extension.output_count);
 }
 
-/* Whether `tensor` is what the core would have made itself. */
+/* Whether `tensor` has the layout and dtype of the flat tensor that the core would have made. */
 static bool is_flat(const fc_param *p, const fct_tensor *tensor) {
     fct_facts facts;
     fct_tensor_facts(tensor, &facts);
@@ -110,7 +111,8 @@ static bool is_flat(const fc_param *p, const fct_tensor *tensor) {
            facts.numel == p->flat_numel && facts.dtype == fc_param_compute_dtype(p);
 }
 
-/* The outputs of a gather that the host makes: one that fits becomes the core's flat tensor. */
+/* Sets the outputs of a gather that the Python layer has made. A single output that fits becomes
+ * the core's flat tensor. */
 int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
     fcpy_param *self = (fcpy_param *)param;
     fc_param *p = &self->core;
@@ -127,7 +129,8 @@ int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
         fc_extension_forget_outputs(&p->extension);
         return 0;
     }
-    fc_status status = set_all(&p->extension, value, raise_no_output, fc_extension_set_outputs);
+    fc_status status =
+        set_tensors(&p->extension, value, raise_invalid_output, fc_extension_set_outputs);
     if (status == FC_OK) {
         fc_param_set_flat(p, NULL);
     }
@@ -137,7 +140,7 @@ int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
 PyObject *fcpy_get_inner(PyObject *param, void *closure) {
     const fc_extension *e = &((fcpy_param *)param)->core.extension;
     (void)closure;
-    return list_of(e->inner, e->inner_count);
+    return make_list(e->inner, e->inner_count);
 }
 
 int fcpy_set_inner(PyObject *param, PyObject *value, void *closure) {
@@ -149,7 +152,7 @@ int fcpy_set_inner(PyObject *param, PyObject *value, void *closure) {
     }
     fcpy_retire_outputs(self);
     fc_status status =
-        set_all(&self->core.extension, value, raise_no_inner, fc_extension_set_inner);
+        set_tensors(&self->core.extension, value, raise_invalid_inner, fc_extension_set_inner);
     return status == FC_OK ? 0 : fcpy_raise(status, NULL);
 }
 
@@ -162,7 +165,7 @@ fc_status fcpy_extend_inputs(void *param) {
         return FC_ERAISED;
     }
     fc_status status =
-        set_all(&self->core.extension, inputs, raise_no_input, fc_extension_set_inputs);
+        set_tensors(&self->core.extension, inputs, raise_invalid_input, fc_extension_set_inputs);
     Py_DECREF(inputs);
     return status;
 }
@@ -176,7 +179,8 @@ fc_status fcpy_extend_unsharded(void *param) {
     }
     Py_DECREF(done);
     if (self->core.unsharded == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the gather left a parameter without _unsharded_param");
+        PyErr_SetString(PyExc_RuntimeError, "the gather did not set _unsharded_param of a "
+                                            "parameter");
         return FC_ERAISED;
     }
     return FC_OK;

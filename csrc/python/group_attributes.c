@@ -1,4 +1,4 @@
-/* A ParamGroup's attributes as Python sees them. Owns nothing. */
+/* Getters and setters of the ParamGroup type. Owns nothing. */
 #include "group_attributes.h"
 
 #include "../core/bucket.h"
@@ -19,15 +19,15 @@ static PyObject *get_params(PyObject *obj, void *closure) {
     return params != NULL ? PySequence_List(params) : PyList_New(0);
 }
 
-/* Always -1: the core's plans, and gradients in flight, refer to the parameters of the start. */
+/* Always fails: the core's plans and the gradients in flight refer to the initial parameters. */
 static int set_params(PyObject *obj, PyObject *value, void *closure) {
     (void)obj;
     (void)value;
     (void)closure;
     PyErr_SetString(PyExc_AttributeError,
-                    "fsdp_params of a parameter group cannot be assigned: its collectives are laid "
-                    "out for the parameters that fully_shard found; pass ignored_params to "
-                    "fully_shard, or use torch's FSDP2 (FSDP_C=0)");
+                    "fsdp_params of a parameter group cannot be assigned: its collectives are "
+                    "laid out for the initial parameters; pass ignored_params to fully_shard, or "
+                    "use torch's FSDP2 (FSDP_C=0)");
     return -1;
 }
 
@@ -154,7 +154,7 @@ static PyObject *get_partial(PyObject *obj, void *closure) {
     Py_RETURN_NONE;
 }
 
-/* Only dropped. */
+/* Accepts None only, and drops the tensors. */
 static int set_partial(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     const fc_group *g = &as_group(obj)->core;
@@ -247,7 +247,9 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
         }
         PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
     }
-    if (stale) { /* one rank may ask, and parameters be frozen after it: all cut in forward */
+    /* All ranks divide the buckets in forward. This rank may read the attribute alone, and
+     * parameters may be frozen afterwards, so this division must not stay. */
+    if (stale) {
         fc_bucket_invalidate(b);
     }
     return list;
@@ -255,64 +257,69 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
 
 PyGetSetDef fcpy_group_getset[] = {
     {"fsdp_params", get_params, set_params, "List of the group's Params (a copy).", NULL},
-    {"comm_ctx", get_comm, set_comm, "The CommContext shared under one root.", NULL},
+    {"comm_ctx", get_comm, set_comm, "CommContext shared by the groups under one root.", NULL},
     {"_training_state", get_training, set_training, "TrainingState of the group.", NULL},
     {"_sharded_state", get_sharded, NULL, "ShardedState of the group.", NULL},
     {"is_sharded", is_state, NULL, "Whether the sharded parameters are registered.",
      (void *)FC_SHARDED},
-    {"is_sharded_post_forward", is_state, NULL, "Whether resharded to a smaller mesh.",
+    {"is_sharded_post_forward", is_state, NULL,
+     "Whether the parameters are resharded to a "
+     "smaller mesh.",
      (void *)FC_SHARDED_POST_FORWARD},
     {"gradient_divide_factor", get_divide_factor, set_divide_factor,
      "Divisor of the sum of gradients; None: mean.", NULL},
     {"_module_fqn", get_fqn, set_fqn,
-     "Names of the group's modules from the root, after lazy init.", NULL},
+     "Fully qualified names of the group's modules, after lazy init.", NULL},
     {"_orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
      "dtype of the trainable parameters, or None.", (void *)offsetof(fcpy_group, orig_dtype)},
     {"_reduce_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
-     "dtype gradients are reduced in, or None.", GROUP_OFFSET(reducer.reduce_dtype)},
+     "dtype in which gradients are reduced, or None.", GROUP_OFFSET(reducer.reduce_dtype)},
     GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),
     GROUP_FLAG("all_reduce_grads", reducer.all_reduce_grads,
                "HSDP only: whether backward all-reduces."),
     GROUP_FLAG("_reshard_after_forward", settings.reshard_after_forward,
-               "Whether forward ends sharded."),
+               "Whether forward reshards at its end."),
     GROUP_FLAG("unshard_in_backward", settings.unshard_in_backward,
-               "Whether backward needs the parameters."),
+               "Whether backward unshards the parameters."),
     GROUP_FLAG("force_sum_reduction_for_comms", reducer.force_sum,
-               "Reduce with SUM only and divide separately."),
+               "Whether reductions use SUM only and divide separately."),
     GROUP_FLAG("reduce_scatter_unused_params", reducer.reduce_unused,
-               "Reduce zeros for parameters without gradient."),
+               "Whether parameters without gradient are reduced as zeros."),
     {"_keep_unsharded_storage", fcpy_get_flag, set_keep_storage,
-     "Whether resharding leaves the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
+     "Whether resharding keeps the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
     {"_deferred", fcpy_get_flag, NULL,
      "Whether a backward has left gradients for a later reduction.", GROUP_OFFSET(deferred)},
-    {"_hosted_gather", fcpy_get_flag, fcpy_set_flag, "Whether _host_gather() gathers.",
+    {"_hosted_gather", fcpy_get_flag, fcpy_set_flag, "Whether gathers call _host_gather().",
      (void *)offsetof(fcpy_group, hosted_gather)},
-    {"_hosted_reduce", fcpy_get_flag, fcpy_set_flag, "Whether _host_reduce() reduces.",
+    {"_hosted_reduce", fcpy_get_flag, fcpy_set_flag, "Whether reductions call _host_reduce().",
      (void *)offsetof(fcpy_group, hosted_reduce)},
     {"_reduction_overlap", group_get_overlap, group_set_overlap,
-     "Whether backward goes on while gradients are reduced; None: unless threads copy them.", NULL},
-    GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether _run_reduce_hook() is called."),
+     "Whether backward continues while gradients are reduced; None: except if CPU threads copy "
+     "them.",
+     NULL},
+    GROUP_FLAG("_has_reduce_hook", reducer.has_hook, "Whether reductions call _run_reduce_hook()."),
     {"_bucket_bytes", group_get_bucket_bytes, group_set_bucket_bytes,
-     "Bytes of gradients at which a bucket is full; 0: all are reduced at once.", NULL},
+     "Bytes of gradients at which a bucket is full; 0: one bucket for all gradients.", NULL},
     {"_buckets", group_get_buckets, NULL,
-     "List of (first, end) of fsdp_params, in the order in which they are reduced.", NULL},
-    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+     "List of (first, end) index ranges of fsdp_params, in the order of their reduction.", NULL},
+    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"is_unsharded", is_state, NULL, "Whether the unsharded parameters are registered.",
      (void *)FC_UNSHARDED},
     {"_all_gather_result", get_pending, NULL, "True while an all-gather is in flight, else None.",
      NULL},
-    {"_post_forward_indices", get_positions, NULL, "Positions in the post-forward order (a copy).",
+    {"_post_forward_indices", get_positions, NULL, "Indices in the post-forward order (a copy).",
      NULL},
     GROUP_FLAG("reshard_after_backward", settings.reshard_after_backward,
-               "Whether backward ends sharded."),
+               "Whether backward reshards at its end."),
     GROUP_FLAG("unshard_async_op", settings.unshard_async_op,
                "Whether hooks unshard on the current stream."),
-    {"_param_group_index", get_size, NULL, "Which of its unit's groups this is.",
+    {"_param_group_index", get_size, NULL, "Index of the group in its unit.",
      GROUP_OFFSET(place.index)},
-    {"_num_param_groups", get_size, NULL, "How many groups its unit has.",
+    {"_num_param_groups", get_size, NULL, "Number of groups of its unit.",
      GROUP_OFFSET(place.siblings)},
     {"_partial_reduce_output", get_partial, set_partial,
-     "True while gradients were reduce-scattered but not all-reduced, else None; None drops them.",
+     "True while gradients are reduce-scattered but not all-reduced, else None; setting None "
+     "drops them.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -1,4 +1,4 @@
-/* A ParamGroup's attributes as Python sees them. */
+/* Getters and setters of the ParamGroup type. */
 #ifndef FSDP_C_PYTHON_GROUP_ATTRIBUTES_H
 #define FSDP_C_PYTHON_GROUP_ATTRIBUTES_H
 

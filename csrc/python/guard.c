@@ -1,20 +1,20 @@
-/* The compatibility guard: has anybody patched or overridden what the core would do by itself?
+/* The compatibility guard: detects patched or overridden methods and functions.
  *
  * Libraries and torch's own tests replace methods of FSDP2's classes, attributes of single groups
- * and functions of its modules. Whether somebody has is asked at every transition, so the answer is
- * kept with the version tags of the types and dicts that it was read from: CPython gives a type or
- * dict another tag whenever it changes. Equal tags mean the same answer; otherwise all watched
- * names are looked up again.
+ * and functions of its modules. Every transition checks for replacements, so the result is cached
+ * with the version tags of the types and dicts that it was read from. CPython changes the tag of a
+ * type or dict whenever the type or dict changes. With equal tags the cached result is valid;
+ * otherwise all watched names are looked up again.
  *
- * Owns, in the module state, the watched objects and what they should hold (fcpy_guard). Tags of
- * dicts exist up to Python 3.13; without them every question looks the names up. */
+ * Owns the watched objects and their expected values, in the module state (fcpy_guard). Tags of
+ * dicts exist up to Python 3.13; without them every check looks the names up. */
 #include "guard.h"
 
-/* ---- version tags; 0: unknown, to be read anew ---- */
+/* ---- version tags; 0: unknown, the cached result is not valid ---- */
 
 static uint64_t dict_tag(PyObject *dict) {
     if (dict == NULL) {
-        return 1; /* no dict and no attributes: tags of dicts are greater */
+        return 1; /* no dict: all tags of dicts are greater */
     }
 #if PY_VERSION_HEX < 0x030E0000
 #pragma GCC diagnostic push
@@ -35,10 +35,10 @@ static uint64_t type_tag(PyTypeObject *type) {
     return type->tp_version_tag;
 }
 
-static bool is_current(const fcpy_seen *seen, PyTypeObject *type, PyObject *dict) {
+static bool is_current(const fcpy_seen *cache, PyTypeObject *type, PyObject *dict) {
     uint64_t of_type = type_tag(type);
     uint64_t of_dict = dict_tag(dict);
-    return of_type == seen->type_tag && of_type != 0 && of_dict == seen->dict_tag && of_dict != 0;
+    return of_type == cache->type_tag && of_type != 0 && of_dict == cache->dict_tag && of_dict != 0;
 }
 
 /* ---- methods of groups and states ---- */
@@ -62,26 +62,27 @@ const char *fcpy_group_method(uint32_t bit) {
     return NULL;
 }
 
-/* An attribute that is nothing but the object's own method, taken out and put back. */
+/* Whether the attribute is the object's own method: some code reads a method and assigns it
+ * back. */
 static bool is_own_method(PyObject *value, PyObject *obj, PyObject *expected) {
     return PyMethod_Check(value) && PyMethod_GET_SELF(value) == obj &&
            PyMethod_GET_FUNCTION(value) == expected;
 }
 
-/* Whether the type has `expected` under the name; None: nothing is expected there. */
+/* Whether the type has `expected` under the name; None: whether it has nothing there. */
 static bool type_has(PyTypeObject *type, PyObject *name, PyObject *expected) {
-    PyObject *found = _PyType_Lookup(type, name);
-    return found == expected || (found == NULL && expected == Py_None);
+    PyObject *value = _PyType_Lookup(type, name);
+    return value == expected || (value == NULL && expected == Py_None);
 }
 
-/* Looks all methods of the table up on the object, on its type and on torch's class. `expected` has
- * (torch's class, (name, descriptor, function), ...), in the table's order: the type should have
- * the descriptor (fsdp_c/guard.py), torch's class the function; None stands for a method that this
- * torch does not have. */
+/* Returns the bits of the methods that are replaced on the object, on its type or on torch's class.
+ * `expected` is (torch's class, (name, descriptor, function), ...) in the order of the table. The
+ * type should have the descriptor (fsdp_c/guard.py), torch's class the function. None stands for a
+ * method that this torch does not have. */
 static uint32_t find_overrides(PyObject *obj, PyObject *dict, const fcpy_method *table,
                                PyObject *expected) {
     uint32_t bits = 0;
-    PyTypeObject *stock = (PyTypeObject *)PyTuple_GET_ITEM(expected, 0);
+    PyTypeObject *torch_class = (PyTypeObject *)PyTuple_GET_ITEM(expected, 0);
     for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(expected); i++) {
         PyObject *method = PyTuple_GET_ITEM(expected, i);
         PyObject *name = PyTuple_GET_ITEM(method, 0);
@@ -89,24 +90,24 @@ static uint32_t find_overrides(PyObject *obj, PyObject *dict, const fcpy_method 
         PyObject *own = dict != NULL ? PyDict_GetItemWithError(dict, name) : NULL;
         bool same = own != NULL ? is_own_method(own, obj, function)
                                 : type_has(Py_TYPE(obj), name, PyTuple_GET_ITEM(method, 1)) &&
-                                      type_has(stock, name, function);
+                                      type_has(torch_class, name, function);
         bits |= same ? 0 : table[i - 1].bit;
     }
     return bits;
 }
 
-static uint32_t overrides_of(PyObject *obj, PyObject *dict, fcpy_seen *seen,
+static uint32_t overrides_of(PyObject *obj, PyObject *dict, fcpy_seen *cache,
                              const fcpy_method *table, PyObject *expected) {
-    if (is_current(seen, Py_TYPE(obj), dict)) {
-        return seen->bits;
+    if (is_current(cache, Py_TYPE(obj), dict)) {
+        return cache->bits;
     }
     if (expected == NULL) {
-        return 0; /* not bound yet */
+        return 0; /* before guard_bind() */
     }
-    seen->bits = find_overrides(obj, dict, table, expected);
-    seen->type_tag = type_tag(Py_TYPE(obj)); /* after the look-ups, which give a new one */
-    seen->dict_tag = dict_tag(dict);
-    return seen->bits;
+    cache->bits = find_overrides(obj, dict, table, expected);
+    cache->type_tag = type_tag(Py_TYPE(obj)); /* after the lookups, because they may assign a tag */
+    cache->dict_tag = dict_tag(dict);
+    return cache->bits;
 }
 
 static uint32_t group_bits(fcpy_group *self) {
@@ -129,14 +130,14 @@ bool fcpy_state_overrides(fcpy_state *self, uint32_t bits) {
 
 /* ---- functions of torch's modules ---- */
 
-/* An entry is (place, name, expected, also, bits): the bits are set while the place, a dict or a
- * type, holds neither of the two under the name. */
+/* An entry is (place, name, expected, also, bits). The place is a dict or a type. The bits are set
+ * while it holds neither `expected` nor `also` under the name. */
 static uint32_t entry_bits(PyObject *entry) {
     PyObject *place = PyTuple_GET_ITEM(entry, 0);
     PyObject *name = PyTuple_GET_ITEM(entry, 1);
-    PyObject *found = PyType_Check(place) ? _PyType_Lookup((PyTypeObject *)place, name)
+    PyObject *value = PyType_Check(place) ? _PyType_Lookup((PyTypeObject *)place, name)
                                           : PyDict_GetItemWithError(place, name);
-    bool same = found == PyTuple_GET_ITEM(entry, 2) || found == PyTuple_GET_ITEM(entry, 3);
+    bool same = value == PyTuple_GET_ITEM(entry, 2) || value == PyTuple_GET_ITEM(entry, 3);
     return same ? 0 : (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(entry, 4));
 }
 
@@ -176,7 +177,8 @@ bool fcpy_guard_patched(fcpy_guard *guard, uint32_t bits) {
 
 /* ---- debug lines ---- */
 
-/* A logger notes in a dict which levels are on; whatever changes a level, anywhere, clears it. */
+/* A logger caches enabled levels in a dict, and logging clears the dict whenever any level changes.
+ * So the cached answer is valid while the tag of the dict is unchanged. */
 bool fcpy_guard_logs(fcpy_guard *guard) {
     uint64_t tag = guard->log_cache != NULL ? dict_tag(guard->log_cache) : guard->log_tag;
     if (tag == guard->log_tag && tag != 0) {
@@ -185,12 +187,12 @@ bool fcpy_guard_logs(fcpy_guard *guard) {
     if (guard->log_cache == NULL) {
         return false;
     }
-    void *error = fct_error_set_aside(); /* asked in clean-up too */
+    void *error = fct_error_set_aside(); /* clean-up code calls this too, with an exception set */
     PyObject *answer = PyObject_CallNoArgs(guard->log_enabled);
     guard->log = answer != NULL && PyObject_IsTrue(answer) == 1;
     Py_XDECREF(answer);
     fct_error_put_back(error);
-    guard->log_tag = dict_tag(guard->log_cache); /* the answer may have been noted just now */
+    guard->log_tag = dict_tag(guard->log_cache); /* the call may have filled the dict */
     return guard->log;
 }
 
@@ -201,12 +203,12 @@ void fcpy_log(fcpy_module *mod, PyObject *group, const char *label) {
     void *error = fct_error_set_aside();
     PyObject *line = PyObject_CallFunction(mod->bound.log_debug, "Os", group, label);
     Py_XDECREF(line);
-    fct_error_put_back(error); /* a line that cannot be written stops nothing */
+    fct_error_put_back(error); /* a failed debug line is not an error */
 }
 
 /* ---- binding ---- */
 
-/* (type, (name, descriptor, function) for each method of the table) */
+/* Checks that the tuple is (type, (name, descriptor, function) for each method of the table). */
 static int check_methods(PyObject *tuple, size_t count) {
     bool fits = PyTuple_Check(tuple) && (size_t)PyTuple_GET_SIZE(tuple) == count + 1 &&
                 PyType_Check(PyTuple_GET_ITEM(tuple, 0));
@@ -217,19 +219,19 @@ static int check_methods(PyObject *tuple, size_t count) {
     if (!fits) {
         PyErr_SetString(
             PyExc_TypeError,
-            "torch's class and (name, descriptor, function) for each method are needed");
+            "guard_bind expects torch's class, then (name, descriptor, function) for each method");
     }
     return fits ? 0 : -1;
 }
 
-/* Notes a place once. -1 where there is no room. */
-static int note_place(fcpy_places *places, PyObject *object) {
+/* Appends a place unless it is there already. Returns -1 with ValueError if the table is full. */
+static int add_place(fcpy_places *places, PyObject *object) {
     size_t at = 0;
     while (at < places->count && places->objects[at] != object) {
         at++;
     }
     if (at == FCPY_MAX_PLACES) {
-        PyErr_SetString(PyExc_ValueError, "too many watched places");
+        PyErr_SetString(PyExc_ValueError, "guard_bind: too many watched places");
         return -1;
     }
     places->objects[at] = object;
@@ -243,22 +245,24 @@ static int collect_places(PyObject *entries, fcpy_places *dicts, fcpy_places *ty
         PyObject *entry = PyTuple_GET_ITEM(entries, i);
         if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 5 ||
             !PyLong_Check(PyTuple_GET_ITEM(entry, 4))) {
-            PyErr_SetString(PyExc_TypeError, "an entry is (place, name, expected, also, bits)");
+            PyErr_SetString(PyExc_TypeError, "guard_bind expects entries of (place, name, "
+                                             "expected, also, bits)");
             return -1;
         }
         PyObject *place = PyTuple_GET_ITEM(entry, 0);
         if (!PyType_Check(place) && !PyDict_Check(place)) {
-            PyErr_SetString(PyExc_TypeError, "a watched place is a type or a dict");
+            PyErr_SetString(PyExc_TypeError,
+                            "guard_bind: a watched place must be a type or a dict");
             return -1;
         }
-        if (note_place(PyType_Check(place) ? types : dicts, place) != 0) {
+        if (add_place(PyType_Check(place) ? types : dicts, place) != 0) {
             return -1;
         }
     }
     return 0;
 }
 
-static void take(PyObject **slot, PyObject *value) {
+static void set_reference(PyObject **slot, PyObject *value) {
     Py_INCREF(value);
     Py_XSETREF(*slot, value);
 }
@@ -279,11 +283,11 @@ PyObject *fcpy_guard_bind(PyObject *module, PyObject *args) {
         collect_places(entries, &dicts, &types) != 0) {
         return NULL;
     }
-    take(&guard->group_methods, group_methods);
-    take(&guard->state_methods, state_methods);
-    take(&guard->entries, entries);
-    take(&guard->log_cache, log_cache);
-    take(&guard->log_enabled, log_enabled);
+    set_reference(&guard->group_methods, group_methods);
+    set_reference(&guard->state_methods, state_methods);
+    set_reference(&guard->entries, entries);
+    set_reference(&guard->log_cache, log_cache);
+    set_reference(&guard->log_enabled, log_enabled);
     guard->dicts = dicts;
     guard->types = types;
     guard->log_tag = 0;
@@ -334,7 +338,7 @@ PyObject *fcpy_guard_overrides(PyObject *module, PyObject *obj) {
     if (PyObject_TypeCheck(obj, mod->state_type)) {
         return PyLong_FromUnsignedLong(state_bits((fcpy_state *)obj));
     }
-    PyErr_SetString(PyExc_TypeError, "a ParamGroup or State was expected");
+    PyErr_SetString(PyExc_TypeError, "overrides expects a ParamGroup or a State");
     return NULL;
 }
 
@@ -350,7 +354,7 @@ int fcpy_guard_traverse(fcpy_guard *guard, visitproc visit, void *arg) {
 }
 
 void fcpy_guard_clear(fcpy_guard *guard) {
-    guard->dicts.count = 0; /* borrowed from the entries */
+    guard->dicts.count = 0; /* the objects are borrowed from the entries */
     guard->types.count = 0;
     guard->bits = 0;
     Py_CLEAR(guard->group_methods);

@@ -1,10 +1,11 @@
-/* The compatibility guard: what somebody outside has patched or overridden, as bits, in O(1). */
+/* The compatibility guard: detects patched and overridden methods and functions, as bits, in
+ * O(1). */
 #ifndef FSDP_C_PYTHON_GUARD_H
 #define FSDP_C_PYTHON_GUARD_H
 
 #include "objects.h"
 
-/* What somebody may have replaced: methods of a group, and functions of torch's modules. */
+/* Replaceable methods of a group, and functions of torch's modules. */
 enum {
     FCPY_CALL_UNSHARD = 1 << 0,
     FCPY_CALL_WAIT = 1 << 1,
@@ -13,17 +14,17 @@ enum {
     FCPY_CALL_PRE_BACKWARD = 1 << 4,
     FCPY_CALL_POST_BACKWARD = 1 << 5,
     FCPY_CALL_FINALIZE = 1 << 6,
-    FCPY_CALL_PREFETCH = 1 << 7, /* of the group that backward reaches next */
-    FCPY_CALL_GATHER = 1 << 8,   /* functions that move data */
+    FCPY_CALL_PREFETCH = 1 << 7, /* of the group that backward is expected to reach next */
+    FCPY_CALL_GATHER = 1 << 8,   /* functions that move the data of gathers */
     FCPY_CALL_REDUCE = 1 << 9,
-    FCPY_CALL_MEMORY = 1 << 10, /* freeing unsharded parameters */
+    FCPY_CALL_MEMORY = 1 << 10, /* of a parameter: freeing the unsharded parameter */
     FCPY_CALL_PRE_FORWARD = 1 << 11,
     FCPY_CALL_POST_FORWARD = 1 << 12,
     FCPY_CALL_INSERT_NODE = 1 << 13,
-    FCPY_CALL_NODE_CLASS = 1 << 14, /* torch's node, in place of ours */
-    FCPY_CALL_NODE = 1 << 15,       /* what the node runs in backward */
-    FCPY_CALL_SWAP = 1 << 16,       /* of a parameter: registering a face */
-    FCPY_CALL_GRADS = 1 << 17       /* of a parameter: what becomes of the unsharded gradient */
+    FCPY_CALL_NODE_CLASS = 1 << 14, /* class of torch's post-backward node */
+    FCPY_CALL_NODE = 1 << 15,       /* backward of torch's post-backward node */
+    FCPY_CALL_SWAP = 1 << 16,       /* of a parameter: registering one of its tensors */
+    FCPY_CALL_GRADS = 1 << 17       /* of a parameter: accumulating unsharded gradients */
 };
 #define FCPY_GROUP_METHODS(X)                                                                      \
     X(unshard, FCPY_CALL_UNSHARD)                                                                  \
@@ -38,7 +39,7 @@ enum {
     X(post_forward, FCPY_CALL_POST_FORWARD)                                                        \
     X(_register_post_backward_hook, FCPY_CALL_INSERT_NODE)
 
-/* The same for a state. */
+/* Replaceable methods of a state. */
 enum {
     FCPY_STATE_CAST_INPUTS = 1 << 0,
     FCPY_STATE_CAST_OUTPUT = 1 << 1,
@@ -59,19 +60,20 @@ enum {
     X(_root_post_backward_final_callback, FCPY_STATE_END)                                          \
     X(_force_complete_incomplete_states, FCPY_STATE_COMPLETE)
 
-/* Whether one of these methods of the group is overridden, on its type or on itself. */
+/* Whether one of these methods of the group is overridden, on its type or on the object. */
 bool fcpy_group_overrides(fcpy_group *self, uint32_t bits);
-/* The same for a state. */
+/* Whether one of these methods of the state is overridden. */
 bool fcpy_state_overrides(fcpy_state *self, uint32_t bits);
-/* What the group's method of one of these bits is called. */
+/* Returns the name of the group method with this bit; NULL if there is none. */
 const char *fcpy_group_method(uint32_t bit);
 
 /* Whether one of these functions of torch's modules is patched. */
 bool fcpy_guard_patched(fcpy_guard *guard, uint32_t bits);
-/* Whether torch's logger wants debug lines. */
+/* Whether debug logging of torch's logger is enabled. */
 bool fcpy_guard_logs(fcpy_guard *guard);
 
-/* A debug line "FSDP::label (modules of the group; None: of none)" where they are wanted. */
+/* Logs "FSDP::label (modules of the group)" at debug level, if enabled. `group` may be None. Keeps
+ * a pending exception. */
 void fcpy_log(fcpy_module *mod, PyObject *group, const char *label);
 
 /* _C.guard_bind(group_methods, state_methods, entries, log_cache, log_enabled) */

@@ -1,8 +1,10 @@
-/* The Hook type: the callable that stands in a module's forward (pre-)hooks. Owns its state, for
- * states of several modules the set of those modules, and `shown`: the callable that torch
- * registers there, a method bound to the state or a function around it. A call runs the core.
+/* The Hook type: the callable in a module's forward (pre-)hooks. A call runs the core. Owns its
+ * state and, if the state has several modules, the set of those modules. Also owns `shown`, the
+ * callable that torch registers: a method bound to the state, or a function around it.
+ *
  * Attributes, comparisons, hash and repr are those of `shown`, so that code that recognizes torch's
- * hooks recognizes this one. Under torch.compile dynamo breaks the graph here and calls it. */
+ * hooks recognizes this one. Under torch.compile dynamo breaks the graph at the hook and calls
+ * it. */
 #include "hook.h"
 
 #include "admit.h"
@@ -12,19 +14,19 @@
 
 typedef enum fcpy_hook_kind { HOOK_PRE_FORWARD = 0, HOOK_POST_FORWARD = 1 } fcpy_hook_kind;
 
-/* A callable to register on a module. */
+/* A callable that is registered on a module. */
 typedef struct fcpy_hook {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     fcpy_state *state; /* owned */
     fcpy_hook_kind kind;
-    bool grouped;      /* several modules share the state: count which of them have run */
-    PyObject *modules; /* set of those modules, for grouped hooks */
-    PyObject *shown;   /* owned, never NULL: torch's callable */
+    bool grouped;      /* several modules share the state, which records the ones that have run */
+    PyObject *modules; /* set of those modules for grouped hooks, else None */
+    PyObject *shown;   /* torch's callable; never NULL */
     PyObject *weakrefs;
 } fcpy_hook;
 
-/* (module, args, kwargs) -> None where nothing changed, else (args, kwargs) */
+/* Pre-forward hook. Returns (args, kwargs), or None if neither changed. */
 static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *args,
                                  PyObject *kwargs) {
     PyObject *new_args = args;
@@ -43,10 +45,10 @@ static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *ar
     }
     Py_INCREF(new_args);
     Py_INCREF(new_kwargs);
-    const bool nested = self->state->entering;
+    const bool was_entering = self->state->entering;
     self->state->entering = true;
     const int failed = fcpy_state_pre_forward(self->state, module, &new_args, &new_kwargs);
-    self->state->entering = nested;
+    self->state->entering = was_entering;
     if (!failed) {
         if (new_args == args && new_kwargs == kwargs) {
             result = Py_None;
@@ -60,21 +62,21 @@ static PyObject *run_pre_forward(fcpy_hook *self, PyObject *module, PyObject *ar
     return result;
 }
 
-/* (module, args, output) -> None where nothing changed, else the new output */
+/* Post-forward hook. Returns the new output, or None if it did not change. */
 static PyObject *run_post_forward(fcpy_hook *self, PyObject *module, PyObject *input,
                                   PyObject *output) {
     PyObject *result = NULL;
     bool complete = true;
-    /* Called whatever was raised, also where this thread was refused. */
+    /* torch calls this hook after exceptions too, also if pre-forward has refused this thread. */
     if (self->grouped && fcpy_admit_forward(self->state) != 0) {
         return NULL;
     }
     if (self->grouped) {
-        int found = PySet_Discard(self->state->modules_to_run, module);
-        if (found < 0) {
+        int removed = PySet_Discard(self->state->modules_to_run, module);
+        if (removed < 0) {
             return NULL;
         }
-        complete = found == 1 && PySet_GET_SIZE(self->state->modules_to_run) == 0;
+        complete = removed == 1 && PySet_GET_SIZE(self->state->modules_to_run) == 0;
     }
     result = complete ? fcpy_state_post_forward(self->state, module, input, output)
                       : fcpy_state_cast_output(self->state, output);
@@ -90,17 +92,17 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
     fcpy_hook *self = (fcpy_hook *)callable;
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
     if (count != 3 || (kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0)) {
-        /* Not a call of nn.Module: torch's signature decides. */
+        /* not called by nn.Module: torch's callable checks the arguments */
         return PyObject_Vectorcall(self->shown, args, nargsf, kwnames);
     }
     fcpy_module *mod = self->state->mod;
-    PyObject *paused = fcpy_dynamo_pause(mod);
+    PyObject *dynamo_callback = fcpy_dynamo_pause(mod);
     fcpy_calls_enter(mod);
     PyObject *result = self->kind == HOOK_PRE_FORWARD
                            ? run_pre_forward(self, args[0], args[1], args[2])
                            : run_post_forward(self, args[0], args[1], args[2]);
     fcpy_calls_leave(mod);
-    fcpy_dynamo_resume(mod, paused);
+    fcpy_dynamo_resume(mod, dynamo_callback);
     return result;
 }
 
@@ -138,13 +140,14 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     return (PyObject *)self;
 }
 
-/* ---- attributes, comparison, copies: those of torch's callable ---- */
+/* ---- attributes, comparison and copies are those of torch's callable ---- */
 
 static PyObject *hook_shown(PyObject *obj) {
     return ((fcpy_hook *)obj)->shown;
 }
 
-/* Includes __class__: isinstance(hook, types.MethodType) and inspect.ismethod() are as in torch. */
+/* Forwards __class__ too: isinstance(hook, types.MethodType) and inspect.ismethod() are as in
+ * torch. */
 static PyObject *hook_getattro(PyObject *obj, PyObject *name) {
     if (PyUnicode_CompareWithASCIIString(name, "__reduce_ex__") == 0) {
         return PyObject_GenericGetAttr(obj, name);
@@ -171,8 +174,8 @@ static PyObject *hook_repr(PyObject *obj) {
     return PyObject_Repr(hook_shown(obj));
 }
 
-/* A method is copied and pickled as an attribute of its state. A function is its own copy and is
- * pickled by name, which pickle refuses for functions that cannot be imported by it. */
+/* Copies and pickles a method as an attribute of its state. A function is its own copy. pickle
+ * stores it by name and rejects functions that cannot be imported by that name. */
 static PyObject *hook_reduce_ex(PyObject *obj, PyObject *protocol) {
     PyObject *shown = hook_shown(obj);
     if (PyFunction_Check(shown)) {
@@ -190,7 +193,7 @@ static int hook_traverse(PyObject *obj, visitproc visit, void *arg) {
 }
 
 static int hook_clear(PyObject *obj) {
-    (void)obj; /* the state breaks the cycle: a hook without its state could be called */
+    (void)obj; /* the state breaks the cycle: a hook must keep its state */
     return 0;
 }
 
@@ -215,7 +218,7 @@ static PyMemberDef hook_members[] = {
 };
 
 static PyMethodDef hook_methods[] = {
-    {"__reduce_ex__", hook_reduce_ex, METH_O, "How the callable that is shown is copied."},
+    {"__reduce_ex__", hook_reduce_ex, METH_O, "Copies and pickles the hook as torch's callable."},
     {NULL, NULL, 0, NULL},
 };
 

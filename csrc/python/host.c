@@ -1,5 +1,5 @@
-/* What the core may ask of Python (core/host.h): for a Param, and for a ParamGroup whose data the
- * Python layer moves itself. Owns nothing; every call-back runs with the GIL held. */
+/* The callbacks of the core (core/host.h): for a Param, and for a ParamGroup whose data the Python
+ * layer moves. Owns nothing. Every callback runs with the GIL held. */
 #include "host.h"
 
 #include "dtensor.h"
@@ -10,7 +10,7 @@
 #include "step.h"
 #include "transitions.h"
 
-/* self.name(tensor); new reference. */
+/* Calls self.name(tensor). Returns a new reference, NULL with an exception. */
 static PyObject *call_with_tensor(PyObject *self, PyObject *name, fct_tensor *handle) {
     PyObject *tensor = NULL;
     if (fct_py_from_tensor(handle, &tensor) != 0) {
@@ -21,15 +21,16 @@ static PyObject *call_with_tensor(PyObject *self, PyObject *name, fct_tensor *ha
     return result;
 }
 
-static int done(PyObject *result) {
+static int drop_result(PyObject *result) {
     Py_XDECREF(result);
     return result != NULL ? 0 : -1;
 }
 
-/* For call-backs that cannot fail: the exception is shown and forgotten; a pending one stays. */
-static void call_quietly(PyObject *self, PyObject *name) {
+/* For callbacks that cannot fail: reports an exception with sys.unraisablehook and clears it. Keeps
+ * a pending exception. */
+static void call_and_report(PyObject *self, PyObject *name) {
     void *error = fct_error_set_aside();
-    if (done(PyObject_CallMethodNoArgs(self, name)) != 0) {
+    if (drop_result(PyObject_CallMethodNoArgs(self, name)) != 0) {
         PyErr_WriteUnraisable(self);
     }
     fct_error_put_back(error);
@@ -69,28 +70,28 @@ static int host_make_post_forward(void *owner, fct_tensor *data) {
     return 0;
 }
 
-static PyObject *face_of(const fcpy_param *self, fc_sharded_state face) {
-    if (face == FC_UNSHARDED) {
+static PyObject *param_of_state(const fcpy_param *self, fc_sharded_state target) {
+    if (target == FC_UNSHARDED) {
         return self->unsharded_param;
     }
-    return face == FC_SHARDED ? self->sharded_param : self->post_forward_param;
+    return target == FC_SHARDED ? self->sharded_param : self->post_forward_param;
 }
 
-static int host_swap(void *owner, fc_sharded_state face) {
+static int host_swap(void *owner, fc_sharded_state target) {
     const fcpy_param *self = (fcpy_param *)owner;
-    return fcpy_slots_register(self, face_of(self, face));
+    return fcpy_slots_register(self, param_of_state(self, target));
 }
 
-/* Within somebody's own method ours work on this parameter alone. */
-static int host_swap_by_method(void *owner, fc_sharded_state face) {
+/* Calls the overridden method. While it runs, fsdp_c's methods act on this parameter only. */
+static int host_swap_by_override(void *owner, fc_sharded_state target) {
     fcpy_param *self = (fcpy_param *)owner;
-    PyObject *name = face == FC_SHARDED     ? self->mod->names.to_sharded
-                     : face == FC_UNSHARDED ? self->mod->names.to_unsharded
-                                            : self->mod->names.to_sharded_post_forward;
+    PyObject *name = target == FC_SHARDED     ? self->mod->names.to_sharded
+                     : target == FC_UNSHARDED ? self->mod->names.to_unsharded
+                                              : self->mod->names.to_sharded_post_forward;
     self->swapping = true;
     PyObject *result = PyObject_CallMethodNoArgs((PyObject *)self, name);
     self->swapping = false;
-    return done(result);
+    return drop_result(result);
 }
 
 /* grad._local_tensor += local */
@@ -111,7 +112,7 @@ static int add_to_grad(fcpy_param *self, const fct_tensor *local) {
     fct_tensor *handle = target != NULL ? fct_py_tensor(target) : NULL;
     if (handle == NULL) {
         if (target != NULL) {
-            PyErr_SetString(PyExc_TypeError, "the gradient's local tensor is no tensor");
+            PyErr_SetString(PyExc_TypeError, "_local_tensor of the gradient must be a tensor");
         }
         goto done;
     }
@@ -141,8 +142,9 @@ static int set_new_grad(fcpy_param *self, fct_tensor *local) {
     return result;
 }
 
-/* The dict of post-accumulate-grad hooks, NULL (no error) where there are none. New reference. */
-static PyObject *hooks_of(const fcpy_param *self) {
+/* Returns the dict of post-accumulate-grad hooks; new reference. NULL without an exception if there
+ * are none. */
+static PyObject *accumulate_hooks_of(const fcpy_param *self) {
     if (self->sharded_param == NULL) {
         return NULL;
     }
@@ -165,7 +167,7 @@ static PyObject *hooks_of(const fcpy_param *self) {
 }
 
 static int run_hooks(fcpy_param *self) {
-    PyObject *hooks = hooks_of(self);
+    PyObject *hooks = accumulate_hooks_of(self);
     if (hooks == NULL) {
         return 0;
     }
@@ -188,8 +190,8 @@ done:
     return result;
 }
 
-/* The tensor behind the parameter object now: swap_tensors may change it, and wants no other
- * reference. */
+/* Returns the tensor that the parameter object wraps now. The handle is not cached, because
+ * swap_tensors may replace the tensor and requires that no other reference exists. */
 static fct_tensor *sharded_handle(const fcpy_param *self) {
     return self->sharded_param != NULL ? fct_py_tensor(self->sharded_param) : NULL;
 }
@@ -226,7 +228,7 @@ static bool host_has_grad(void *owner) {
 }
 
 static bool host_wants_grad_now(void *owner) {
-    PyObject *hooks = hooks_of((const fcpy_param *)owner);
+    PyObject *hooks = accumulate_hooks_of((const fcpy_param *)owner);
     bool any = hooks != NULL;
     Py_XDECREF(hooks);
     return any;
@@ -252,14 +254,14 @@ static int host_unwrap_grad(void *owner, fct_tensor *grad, fct_tensor **local) {
 
 static int host_fold_grad(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
-    return done(PyObject_CallMethodNoArgs((PyObject *)self,
-                                          self->mod->names.accumulate_unsharded_grad_if_needed));
+    return drop_result(PyObject_CallMethodNoArgs(
+        (PyObject *)self, self->mod->names.accumulate_unsharded_grad_if_needed));
 }
 
 static int host_stash_grad(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
-    return done(PyObject_CallMethodNoArgs((PyObject *)self,
-                                          self->mod->names.to_accumulated_grad_if_needed));
+    return drop_result(PyObject_CallMethodNoArgs((PyObject *)self,
+                                                 self->mod->names.to_accumulated_grad_if_needed));
 }
 
 static int host_collect_grad(void *owner, fct_tensor **local) {
@@ -285,28 +287,28 @@ static int host_collect_grad(void *owner, fct_tensor **local) {
 
 static void host_free_unsharded(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
-    call_quietly((PyObject *)self, self->mod->names.free_unsharded_param);
+    call_and_report((PyObject *)self, self->mod->names.free_unsharded_param);
 }
 
 /* ---- a group ---- */
 
 static int host_reduce_hook(void *owner, fct_tensor *row) {
     fcpy_group *self = (fcpy_group *)owner;
-    return done(call_with_tensor((PyObject *)self, self->mod->names._run_reduce_hook, row));
+    return drop_result(call_with_tensor((PyObject *)self, self->mod->names._run_reduce_hook, row));
 }
 
 static int host_gather(void *owner, bool async_op, bool overlaps) {
     fcpy_group *self = (fcpy_group *)owner;
-    return done(PyObject_CallMethodObjArgs((PyObject *)self, self->mod->names._host_gather,
-                                           async_op ? Py_True : Py_False,
-                                           overlaps ? Py_True : Py_False, NULL));
+    return drop_result(PyObject_CallMethodObjArgs((PyObject *)self, self->mod->names._host_gather,
+                                                  async_op ? Py_True : Py_False,
+                                                  overlaps ? Py_True : Py_False, NULL));
 }
 
 static int check_unsharded(const fcpy_group *self) {
     for (size_t i = 0; i < self->core.members.count; i++) {
         if (self->core.members.params[i]->unsharded == NULL) {
             PyErr_SetString(PyExc_RuntimeError,
-                            "the gather left a parameter without _unsharded_param");
+                            "the gather did not set _unsharded_param of a parameter");
             return -1;
         }
     }
@@ -330,41 +332,41 @@ static int host_copy_out(void *owner, fct_tensor **rows) {
 
 static void host_drop_gather(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
-    call_quietly((PyObject *)self, self->mod->names._host_drop_gather);
+    call_and_report((PyObject *)self, self->mod->names._host_drop_gather);
 }
 
 static void host_drop_reduce(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
     if (self->has_reduced) {
-        call_quietly((PyObject *)self, self->mod->names._host_drop_reduce);
+        call_and_report((PyObject *)self, self->mod->names._host_drop_reduce);
     }
 }
 
-/* Two new lists: the parameters and their gradients, which are taken. */
+/* Makes two new lists: the parameters, and their gradients, which are taken from `grads`. */
 static int reduce_lists(fc_param *const *params, fct_tensor **grads, size_t count,
                         PyObject **param_list, PyObject **grad_list) {
-    PyObject *first = PyList_New((Py_ssize_t)count);
-    PyObject *second = PyList_New((Py_ssize_t)count);
-    for (size_t i = 0; first != NULL && second != NULL && i < count; i++) {
+    PyObject *new_params = PyList_New((Py_ssize_t)count);
+    PyObject *new_grads = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; new_params != NULL && new_grads != NULL && i < count; i++) {
         PyObject *param = (PyObject *)params[i]->owner;
         PyObject *grad = NULL;
         if (fct_py_from_tensor(grads[i], &grad) != 0) {
-            Py_CLEAR(first);
+            Py_CLEAR(new_params);
             break;
         }
-        fct_tensor_release(grads[i]); /* the list has it */
+        fct_tensor_release(grads[i]); /* the list owns it now */
         grads[i] = NULL;
         Py_INCREF(param);
-        PyList_SET_ITEM(first, (Py_ssize_t)i, param);
-        PyList_SET_ITEM(second, (Py_ssize_t)i, grad);
+        PyList_SET_ITEM(new_params, (Py_ssize_t)i, param);
+        PyList_SET_ITEM(new_grads, (Py_ssize_t)i, grad);
     }
-    if (first == NULL || second == NULL) {
-        Py_XDECREF(first);
-        Py_XDECREF(second);
+    if (new_params == NULL || new_grads == NULL) {
+        Py_XDECREF(new_params);
+        Py_XDECREF(new_grads);
         return -1;
     }
-    *param_list = first;
-    *grad_list = second;
+    *param_list = new_params;
+    *grad_list = new_grads;
     return 0;
 }
 
@@ -382,14 +384,14 @@ static int host_reduce(void *owner, fc_param *const *params, fct_tensor **grads,
                                    grad_list, order_compute ? Py_True : Py_False, NULL);
     Py_DECREF(param_list);
     Py_DECREF(grad_list);
-    return done(result);
+    return drop_result(result);
 }
 
 static int host_finalize(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
-    return self->has_reduced
-               ? done(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._host_finalize))
-               : 0;
+    return self->has_reduced ? drop_result(PyObject_CallMethodNoArgs(
+                                   (PyObject *)self, self->mod->names._host_finalize))
+                             : 0;
 }
 
 const fc_host fcpy_host = {
@@ -398,7 +400,7 @@ const fc_host fcpy_host = {
     .extend_unsharded = fcpy_extend_unsharded,
     .make_post_forward = host_make_post_forward,
     .swap = host_swap,
-    .swap_by_method = host_swap_by_method,
+    .swap_by_method = host_swap_by_override,
     .requires_grad = host_requires_grad,
     .require_grad = host_require_grad,
     .shard_version = host_shard_version,

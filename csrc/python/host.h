@@ -1,4 +1,4 @@
-/* What the core may ask of Python: the answers to core/host.h. */
+/* The callbacks of the core (core/host.h), implemented by calls into Python. */
 #ifndef FSDP_C_PYTHON_HOST_H
 #define FSDP_C_PYTHON_HOST_H
 

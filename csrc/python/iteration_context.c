@@ -1,4 +1,4 @@
-/* The IterationContext type: the states of one root and the iteration's flags. */
+/* The IterationContext type: the states of one root and the flags of the running iteration. */
 #include "iteration_context.h"
 
 #include "attributes.h"
@@ -36,7 +36,7 @@ static int iteration_traverse(PyObject *obj, visitproc visit, void *arg) {
 
 static int iteration_clear(PyObject *obj) {
     fcpy_iteration *self = (fcpy_iteration *)obj;
-    PyObject *empty = PyTuple_New(0); /* the interpreter has it */
+    PyObject *empty = PyTuple_New(0); /* a singleton of the interpreter, so this cannot fail */
     fc_iteration_fini(&self->core);
     Py_XSETREF(self->all_states, empty);
     Py_CLEAR(self->post_optim_event);
@@ -99,7 +99,8 @@ static int set_forward_root(PyObject *obj, PyObject *value, void *closure) {
                         "iter_forward_root must be a state whose _state_ctx this is");
         return -1;
     }
-    self->core.forward_root = &((fcpy_state *)value)->core; /* which it forgets when it dies */
+    self->core.forward_root =
+        &((fcpy_state *)value)->core; /* borrowed: the state's destructor resets it */
     return 0;
 }
 
@@ -123,18 +124,21 @@ static PyGetSetDef iteration_getset[] = {
     {"all_states", get_all_states, set_all_states,
      "List of the states under the root in named_modules() order (a copy).", NULL},
     {"post_backward_final_callback_queued", fcpy_get_flag, fcpy_set_flag,
-     "Whether this backward's end is hooked already.", ITERATION_OFFSET(callback_queued)},
+     "Whether the callback for the end of this backward is queued.",
+     ITERATION_OFFSET(callback_queued)},
     {"manual_finalization", fcpy_get_flag, fcpy_set_flag,
-     "Whether finalize_backward() finishes backwards.", ITERATION_OFFSET(manual)},
+     "Whether backwards are completed by finalize_backward().", ITERATION_OFFSET(manual)},
     {"reduction_pending", fcpy_get_flag, NULL,
-     "Whether a started finalization was not completed yet.", ITERATION_OFFSET(pending)},
-    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+     "Whether a finalization was started and not completed.", ITERATION_OFFSET(pending)},
+    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"iter_forward_root", get_forward_root, set_forward_root,
-     "State whose forward this iteration is, or None.", NULL},
+     "State whose forward began this iteration, or None.", NULL},
     {"post_optim_event", get_optim_event, set_optim_event,
-     "Event that the next iteration's gathers wait for in place of the current stream, or None.",
+     "Event that the next iteration's gathers wait for instead of the current stream, or None.",
      NULL},
-    {"is_last_backward", fcpy_get_flag, fcpy_set_flag, "Whether the next backward's end finalizes.",
+    {"is_last_backward", fcpy_get_flag, fcpy_set_flag,
+     "Whether the end of the next backward "
+     "finalizes.",
      ITERATION_OFFSET(is_last_backward)},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -152,7 +156,7 @@ static PyType_Slot iteration_slots[] = {
     {Py_tp_getset, iteration_getset},
     {Py_tp_members, iteration_members},
     {Py_tp_doc,
-     "IterationContext(): what the states under one root share about the running iteration."},
+     "IterationContext(): flags of the running iteration, shared by the states under one root."},
     {0, NULL},
 };
 

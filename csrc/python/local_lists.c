@@ -1,37 +1,38 @@
-/* The lists that torch's optimizers make of a group (parameters, gradients, states), with local
- * tensors in the place of DTensors. An item belongs to the parameter at its place. Owns nothing:
- * which specs were found alike is kept in a dict of the caller's. */
+/* Converts the lists that torch's optimizers make of a parameter group (parameters, gradients,
+ * states): DTensors are replaced by their local tensors. Items with the same index belong to the
+ * same parameter. Owns nothing: the caller's dict caches which pairs of specs have equal
+ * layouts. */
 #include "local_lists.h"
 
 #include "../core/dtype.h"
 #include "dtensor.h"
 
-/* A call. */
+/* The arguments and the state of one call. */
 typedef struct conversion {
     const fcpy_module *mod;
-    PyObject *params;  /* borrowed list */
-    PyObject *seen;    /* borrowed dict: spec -> spec that it was found to lay tensors out like */
-    PyObject *alike;   /* borrowed: asks that of a new pair */
-    PyObject *last[2]; /* the latest pair that was found to, or NULL */
+    PyObject *params;        /* borrowed list */
+    PyObject *layout_cache;  /* borrowed dict: id of a spec -> (spec, spec with an equal layout) */
+    PyObject *layouts_equal; /* borrowed function: compares the layouts of two specs */
+    PyObject *last[2];       /* the latest pair with equal layouts, or NULLs */
 } conversion;
 
-static void conversion_end(conversion *c) {
+static void conversion_fini(conversion *c) {
     Py_CLEAR(c->last[0]);
     Py_CLEAR(c->last[1]);
 }
 
-/* lie_alike, by what other calls have found. Specs are told apart by their addresses, which the
- * dict keeps theirs: hashing one is dear. */
-static int found_alike(const conversion *c, PyObject *one, PyObject *other) {
-    PyObject *key = PyLong_FromVoidPtr(one);
-    PyObject *pair = key != NULL ? PyDict_GetItemWithError(c->seen, key) : NULL;
-    int answer = pair != NULL && PyTuple_GET_ITEM(pair, 1) == other ? 1 : -1;
+/* Compares two specs with the caller's dict, then with the caller's function. The keys are the
+ * addresses of specs, because hashing a spec is slow. The dict keeps these specs alive. */
+static int compare_with_cache(const conversion *c, PyObject *spec, PyObject *param_spec) {
+    PyObject *key = PyLong_FromVoidPtr(spec);
+    PyObject *pair = key != NULL ? PyDict_GetItemWithError(c->layout_cache, key) : NULL;
+    int answer = pair != NULL && PyTuple_GET_ITEM(pair, 1) == param_spec ? 1 : -1;
     if (answer < 0 && key != NULL && !PyErr_Occurred()) {
-        PyObject *said = PyObject_CallFunctionObjArgs(c->alike, one, other, NULL);
-        answer = said != NULL ? PyObject_IsTrue(said) : -1;
-        Py_XDECREF(said);
-        pair = answer == 1 ? PyTuple_Pack(2, one, other) : NULL;
-        if (answer == 1 && (pair == NULL || PyDict_SetItem(c->seen, key, pair) != 0)) {
+        PyObject *result = PyObject_CallFunctionObjArgs(c->layouts_equal, spec, param_spec, NULL);
+        answer = result != NULL ? PyObject_IsTrue(result) : -1;
+        Py_XDECREF(result);
+        pair = answer == 1 ? PyTuple_Pack(2, spec, param_spec) : NULL;
+        if (answer == 1 && (pair == NULL || PyDict_SetItem(c->layout_cache, key, pair) != 0)) {
             answer = -1;
         }
         Py_XDECREF(pair);
@@ -40,30 +41,30 @@ static int found_alike(const conversion *c, PyObject *one, PyObject *other) {
     return answer;
 }
 
-/* 1: equal elements have equal places; 0: not so; -1 with an exception. */
-static int lie_alike(conversion *c, PyObject *one, PyObject *other) {
-    if (one == c->last[0] && other == c->last[1]) {
+/* Returns 1 if both specs place equal elements at equal offsets, else 0; -1 with an exception. */
+static int compare_specs(conversion *c, PyObject *spec, PyObject *param_spec) {
+    if (spec == c->last[0] && param_spec == c->last[1]) {
         return 1;
     }
-    const int answer = found_alike(c, one, other);
+    const int answer = compare_with_cache(c, spec, param_spec);
     if (answer == 1) {
-        Py_XSETREF(c->last[0], Py_NewRef(one));
-        Py_XSETREF(c->last[1], Py_NewRef(other));
+        Py_XSETREF(c->last[0], Py_NewRef(spec));
+        Py_XSETREF(c->last[1], Py_NewRef(param_spec));
     }
     return answer;
 }
 
-/* lie_alike for two DTensors. */
-static int specs_alike(conversion *c, PyObject *value, PyObject *param) {
-    PyObject *one = fcpy_dtensor_spec(c->mod, value);
-    PyObject *other = one != NULL ? fcpy_dtensor_spec(c->mod, param) : NULL;
-    int answer = other != NULL ? lie_alike(c, one, other) : -1;
-    Py_XDECREF(one);
-    Py_XDECREF(other);
+/* Compares the specs of two DTensors. */
+static int compare_dtensor_specs(conversion *c, PyObject *value, PyObject *param) {
+    PyObject *spec = fcpy_dtensor_spec(c->mod, value);
+    PyObject *param_spec = spec != NULL ? fcpy_dtensor_spec(c->mod, param) : NULL;
+    int answer = param_spec != NULL ? compare_specs(c, spec, param_spec) : -1;
+    Py_XDECREF(spec);
+    Py_XDECREF(param_spec);
     return answer;
 }
 
-/* Whether it is a tensor of at least one dimension; -1 with an exception. */
+/* Returns whether `value` is a tensor of at least one dimension; -1 with an exception. */
 static int is_shaped(const conversion *c, PyObject *value) {
     if (!fct_py_is_tensor(value)) {
         return 0;
@@ -74,8 +75,8 @@ static int is_shaped(const conversion *c, PyObject *value) {
     return shaped;
 }
 
-/* *local: new, what stands for `value` in the list. 1; 0 where its layout is not the parameter's;
- * -1 with an exception. */
+/* Sets *local to the replacement of `value` (new reference) and returns 1. Returns 0 if its layout
+ * differs from that of the parameter, -1 with an exception. */
 static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **local) {
     bool of_dtensor = fcpy_is_dtensor(c->mod, param);
     if (!fcpy_is_dtensor(c->mod, value)) {
@@ -83,27 +84,27 @@ static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **l
         *local = shaped == 0 ? Py_NewRef(value) : NULL;
         return shaped < 0 ? -1 : !shaped;
     }
-    int alike = of_dtensor ? specs_alike(c, value, param) : 0;
-    if (alike == 1) {
+    int status = of_dtensor ? compare_dtensor_specs(c, value, param) : 0;
+    if (status == 1) {
         *local = fcpy_dtensor_local(c->mod, value);
-        alike = *local == NULL ? -1 : fcpy_is_plain_tensor(c->mod, *local);
+        status = *local == NULL ? -1 : fcpy_is_plain_tensor(c->mod, *local);
     }
-    if (alike != 1) {
+    if (status != 1) {
         Py_CLEAR(*local);
     }
-    return alike;
+    return status;
 }
 
-/* *made: new list for `values`. As convert. Items are taken one by one: what is asked may be
- * Python's, and change the lists. */
-static int convert_list(conversion *c, PyObject *values, PyObject **made) {
+/* Sets *converted to a new list of the converted values; returns as convert() does. Items are read
+ * one by one, because convert() may run Python code that changes the lists. */
+static int convert_list(conversion *c, PyObject *values, PyObject **converted) {
     Py_ssize_t count = PyList_GET_SIZE(values);
     int result = 1;
-    *made = PyList_New(0);
+    *converted = PyList_New(0);
     if (count != 0 && count != PyList_GET_SIZE(c->params)) {
-        return *made == NULL ? -1 : 0;
+        return *converted == NULL ? -1 : 0;
     }
-    for (Py_ssize_t i = 0; *made != NULL && result == 1 && i < count; i++) {
+    for (Py_ssize_t i = 0; *converted != NULL && result == 1 && i < count; i++) {
         PyObject *local = NULL;
         if (i >= PyList_GET_SIZE(values) || i >= PyList_GET_SIZE(c->params)) {
             return 0;
@@ -111,14 +112,14 @@ static int convert_list(conversion *c, PyObject *values, PyObject **made) {
         PyObject *value = Py_NewRef(PyList_GET_ITEM(values, i));
         PyObject *param = Py_NewRef(PyList_GET_ITEM(c->params, i));
         result = convert(c, value, param, &local);
-        if (result == 1 && PyList_Append(*made, local) != 0) {
+        if (result == 1 && PyList_Append(*converted, local) != 0) {
             result = -1;
         }
         Py_XDECREF(local);
         Py_DECREF(value);
         Py_DECREF(param);
     }
-    return *made == NULL ? -1 : result;
+    return *converted == NULL ? -1 : result;
 }
 
 PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
@@ -130,34 +131,34 @@ PyObject *fcpy_local_lists(PyObject *module, PyObject *const *args, Py_ssize_t n
     Py_ssize_t count = PyTuple_GET_SIZE(args[0]);
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!PyList_Check(PyTuple_GET_ITEM(args[0], i))) {
-            PyErr_SetString(PyExc_TypeError, "local_lists expects lists");
+            PyErr_SetString(PyExc_TypeError, "local_lists expects a tuple of lists");
             return NULL;
         }
     }
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
     if (mod->bound.dtensor_class == NULL) {
-        PyErr_SetString(PyExc_SystemError, "fsdp_c: the extension is not bound");
+        PyErr_SetString(PyExc_SystemError, "fsdp_c: _C.bind() has not been called");
         return NULL;
     }
     conversion c = {mod, PyTuple_GET_ITEM(args[0], 0), args[1], args[2], {NULL, NULL}};
     PyObject *result = PyTuple_New(count);
     for (Py_ssize_t i = 0; result != NULL && i < count; i++) {
-        PyObject *made = NULL;
-        int status = convert_list(&c, PyTuple_GET_ITEM(args[0], i), &made);
+        PyObject *converted = NULL;
+        int status = convert_list(&c, PyTuple_GET_ITEM(args[0], i), &converted);
         if (status == 1) {
-            PyTuple_SET_ITEM(result, i, made);
+            PyTuple_SET_ITEM(result, i, converted);
             continue;
         }
-        Py_XDECREF(made);
+        Py_XDECREF(converted);
         Py_SETREF(result, status == 0 ? Py_NewRef(Py_None) : NULL);
         break;
     }
-    conversion_end(&c);
+    conversion_fini(&c);
     return result;
 }
 
-/* Whether nothing is special about the tensor for an optimizer. */
-static bool is_usual(PyObject *local) {
+/* Whether the tensor is strided and real. */
+static bool is_plain(PyObject *local) {
     fct_facts facts;
     fct_tensor *tensor = fct_py_tensor(local);
     if (tensor == NULL) {
@@ -167,12 +168,13 @@ static bool is_usual(PyObject *local) {
     return facts.strided && !fc_dtype_is_complex(facts.dtype);
 }
 
-/* Appends what stands for `value` of `param`. As convert; `is_tensor`: a usual
- * tensor is wanted. */
-static int append(conversion *c, PyObject *value, PyObject *param, PyObject *list, bool is_tensor) {
+/* Appends the converted value; returns as convert() does. With `require_plain`, returns 0 for
+ * sparse and complex tensors. */
+static int append(conversion *c, PyObject *value, PyObject *param, PyObject *list,
+                  bool require_plain) {
     PyObject *local = NULL;
     int result = convert(c, value, param, &local);
-    if (result == 1 && is_tensor && !is_usual(local)) {
+    if (result == 1 && require_plain && !is_plain(local)) {
         result = 0;
     }
     if (result == 1 && PyList_Append(list, local) != 0) {
@@ -182,12 +184,12 @@ static int append(conversion *c, PyObject *value, PyObject *param, PyObject *lis
     return result;
 }
 
-/* Appends the states of one parameter to the lists behind the third; a key that is None leaves its
- * list empty. As convert. */
+/* Appends the states of one parameter to the lists from index 3 on; returns as convert() does. A
+ * key that is None leaves its list empty. */
 static int append_states(conversion *c, PyObject *param, PyObject *all, PyObject *keys,
                          PyObject *lists) {
     PyObject *states = Py_XNewRef(PyDict_GetItemWithError(all, param));
-    int result = PyErr_Occurred() ? -1 : 1; /* no state: only a key makes that wrong */
+    int result = PyErr_Occurred() ? -1 : 1; /* a missing state is an error only if a key needs it */
     for (Py_ssize_t i = 0; result == 1 && i < PyTuple_GET_SIZE(keys); i++) {
         PyObject *key = PyTuple_GET_ITEM(keys, i);
         if (key == Py_None) {
@@ -205,7 +207,8 @@ static int append_states(conversion *c, PyObject *param, PyObject *all, PyObject
     return result;
 }
 
-/* Appends what one parameter has to all lists; nothing where it has no gradient. As convert. */
+/* Appends a parameter, its gradient and its states to the lists; returns as convert() does. Skips a
+ * parameter without gradient. */
 static int append_param(conversion *c, PyObject *param, PyObject *all, PyObject *keys,
                         PyObject *lists) {
     PyObject *grad = fcpy_grad_of(c->mod, param);
@@ -226,7 +229,7 @@ static int append_param(conversion *c, PyObject *param, PyObject *all, PyObject 
     return result;
 }
 
-/* A tuple of so many new lists; NULL with an exception. */
+/* Returns a tuple of `count` new lists; NULL with an exception. */
 static PyObject *new_lists(Py_ssize_t count) {
     PyObject *lists = PyTuple_New(count);
     for (Py_ssize_t i = 0; lists != NULL && i < count; i++) {
@@ -256,7 +259,7 @@ PyObject *fcpy_local_group(PyObject *module, PyObject *const *args, Py_ssize_t n
         status = append_param(&c, param, args[1], args[2], lists);
         Py_DECREF(param);
     }
-    conversion_end(&c);
+    conversion_fini(&c);
     if (status != 1) {
         Py_XDECREF(lists);
         return status == 0 ? Py_NewRef(Py_None) : NULL;

@@ -1,5 +1,5 @@
-/* The extension module: its state (types, interned names, bound Python functions) and nothing that
- * is global. */
+/* The extension module: its functions and its state (types, interned names, bound Python
+ * functions). It has no global state. */
 #include "../core/plan.h"
 #include "../kernels/kernels.h"
 #include "../kernels/kernels_jit.h"
@@ -24,7 +24,8 @@ static fcpy_module *state_of(PyObject *module) {
     return (fcpy_module *)PyModule_GetState(module);
 }
 
-/* What bind() is given; NULL with TypeError set where it is missing or cannot be used. */
+/* Returns an argument of bind(), borrowed. NULL with TypeError if it is missing or has the wrong
+ * type. */
 static PyObject *bound_object(PyObject *kwargs, const char *name) {
     PyObject *value = PyDict_GetItemString(kwargs, name);
     if (value == NULL) {
@@ -36,7 +37,8 @@ static PyObject *bound_object(PyObject *kwargs, const char *name) {
     return value;
 }
 
-/* bind(**objects): what the extension calls on its cold paths. */
+/* bind(**objects): stores the Python functions and classes that the extension calls on cold
+ * paths. */
 static PyObject *module_bind(PyObject *module, PyObject *args, PyObject *kwargs) {
     fcpy_module *mod = state_of(module);
     if (PyTuple_GET_SIZE(args) != 0 || kwargs == NULL) {
@@ -64,7 +66,7 @@ static PyObject *module_make_dtensors(PyObject *module, PyObject *const *args, P
         return NULL;
     }
     if (mod->bound.dtensor_class == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "make_dtensors comes after bind");
+        PyErr_SetString(PyExc_RuntimeError, "make_dtensors requires a call of bind before");
         return NULL;
     }
     mod->makes_dtensors = fcpy_dtensor_try(mod, args[0], args[1]);
@@ -97,7 +99,7 @@ static PyObject *module_kernels(PyObject *module, PyObject *args) {
     }
     const fck_backend *kernels = fck_backend_of(type);
     if (kernels == NULL) {
-        PyErr_SetString(PyExc_ValueError, "there are no kernels for this type of device");
+        PyErr_SetString(PyExc_ValueError, "fsdp_c has no kernels for this type of device");
         return NULL;
     }
     return PyCapsule_New((void *)(uintptr_t)kernels, kernels_name, NULL);
@@ -113,7 +115,7 @@ static PyObject *module_simulate_kernels(PyObject *module, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
-/* use_jit(launch, moves, casts): addresses as numbers. */
+/* use_jit(launch, moves, casts): the arguments are addresses, as ints. */
 static PyObject *module_use_jit(PyObject *module, PyObject *args) {
     (void)module;
     unsigned long long launch = 0;
@@ -168,7 +170,8 @@ static PyObject *module_enter_direct(PyObject *module, PyObject *args) {
         return NULL;
     }
     if (use < FCT_USE_GATHER || use > FCT_USE_ALL_REDUCE) {
-        return PyErr_Format(PyExc_ValueError, "%d is none of the uses of a group", use);
+        return PyErr_Format(PyExc_ValueError, "enter_direct expects a use from 0 to 2, got %d",
+                            use);
     }
     if (fct_py_pg_enter_direct(group, (fct_use)use, &entered) != 0) {
         return NULL;
@@ -195,7 +198,7 @@ static PyObject *module_leave_direct(PyObject *module, PyObject *capsule) {
         Py_RETURN_NONE;
     }
     void *entered = PyCapsule_GetPointer(capsule, entered_name);
-    if (entered == NULL || PyCapsule_SetName(capsule, "left") != 0) { /* once */
+    if (entered == NULL || PyCapsule_SetName(capsule, "left") != 0) { /* a second call fails */
         return NULL;
     }
     fct_py_pg_leave_direct(entered);
@@ -230,68 +233,71 @@ static PyObject *module_trim_memory(PyObject *module, PyObject *unused) {
 
 static PyMethodDef module_methods[] = {
     {"bind", (PyCFunction)(void (*)(void))module_bind, METH_VARARGS | METH_KEYWORDS,
-     "bind(**objects): hands over the Python functions and classes that cold paths call."},
+     "bind(**objects): stores the Python functions and classes that cold paths call."},
     {"clip_collect", (PyCFunction)(void (*)(void))fcpy_clip_collect, METH_FASTCALL,
-     "clip_collect(tensors, are_params): (local gradients, kinds, index of each one's kind). A "
-     "kind "
-     "is (mesh, placements), (None, None) for plain tensors. tensors are parameters, of which "
-     "those "
-     "without gradient are left out, or gradients."},
+     "clip_collect(tensors, are_params): returns (local gradients, kinds, index of each "
+     "gradient's kind). A kind is (mesh, placements), (None, None) for plain tensors. tensors are "
+     "gradients, or parameters, of which those without gradient are skipped."},
     {"clip_norm", (PyCFunction)(void (*)(void))fcpy_clip_norm, METH_FASTCALL,
-     "clip_norm(gradients, indices, groups): the total 2-norm over all ranks of local gradients; "
-     "None where one is not contiguous float32 on the CPU, or there is none. groups has (names of "
-     "process groups, likeness) for each kind. Kinds of equal likeness are reduced together."},
+     "clip_norm(gradients, indices, groups): returns the total 2-norm over all ranks of local "
+     "gradients. None if the list is empty or a gradient is not contiguous float32 on the CPU. "
+     "groups has (names of process groups, likeness) for each kind. Kinds of equal likeness are "
+     "reduced together."},
     {"clip_scale", (PyCFunction)(void (*)(void))fcpy_clip_scale, METH_FASTCALL,
-     "clip_scale(gradients, max_norm, total, largest, all_or_none): scales local gradients; "
-     "returns "
-     "(factor, those still to be scaled): of more than largest elements, or not contiguous float32 "
-     "on the CPU. With all_or_none, None and nothing done where there is one of the latter."},
+     "clip_scale(gradients, max_norm, total, largest, all_or_none): scales local gradients. "
+     "Returns (factor, gradients still to be scaled). Those have more than largest elements or "
+     "are not contiguous float32 on the CPU. With all_or_none, scales nothing and returns None if "
+     "there is one of the latter."},
     {"count_step", (PyCFunction)(void (*)(void))fcpy_count_step, METH_FASTCALL,
-     "count_step(optimizer, args, kwargs): a hook after optimizer.step(): counts as a write to all "
-     "DTensors that it has."},
+     "count_step(optimizer, args, kwargs): post-hook of optimizer.step(); bumps the version "
+     "counters of the local tensors of its DTensors."},
     {"guard_bind", fcpy_guard_bind, METH_VARARGS,
-     "guard_bind(group_methods, state_methods, entries, log_cache, log_enabled): what torch's "
-     "classes and modules hold while nobody has patched them."},
+     "guard_bind(group_methods, state_methods, entries, log_cache, log_enabled): stores what "
+     "torch's classes and modules contain while they are not patched."},
     {"local_lists", (PyCFunction)(void (*)(void))fcpy_local_lists, METH_FASTCALL,
-     "local_lists(lists, seen, alike): new lists with local tensors in place of DTensors, each "
-     "item "
-     "laid out as that of the first list, the parameters, by alike(spec, spec) or by the dict that "
-     "keeps what it said; None where one is not."},
+     "local_lists(lists, layout_cache, layouts_equal): returns new lists with local tensors in "
+     "place of DTensors. The first list has the parameters. None if the layout of an item differs "
+     "from that of its parameter. layouts_equal(spec, spec) compares layouts; the dict "
+     "layout_cache keeps its results."},
     {"local_group", (PyCFunction)(void (*)(void))fcpy_local_group, METH_FASTCALL,
-     "local_group(params, state, keys, seen, alike): the lists that local_lists would make of the "
-     "parameters with gradients and of state[param][key] for each key (None: an empty list), after "
-     "a list of these parameters themselves; None where a state or a layout is not as expected, or "
-     "a tensor is complex or sparse."},
+     "local_group(params, state, keys, layout_cache, layouts_equal): converts the optimizer group "
+     "as local_lists does. Returns a list of the parameters with gradients, then the lists of "
+     "their local tensors, of the gradients, and of state[param][key] for each key. A key of None "
+     "gives an empty list. None if a state is missing, a layout differs, or a parameter or "
+     "gradient is complex or sparse."},
     {"kernels_of", module_kernels_of, METH_O,
-     "kernels_of(device): whose kernels pack and unpack on this torch.device: 'cpu', 'cuda', or "
-     "'torch' where its own multi-tensor operations do."},
+     "kernels_of(device): returns the name of the kernels that pack and unpack on this "
+     "torch.device: 'cpu', 'cuda', or 'torch' for torch's multi-tensor operations."},
     {"use_jit", module_use_jit, METH_VARARGS,
-     "use_jit(launch, moves, casts): the kernels of CUDA devices from now on: addresses of "
-     "cuLaunchKernel and of two functions for it, which have to stay. 0: none."},
+     "use_jit(launch, moves, casts): sets the kernels of CUDA devices to two functions that the "
+     "driver has loaded. launch is the address of cuLaunchKernel. All three must stay valid. "
+     "launch 0 removes the kernels."},
     {"direct_group", module_direct_group, METH_O,
-     "direct_group(group): the ProcessGroup that moves the rows of a group on the CPU; None where "
-     "its backend does. All ranks have to call it at the same point, for it waits for them."},
+     "direct_group(group): returns the ProcessGroup that transports the rows of a group in shared "
+     "memory; None if its backend does. Collective: all ranks have to call it at the same point."},
     {"enter_direct", module_enter_direct, METH_VARARGS,
-     "enter_direct(group, use): from now on the group itself moves its rows so, in one of its "
-     "gathers (0) or reduce-scatters (1), or in this thread's all-reduce of a row (2). Gives what "
-     "leave_direct is to be called with."},
+     "enter_direct(group, use): begins a section in which the group's collectives use that "
+     "transport. use is 0 for gathers, 1 for reduce-scatters, 2 for this thread's all-reduces of "
+     "a row. Returns the argument for leave_direct."},
     {"all_reduces_rows", module_all_reduces_rows, METH_O,
-     "all_reduces_rows(rows): whether this thread's all-reduces are of rows from now on; what was "
-     "before."},
-    {"leave_direct", module_leave_direct, METH_O, "leave_direct(entered): ends that."},
+     "all_reduces_rows(rows): sets whether the all-reduces of this thread are all-reduces of "
+     "rows. Returns the previous value."},
+    {"leave_direct", module_leave_direct, METH_O,
+     "leave_direct(entered): ends the section that enter_direct began."},
     {"pause_direct", module_pause_direct, METH_VARARGS,
-     "pause_direct(group, paused): whether a group's backend moves its rows nevertheless."},
+     "pause_direct(group, paused): sets whether the group's backend transports its rows although "
+     "shared memory is available."},
     {"memory", module_memory, METH_NOARGS,
-     "memory(): the pool of the CPU's buffers: bytes that are out and that wait, the highest of "
-     "the "
-     "former in the last iterations, blocks taken, and how many of these the system had to map."},
+     "memory(): returns statistics of the pool of CPU buffers: bytes in use, bytes cached, the "
+     "peak of bytes in use over the last iterations, blocks taken, blocks mapped by the system."},
     {"trim_memory", module_trim_memory, METH_NOARGS,
-     "trim_memory(): gives the buffers that wait in the pool back to the system."},
+     "trim_memory(): returns the cached buffers of the pool to the system."},
     {"make_dtensors", (PyCFunction)(void (*)(void))module_make_dtensors, METH_FASTCALL,
-     "make_dtensors(local, spec): whether the extension makes a DTensor of the two as torch's own "
-     "function does; if so, it makes its DTensors itself from now on."},
+     "make_dtensors(local, spec): returns whether the extension makes a DTensor of the two "
+     "exactly as torch's function does. If so, it makes its DTensors itself from now on."},
     {"has_memory", fcpy_has_memory, METH_O,
-     "has_memory(tensor): whether it is a dense tensor with a storage, not one that wraps others."},
+     "has_memory(tensor): returns whether the tensor is dense and has a storage, that is, does "
+     "not wrap others."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -305,29 +311,28 @@ static PyObject *module_chunks_from(PyObject *self, PyObject *value) {
     Py_RETURN_NONE;
 }
 
-/* For tests and measurements: in a namespace of their own, _C._testing. */
+/* For tests and measurements, in the namespace _C._testing. */
 static PyMethodDef testing_methods[] = {
     {"fault_arm", module_fault_arm, METH_O,
-     "fault_arm(n): the n-th fallible call into torch from now on, on this thread, raises "
-     "RuntimeError; 0: off."},
+     "fault_arm(n): makes the n-th fallible call into torch from now on, on this thread, raise "
+     "RuntimeError. 0 disarms."},
     {"fault_left", module_fault_left, METH_NOARGS,
-     "fault_left(): what is left of fault_arm's n; 0: off or fired."},
+     "fault_left(): returns the remaining count of fault_arm; 0 if disarmed or fired."},
     {"kernels", module_kernels, METH_VARARGS,
-     "kernels(type=0): a capsule of a device type's kernels (fck_backend in kernels.h), by torch's "
-     "number; those of the CPU."},
+     "kernels(type=0): returns a capsule with the kernels (fck_backend in kernels.h) of a device "
+     "type, given by torch's number. 0 is the CPU."},
     {"simulate_kernels", module_simulate_kernels, METH_O,
-     "simulate_kernels(capsule or None): the kernels of devices that have none of their own. The "
-     "capsule's memory has to stay."},
+     "simulate_kernels(capsule or None): sets the kernels of devices that have none. The "
+     "capsule's memory must stay valid."},
     {"hide_kernels", module_hide_kernels, METH_O,
-     "hide_kernels(on): whether torch's multi-tensor operations take the place of all kernels, in "
-     "all threads."},
+     "hide_kernels(on): sets whether torch's multi-tensor operations replace all kernels, in all "
+     "threads."},
     {"chunks_from", module_chunks_from, METH_O,
-     "chunks_from(bytes): from how many bytes on a parameter is a piece of its own, in plans that "
-     "are "
-     "made from now on; on all ranks the same."},
+     "chunks_from(bytes): sets the size in bytes from which a parameter is a chunk of its own, in "
+     "plans made from now on. All ranks must use the same value."},
     {"overrides", fcpy_guard_overrides, METH_O,
-     "overrides(group_or_state): bits of what somebody has patched or overridden for it; 0: "
-     "nothing."},
+     "overrides(group_or_state): returns the bits of what is patched or overridden for it; 0 if "
+     "nothing is."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -338,7 +343,7 @@ static int add_testing(PyObject *module) {
     }
     int failed = 0;
     for (PyMethodDef *def = testing_methods; failed == 0 && def->ml_name != NULL; def++) {
-        PyObject *function = PyCFunction_New(def, module); /* they need the extension's state */
+        PyObject *function = PyCFunction_New(def, module); /* needs the module's state */
         failed = function == NULL ? -1 : PyModule_AddObjectRef(testing, def->ml_name, function);
         Py_XDECREF(function);
     }

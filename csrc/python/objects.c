@@ -1,4 +1,4 @@
-/* The way from a type to its module: nothing here is global. */
+/* Finds the module state of a type. Owns no global state. */
 #include "objects.h"
 
 const char fcpy_module_name[] = "fsdp_c._C";
@@ -16,6 +16,6 @@ fcpy_module *fcpy_module_of(PyTypeObject *type) {
             return (fcpy_module *)PyModule_GetState(module);
         }
     }
-    PyErr_SetString(PyExc_TypeError, "not a type of fsdp_c._C");
+    PyErr_SetString(PyExc_TypeError, "the type must derive from a type of fsdp_c._C");
     return NULL;
 }

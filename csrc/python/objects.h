@@ -1,10 +1,10 @@
-/* The Python-visible objects around the core's structs: their types, and nothing that is called
- * but the way from a type to its module, and the question what is a DTensor.
+/* The structs of the Python-visible types, which wrap the core's structs, and the lookup of a
+ * type's module state.
  *
- * Each object embeds its core struct and owns the Python references that the core borrows: a
- * ParamGroup keeps its Params and CommContext alive, a State its groups, prefetch targets,
- * contexts. Cycles are broken by GC; every object holds the module state it was made under (types
- * keep the module alive), so there is no static PyObject. */
+ * Each object embeds its core struct and owns the Python references that the core borrows. A
+ * ParamGroup keeps its Params and CommContext alive, a State its groups, prefetch targets and
+ * contexts. The garbage collector breaks cycles. Every object holds the module state it was made
+ * under (types keep the module alive), so there is no static PyObject. */
 #ifndef FSDP_C_PYTHON_OBJECTS_H
 #define FSDP_C_PYTHON_OBJECTS_H
 
@@ -57,8 +57,7 @@
     X(_gather_after)                                                                               \
     X(_modules)
 
-/* Python functions and classes that the extension is told about once, by fsdp_c/bind.py (see
- * module.c). */
+/* Python functions and classes that fsdp_c/bind.py passes to the extension once (see module.c). */
 #define FCPY_BOUND(X)                                                                              \
     X(dtensor_class)                                                                               \
     X(dtensor_new)                                                                                 \
@@ -90,18 +89,18 @@ typedef struct fcpy_module {
 #undef FCPY_FIELD
     } bound;
     PyObject *no_grad_kwnames; /* ("requires_grad",) */
-    Py_ssize_t local_offset;   /* of _local_tensor in a DTensor object; -1: it is not that simple */
-    Py_ssize_t spec_offset;    /* of _spec likewise */
-    bool makes_dtensors;       /* as this torch does; else torch makes them */
+    Py_ssize_t local_offset;   /* of _local_tensor in a DTensor object; -1: no plain slot */
+    Py_ssize_t spec_offset;    /* of _spec, in the same way */
+    bool makes_dtensors;       /* whether the extension makes DTensors; else torch does */
     fcpy_guard guard;
-    size_t calls;      /* into the extension that have not returned, on all threads */
-    PyObject *retired; /* list, or NULL: see retired.c */
+    size_t calls;      /* calls of the extension in progress, on all threads */
+    PyObject *retired; /* list or NULL; see retired.c */
 } fcpy_module;
 
-/* One place where a parameter is registered. */
+/* One registration of a parameter in a module. */
 typedef struct fcpy_slot {
-    PyObject *module;     /* used where the module has its own __setattr__ */
-    PyObject *parameters; /* module._parameters; NULL: go through setattr */
+    PyObject *module;     /* used if the module has its own __setattr__ */
+    PyObject *parameters; /* module._parameters; NULL: use setattr */
     PyObject *name;       /* interned */
 } fcpy_slot;
 
@@ -109,21 +108,20 @@ typedef struct fcpy_param {
     PyObject_HEAD
     fc_param core;
     fcpy_module *mod;
-    PyObject *sharded_param; /* the DTensor parameter */
-    PyObject
-        *post_forward_param;   /* the one registered while resharded to a smaller mesh, or NULL */
-    PyObject *unsharded_param; /* the one used for computation; NULL before the first unshard */
-    PyObject *spec;            /* DTensorSpec of shard and gradient */
-    struct {                   /* what the core's shard was taken from; see shard.c */
-        PyObject *local;       /* sharded_param._local_tensor, counted; NULL: look again */
-        const void *storage;   /* behind it; only to be compared */
-        const void *wrapper;   /* behind sharded_param; likewise */
+    PyObject *sharded_param;      /* the DTensor parameter */
+    PyObject *post_forward_param; /* registered while resharded to a smaller mesh, or NULL */
+    PyObject *unsharded_param;    /* used for computation; NULL before the first unshard */
+    PyObject *spec;               /* DTensorSpec of shard and gradient */
+    struct {                      /* identity of the tensors behind the core's shard; see shard.c */
+        PyObject *local;          /* sharded_param._local_tensor, owned; NULL: not valid */
+        const void *storage;      /* its storage; compared only, never dereferenced */
+        const void *wrapper;      /* storage of sharded_param; compared only */
     } seen;
     PyObject *fqn; /* str or NULL */
-    bool swapping; /* within what overrides the registration of a face */
+    bool swapping; /* an overridden registration method is running */
     fcpy_slot *slots;
     Py_ssize_t slot_count;
-    bool grouped; /* it is in a ParamGroup */
+    bool grouped; /* is in a ParamGroup */
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_param;
@@ -141,15 +139,15 @@ typedef struct fcpy_iteration {
     PyObject_HEAD
     fc_iteration core;
     fcpy_module *mod;
-    PyObject *all_states;         /* tuple of State */
-    PyObject *post_optim_event;   /* what the next iteration's gathers wait for, or NULL */
-    unsigned long forward_thread; /* that began the latest forward, and backward; see admit.c */
-    unsigned long backward_thread;
-    bool was_awaited; /* the latest backward, to be let go by autograd; see step.c */
+    PyObject *all_states;          /* tuple of State */
+    PyObject *post_optim_event;    /* event that the next iteration's gathers wait for, or NULL */
+    unsigned long forward_thread;  /* thread of the latest forward; see admit.c */
+    unsigned long backward_thread; /* thread of the latest backward */
+    bool was_awaited; /* waited for autograd to release the latest backward; see step.c */
     PyObject *dict;
 } fcpy_iteration;
 
-/* The process groups of a parameter group. */
+/* Indices of the process groups of a parameter group. */
 enum {
     FCPY_LINK_SHARD,
     FCPY_LINK_SCATTER,
@@ -158,52 +156,51 @@ enum {
     FCPY_LINKS
 };
 
+/* `params` is a tuple, because the collector empties lists while their owners are still alive. */
 typedef struct fcpy_group {
     PyObject_HEAD
     fc_group core;
     fcpy_module *mod;
-    PyObject *params;                 /* tuple of Param, as many as core.count, in its order: the
-                                         collector empties lists while who owns them lives on */
+    PyObject *params;                 /* tuple of Param, in the order of core.members */
     PyObject *comm;                   /* CommContext */
-    PyObject *link_names[FCPY_LINKS]; /* str or NULL: the core borrows their text */
-    PyObject *fqn;
-    PyObject *unit;           /* State of the fully_shard call, or NULL */
-    fct_dtype orig_dtype;     /* of the trainable parameters; FCT_NO_DTYPE: none, or several */
-    unsigned int param_calls; /* FCPY_CALL_*: methods that single Params override */
-    bool hosted_gather;       /* Python gathers, or reduces (fc_host.moves) */
-    bool hosted_reduce;
-    bool has_reduced; /* Python has, and may hold something */
+    PyObject *link_names[FCPY_LINKS]; /* str or NULL; the core borrows their text */
+    PyObject *fqn;                    /* str or NULL */
+    PyObject *unit;                   /* State of the fully_shard call, or NULL */
+    fct_dtype orig_dtype;     /* of the trainable parameters; FCT_NO_DTYPE: none or several */
+    unsigned int param_calls; /* FCPY_CALL_*: methods overridden on single Params */
+    bool hosted_gather;       /* Python gathers (fc_host.moves) */
+    bool hosted_reduce;       /* Python reduces */
+    bool has_reduced;         /* Python has reduced and may hold buffers */
     fcpy_seen seen;
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_group;
 
+/* The first three objects are tuples and never NULL: see fcpy_group. */
 typedef struct fcpy_state {
     PyObject_HEAD
     fc_state core;
     fcpy_module *mod;
-    PyObject *groups;            /* tuples, never NULL: the collector empties lists while who owns
-                                    them lives on; of ParamGroup */
-    PyObject *forward_prefetch;  /* of State */
-    PyObject *backward_prefetch; /* of State */
+    PyObject *groups;            /* tuple of ParamGroup */
+    PyObject *forward_prefetch;  /* tuple of State */
+    PyObject *backward_prefetch; /* tuple of State */
     PyObject *iteration;         /* IterationContext */
     PyObject *comm;              /* CommContext */
-    /* Set: modules of a multi-module state that have not run in this forward. */
-    PyObject *modules_to_run;
-    PyObject *is_root;     /* None, True or False */
-    fct_dtype input_dtype; /* cast of forward inputs; FCT_NO_DTYPE: none */
-    fct_dtype output_dtype;
-    bool moves_inputs;    /* as the iteration's root it puts its arguments on the device */
-    bool entering;        /* a pre-forward runs: lazy init, gathers */
-    unsigned long thread; /* that entered its latest forward */
+    PyObject *modules_to_run;    /* set: modules of the state that have not run in this forward */
+    PyObject *is_root;           /* None, True or False */
+    fct_dtype input_dtype;       /* forward inputs are cast to it; FCT_NO_DTYPE: no cast */
+    fct_dtype output_dtype;      /* the same for outputs */
+    bool moves_inputs;           /* as the root, the state moves its inputs to the device */
+    bool entering;               /* a pre-forward is running */
+    unsigned long thread;        /* thread that entered the latest forward */
     fcpy_seen seen;
     PyObject *dict;
     PyObject *weakrefs;
 } fcpy_state;
 
-/* What tells our module from others, by its address. */
+/* The module's name. Its address identifies the module. */
 extern const char fcpy_module_name[];
-/* The module state of a type or of one of its bases; NULL with TypeError set. */
+/* Returns the module state of a type or of one of its bases; NULL with TypeError. */
 fcpy_module *fcpy_module_of(PyTypeObject *type);
 
 #endif

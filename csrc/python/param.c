@@ -1,7 +1,7 @@
-/* The Param type: one parameter as Python sees it (host.c has what the core asks of it).
+/* The Param type: one parameter (host.c has the callbacks that the core makes on it).
  *
  * Owns the sharded parameter (a DTensor nn.Parameter), the unsharded nn.Parameter, the sharding
- * spec and the module slots. The cold side (sharding, DTensor specs, reloading) is the Python
+ * spec and the module slots. The cold paths (sharding, DTensor specs, reloading) are in the Python
  * subclass in fsdp_c/param.py. */
 #include "param.h"
 
@@ -30,7 +30,7 @@ static PyObject *param_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* A tuple of integers into shape; its length, or -1. */
+/* Stores a sequence of integers in `shape`. Returns its length, or -1 with an exception. */
 static int parse_sizes(PyObject *sizes, int64_t shape[64]) {
     PyObject *items = PySequence_Fast(sizes, "sizes must be a sequence of integers");
     if (items == NULL) {
@@ -91,7 +91,7 @@ static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
         return fcpy_raise(status, error.message);
     }
     made.name = self->core.name;
-    fc_param_fini(&self->core); /* what was set before */
+    fc_param_fini(&self->core); /* releases tensors that setters stored before */
     self->core = made;
     return 0;
 }
@@ -140,13 +140,13 @@ static void param_dealloc(PyObject *obj) {
 
 /* ---- attributes ---- */
 
-static int tensor_or_fail(PyObject *value, fct_tensor **handle, const char *name) {
-    fct_tensor *found = value != NULL ? fct_py_tensor(value) : NULL;
-    if (found == NULL) {
+static int parse_tensor(PyObject *value, fct_tensor **handle, const char *name) {
+    fct_tensor *tensor = value != NULL ? fct_py_tensor(value) : NULL;
+    if (tensor == NULL) {
         PyErr_Format(PyExc_TypeError, "%s must be a tensor", name);
         return -1;
     }
-    *handle = found;
+    *handle = tensor;
     return 0;
 }
 
@@ -164,7 +164,7 @@ static int set_sharded_param(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_param *self = (fcpy_param *)obj;
     fct_tensor *handle = NULL;
-    if (tensor_or_fail(value, &handle, "sharded_param") != 0) {
+    if (parse_tensor(value, &handle, "sharded_param") != 0) {
         return -1;
     }
     fcpy_replace(self->mod, &self->sharded_param, value);
@@ -172,7 +172,7 @@ static int set_sharded_param(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
-static PyObject *tensor_or_none(fct_tensor *tensor) {
+static PyObject *wrap_tensor(fct_tensor *tensor) {
     PyObject *result = NULL;
     if (tensor == NULL) {
         Py_RETURN_NONE;
@@ -182,13 +182,13 @@ static PyObject *tensor_or_none(fct_tensor *tensor) {
 
 static PyObject *get_sharded_data(PyObject *obj, void *closure) {
     (void)closure;
-    return tensor_or_none(((fcpy_param *)obj)->core.sharded_data);
+    return wrap_tensor(((fcpy_param *)obj)->core.sharded_data);
 }
 
 static int set_sharded_data(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fct_tensor *handle = NULL;
-    if (tensor_or_fail(value, &handle, "_sharded_param_data") != 0) {
+    if (parse_tensor(value, &handle, "_sharded_param_data") != 0) {
         return -1;
     }
     fcpy_param *self = (fcpy_param *)obj;
@@ -207,12 +207,13 @@ static PyObject *get_unsharded_param(PyObject *obj, void *closure) {
     return fcpy_or_none(self->unsharded_param);
 }
 
-/* What hooks or the host's gather made replaces the core's; it has its own storages. */
+/* Replaces the core's unsharded tensor by one that an extension hook or the Python layer has made.
+ * That one has its own storage. */
 static int set_unsharded_param(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_param *self = (fcpy_param *)obj;
     fct_tensor *handle = NULL;
-    if (value != NULL && tensor_or_fail(value, &handle, "_unsharded_param") != 0) {
+    if (value != NULL && parse_tensor(value, &handle, "_unsharded_param") != 0) {
         return -1;
     }
     PyObject *old = self->unsharded_param;
@@ -232,28 +233,28 @@ static PyObject *get_post_forward_param(PyObject *obj, void *closure) {
 
 static PyObject *get_post_forward_data(PyObject *obj, void *closure) {
     (void)closure;
-    return tensor_or_none(((fcpy_param *)obj)->core.post_forward_data);
+    return wrap_tensor(((fcpy_param *)obj)->core.post_forward_data);
 }
 
-static PyObject *get_wrapped(PyObject *obj, void *closure) {
+static PyObject *get_is_dtensor(PyObject *obj, void *closure) {
     (void)closure;
     return PyBool_FromLong(((fcpy_param *)obj)->core.wrapped);
 }
 
-static int set_wrapped(PyObject *obj, PyObject *value, void *closure) {
+static int set_is_dtensor(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     return fcpy_set_bool(value, &((fcpy_param *)obj)->core.wrapped);
 }
 
 static PyObject *get_accumulated(PyObject *obj, void *closure) {
     const fc_param *p = &((fcpy_param *)obj)->core;
-    return tensor_or_none(closure == NULL ? p->accumulated : p->partial);
+    return wrap_tensor(closure == NULL ? p->accumulated : p->partial);
 }
 
 static int set_accumulated(PyObject *obj, PyObject *value, void *closure) {
     fct_tensor *handle = NULL;
     if (value != NULL && value != Py_None &&
-        tensor_or_fail(value, &handle, "a partial gradient") != 0) {
+        parse_tensor(value, &handle, "a partial gradient") != 0) {
         return -1;
     }
     fcpy_param *self = (fcpy_param *)obj;
@@ -267,7 +268,7 @@ static int set_accumulated(PyObject *obj, PyObject *value, void *closure) {
     return 0;
 }
 
-/* The three dtypes; the closure is the field's offset. */
+/* Getter and setter of the three dtypes; the closure is the field's offset. */
 static fct_dtype *dtype_field(PyObject *obj, void *closure) {
     return (fct_dtype *)(void *)((char *)obj + (size_t)(uintptr_t)closure);
 }
@@ -311,49 +312,52 @@ static PyObject *get_count(PyObject *obj, void *closure) {
 
 static PyGetSetDef param_getset[] = {
     {"sharded_param", get_sharded_param, set_sharded_param,
-     "The registered DTensor parameter while sharded.", NULL},
+     "The DTensor parameter that is registered while sharded.", NULL},
     {"_sharded_param_data", get_sharded_data, set_sharded_data,
-     "1-D tensor of padded_numel elements: this rank's shard with its padding; what is sent.",
+     "1-D tensor of padded_numel elements: this rank's shard with its padding, as gathers send it.",
      NULL},
     {"_unsharded_param", get_unsharded_param, set_unsharded_param,
-     "The parameter used for computation, after the 1st unshard.", NULL},
-    {"unsharded_param", get_unsharded_param, NULL, "The same as _unsharded_param.", NULL},
+     "The parameter used for computation, after the first unshard.", NULL},
+    {"unsharded_param", get_unsharded_param, NULL,
+     "The parameter used for computation, after the "
+     "first unshard.",
+     NULL},
     {"all_gather_outputs", fcpy_get_outputs, fcpy_set_outputs,
      "List of the 1-D tensors behind the unsharded parameter, [] before the first unshard.", NULL},
     {"_extended", fcpy_get_flag, fcpy_set_flag,
-     "Whether _extend_inputs() and _extend_unsharded() take part in each gather.",
-     PARAM_OFFSET(extended)},
+     "Whether gathers call _extend_inputs() and _extend_unsharded().", PARAM_OFFSET(extended)},
     {"_sharded_post_forward_param", get_post_forward_param, NULL,
      "The parameter registered while resharded to a smaller mesh, or None.", NULL},
-    {"is_dtensor", get_wrapped, set_wrapped,
+    {"is_dtensor", get_is_dtensor, set_is_dtensor,
      "Whether the parameter was a DTensor: its gradients go through _get_grad_inner_tensor().",
      NULL},
     {"unsharded_accumulated_grad", get_accumulated, set_accumulated,
-     "Partial gradient in the reduce dtype, of backwards that did not reduce; or None.", NULL},
+     "Gradient in the reduce dtype accumulated by backwards that did not reduce, or None.", NULL},
     {"_partial", get_accumulated, set_accumulated,
-     "1-D tensor of padded_numel elements: reduce-scattered, but not all-reduced yet; or None.",
+     "1-D tensor of padded_numel elements: gradient that is reduce-scattered but not all-reduced, "
+     "or None.",
      (void *)1},
     {"orig_dtype", get_dtype, set_dtype, "dtype of the sharded parameter.",
      PARAM_OFFSET(orig_dtype)},
-    {"param_dtype", get_dtype, set_dtype, "dtype to compute in; None: no cast.",
+    {"param_dtype", get_dtype, set_dtype, "dtype of the unsharded parameter; None: no cast.",
      PARAM_OFFSET(param_dtype)},
-    {"reduce_dtype", get_dtype, set_dtype, "dtype to reduce in; None: the gradient's.",
+    {"reduce_dtype", get_dtype, set_dtype, "dtype of gradient reductions; None: the gradient's.",
      PARAM_OFFSET(reduce_dtype)},
     {"_sharding_spec", get_spec, set_spec, "DTensorSpec of the shard and of its gradient.", NULL},
-    {"_param_fqn", get_fqn, set_fqn, "Name from the root module, after lazy init.", NULL},
+    {"_param_fqn", get_fqn, set_fqn, "Fully qualified name, after lazy init.", NULL},
     {"offload_to_cpu", fcpy_get_flag, fcpy_set_flag,
-     "Whether the shard and its gradient are in the CPU's memory.", PARAM_OFFSET(offloaded)},
+     "Whether the shard and its gradient are in CPU memory.", PARAM_OFFSET(offloaded)},
     {"pin_memory", fcpy_get_flag, fcpy_set_flag, "Whether that memory is pinned.",
      PARAM_OFFSET(pinned)},
-    {"padded_numel", get_count, NULL, "Elements every rank stores and sends.",
+    {"padded_numel", get_count, NULL, "Elements that every rank stores and sends.",
      PARAM_OFFSET(layout.padded_numel)},
-    {"chunk_rows", get_count, NULL, "Rows (of the dim that is cut) every rank reserves.",
+    {"chunk_rows", get_count, NULL, "Rows (of the sharded dim) that every rank reserves.",
      PARAM_OFFSET(layout.chunk_rows)},
     {"local_rows", get_count, NULL, "Rows of this rank's shard.", PARAM_OFFSET(layout.local_rows)},
     {"rows", get_count, NULL, "Rows of the whole parameter.", PARAM_OFFSET(layout.rows)},
-    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"_sharded_post_forward_param_data", get_post_forward_data, NULL,
-     "1-D tensor behind it, or None.", NULL},
+     "1-D tensor with the data of _sharded_post_forward_param, or None.", NULL},
     {"_unsharded_inner_tensors", fcpy_get_inner, fcpy_set_inner,
      "List of the tensors that an all-gather extension has made of all_gather_outputs.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -395,19 +399,18 @@ static PyObject *drop_grad(PyObject *obj, PyObject *unused) {
 
 static PyMethodDef param_methods[] = {
     {"_set_slots", fcpy_slots_set, METH_VARARGS,
-     "_set_slots(pairs, direct): the (module, name) pairs that hold the parameter; direct[i] "
-     "is "
-     "True where the "
-     "module's _parameters dict may be written directly."},
-    {"_register_sharded", register_sharded, METH_NOARGS, "Puts sharded_param into every slot."},
+     "_set_slots(pairs, direct): sets the (module, name) pairs that hold the parameter. direct[i] "
+     "is True if the module's _parameters dict may be written directly."},
+    {"_register_sharded", register_sharded, METH_NOARGS, "Registers sharded_param in every slot."},
     {"_drop_grad", drop_grad, METH_NOARGS, "Drops the gradients that wait for a later reduction."},
     {"_forget_unsharded", forget_unsharded, METH_NOARGS,
      "Drops the unsharded parameter; only while sharded."},
     {"_cut", fcpy_shard_cut, METH_VARARGS,
      "_cut(tensor, dim): makes sharded_param and _sharded_param_data of this rank's rows of a "
-     "plain tensor, once; gives the local tensor."},
+     "plain tensor. Returns the local tensor. May be called once."},
     {"_note_shard", fcpy_shard_note, METH_NOARGS,
-     "_sharded_param_data is what sharded_param holds now: until that is replaced."},
+     "Records that _sharded_param_data is the shard in sharded_param, until that tensor is "
+     "replaced."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -415,7 +418,7 @@ static PyMemberDef param_members[] = {
     {"__dictoffset__", T_PYSSIZET, offsetof(fcpy_param, dict), READONLY, NULL},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(fcpy_param, weakrefs), READONLY, NULL},
     {"_swapping", T_BOOL, offsetof(fcpy_param, swapping), READONLY,
-     "Whether to_sharded() and the like are called for this parameter alone."},
+     "Whether an overridden to_sharded(), to_unsharded() or to_sharded_post_forward() is running."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -429,8 +432,8 @@ static PyType_Slot param_slots[] = {
     {Py_tp_methods, param_methods},
     {Py_tp_members, param_members},
     {Py_tp_doc,
-     "Param(sizes, dim, world, rank, forward=None): one parameter of `sizes`, cut on `dim` "
-     "over `world` ranks, and between forward and backward on dim 0 over "
+     "Param(sizes, dim, world, rank, forward=None): one parameter of shape `sizes`, sharded on "
+     "`dim` over `world` ranks. Between forward and backward it is sharded on dim 0 over "
      "`forward` = (world, rank)."},
     {0, NULL},
 };

@@ -1,5 +1,5 @@
-/* The ParamGroup type: the core's parameter group as Python sees it. Owns the tuple of Params and
- * the CommContext. The cold side (lazy init, dtypes, state-dict hooks) is the Python subclass in
+/* The ParamGroup type: wraps the core's parameter group. Owns the tuple of Params and the
+ * CommContext. The cold paths (lazy init, dtypes, state-dict hooks) are in the Python subclass in
  * fsdp_c/param_group.py. */
 #include "param_group.h"
 
@@ -18,7 +18,7 @@ static fcpy_group *as_group(PyObject *obj) {
     return (fcpy_group *)obj;
 }
 
-/* One transition of an initialised group; None. */
+/* Runs one transition of an initialized group. Returns None, or NULL with an exception. */
 static PyObject *run_transition(PyObject *obj, fc_status (*transition)(fc_group *g)) {
     fcpy_group *self = as_group(obj);
     if (!fcpy_group_ready(self)) {
@@ -54,14 +54,15 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* Marks the tuple's Params as this group's, or as nobody's. */
+/* Marks the Params of the tuple as members of a group, or of none. */
 static void set_grouped(PyObject *params, bool grouped) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
         ((fcpy_param *)PyTuple_GET_ITEM(params, i))->grouped = grouped;
     }
 }
 
-/* Each Param has been initialised, and is in no group: its core struct notes its place there. */
+/* Marks the Params as members of a group. Each must be initialized and in no group, because its
+ * core struct stores its position. Returns -1 with ValueError otherwise, with none marked. */
 static int mark_params(PyObject *params) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
         fcpy_param *param = (fcpy_param *)PyTuple_GET_ITEM(params, i);
@@ -83,29 +84,31 @@ static fc_link *link_at(fc_members *m, int index) {
     return links[index];
 }
 
-/* Buffers are laid out for the link's world by the group, and for their own by the parameters. */
+/* Checks the world and rank of a link. The group lays out buffers for the link's world, the
+ * parameters for theirs, so the two must be equal. */
 static int check_link(PyObject *params, int index, PyObject *name, long long world,
                       long long rank) {
-    bool fits = world >= 1 && rank >= 0 && rank < world;
-    fits = fits && (name != Py_None || world == 1 || index != FCPY_LINK_SHARD);
+    bool is_valid = world >= 1 && rank >= 0 && rank < world;
+    is_valid = is_valid && (name != Py_None || world == 1 || index != FCPY_LINK_SHARD);
     const bool sharded = index == FCPY_LINK_SHARD || name != Py_None;
     for (Py_ssize_t i = 0; index != FCPY_LINK_REPLICATE && sharded && i < PyTuple_GET_SIZE(params);
          i++) {
         const fc_param *p = &((fcpy_param *)PyTuple_GET_ITEM(params, i))->core;
         const fc_layout *layout =
             index == FCPY_LINK_POST_FORWARD ? &p->post_forward_layout : &p->layout;
-        fits = fits && layout->world == world && layout->rank == rank;
+        is_valid = is_valid && layout->world == world && layout->rank == rank;
     }
-    if (!fits) {
+    if (!is_valid) {
         PyErr_Format(PyExc_ValueError,
                      "the parameters are not sharded for rank %lld of %lld in process group %R",
                      rank, world, name);
     }
-    return fits ? 0 : -1;
+    return is_valid ? 0 : -1;
 }
 
-/* Marks the Params as the group's, which they fit; -1 with an exception and none marked. */
-static int take_params(PyObject *params, PyObject *pg_name, long long world, long long rank) {
+/* Marks the Params as members of the group, after check_link. Returns -1 with an exception and none
+ * marked on failure. */
+static int claim_params(PyObject *params, PyObject *pg_name, long long world, long long rank) {
     if (mark_params(params) != 0) {
         return -1;
     }
@@ -116,22 +119,24 @@ static int take_params(PyObject *params, PyObject *pg_name, long long world, lon
     return 0;
 }
 
-/* Points a link to the process group of that name (None: to none), or to one that is given. */
+/* Sets a link to the process group `group`. If that is None, the link uses the process group named
+ * `name`. If `name` is None too, the link has no process group. */
 static int set_link(fcpy_group *self, int index, PyObject *name, long long world, long long rank,
                     PyObject *group) {
     const char *text = name != Py_None ? PyUnicode_AsUTF8(name) : NULL;
     if (name != Py_None && text == NULL) {
         return -1;
     }
-    const bool begins = index != FCPY_LINK_SCATTER; /* what comes after gathers of another link */
+    /* A scatter follows gathers of another link, which is announced. */
+    const bool announce = index != FCPY_LINK_SCATTER;
     fct_pg *pg = NULL;
-    if ((begins && text != NULL && fct_pg_announce_user(text) != 0) ||
+    if ((announce && text != NULL && fct_pg_announce_user(text) != 0) ||
         (group != Py_None && fct_py_pg(group, &pg) != 0)) {
         return -1;
     }
     fc_link *link = link_at(&self->core.members, index);
     fc_link_set(link, text, world, rank);
-    link->pg = pg; /* else resolved by its name at first use */
+    link->pg = pg; /* NULL: resolved by its name at first use */
     fcpy_replace(self->mod, &self->link_names[index], name);
     return 0;
 }
@@ -157,13 +162,14 @@ static int group_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     }
     PyObject *tuple = fcpy_tuple_of(list, self->mod->param_type, "params");
     void *params = tuple != NULL ? fcpy_core_array(tuple, offsetof(fcpy_param, core)) : NULL;
-    const bool once =
-        self->core.members.host == NULL; /* asked here: parsing the arguments may run code */
-    if (params != NULL && !once) {
+    /* Read after the arguments are parsed, because parsing may run code. */
+    const bool uninitialized = self->core.members.host == NULL;
+    if (params != NULL && !uninitialized) {
         PyErr_SetString(PyExc_RuntimeError, "a parameter group is initialised once");
     }
-    if (params == NULL || !once || (pg_name != Py_None && PyUnicode_AsUTF8(pg_name) == NULL) ||
-        take_params(tuple, pg_name, world, rank) != 0) {
+    if (params == NULL || !uninitialized ||
+        (pg_name != Py_None && PyUnicode_AsUTF8(pg_name) == NULL) ||
+        claim_params(tuple, pg_name, world, rank) != 0) {
         Py_XDECREF(tuple);
         free(params);
         return -1;
@@ -188,7 +194,7 @@ static int group_traverse(PyObject *obj, visitproc visit, void *arg) {
     return 0;
 }
 
-/* params and comm stay until dealloc: the core borrows them. */
+/* params and comm stay until dealloc, because the core borrows them. */
 static int group_clear(PyObject *obj) {
     as_group(obj)->core.place.unit = NULL;
     Py_CLEAR(as_group(obj)->unit);
@@ -200,7 +206,7 @@ static void group_dealloc(PyObject *obj) {
     fcpy_group *self = as_group(obj);
     PyTypeObject *type = Py_TYPE(obj);
     PyObject_GC_UnTrack(obj);
-    /* First of all nothing may lead to it any more; and none of its methods may run now. */
+    /* Detach the core struct first. None of the group's methods may run now. */
     self->core.gather.flight.hosted = false;
     fc_group_fini(&self->core);
     if (self->weakrefs != NULL) {
@@ -239,7 +245,7 @@ static PyObject *group_unshard(PyObject *obj, PyObject *args, PyObject *kwargs) 
     return run_transition(obj, async_op ? unshard_async : unshard);
 }
 
-/* A method without arguments: one transition of the core. */
+/* Defines a method without arguments that runs one transition of the core. */
 #define GROUP_TRANSITION(name, transition)                                                         \
     static PyObject *name(PyObject *obj, PyObject *unused) {                                       \
         (void)unused;                                                                              \
@@ -303,7 +309,7 @@ static fc_status pre_backward(fc_group *g) {
     return fc_group_pre_backward(g, true);
 }
 
-static fc_status pre_backward_alone(fc_group *g) {
+static fc_status pre_backward_without_prefetch(fc_group *g) {
     return fc_group_pre_backward(g, false);
 }
 
@@ -316,12 +322,13 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
         }
     }
     return fcpy_group_check_context(as_group(obj), "all_gather_copy_in_stream")
-               ? run_transition(obj, default_prefetch ? pre_backward : pre_backward_alone)
+               ? run_transition(obj,
+                                default_prefetch ? pre_backward : pre_backward_without_prefetch)
                : NULL;
 }
 
-/* Outside of a backward no end-of-backward callback follows that would complete the reductions:
- * the method completes them before it returns. */
+/* Outside of a backward, no end-of-backward callback follows that would complete the reductions.
+ * The method then completes them before it returns. */
 static fc_status complete_outside_backward(fc_group *g, fc_status status) {
     return status == FC_OK && !fct_in_backward() ? fc_group_complete_reductions(g) : status;
 }
@@ -375,7 +382,10 @@ static PyObject *group_set_link(PyObject *obj, PyObject *args) {
             Py_RETURN_NONE;
         }
     }
-    return PyErr_Format(PyExc_ValueError, "no such link: '%s'", kind);
+    return PyErr_Format(PyExc_ValueError,
+                        "_set_link expects 'shard', 'scatter', 'replicate' or "
+                        "'post_forward', got '%s'",
+                        kind);
 }
 
 /* _set_memory(gather, reduce) */
@@ -406,7 +416,8 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
         return NULL;
     }
     if (index < 0 || index >= siblings) {
-        PyErr_SetString(PyExc_ValueError, "the index must be below the number of groups");
+        PyErr_SetString(PyExc_ValueError, "_set_unit: the index must be at least 0 and below the "
+                                          "number of groups");
         return NULL;
     }
     PyObject *old = as_group(obj)->unit;
@@ -421,48 +432,49 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
 
 static PyMethodDef group_methods[] = {
     {"_set_link", group_set_link, METH_VARARGS,
-     "_set_link(kind, name, world, rank, group=None): the process group for 'shard', 'scatter', "
-     "'replicate' or 'post_forward' collectives, looked up by name where it is not given; name "
-     "None: "
-     "none."},
+     "_set_link(kind, name, world, rank, group=None): sets the process group for 'shard', "
+     "'scatter', 'replicate' or 'post_forward' collectives. group None: look it up by name; name "
+     "None: no process group."},
     {"_set_memory", group_set_memory, METH_VARARGS,
-     "_set_memory(gather, reduce): the process groups that the buffers of all-gathers and of "
-     "reduce-scatters are from, where their backends have memory to give; None: torch's."},
+     "_set_memory(gather, reduce): sets the process groups whose backends allocate the buffers of "
+     "all-gathers and of reduce-scatters, if they can. None: torch's allocator."},
     {"_set_unit", group_set_unit, METH_VARARGS,
-     "_set_unit(unit, index, siblings): which of the groups of one fully_shard call this is."},
+     "_set_unit(unit, index, siblings): sets the State of the fully_shard call, and the group's "
+     "index among its groups."},
     {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,
-     "unshard(async_op=False): starts the all-gather unless one is in flight or the group is "
-     "unsharded already."},
+     "unshard(async_op=False): starts the all-gather, unless one is in flight or the group is "
+     "unsharded."},
     {"reshard", group_reshard, METH_NOARGS,
      "Registers the sharded parameters and frees the unsharded ones."},
-    {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() whatever the training state."},
+    {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() in any training state."},
     {"_to_unsharded", group_to_unsharded, METH_NOARGS,
      "Registers the unsharded parameters, which the caller has gathered."},
     {"_to_sharded_post_forward", group_to_forward, METH_NOARGS,
-     "Keeps and registers the shards of the smaller group."},
+     "Registers the parameters of the smaller mesh and keeps their data."},
     {"post_forward", group_post_forward, METH_VARARGS,
-     "post_forward(module, input, output) -> output: reshards and notes the order."},
+     "post_forward(module, input, output) -> output: reshards and records the group in the "
+     "post-forward order."},
     {"_register_post_backward_hook", group_insert_node, METH_VARARGS,
-     "_register_post_backward_hook(args, kwargs) -> (args, kwargs): with the post-backward node "
-     "above the tensors that require grad."},
+     "_register_post_backward_hook(args, kwargs) -> (args, kwargs): inserts the post-backward "
+     "node above the tensors that require grad."},
     {"finalize_backward", group_finalize, METH_NOARGS,
      "Waits for reductions and drops an unused all-gather."},
     {"_reset_iter_state", group_reset, METH_NOARGS,
-     "Back to sharded and idle, without partial gradients."},
+     "Resets the group to sharded and idle, and drops partial gradients."},
     {"_invalidate", group_invalidate, METH_NOARGS,
-     "The transfer plan is built anew at the next unshard."},
+     "Marks the transfer plan as stale; the next unshard builds a new one."},
     {"_check", group_check, METH_NOARGS,
-     "Raises RuntimeError where an invariant does not hold (tests)."},
-    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+     "Raises RuntimeError if an invariant is violated (for tests)."},
+    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"_wait_for_post_backward", group_complete, METH_NOARGS,
-     "Completes the reductions in flight; the current stream waits for them."},
+     "Completes the reductions in flight. The current stream waits for them."},
     {"wait_for_unshard", group_wait, METH_NOARGS,
      "Waits for unshard() and registers the unsharded parameters."},
     {"pre_forward", group_pre_forward, METH_VARARGS,
      "pre_forward(module, args, kwargs) -> (args, kwargs): unshards and inserts the post-backward "
      "node."},
     {"_backward_prefetch", group_backward_prefetch, METH_NOARGS,
-     "Unshards what backward is expected to reach next."},
+     "Unshards the group that backward is expected to reach next."},
     {"pre_backward", group_pre_backward, METH_VARARGS,
      "pre_backward(default_prefetch): unshards for backward."},
     {"post_backward", group_post_backward, METH_VARARGS,
@@ -488,8 +500,7 @@ static PyType_Slot group_slots[] = {
     {Py_tp_methods, group_methods},
     {Py_tp_members, group_members},
     {Py_tp_doc, "ParamGroup(params, comm_ctx, device, pg_name, world, rank, module_count): "
-                "parameters that are "
-                "gathered and reduced together."},
+                "parameters that are gathered and reduced together."},
     {0, NULL},
 };
 

@@ -1,5 +1,6 @@
-/* Whether an object may be used, and what it raises: made and never initialised, or collected, an
- * object has no core behind it. Owns nothing. */
+/* Checks whether an object is initialized, and sets the exceptions of objects that are not. An
+ * object that was made and never initialized, or that was collected, has no core struct. Owns
+ * nothing. */
 #include "ready.h"
 
 #include "errors.h"

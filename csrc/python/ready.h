@@ -1,23 +1,25 @@
-/* Whether an object may be used, and what it raises. */
+/* Checks whether an object is initialized, and sets the exceptions of objects that are not. */
 #ifndef FSDP_C_PYTHON_READY_H
 #define FSDP_C_PYTHON_READY_H
 
 #include "objects.h"
 
-/* Whether the group was initialised; false with RuntimeError. */
+/* Whether the group is initialized; false with RuntimeError. */
 bool fcpy_group_ready(const fcpy_group *self);
-/* Whether the group's communication context has had its lazy init: by the first forward of the
- * root, or by `CommContext.lazy_init`. Before it, torch's methods fail on the context's first
- * attribute that they read; false with that AttributeError. */
+/* Whether lazy init of the group's communication context is done: by the first forward of the root,
+ * or by `CommContext.lazy_init`. Before it, torch's methods fail on the first attribute of the
+ * context that they read. Returns false with that AttributeError. */
 bool fcpy_group_check_context(const fcpy_group *self, const char *attribute);
-int fcpy_group_raise(const fcpy_group *self, fc_status status); /* -1 */
-/* Whether the context is for the group's kind of device; -1 with ValueError. */
+/* Sets the exception of `status`, with the message of the group's context. Returns -1. */
+int fcpy_group_raise(const fcpy_group *self, fc_status status);
+/* Whether the context is for the group's type of device; -1 with ValueError. */
 int fcpy_group_check_device(const fc_comm *comm, fct_device device);
-/* Whether the state has its contexts (never initialised ones and collected ones do not); false with
- * RuntimeError. */
+/* Whether the state has its contexts; false with RuntimeError. Uninitialized states and collected
+ * states have none. */
 bool fcpy_state_ready(const fcpy_state *self);
-/* The same of a state's context. */
+/* fcpy_group_check_context for a state. */
 bool fcpy_state_check_context(const fcpy_state *self, const char *attribute);
-int fcpy_state_raise(const fcpy_state *self, fc_status status); /* -1 */
+/* fcpy_group_raise for a state. */
+int fcpy_state_raise(const fcpy_state *self, fc_status status);
 
 #endif

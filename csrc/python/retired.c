@@ -1,6 +1,6 @@
-/* What attributes held before they were set anew. The core borrows pointers to groups, states,
- * parameters and tensors, and calls foreign code (modules' own __setattr__, users' hooks) in
- * between, which may replace them. While any call is under way they are kept in mod->retired. */
+/* Deferred release. The core borrows pointers to groups, states, parameters and tensors, and calls
+ * foreign code (modules' own __setattr__, users' hooks) while it uses them. That code may replace
+ * attributes. While any call is in progress, mod->retired keeps the former values. */
 #include "retired.h"
 
 void fcpy_calls_enter(fcpy_module *mod) {
@@ -28,7 +28,7 @@ void fcpy_retire(fcpy_module *mod, PyObject *obj) {
             mod->retired = PyList_New(0);
         }
         if (mod->retired == NULL || PyList_Append(mod->retired, obj) != 0) {
-            Py_INCREF(obj); /* no memory to remember it in: it stays for good */
+            Py_INCREF(obj); /* out of memory: the object leaks, because the core may use it */
         }
         fct_error_put_back(error);
     }
@@ -42,7 +42,7 @@ void fcpy_replace(fcpy_module *mod, PyObject **slot, PyObject *value) {
     fcpy_retire(mod, old);
 }
 
-/* Where there is no memory for the capsule the pointer's target stays for good. */
+/* Without memory for the capsule, the target of the pointer leaks. */
 static void retire_pointer(fcpy_module *mod, void *pointer, const char *name,
                            PyCapsule_Destructor destructor) {
     void *error = fct_error_set_aside();

@@ -1,18 +1,20 @@
-/* What is kept while a call is under way. */
+/* Deferred release of objects while calls of the extension are in progress. */
 #ifndef FSDP_C_PYTHON_RETIRED_H
 #define FSDP_C_PYTHON_RETIRED_H
 
 #include "objects.h"
 
-/* Around every call that may run foreign code while the core holds borrowed pointers. */
+/* Surround every call that may run foreign code while the core holds borrowed pointers. */
 void fcpy_calls_enter(fcpy_module *mod);
 void fcpy_calls_leave(fcpy_module *mod);
-/* Lets go of what an attribute held (taken, NULL is fine) when no call is under way any more. */
+/* Releases the former value of an attribute when no call is in progress. Takes the reference; NULL
+ * is allowed. */
 void fcpy_retire(fcpy_module *mod, PyObject *obj);
-/* Puts a new reference to `value` (or NULL) into *slot and retires what was there: whoever the
- * freeing runs finds the new value. */
+/* Stores a new reference to `value` (or NULL) in *slot and defers the release of the former value.
+ * Code that the release runs finds the new value. */
 void fcpy_replace(fcpy_module *mod, PyObject **slot, PyObject *value);
-/* The same for a reference to the tensor that is about to be replaced, and for a block. */
+/* Keep a tensor that is about to be replaced (adds a reference), and a malloc'ed block (takes it),
+ * until no call is in progress. */
 void fcpy_retire_tensor(fcpy_module *mod, fct_tensor *tensor);
 void fcpy_retire_block(fcpy_module *mod, void *block);
 

@@ -1,4 +1,5 @@
-/* What the guard remembers: parts of the objects and of the module state (guard.c fills them). */
+/* Cached results of the guard, embedded in the objects and in the module state. guard.c fills
+ * them. */
 #ifndef FSDP_C_PYTHON_SEEN_H
 #define FSDP_C_PYTHON_SEEN_H
 
@@ -6,7 +7,7 @@
 #include <Python.h>
 #include <stdbool.h>
 
-/* What was found at one object, and the version tags it was found under. */
+/* The overrides of one object, and the version tags of the type and dict they were read from. */
 typedef struct fcpy_seen {
     uint64_t type_tag;
     uint64_t dict_tag;
@@ -15,22 +16,22 @@ typedef struct fcpy_seen {
 
 enum { FCPY_MAX_PLACES = 8 };
 
-/* Watched objects of one kind and the tags they were last read under. */
+/* Watched dicts or types, and their tags at the latest read. */
 typedef struct fcpy_places {
-    PyObject *objects[FCPY_MAX_PLACES]; /* borrowed from the entries */
+    PyObject *objects[FCPY_MAX_PLACES]; /* borrowed from fcpy_guard.entries */
     uint64_t tags[FCPY_MAX_PLACES];
     size_t count;
 } fcpy_places;
 
-/* In the module state. */
+/* The guard's part of the module state. */
 typedef struct fcpy_guard {
-    PyObject *group_methods; /* tuples: what should be found under each name, see guard.c */
+    PyObject *group_methods; /* tuple of the expected methods, see guard.c */
     PyObject *state_methods;
     PyObject *entries; /* tuple of (place, name, expected, also, bits), see guard.c */
     fcpy_places dicts;
     fcpy_places types;
-    uint32_t bits;       /* of all entries but the log's */
-    PyObject *log_cache; /* the logger's dict of levels that are on */
+    uint32_t bits;       /* bits of the patched entries */
+    PyObject *log_cache; /* the logger's dict of enabled levels */
     PyObject *log_enabled;
     uint64_t log_tag;
     bool log;

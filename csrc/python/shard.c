@@ -1,15 +1,15 @@
-/* A parameter's shard: cut from the whole parameter, and whether it is still the one that the core
- * has, with the values it had.
+/* A parameter's shard: its creation from the whole parameter, and the check whether the core's
+ * shard is still current.
  *
- * Users may put another local tensor into the sharded parameter (`_local_tensor`, its `.data`, a
- * swap of tensors). What was there when the core was given the shard is noted with the Param:
- * before each gather it is compared, pointers only. Values are compared by their version counter,
- * which optimizers leave as it is: here their steps are counted. Owns nothing beyond that note. */
+ * Users may replace the local tensor of the sharded parameter: through `_local_tensor`, `.data` or
+ * swap_tensors. Therefore the Param records the identity of the tensors when the core receives the
+ * shard. Each gather compares these pointers first. Changed values are detected by version
+ * counters. Optimizers do not bump these, so count_step does. Owns only the record. */
 #include "shard.h"
 
 #include "dtensor.h"
 
-static bool is_seen(const fcpy_param *self) {
+static bool is_shard_current(const fcpy_param *self) {
     PyObject *local = fcpy_dtensor_peek(self->mod, self->sharded_param);
     return local != NULL && local == self->seen.local &&
            fct_py_storage(local) == self->seen.storage &&
@@ -18,7 +18,7 @@ static bool is_seen(const fcpy_param *self) {
 
 int fcpy_shard_follow(void *param) {
     fcpy_param *self = (fcpy_param *)param;
-    if (is_seen(self)) {
+    if (is_shard_current(self)) {
         return 0;
     }
     PyObject *result = PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._follow_shard);
@@ -26,7 +26,7 @@ int fcpy_shard_follow(void *param) {
     return result != NULL ? 0 : -1;
 }
 
-static void note(fcpy_param *self) {
+static void record_shard(fcpy_param *self) {
     PyObject *local = fcpy_dtensor_peek(self->mod, self->sharded_param);
     if (!fct_py_is_tensor(local)) {
         local = NULL;
@@ -39,12 +39,12 @@ static void note(fcpy_param *self) {
 
 PyObject *fcpy_shard_note(PyObject *param, PyObject *unused) {
     (void)unused;
-    note((fcpy_param *)param);
+    record_shard((fcpy_param *)param);
     Py_RETURN_NONE;
 }
 
-/* `local` as a DTensor parameter; new reference. */
-static PyObject *wrapped(const fcpy_param *self, PyObject *local, bool requires_grad) {
+/* Returns `local` as a DTensor parameter; new reference, NULL with an exception. */
+static PyObject *make_parameter(const fcpy_param *self, PyObject *local, bool requires_grad) {
     PyObject *made = fcpy_dtensor_new(self->mod, local, self->spec);
     if (made == NULL) {
         return NULL;
@@ -57,9 +57,9 @@ static PyObject *wrapped(const fcpy_param *self, PyObject *local, bool requires_
     return made;
 }
 
-/* This rank's rows of `whole`, as its layout has them. */
-static int cut(const fcpy_param *self, fct_tensor *whole, int dim, fct_tensor **local,
-               fct_tensor **row) {
+/* Makes the local tensor and the padded row of this rank from `whole`. */
+static int cut_shard(const fcpy_param *self, fct_tensor *whole, int dim, fct_tensor **local,
+                     fct_tensor **row) {
     const fc_layout *layout = &self->core.layout;
     const int64_t start = layout->rank * layout->chunk_rows;
     return fct_tensor_cut(whole, dim, start < layout->rows ? start : layout->rows,
@@ -82,17 +82,17 @@ PyObject *fcpy_shard_cut(PyObject *param, PyObject *args) {
                         "a tensor is cut once, for a new parameter with a spec");
         return NULL;
     }
-    if (cut(self, tensor, dim, &handles[0], &handles[1]) != 0) {
+    if (cut_shard(self, tensor, dim, &handles[0], &handles[1]) != 0) {
         return NULL;
     }
     PyObject *made = NULL;
     if (fct_py_from_tensor(handles[0], &local) == 0) {
-        made = wrapped(self, local, fct_tensor_requires_grad(tensor));
+        made = make_parameter(self, local, fct_tensor_requires_grad(tensor));
     }
     if (made != NULL) {
         Py_XSETREF(self->sharded_param, made);
         fc_param_set_sharded_data(&self->core, handles[1]);
-        note(self);
+        record_shard(self);
     } else {
         Py_CLEAR(local);
     }
@@ -101,8 +101,8 @@ PyObject *fcpy_shard_cut(PyObject *param, PyObject *args) {
     return local;
 }
 
-/* Bumps the version counter of a DTensor's local tensor; other parameters count by themselves. */
-static int count_write(const fcpy_module *mod, PyObject *param) {
+/* Bumps the version counter of a DTensor's local tensor. Other parameters need no bump. */
+static int bump_local(const fcpy_module *mod, PyObject *param) {
     if (!fcpy_is_dtensor(mod, param)) {
         return 0;
     }
@@ -118,17 +118,17 @@ static int count_write(const fcpy_module *mod, PyObject *param) {
     return 0;
 }
 
-/* count_write() for all params of one of an optimizer's groups. */
-static int count_group(const fcpy_module *mod, PyObject *group) {
+/* Calls bump_local for all params of an optimizer's param group. */
+static int bump_group(const fcpy_module *mod, PyObject *group) {
     PyObject *params = PyObject_GetItem(group, mod->names.params);
-    PyObject *each = params != NULL ? PyObject_GetIter(params) : NULL;
+    PyObject *iterator = params != NULL ? PyObject_GetIter(params) : NULL;
     PyObject *param = NULL;
-    int failed = each == NULL ? -1 : 0;
-    while (failed == 0 && (param = PyIter_Next(each)) != NULL) {
-        failed = count_write(mod, param);
+    int failed = iterator == NULL ? -1 : 0;
+    while (failed == 0 && (param = PyIter_Next(iterator)) != NULL) {
+        failed = bump_local(mod, param);
         Py_DECREF(param);
     }
-    Py_XDECREF(each);
+    Py_XDECREF(iterator);
     Py_XDECREF(params);
     return failed != 0 || PyErr_Occurred() ? -1 : 0;
 }
@@ -140,14 +140,14 @@ PyObject *fcpy_count_step(PyObject *module, PyObject *const *args, Py_ssize_t co
         return NULL;
     }
     PyObject *groups = PyObject_GetAttr(args[0], mod->names.param_groups);
-    PyObject *each = groups != NULL ? PyObject_GetIter(groups) : NULL;
+    PyObject *iterator = groups != NULL ? PyObject_GetIter(groups) : NULL;
     PyObject *group = NULL;
-    int failed = each == NULL ? -1 : 0;
-    while (failed == 0 && (group = PyIter_Next(each)) != NULL) {
-        failed = count_group(mod, group);
+    int failed = iterator == NULL ? -1 : 0;
+    while (failed == 0 && (group = PyIter_Next(iterator)) != NULL) {
+        failed = bump_group(mod, group);
         Py_DECREF(group);
     }
-    Py_XDECREF(each);
+    Py_XDECREF(iterator);
     Py_XDECREF(groups);
     return failed != 0 || PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }

@@ -1,4 +1,4 @@
-/* A Param's shard: cut from the whole; whether it is still the one that the core has. */
+/* A Param's shard: creation, and detection of replaced shards. */
 #ifndef FSDP_C_PYTHON_SHARD_H
 #define FSDP_C_PYTHON_SHARD_H
 

@@ -1,11 +1,11 @@
-/* Where a parameter is registered: a Param's (module, name) pairs, which it owns. What is set anew
- * may be in use by a swap. */
+/* The registrations of a parameter: a Param's (module, name) pairs, which it owns. A running swap
+ * may use slots while they are replaced, so their release is deferred. */
 #include "slots.h"
 
 #include "attributes.h"
 #include "retired.h"
 
-/* Gives the slots up, at once or after the calls that may be at them. */
+/* Releases the slots when no call is in progress. */
 static void retire_slots(fcpy_module *mod, fcpy_slot *slots, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
         fcpy_retire(mod, slots[i].module);
@@ -27,13 +27,13 @@ void fcpy_slots_clear(fcpy_param *self) {
     replace_slots(self, NULL, 0);
 }
 
-/* One (module, name) pair into a slot; the dict is used directly unless the module has its own
- * __setattr__. */
+/* Fills a slot from a (module, name) pair. With `direct`, the slot uses module._parameters;
+ * without, the module's __setattr__. */
 static int fill_slot(fcpy_param *self, fcpy_slot *slot, PyObject *pair, bool direct) {
     PyObject *module = NULL;
     PyObject *name = NULL;
     if (!PyTuple_Check(pair)) {
-        PyErr_SetString(PyExc_TypeError, "a slot is a (module, name) tuple");
+        PyErr_SetString(PyExc_TypeError, "_set_slots expects (module, name) tuples");
         return -1;
     }
     if (!PyArg_ParseTuple(pair, "OU", &module, &name)) {
@@ -56,7 +56,7 @@ static int fill_slot(fcpy_param *self, fcpy_slot *slot, PyObject *pair, bool dir
     return 0;
 }
 
-/* The slots of `pairs`, a tuple: foreign code may run meanwhile. NULL with an exception. */
+/* Makes the slots of `pairs`; NULL with an exception. Foreign code may run meanwhile. */
 static fcpy_slot *make_slots(fcpy_param *self, PyObject *pairs, PyObject *direct) {
     Py_ssize_t count = PyTuple_GET_SIZE(pairs);
     fcpy_slot *slots = (fcpy_slot *)calloc((size_t)(count > 0 ? count : 1), sizeof *slots);
@@ -86,7 +86,7 @@ PyObject *fcpy_slots_set(PyObject *obj, PyObject *args) {
         goto done;
     }
     if (PyTuple_GET_SIZE(direct) != PyTuple_GET_SIZE(pairs)) {
-        PyErr_SetString(PyExc_ValueError, "one flag is needed for each slot");
+        PyErr_SetString(PyExc_ValueError, "_set_slots expects one flag per slot");
         goto done;
     }
     fcpy_slot *slots = make_slots(self, pairs, direct);

@@ -1,7 +1,7 @@
-/* The State type (step.c has what its hooks do, hook.c the callables that modules call).
+/* The State type. step.c has the work of its hooks, hook.c the callables that modules call.
  *
- * A state owns lists of its groups and prefetch targets (the core's arrays are made from them) and
- * references to the contexts it shares with the other states under the root. */
+ * A state owns tuples of its groups and prefetch targets, from which the core's arrays are made. It
+ * also owns references to the contexts that it shares with the other states under the root. */
 #include "state.h"
 
 #include "admit.h"
@@ -60,7 +60,8 @@ static int state_traverse(PyObject *obj, visitproc visit, void *arg) {
     return 0;
 }
 
-/* The core's arrays go with the tuples. What is left is a state without contexts, as a new one. */
+/* Clears the core's arrays with the tuples. The result is a state without contexts, like a new
+ * one. */
 static int state_clear(PyObject *obj) {
     fcpy_state *self = as_state(obj);
     const fct_device cpu = {FCT_DEVICE_CPU, -1};
@@ -68,7 +69,7 @@ static int state_clear(PyObject *obj) {
     fc_state_init(&self->core, self, NULL, NULL, cpu);
     PyObject **const tuples[] = {&self->groups, &self->forward_prefetch, &self->backward_prefetch};
     for (size_t i = 0; i < sizeof tuples / sizeof tuples[0]; i++) {
-        PyObject *empty = PyTuple_New(0); /* the interpreter has it */
+        PyObject *empty = PyTuple_New(0); /* a singleton of the interpreter, so this cannot fail */
         Py_XSETREF(*tuples[i], empty);
     }
     Py_CLEAR(self->iteration);
@@ -81,7 +82,7 @@ static void state_dealloc(PyObject *obj) {
     fcpy_state *self = as_state(obj);
     PyTypeObject *type = Py_TYPE(obj);
     PyObject_GC_UnTrack(obj);
-    fc_state_fini(&self->core); /* from here on no iteration leads to it */
+    fc_state_fini(&self->core); /* removes the iteration's pointer to this state */
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(obj);
     }
@@ -97,7 +98,7 @@ static void state_dealloc(PyObject *obj) {
 
 /* ---- State: attributes ---- */
 
-/* A tuple (taken) of what the core has in an array, in the place of another one. */
+/* Replaces a tuple and the core's array of the same items. Takes `fresh`; NULL returns -1. */
 static int replace_tuple(const fcpy_state *self, PyObject **tuple, void **array, size_t *count,
                          PyObject *fresh, size_t offset) {
     void *made = fresh != NULL ? fcpy_core_array(fresh, offset) : NULL;
@@ -164,7 +165,8 @@ static int set_iteration(PyObject *obj, PyObject *value, void *closure) {
     }
     fc_iteration *before = self->core.iteration;
     if (before != NULL && before->forward_root == &self->core) {
-        before->forward_root = NULL; /* an iteration borrows only from states that have it */
+        /* An iteration may point only to states that own a reference to it. */
+        before->forward_root = NULL;
     }
     self->core.iteration = &((fcpy_iteration *)value)->core;
     fcpy_replace(self->mod, &self->iteration, value);
@@ -245,21 +247,27 @@ static int set_moves_inputs(PyObject *obj, PyObject *value, void *closure) {
 static PyGetSetDef state_getset[] = {
     {"_fsdp_param_groups", get_groups, set_groups, "List of the state's ParamGroups (a copy).",
      NULL},
-    {"_state_ctx", get_iteration, set_iteration, "IterationContext shared under one root.", NULL},
-    {"_comm_ctx", get_comm, set_comm, "CommContext shared under one root.", NULL},
+    {"_state_ctx", get_iteration, set_iteration,
+     "IterationContext shared by the states under one "
+     "root.",
+     NULL},
+    {"_comm_ctx", get_comm, set_comm, "CommContext shared by the states under one root.", NULL},
     {"_training_state", get_training, set_training, "TrainingState of the state.", NULL},
-    {"_is_root", get_is_root, set_is_root, "None before lazy init, then whether this is the root.",
+    {"_is_root", get_is_root, set_is_root, "Whether this is the root; None before lazy init.",
      NULL},
     {"_modules_to_run_forward", get_modules_to_run, NULL,
-     "Modules of the state still to run in this forward.", NULL},
-    {"_input_dtype", get_cast, set_cast, "dtype forward inputs are cast to, or None.", NULL},
-    {"_output_dtype", get_cast, set_cast, "dtype forward outputs are cast to, or None.", (void *)1},
+     "Set of the modules of the state that have not run in this forward.", NULL},
+    {"_input_dtype", get_cast, set_cast, "dtype to which forward inputs are cast, or None.", NULL},
+    {"_output_dtype", get_cast, set_cast, "dtype to which forward outputs are cast, or None.",
+     (void *)1},
     {"_moves_inputs", get_moves_inputs, set_moves_inputs,
-     "Whether the root's forward calls _inputs_to_device().", NULL},
-    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+     "Whether a forward as the root calls _inputs_to_device().", NULL},
+    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"_states_to_forward_prefetch", get_prefetch, set_prefetch,
-     "States to unshard after this one's unshard.", NULL},
-    {"_states_to_backward_prefetch", get_prefetch, set_prefetch, "The same in backward.",
+     "States to unshard after this state's unshard in forward.", NULL},
+    {"_states_to_backward_prefetch", get_prefetch, set_prefetch,
+     "States to unshard after this "
+     "state's unshard in backward.",
      (void *)1},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -311,8 +319,9 @@ static PyObject *state_post_forward(PyObject *obj, PyObject *args) {
     return result;
 }
 
-/* Runs what works on a state with contexts; `result` (borrowed) where that succeeds. */
-static PyObject *run_ready(fcpy_state *self, int (*run)(fcpy_state *self), PyObject *result) {
+/* Calls `run` on an initialized state. Returns a new reference to `result`, or NULL with an
+ * exception. */
+static PyObject *run_initialized(fcpy_state *self, int (*run)(fcpy_state *self), PyObject *result) {
     if (!fcpy_state_ready(self)) {
         return NULL;
     }
@@ -326,37 +335,37 @@ static PyObject *run_ready(fcpy_state *self, int (*run)(fcpy_state *self), PyObj
     return result;
 }
 
-static int status_of(const fcpy_state *self, fc_status status) {
+static int raise_status(const fcpy_state *self, fc_status status) {
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
 
 static PyObject *state_pre_backward(PyObject *obj, PyObject *grad) {
-    return run_ready(as_state(obj), fcpy_state_pre_backward, grad);
+    return run_initialized(as_state(obj), fcpy_state_pre_backward, grad);
 }
 
 static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
     (void)unused;
     return fcpy_state_check_context(as_state(obj), "post_forward_order")
-               ? run_ready(as_state(obj), fcpy_state_end_backward, Py_None)
+               ? run_initialized(as_state(obj), fcpy_state_end_backward, Py_None)
                : NULL;
 }
 
 static int run_finalize(fcpy_state *self) {
-    return status_of(self, fc_iteration_finalize(self->core.iteration));
+    return raise_status(self, fc_iteration_finalize(self->core.iteration));
 }
 
 static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
     (void)unused;
-    return run_ready(as_state(obj), run_finalize, Py_None);
+    return run_initialized(as_state(obj), run_finalize, Py_None);
 }
 
 static int run_complete(fcpy_state *self) {
-    return status_of(self, fc_iteration_complete(self->core.iteration, self->core.comm));
+    return raise_status(self, fc_iteration_complete(self->core.iteration, self->core.comm));
 }
 
 static PyObject *state_complete(PyObject *obj, PyObject *unused) {
     (void)unused;
-    return run_ready(as_state(obj), run_complete, Py_None);
+    return run_initialized(as_state(obj), run_complete, Py_None);
 }
 
 static int run_reset(fcpy_state *self) {
@@ -375,7 +384,7 @@ static int run_reset(fcpy_state *self) {
 
 static PyObject *state_reset(PyObject *obj, PyObject *unused) {
     (void)unused;
-    return run_ready(as_state(obj), run_reset, Py_None);
+    return run_initialized(as_state(obj), run_reset, Py_None);
 }
 
 static PyMethodDef state_methods[] = {
@@ -384,16 +393,17 @@ static PyMethodDef state_methods[] = {
     {"_post_forward", state_post_forward, METH_VARARGS,
      "_post_forward(module, args, output) -> output"},
     {"_start_finalization", state_finalize, METH_NOARGS,
-     "Starts the reductions that backwards have left for later."},
+     "Starts the reductions that backwards have deferred."},
     {"_complete_finalization", state_complete, METH_NOARGS,
      "Waits for all reductions and ends the iteration."},
     {"_reset_iter_state", state_reset, METH_NOARGS,
      "Recovers after an exception in forward or backward; root only."},
     {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
-     "What runs at the end of a backward."},
-    /* ---- the drop-in's tax: names of torch's internals that nothing of fsdp_c uses ---- */
+     "Callback at the end of a backward."},
+    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
     {"_root_pre_forward", state_root_pre_forward, METH_VARARGS,
-     "_root_pre_forward(module, args, kwargs) -> (args, kwargs): once per iteration."},
+     "_root_pre_forward(module, args, kwargs) -> (args, kwargs): begins an iteration; later calls "
+     "within it do nothing."},
     {"_pre_backward", state_pre_backward, METH_O,
      "_pre_backward(grad) -> grad: unshards for backward."},
     {NULL, NULL, 0, NULL},
@@ -413,7 +423,7 @@ static PyType_Slot state_slots[] = {
     {Py_tp_getset, state_getset},
     {Py_tp_methods, state_methods},
     {Py_tp_members, state_members},
-    {Py_tp_doc, "State(): what one fully_shard call keeps for its modules."},
+    {Py_tp_doc, "State(): the state of the modules of one fully_shard call."},
     {0, NULL},
 };
 

@@ -1,7 +1,7 @@
-/* One training step as a state's hooks see it: what runs before and after forward, at the first
- * gradient of an output, in the post-backward node and at the end of backward. One C call for each,
- * no Python frame inside on the common path; where somebody has overridden or patched a method
- * (guard.c), that is called in the place where torch would call it. Owns nothing. */
+/* The work of a state's hooks during a training step: before and after forward, at the first
+ * gradient of an output, in the post-backward node and at the end of backward. Each is one C call,
+ * without Python frames on the common path. An overridden or patched method (guard.c) is called
+ * where torch would call it. Owns nothing. */
 #include "step.h"
 
 #include <time.h>
@@ -14,8 +14,8 @@
 #include "retired.h"
 #include "tree.h"
 
-/* 0 where the call returned something (dropped), else -1. */
-static int done(PyObject *result) {
+/* Drops the result of a call. Returns 0, or -1 if the call raised. */
+static int drop_result(PyObject *result) {
     Py_XDECREF(result);
     return result != NULL ? 0 : -1;
 }
@@ -24,20 +24,21 @@ static fcpy_group *group_at(const fcpy_state *self, size_t index) {
     return (fcpy_group *)self->core.groups[index]->members.owner;
 }
 
-/* ---- call-backs from autograd ---- */
+/* ---- callbacks of autograd ---- */
 
-/* A backward within a compiled function: what it calls is not to be compiled, as in forward. */
+/* Calls `run` with dynamo disabled, as in forward: the backward may be part of a compiled
+ * function. */
 static int run_untraced(fcpy_module *mod, int (*run)(void *owner), void *owner) {
-    PyObject *paused = fcpy_dynamo_pause(mod);
+    PyObject *dynamo_callback = fcpy_dynamo_pause(mod);
     fcpy_calls_enter(mod);
     int result = run(owner);
     fcpy_calls_leave(mod);
-    fcpy_dynamo_resume(mod, paused);
+    fcpy_dynamo_resume(mod, dynamo_callback);
     return result;
 }
 
-/* The next forward of each state that has several modules starts with none of them run. */
-static int forget_runs(const fcpy_state *self) {
+/* Clears, for all states of the root, the sets of modules that have not run in this forward. */
+static int reset_modules_to_run(const fcpy_state *self) {
     PyObject *states = ((fcpy_iteration *)self->iteration)->all_states;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(states); i++) {
         if (PySet_Clear(((fcpy_state *)PyTuple_GET_ITEM(states, i))->modules_to_run) != 0) {
@@ -48,7 +49,7 @@ static int forget_runs(const fcpy_state *self) {
 }
 
 int fcpy_state_reset(fcpy_state *self) {
-    if (forget_runs(self) != 0) {
+    if (reset_modules_to_run(self) != 0) {
         return -1;
     }
     fc_status status = fc_state_reset(&self->core);
@@ -57,7 +58,8 @@ int fcpy_state_reset(fcpy_state *self) {
 
 int fcpy_state_end_backward(fcpy_state *self) {
     fcpy_log(self->mod, Py_None, "root_post_backward");
-    if (forget_runs(self) != 0) { /* of modules called by themselves, after the forward */
+    if (reset_modules_to_run(self) !=
+        0) { /* of modules that were called on their own after the forward */
         return -1;
     }
     void *range = fct_profile_enter("FSDP::root_post_backward_callback");
@@ -69,7 +71,7 @@ int fcpy_state_end_backward(fcpy_state *self) {
 static int run_end_backward(void *owner) {
     fcpy_state *self = (fcpy_state *)owner;
     if (fcpy_state_overrides(self, FCPY_STATE_END)) {
-        return done(
+        return drop_result(
             PyObject_CallMethod((PyObject *)owner, "_root_post_backward_final_callback", NULL));
     }
     return fcpy_state_end_backward(self);
@@ -79,18 +81,19 @@ static int call_end_backward(void *owner) {
     return run_untraced(((fcpy_state *)owner)->mod, run_end_backward, owner);
 }
 
-/* autograd lets a call-back go when it has called it, or has given its backward up. */
+/* autograd releases a callback after it has called it, or when it abandons the backward. */
 static void retain_end(void *owner) {
-    fcpy_iteration *it = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
-    it->core.callbacks++;
-    it->was_awaited = false;
+    fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
+    iteration->core.callbacks++;
+    iteration->was_awaited = false;
     fcpy_retain(owner);
 }
 
 static void release_end(void *owner) {
-    fcpy_iteration *it = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
-    if (it != NULL && it->core.callbacks > 0) { /* else it was replaced, or collected */
-        it->core.callbacks--;
+    fcpy_iteration *iteration = (fcpy_iteration *)((fcpy_state *)owner)->iteration;
+    if (iteration != NULL &&
+        iteration->core.callbacks > 0) { /* else the context was replaced or collected */
+        iteration->core.callbacks--;
     }
     fcpy_release(owner);
 }
@@ -102,8 +105,8 @@ int fcpy_state_pre_backward(fcpy_state *self) {
     }
     if (fcpy_state_overrides(self, FCPY_STATE_QUEUE_END)) {
         self->core.training_state = FC_PRE_BACKWARD;
-        if (done(PyObject_CallMethod((PyObject *)self,
-                                     "_register_root_post_backward_final_callback", NULL)) != 0) {
+        if (drop_result(PyObject_CallMethod(
+                (PyObject *)self, "_register_root_post_backward_final_callback", NULL)) != 0) {
             return -1;
         }
     }
@@ -119,8 +122,8 @@ static int call_pre_backward(void *owner) {
     return run_untraced(((fcpy_state *)owner)->mod, run_pre_backward, owner);
 }
 
-/* The gradients that pass through the node that runs now, as a new tuple. */
-static PyObject *grads_now(void) {
+/* Returns a new tuple of the gradients that pass through the running node. */
+static PyObject *current_grads(void) {
     size_t count = 0;
     fct_tensor *const *grads = fct_autograd_node_grads(&count);
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
@@ -135,11 +138,11 @@ static PyObject *grads_now(void) {
     return tuple;
 }
 
-/* Somebody has replaced what torch's node does in backward: node_backward(group, grads) calls it,
- * and returns the gradients to go on with. */
+/* The backward of torch's node is patched: node_backward(group, grads) calls it and returns the
+ * gradients to continue with. */
 static int run_patched_node(fcpy_group *group) {
     int result = -1;
-    PyObject *grads = grads_now();
+    PyObject *grads = current_grads();
     PyObject *changed = grads != NULL
                             ? PyObject_CallFunctionObjArgs(group->mod->bound.node_backward,
                                                            (PyObject *)group, grads, NULL)
@@ -166,13 +169,13 @@ done:
     return result;
 }
 
-/* A backward has reached what an earlier one recorded between the outputs' gradients and the
- * inputs' gradients of the group. */
+/* Double backward: a backward enters the graph that an earlier backward has recorded between the
+ * gradients of the group's outputs and of its inputs. */
 static int run_pre_double_backward(void *owner) {
     fcpy_state *self = (fcpy_state *)((fcpy_group *)owner)->unit;
     const fct_hook at_end = {self, call_end_backward, retain_end, release_end};
     if (self == NULL || !fcpy_state_ready(self)) {
-        return self == NULL ? 0 : -1; /* the model is gone */
+        return self == NULL ? 0 : -1; /* NULL: the model was freed */
     }
     if (fcpy_admit_backward(self) != 0) {
         return -1;
@@ -185,9 +188,9 @@ static int call_pre_double_backward(void *owner) {
     return run_untraced(((fcpy_group *)owner)->mod, run_pre_double_backward, owner);
 }
 
-/* In a backward that records itself the gradients which leave the group are outputs of the graph
- * that it makes: it is entered there, and needs the parameters again. */
-static int hook_recorded(fcpy_group *group) {
+/* In a backward with create_graph, the gradients that leave the group are outputs of a new graph. A
+ * later backward enters that graph there and needs the parameters again. */
+static int hook_recorded_grads(fcpy_group *group) {
     const fct_hook hook = {group, call_pre_double_backward, fcpy_retain, fcpy_release};
     size_t count = 0;
     fct_tensor *const *grads = fct_autograd_node_grads(&count);
@@ -215,7 +218,7 @@ static int run_post_backward(void *owner) {
                                : FC_OK;
         result = status == FC_OK ? 0 : fcpy_group_raise(group, status);
     }
-    return result == 0 && fct_grad_enabled() ? hook_recorded(group) : result;
+    return result == 0 && fct_grad_enabled() ? hook_recorded_grads(group) : result;
 }
 
 static int call_post_backward(void *owner) {
@@ -273,17 +276,17 @@ PyObject *fcpy_state_cast_output(fcpy_state *self, PyObject *output) {
 
 /* ---- before forward ---- */
 
-/* The gathers of this iteration come after the optimizer's step: after the event that the user has
- * given for it, once, or else after all that the compute stream was given. */
+/* Orders the gathers of this iteration after the optimizer's step: after the event that the user
+ * has set for this iteration, else after all work of the compute stream. */
 static int begin_iteration(fcpy_state *self) {
-    fcpy_iteration *it = (fcpy_iteration *)self->iteration;
-    bool after_compute = it->post_optim_event == NULL;
+    fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
+    bool after_compute = iteration->post_optim_event == NULL;
     if (!after_compute) {
-        if (done(PyObject_CallMethodOneArg(self->comm, self->mod->names._gather_after,
-                                           it->post_optim_event)) != 0) {
+        if (drop_result(PyObject_CallMethodOneArg(self->comm, self->mod->names._gather_after,
+                                                  iteration->post_optim_event)) != 0) {
             return -1;
         }
-        Py_CLEAR(it->post_optim_event);
+        Py_CLEAR(iteration->post_optim_event);
     }
     fc_status status = fc_state_begin_iteration(&self->core, after_compute);
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
@@ -291,7 +294,8 @@ static int begin_iteration(fcpy_state *self) {
 
 int fcpy_state_begin_forward(fcpy_state *self, PyObject **args, PyObject **kwargs) {
     if (self->is_root == Py_None) {
-        if (done(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._lazy_init)) != 0) {
+        if (drop_result(PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._lazy_init)) !=
+            0) {
             return -1;
         }
     }
@@ -363,33 +367,35 @@ static int enter_groups(fcpy_state *self, PyObject *module, PyObject **args, PyO
     return 0;
 }
 
-/* A thread of autograd's, which a device has, tells of an exception before it lets the backward go,
- * and may want the GIL for that. Once for each backward: it may run in another thread, too. */
-static void await_autograd(fcpy_iteration *it) {
-    const struct timespec moment = {0, 100000};
-    it->was_awaited = true;
-    for (int i = 0; i < 20 && it->core.callbacks > 0; i++) {
+/* Waits up to 2 ms for autograd to release the callback of a failed backward. A device thread of
+ * autograd reports the exception before it releases the callback, and may need the GIL to do so.
+ * Waits once per backward, because the backward may still be running in another thread. */
+static void await_autograd(fcpy_iteration *iteration) {
+    const struct timespec interval = {0, 100000};
+    iteration->was_awaited = true;
+    for (int i = 0; i < 20 && iteration->core.callbacks > 0; i++) {
         PyThreadState *thread = PyEval_SaveThread();
-        (void)nanosleep(&moment, NULL);
+        (void)nanosleep(&interval, NULL);
         PyEval_RestoreThread(thread);
     }
 }
 
 static bool follows_a_lost_backward(const fcpy_state *self) {
-    fcpy_iteration *it = (fcpy_iteration *)self->iteration;
-    if (!it->core.callback_counted || fct_in_backward()) {
+    fcpy_iteration *iteration = (fcpy_iteration *)self->iteration;
+    if (!iteration->core.callback_counted || fct_in_backward()) {
         return false;
     }
-    if (self->core.comm->has_streams && !it->was_awaited) {
-        await_autograd(it);
+    if (self->core.comm->has_streams && !iteration->was_awaited) {
+        await_autograd(iteration);
     }
-    return fc_iteration_is_lost(&it->core);
+    return fc_iteration_is_lost(&iteration->core);
 }
 
-/* The backward before this forward has raised. Its units would take the forward for one within it,
- * and train nothing from then on. */
-static int recover(fcpy_state *self) {
-    if (done(PyObject_CallOneArg(self->mod->bound.warn_lost_backward, (PyObject *)self)) != 0) {
+/* Resets the states after a backward that has raised. Without the reset its units would treat the
+ * forward as a recomputation and never train again. */
+static int recover_from_lost_backward(fcpy_state *self) {
+    if (drop_result(PyObject_CallOneArg(self->mod->bound.warn_lost_backward, (PyObject *)self)) !=
+        0) {
         return -1;
     }
     return fcpy_state_reset(self);
@@ -399,7 +405,7 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
     if (!fcpy_state_ready(self)) {
         return -1;
     }
-    if (follows_a_lost_backward(self) && recover(self) != 0) {
+    if (follows_a_lost_backward(self) && recover_from_lost_backward(self) != 0) {
         return -1;
     }
     if (self->core.training_state == FC_PRE_BACKWARD) {
@@ -423,10 +429,12 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
 
 /* ---- after forward ---- */
 
-/* Hooks on the outputs' gradients. New reference to the output to go on with. */
+/* Registers hooks on the outputs' gradients. Returns a new reference to the output to continue
+ * with. */
 static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
     const fct_hook hook = {self, call_pre_backward, fcpy_retain, fcpy_release};
-    /* Within functorch's transforms an output need not say that it requires grad. */
+    /* Within functorch's transforms, requires_grad of an output may be false although it has a
+     * gradient. */
     if (fct_functorch_hooked() ||
         fcpy_state_overrides(self, FCPY_STATE_HOOK_OUTPUT | FCPY_STATE_PRE_BACKWARD)) {
         return PyObject_CallMethod((PyObject *)self, "_register_pre_backward_hook", "(O)", output);
@@ -438,7 +446,8 @@ static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
     return output;
 }
 
-/* Post-forward of the state's groups. Steals output; new reference to the one to go on with. */
+/* Runs post-forward of the state's groups. Steals output; returns a new reference to the output to
+ * continue with. */
 static PyObject *leave_groups(fcpy_state *self, PyObject *module, PyObject *input,
                               PyObject *output) {
     for (size_t i = 0; output != NULL && i < self->core.group_count; i++) {
@@ -457,7 +466,7 @@ static PyObject *leave_groups(fcpy_state *self, PyObject *module, PyObject *inpu
     return output;
 }
 
-/* The groups' part and the hooks. Steals output; new reference. */
+/* Runs leave_groups and hook_outputs. Steals output; returns a new reference. */
 static PyObject *leave_forward(fcpy_state *self, PyObject *module, PyObject *input,
                                PyObject *output) {
     output = leave_groups(self, module, input, output);
@@ -468,8 +477,8 @@ static PyObject *leave_forward(fcpy_state *self, PyObject *module, PyObject *inp
     return output;
 }
 
-/* Ends the forward of a multi-module state whose modules did not all run; hands its output cast on.
- * Steals output; new reference. */
+/* Ends the forward of a multi-module state of which some modules did not run, and casts the output.
+ * Steals output; returns a new reference. */
 static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
     fcpy_log(state->mod, Py_None, "force_complete_post_forward");
     output = leave_forward(state, Py_None, Py_None, output);
@@ -484,7 +493,8 @@ static PyObject *complete_partial(fcpy_state *state, PyObject *output) {
     return output;
 }
 
-/* At the end of the iteration's forward; innermost states first. Steals output. */
+/* Calls complete_partial for all such states at the end of the iteration's forward, innermost
+ * first. Steals output. */
 static PyObject *complete_partials(fcpy_state *root, PyObject *output) {
     if (fcpy_state_overrides(root, FCPY_STATE_COMPLETE)) {
         Py_SETREF(output, PyObject_CallMethod((PyObject *)root, "_force_complete_incomplete_states",

@@ -1,13 +1,14 @@
-/* A group's transitions as they are made here: each asks whether somebody has overridden the method
- * that torch has for it, and calls that. Likewise who moves the data. Owns nothing. */
+/* A group's transitions. Each checks whether the corresponding method of torch is overridden, and
+ * calls it if so, else the core. Likewise fcpy_host_moves decides whether Python or the core moves
+ * the data. Owns nothing. */
 #include "transitions.h"
 
 #include "guard.h"
 
-/* ---- what the core asks ---- */
+/* ---- callbacks of the core ---- */
 
-/* Whether these methods of the group's parameters are patched, or overridden on their own. */
-static bool param_calls(fcpy_group *self, uint32_t bits) {
+/* Whether these parameter methods are patched, or overridden on a parameter of the group. */
+static bool are_param_methods_replaced(fcpy_group *self, uint32_t bits) {
     return (self->param_calls & bits) != 0 || fcpy_guard_patched(&self->mod->guard, bits);
 }
 
@@ -22,19 +23,19 @@ bool fcpy_host_moves(void *group, fc_move move) {
         return fcpy_host_moves(group, FC_MOVE_REDUCE) ||
                fcpy_group_overrides(self, FCPY_CALL_POST_BACKWARD);
     case FC_MOVE_FREE:
-        return param_calls(self, FCPY_CALL_MEMORY);
+        return are_param_methods_replaced(self, FCPY_CALL_MEMORY);
     case FC_MOVE_SWAP:
-        return param_calls(self, FCPY_CALL_SWAP);
+        return are_param_methods_replaced(self, FCPY_CALL_SWAP);
     case FC_MOVE_GRADS:
-        return param_calls(self, FCPY_CALL_GRADS);
+        return are_param_methods_replaced(self, FCPY_CALL_GRADS);
     }
     return false;
 }
 
-/* ---- transitions: what overrides one of them, or else the group's own ---- */
+/* ---- transitions ---- */
 
-/* Calls the method of that bit, with an argument where there is one (borrowed). */
-static fc_status run(fc_group *g, uint32_t bit, PyObject *argument) {
+/* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. */
+static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
     PyObject *self = (PyObject *)g->members.owner;
     const char *name = fcpy_group_method(bit);
     PyObject *result = argument != NULL ? PyObject_CallMethod(self, name, "O", argument)
@@ -43,49 +44,49 @@ static fc_status run(fc_group *g, uint32_t bit, PyObject *argument) {
     return result != NULL ? FC_OK : FC_ERAISED;
 }
 
-static bool overridden(const fc_group *g, uint32_t bit) {
+static bool is_overridden(const fc_group *g, uint32_t bit) {
     return fcpy_group_overrides((fcpy_group *)g->members.owner, bit);
 }
 
-/* Whoever overrides it finds the pass in the group's training state, as in torch. */
-static fc_status ask_unshard(fc_group *g, fc_training_state pass, bool async_op) {
-    if (!overridden(g, FCPY_CALL_UNSHARD)) {
+/* An override reads the pass from the group's training state, as in torch. */
+static fc_status dispatch_unshard(fc_group *g, fc_training_state pass, bool async_op) {
+    if (!is_overridden(g, FCPY_CALL_UNSHARD)) {
         return fc_group_unshard(g, pass, async_op);
     }
     fc_training_state before = g->training_state;
     g->training_state = pass;
-    fc_status status = run(g, FCPY_CALL_UNSHARD, async_op ? Py_True : Py_False);
+    fc_status status = call_override(g, FCPY_CALL_UNSHARD, async_op ? Py_True : Py_False);
     g->training_state = before;
     return status;
 }
 
-static fc_status ask_pre_backward(fc_group *g, bool default_prefetch) {
-    return overridden(g, FCPY_CALL_PRE_BACKWARD)
-               ? run(g, FCPY_CALL_PRE_BACKWARD, default_prefetch ? Py_True : Py_False)
+static fc_status dispatch_pre_backward(fc_group *g, bool default_prefetch) {
+    return is_overridden(g, FCPY_CALL_PRE_BACKWARD)
+               ? call_override(g, FCPY_CALL_PRE_BACKWARD, default_prefetch ? Py_True : Py_False)
                : fc_group_pre_backward(g, default_prefetch);
 }
 
-#define ASK(name, bit, transition)                                                                 \
+#define DISPATCH(name, bit, transition)                                                            \
     static fc_status name(fc_group *g) {                                                           \
-        return overridden(g, bit) ? run(g, bit, NULL) : transition(g);                             \
+        return is_overridden(g, bit) ? call_override(g, bit, NULL) : transition(g);                \
     }
-ASK(ask_wait, FCPY_CALL_WAIT, fc_group_wait_unshard)
-ASK(ask_reshard, FCPY_CALL_RESHARD, fc_group_reshard)
-ASK(ask_to_sharded, FCPY_CALL_TO_SHARDED, fc_group_to_sharded)
-ASK(ask_post_backward, FCPY_CALL_POST_BACKWARD, fc_group_post_backward)
-ASK(ask_finalize, FCPY_CALL_FINALIZE, fc_group_finalize_backward)
-ASK(ask_prefetch, FCPY_CALL_PREFETCH, fc_group_backward_prefetch)
-#undef ASK
+DISPATCH(dispatch_wait, FCPY_CALL_WAIT, fc_group_wait_unshard)
+DISPATCH(dispatch_reshard, FCPY_CALL_RESHARD, fc_group_reshard)
+DISPATCH(dispatch_to_sharded, FCPY_CALL_TO_SHARDED, fc_group_to_sharded)
+DISPATCH(dispatch_post_backward, FCPY_CALL_POST_BACKWARD, fc_group_post_backward)
+DISPATCH(dispatch_finalize, FCPY_CALL_FINALIZE, fc_group_finalize_backward)
+DISPATCH(dispatch_prefetch, FCPY_CALL_PREFETCH, fc_group_backward_prefetch)
+#undef DISPATCH
 
 const fc_transitions fcpy_transitions = {
-    .unshard = ask_unshard,
-    .wait_unshard = ask_wait,
-    .reshard = ask_reshard,
-    .to_sharded = ask_to_sharded,
-    .pre_backward = ask_pre_backward,
-    .post_backward = ask_post_backward,
-    .finalize_backward = ask_finalize,
-    .backward_prefetch = ask_prefetch,
+    .unshard = dispatch_unshard,
+    .wait_unshard = dispatch_wait,
+    .reshard = dispatch_reshard,
+    .to_sharded = dispatch_to_sharded,
+    .pre_backward = dispatch_pre_backward,
+    .post_backward = dispatch_post_backward,
+    .finalize_backward = dispatch_finalize,
+    .backward_prefetch = dispatch_prefetch,
 };
 
 void fcpy_host_log(void *group, const char *label) {

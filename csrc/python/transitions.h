@@ -1,13 +1,13 @@
-/* A group's transitions as they are made here, and what the core asks of whoever overrides. */
+/* A group's transitions with checks for overridden methods, and callbacks of the core. */
 #ifndef FSDP_C_PYTHON_TRANSITIONS_H
 #define FSDP_C_PYTHON_TRANSITIONS_H
 
 #include "objects.h"
 
-/* The transitions of a group as they are made here: each asks whether somebody has overridden
- * it. */
+/* A group's transitions. Each calls the overridden method, if there is one, in place of the
+ * core. */
 extern const fc_transitions fcpy_transitions;
-/* For fc_host. */
+/* Members of fc_host. */
 bool fcpy_host_moves(void *group, fc_move move);
 void fcpy_host_log(void *group, const char *label);
 

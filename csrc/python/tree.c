@@ -1,19 +1,21 @@
-/* Walking forward arguments and outputs. The common shapes (a tensor; a tuple or dict whose items
- * are tensors or plain scalars) are walked here; anything nested goes to the bound Python
- * functions, which know namedtuples, dataclasses and the rest. Owns nothing between calls. */
+/* Traversal of forward arguments and outputs. Common structures are traversed in C: a tensor, or a
+ * tuple or dict of tensors and plain scalars. Nested structures are passed to the bound Python
+ * functions, which also support namedtuples, dataclasses and other containers. Owns nothing between
+ * calls. */
 #include "tree.h"
 
 #include "attributes.h"
 
 enum { MAX_FLAT = 64 };
 
-/* Tensors found in a flat structure, with what each belongs to. */
+/* The chosen tensors of a flat structure. */
 typedef struct fcpy_flat {
     PyObject *tensors[MAX_FLAT]; /* borrowed */
     Py_ssize_t count;
 } fcpy_flat;
 
-/* 1: a leaf that is no tensor; 2: a tensor; 0: something to be walked in Python. */
+/* Returns 1 for a leaf that is no tensor, 2 for a tensor, 0 for an object that Python has to
+ * traverse. */
 static int leaf_kind(PyObject *item) {
     if (item == Py_None || PyBool_Check(item) || PyLong_CheckExact(item) ||
         PyFloat_CheckExact(item) || PyUnicode_CheckExact(item)) {
@@ -22,26 +24,27 @@ static int leaf_kind(PyObject *item) {
     return fct_py_is_tensor(item) ? 2 : 0;
 }
 
-static bool wants_node(PyObject *tensor) {
+static bool needs_node(PyObject *tensor) {
     return fct_tensor_requires_grad(fct_py_tensor(tensor));
 }
 
-static bool is_floating(PyObject *tensor, fct_dtype unless) {
+static bool is_floating(PyObject *tensor, fct_dtype excluded) {
     fct_facts facts;
     fct_tensor_facts(fct_py_tensor(tensor), &facts);
-    return facts.dtype != unless && fct_dtype_is_floating(facts.dtype);
+    return facts.dtype != excluded && fct_dtype_is_floating(facts.dtype);
 }
 
-/* ---- flat args and kwargs: a filter, then a replacement for each chosen tensor ---- */
+/* ---- flat args and kwargs: collect the chosen tensors, then replace them ---- */
 
 typedef bool (*choose_fn)(PyObject *tensor, fct_dtype dtype);
 
 static bool choose_grad(PyObject *tensor, fct_dtype dtype) {
     (void)dtype;
-    return wants_node(tensor);
+    return needs_node(tensor);
 }
 
-/* Collects the chosen tensors of args, then of kwargs. false: not flat (or too many). */
+/* Collects the chosen tensors of args, then of kwargs. Returns false if these are not flat or too
+ * many. */
 static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct_dtype dtype,
                          fcpy_flat *flat) {
     flat->count = 0;
@@ -73,8 +76,8 @@ static bool collect_flat(PyObject *args, PyObject *kwargs, choose_fn choose, fct
     return true;
 }
 
-/* New args and kwargs with the chosen tensors replaced, in the order of collect_flat. `made` are
- * borrowed. */
+/* Makes new args and kwargs in which `made` (borrowed) replaces the chosen tensors, in the order of
+ * collect_flat. */
 static int replace_flat(PyObject **args, PyObject **kwargs, choose_fn choose, fct_dtype dtype,
                         PyObject *const *made) {
     Py_ssize_t next = 0;
@@ -111,7 +114,7 @@ static int replace_flat(PyObject **args, PyObject **kwargs, choose_fn choose, fc
     return 0;
 }
 
-static void drop(PyObject **objects, Py_ssize_t count) {
+static void clear_all(PyObject **objects, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
         Py_CLEAR(objects[i]);
     }
@@ -122,7 +125,7 @@ int fcpy_take_pair(PyObject *pair, PyObject **args, PyObject **kwargs) {
         return -1;
     }
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected (args, kwargs)");
+        PyErr_SetString(PyExc_TypeError, "expected a tuple (args, kwargs)");
         Py_DECREF(pair);
         return -1;
     }
@@ -145,7 +148,7 @@ PyObject *fcpy_give_pair(int failed, PyObject *args, PyObject *kwargs) {
 
 /* ---- casts ---- */
 
-static PyObject *cast_one(PyObject *tensor, fct_dtype dtype) {
+static PyObject *cast_tensor(PyObject *tensor, fct_dtype dtype) {
     fct_tensor *cast = NULL;
     PyObject *result = NULL;
     if (fct_cast_differentiable(fct_py_tensor(tensor), dtype, &cast) != 0) {
@@ -158,8 +161,8 @@ static PyObject *cast_one(PyObject *tensor, fct_dtype dtype) {
     return result;
 }
 
-/* cast_tree(dtype, obj) of the Python side: walks every kind of container. */
-static PyObject *cast_general(fcpy_module *mod, fct_dtype dtype, PyObject *obj) {
+/* Calls the bound cast_tree(dtype, obj), which traverses every kind of container. */
+static PyObject *cast_with_python(fcpy_module *mod, fct_dtype dtype, PyObject *obj) {
     PyObject *py_dtype = fcpy_get_dtype(dtype);
     if (py_dtype == NULL) {
         return NULL;
@@ -174,7 +177,7 @@ int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObjec
     PyObject *made[MAX_FLAT] = {NULL};
     if (!collect_flat(*args, *kwargs, is_floating, dtype, &flat)) {
         PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
-        PyObject *cast = pair != NULL ? cast_general(mod, dtype, pair) : NULL;
+        PyObject *cast = pair != NULL ? cast_with_python(mod, dtype, pair) : NULL;
         Py_XDECREF(pair);
         return fcpy_take_pair(cast, args, kwargs);
     }
@@ -183,24 +186,24 @@ int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObjec
     }
     int result = -1;
     for (Py_ssize_t i = 0; i < flat.count; i++) {
-        made[i] = cast_one(flat.tensors[i], dtype);
+        made[i] = cast_tensor(flat.tensors[i], dtype);
         if (made[i] == NULL) {
             goto done;
         }
     }
     result = replace_flat(args, kwargs, is_floating, dtype, made);
 done:
-    drop(made, flat.count);
+    clear_all(made, flat.count);
     return result;
 }
 
 PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output) {
     int kind = leaf_kind(output);
     if (kind == 0) {
-        return cast_general(mod, dtype, output);
+        return cast_with_python(mod, dtype, output);
     }
     if (kind == 2 && is_floating(output, dtype)) {
-        return cast_one(output, dtype);
+        return cast_tensor(output, dtype);
     }
     Py_INCREF(output);
     return output;
@@ -208,7 +211,7 @@ PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output) 
 
 /* ---- the post-backward node ---- */
 
-/* Runs count tensors through one node; made gets new references. */
+/* Passes `count` tensors through one node. Stores new references in `made`. */
 static int through_node(const fct_hook *hook, PyObject *const *tensors, Py_ssize_t count,
                         PyObject **made) {
     int result = -1;
@@ -236,14 +239,14 @@ static int through_node(const fct_hook *hook, PyObject *const *tensors, Py_ssize
         fct_tensor_release(out[i]);
     }
     if (result != 0) {
-        drop(made, count);
+        clear_all(made, count);
     }
 done:
     PyMem_Free((void *)in);
     return result;
 }
 
-/* New tuple of the tensors in a structure of any kind that require grad. */
+/* Returns a new tuple of the tensors that require grad in any structure. */
 static PyObject *collect_tensors(fcpy_module *mod, PyObject *obj) {
     PyObject *tensors = PyObject_CallOneArg(mod->bound.collect_grad_tensors, obj);
     if (tensors != NULL && !PyTuple_Check(tensors)) {
@@ -253,8 +256,8 @@ static PyObject *collect_tensors(fcpy_module *mod, PyObject *obj) {
     return tensors;
 }
 
-static int insert_general(fcpy_module *mod, const fct_hook *hook, PyObject **args,
-                          PyObject **kwargs) {
+static int insert_with_python(fcpy_module *mod, const fct_hook *hook, PyObject **args,
+                              PyObject **kwargs) {
     int result = -1;
     PyObject *list = NULL;
     PyObject *iterator = NULL;
@@ -291,7 +294,7 @@ int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, Py
     fcpy_flat flat;
     PyObject *made[MAX_FLAT] = {NULL};
     if (!collect_flat(*args, *kwargs, choose_grad, FCT_NO_DTYPE, &flat)) {
-        return insert_general(mod, hook, args, kwargs);
+        return insert_with_python(mod, hook, args, kwargs);
     }
     if (flat.count == 0) {
         return 0;
@@ -300,13 +303,13 @@ int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, Py
         return -1;
     }
     int result = replace_flat(args, kwargs, choose_grad, FCT_NO_DTYPE, made);
-    drop(made, flat.count);
+    clear_all(made, flat.count);
     return result;
 }
 
 /* ---- pre-backward hooks on outputs ---- */
 
-static int hook_one(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *tensor) {
+static int hook_tensor(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *tensor) {
     fct_tensor *handle = fct_py_tensor(tensor);
     if (fct_tensor_is_view(handle)) {
         PyObject *warned = PyObject_CallOneArg(mod->bound.warn_view_output, state);
@@ -321,7 +324,7 @@ static int hook_one(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyO
 int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output) {
     int kind = leaf_kind(output);
     if (kind != 0) {
-        return kind == 2 && wants_node(output) ? hook_one(mod, state, hook, output) : 0;
+        return kind == 2 && needs_node(output) ? hook_tensor(mod, state, hook, output) : 0;
     }
     PyObject *tensors = collect_tensors(mod, output);
     if (tensors == NULL) {
@@ -329,7 +332,7 @@ int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, P
     }
     int result = 0;
     for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(tensors); i++) {
-        result = hook_one(mod, state, hook, PyTuple_GET_ITEM(tensors, i));
+        result = hook_tensor(mod, state, hook, PyTuple_GET_ITEM(tensors, i));
     }
     Py_DECREF(tensors);
     return result;

@@ -1,6 +1,6 @@
-/* What the kernel tests share: seeded random data, memory under comparison, and reference
- * conversions written the slow way: one element at a time, by searching the nearest
- * representable value. Nothing of the kernels' own arithmetic is used to say what is right. */
+/* Helpers of the kernel tests: seeded random data, memory comparison, and reference conversions.
+ * The references convert one element at a time, by a search for the nearest representable value.
+ * They use none of the kernels' arithmetic. */
 #ifndef FSDP_C_TESTS_KERNELS_REFERENCE_H
 #define FSDP_C_TESTS_KERNELS_REFERENCE_H
 
@@ -19,10 +19,10 @@
 #include "kernels/kernels.h"
 
 enum {
-    ROUNDS = 60, /* random layouts for each property and backend */
-    GUARD = 64,  /* bytes around each destination that must stay as they were */
+    ROUNDS = 60, /* random layouts per property and backend */
+    GUARD = 64,  /* bytes around each destination that must stay unchanged */
     UNTOUCHED = 0xa5,
-    FCK_BOOL = 11, /* types of torch that are moved but never converted */
+    FCK_BOOL = 11, /* dtypes of torch that are copied but never converted */
     FCK_COMPLEX128 = 10,
 };
 
@@ -63,7 +63,7 @@ static inline int64_t draw_between(source *random, int64_t low, int64_t high) {
     return low + (int64_t)(draw(random) % (uint64_t)(high - low + 1));
 }
 
-/* Mostly small, sometimes zero, now and then several tiles long. */
+/* Mostly small, sometimes zero, sometimes several tiles. */
 static inline int64_t draw_size(source *random) {
     switch (draw(random) % 8) {
     case 0:
@@ -75,7 +75,7 @@ static inline int64_t draw_size(source *random) {
     }
 }
 
-/* Blocks of a parameter: mostly one, of small ones now and then many. */
+/* Number of blocks of a parameter: mostly one; small parameters sometimes have many. */
 static inline int64_t draw_blocks(source *random, int64_t size) {
     if (draw(random) % 3 != 0) {
         return 1;
@@ -104,9 +104,9 @@ static inline double value_of_16_bits(uint16_t bits, fck_dtype dtype) {
     return dtype == FCK_FLOAT16 ? value_of_small(bits, 10, 15) : value_of_small(bits, 7, 127);
 }
 
-/* The pattern nearest to `value`, the even one of two equally near: positive patterns are
- * ordered like their values, so bisect, then compare the two neighbours. Overflow goes to
- * infinity where the value is at least half a step above the largest finite one. */
+/* Returns the pattern nearest to `value`, the even one on a tie. Positive patterns are ordered like
+ * their values, so bisect, then compare the two neighbors. A value at least half a step above the
+ * largest finite one becomes infinity. */
 static inline uint16_t nearest_16_bits(float value, fck_dtype dtype) {
     const uint16_t infinity = dtype == FCK_FLOAT16 ? 0x7c00 : 0x7f80;
     const double step_above = dtype == FCK_FLOAT16 ? ldexp(1, 16) : ldexp(1, 128);
@@ -149,7 +149,7 @@ static inline double load_value(const void *from, fck_dtype dtype) {
     }
 }
 
-/* 16-bit targets are reached through float32, as torch reaches them. */
+/* 16-bit dtypes are rounded through float32, as in torch. */
 static inline void store_value(void *to, fck_dtype dtype, double value) {
     const float single = (float)value;
     uint16_t bits;
@@ -200,7 +200,7 @@ static inline void reference_copy(const unsigned char *src, fck_dtype src_dtype,
     }
 }
 
-/* ---- arenas: memory under comparison ---- */
+/* ---- arenas: memory that is compared as a whole ---- */
 
 static inline unsigned char *new_bytes(int64_t bytes, int fill) {
     unsigned char *memory = (unsigned char *)malloc(bytes > 0 ? (size_t)bytes : 1);
@@ -209,8 +209,8 @@ static inline unsigned char *new_bytes(int64_t bytes, int fill) {
     return memory;
 }
 
-/* `count` random elements, every bit pattern but NaN, whose bits are not promised. The caller
- * frees. */
+/* Creates `count` random elements of any bit pattern except NaN, whose bits are unspecified. The
+ * caller frees them. */
 static inline unsigned char *new_elements(source *random, fck_dtype dtype, int64_t count) {
     const int64_t size = size_of(dtype);
     unsigned char *memory = new_bytes(count * size, 0);

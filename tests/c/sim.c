@@ -1,6 +1,5 @@
-/* The simulation as a whole: its configuration, its random numbers, its log, the failures noted,
- * and the small parts of the boundary that have no noun of their own (autograd's flags, the
- * profiler). */
+/* The simulation as a whole: configuration, random numbers, log and recorded failures. It also has
+ * the small parts of the boundary without a file of their own (flags of autograd, the profiler). */
 #include "sim_internal.h"
 
 #include <stdio.h>
@@ -23,8 +22,8 @@ static bool recording;
 static fct_watch *watches; /* newest first */
 static fct_hook at_end;
 
-/* ASan's defaults suit programs that allocate less; ASAN_OPTIONS in the environment goes before
- * these. */
+/* ASan's defaults are tuned for programs with fewer allocations. ASAN_OPTIONS in the environment
+ * overrides these. */
 const char *__asan_default_options(void);
 const char *__asan_default_options(void) {
     return "malloc_context_size=5:quarantine_size_mb=16:thread_local_quarantine_size_kb=64";
@@ -227,7 +226,7 @@ int fct_autograd_at_end(const fct_hook *hook) {
         return -1;
     }
     if (at_end.call != NULL) {
-        sim_fail("the end of one backward has two call-backs");
+        sim_fail("two callbacks are registered for the end of one backward");
     }
     at_end = *hook;
     at_end.retain(at_end.owner);
@@ -255,7 +254,8 @@ bool fct_profile_active(void) {
     return sim_now.profile;
 }
 
-/* A token is the place of its range in this array, so that ranges left in the wrong order show. */
+/* The token of a range is its address in this array, so that ranges closed in the wrong order are
+ * detected. */
 static char range_places[RANGES_MAX];
 
 void *fct_profile_enter(const char *name) {

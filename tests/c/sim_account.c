@@ -1,9 +1,9 @@
-/* The account of a simulated model: where elements are and what they have to be, for all ranks, by
- * arithmetic of its own: nothing here asks csrc/core/layout. Owns nothing. */
+/* Expected values of a simulated model: the position and value of every element on every rank. The
+ * arithmetic is independent of csrc/core/layout.c. Owns nothing. */
 #include "sim_internal.h"
 #include "sim_model.h"
 
-/* The tensor seen as [outer, rows, inner], `rows` being the dim that is cut. */
+/* The tensor as [outer, rows, inner]; `rows` is the sharded dim. */
 typedef struct cut {
     int64_t outer;
     int64_t rows;
@@ -11,7 +11,7 @@ typedef struct cut {
     int64_t chunk;
 } cut;
 
-static cut cut_of(const sim_param *p, int32_t dim, int64_t world) {
+static cut cut_for(const sim_param *p, int32_t dim, int64_t world) {
     cut c = {.outer = 1, .rows = p->shape.sizes[dim], .inner = 1};
     for (int32_t d = 0; d < p->shape.ndim; d++) {
         c.outer *= d < dim ? p->shape.sizes[d] : 1;
@@ -22,19 +22,19 @@ static cut cut_of(const sim_param *p, int32_t dim, int64_t world) {
 }
 
 int64_t sim_padded_numel(const sim_param *p, int32_t dim, int64_t world) {
-    cut c = cut_of(p, dim, world);
+    cut c = cut_for(p, dim, world);
     return c.outer * c.chunk * c.inner;
 }
 
 int64_t sim_local_numel(const sim_param *p, int32_t dim, int64_t world, int64_t rank) {
-    cut c = cut_of(p, dim, world);
+    cut c = cut_for(p, dim, world);
     int64_t left = c.rows - rank * c.chunk;
     return c.outer * (left < 0 ? 0 : (left < c.chunk ? left : c.chunk)) * c.inner;
 }
 
 void sim_shard_values(const sim_param *p, const double *whole, int32_t dim, int64_t world,
                       int64_t rank, double *out) {
-    cut c = cut_of(p, dim, world);
+    cut c = cut_for(p, dim, world);
     for (int64_t o = 0; o < c.outer; o++) {
         for (int64_t r = 0; r < c.chunk; r++) {
             int64_t row = rank * c.chunk + r;
@@ -49,14 +49,14 @@ fct_dtype sim_compute_dtype(const sim_param *p) {
     return p->shape.compute != 0 ? p->shape.compute : p->shape.dtype;
 }
 
-/* Where the next slot of a row starts that has come to `at`. */
-static int64_t aligned(int64_t at) {
+/* Returns the start of the next slot of a row that ends at `at`. */
+static int64_t align_offset(int64_t at) {
     int64_t align = sim_device().type == FCT_DEVICE_CUDA ? 16 : 1;
     return (at + align - 1) / align * align;
 }
 
-/* What one rank sends of one parameter, at the place where the row has come to; row NULL: only how
- * far that goes. `grown`: elements of inputs whose size changes. */
+/* Writes the inputs that one rank sends of one parameter at `at`, and returns the new end of the
+ * row. `row` NULL: only computes the end. `grown`: elements of inputs whose size changes. */
 static int64_t write_inputs(const sim_param *p, int32_t dim, int64_t world, int64_t rank,
                             int64_t grown, char *row, int64_t at) {
     int64_t padded = sim_padded_numel(p, dim, world);
@@ -66,7 +66,7 @@ static int64_t write_inputs(const sim_param *p, int32_t dim, int64_t world, int6
     double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
     sim_shard_values(p, p->full, dim, world, rank, values);
     for (size_t i = 0; i < inputs; i++) {
-        at = numels[i] > 0 ? aligned(at) : at;
+        at = numels[i] > 0 ? align_offset(at) : at;
         for (int64_t k = 0; k < numels[i]; k++, at += sim_itemsize(dtypes[i])) {
             double half = i < 2 ? sim_round(dtypes[0], values[k]) / 2.0 : 0.0;
             if (row != NULL) {
@@ -85,13 +85,12 @@ static int64_t write_group(const sim_group *g, bool forward, int64_t world, int6
         const sim_param *p = &g->params[i];
         at = write_inputs(p, forward ? 0 : p->shape.dim, world, rank, grown, row, at);
     }
-    return aligned(at);
+    return align_offset(at);
 }
 
-/* One rank's inputs of all parameters one after the other, in the types that are computed in; on
- * CUDA each at a multiple of 16 bytes. Of those whose size changes there is one at most, of so many
- * elements (of 8 bytes, two at a time) as the row has room for: which gather this is nobody knows
- * when it was abandoned. */
+/* Writes one rank's inputs of all parameters in order, in the compute dtypes; on CUDA each at a
+ * multiple of 16 bytes. At most one input changes its size. Its elements (of 8 bytes, two at a
+ * time) fill the rest of the row, because the number of an abandoned gather is unknown. */
 static void write_shards(const sim_group *g, bool forward, int64_t world, int64_t rank, void *row,
                          int64_t bytes) {
     const int64_t fixed = write_group(g, forward, world, rank, 0, NULL);

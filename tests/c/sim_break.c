@@ -1,4 +1,4 @@
-/* One broken run after the other; see sim_break.h. Owns nothing between them. */
+/* Runs with one injected failure each; see sim_break.h. Owns nothing between runs. */
 #include "sim_break.h"
 
 #include <stdio.h>
@@ -7,8 +7,8 @@
 
 static const char *const spans[] = {"", " and all after it", " and all host call-backs after it"};
 
-/* Memory that clean-up would like (for a pool, a parking record) may be missing: nobody is told;
- * with failures that last the next call that matters speaks. */
+/* Optional memory of cleanup (event pool, parking record) can be missing without an error. With
+ * persistent failures the next required call reports one. */
 static void check_status(sim_model *m, const sim_breakage *b, fc_status status) {
     const char *name = NULL;
     fc_status expected = FC_OK;
@@ -38,7 +38,7 @@ static void check_status(sim_model *m, const sim_breakage *b, fc_status status) 
     }
 }
 
-static void check_at_rest(sim_model *m) {
+static void check_reset_state(sim_model *m) {
     sim_model_check(m, "after the reset");
     for (size_t i = 0; i < m->layer_count; i++) {
         for (size_t k = 0; k < m->layers[i].group_count; k++) {
@@ -68,10 +68,10 @@ static void recover(sim_model *m, const sim_breakage *b) {
     }
     sim_model_forget_step(m);
     sim_model_zero_grad(m);
-    check_at_rest(m);
+    check_reset_state(m);
 }
 
-/* The step failed: look at what is left, recover, and do it again. */
+/* Checks the state after the failed step, recovers and repeats the step. */
 static void repeat_step(sim_model *m, const sim_breakage *b, fc_status status) {
     check_status(m, b, status);
     sim_model_check(m, "after a failure");
@@ -89,8 +89,8 @@ static void repeat_step(sim_model *m, const sim_breakage *b, fc_status status) {
     }
 }
 
-/* Trains with one breakage (nth 0: none). Returns the step in which the n-th call was made;
- * SIM_BREAK_STEPS: in none. */
+/* Trains with one injected failure (nth 0: none). Returns the step in which the n-th call was made,
+ * or SIM_BREAK_STEPS if there were fewer calls. */
 static int broken_run(const sim_scenario *s, const char *device, const sim_breakage *b,
                       double *digest) {
     sim_begin(s->device);
@@ -119,12 +119,13 @@ static int broken_run(const sim_scenario *s, const char *device, const sim_break
     return broken;
 }
 
-static int64_t setting(const char *name, int64_t standard) {
+static int64_t read_env_number(const char *name, int64_t standard) {
     const char *value = getenv(name);
     return value != NULL ? strtoll(value, NULL, 0) : standard;
 }
 
-/* Calls from one that fails to the next, and the first: another for each pair of names. */
+/* Returns the distance between two failing calls, and the first one, which differs per scenario and
+ * device. */
 static int64_t stride_of(const sim_breakage *b, int step) {
     return (b->thin || step > 0) && getenv("SWEEP_WHOLE") == NULL ? 3 : 1;
 }
@@ -135,8 +136,8 @@ static int64_t first_of(const char *scenario, const char *device, int64_t stride
 
 void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b, int steps) {
     const char *only_scenario = getenv("SWEEP_SCENARIO");
-    int64_t first_seed = setting("SWEEP_SEED", 1);
-    int64_t only_call = setting("SWEEP_CALL", 0);
+    int64_t first_seed = read_env_number("SWEEP_SEED", 1);
+    int64_t only_call = read_env_number("SWEEP_CALL", 0);
     sim_scenario s = *scenario;
     if (only_scenario != NULL && strcmp(only_scenario, s.name) != 0) {
         return;
@@ -147,8 +148,7 @@ void sim_sweep(const sim_scenario *scenario, const char *device, sim_breakage b,
     assert_int_equal(broken_run(&s, device, &(sim_breakage){.nth = 0}, &unfailed), SIM_BREAK_STEPS);
     b.nth = only_call > 0 ? only_call : first_of(s.name, device, stride_of(&b, 0));
     while (only_call == 0 || b.nth == only_call) {
-        s.device.seed =
-            (uint64_t)(first_seed + b.nth); /* another schedule each time; the parameters stay */
+        s.device.seed = (uint64_t)(first_seed + b.nth); /* another schedule, the same parameters */
         int step = broken_run(&s, device, &b, &digest);
         if (step >= steps) {
             break;

@@ -1,10 +1,11 @@
-/* Simulated process groups and works.
+/* Simulated process groups and works. Owns the registered groups.
  *
- * A group knows what its peers send (see sim.h), so a collective computes what real ranks would
- * have exchanged: an all-gather also checks that this rank's row is what its peers would expect
- * of it. On devices with streams a collective runs on the group's own stream, or, if it is not
- * asynchronous, for about half of the seeds on the current one, as NCCL's do in newer releases.
- * On the CPU it runs on the group's own thread, whenever it is drawn. */
+ * A group computes the data of its peers (sim.h), so a collective returns the results of real
+ * ranks. An all-gather also checks that this rank's row has the values that its peers expect.
+ *
+ * With streams a collective runs on the group's own stream. If it is not asynchronous, it runs on
+ * the current stream for about half of the seeds, as in newer releases of NCCL. On the CPU it runs
+ * in the group's own thread, at a random time. */
 #include "sim_internal.h"
 
 #include <stdlib.h>
@@ -21,8 +22,8 @@ struct fct_pg {
     double base, step;
     int stream;
     size_t refs;
-    bool gives; /* memory */
-    bool takes; /* only such memory */
+    bool gives; /* it has an allocator */
+    bool takes; /* it requires memory of an allocator */
 };
 
 struct fct_work {
@@ -49,7 +50,7 @@ void sim_groups_end(void) {
 /* All groups of a test share one stream, as the groups of one mesh share one communicator. */
 void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn row, void *context) {
     if (group_count == GROUPS_MAX) {
-        fail_msg("the simulation has no room for another process group");
+        fail_msg("the simulation supports no further process group");
     }
     groups[group_count++] = (fct_pg){.name = name,
                                      .world = world,
@@ -98,7 +99,7 @@ int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device, 
         return -1;
     }
     if (!pg->gives || device.type != sim_device().type || numel < 0) {
-        sim_fail("%s is asked for %lld elements of memory", pg->name, (long long)numel);
+        sim_fail("%s: unexpected allocation of %lld elements", pg->name, (long long)numel);
     }
     *out = sim_tensor_new(dtype, 1, &numel, NULL);
     if (sim_tensor_block(*out) != NULL) {
@@ -107,7 +108,8 @@ int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device, 
     return 0;
 }
 
-/* Where rows are to be the memory of groups, they are, whole and exactly. */
+/* Records a failure if rows must be in memory of a process group and are not, or are not exactly
+ * that memory. */
 static void check_memory(const fct_pg *pg, const fct_tensor *row, bool whole, const char *what) {
     const sim_block *block = sim_tensor_block(row);
     fct_facts facts;
@@ -116,7 +118,7 @@ static void check_memory(const fct_pg *pg, const fct_tensor *row, bool whole, co
         return;
     }
     if (block == NULL || !block->of_group) {
-        sim_fail("%s of %s over memory that no group has given", what, pg->name);
+        sim_fail("%s of %s in memory that is not from a process group's allocator", what, pg->name);
     } else if (whole && facts.storage_bytes != facts.numel * facts.itemsize) {
         sim_fail("%s of %s over a part of %lld bytes", what, pg->name,
                  (long long)facts.storage_bytes);
@@ -153,7 +155,7 @@ bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
 
 /* ---- issuing ---- */
 
-/* Queues a collective that reads input and writes output (the same tensor: in place). */
+/* Queues a collective that reads `input` and writes `output` (the same tensor: in place). */
 static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
                        sim_op op) {
     bool here = sim_now.streams && sync_on_current && !async_op;
@@ -180,8 +182,8 @@ static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, 
     sim_stream_push(stream, &op, &work->end);
     sim_living.works++;
     if (here ? sim_random() % 2 == 0 : !sim_now.streams && sim_random() % 8 == 0) {
-        /* Without a work: on the current stream there is nothing to wait for, on the CPU it is
-         * done. */
+        /* No work is returned: the current stream is ordered, and on the CPU the collective is
+         * complete. */
         sim_stream_wait(sim_stream_current(), &work->end);
         fct_work_release(work);
         return NULL;
@@ -192,7 +194,7 @@ static fct_work *issue(const fct_pg *pg, fct_tensor *output, fct_tensor *input, 
 int fct_work_wait(fct_work *work) {
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_work_wait")) {
-        return -1; /* interrupted: the collective goes on */
+        return -1; /* interrupted: the collective continues */
     }
     sim_stream_wait(sim_stream_current(), &work->end);
     return 0;
@@ -241,7 +243,7 @@ int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes
     return 0;
 }
 
-/* Fails the test where the runs do not fill the chunks of the row exactly, in order. */
+/* Fails the test if the runs do not fill the chunks of the row exactly and in order. */
 static void check_layout(const fct_pg *pg, fct_tensor *const *chunks, size_t count,
                          const fct_chunk_layout *layout) {
     int64_t total = 0;
@@ -276,11 +278,11 @@ typedef struct gathering {
     int64_t world;
     int64_t rank;
     int64_t row_bytes;
-    char *rows; /* behind the struct: what all ranks send, and this rank's row again */
+    char *rows; /* behind the struct: rows of all ranks, then this rank's row again */
 } gathering;
 
-/* Whether this rank sends its row. The two copies of it were made over different bytes: where they
- * differ is a gap, and anything may be there. */
+/* Returns true if this rank sends the expected row. The two copies were generated over different
+ * bytes: where they differ is a gap with undefined contents. */
 static bool sends_own_row(const gathering *g) {
     const char *own = g->rows + g->rank * g->row_bytes;
     const char *again = g->rows + g->world * g->row_bytes;
@@ -340,12 +342,12 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
     return 0;
 }
 
-/* Fills in all ranks' parts of chunk `chunk`, of elements of `size` bytes, from their rows. */
+/* Fills in all ranks' parts of one chunk from their rows. `size`: bytes per element. */
 static void fill_chunk(const fct_pg *pg, gathering *g, size_t chunk, const fct_chunk_layout *layout,
                        int64_t size) {
     const int64_t row_bytes = layout->row_numel * size;
     char *row = (char *)sim_alloc((size_t)row_bytes);
-    for (int64_t r = 0; r <= pg->world; r++) { /* the last: this rank's again */
+    for (int64_t r = 0; r <= pg->world; r++) { /* the last one is this rank's row again */
         memset(row, r < pg->world ? 0xff : 0, (size_t)row_bytes);
         pg->row(pg->context, r < pg->world ? r : pg->rank, row, row_bytes);
         const char *next = row;
@@ -396,7 +398,7 @@ int fct_gather_chunks(fct_pg *pg, fct_tensor *const *chunks, size_t count,
 typedef struct reducing {
     sim_view output;
     sim_view input;
-    int64_t first; /* element of the input where this rank's row starts */
+    int64_t first; /* first element of this rank's row in the input */
     int64_t world;
     int64_t rank;
     double base, step;
@@ -423,7 +425,7 @@ static reducing *reducing_new(const fct_pg *pg, fct_reduce_op op, double factor)
     r->step = pg->step;
     r->scale = op == FCT_AVG ? 1.0 / (double)pg->world : (op == FCT_PREMUL_SUM ? factor : 1.0);
     if (op == FCT_PREMUL_SUM && !sim_now.premul) {
-        sim_fail("the backend does not know PREMUL_SUM");
+        sim_fail("the backend does not support PREMUL_SUM");
     }
     return r;
 }
@@ -454,7 +456,7 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
 
 int fct_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *const *chunks, size_t count,
                       const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work) {
-    int64_t begin = 0; /* of the run, in the row */
+    int64_t begin = 0; /* start of the run in the row */
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_chunks")) {
         return -1;

@@ -1,12 +1,12 @@
-/* Elements of simulated tensors: sizes, and values as doubles. */
+/* Elements of simulated tensors: sizes, and conversion to and from double. */
 #include "sim_internal.h"
 
 #include <string.h>
 
 #include "kernels/cast.h"
 
-/* The type of a complex type's two parts; of other types themselves. The simulation computes with
- * numbers whose imaginary parts are zero. */
+/* Returns the dtype of the two parts of a complex dtype; other dtypes unchanged. The simulation
+ * computes with imaginary parts of zero. */
 static fct_dtype part_of(fct_dtype dtype) {
     static const fct_dtype parts[] = {FCK_FLOAT16, FCK_FLOAT32, FCK_FLOAT64};
     return dtype >= 8 && dtype <= 10 ? parts[dtype - 8] : dtype;
@@ -28,7 +28,7 @@ int64_t sim_itemsize(fct_dtype dtype) {
     case 4: /* int64 */
         return 8;
     default:
-        fail_msg("the simulation does not know dtype %d", (int)dtype);
+        fail_msg("the simulation does not support dtype %d", (int)dtype);
         return 0;
     }
 }

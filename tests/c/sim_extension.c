@@ -1,11 +1,10 @@
-/* All-gather extensions of simulated parameters: the hooks, as the host would call them, and what
- * other ranks send for such a parameter.
+/* All-gather extensions of simulated parameters: their hooks, and the inputs of the other ranks.
  *
- *   inputs: half of the padded shard in the compute type, as much again in another type and,
- *           where it grows, one, two or three pairs of float64, by turns
- *   unsharded: a tensor of its own, the sum of the first two outputs
+ *   inputs:    the padded shard divided by 2, in the compute dtype and again in a second dtype;
+ *              SIM_EXTENDED_GROWS adds one, two or three pairs of float64 in turn
+ *   unsharded: a separate tensor, the sum of the first two outputs
  *
- * All of it is queued on the current stream, so that a hook on the wrong one is a race. */
+ * All work is queued on the current stream, so a hook on the wrong stream is a detected race. */
 #include <string.h>
 
 #include "sim_internal.h"
@@ -17,7 +16,7 @@ static fct_dtype second_dtype(const sim_param *p) {
     return p->shape.extended == SIM_EXTENDED_TYPES ? (fct_dtype)FCK_FLOAT64 : sim_compute_dtype(p);
 }
 
-/* The shard, on the device. */
+/* Returns the shard on the device, as a new reference. */
 static int shard_on_device(sim_param *p, fct_tensor **shard) {
     fct_tensor *data = p->core.sharded_data;
     fct_facts facts;
@@ -33,9 +32,9 @@ static int shard_on_device(sim_param *p, fct_tensor **shard) {
     return fct_tensor_upload(*shard, data);
 }
 
-/* New, `numel` elements: `from`, if there is one, cast and divided. */
-static int copy_of(const fct_tensor *from, int64_t numel, fct_dtype dtype, double divisor,
-                   fct_tensor **out) {
+/* Creates a tensor of `numel` elements: `from` cast and divided, or zeros if `from` is NULL. */
+static int new_copy(const fct_tensor *from, int64_t numel, fct_dtype dtype, double divisor,
+                    fct_tensor **out) {
     if (fct_tensor_empty(numel, dtype, sim_device(), out) != 0) {
         return -1;
     }
@@ -53,7 +52,7 @@ fc_status sim_extend_inputs(void *owner) {
     size_t count = p->shape.extended == SIM_EXTENDED_GROWS ? 3 : 2;
     fc_status status = FC_ERAISED;
     if (!p->core.extended) {
-        sim_fail("%s is asked for inputs and has no hooks", p->name);
+        sim_fail("extend_inputs of %s, which has no hooks", p->name);
     }
     if (sim_fault(SIM_FAULT_HOST, "extend_inputs")) {
         return FC_ERAISED;
@@ -61,10 +60,10 @@ fc_status sim_extend_inputs(void *owner) {
     p->hooked_gathers++;
     sim_log("inputs:%s", p->name);
     if (shard_on_device(p, &shard) == 0 &&
-        copy_of(shard, sim_tensor_numel(shard), sim_compute_dtype(p), 2.0, &inputs[0]) == 0 &&
-        copy_of(inputs[0], sim_tensor_numel(shard), second_dtype(p), 1.0, &inputs[1]) == 0 &&
-        (count < 3 || copy_of(NULL, (int64_t)(2 + 2 * (p->hooked_gathers % 3)), FCK_FLOAT64, 1.0,
-                              &inputs[2]) == 0)) {
+        new_copy(shard, sim_tensor_numel(shard), sim_compute_dtype(p), 2.0, &inputs[0]) == 0 &&
+        new_copy(inputs[0], sim_tensor_numel(shard), second_dtype(p), 1.0, &inputs[1]) == 0 &&
+        (count < 3 || new_copy(NULL, (int64_t)(2 + 2 * (p->hooked_gathers % 3)), FCK_FLOAT64, 1.0,
+                               &inputs[2]) == 0)) {
         status = fc_extension_set_inputs(&p->core.extension, inputs, count);
     }
     fct_tensor_release(shard);
@@ -76,18 +75,18 @@ fc_status sim_extend_inputs(void *owner) {
 
 /* ---- the unsharded parameter ---- */
 
-/* The first elements of an output: the parameter without what pads its end. */
-static int whole_of(const sim_param *p, size_t output, fct_tensor **whole) {
+/* Creates a view of an output without the padding at its end. */
+static int first_elements(const sim_param *p, size_t output, fct_tensor **whole) {
     const int64_t stride[1] = {1};
     return fct_tensor_alias(p->core.extension.outputs[output].tensor, 1, &p->numel, stride, 0,
                             whole);
 }
 
-/* target (1-D) = first output + second. */
-static int add_up(const sim_param *p, fct_tensor *target) {
+/* target (1-D) = first output + second output. */
+static int sum_outputs(const sim_param *p, fct_tensor *target) {
     fct_tensor *parts[2] = {NULL, NULL};
     int failed = -1;
-    if (whole_of(p, 0, &parts[0]) == 0 && whole_of(p, 1, &parts[1]) == 0 &&
+    if (first_elements(p, 0, &parts[0]) == 0 && first_elements(p, 1, &parts[1]) == 0 &&
         fct_tensor_copy(target, parts[0]) == 0 && fct_tensor_add(target, parts[1]) == 0) {
         failed = 0;
     }
@@ -107,18 +106,18 @@ static void check_outputs(const sim_param *p) {
             sim_fail("output %zu of %s has another size than its inputs", i, p->name);
         }
         if (e->inputs[i].tensor != NULL) {
-            sim_fail("input %zu of %s was not let go", i, p->name);
+            sim_fail("input %zu of %s was not released", i, p->name);
         }
     }
 }
 
-/* A new tensor that has the first memory there is, and the parameter over it. */
+/* Creates a tensor for the inner memory, and the unsharded parameter over it. */
 static fc_status make_first(sim_param *p) {
     fct_tensor *inner = NULL;
     fct_tensor *made = NULL;
     fc_status status = FC_ERAISED;
     if (fct_tensor_empty(p->numel, sim_compute_dtype(p), sim_device(), &inner) == 0 &&
-        add_up(p, inner) == 0 && sim_whole_tensor(p, inner, &made) == 0 &&
+        sum_outputs(p, inner) == 0 && sim_whole_tensor(p, inner, &made) == 0 &&
         fct_tensor_set_requires_grad(made, fct_tensor_requires_grad(p->sharded)) == 0) {
         status = fc_extension_set_inner(&p->core.extension, &inner, 1);
     }
@@ -143,7 +142,7 @@ fc_status sim_extend_unsharded(void *owner) {
     if (p->core.unsharded == NULL) {
         return make_first(p);
     }
-    return add_up(p, p->core.extension.inner[0].tensor) == 0 ? FC_OK : FC_ERAISED;
+    return sum_outputs(p, p->core.extension.inner[0].tensor) == 0 ? FC_OK : FC_ERAISED;
 }
 
 /* ---- what others send ---- */

@@ -1,8 +1,8 @@
 /* Injected faults, and the exception that is pending after one.
  *
- * One counter over everything that may fail: boundary calls, host call-backs, kernel launches
- * and, by way of the linker's --wrap, the core's own malloc, calloc and realloc. As in Python
- * there is one pending exception; a call that fails while one is pending keeps the first. */
+ * One counter covers everything that can fail: boundary calls, host callbacks, kernel launches and
+ * the core's malloc, calloc and realloc (through the linker's --wrap). As in Python there is one
+ * pending exception. A call that fails while one is pending keeps the first. */
 #include "sim_internal.h"
 
 #include <stdio.h>
@@ -17,7 +17,7 @@ void *__wrap_calloc(size_t count, size_t size);
 void *__wrap_realloc(void *block, size_t size);
 
 static struct {
-    int64_t left; /* calls until the fault; 0: off */
+    int64_t left; /* calls until the fault; 0: no fault */
     sim_fault_span span;
     sim_fault_kind fired;
     const char *name;
@@ -25,8 +25,8 @@ static struct {
     char explanation[600];
 } faults;
 
-/* FSDP_C_SIM_TRACE=file: every call that may fail is written there, in order, a line each. What
- * a change of the core's structure must leave as it is. */
+/* FSDP_C_SIM_TRACE=file writes every call that can fail to the file, in order, one per line. A
+ * refactoring of the core must not change this trace. */
 static void trace(const char *name) {
     static FILE *file;
     static bool asked;
@@ -40,8 +40,8 @@ static void trace(const char *name) {
     }
 }
 
-/* What the boundary was asked to do since sim_calls_clear(), but for aliases, which are free. What
- * does not fit is left out: sweeps never look, and never clear. */
+/* Boundary calls since sim_calls_clear(), without aliases. Calls that do not fit are dropped:
+ * sweeps neither read nor clear the text. */
 static char calls[1024];
 static size_t calls_length;
 
@@ -122,7 +122,7 @@ int64_t fct_fault_left(void) {
     return faults.left;
 }
 
-/* One byte stands for the exception. */
+/* Address of this byte represents the exception. */
 void *fct_error_set_aside(void) {
     static char exception;
     void *error = faults.error ? &exception : NULL;

@@ -1,5 +1,4 @@
-/* torch's multi-tensor operations, a part after the other; what they ask of their arguments is
- * checked. */
+/* torch's multi-tensor operations, executed part by part, with checks of their arguments. */
 #include "sim_internal.h"
 
 typedef struct shape {
@@ -8,20 +7,21 @@ typedef struct shape {
     fct_dtype dtype;
 } shape;
 
-/* Of a tensor that has to be 2-D with rows one after the other. */
-static shape table_of(const fct_tensor *t, const char *what) {
+/* Returns the shape of a tensor. Records a failure if it is not 2-D with consecutive rows. */
+static shape shape_of(const fct_tensor *t, const char *what) {
     const sim_view view = sim_view_of(t, what);
     if (view.ndim != 2 || (view.sizes[0] > 1 && view.strides[0] != view.sizes[1]) ||
         view.strides[1] != 1) {
-        sim_fail("%s of a tensor that is no table", what);
+        sim_fail("%s of a tensor that is not 2-D with consecutive rows", what);
     }
     return (shape){view.sizes[0], view.sizes[1], view.dtype};
 }
 
-/* to[from row..] = from[row..], `rows` rows of `columns` elements each; from NULL: zeros. */
-static void assign(fct_tensor *to, int64_t to_offset, int64_t to_pitch, const fct_tensor *from,
-                   int64_t from_offset, int64_t from_pitch, int64_t rows, int64_t columns,
-                   const char *what) {
+/* Queues a copy of `rows` rows of `columns` elements from `from` to `to`. `from` NULL: writes
+ * zeros. */
+static void queue_assign(fct_tensor *to, int64_t to_offset, int64_t to_pitch,
+                         const fct_tensor *from, int64_t from_offset, int64_t from_pitch,
+                         int64_t rows, int64_t columns, const char *what) {
     const int64_t sizes[2] = {rows, columns};
     const int64_t written[2] = {to_pitch, 1};
     const int64_t read[2] = {from_pitch, 1};
@@ -56,16 +56,16 @@ int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *con
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_split_copy")) {
         return -1;
     }
-    const shape whole = table_of(rows, what);
+    const shape whole = shape_of(rows, what);
     int64_t offset = 0;
     for (size_t i = 0; i < count; i++) {
-        const shape part = table_of(out[i], what);
+        const shape part = shape_of(out[i], what);
         if (part.rows != whole.rows || part.columns != sizes[i] || part.dtype != whole.dtype) {
             sim_fail("%s into another shape or dtype", what);
             return 0;
         }
-        assign(out[i], 0, part.columns, rows, offset, whole.columns, whole.rows, part.columns,
-               what);
+        queue_assign(out[i], 0, part.columns, rows, offset, whole.columns, whole.rows, part.columns,
+                     what);
         offset += sizes[i];
     }
     if (offset != whole.columns) {
@@ -79,11 +79,11 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_chunk_cat")) {
         return -1;
     }
-    const shape whole = table_of(out, what);
+    const shape whole = shape_of(out, what);
     int64_t offset = 0;
     for (size_t i = 0; i < count; i++) {
-        const shape t = table_of(tensors[i], what);
-        if (t.rows * t.columns == 0 || t.dtype != table_of(tensors[0], what).dtype) {
+        const shape t = shape_of(tensors[i], what);
+        if (t.rows * t.columns == 0 || t.dtype != shape_of(tensors[0], what).dtype) {
             sim_fail("%s of an empty tensor, or of several dtypes", what);
             return 0;
         }
@@ -92,10 +92,10 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
             int64_t left = t.rows - c * share;
             int64_t rows = left < 0 ? 0 : left < share ? left : share;
             int64_t at = c * whole.columns + offset;
-            assign(out, at, t.columns, tensors[i], c * share * t.columns, t.columns, rows,
-                   t.columns, what);
-            assign(out, at + rows * t.columns, t.columns, NULL, 0, 0, share - rows, t.columns,
-                   what);
+            queue_assign(out, at, t.columns, tensors[i], c * share * t.columns, t.columns, rows,
+                         t.columns, what);
+            queue_assign(out, at + rows * t.columns, t.columns, NULL, 0, 0, share - rows, t.columns,
+                         what);
         }
         offset += share * t.columns;
     }

@@ -1,7 +1,7 @@
-/* The kernels as the core sees them in these tests: the CPU's (by way of the linker's --wrap)
- * and, in the place of kernels_none.c, CUDA's. Both run the real CPU kernels as operations on a
- * simulated stream, after looking up every address: which block it is in, whether it stays
- * inside, who else uses it. Descriptor arrays are copied, as the interface promises. */
+/* Kernels of these tests: the CPU's (through the linker's --wrap) and, in place of kernels_none.c,
+ * CUDA's. Both run the real CPU kernels as operations on a simulated stream. First they check every
+ * address: its block, its extent and other uses. Descriptor arrays are copied, as the interface
+ * requires. */
 #include "sim_internal.h"
 
 #include <string.h>
@@ -9,13 +9,13 @@
 const fck_backend *__real_fck_cpu(void);
 const fck_backend *__wrap_fck_cpu(void);
 
-/* The blocks that one launch uses. */
+/* Blocks that one launch uses. */
 typedef struct uses {
     sim_use items[SIM_USES_MAX];
     size_t count;
 } uses;
 
-static void use(uses *u, const void *address, int64_t bytes, bool write, const char *what) {
+static void add_use(uses *u, const void *address, int64_t bytes, bool write, const char *what) {
     sim_block *block = bytes > 0 ? sim_block_around(address, bytes, what) : NULL;
     if (block == NULL) {
         return;
@@ -27,7 +27,7 @@ static void use(uses *u, const void *address, int64_t bytes, bool write, const c
         }
     }
     if (u->count == SIM_USES_MAX) {
-        fail_msg("the simulation has no room for a launch with that many buffers");
+        fail_msg("the simulation does not support a launch with that many buffers");
     }
     u->items[u->count++] = (sim_use){block, write};
 }
@@ -48,7 +48,7 @@ typedef struct launch {
     } of;
 } launch;
 
-/* The launch with a copy of its descriptors behind it. */
+/* Allocates a launch with a copy of its descriptors behind it. */
 static launch *launch_new(const void *descriptors, size_t count, size_t size) {
     launch *l = (launch *)sim_scratch(sizeof *l + count * size);
     l->count = count;
@@ -59,8 +59,8 @@ static launch *launch_new(const void *descriptors, size_t count, size_t size) {
     return l;
 }
 
-static void queue(const uses *u, void *native, void (*run)(void *), launch *args,
-                  const char *what) {
+static void queue_launch(const uses *u, void *native, void (*run)(void *), launch *args,
+                         const char *what) {
     const sim_op op = {
         .what = what, .uses = u->items, .use_count = u->count, .run = run, .args = args};
     sim_stream_push(sim_stream_of_native(native), &op, NULL);
@@ -93,10 +93,10 @@ static const char *sim_pack(const fck_segment *segments, size_t count, void *str
              (uintptr_t)s->dst % (uintptr_t)sim_itemsize(s->dst_dtype) != 0)) {
             return "an address is no multiple of the element size";
         }
-        use(&u, s->src, s->count * sim_itemsize(s->src_dtype), false, what);
-        use(&u, s->dst, s->count * sim_itemsize(s->dst_dtype), true, what);
+        add_use(&u, s->src, s->count * sim_itemsize(s->src_dtype), false, what);
+        add_use(&u, s->dst, s->count * sim_itemsize(s->dst_dtype), true, what);
     }
-    queue(&u, stream, run_pack, launch_new(segments, count, sizeof *segments), what);
+    queue_launch(&u, stream, run_pack, launch_new(segments, count, sizeof *segments), what);
     return NULL;
 }
 
@@ -118,19 +118,19 @@ static const char *sim_unpack(const void *rows, int64_t row_bytes, int64_t world
     if (sim_fault(SIM_FAULT_KERNEL, "unpack")) {
         return "injected";
     }
-    use(&u, rows, row_bytes * world, false, what);
+    add_use(&u, rows, row_bytes * world, false, what);
     for (size_t i = 0; i < count; i++) {
         int64_t bytes = columns[i].bytes * columns[i].blocks;
         if (columns[i].offset < 0 || columns[i].offset + bytes > row_bytes) {
             sim_fail("a column ends outside its row");
         }
-        use(&u, columns[i].dst, bytes * world, true, what);
+        add_use(&u, columns[i].dst, bytes * world, true, what);
     }
     launch *l = launch_new(columns, count, sizeof *columns);
     l->rows = rows;
     l->row_bytes = row_bytes;
     l->world = world;
-    queue(&u, stream, run_unpack, l, what);
+    queue_launch(&u, stream, run_unpack, l, what);
     return NULL;
 }
 
@@ -153,21 +153,21 @@ static const char *sim_pack_gradients(const fck_gradient *gradients, size_t coun
     if (sim_fault(SIM_FAULT_KERNEL, "pack_gradients")) {
         return "injected";
     }
-    use(&u, dst, world * row_numel * sim_itemsize(dst_dtype), true, what);
+    add_use(&u, dst, world * row_numel * sim_itemsize(dst_dtype), true, what);
     for (size_t i = 0; i < count; i++) {
         const fck_gradient *g = &gradients[i];
         if (g->offset < 0 || g->offset + g->blocks * g->chunk > row_numel ||
             g->chunk * world < g->numel) {
             sim_fail("a gradient does not fit its row");
         }
-        use(&u, g->src, g->blocks * g->numel * sim_itemsize(g->src_dtype), false, what);
+        add_use(&u, g->src, g->blocks * g->numel * sim_itemsize(g->src_dtype), false, what);
     }
     launch *l = launch_new(gradients, count, sizeof *gradients);
     l->world = world;
     l->dst = dst;
     l->row_numel = row_numel;
     l->dtype = dst_dtype;
-    queue(&u, stream, run_pack_gradients, l, what);
+    queue_launch(&u, stream, run_pack_gradients, l, what);
     return NULL;
 }
 

@@ -1,13 +1,14 @@
-/* The simulated allocator and the happens-before checker.
+/* Simulated allocator and happens-before checker.
  *
- * Owns every block of a simulation. A block belongs for ever to the pool of the stream that was
- * current when it was made, as in torch's caching allocator: once freed, the next allocation on
- * that stream may have it. On streams the free itself therefore checks nothing; the allocation
- * does: every free block of the pool must be out of use as seen from that stream, whichever of them
- * is taken. Without streams memory goes back at once, so a free must be ordered.
+ * Owns every block of a simulation. As in torch's caching allocator, a block always belongs to the
+ * pool of the stream that was current at its first allocation. The next allocation on that stream
+ * may reuse a freed block. With streams the free itself checks nothing. The allocation checks that
+ * every free block of the pool is out of use as seen from its stream, whichever block it takes.
+ * Without streams memory is freed at once, so the free must be ordered.
  *
- * Each block remembers its last write and, for each stream, its last read. A read must come
- * after the write, a write after all of them; "after" is a matter of vector clocks, not of luck. */
+ * Each block records its last write and, per stream, its last read. A read must be ordered after
+ * the write, and a write after all of them. The check uses vector clocks, so it does not depend on
+ * the schedule. */
 #include "sim_internal.h"
 
 #include <stdlib.h>
@@ -31,7 +32,7 @@ enum {
 
 static sim_block *blocks[BLOCKS_MAX];
 static size_t block_count;
-static sim_block *spare[SPARE_CLASSES]; /* of simulations that ended, by capacity in grains */
+static sim_block *spare[SPARE_CLASSES]; /* blocks of earlier simulations, by capacity */
 static uint64_t frees;
 
 void sim_memory_begin(void) {
@@ -66,13 +67,13 @@ size_t sim_live_bytes(void) {
 
 /* ---- scratch memory ---- */
 
-/* In front of what the caller gets; aligned as that has to be. */
+/* Header of a scratch block; aligned like the memory behind it. */
 typedef struct scratch {
     struct scratch *next;
     size_t size_class;
 } scratch;
 
-static scratch *scratches[SCRATCH_CLASSES]; /* class i: of i + 1 grains */
+static scratch *scratches[SCRATCH_CLASSES]; /* class i: blocks of i + 1 grains */
 
 void *sim_scratch(size_t bytes) {
     size_t size_class = bytes / SCRATCH_GRAIN;
@@ -111,7 +112,7 @@ static bool ordered(const sim_access *access, const sim_clock *now) {
     return access->seq <= now->at[access->stream];
 }
 
-/* The first access that `now` does not come after; reads count where `writing`. */
+/* Returns the first access that `now` is not ordered after. Reads are included if `writing`. */
 static const sim_access *unordered(const sim_block *block, bool writing, const sim_clock *now) {
     if (!ordered(&block->written, now)) {
         return &block->written;
@@ -171,9 +172,9 @@ static void check_pool(int stream, const sim_clock *now) {
     }
 }
 
-/* The block of the pool that was freed last, of those with room; of the host's, of those that
- * nothing uses any more, as torch's allocator of pinned memory has it. */
-static sim_block *reuse(int stream, size_t bytes, const sim_clock *host) {
+/* Returns the pool's most recently freed block that is large enough. In host memory it must have no
+ * use left, as in torch's allocator of pinned memory. */
+static sim_block *find_reusable_block(int stream, size_t bytes, const sim_clock *host) {
     sim_block *best = NULL;
     for (size_t i = 0; i < block_count; i++) {
         sim_block *block = blocks[i];
@@ -186,9 +187,9 @@ static sim_block *reuse(int stream, size_t bytes, const sim_clock *host) {
     return best;
 }
 
-static sim_block *make(int stream, size_t bytes) {
+static sim_block *make_block(int stream, size_t bytes) {
     if (block_count == BLOCKS_MAX) {
-        fail_msg("the simulation has no room for another block");
+        fail_msg("the simulation supports no further block");
     }
     size_t grains = (bytes + GRAIN - 1) / GRAIN;
     sim_block *block = grains < SPARE_CLASSES ? spare[grains] : NULL;
@@ -224,9 +225,9 @@ sim_block *sim_block_alloc(size_t bytes, bool of_host) {
     if (!of_host) {
         check_pool(stream, &now);
     }
-    sim_block *block = reuse(stream, bytes, of_host ? &now : NULL);
+    sim_block *block = find_reusable_block(stream, bytes, of_host ? &now : NULL);
     if (block == NULL) {
-        block = make(stream, bytes);
+        block = make_block(stream, bytes);
     }
     block->live = true;
     block->of_host = of_host;
@@ -258,8 +259,8 @@ void sim_block_free(sim_block *block, bool checked) {
             sim_fail("%zu bytes are freed while %s still %s them", block->size, race->what,
                      race == &block->written ? "writes" : "reads");
         } else {
-            /* A collective in flight keeps its storages, so whoever drops the last reference
-             * comes after it. */
+            /* A collective in flight holds its storages, so the release of the last reference is
+             * ordered after it. */
             ASAN_POISON_MEMORY_REGION(block->base, block->capacity);
         }
         forget_accesses(block);
@@ -293,7 +294,7 @@ bool fct_storage_can_free(const fct_tensor *t) {
     return block == NULL || !block->shared;
 }
 
-/* The simulated device frees at once. */
+/* The simulated device frees memory at once. */
 void fct_memory_round(void) {}
 
 void fct_memory_trim(void) {}

@@ -1,6 +1,6 @@
-/* The model's life: parameters, groups and states as csrc/python makes them, the host's
- * call-backs, and the checks that may be made at any time. Stepping is in sim_train.c,
- * arithmetic in sim_account.c. */
+/* Life cycle of a simulated model: parameters, groups and states as csrc/python creates them, the
+ * host callbacks, and the checks that can run at any time. Steps are in sim_train.c, expected
+ * values in sim_account.c. */
 #include "sim_model.h"
 
 #include "core/bucket.h"
@@ -11,7 +11,7 @@
 
 #include "sim_internal.h"
 
-/* ---- host call-backs ---- */
+/* ---- host callbacks ---- */
 
 int sim_whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **out) {
     int64_t strides[3] = {1, 1, 1};
@@ -56,7 +56,7 @@ static int host_make_post_forward(void *owner, fct_tensor *data) {
     return 0;
 }
 
-/* Fails between the slots, too: each is a module's own __setattr__. */
+/* Can fail between the slots, because each slot is a module's own __setattr__. */
 static int host_swap(void *owner, fc_sharded_state face) {
     static const char *const what[] = {"", "swap to sharded", "swap to post-forward",
                                        "swap to unsharded"};
@@ -132,7 +132,7 @@ static bool host_wants_grad_now(void *owner) {
     return ((const sim_param *)owner)->shape.hooked;
 }
 
-/* Without exceptions of its own, the status is that of sim_train.c. */
+/* It sets no exception of its own: the status is returned by sim_train.c. */
 static int host_grad_arrived(void *owner) {
     sim_param *p = (sim_param *)owner;
     if (!fc_bucket_arrived(&p->core)) {
@@ -218,8 +218,8 @@ static void param_init(sim_param *p, const sim_group *g, const sim_shape *shape,
     sim_scratch_free(values);
 }
 
-/* Points the group at its process groups and makes those. Replica k's reduced rows are as many
- * times those of rank 0 as its shard group's gradients are together. */
+/* Registers the group's process groups. The factor of replica k is the sum of the gradient factors
+ * in its shard group, relative to rank 0. */
 static void links_init(sim_group *g, const sim_scenario *s) {
     static const char *const suffixes[] = {"", ".scatter", ".replicas", ".forward"};
     double first = sim_gradient_weight(s) - (double)s->rank;
@@ -248,7 +248,8 @@ static void links_init(sim_group *g, const sim_scenario *s) {
     }
 }
 
-/* The memory of the groups that gather and reduce-scatter; others gather over it, too. */
+/* Sets the allocators of all-gathers and reduce-scatters. Other groups gather over the same
+ * memory. */
 static void memory_init(sim_group *g, const sim_scenario *s) {
     const char *const names[2] = {g->pg_names[0], g->pg_names[s->own_scatter ? 1 : 0]};
     fct_pg *groups[2] = {NULL, NULL};
@@ -323,7 +324,7 @@ static void set_prefetches(sim_model *m) {
     }
 }
 
-/* One at a time: it is large, and thousands are made. */
+/* One instance: the struct is large, and tests create thousands. */
 static sim_model the_model;
 
 sim_model *sim_model_new(const sim_scenario *scenario) {
@@ -380,7 +381,7 @@ void sim_model_free(sim_model *m) {
             }
         }
     }
-    sim_drain(); /* what is queued may still name a parameter */
+    sim_drain(); /* queued operations may still use the name of a parameter */
 }
 
 /* ---- checks ---- */
@@ -395,7 +396,7 @@ static void check_group(sim_group *g, const char *when) {
         const sim_param *p = &g->params[i];
         for (size_t slot = 0; slot < (p->shape.tied ? 2 : 1); slot++) {
             if (p->registered[slot] != g->core.sharded_state && !g->core.torn) {
-                sim_fail("%s: face %d of %s is registered, and its group shows %d", when,
+                sim_fail("%s: sharded state %d of %s is registered, but its group has %d", when,
                          (int)p->registered[slot], p->name, (int)g->core.sharded_state);
             }
         }
@@ -435,7 +436,7 @@ void sim_model_check_shards(sim_model *m) {
     each_param(m, check_shard);
 }
 
-static void forget(sim_model *m, sim_group *g, sim_param *p) {
+static void clear_expected_gradient(sim_model *m, sim_group *g, sim_param *p) {
     (void)m;
     (void)g;
     memset(p->gradient, 0, (size_t)p->numel * sizeof *p->gradient);
@@ -446,7 +447,7 @@ void sim_model_forget_step(sim_model *m) {
     sim_set_in_backward(false);
     sim_drop_at_end();
     m->tape_length = 0;
-    each_param(m, forget);
+    each_param(m, clear_expected_gradient);
 }
 
 static void zero_grad(sim_model *m, sim_group *g, sim_param *p) {
@@ -469,8 +470,7 @@ static void optimize(sim_model *m, sim_group *g, sim_param *p) {
     (void)g;
     bool expected = !p->shape.frozen && (p->contributions > 0 || s->reduce_unused);
     if ((grad != NULL) != expected) {
-        sim_fail("%s has %s", p->name,
-                 grad != NULL ? "a gradient that nobody gave it" : "no gradient");
+        sim_fail("%s has %s", p->name, grad != NULL ? "an unexpected gradient" : "no gradient");
     }
     if (grad == NULL || !expected) {
         return;
@@ -504,7 +504,7 @@ static void optimize(sim_model *m, sim_group *g, sim_param *p) {
 void sim_model_optimize(sim_model *m) {
     each_param(m, optimize);
     sim_model_zero_grad(m);
-    each_param(m, forget);
+    each_param(m, clear_expected_gradient);
 }
 
 static double digest;

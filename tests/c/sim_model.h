@@ -1,10 +1,11 @@
-/* A model under the core, as csrc/python would drive it: a root state and a row of layers below it,
- * each with its parameter groups, the host's call-backs, autograd's order of events, an optimizer,
- * and an account of what every parameter and gradient has to be.
+/* A simulated model on the core, driven as csrc/python drives it. It has a root state and a
+ * sequence of layers with their parameter groups, the host callbacks, autograd's order of events
+ * and an optimizer. It also records the expected value of every parameter and gradient
+ * (sim_account.c).
  *
- * All numbers are small multiples of powers of two, so that sums and means are exact in every
- * type and the tests can ask for equality. The gradients of the j-th of all ranks are (j + 1)
- * times those of rank 0; with replicas the ranks are numbered shard group by shard group. */
+ * All numbers are small multiples of powers of two, so sums and means are exact in every dtype and
+ * tests compare for equality. The gradients of rank j are (j + 1) times those of rank 0. With
+ * replicas the ranks are numbered shard group by shard group. */
 #ifndef FSDP_C_TESTS_SIM_MODEL_H
 #define FSDP_C_TESTS_SIM_MODEL_H
 
@@ -15,27 +16,27 @@
 
 enum { SIM_LAYERS_MAX = 8, SIM_LAYER_GROUPS_MAX = 2, SIM_PARAMS_MAX = 8, SIM_TAPE_MAX = 128 };
 
-/* Whose shard has hooks that take part in the gather; see sim_extension.c. */
+/* Kind of all-gather extension of a parameter; see sim_extension.c. */
 typedef enum sim_extended {
     SIM_NOT_EXTENDED,
     SIM_EXTENDED,
-    SIM_EXTENDED_TYPES, /* with inputs of two types */
-    SIM_EXTENDED_GROWS  /* and one more whose size is another at each gather */
+    SIM_EXTENDED_TYPES, /* with inputs of two dtypes */
+    SIM_EXTENDED_GROWS  /* and one more, whose size differs at each gather */
 } sim_extended;
 
-/* One parameter. A type of 0 stands for the default. */
+/* One parameter. A dtype of 0 selects the default. */
 typedef struct sim_shape {
     int32_t ndim;
     int64_t sizes[3];
-    int32_t dim;       /* that is cut */
+    int32_t dim;       /* sharded dim */
     fct_dtype dtype;   /* of the sharded parameter; default float32 */
     fct_dtype compute; /* default: the same */
     bool frozen;
     bool unused;     /* gets no gradient */
-    bool early;      /* gets one in the first backward of a step only */
+    bool early;      /* gets a gradient only in the first backward of a step */
     bool hooked;     /* has a post-accumulate-grad hook */
     bool transposed; /* its gradient is not contiguous */
-    bool tied;       /* registered in two places */
+    bool tied;       /* registered in two modules */
     sim_extended extended;
 } sim_shape;
 
@@ -44,45 +45,45 @@ typedef struct sim_scenario {
     sim_config device;
     int64_t world; /* of the shard group */
     int64_t rank;
-    int64_t replicas; /* HSDP: shard groups that all-reduce among each other; 0: no such mesh */
-    int64_t replica;  /* which of them this rank is in */
-    int64_t post_forward_world; /* resharding to a smaller group after forward; 0: none */
+    int64_t replicas; /* HSDP: number of shard groups that all-reduce with each other; 0: no HSDP */
+    int64_t replica;  /* index of this rank's shard group */
+    int64_t post_forward_world; /* size of the smaller group that forward reshards to; 0: none */
     size_t layers;
     size_t layer_groups; /* default 1 */
     size_t shape_count;
     sim_shape shapes[SIM_PARAMS_MAX]; /* of every group */
     fct_dtype reduce_dtype;           /* default: the gradients' own */
     size_t forwards;                  /* before each backward; default 1 */
-    size_t unsynced;                  /* backwards that do not reduce before the one that does */
-    size_t unreplicated; /* backwards that reduce-scatter only before the one that all-reduces */
-    size_t repeats;      /* how often all this happens before the optimizer's step; default 1 */
-    size_t forward_prefetch; /* how many layers ahead; 0: no list */
+    size_t unsynced;                  /* backwards without reduction before the one that reduces */
+    size_t unreplicated; /* backwards with reduce-scatter only before the one that all-reduces */
+    size_t repeats;      /* repetitions of the above before the optimizer step; default 1 */
+    size_t forward_prefetch; /* number of layers to prefetch; 0: no explicit prefetch */
     size_t backward_prefetch;
     size_t max_reductions; /* default 1 */
     double divide_factor;  /* 0: none */
     bool force_sum;
     bool stay_after_forward; /* reshard_after_forward=False, everywhere */
-    bool root_stays;         /* the same for the root alone: the default of fully_shard */
+    bool root_stays;         /* the same for the root only: the default of fully_shard */
     bool stay_while_unsynced;
     bool async_unshard;
     bool reduce_unused;
-    fc_overlap overlap; /* of reductions with what comes after them */
-    bool own_scatter;   /* reduce-scatters have a process group of their own */
-    bool user_reduce;   /* a user's all-reduce hook: doubles the row */
-    bool recompute;     /* activation checkpointing around each layer */
-    /* Before each backward, one that records and gives no gradients: the next goes through what
-     * it recorded, too. */
+    fc_overlap overlap; /* overlap of reductions with later work */
+    bool own_scatter;   /* reduce-scatters use their own process group */
+    bool user_reduce;   /* a user's all-reduce hook, which doubles the row */
+    bool recompute;     /* activation checkpointing of each layer */
+    /* Before each backward a recording one runs that gives no gradients. The next backward also
+     * runs through the graph that it recorded. */
     bool doubled;
     bool modules_share_group; /* module_count > 1 */
-    /* Outputs hook nothing: backward has nodes, but neither a beginning nor an end. */
+    /* No output has a hook: backward has nodes, but neither a beginning nor an end. */
     bool unhooked;
-    int64_t bucket_bytes; /* gradients are reduced in buckets of this size; 0: all at once */
+    int64_t bucket_bytes; /* size of gradient buckets in bytes; 0: one reduction */
     bool last_first;      /* autograd reaches the last parameters of a group first */
-    bool twice;           /* each parameter's gradient comes in two parts */
-    bool offload;         /* shards and gradients are in the host's memory: pinned, if not */
+    bool twice;           /* each parameter's gradient arrives in two parts */
+    bool offload;         /* shards and gradients are in host memory: pinned, unless `unpinned` */
     bool unpinned;
-    bool memory_of_groups; /* buffers are from the process groups */
-    bool without_memory;   /* which turn out to have none */
+    bool memory_of_groups; /* buffers come from the process groups' allocators */
+    bool without_memory;   /* but the process groups have no allocator */
 } sim_scenario;
 
 typedef struct sim_param {
@@ -90,23 +91,23 @@ typedef struct sim_param {
     sim_shape shape;
     char name[48];
     int64_t numel;
-    double *full;         /* the whole parameter's values */
-    double *gradient;     /* what this step's backwards gave on rank 0, summed */
-    size_t contributions; /* how many there were */
-    /* The sharded parameter over this rank's elements; its .grad is the result. */
+    double *full;         /* values of the whole parameter */
+    double *gradient;     /* gradient of this step's backwards on rank 0, summed */
+    size_t contributions; /* number of gradients in that sum */
+    /* Sharded parameter over this rank's elements. Its .grad is the result. */
     fct_tensor *sharded;
-    fct_tensor *unsharded;    /* the host's reference */
-    fct_tensor *post_forward; /* likewise: the parameter as the smaller group's shard */
-    fct_tensor *replacement;  /* what a user has put in the place of the shard; owned, or NULL */
-    fc_sharded_state registered[2]; /* second slot only where tied */
+    fct_tensor *unsharded;          /* the host's reference */
+    fct_tensor *post_forward;       /* the same for the parameter over the smaller group's shard */
+    fct_tensor *replacement;        /* shard that a user has assigned; owned, or NULL */
+    fc_sharded_state registered[2]; /* second slot only if tied */
     size_t seed;
-    size_t hooked_gathers; /* for which its first hook was called */
+    size_t hooked_gathers; /* gathers for which its first hook was called */
 } sim_param;
 
 typedef struct sim_group {
     fc_group core;
     char name[24];
-    char pg_names[4][32]; /* of the links shard, scatter, replicate, post_forward */
+    char pg_names[4][32]; /* of the links shard, scatter, replicate and post_forward */
     sim_param params[SIM_PARAMS_MAX];
     size_t count;
 } sim_group;
@@ -125,8 +126,8 @@ typedef struct sim_model {
     fc_iteration iteration;
     sim_layer layers[SIM_LAYERS_MAX + 1]; /* [0] is the root */
     size_t layer_count;
-    bool ready;       /* lazy initialisation is done */
-    size_t backwards; /* of this step, so far */
+    bool ready;       /* lazy initialization is complete */
+    size_t backwards; /* backwards of this step so far */
     size_t hook_owners;
     struct {
         sim_tape_kind kind;
@@ -136,67 +137,67 @@ typedef struct sim_model {
     size_t tape_length;
 } sim_model;
 
-/* Between sim_begin() and sim_end(). Nothing of it is made to fail. */
+/* Call it between sim_begin() and sim_end(). Its calls never fail. */
 sim_model *sim_model_new(const sim_scenario *scenario);
 void sim_model_free(sim_model *m);
 
-/* Everything up to the reduced gradients: forwards and backwards of one step. On failure it
- * stops where it is. */
+/* Runs all forwards and backwards of one step, up to the reduced gradients. Stops at the first
+ * failure. */
 FC_CHECK fc_status sim_model_step(sim_model *m);
-/* The parts of a step. A forward with grad writes the tape, a backward runs and empties it. */
+/* The parts of a step. A forward with grad records the tape; a backward runs and clears it. */
 FC_CHECK fc_status sim_model_forward(sim_model *m, bool grad);
 FC_CHECK fc_status sim_model_backward(sim_model *m);
-/* What the next backwards do with their gradients: keep them, reduce-scatter them, all-reduce
- * them as well. */
+/* Gradient handling of the next backwards: keep, reduce-scatter, or reduce-scatter and
+ * all-reduce. */
 typedef enum sim_sync { SIM_NO_SYNC, SIM_SCATTER_ONLY, SIM_SYNC } sim_sync;
 void sim_model_set_sync(sim_model *m, sim_sync sync);
-/* Checks the sharded gradients, takes a step with them and forgets them. */
+/* Checks the sharded gradients, updates the shards with them and drops them. */
 void sim_model_optimize(sim_model *m);
 void sim_model_zero_grad(sim_model *m);
-/* Forgets the interrupted step: what autograd holds, and the account. */
+/* Drops the interrupted step: the state of autograd and the expected gradients. */
 void sim_model_forget_step(sim_model *m);
-/* Notes a failure wherever fc_group_check() or the registration does not hold. */
+/* Records a failure if fc_group_check() fails or the registration is inconsistent. */
 void sim_model_check(sim_model *m, const char *when);
-/* Notes a failure where a sharded parameter's values are not the account's. */
+/* Records a failure if a sharded parameter does not have the expected values. */
 void sim_model_check_shards(sim_model *m);
-/* Sum over everything that training changed, to compare runs by. */
+/* Returns a sum over everything that training changed, for the comparison of runs. */
 double sim_model_digest(sim_model *m);
 
 extern const fc_host sim_host;
 
-/* ---- sim_account.c: where elements are and what they have to be ---- */
+/* ---- sim_account.c: expected places and values of elements ---- */
 
-/* Elements of one rank's padded shard where `dim` is cut over `world` ranks, and how many of
- * them are no padding. */
+/* Elements of one rank's padded shard, with `dim` split over `world` ranks, and the number of those
+ * without padding. */
 int64_t sim_padded_numel(const sim_param *p, int32_t dim, int64_t world);
 int64_t sim_local_numel(const sim_param *p, int32_t dim, int64_t world, int64_t rank);
-/* What `rank` stores of `whole`: its chunk, then zeros. */
+/* Writes the padded shard of `rank`: its chunk of `whole`, then zeros. */
 void sim_shard_values(const sim_param *p, const double *whole, int32_t dim, int64_t world,
                       int64_t rank, double *out);
 fct_dtype sim_compute_dtype(const sim_param *p);
-/* Rows that a rank sends in the all-gathers of a sim_group: of its shards, of its forward
- * shards. */
+/* Write the row that a rank sends in the all-gathers of a sim_group: of its shards, or of its
+ * post-forward shards. */
 void sim_write_row(void *context, int64_t rank, void *row, int64_t bytes);
 void sim_write_forward_row(void *context, int64_t rank, void *row, int64_t bytes);
-/* This rank's gradients are so many times those of rank 0. */
+/* Returns the ratio of this rank's gradients to those of rank 0. */
 double sim_gradient_weight(const sim_scenario *s);
-/* What the reduced gradient is of rank 0's, summed over backwards. */
+/* Returns the ratio of the reduced gradient to rank 0's, summed over backwards. */
 double sim_reduced_scale(const sim_scenario *s);
 
-/* ---- sim_extension.c: parameters whose shards have hooks ---- */
+/* ---- sim_extension.c: parameters with all-gather extensions ---- */
 
 fc_status sim_extend_inputs(void *param);
 fc_status sim_extend_unsharded(void *param);
-/* Types and sizes of what each rank sends; `grown`: elements of the one whose size changes. Returns
- * how many there are, at most 3. */
+/* Returns the number of inputs that each rank sends (at most 3), with their dtypes and sizes.
+ * `grown`: elements of the input whose size changes. */
 size_t sim_extended_inputs(const sim_param *p, int64_t padded, int64_t grown, fct_dtype *dtypes,
                            int64_t *numels);
-/* The parameter as a contiguous tensor over flat memory; new. */
+/* Creates the parameter as a contiguous tensor over flat memory. */
 int sim_whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **out);
 
 /* ---- sim_scenarios.c ---- */
 
-/* Calls visit for every scenario on every kind of device that it is for. */
+/* Calls `visit` for every scenario on every kind of device that it applies to. */
 void sim_each_scenario(void (*visit)(const sim_scenario *scenario, const char *device));
 
 #endif

@@ -1,6 +1,6 @@
-/* Copies between the host's memory and that of a device with streams. Only here may memory of both
- * be in one operation: what else mixes them is a failure. Pinned memory is copied from and to while
- * the host goes on, other memory while it waits. */
+/* Copies between host memory and the memory of a device with streams. Only these operations may use
+ * both; any other operation that mixes them is a failure. Copies of pinned memory are asynchronous;
+ * the host waits for others. */
 #include "sim_internal.h"
 
 int sim_lane_of(const fct_tensor *t) {

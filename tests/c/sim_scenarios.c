@@ -1,5 +1,5 @@
-/* The training scenarios that test_train.c runs and test_faults.c breaks: every setting of the
- * core at least once, each on every kind of device. */
+/* Training scenarios for test_train.c and test_faults.c: every setting of the core at least once,
+ * each on every kind of device. */
 #include "sim_model.h"
 
 #define MATRIX(...) {.ndim = 2, .sizes = {5, 3}, __VA_ARGS__}

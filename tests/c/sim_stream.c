@@ -1,12 +1,12 @@
-/* Simulated streams and events.
+/* Simulated streams and events. Owns the queues.
  *
- * Owns the queues. An operation may run once everything before it on its stream has run and, if it
- * is a wait, once the point it waits for has passed; which of those that may run does so next is
- * drawn from the seed. Operations of stream 0 of a device without streams are the host's own: they
- * run at once.
+ * An operation may run after all earlier ones of its stream and, if it is a wait, after the point
+ * that it waits for. The seed selects the next one of those that may run. On a device without
+ * streams the operations of stream 0 are the host's own and run at once.
  *
- * Clocks. An operation comes after all earlier ones of its stream, after the points that its
- * stream has waited for, and after what the host had seen the end of when it queued it. */
+ * Clocks. An operation is ordered after all earlier ones of its stream and after the points that
+ * its stream has waited for. It is also ordered after everything whose end the host had observed
+ * when it queued the operation. */
 #include "sim_internal.h"
 
 #include <stdlib.h>
@@ -18,12 +18,12 @@ typedef struct queued {
     fct_tensor *held[2];
     sim_point end;
     bool waits;
-    sim_point wait; /* for this, if waits */
+    sim_point wait; /* point to wait for, if `waits` */
     struct queued *next;
 } queued;
 
 typedef struct stream {
-    sim_clock clock; /* what its next operation comes after */
+    sim_clock clock; /* everything that the next operation is ordered after */
     uint32_t issued;
     uint32_t executed;
     queued *first;
@@ -41,11 +41,11 @@ int sim_stream_count;
 
 static stream streams[SIM_STREAMS_MAX];
 static int current;
-static sim_clock host; /* what the host has seen the end of */
+static sim_clock host; /* ends that the host has observed */
 static bool stalled;
 static int host_lane; /* 0: the host has not computed yet */
 
-static void join(sim_clock *into, const sim_clock *other) {
+static void join_clock(sim_clock *into, const sim_clock *other) {
     for (int s = 0; s < sim_stream_count; s++) {
         into->at[s] = into->at[s] > other->at[s] ? into->at[s] : other->at[s];
     }
@@ -62,7 +62,7 @@ void sim_streams_begin(void) {
 
 int sim_stream_reserve(bool collective) {
     if (sim_stream_count == SIM_STREAMS_MAX) {
-        fail_msg("the simulation has no room for another stream");
+        fail_msg("the simulation supports no further stream");
     }
     streams[sim_stream_count].collective = collective;
     return sim_stream_count++;
@@ -81,7 +81,7 @@ int sim_stream_current(void) {
 
 sim_clock sim_clock_of(int s) {
     sim_clock clock = streams[s].clock;
-    join(&clock, &host);
+    join_clock(&clock, &host);
     return clock;
 }
 
@@ -96,7 +96,7 @@ bool sim_point_passed(const sim_point *point) {
 }
 
 void sim_host_saw(const sim_point *point) {
-    join(&host, &point->clock);
+    join_clock(&host, &point->clock);
 }
 
 static bool may_run(const stream *s) {
@@ -114,9 +114,9 @@ static void run_first(stream *s) {
     }
     s->executed++;
     if (op->held[0] != NULL || op->held[1] != NULL) {
-        /* The backend has seen the end of its operation when it lets go of the memory. */
+        /* The backend releases the memory only after it has observed the end of its operation. */
         if (sim_now.streams) {
-            join(&host, &op->end.clock);
+            join_clock(&host, &op->end.clock);
         }
         fct_tensor_release(op->held[0]);
         fct_tensor_release(op->held[1]);
@@ -155,8 +155,8 @@ void sim_drain(void) {
     while (ran) {
         ran = false;
         for (int i = 0; i < sim_stream_count; i++) {
-            /* Rounds start anywhere and go on as far as they get, so that the end is in random
-             * order, too. */
+            /* A round starts at a random stream and runs for a random number of operations, so that
+             * the end is in random order, too. */
             stream *s = &streams[((uint64_t)i + sim_random()) % (uint64_t)sim_stream_count];
             ran = ran || s->first != NULL;
             while (may_run(s) && sim_random() % 4 != 0) {
@@ -168,9 +168,9 @@ void sim_drain(void) {
         }
     }
     for (int i = 0; i < sim_stream_count; i++) {
-        join(&host, &streams[i].clock);
+        join_clock(&host, &streams[i].clock);
     }
-    join(&streams[0].clock, &host);
+    join_clock(&streams[0].clock, &host);
 }
 
 void sim_streams_end(void) {
@@ -186,7 +186,7 @@ void sim_collectives_stall(bool stall) {
 static queued *append(int index, const sim_op *op) {
     stream *s = &streams[index];
     queued *q = (queued *)sim_scratch(sizeof *q);
-    join(&s->clock, &host);
+    join_clock(&s->clock, &host);
     s->clock.at[index] = ++s->issued;
     for (size_t i = 0; i < op->use_count; i++) {
         if (op->uses[i].block->of_host != (index != 0 && index == host_lane) && !op->crosses) {
@@ -209,9 +209,10 @@ static queued *append(int index, const sim_op *op) {
     return q;
 }
 
-/* Without streams stream 0 is the host: it does not queue. Nor does it beside a device that has
- * some; and what it has done is done for whatever it queues later. */
-static void settle(int index) {
+/* Stream 0 of a device without streams is the host, which does not queue. The host's lane of a
+ * device with streams does not queue either. Everything queued later is ordered after its
+ * operations. */
+static void run_host_operations(int index) {
     if (index != 0 && index == host_lane) {
         sim_host_waits(&streams[index].last->end);
     }
@@ -225,16 +226,16 @@ void sim_stream_push(int index, const sim_op *op, sim_point *point) {
     if (point != NULL) {
         *point = q->end;
     }
-    settle(index);
+    run_host_operations(index);
 }
 
 void sim_stream_wait(int index, const sim_point *point) {
     const sim_op nothing = {.what = "a wait"};
-    join(&streams[index].clock, &point->clock);
+    join_clock(&streams[index].clock, &point->clock);
     queued *q = append(index, &nothing);
     q->waits = true;
     q->wait = *point;
-    settle(index);
+    run_host_operations(index);
 }
 
 /* ---- the boundary ---- */
@@ -319,7 +320,7 @@ int fct_event_record(fct_event *e, fct_stream s) {
     return 0;
 }
 
-/* A wait is for what the event stands for now; recording it again later changes nothing. */
+/* A wait covers the work at the event's latest record. A later record does not change it. */
 int fct_event_wait(fct_event *e, fct_stream s) {
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_event_wait")) {
         return -1;

@@ -1,9 +1,9 @@
 /* Simulated tensors: counted handles on strided views of counted storages, with .grad and a version
  * counter.
  *
- * Every operation that touches elements is queued on the current stream with the storages it
- * uses; what it computes goes through double and is rounded to the type once, as torch's own
- * kernels do for the values used here. */
+ * Every operation on elements is queued on the current stream, with the storages that it uses. It
+ * computes in double and rounds once to the dtype. For the values used here torch's kernels give
+ * the same results. */
 #include "sim_internal.h"
 
 #include <stdlib.h>
@@ -13,10 +13,10 @@ enum { VIEWS_MAX = 2 };
 
 typedef struct sim_storage {
     size_t refs;
-    sim_block *block; /* NULL while freed or of no bytes */
+    sim_block *block; /* NULL while freed, or without bytes */
     int64_t bytes;
     fct_device device;
-    bool pinned; /* of the host's memory: the device copies from it and to it by itself */
+    bool pinned; /* pinned host memory: the device copies asynchronously */
 } sim_storage;
 
 struct fct_tensor {
@@ -55,7 +55,7 @@ static void storage_release(sim_storage *storage) {
     free(storage);
 }
 
-/* Steals the storage. strides NULL: contiguous. */
+/* Takes the storage. `strides` NULL: contiguous. */
 static fct_tensor *tensor_over(sim_storage *storage, fct_dtype dtype, int32_t ndim,
                                const int64_t *sizes, const int64_t *strides, int64_t offset) {
     fct_tensor *t = (fct_tensor *)sim_alloc(sizeof *t);
@@ -305,7 +305,7 @@ int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tens
     return 0;
 }
 
-/* New alias; `offset` from the start of the storage, in elements of dtype. */
+/* Creates an alias. `offset` is relative to the storage, in elements of `dtype`. */
 static fct_tensor *alias(const fct_tensor *base, fct_dtype dtype, int32_t ndim,
                          const int64_t *sizes, const int64_t *strides, int64_t offset) {
     int64_t last = 0;

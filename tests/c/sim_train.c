@@ -1,9 +1,9 @@
-/* One training step of the model: what csrc/python's hooks and autograd do to the core, in their
- * order.
+/* One training step of a simulated model: the calls that csrc/python's hooks and autograd make to
+ * the core, in their order.
  *
- * A forward writes a tape: where a post-backward node was put, where a layer computed, where an
- * output got its pre-backward hook. A backward walks the tape from its end. A failure anywhere
- * ends the step there and then, as an exception would. */
+ * A forward records a tape: post-backward nodes, computations of layers, and outputs with
+ * pre-backward hooks. A backward walks the tape from its end. A failure ends the step immediately,
+ * like an exception. */
 #include "sim_model.h"
 
 #include <stdlib.h>
@@ -22,7 +22,7 @@ static void record(sim_model *m, sim_tape_kind kind, sim_layer *layer, sim_group
 
 /* ---- computing ---- */
 
-/* Uses the parameters as a layer does: they must be there, whole and right. */
+/* Reads the parameters as a layer does: they must exist, complete and with the expected values. */
 static void use_params(sim_layer *layer) {
     for (size_t k = 0; k < layer->group_count; k++) {
         sim_group *g = &layer->groups[k];
@@ -43,7 +43,7 @@ static void use_params(sim_layer *layer) {
     }
 }
 
-/* The gradient of one use, on rank 0: -2 .. 2. */
+/* Returns the gradient of one use on rank 0: -2 .. 2. */
 static double gradient_of(const sim_param *p, size_t use, int64_t element) {
     return (double)(((uint64_t)element * 3 + p->seed + use * 5) % 5) - 2.0;
 }
@@ -117,7 +117,7 @@ static fc_status pre_forward(sim_model *m, sim_layer *layer, bool grad) {
     for (size_t k = 0; k < layer->group_count; k++) {
         bool entering = false;
         FC_TRY(fc_group_pre_forward(&layer->groups[k].core, &entering));
-        /* The root's input is data: no node. */
+        /* The root's input does not require grad, so it has no node. */
         if (entering && grad && (layer != &m->layers[0] || m->scenario.unhooked)) {
             record(m, SIM_NODE, layer, &layer->groups[k]);
         }
@@ -206,7 +206,7 @@ done:
     return status;
 }
 
-/* Through the forward's graph; `give`: with gradients for the parameters. */
+/* Runs backward through the forward's graph. `give`: parameters get gradients. */
 static fc_status backward(sim_model *m, bool give) {
     fc_status status = FC_OK;
     const fct_hook at_end = {m, call_at_end, retain_model, release_model};
@@ -232,8 +232,9 @@ done:
     return status;
 }
 
-/* Through what a recording backward has recorded: from the gradients that left the layers by their
- * nodes to the outputs' gradients. The root has no node: it is entered unseen. */
+/* Runs backward through the graph that a recording backward created: from the gradients at the
+ * layers' nodes to the outputs' gradients. The root has no node, so it is entered without a
+ * hook. */
 static fc_status double_backward(sim_model *m) {
     fc_status status = FC_OK;
     const fct_hook at_end = {m, call_at_end, retain_model, release_model};
@@ -256,7 +257,7 @@ static fc_status run_backwards(sim_model *m) {
         sim_set_recording(true);
         status = backward(m, false);
         sim_set_recording(false);
-        m->tape_length = recorded; /* what a recomputation adds is nobody's */
+        m->tape_length = recorded; /* entries that a recomputation adds are not used */
         FC_TRY(status);
         FC_TRY(double_backward(m));
     }
@@ -288,7 +289,7 @@ void sim_model_set_sync(sim_model *m, sim_sync sync) {
     }
 }
 
-static fc_status batch(sim_model *m, sim_sync sync) {
+static fc_status run_microbatch(sim_model *m, sim_sync sync) {
     fc_status status = FC_OK;
     size_t forwards = m->scenario.forwards > 0 ? m->scenario.forwards : 1;
     sim_model_set_sync(m, sync);
@@ -307,12 +308,12 @@ fc_status sim_model_step(sim_model *m) {
     m->backwards = 0;
     for (size_t i = 0; i < repeats; i++) {
         for (size_t b = 0; b < m->scenario.unsynced; b++) {
-            FC_TRY(batch(m, SIM_NO_SYNC));
+            FC_TRY(run_microbatch(m, SIM_NO_SYNC));
         }
         for (size_t b = 0; b < m->scenario.unreplicated; b++) {
-            FC_TRY(batch(m, SIM_SCATTER_ONLY));
+            FC_TRY(run_microbatch(m, SIM_SCATTER_ONLY));
         }
-        FC_TRY(batch(m, SIM_SYNC));
+        FC_TRY(run_microbatch(m, SIM_SYNC));
     }
 done:
     return status;

@@ -1,5 +1,5 @@
-/* Buckets of a group that only all-reduces: how parameters are dealt to them, and when each is
- * reduced. Whole steps with buckets are among the scenarios of test_train.c. */
+/* Gradient buckets of a replicated group: assignment of parameters and time of each reduction.
+ * Whole steps with buckets are among the scenarios of test_train.c. */
 #include "core/bucket.h"
 
 #include <string.h>
@@ -10,8 +10,8 @@
 
 #define FLOATS(...) {.ndim = 1, .sizes = {4}, __VA_ARGS__}
 
-/* Rank 0 of two replicas, all parameters in the root: rank 1 has twice the gradient, the mean is
- * 1.5 times ours. Four parameters of 16 bytes; a bucket is full with two. */
+/* Rank 0 of two replicas, with all parameters in the root. Rank 1 has twice the gradient, so the
+ * mean is 1.5 times rank 0's. Four parameters of 16 bytes; two of them fill a bucket. */
 static const sim_scenario replicated = {
     .world = 1,
     .replicas = 2,
@@ -33,8 +33,8 @@ static fc_group *core(sim_model *m) {
     return &m->layers[0].groups[0].core;
 }
 
-/* A forward, and a backward that has reached the root's output. */
-static void reach(sim_model *m) {
+/* Runs a forward and starts a backward, up to the root's output. */
+static void start_backward(sim_model *m) {
     const fct_hook hook = {m, at_end, count_nothing, count_nothing};
     assert_int_equal(sim_model_forward(m, true), FC_OK);
     m->tape_length = 0;
@@ -44,16 +44,16 @@ static void reach(sim_model *m) {
 
 static sim_model *begin(const sim_scenario *scenario) {
     sim_scenario s = *scenario;
-    s.device.seed = 7; /* no collective is done at once */
+    s.device.seed = 7; /* no collective completes at once */
     sim_begin(s.device);
     sim_model *m = sim_model_new(&s);
-    reach(m);
+    start_backward(m);
     sim_log_clear();
     return m;
 }
 
-/* The end of the backward. */
-static void rest(sim_model *m) {
+/* Ends the backward. */
+static void finish_backward(sim_model *m) {
     assert_int_equal(fc_iteration_end_backward(&m->iteration, &m->comm), FC_OK);
     sim_set_in_backward(false);
     sim_drop_at_end();
@@ -65,16 +65,16 @@ static void end(sim_model *m) {
     sim_end();
 }
 
-/* Autograd accumulates into the i-th parameter. */
-static void arrive(sim_model *m, size_t i, double value) {
+/* Accumulates a gradient into the i-th parameter, as autograd does. */
+static void accumulate_gradient(sim_model *m, size_t i, double value) {
     const double values[4] = {value, value, value, value};
     sim_param *p = &m->layers[0].groups[0].params[i];
     sim_grad_accumulate(p->core.unsharded, sim_tensor_new(FCK_FLOAT32, 1, p->shape.sizes, values));
     assert_int_equal(sim_watches_run(p->core.unsharded), 0);
 }
 
-/* How many all-reduces were issued since the backward began. */
-static size_t issued(void) {
+/* Returns the number of all-reduces since the start of the backward. */
+static size_t count_all_reduces(void) {
     size_t count = 0;
     for (const char *at = sim_log_text(); (at = strstr(at, "all-reduce:")) != NULL; at++) {
         count++;
@@ -89,10 +89,10 @@ static void expect_grad(sim_model *m, size_t i, double value) {
     sim_tensor_expect(grad, values, "the reduced gradient");
 }
 
-/* ---- cutting ---- */
+/* ---- cut ---- */
 
-/* The ends of the buckets' spans from the last parameter to the first. */
-static void cut_as(sim_scenario scenario, size_t count, const size_t *firsts) {
+/* Expects buckets with these first parameters, from the last parameter to the first. */
+static void expect_buckets(sim_scenario scenario, size_t count, const size_t *firsts) {
     sim_begin(scenario.device);
     sim_model *m = sim_model_new(&scenario);
     assert_int_equal(fc_bucket_cut(&core(m)->buckets), FC_OK);
@@ -104,215 +104,215 @@ static void cut_as(sim_scenario scenario, size_t count, const size_t *firsts) {
     end(m);
 }
 
-static void the_last_parameters_come_first_and_a_full_bucket_is_closed(void **state) {
+static void buckets_are_cut_from_last_parameter_to_first_at_limit(void **state) {
     (void)state;
     sim_scenario s = replicated;
-    cut_as(s, 2, (const size_t[]){2, 0});
+    expect_buckets(s, 2, (const size_t[]){2, 0});
     s.bucket_bytes = 33;
-    cut_as(s, 2, (const size_t[]){1, 0});
+    expect_buckets(s, 2, (const size_t[]){1, 0});
     s.bucket_bytes = 1;
-    cut_as(s, 4, (const size_t[]){3, 2, 1, 0});
+    expect_buckets(s, 4, (const size_t[]){3, 2, 1, 0});
     s.bucket_bytes = 64;
-    cut_as(s, 1, (const size_t[]){0});
+    expect_buckets(s, 1, (const size_t[]){0});
     s.bucket_bytes = 1000;
-    cut_as(s, 1, (const size_t[]){0});
+    expect_buckets(s, 1, (const size_t[]){0});
 }
 
-static void frozen_parameters_fill_no_bucket_and_the_reduce_type_counts(void **state) {
+static void bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype(void **state) {
     (void)state;
     sim_scenario s = replicated;
     s.shapes[2].frozen = true;
-    cut_as(s, 2, (const size_t[]){1, 0});
-    s.shapes[0].frozen = true; /* goes with the bucket before it */
-    cut_as(s, 1, (const size_t[]){0});
+    expect_buckets(s, 2, (const size_t[]){1, 0});
+    s.shapes[0].frozen = true; /* joins the bucket before it */
+    expect_buckets(s, 1, (const size_t[]){0});
     s.shapes[3].frozen = true;
-    cut_as(s, 1, (const size_t[]){0});
+    expect_buckets(s, 1, (const size_t[]){0});
     s = replicated;
     for (size_t i = 0; i < 4; i++) {
         s.shapes[i].compute = FCK_BFLOAT16;
     }
-    cut_as(s, 1, (const size_t[]){0});
+    expect_buckets(s, 1, (const size_t[]){0});
     s.reduce_dtype = FCK_FLOAT32;
-    cut_as(s, 2, (const size_t[]){2, 0});
+    expect_buckets(s, 2, (const size_t[]){2, 0});
 }
 
-/* ---- in backward ---- */
+/* ---- backward ---- */
 
-static void a_bucket_is_reduced_with_its_last_gradient(void **state) {
+static void bucket_is_reduced_when_its_last_gradient_arrives(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
-    arrive(m, 3, 2.0);
-    assert_int_equal(issued(), 0);
-    arrive(m, 2, 4.0);
-    assert_int_equal(issued(), 1);
-    arrive(m, 1, 6.0);
-    arrive(m, 0, 8.0);
-    assert_int_equal(issued(), 2);
-    rest(m);
-    assert_int_equal(issued(), 2);
+    accumulate_gradient(m, 3, 2.0);
+    assert_int_equal(count_all_reduces(), 0);
+    accumulate_gradient(m, 2, 4.0);
+    assert_int_equal(count_all_reduces(), 1);
+    accumulate_gradient(m, 1, 6.0);
+    accumulate_gradient(m, 0, 8.0);
+    assert_int_equal(count_all_reduces(), 2);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 2);
     for (size_t i = 0; i < 4; i++) {
         expect_grad(m, i, 1.5 * (8.0 - 2.0 * (double)i));
     }
     end(m);
 }
 
-static void the_order_is_the_parameters_whatever_autograds_is(void **state) {
+static void bucket_reductions_follow_parameter_order_in_any_autograd_order(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     sim_collectives_stall(true);
-    arrive(m, 0, 2.0);
-    arrive(m, 1, 2.0);
-    arrive(m, 2, 2.0);
-    assert_int_equal(issued(), 0); /* the bucket of 2 and 3 goes first */
-    arrive(m, 3, 4.0);
-    assert_int_equal(issued(), 2);
+    accumulate_gradient(m, 0, 2.0);
+    accumulate_gradient(m, 1, 2.0);
+    accumulate_gradient(m, 2, 2.0);
+    assert_int_equal(count_all_reduces(), 0); /* the bucket of parameters 2 and 3 must be first */
+    accumulate_gradient(m, 3, 4.0);
+    assert_int_equal(count_all_reduces(), 2);
     assert_int_equal(fc_reduction_recycle(&m->comm, 1), FC_OK);
     expect_grad(m, 3, 6.0);
     assert_null(sim_grad_peek(m->layers[0].groups[0].params[0].sharded));
-    rest(m);
+    finish_backward(m);
     expect_grad(m, 0, 3.0);
     end(m);
 }
 
-static void a_bucket_that_misses_a_gradient_waits_for_the_end(void **state) {
+static void bucket_with_missing_gradient_is_reduced_at_end_of_backward(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
-    arrive(m, 3, 2.0);
-    arrive(m, 1, 2.0);
-    arrive(m, 0, 2.0);
-    assert_int_equal(issued(), 0);
-    rest(m);
-    assert_int_equal(issued(), 2);
+    accumulate_gradient(m, 3, 2.0);
+    accumulate_gradient(m, 1, 2.0);
+    accumulate_gradient(m, 0, 2.0);
+    assert_int_equal(count_all_reduces(), 0);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 2);
     assert_null(sim_grad_peek(m->layers[0].groups[0].params[2].sharded));
     expect_grad(m, 3, 3.0);
     expect_grad(m, 0, 3.0);
     end(m);
 }
 
-static void a_bucket_without_any_gradient_is_left_out(void **state) {
+static void bucket_without_gradients_is_not_reduced(void **state) {
     (void)state;
     sim_scenario s = replicated;
     s.bucket_bytes = 16;
     sim_model *m = begin(&s);
-    arrive(m, 3, 2.0);
-    arrive(m, 0, 2.0);
-    rest(m);
-    assert_int_equal(issued(), 2);
+    accumulate_gradient(m, 3, 2.0);
+    accumulate_gradient(m, 0, 2.0);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 2);
     end(m);
 }
 
-static void a_gradient_that_comes_again_is_reduced_by_itself_and_once_is_enough(void **state) {
+static void second_gradient_after_reduction_is_reduced_alone_and_ends_eager_mode(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
-    arrive(m, 3, 2.0);
-    arrive(m, 2, 2.0);
-    arrive(m, 3, 6.0);
-    arrive(m, 1, 2.0);
-    arrive(m, 0, 2.0);
-    assert_int_equal(issued(), 1);
-    rest(m);
-    assert_int_equal(issued(), 3);
+    accumulate_gradient(m, 3, 2.0);
+    accumulate_gradient(m, 2, 2.0);
+    accumulate_gradient(m, 3, 6.0);
+    accumulate_gradient(m, 1, 2.0);
+    accumulate_gradient(m, 0, 2.0);
+    assert_int_equal(count_all_reduces(), 1);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 3);
     expect_grad(m, 3, 3.0 + 9.0);
     expect_grad(m, 2, 3.0);
     sim_model_zero_grad(m);
-    reach(m); /* from now on all is reduced at the end */
+    start_backward(m); /* this and later backwards reduce at the end */
     for (size_t i = 0; i < 4; i++) {
-        arrive(m, i, 2.0);
+        accumulate_gradient(m, i, 2.0);
     }
-    assert_int_equal(issued(), 3);
-    rest(m);
-    assert_int_equal(issued(), 5);
+    assert_int_equal(count_all_reduces(), 3);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 5);
     end(m);
 }
 
-static void a_second_gradient_before_the_reduction_is_part_of_it(void **state) {
+static void second_gradient_before_reduction_is_included(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
-    arrive(m, 3, 2.0);
-    arrive(m, 3, 6.0);
-    assert_int_equal(issued(), 0);
-    arrive(m, 2, 2.0);
-    assert_int_equal(issued(), 1);
+    accumulate_gradient(m, 3, 2.0);
+    accumulate_gradient(m, 3, 6.0);
+    assert_int_equal(count_all_reduces(), 0);
+    accumulate_gradient(m, 2, 2.0);
+    assert_int_equal(count_all_reduces(), 1);
     assert_int_equal(core(m)->buckets.mode, FC_BUCKETS_EAGER);
-    rest(m);
+    finish_backward(m);
     expect_grad(m, 3, 12.0);
     end(m);
 }
 
-/* ---- when there is no early reduction ---- */
+/* ---- conditions that prevent early reductions ---- */
 
-static void nothing_is_early(const sim_scenario *scenario, void (*change)(fc_group *g),
-                             size_t collectives) {
+static void expect_no_early_reduction(const sim_scenario *scenario, void (*change)(fc_group *g),
+                                      size_t collectives) {
     sim_begin(scenario->device);
     sim_model *m = sim_model_new(scenario);
     if (change != NULL) {
         change(core(m));
     }
-    reach(m);
+    start_backward(m);
     sim_log_clear();
     for (size_t i = 4; i-- > 0;) {
-        arrive(m, i, 2.0);
+        accumulate_gradient(m, i, 2.0);
     }
-    assert_int_equal(issued(), 0);
-    rest(m);
-    assert_int_equal(issued(), collectives);
+    assert_int_equal(count_all_reduces(), 0);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), collectives);
     end(m);
 }
 
-static void hook(fc_group *g) {
+static void set_reduce_hook(fc_group *g) {
     g->reducer.has_hook = true;
 }
 
-static void no_sync(fc_group *g) {
+static void disable_reduction(fc_group *g) {
     g->settings.reduce_grads = false;
 }
 
-static void unused(fc_group *g) {
+static void enable_reduce_unused(fc_group *g) {
     g->reducer.reduce_unused = true;
 }
 
-static void buckets_wait_for_the_end_where_something_may_come_between(void **state) {
+static void buckets_are_reduced_at_end_if_other_collectives_may_interleave(void **state) {
     (void)state;
     sim_scenario s = replicated;
-    nothing_is_early(&s, unused, 2);
-    nothing_is_early(&s, hook, 1); /* the hook sees all of the row */
-    nothing_is_early(&s, no_sync, 0);
+    expect_no_early_reduction(&s, enable_reduce_unused, 2);
+    expect_no_early_reduction(&s, set_reduce_hook, 1); /* the hook requires the whole row */
+    expect_no_early_reduction(&s, disable_reduction, 0);
     s.layers = 1;
-    nothing_is_early(&s, NULL, 2);
+    expect_no_early_reduction(&s, NULL, 2);
 }
 
-static void with_one_bucket_nothing_is_watched(void **state) {
+static void single_bucket_registers_no_notifications(void **state) {
     (void)state;
     sim_scenario s = replicated;
     s.bucket_bytes = 64;
     sim_model *m = begin(&s);
-    assert_int_equal(sim_count_alive().hooks, 1); /* the end of the backward */
+    assert_int_equal(sim_count_alive().hooks, 1); /* the callback for the end of backward */
     for (size_t i = 0; i < 4; i++) {
-        arrive(m, i, 2.0);
+        accumulate_gradient(m, i, 2.0);
     }
-    rest(m);
-    assert_int_equal(issued(), 1);
+    finish_backward(m);
+    assert_int_equal(count_all_reduces(), 1);
     end(m);
 }
 
-static void a_reset_forgets_the_bucket_that_was_reduced(void **state) {
+static void reset_discards_reduction_of_bucket(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     sim_collectives_stall(true);
-    arrive(m, 3, 2.0);
-    arrive(m, 2, 2.0);
-    arrive(m, 1, 2.0);
+    accumulate_gradient(m, 3, 2.0);
+    accumulate_gradient(m, 2, 2.0);
+    accumulate_gradient(m, 1, 2.0);
     sim_set_in_backward(false);
     sim_drop_at_end();
     assert_int_equal(fc_state_reset(&m->layers[0].core), FC_OK);
     sim_collectives_stall(false);
     sim_log_clear();
-    reach(m);
+    start_backward(m);
     for (size_t i = 4; i-- > 0;) {
-        arrive(m, i, 4.0);
+        accumulate_gradient(m, i, 4.0);
     }
-    assert_int_equal(issued(), 2);
-    rest(m);
+    assert_int_equal(count_all_reduces(), 2);
+    finish_backward(m);
     for (size_t i = 0; i < 4; i++) {
         expect_grad(m, i, 6.0);
     }
@@ -321,17 +321,17 @@ static void a_reset_forgets_the_bucket_that_was_reduced(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_last_parameters_come_first_and_a_full_bucket_is_closed),
-        cmocka_unit_test(frozen_parameters_fill_no_bucket_and_the_reduce_type_counts),
-        cmocka_unit_test(a_bucket_is_reduced_with_its_last_gradient),
-        cmocka_unit_test(the_order_is_the_parameters_whatever_autograds_is),
-        cmocka_unit_test(a_bucket_that_misses_a_gradient_waits_for_the_end),
-        cmocka_unit_test(a_bucket_without_any_gradient_is_left_out),
-        cmocka_unit_test(a_gradient_that_comes_again_is_reduced_by_itself_and_once_is_enough),
-        cmocka_unit_test(a_second_gradient_before_the_reduction_is_part_of_it),
-        cmocka_unit_test(buckets_wait_for_the_end_where_something_may_come_between),
-        cmocka_unit_test(with_one_bucket_nothing_is_watched),
-        cmocka_unit_test(a_reset_forgets_the_bucket_that_was_reduced),
+        cmocka_unit_test(buckets_are_cut_from_last_parameter_to_first_at_limit),
+        cmocka_unit_test(bucket_size_excludes_frozen_parameters_and_uses_reduce_dtype),
+        cmocka_unit_test(bucket_is_reduced_when_its_last_gradient_arrives),
+        cmocka_unit_test(bucket_reductions_follow_parameter_order_in_any_autograd_order),
+        cmocka_unit_test(bucket_with_missing_gradient_is_reduced_at_end_of_backward),
+        cmocka_unit_test(bucket_without_gradients_is_not_reduced),
+        cmocka_unit_test(second_gradient_after_reduction_is_reduced_alone_and_ends_eager_mode),
+        cmocka_unit_test(second_gradient_before_reduction_is_included),
+        cmocka_unit_test(buckets_are_reduced_at_end_if_other_collectives_may_interleave),
+        cmocka_unit_test(single_bucket_registers_no_notifications),
+        cmocka_unit_test(reset_discards_reduction_of_bucket),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,11 +1,11 @@
-/* What the kernels' conversions promise: the nearest value, ties to even, NaN kept, for every
- * pair of floating types, on every backend under test, and the same bits from the vector loops
- * and the portable ones. */
+/* Conversions of the kernels: the nearest value, ties to even, NaN preserved, for every pair of
+ * floating dtypes and every backend under test. Vector loops give the same bits as portable
+ * loops. */
 #include "kernels_reference.h"
 
 #include "kernels/cast_cpu.h"
 
-static void every_16_bit_value_widens_exactly_and_converts_to_the_other_type(void **state) {
+static void all_16_bit_values_widen_exactly_and_convert_to_other_16_bit_type(void **state) {
     (void)state;
     static uint16_t pattern[65536];
     for (size_t t = 0; t < 2; t++) {
@@ -24,8 +24,9 @@ static void every_16_bit_value_widens_exactly_and_converts_to_the_other_type(voi
     }
 }
 
-/* Every finite value of a 16-bit type, every midpoint between two, and the floats next to each. */
-static void floats_round_to_nearest_even_at_every_boundary(void **state) {
+/* Covers every finite value of a 16-bit dtype, every midpoint between two of them, and the adjacent
+ * floats. */
+static void float32_to_16_bit_rounds_to_nearest_even_at_every_boundary(void **state) {
     (void)state;
     for (size_t t = 0; t < 2; t++) {
         const fck_dtype dtype = FLOATS[t];
@@ -53,7 +54,7 @@ static void floats_round_to_nearest_even_at_every_boundary(void **state) {
     }
 }
 
-static void random_patterns_of_every_type_convert_to_every_type(void **state) {
+static void random_bit_patterns_convert_between_all_dtypes(void **state) {
     (void)state;
     const int64_t count = 20000;
     source random = {1};
@@ -68,9 +69,9 @@ static void random_patterns_of_every_type_convert_to_every_type(void **state) {
     }
 }
 
-/* A double just above the midpoint of two halves is the midpoint once it is a float, and then
- * ties to even: 1 + 2^-11 + 2^-40 would be 1 + 2^-10 if it were rounded once. */
-static void doubles_reach_16_bits_through_float_as_in_torch(void **state) {
+/* A double just above the midpoint of two float16 values becomes the midpoint as a float, and then
+ * ties to even. A single rounding of 1 + 2^-11 + 2^-40 would give 1 + 2^-10. */
+static void float64_to_16_bit_rounds_through_float32_as_in_torch(void **state) {
     (void)state;
     const double half_case = 1 + ldexp(1, -11) + ldexp(1, -40);
     const double bfloat16_case = 1 + ldexp(1, -8) + ldexp(1, -40);
@@ -86,9 +87,9 @@ static void doubles_reach_16_bits_through_float_as_in_torch(void **state) {
     }
 }
 
-/* Quiet and signalling, both signs, the smallest and the largest payload; long enough for vector
- * loops. */
-static void a_nan_stays_a_nan_in_every_conversion(void **state) {
+/* Quiet and signaling NaN, both signs, the smallest and the largest payload. The arrays are long
+ * enough for vector loops. */
+static void nan_stays_nan_in_every_conversion(void **state) {
     (void)state;
     static const uint64_t fractions[] = {
         1, 0x8, 0x10000, 0x2000000000000, 0x8000000000001, 0xfffffffffffff};
@@ -123,8 +124,8 @@ static void a_nan_stays_a_nan_in_every_conversion(void **state) {
     }
 }
 
-/* Also for NaN: which loop ran must not show in the bits. Every length, so every tail. */
-static void vector_loops_and_portable_loops_agree_bit_for_bit(void **state) {
+/* NaN included: the bits must not depend on the loop that ran. Every length covers every tail. */
+static void vector_loops_match_portable_loops_bit_for_bit(void **state) {
     (void)state;
     const fck_loops *best = fck_loops_best();
     if (best == &fck_loops_portable) {
@@ -153,7 +154,7 @@ static void vector_loops_and_portable_loops_agree_bit_for_bit(void **state) {
     }
 }
 
-static void only_floating_types_convert_and_every_type_moves(void **state) {
+static void only_floating_dtypes_convert_and_all_dtypes_copy(void **state) {
     (void)state;
     for (fck_dtype src = 0; src < 20; src++) {
         for (fck_dtype dst = 0; dst < 20; dst++) {
@@ -169,13 +170,13 @@ static void only_floating_types_convert_and_every_type_moves(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_16_bit_value_widens_exactly_and_converts_to_the_other_type),
-        cmocka_unit_test(floats_round_to_nearest_even_at_every_boundary),
-        cmocka_unit_test(random_patterns_of_every_type_convert_to_every_type),
-        cmocka_unit_test(doubles_reach_16_bits_through_float_as_in_torch),
-        cmocka_unit_test(a_nan_stays_a_nan_in_every_conversion),
-        cmocka_unit_test(vector_loops_and_portable_loops_agree_bit_for_bit),
-        cmocka_unit_test(only_floating_types_convert_and_every_type_moves),
+        cmocka_unit_test(all_16_bit_values_widen_exactly_and_convert_to_other_16_bit_type),
+        cmocka_unit_test(float32_to_16_bit_rounds_to_nearest_even_at_every_boundary),
+        cmocka_unit_test(random_bit_patterns_convert_between_all_dtypes),
+        cmocka_unit_test(float64_to_16_bit_rounds_through_float32_as_in_torch),
+        cmocka_unit_test(nan_stays_nan_in_every_conversion),
+        cmocka_unit_test(vector_loops_match_portable_loops_bit_for_bit),
+        cmocka_unit_test(only_floating_dtypes_convert_and_all_dtypes_copy),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,5 @@
-/* What must hold between transitions, and that the check says so where it does not.
- * tests/unit/test_mutations.py seeds bugs that it catches. */
+/* Invariants between transitions, and the messages of fc_group_check for violations.
+ * tests/unit/test_mutations.py seeds bugs that the checks detect. */
 #include "core/group.h"
 
 #include <string.h>
@@ -35,13 +35,13 @@ static void unshard(const fixture *f) {
     assert_int_equal(fc_group_wait_unshard(f->core), FC_OK);
 }
 
-static void another_compute_type_needs_another_plan(void **state) {
+static void changed_compute_dtype_rebuilds_plan(void **state) {
     (void)state;
     fixture f = begin(plain);
     unshard(&f);
     assert_int_equal(fc_group_reshard(f.core), FC_OK);
     f.group->params[0].core.param_dtype = FCK_BFLOAT16;
-    f.group->params[0].shape.compute = FCK_BFLOAT16; /* what the other ranks send */
+    f.group->params[0].shape.compute = FCK_BFLOAT16; /* the other ranks send this dtype, too */
     fc_param_forget_unsharded(&f.group->params[0].core);
     fc_group_invalidate(f.core);
     unshard(&f);
@@ -51,7 +51,7 @@ static void another_compute_type_needs_another_plan(void **state) {
     end(&f);
 }
 
-static void the_walker_finds_what_does_not_fit(void **state) {
+static void group_check_reports_broken_invariants(void **state) {
     (void)state;
     fixture f = begin(plain);
     unshard(&f);
@@ -69,8 +69,8 @@ static void the_walker_finds_what_does_not_fit(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(another_compute_type_needs_another_plan),
-        cmocka_unit_test(the_walker_finds_what_does_not_fit),
+        cmocka_unit_test(changed_compute_dtype_rebuilds_plan),
+        cmocka_unit_test(group_check_reports_broken_invariants),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,4 +1,4 @@
-/* The tensors of a collective in flight: references held and released. */
+/* Chunks of a pending collective: references held and released. */
 #include "sim.h"
 
 #include "core/chunks.h"
@@ -25,7 +25,7 @@ static void chunks_hold_references_until_dropped(void **state) {
     sim_end();
 }
 
-static void begin_without_memory_leaves_no_chunks(void **state) {
+static void chunks_begin_without_memory_holds_no_tensors(void **state) {
     (void)state;
     fc_chunks chunks = {.count = 0};
     sim_begin((sim_config){.seed = 1});
@@ -40,7 +40,7 @@ static void begin_without_memory_leaves_no_chunks(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(chunks_hold_references_until_dropped),
-        cmocka_unit_test(begin_without_memory_leaves_no_chunks),
+        cmocka_unit_test(chunks_begin_without_memory_holds_no_tensors),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,5 @@
-/* The communication context: pooled events, order between streams, and memory that is kept until
- * nobody uses it any more. */
+/* Communication context: event pool, order between streams, and memory that is kept until its last
+ * use. */
 #include "core/comm.h"
 
 #include "sim.h"
@@ -28,7 +28,7 @@ static void end(fc_comm *c) {
     sim_end();
 }
 
-/* A reduce-scatter in flight, with its tensors. */
+/* A pending reduce-scatter with its tensors. */
 typedef struct flight {
     fct_pg *pg;
     fct_tensor *in;
@@ -36,7 +36,7 @@ typedef struct flight {
     fct_work *work;
 } flight;
 
-static flight take_off(void) {
+static flight start_reduce_scatter(void) {
     flight f = {NULL, vector_of(1.0), NULL, NULL};
     const int64_t four[1] = {4};
     sim_collectives_stall(true);
@@ -49,12 +49,12 @@ static flight take_off(void) {
     return f;
 }
 
-/* ---- parking ---- */
+/* ---- parked collectives ---- */
 
-static void parked_buffers_stay_until_the_backend_is_done(void **state) {
+static void parked_buffers_are_held_until_work_completes(void **state) {
     (void)state;
     fc_comm c = begin(false);
-    flight f = take_off();
+    flight f = start_reduce_scatter();
     fc_comm_park(&c, f.work, f.in, f.out);
     fc_comm_reap(&c);
     assert_non_null(c.parked);
@@ -66,10 +66,10 @@ static void parked_buffers_stay_until_the_backend_is_done(void **state) {
     end(&c);
 }
 
-static void what_is_done_already_is_not_parked(void **state) {
+static void completed_work_is_not_parked(void **state) {
     (void)state;
     fc_comm c = begin(false);
-    flight f = take_off();
+    flight f = start_reduce_scatter();
     sim_drain();
     fc_comm_park(&c, f.work, f.in, f.out);
     assert_null(c.parked);
@@ -80,10 +80,10 @@ static void what_is_done_already_is_not_parked(void **state) {
     end(&c);
 }
 
-static void without_memory_to_park_the_backends_own_references_hold(void **state) {
+static void park_without_memory_relies_on_backend_references(void **state) {
     (void)state;
     fc_comm c = begin(false);
-    flight f = take_off();
+    flight f = start_reduce_scatter();
     sim_fault_arm(1, SIM_ONCE);
     fc_comm_park(&c, f.work, f.in, f.out);
     assert_int_equal(sim_fault_fired(NULL), SIM_FAULT_MEMORY);
@@ -94,17 +94,17 @@ static void without_memory_to_park_the_backends_own_references_hold(void **state
     end(&c);
 }
 
-static void the_end_of_the_context_lets_go_of_what_is_parked(void **state) {
+static void comm_fini_releases_parked_collectives(void **state) {
     (void)state;
     fc_comm c = begin(false);
-    flight f = take_off();
+    flight f = start_reduce_scatter();
     fc_comm_park(&c, f.work, f.in, f.out);
-    end(&c); /* the backend finishes on its own */
+    end(&c); /* the backend completes the collective by itself */
 }
 
 /* ---- streams and events ---- */
 
-static void streams_are_taken_once_and_again_after_a_failure(void **state) {
+static void streams_are_created_once_and_retried_after_failure(void **state) {
     (void)state;
     for (int64_t n = 1; n <= 4; n++) {
         fc_comm c;
@@ -122,7 +122,7 @@ static void streams_are_taken_once_and_again_after_a_failure(void **state) {
     }
 }
 
-static void events_go_back_to_the_pool(void **state) {
+static void put_event_returns_event_to_pool(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *a = NULL;
@@ -137,7 +137,7 @@ static void events_go_back_to_the_pool(void **state) {
     end(&c);
 }
 
-static void an_event_that_no_pool_has_room_for_is_freed(void **state) {
+static void put_event_frees_event_if_pool_cannot_grow(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *e = NULL;
@@ -149,7 +149,7 @@ static void an_event_that_no_pool_has_room_for_is_freed(void **state) {
     end(&c);
 }
 
-static void a_failed_record_keeps_no_event(void **state) {
+static void failed_record_returns_its_event(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *e = NULL;
@@ -162,21 +162,21 @@ static void a_failed_record_keeps_no_event(void **state) {
 
 /* ---- memory across streams ---- */
 
-/* The current stream writes a tensor, the gather stream reads it. */
-static void read_elsewhere(const fc_comm *c, fct_tensor *t) {
+/* The current stream writes a tensor, then the gather stream reads it. */
+static void read_on_gather_stream(const fc_comm *c, fct_tensor *t) {
     fct_stream before = fct_stream_set_current(c->gather_stream);
     sim_tensor_touch(t, "a read on the gather stream");
     (void)fct_stream_set_current(before);
 }
 
-static void quiesce_orders_all_streams_behind_each_other(void **state) {
+static void quiesce_orders_all_streams(void **state) {
     (void)state;
     for (int right = 0; right < 2; right++) {
         fc_comm c = begin(true);
         fct_tensor *t = vector_of(1.0);
         fct_stream current = fct_stream_current(sim_device());
         assert_int_equal(fc_comm_order_streams(&c, c.gather_stream, current), FC_OK);
-        read_elsewhere(&c, t);
+        read_on_gather_stream(&c, t);
         if (right) {
             assert_int_equal(fc_comm_quiesce(&c), FC_OK);
         }
@@ -191,8 +191,8 @@ static void quiesce_orders_all_streams_behind_each_other(void **state) {
     }
 }
 
-/* A kept gather buffer is the copy-in stream's memory, and read by the current stream. */
-static void a_kept_buffer_is_let_go_only_behind_its_copy_out(void **state) {
+/* A kept gather buffer is memory of the copy-in stream, and the current stream reads it. */
+static void kept_gather_buffer_is_released_after_its_copy_out(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_stream current = fct_stream_set_current(c.copy_in_stream);
@@ -204,11 +204,11 @@ static void a_kept_buffer_is_let_go_only_behind_its_copy_out(void **state) {
     assert_int_equal(fc_comm_record(&c, current, &c.kept.copied), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(fc_comm_release_kept(&c), FC_ERAISED);
-    assert_ptr_equal(c.kept.buffer, buffer); /* not ordered: it stays */
+    assert_ptr_equal(c.kept.buffer, buffer); /* ordering failed: the buffer stays */
     assert_int_equal(fc_comm_release_kept(&c), FC_OK);
     assert_null(c.kept.buffer);
     (void)fct_stream_set_current(c.copy_in_stream);
-    fct_tensor *next = vector_of(2.0); /* the checker looks whether this may reuse the block */
+    fct_tensor *next = vector_of(2.0); /* the simulator checks whether the block may be reused */
     (void)fct_stream_set_current(current);
     fct_tensor_release(next);
     end(&c);
@@ -225,7 +225,7 @@ static fct_tensor *row_on_all_reduce_stream(fc_comm *c, fct_event **done) {
     return row;
 }
 
-static void the_last_two_all_reduced_rows_are_kept(void **state) {
+static void last_two_all_reduced_rows_are_kept(void **state) {
     (void)state;
     fc_comm c = begin(true);
     for (int i = 0; i < 5; i++) {
@@ -237,7 +237,7 @@ static void the_last_two_all_reduced_rows_are_kept(void **state) {
     end(&c);
 }
 
-static void a_row_that_cannot_be_kept_stays_the_callers(void **state) {
+static void failed_keep_row_leaves_row_with_caller(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *done = NULL;
@@ -255,8 +255,8 @@ static void a_row_that_cannot_be_kept_stays_the_callers(void **state) {
     end(&c);
 }
 
-/* After a backward nothing of it stays: the next reduce-scatter may have the memory. */
-static void rows_are_released_behind_their_casts(void **state) {
+/* After a backward all rows are released: the next reduce-scatter may reuse their memory. */
+static void kept_rows_are_released_after_their_casts(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *done = NULL;
@@ -264,19 +264,19 @@ static void rows_are_released_behind_their_casts(void **state) {
     assert_int_equal(fc_comm_keep_row(&c, row, done), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(fc_comm_release_rows(&c), FC_ERAISED);
-    assert_int_equal(sim_count_alive().tensors, 1); /* not ordered: it stays */
+    assert_int_equal(sim_count_alive().tensors, 1); /* ordering failed: the row stays */
     assert_int_equal(fc_comm_release_rows(&c), FC_OK);
     assert_int_equal(sim_count_alive().tensors, 0);
     assert_int_equal(c.events_out, 0);
     fct_stream current = fct_stream_set_current(c.reduce_stream);
-    fct_tensor *next = vector_of(2.0); /* the checker looks whether this may reuse the block */
+    fct_tensor *next = vector_of(2.0); /* the simulator checks whether the block may be reused */
     (void)fct_stream_set_current(current);
     fct_tensor_release(next);
     end(&c);
 }
 
 /* Two threads that share a context may each keep a buffer before either is released. */
-static void a_second_kept_buffer_takes_the_place_of_the_first(void **state) {
+static void second_kept_buffer_replaces_first(void **state) {
     (void)state;
     for (int fails = 0; fails < 2; fails++) {
         fc_comm c = begin(true);
@@ -297,7 +297,7 @@ static void a_second_kept_buffer_takes_the_place_of_the_first(void **state) {
     }
 }
 
-static void a_shared_event_goes_back_to_the_pool_with_its_last_owner(void **state) {
+static void shared_event_returns_to_pool_with_its_last_owner(void **state) {
     (void)state;
     fc_comm c = begin(true);
     fct_event *first = NULL;
@@ -306,7 +306,7 @@ static void a_shared_event_goes_back_to_the_pool_with_its_last_owner(void **stat
     assert_int_equal(fc_comm_record(&c, c.reduce_stream, &second), FC_OK);
     fc_comm_share_event(&c, first, &second);
     assert_ptr_equal(first, second);
-    assert_int_equal(c.free_event_count, 1); /* what was in the slot */
+    assert_int_equal(c.free_event_count, 1); /* the slot's previous event */
     assert_int_equal(c.events_out, 2);
     fc_comm_put_event(&c, first);
     assert_int_equal(c.free_event_count, 1);
@@ -319,21 +319,21 @@ static void a_shared_event_goes_back_to_the_pool_with_its_last_owner(void **stat
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(parked_buffers_stay_until_the_backend_is_done),
-        cmocka_unit_test(what_is_done_already_is_not_parked),
-        cmocka_unit_test(without_memory_to_park_the_backends_own_references_hold),
-        cmocka_unit_test(the_end_of_the_context_lets_go_of_what_is_parked),
-        cmocka_unit_test(streams_are_taken_once_and_again_after_a_failure),
-        cmocka_unit_test(events_go_back_to_the_pool),
-        cmocka_unit_test(an_event_that_no_pool_has_room_for_is_freed),
-        cmocka_unit_test(a_failed_record_keeps_no_event),
-        cmocka_unit_test(quiesce_orders_all_streams_behind_each_other),
-        cmocka_unit_test(a_kept_buffer_is_let_go_only_behind_its_copy_out),
-        cmocka_unit_test(the_last_two_all_reduced_rows_are_kept),
-        cmocka_unit_test(a_row_that_cannot_be_kept_stays_the_callers),
-        cmocka_unit_test(rows_are_released_behind_their_casts),
-        cmocka_unit_test(a_second_kept_buffer_takes_the_place_of_the_first),
-        cmocka_unit_test(a_shared_event_goes_back_to_the_pool_with_its_last_owner),
+        cmocka_unit_test(parked_buffers_are_held_until_work_completes),
+        cmocka_unit_test(completed_work_is_not_parked),
+        cmocka_unit_test(park_without_memory_relies_on_backend_references),
+        cmocka_unit_test(comm_fini_releases_parked_collectives),
+        cmocka_unit_test(streams_are_created_once_and_retried_after_failure),
+        cmocka_unit_test(put_event_returns_event_to_pool),
+        cmocka_unit_test(put_event_frees_event_if_pool_cannot_grow),
+        cmocka_unit_test(failed_record_returns_its_event),
+        cmocka_unit_test(quiesce_orders_all_streams),
+        cmocka_unit_test(kept_gather_buffer_is_released_after_its_copy_out),
+        cmocka_unit_test(last_two_all_reduced_rows_are_kept),
+        cmocka_unit_test(failed_keep_row_leaves_row_with_caller),
+        cmocka_unit_test(kept_rows_are_released_after_their_casts),
+        cmocka_unit_test(second_kept_buffer_replaces_first),
+        cmocka_unit_test(shared_event_returns_to_pool_with_its_last_owner),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,4 +1,4 @@
-/* The divide rule: how a mean is split around the collectives. */
+/* Divide rule: how a mean is split around the collectives. */
 #include "core/divide.h"
 
 #include "sim.h"
@@ -8,16 +8,16 @@ typedef struct division {
     fc_divide divide;
 } division;
 
-static void divide_as(const division *cases, size_t count) {
+static void expect_divisions(const division *cases, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        const fc_divide found = fc_divide_split(&cases[i].rule);
-        const fc_divide *wanted = &cases[i].divide;
-        if (found.before != wanted->before || found.after != wanted->after ||
-            found.op != wanted->op || found.premultiply != wanted->premultiply ||
-            found.all_reduce_op != wanted->all_reduce_op) {
+        const fc_divide actual = fc_divide_split(&cases[i].rule);
+        const fc_divide *expected = &cases[i].divide;
+        if (actual.before != expected->before || actual.after != expected->after ||
+            actual.op != expected->op || actual.premultiply != expected->premultiply ||
+            actual.all_reduce_op != expected->all_reduce_op) {
             fail_msg("case %zu: before %g, after %g, op %d, premultiply %g, all-reduce op %d", i,
-                     found.before, found.after, (int)found.op, found.premultiply,
-                     (int)found.all_reduce_op);
+                     actual.before, actual.after, (int)actual.op, actual.premultiply,
+                     (int)actual.all_reduce_op);
         }
     }
 }
@@ -25,10 +25,10 @@ static void divide_as(const division *cases, size_t count) {
 #define DIVIDE_AS(...)                                                                             \
     do {                                                                                           \
         const division cases[] = {__VA_ARGS__};                                                    \
-        divide_as(cases, sizeof cases / sizeof cases[0]);                                          \
+        expect_divisions(cases, sizeof cases / sizeof cases[0]);                                   \
     } while (0)
 
-static void the_backend_takes_the_mean_where_the_type_has_range(void **state) {
+static void wide_range_dtype_uses_backend_mean(void **state) {
     (void)state;
     DIVIDE_AS({{.world = 8, .dtype = FCK_FLOAT32}, {1, 1, FCT_AVG, 1, FCT_AVG}},
               {{.world = 8, .dtype = FCK_BFLOAT16}, {1, 1, FCT_AVG, 1, FCT_AVG}},
@@ -36,7 +36,7 @@ static void the_backend_takes_the_mean_where_the_type_has_range(void **state) {
               {{.world = 1, .replicas = 4, .dtype = FCK_FLOAT32}, {1, 1, FCT_AVG, 1, FCT_AVG}});
 }
 
-static void half_precision_is_divided_before_and_after_by_about_the_root(void **state) {
+static void float16_is_divided_before_and_after_by_about_square_root(void **state) {
     (void)state;
     DIVIDE_AS({{.world = 2, .dtype = FCK_FLOAT16}, {2, 1, FCT_SUM, 1, FCT_SUM}},
               {{.world = 4, .dtype = FCK_FLOAT16}, {2, 2, FCT_SUM, 1, FCT_SUM}},
@@ -45,7 +45,7 @@ static void half_precision_is_divided_before_and_after_by_about_the_root(void **
               {{.world = 4, .replicas = 4, .dtype = FCK_FLOAT16}, {4, 4, FCT_SUM, 1, FCT_SUM}});
 }
 
-static void forced_sums_are_divided_afterwards(void **state) {
+static void forced_sum_is_divided_after_reduction(void **state) {
     (void)state;
     DIVIDE_AS(
         {{.world = 4, .dtype = FCK_FLOAT32, .force_sum = true}, {1, 4, FCT_SUM, 1, FCT_SUM}},
@@ -55,7 +55,7 @@ static void forced_sums_are_divided_afterwards(void **state) {
          {1, 3, FCT_SUM, 1, FCT_SUM}});
 }
 
-static void a_divide_factor_is_premultiplied_where_the_backend_can(void **state) {
+static void divide_factor_uses_premul_sum_if_supported(void **state) {
     (void)state;
     const fc_divide_rule can = {
         .world = 4, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 8, .has_premul = true};
@@ -70,13 +70,13 @@ static void a_divide_factor_is_premultiplied_where_the_backend_can(void **state)
               {replicated, {8, 1, FCT_SUM, 1, FCT_SUM}}, {half, {4, 2, FCT_SUM, 1, FCT_SUM}});
 }
 
-static void a_divide_factor_of_the_world_size_is_a_mean(void **state) {
+static void divide_factor_of_world_size_uses_mean(void **state) {
     (void)state;
     DIVIDE_AS({{.world = 4, .dtype = FCK_FLOAT32, .has_factor = true, .factor = 4},
                {1, 1, FCT_AVG, 1, FCT_SUM}});
 }
 
-static void one_rank_divides_by_nothing_but_the_factor(void **state) {
+static void one_rank_divides_only_by_divide_factor(void **state) {
     (void)state;
     DIVIDE_AS({{.world = 1, .dtype = FCK_FLOAT32}, {1, 1, FCT_SUM, 1, FCT_SUM}},
               {{.world = 1, .dtype = FCK_FLOAT16}, {1, 1, FCT_SUM, 1, FCT_SUM}},
@@ -85,8 +85,8 @@ static void one_rank_divides_by_nothing_but_the_factor(void **state) {
                {1, 4, FCT_SUM, 1, FCT_SUM}});
 }
 
-/* Whatever the split, all divisions together are one by the number of ranks or by the factor. */
-static void the_parts_of_a_division_are_the_whole(void **state) {
+/* In every split the divisors multiply to the number of ranks, or to the divide factor. */
+static void product_of_all_divisors_equals_total_divisor(void **state) {
     (void)state;
     const fct_dtype dtypes[] = {FCK_FLOAT32, FCK_BFLOAT16, FCK_FLOAT16, FCK_FLOAT64};
     for (int64_t bits = 0; bits < 16; bits++) {
@@ -104,8 +104,8 @@ static void the_parts_of_a_division_are_the_whole(void **state) {
                 double ranks = (double)(world * (replicas > 0 ? replicas : 1));
                 total *= d.op == FCT_AVG ? (double)world : 1.0;
                 total *= d.all_reduce_op == FCT_AVG && replicas > 0 ? (double)replicas : 1.0;
-                double wanted = rule.has_factor ? rule.factor : ranks;
-                assert_true(total / wanted > 1.0 - 1e-12 && total / wanted < 1.0 + 1e-12);
+                double expected = rule.has_factor ? rule.factor : ranks;
+                assert_true(total / expected > 1.0 - 1e-12 && total / expected < 1.0 + 1e-12);
             }
         }
     }
@@ -113,13 +113,13 @@ static void the_parts_of_a_division_are_the_whole(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_backend_takes_the_mean_where_the_type_has_range),
-        cmocka_unit_test(half_precision_is_divided_before_and_after_by_about_the_root),
-        cmocka_unit_test(forced_sums_are_divided_afterwards),
-        cmocka_unit_test(a_divide_factor_is_premultiplied_where_the_backend_can),
-        cmocka_unit_test(a_divide_factor_of_the_world_size_is_a_mean),
-        cmocka_unit_test(one_rank_divides_by_nothing_but_the_factor),
-        cmocka_unit_test(the_parts_of_a_division_are_the_whole),
+        cmocka_unit_test(wide_range_dtype_uses_backend_mean),
+        cmocka_unit_test(float16_is_divided_before_and_after_by_about_square_root),
+        cmocka_unit_test(forced_sum_is_divided_after_reduction),
+        cmocka_unit_test(divide_factor_uses_premul_sum_if_supported),
+        cmocka_unit_test(divide_factor_of_world_size_uses_mean),
+        cmocka_unit_test(one_rank_divides_only_by_divide_factor),
+        cmocka_unit_test(product_of_all_divisors_equals_total_divisor),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,11 +1,11 @@
-/* Element types: sizes, and which type holds the values of which. */
+/* Element types: sizes, names and promotion. */
 #include "core/dtype.h"
 
 #include "sim.h"
 
 enum { INT64 = 4, COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10, BITS1X8 = 18 };
 
-static void a_type_has_a_size_and_a_name(void **state) {
+static void dtype_has_torch_size_and_name(void **state) {
     (void)state;
     assert_int_equal(fc_dtype_size(FCK_UINT8), 1);
     assert_int_equal(fc_dtype_size(FCK_BFLOAT16), 2);
@@ -16,39 +16,40 @@ static void a_type_has_a_size_and_a_name(void **state) {
     assert_string_equal(fc_dtype_name(FCT_NO_DTYPE), "an unknown dtype");
 }
 
-static void wider_is(fct_dtype a, fct_dtype b, fct_dtype wanted) {
+static void expect_wider(fct_dtype a, fct_dtype b, fct_dtype wanted) {
     assert_int_equal(fc_dtype_wider(a, b), wanted);
     assert_int_equal(fc_dtype_wider(b, a), wanted);
 }
 
-static void the_wider_type_holds_the_values_of_both(void **state) {
+static void wider_dtype_holds_values_of_both(void **state) {
     (void)state;
-    wider_is(FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32);
-    wider_is(FCK_FLOAT32, FCK_FLOAT64, FCK_FLOAT64);
-    wider_is(FCK_BFLOAT16, FCK_FLOAT32, FCK_FLOAT32);
-    wider_is(FCK_BFLOAT16, FCK_FLOAT16, FCK_FLOAT32); /* neither holds the other's */
-    wider_is(INT64, INT64, INT64);
-    wider_is(INT64, FCK_FLOAT64, FCT_NO_DTYPE);
+    expect_wider(FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32);
+    expect_wider(FCK_FLOAT32, FCK_FLOAT64, FCK_FLOAT64);
+    expect_wider(FCK_BFLOAT16, FCK_FLOAT32, FCK_FLOAT32);
+    expect_wider(FCK_BFLOAT16, FCK_FLOAT16,
+                 FCK_FLOAT32); /* neither dtype holds the other's values */
+    expect_wider(INT64, INT64, INT64);
+    expect_wider(INT64, FCK_FLOAT64, FCT_NO_DTYPE);
 }
 
-static void a_complex_type_is_as_wide_as_its_parts(void **state) {
+static void complex_dtype_is_as_wide_as_its_parts(void **state) {
     (void)state;
     assert_true(fc_dtype_is_complex(COMPLEX32) && fc_dtype_is_complex(COMPLEX128));
     assert_false(fc_dtype_is_complex(FCK_FLOAT64));
     assert_int_equal(fc_dtype_complex(FCK_FLOAT16), COMPLEX32);
-    assert_int_equal(fc_dtype_complex(FCK_BFLOAT16), COMPLEX64); /* there is no pair of those */
+    assert_int_equal(fc_dtype_complex(FCK_BFLOAT16), COMPLEX64); /* the next wider one */
     assert_int_equal(fc_dtype_complex(INT64), INT64);
-    wider_is(COMPLEX64, FCK_FLOAT32, COMPLEX64);
-    wider_is(COMPLEX64, FCK_FLOAT64, COMPLEX128);
-    wider_is(COMPLEX32, FCK_BFLOAT16, COMPLEX64);
-    wider_is(COMPLEX64, INT64, FCT_NO_DTYPE);
+    expect_wider(COMPLEX64, FCK_FLOAT32, COMPLEX64);
+    expect_wider(COMPLEX64, FCK_FLOAT64, COMPLEX128);
+    expect_wider(COMPLEX32, FCK_BFLOAT16, COMPLEX64);
+    expect_wider(COMPLEX64, INT64, FCT_NO_DTYPE);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_type_has_a_size_and_a_name),
-        cmocka_unit_test(the_wider_type_holds_the_values_of_both),
-        cmocka_unit_test(a_complex_type_is_as_wide_as_its_parts),
+        cmocka_unit_test(dtype_has_torch_size_and_name),
+        cmocka_unit_test(wider_dtype_holds_values_of_both),
+        cmocka_unit_test(complex_dtype_is_as_wide_as_its_parts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

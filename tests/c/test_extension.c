@@ -1,4 +1,4 @@
-/* What an extended parameter has beside its shard: lists, and memory that comes and goes. */
+/* State of an extended parameter: lists of tensors, and memory that is allocated and freed. */
 #include "core/extension.h"
 
 #include <string.h>
@@ -13,8 +13,8 @@ static fct_tensor *vector(int64_t numel, fct_dtype dtype) {
     return sim_tensor_new(dtype, 1, &numel, zeros);
 }
 
-/* Two inputs: 3 floats and `bytes` bytes. */
-static void give_inputs(int64_t bytes) {
+/* Sets two inputs: 3 floats and `bytes` bytes. */
+static void set_inputs(int64_t bytes) {
     fct_tensor *inputs[2] = {vector(3, FCK_FLOAT32), vector(bytes, FCK_UINT8)};
     assert_int_equal(fc_extension_set_inputs(&extension, inputs, 2), FC_OK);
     fct_tensor_release(inputs[0]);
@@ -36,10 +36,10 @@ static fc_status alloc(void) {
     return fc_extension_alloc(&extension, 2, sim_device(), "weight", &error);
 }
 
-static void inputs_are_let_go_and_remembered(void **state) {
+static void drop_inputs_releases_tensors_and_keeps_sizes(void **state) {
     (void)state;
     begin();
-    give_inputs(5);
+    set_inputs(5);
     assert_int_equal(sim_tensor_refs(extension.inputs[0].tensor), 1);
     fc_extension_drop_inputs(&extension);
     assert_int_equal(sim_count_alive().tensors, 0);
@@ -49,10 +49,10 @@ static void inputs_are_let_go_and_remembered(void **state) {
     end();
 }
 
-static void outputs_have_memory_between_alloc_and_free(void **state) {
+static void extension_outputs_have_memory_between_alloc_and_free(void **state) {
     (void)state;
     begin();
-    give_inputs(5);
+    set_inputs(5);
     fc_extension_drop_inputs(&extension);
     assert_int_equal(alloc(), FC_OK);
     const fct_tensor *first = extension.outputs[0].tensor;
@@ -69,8 +69,9 @@ static void outputs_have_memory_between_alloc_and_free(void **state) {
     end();
 }
 
-/* One lies in the middle of its storage, which others have a part of: all of it comes and goes. */
-static void inner_tensors_have_their_storages_sizes(void **state) {
+/* The inner tensor is a view in the middle of a larger storage; the whole storage is allocated and
+ * freed. */
+static void inner_tensor_size_is_its_whole_storage(void **state) {
     (void)state;
     begin();
     const int64_t two[1] = {2};
@@ -82,7 +83,7 @@ static void inner_tensors_have_their_storages_sizes(void **state) {
     assert_int_equal(extension.inner[0].bytes, 28);
     fc_extension_free(&extension);
     assert_false(sim_tensor_has_memory(whole));
-    assert_int_equal(fc_extension_set_inner(&extension, &part, 1), FC_OK); /* while it is freed */
+    assert_int_equal(fc_extension_set_inner(&extension, &part, 1), FC_OK); /* while freed */
     assert_int_equal(extension.inner[0].bytes, (4 + 2) * 4);
     assert_int_equal(alloc(), FC_OK);
     assert_int_equal(fc_extension_bytes(&extension), 24);
@@ -91,19 +92,19 @@ static void inner_tensors_have_their_storages_sizes(void **state) {
     end();
 }
 
-static void outputs_of_other_sizes_are_made_anew(void **state) {
+static void outputs_are_replaced_if_input_sizes_change(void **state) {
     (void)state;
     begin();
-    give_inputs(5);
+    set_inputs(5);
     assert_int_equal(alloc(), FC_OK);
     const fct_tensor *first = extension.outputs[0].tensor;
     fc_extension_free(&extension);
-    give_inputs(6);
+    set_inputs(6);
     assert_int_equal(alloc(), FC_OK);
     assert_ptr_equal(extension.outputs[0].tensor, first);
     assert_int_equal(sim_tensor_numel(extension.outputs[1].tensor), 12);
     assert_int_equal(sim_count_alive().storages, 2 + 2);
-    /* Fewer, and then none. */
+    /* Fewer inputs, then none. */
     fct_tensor *only[1] = {vector(3, FCK_FLOAT32)};
     assert_int_equal(fc_extension_set_inputs(&extension, only, 1), FC_OK);
     fct_tensor_release(only[0]);
@@ -117,30 +118,30 @@ static void outputs_of_other_sizes_are_made_anew(void **state) {
     end();
 }
 
-static void what_others_lie_over_stays(void **state) {
+static void output_shared_with_inner_tensor_is_not_replaced(void **state) {
     (void)state;
     begin();
     const int64_t two[1] = {2};
     const int64_t one[1] = {1};
     fct_tensor *view = NULL;
-    give_inputs(5);
+    set_inputs(5);
     assert_int_equal(alloc(), FC_OK);
     assert_int_equal(fct_tensor_alias(extension.outputs[1].tensor, 1, two, one, 0, &view), 0);
     fc_extension_free(&extension);
-    give_inputs(6);
+    set_inputs(6);
     assert_int_equal(alloc(), FC_ESTATE);
     assert_non_null(strstr(error.message, "parameter 'weight': fsdp_pre_all_gather returned"));
     fct_tensor *only[1] = {vector(3, FCK_FLOAT32)};
     assert_int_equal(fc_extension_set_inputs(&extension, only, 1), FC_OK);
     fct_tensor_release(only[0]);
     assert_int_equal(alloc(), FC_ESTATE);
-    give_inputs(5);
+    set_inputs(5);
     assert_int_equal(alloc(), FC_OK);
     fct_tensor_release(view);
     end();
 }
 
-static void each_call_that_fails_leaves_what_can_be_repeated(void **state) {
+static void failed_extension_call_can_be_repeated(void **state) {
     (void)state;
     size_t failures = 0;
     for (int64_t nth = 1; failures + 1 == (size_t)nth; nth++) {
@@ -171,12 +172,12 @@ static void each_call_that_fails_leaves_what_can_be_repeated(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(inputs_are_let_go_and_remembered),
-        cmocka_unit_test(outputs_have_memory_between_alloc_and_free),
-        cmocka_unit_test(inner_tensors_have_their_storages_sizes),
-        cmocka_unit_test(outputs_of_other_sizes_are_made_anew),
-        cmocka_unit_test(what_others_lie_over_stays),
-        cmocka_unit_test(each_call_that_fails_leaves_what_can_be_repeated),
+        cmocka_unit_test(drop_inputs_releases_tensors_and_keeps_sizes),
+        cmocka_unit_test(extension_outputs_have_memory_between_alloc_and_free),
+        cmocka_unit_test(inner_tensor_size_is_its_whole_storage),
+        cmocka_unit_test(outputs_are_replaced_if_input_sizes_change),
+        cmocka_unit_test(output_shared_with_inner_tensor_is_not_replaced),
+        cmocka_unit_test(failed_extension_call_can_be_repeated),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

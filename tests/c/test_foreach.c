@@ -1,5 +1,4 @@
-/* Transfers without kernels: torch's multi-tensor operations, how many of them, and what they
- * leave. */
+/* Transfers without kernels: the number of torch's multi-tensor operations, and their results. */
 #include "core/foreach.h"
 
 #include <string.h>
@@ -8,7 +7,7 @@
 
 enum { PARAMS_MAX = 4, NUMEL_MAX = 64 };
 
-/* Parameters of rank 1 of two, with values counted through in the order of the parameters. */
+/* Parameters of rank 1 of two. Values are numbered in parameter order. */
 typedef struct fixture {
     fc_param params[PARAMS_MAX];
     fc_param *list[PARAMS_MAX];
@@ -24,9 +23,9 @@ static void begin(fixture *f) {
     sim_begin((sim_config){.seed = 5, .no_kernels = true});
 }
 
-/* A parameter of `rows` x `columns`, cut on `dim`; its shard is first, first + 1, ... */
-static void add(fixture *f, int64_t rows, int64_t columns, int32_t dim, fct_dtype dtype,
-                fct_dtype compute, double first) {
+/* Adds a parameter of `rows` x `columns`, sharded on `dim`; its shard is first, first + 1, ... */
+static void add_param(fixture *f, int64_t rows, int64_t columns, int32_t dim, fct_dtype dtype,
+                      fct_dtype compute, double first) {
     const int64_t sizes[2] = {rows, columns};
     double values[NUMEL_MAX];
     fc_param *p = &f->params[f->count];
@@ -43,7 +42,7 @@ static void add(fixture *f, int64_t rows, int64_t columns, int32_t dim, fct_dtyp
     f->list[f->count++] = p;
 }
 
-static void build(fixture *f) {
+static void build_plan(fixture *f) {
     assert_int_equal(
         fc_gather_plan_build(&f->plan, f->list, f->count, 2, false, sim_device(), &f->err), FC_OK);
     sim_calls_clear();
@@ -59,7 +58,7 @@ static void end(fixture *f) {
     sim_end();
 }
 
-static fct_tensor *filled(fct_dtype dtype, int64_t numel) {
+static fct_tensor *new_marked_tensor(fct_dtype dtype, int64_t numel) {
     double values[NUMEL_MAX];
     for (int i = 0; i < NUMEL_MAX; i++) {
         values[i] = 77;
@@ -74,15 +73,15 @@ static void expect_launches(const char *expected) {
 
 /* ---- pack ---- */
 
-static void shards_of_one_dtype_are_one_operation(void **state) {
+static void pack_of_one_dtype_is_one_operation(void **state) {
     (void)state;
     fixture f;
     const double row[8] = {77, 77, 77, 77, 1, 2, 10, 11};
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 10);
-    build(&f);
-    fct_tensor *buffer = filled(FCK_FLOAT32, 8);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 10);
+    build_plan(&f);
+    fct_tensor *buffer = new_marked_tensor(FCK_FLOAT32, 8);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 16, &f.err), FC_OK);
     expect_launches("fct_foreach_copy");
     sim_tensor_expect(buffer, row, "the gather buffer");
@@ -90,16 +89,16 @@ static void shards_of_one_dtype_are_one_operation(void **state) {
     end(&f);
 }
 
-static void casts_and_moves_are_two(void **state) {
+static void pack_with_casts_is_one_operation_per_dtype_pair(void **state) {
     (void)state;
     fixture f;
     const double row[6] = {1, 2, 10, 11, 20, 21};
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
-    add(&f, 2, 2, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 20);
-    build(&f);
-    fct_tensor *buffer = filled(FCK_BFLOAT16, 6);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
+    add_param(&f, 2, 2, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 20);
+    build_plan(&f);
+    fct_tensor *buffer = new_marked_tensor(FCK_BFLOAT16, 6);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
     expect_launches("fct_foreach_copy fct_foreach_copy");
     sim_tensor_expect(buffer, row, "the gather buffer");
@@ -107,9 +106,9 @@ static void casts_and_moves_are_two(void **state) {
     end(&f);
 }
 
-/* In a row of bytes all that is only moved goes together, and so does what no element can be
- * written to: a float behind three bytes is cast first. */
-static void in_a_row_of_bytes_all_moves_are_one_operation(void **state) {
+/* In a row of bytes all copies without a cast are one operation. A float at an unaligned offset
+ * (behind three bytes) is cast first and joins that operation. */
+static void pack_into_byte_row_copies_uncast_shards_in_one_operation(void **state) {
     (void)state;
     fixture f;
     fct_tensor *floats = NULL;
@@ -117,13 +116,13 @@ static void in_a_row_of_bytes_all_moves_are_one_operation(void **state) {
     const int64_t one[1] = {1};
     const int64_t two[1] = {2};
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
-    add(&f, 2, 1, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
-    add(&f, 2, 1, 0, FCK_FLOAT64, FCK_FLOAT32, 20);
-    build(&f);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
+    add_param(&f, 2, 1, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
+    add_param(&f, 2, 1, 0, FCK_FLOAT64, FCK_FLOAT32, 20);
+    build_plan(&f);
     assert_int_equal(f.plan.dtype, FCK_UINT8);
     assert_int_equal(f.plan.slots[2].offset, 10);
-    fct_tensor *buffer = filled(FCK_UINT8, 14);
+    fct_tensor *buffer = new_marked_tensor(FCK_UINT8, 14);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
     expect_launches("fct_tensor_cast fct_foreach_copy");
     assert_int_equal(fct_tensor_alias_as(buffer, FCK_FLOAT32, 1, two, one, 0, &floats), 0);
@@ -136,13 +135,13 @@ static void in_a_row_of_bytes_all_moves_are_one_operation(void **state) {
     end(&f);
 }
 
-static void one_rank_packs_straight_into_the_flat_tensors(void **state) {
+static void pack_on_one_rank_writes_flat_tensors_directly(void **state) {
     (void)state;
     fixture f;
     fct_facts facts;
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
-    build(&f);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
+    build_plan(&f);
     assert_int_equal(fc_param_alloc_flat(f.list[0], sim_device(), &facts, &f.err), FC_OK);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, NULL, 0, &f.err), FC_OK);
     fct_tensor *shard = NULL;
@@ -158,7 +157,7 @@ static void one_rank_packs_straight_into_the_flat_tensors(void **state) {
 
 static void unpack(fixture *f, const double *rows, int64_t numel) {
     fct_facts facts;
-    build(f);
+    build_plan(f);
     fct_tensor *buffer = sim_tensor_new(f->plan.dtype, 1, &numel, rows);
     for (size_t i = 0; i < f->count; i++) {
         assert_int_equal(fc_param_alloc_flat(f->list[i], sim_device(), &facts, &f->err), FC_OK);
@@ -169,13 +168,13 @@ static void unpack(fixture *f, const double *rows, int64_t numel) {
     fct_tensor_release(buffer);
 }
 
-static void rows_cut_on_dim_0_are_split_in_one_operation(void **state) {
+static void unpack_of_dim_0_shards_is_one_split(void **state) {
     (void)state;
     fixture f;
     const double rows[8] = {1, 2, 10, 11, 3, 4, 12, 13};
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     unpack(&f, rows, 8);
     expect_launches("fct_split_copy");
     sim_tensor_expect(f.params[0].flat, (const double[4]){1, 2, 3, 4}, "the matrix");
@@ -183,14 +182,14 @@ static void rows_cut_on_dim_0_are_split_in_one_operation(void **state) {
     end(&f);
 }
 
-/* [[1, 2, 3, 4], [5, 6, 7, 8]] in columns, and a vector: each is one copy. */
-static void columns_are_copied_straight_beside_one_other(void **state) {
+/* [[1, 2, 3, 4], [5, 6, 7, 8]] sharded on dim 1, and a vector: each needs one copy. */
+static void unpack_copies_dim_1_shards_directly_with_one_other_parameter(void **state) {
     (void)state;
     fixture f;
     const double rows[12] = {1, 2, 5, 6, 10, 11, 3, 4, 7, 8, 12, 13};
     begin(&f);
-    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     unpack(&f, rows, 12);
     expect_launches("fct_tensor_copy fct_tensor_copy");
     sim_tensor_expect(f.params[0].flat, (const double[8]){1, 2, 3, 4, 5, 6, 7, 8}, "the matrix");
@@ -198,14 +197,14 @@ static void columns_are_copied_straight_beside_one_other(void **state) {
     end(&f);
 }
 
-static void columns_are_put_aside_beside_several_others(void **state) {
+static void unpack_uses_temporary_for_dim_1_shards_with_several_parameters(void **state) {
     (void)state;
     fixture f;
     const double rows[16] = {20, 21, 1, 2, 5, 6, 10, 11, 22, 23, 3, 4, 7, 8, 12, 13};
     begin(&f);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     unpack(&f, rows, 16);
     expect_launches("fct_tensor_empty fct_split_copy fct_tensor_copy");
     sim_tensor_expect(f.params[0].flat, (const double[4]){20, 21, 22, 23}, "one vector");
@@ -214,8 +213,8 @@ static void columns_are_put_aside_beside_several_others(void **state) {
     end(&f);
 }
 
-/* As CUDA has them, where the kernels are not built: one operation all the same. */
-static void gaps_in_a_row_are_split_off(void **state) {
+/* CUDA's alignment gaps, in a build without CUDA kernels: still one operation. */
+static void unpack_splits_off_alignment_gaps(void **state) {
     (void)state;
     fixture f;
     fct_facts facts;
@@ -223,8 +222,8 @@ static void gaps_in_a_row_are_split_off(void **state) {
     const fct_device cuda = {FCT_DEVICE_CUDA, 0};
     const double rows[16] = {1, 2, 77, 77, 10, 77, 77, 77, 3, 4, 77, 77, 11, 77, 77, 77};
     begin(&f);
-    add(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     assert_int_equal(fc_gather_plan_build(&f.plan, f.list, 2, 2, false, cuda, &f.err), FC_OK);
     assert_int_equal(f.plan.row_numel, 8);
     fct_tensor *buffer = sim_tensor_new(FCK_FLOAT32, 1, numel, rows);
@@ -243,7 +242,7 @@ static void gaps_in_a_row_are_split_off(void **state) {
 
 /* ---- gradients ---- */
 
-/* The gradients of all parameters of the fixture, counted through from 1, packed for two ranks. */
+/* Packs the gradients of all parameters, numbered from 1, for two ranks. */
 static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce,
                            const double *packed, int64_t numel) {
     bool foreign = true;
@@ -261,7 +260,7 @@ static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce
     }
     assert_int_equal(fc_reduce_plan_lay_out(&f->reduce, reduce, &foreign, &f->err), FC_OK);
     assert_int_equal(f->reduce.row_numel * 2, numel);
-    fct_tensor *buffer = filled(f->reduce.dtype, numel);
+    fct_tensor *buffer = new_marked_tensor(f->reduce.dtype, numel);
     sim_calls_clear();
     assert_int_equal(fc_foreach_pack_gradients(&f->foreach, &f->reduce, 2, buffer, 0, sim_device()),
                      FC_OK);
@@ -271,50 +270,50 @@ static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce
 
 static const fct_dtype floats[PARAMS_MAX] = {FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32, FCK_FLOAT32};
 
-static void gradients_of_one_dtype_are_one_operation_with_its_cast(void **state) {
+static void gradient_pack_of_one_dtype_is_one_operation_including_cast(void **state) {
     (void)state;
     fixture f;
     const double packed[12] = {1, 2, 3, 4, 7, 8, 5, 6, 0, 0, 9, 10};
     begin(&f);
-    add(&f, 3, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 3, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     pack_gradients(&f, floats, FCK_BFLOAT16, packed, 12);
     expect_launches("fct_chunk_cat");
     end(&f);
 }
 
-static void columns_of_gradients_are_copied_straight_where_nothing_else_is(void **state) {
+static void gradient_pack_of_only_dim_1_copies_directly(void **state) {
     (void)state;
     fixture f;
     const double packed[16] = {1, 2, 5, 6, 9, 10, 13, 14, 3, 4, 7, 8, 11, 12, 15, 16};
     begin(&f);
-    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 16);
     expect_launches("fct_tensor_copy fct_tensor_copy");
     end(&f);
 }
 
-static void columns_of_gradients_are_turned_beside_others(void **state) {
+static void gradient_pack_of_mixed_dims_transposes_dim_1_first(void **state) {
     (void)state;
     fixture f;
     const double packed[12] = {1, 2, 5, 6, 9, 10, 3, 4, 7, 8, 11, 12};
     begin(&f);
-    add(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    add(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+    add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 12);
     expect_launches("fct_tensor_empty fct_tensor_copy fct_chunk_cat");
     end(&f);
 }
 
-static void gradients_of_several_dtypes_are_cast_one_dtype_at_a_time(void **state) {
+static void gradient_pack_of_several_dtypes_casts_per_dtype(void **state) {
     (void)state;
     fixture f;
     const fct_dtype dtypes[PARAMS_MAX] = {FCK_BFLOAT16, FCK_FLOAT32, FCK_BFLOAT16, FCK_FLOAT64};
     const double packed[8] = {1, 3, 5, 7, 2, 4, 6, 8};
     begin(&f);
     for (int i = 0; i < 4; i++) {
-        add(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
+        add_param(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     }
     pack_gradients(&f, dtypes, FCK_FLOAT32, packed, 8);
     expect_launches("fct_tensor_empty fct_foreach_copy fct_foreach_copy fct_chunk_cat");
@@ -323,18 +322,18 @@ static void gradients_of_several_dtypes_are_cast_one_dtype_at_a_time(void **stat
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(shards_of_one_dtype_are_one_operation),
-        cmocka_unit_test(casts_and_moves_are_two),
-        cmocka_unit_test(in_a_row_of_bytes_all_moves_are_one_operation),
-        cmocka_unit_test(one_rank_packs_straight_into_the_flat_tensors),
-        cmocka_unit_test(rows_cut_on_dim_0_are_split_in_one_operation),
-        cmocka_unit_test(columns_are_copied_straight_beside_one_other),
-        cmocka_unit_test(columns_are_put_aside_beside_several_others),
-        cmocka_unit_test(gaps_in_a_row_are_split_off),
-        cmocka_unit_test(gradients_of_one_dtype_are_one_operation_with_its_cast),
-        cmocka_unit_test(columns_of_gradients_are_copied_straight_where_nothing_else_is),
-        cmocka_unit_test(columns_of_gradients_are_turned_beside_others),
-        cmocka_unit_test(gradients_of_several_dtypes_are_cast_one_dtype_at_a_time),
+        cmocka_unit_test(pack_of_one_dtype_is_one_operation),
+        cmocka_unit_test(pack_with_casts_is_one_operation_per_dtype_pair),
+        cmocka_unit_test(pack_into_byte_row_copies_uncast_shards_in_one_operation),
+        cmocka_unit_test(pack_on_one_rank_writes_flat_tensors_directly),
+        cmocka_unit_test(unpack_of_dim_0_shards_is_one_split),
+        cmocka_unit_test(unpack_copies_dim_1_shards_directly_with_one_other_parameter),
+        cmocka_unit_test(unpack_uses_temporary_for_dim_1_shards_with_several_parameters),
+        cmocka_unit_test(unpack_splits_off_alignment_gaps),
+        cmocka_unit_test(gradient_pack_of_one_dtype_is_one_operation_including_cast),
+        cmocka_unit_test(gradient_pack_of_only_dim_1_copies_directly),
+        cmocka_unit_test(gradient_pack_of_mixed_dims_transposes_dim_1_first),
+        cmocka_unit_test(gradient_pack_of_several_dtypes_casts_per_dtype),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

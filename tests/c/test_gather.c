@@ -1,5 +1,5 @@
-/* The gather by itself: what is in flight, what the unsharded parameters hold, and giving up. Which
- * face the modules see is the group's, and its test's. */
+/* The gather without its group: pending state, contents of the unsharded parameters, and
+ * abandoning. test_group.c covers the registration. */
 #include "core/gather.h"
 
 #include <string.h>
@@ -10,8 +10,8 @@ static sim_model *model;
 static sim_group *group;
 static fc_gather *gather;
 
-/* Rank `world - 1`; a matrix of 5 rows, cut unevenly, and a vector that is computed with in
- * bf16. */
+/* Rank `world - 1`, with a matrix of 5 rows, sharded unevenly, and a vector with compute dtype
+ * bfloat16. */
 static void begin_on(sim_config device, int64_t world, bool mixed) {
     sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 2};
     s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};
@@ -39,8 +39,8 @@ static void start(void) {
     assert_true(gather->flight.active);
 }
 
-/* The parts that fc_group_wait_unshard makes of it, but for the swap. */
-static void land(void) {
+/* The steps of fc_group_wait_unshard without the swap. */
+static void wait_and_copy_out(void) {
     assert_int_equal(fc_gather_await(gather), FC_OK);
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
     fc_gather_retire(gather, NULL);
@@ -53,13 +53,13 @@ static void expect_whole_parameters(void) {
     assert_int_equal(fc_gather_check(gather, true), FC_OK);
 }
 
-static void the_parameters_are_whole_when_it_is_over(void **state) {
+static void gather_and_copy_out_fill_unsharded_parameters(void **state) {
     (void)state;
     for (int mixed = 0; mixed < 2; mixed++) {
         begin(2, mixed != 0);
         start();
         assert_non_null(gather->flight.work);
-        land();
+        wait_and_copy_out();
         expect_whole_parameters();
         assert_false(gather->flight.active);
         assert_null(gather->flight.buffer);
@@ -68,15 +68,15 @@ static void the_parameters_are_whole_when_it_is_over(void **state) {
     }
 }
 
-/* A process group may serve several devices. */
-static void rows_are_copied_by_processors_on_the_cpu_alone(void **state) {
+/* A process group may serve several device types. */
+static void gather_is_cpu_bound_only_on_cpu_device(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         begin_on((sim_config){.seed = 7, .streams = streams != 0}, 2, false);
         sim_collectives_are_copied(true);
-        assert_false(fc_gather_is_copied(gather, false)); /* nobody knows its row yet */
+        assert_false(fc_gather_is_copied(gather, false)); /* no plan yet */
         start();
-        land();
+        wait_and_copy_out();
         assert_int_equal(fc_gather_is_copied(gather, false), !streams);
         sim_collectives_are_copied(false);
         assert_false(fc_gather_is_copied(gather, false));
@@ -84,12 +84,12 @@ static void rows_are_copied_by_processors_on_the_cpu_alone(void **state) {
     }
 }
 
-static void the_memory_of_a_gather_is_gone_when_it_is_freed(void **state) {
+static void gather_free_releases_all_memory(void **state) {
     (void)state;
     begin(2, false);
     const size_t before = sim_live_bytes();
     start();
-    land();
+    wait_and_copy_out();
     assert_true(sim_live_bytes() > before);
     gather->keep_storage = true;
     fc_gather_free(gather);
@@ -101,22 +101,22 @@ static void the_memory_of_a_gather_is_gone_when_it_is_freed(void **state) {
     end();
 }
 
-static void one_rank_sends_nothing_and_shares_its_shards_where_nothing_is_cast(void **state) {
+static void gather_on_one_rank_aliases_shards_without_cast(void **state) {
     (void)state;
     for (int mixed = 0; mixed < 2; mixed++) {
         begin(1, mixed != 0);
         start();
         assert_null(gather->flight.buffer);
-        land();
+        wait_and_copy_out();
         expect_whole_parameters();
         assert_string_equal(sim_log_text(), "");
-        assert_int_equal(group->params[0].core.aliased, mixed == 0); /* all of them, or none */
+        assert_int_equal(group->params[0].core.aliased, mixed == 0); /* all or none */
         fc_gather_free(gather);
         end();
     }
 }
 
-static void given_up_its_buffer_stays_until_the_backend_is_done(void **state) {
+static void abandoned_gather_keeps_buffer_until_work_completes(void **state) {
     (void)state;
     begin(2, false);
     const size_t before = sim_live_bytes();
@@ -133,7 +133,7 @@ static void given_up_its_buffer_stays_until_the_backend_is_done(void **state) {
     end();
 }
 
-static void fail_each_call_of_a_copy_out(bool chunks, size_t least) {
+static void repeat_with_each_copy_out_call_failing(bool chunks, size_t least) {
     size_t failures = 0;
     for (int64_t nth = 1; failures + 1 == (size_t)nth; nth++) {
         begin_on((sim_config){.seed = 7, .chunks = chunks}, 2, !chunks);
@@ -159,25 +159,25 @@ static void fail_each_call_of_a_copy_out(bool chunks, size_t least) {
     assert_true(failures > least);
 }
 
-static void a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again(void **state) {
+static void failed_copy_out_frees_memory_and_can_be_repeated(void **state) {
     (void)state;
-    fail_each_call_of_a_copy_out(false, 4);
+    repeat_with_each_copy_out_call_failing(false, 4);
 }
 
-/* Owned chunks become the parameters' memory, and come back with their contents. */
-static void chunks_survive_a_failed_copy_out(void **state) {
+/* Owned chunks become the parameters' memory. After a failure their memory and contents return. */
+static void owned_chunks_survive_failed_copy_out(void **state) {
     (void)state;
-    fail_each_call_of_a_copy_out(true, 1);
+    repeat_with_each_copy_out_call_failing(true, 1);
 }
 
-static void what_must_not_be_is_found(void **state) {
+static void gather_check_reports_memory_in_wrong_state(void **state) {
     (void)state;
     begin(2, false);
     start();
     assert_int_equal(fc_gather_check(gather, true), FC_ESTATE);
     assert_non_null(strstr(model->comm.error.message, "in flight while the group is unsharded"));
-    land();
-    assert_int_equal(fc_gather_check(gather, false), FC_ESTATE); /* sharded, and holds memory */
+    wait_and_copy_out();
+    assert_int_equal(fc_gather_check(gather, false), FC_ESTATE); /* sharded, but holds memory */
     fc_gather_free(gather);
     assert_int_equal(fc_gather_check(gather, true), FC_ESTATE);
     assert_int_equal(fc_unsharded_adopt(gather->members), FC_ESTATE);
@@ -187,14 +187,14 @@ static void what_must_not_be_is_found(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_parameters_are_whole_when_it_is_over),
-        cmocka_unit_test(rows_are_copied_by_processors_on_the_cpu_alone),
-        cmocka_unit_test(the_memory_of_a_gather_is_gone_when_it_is_freed),
-        cmocka_unit_test(one_rank_sends_nothing_and_shares_its_shards_where_nothing_is_cast),
-        cmocka_unit_test(given_up_its_buffer_stays_until_the_backend_is_done),
-        cmocka_unit_test(a_copy_out_that_fails_leaves_no_memory_and_can_be_done_again),
-        cmocka_unit_test(chunks_survive_a_failed_copy_out),
-        cmocka_unit_test(what_must_not_be_is_found),
+        cmocka_unit_test(gather_and_copy_out_fill_unsharded_parameters),
+        cmocka_unit_test(gather_is_cpu_bound_only_on_cpu_device),
+        cmocka_unit_test(gather_free_releases_all_memory),
+        cmocka_unit_test(gather_on_one_rank_aliases_shards_without_cast),
+        cmocka_unit_test(abandoned_gather_keeps_buffer_until_work_completes),
+        cmocka_unit_test(failed_copy_out_frees_memory_and_can_be_repeated),
+        cmocka_unit_test(owned_chunks_survive_failed_copy_out),
+        cmocka_unit_test(gather_check_reports_memory_in_wrong_state),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,4 @@
-/* The gather of parameters whose shards have hooks: when those are asked, and what is left where
- * one fails. */
+/* Gather of parameters with all-gather hooks: when the hooks run, and the state after one fails. */
 #include "core/gather.h"
 
 #include "sim_model.h"
@@ -8,7 +7,8 @@ static sim_model *model;
 static sim_group *group;
 static fc_gather *gather;
 
-/* Of this many ranks the last: a matrix whose inputs grow, a vector, a matrix of two types. */
+/* The last of `world` ranks: a matrix whose inputs grow, a vector, a matrix with inputs of two
+ * dtypes. */
 static void begin_on(sim_config device, int64_t world) {
     sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 3};
     s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}, .extended = SIM_EXTENDED_GROWS};
@@ -21,7 +21,7 @@ static void begin_on(sim_config device, int64_t world) {
     group = &model->layers[1].groups[0];
     gather = &group->core.gather;
     assert_int_equal(fc_comm_init_streams(&model->comm), FC_OK);
-    sim_drain(); /* shards are there before a step begins */
+    sim_drain(); /* shards are written before a step begins */
 }
 
 static void end(void) {
@@ -33,7 +33,7 @@ static fc_status start(fc_lane lane) {
     return fc_gather_start(gather, false, false, lane);
 }
 
-static fc_status land(void) {
+static fc_status wait_and_copy_out(void) {
     fc_status status = FC_OK;
     fct_event *copied = NULL;
     FC_TRY(fc_gather_await(gather));
@@ -55,7 +55,7 @@ static void expect_whole_parameters(void) {
     assert_int_equal(fc_gather_check(gather, true), FC_OK);
 }
 
-static void hooks_are_asked_before_the_gather_and_when_all_has_come(void **state) {
+static void extension_hooks_run_before_gather_and_after_copy_out(void **state) {
     (void)state;
     for (int64_t world = 1; world <= 2; world++) {
         for (int streams = 0; streams < 2; streams++) {
@@ -64,7 +64,7 @@ static void hooks_are_asked_before_the_gather_and_when_all_has_come(void **state
             for (int again = 0; again < 3; again++) {
                 sim_log_clear();
                 assert_int_equal(start(FC_LANE_OVERLAP), FC_OK);
-                assert_int_equal(land(), FC_OK);
+                assert_int_equal(wait_and_copy_out(), FC_OK);
                 expect_whole_parameters();
                 assert_string_equal(sim_log_text(),
                                     world == 1
@@ -82,13 +82,13 @@ static void hooks_are_asked_before_the_gather_and_when_all_has_come(void **state
     }
 }
 
-static void fail_each_call(sim_config device, int64_t world) {
+static void repeat_with_each_call_failing(sim_config device, int64_t world) {
     size_t failures = 0;
     for (int64_t nth = 1; failures + 1 == (size_t)nth; nth++) {
         begin_on(device, world);
         sim_fault_arm(nth, SIM_ONCE);
         fc_status status = start(FC_LANE_OVERLAP);
-        status = status == FC_OK ? land() : status;
+        status = status == FC_OK ? wait_and_copy_out() : status;
         failures += status != FC_OK;
         sim_fault_arm(0, SIM_ONCE);
         fct_error_put_back(NULL);
@@ -101,9 +101,9 @@ static void fail_each_call(sim_config device, int64_t world) {
                 }
             }
             assert_int_equal(fc_gather_check(gather, false), FC_OK);
-            fc_gather_abandon(gather); /* where only the wait has failed */
+            fc_gather_abandon(gather); /* if only the wait has failed */
             assert_int_equal(start(FC_LANE_OVERLAP), FC_OK);
-            assert_int_equal(land(), FC_OK);
+            assert_int_equal(wait_and_copy_out(), FC_OK);
         }
         expect_whole_parameters();
         fc_gather_free(gather);
@@ -112,16 +112,17 @@ static void fail_each_call(sim_config device, int64_t world) {
     assert_true(failures > 20);
 }
 
-static void a_gather_that_fails_can_be_begun_again(void **state) {
+static void failed_extended_gather_can_be_restarted(void **state) {
     (void)state;
     for (int64_t world = 1; world <= 2; world++) {
-        fail_each_call((sim_config){.seed = 7}, world);
-        fail_each_call((sim_config){.seed = 7, .streams = true}, world);
-        fail_each_call((sim_config){.seed = 7, .streams = true, .no_kernels = true}, world);
+        repeat_with_each_call_failing((sim_config){.seed = 7}, world);
+        repeat_with_each_call_failing((sim_config){.seed = 7, .streams = true}, world);
+        repeat_with_each_call_failing((sim_config){.seed = 7, .streams = true, .no_kernels = true},
+                                      world);
     }
 }
 
-static void a_copy_out_that_fails_gives_the_gather_up(void **state) {
+static void failed_extended_copy_out_abandons_gather(void **state) {
     (void)state;
     begin_on((sim_config){.seed = 7}, 2);
     assert_int_equal(start(FC_LANE_DIRECT), FC_OK);
@@ -135,9 +136,9 @@ static void a_copy_out_that_fails_gives_the_gather_up(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(hooks_are_asked_before_the_gather_and_when_all_has_come),
-        cmocka_unit_test(a_gather_that_fails_can_be_begun_again),
-        cmocka_unit_test(a_copy_out_that_fails_gives_the_gather_up),
+        cmocka_unit_test(extension_hooks_run_before_gather_and_after_copy_out),
+        cmocka_unit_test(failed_extended_gather_can_be_restarted),
+        cmocka_unit_test(failed_extended_copy_out_abandons_gather),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,4 +1,4 @@
-/* Gradients before their reduction: added to what is there, set aside, or collected into a plan. */
+/* Gradients before their reduction: accumulated, stashed, or collected into a plan. */
 #include "core/gradient.h"
 
 #include "sim_model.h"
@@ -7,10 +7,10 @@
 
 static sim_model *model;
 static fc_members *members;
-static sim_param *params; /* of the first layer's group: two that are used, then what a test adds */
+static sim_param *params; /* of the first layer's group; the last one is the test's */
 static fc_reduce_plan plan;
 
-/* Unsharded, as a backward finds it; .grad of the first two is set. */
+/* Unshards the group and sets .grad of the first two parameters, as before a post-backward. */
 static void begin(sim_shape third, fct_dtype reduce_dtype) {
     sim_scenario s = {.world = 2, .layers = 1, .shape_count = 3, .reduce_dtype = reduce_dtype};
     s.shapes[0] = s.shapes[1] = (sim_shape)FLOATS;
@@ -31,60 +31,60 @@ static void end(void) {
     sim_end();
 }
 
-static void backward_gives(size_t i, double value) {
+static void accumulate_gradient(size_t i, double value) {
     const double values[4] = {value, value, value, value};
     sim_grad_accumulate(params[i].core.unsharded, sim_tensor_new(sim_compute_dtype(&params[i]), 1,
                                                                  params[i].shape.sizes, values));
 }
 
-static void expect(const fct_tensor *grad, double value) {
+static void expect_gradient(const fct_tensor *grad, double value) {
     const double values[4] = {value, value, value, value};
     assert_non_null(grad);
     sim_tensor_expect(grad, values, "a gradient");
 }
 
-static void gradients_that_are_there_are_taken_in_the_order_of_the_group(void **state) {
+static void collect_takes_gradients_in_group_order(void **state) {
     (void)state;
     begin((sim_shape)FLOATS, 0);
-    backward_gives(2, 3.0);
-    backward_gives(0, 1.0);
+    accumulate_gradient(2, 3.0);
+    accumulate_gradient(0, 1.0);
     assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
     assert_int_equal(plan.count, 2);
     assert_ptr_equal(plan.params[0], &params[0].core);
     assert_ptr_equal(plan.params[1], &params[2].core);
-    expect(plan.grads[0], 1.0);
-    expect(plan.grads[1], 3.0);
+    expect_gradient(plan.grads[0], 1.0);
+    expect_gradient(plan.grads[1], 3.0);
     assert_false(fct_grad_has(params[0].core.unsharded));
     end();
 }
 
-static void only_the_spans_are_taken_and_those_of_the_last_time_dropped(void **state) {
+static void collect_takes_only_span_and_drops_previous_gradients(void **state) {
     (void)state;
     begin((sim_shape)FLOATS, 0);
-    backward_gives(0, 1.0);
-    backward_gives(1, 2.0);
+    accumulate_gradient(0, 1.0);
+    accumulate_gradient(1, 2.0);
     assert_int_equal(fc_gradient_collect(members, (fc_span){1, 3}, false, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
-    expect(plan.grads[0], 2.0);
+    expect_gradient(plan.grads[0], 2.0);
     assert_true(fct_grad_has(params[0].core.unsharded));
     assert_int_equal(fc_gradient_collect(members, (fc_span){0, 1}, false, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
-    expect(plan.grads[0], 1.0);
+    expect_gradient(plan.grads[0], 1.0);
     end();
 }
 
-static void unused_parameters_have_zeros_where_they_are_reduced_and_trained(void **state) {
+static void collect_of_unused_trainable_parameter_gives_zeros(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .frozen = true}, 0);
-    backward_gives(0, 1.0);
+    accumulate_gradient(0, 1.0);
     assert_int_equal(fc_gradient_collect(members, fc_members_all(members), true, &plan), FC_OK);
     assert_int_equal(plan.count, 2);
     assert_ptr_equal(plan.params[1], &params[1].core);
-    expect(plan.grads[1], 0.0);
+    expect_gradient(plan.grads[1], 0.0);
     end();
 }
 
-static void a_parameter_that_never_ran_has_zeros_of_its_whole_size(void **state) {
+static void collect_of_never_unsharded_parameter_gives_zeros_of_full_size(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 2, .sizes = {3, 2}, .compute = FCK_BFLOAT16}, 0);
     fct_facts facts;
@@ -99,33 +99,33 @@ static void a_parameter_that_never_ran_has_zeros_of_its_whole_size(void **state)
     end();
 }
 
-static void gradients_set_aside_wait_in_the_reduce_type_and_are_added_to(void **state) {
+static void stash_casts_to_reduce_dtype_and_accumulates(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_FLOAT32);
-    backward_gives(2, 256.0);
+    accumulate_gradient(2, 256.0);
     assert_int_equal(fc_gradient_stash(members), FC_OK);
     assert_false(fct_grad_has(params[2].core.unsharded));
-    expect(params[2].core.accumulated, 256.0);
-    backward_gives(2, 1.0); /* 257 is no bfloat16 */
+    expect_gradient(params[2].core.accumulated, 256.0);
+    accumulate_gradient(2, 1.0); /* bfloat16 cannot represent 257 */
     assert_int_equal(fc_gradient_fold(members, (fc_span){0, 2}), FC_OK);
-    expect(params[2].core.accumulated, 256.0);
+    expect_gradient(params[2].core.accumulated, 256.0);
     assert_int_equal(fc_gradient_fold(members, (fc_span){2, 3}), FC_OK);
-    expect(params[2].core.accumulated, 257.0);
+    expect_gradient(params[2].core.accumulated, 257.0);
     assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
-    expect(plan.grads[0], 257.0);
+    expect_gradient(plan.grads[0], 257.0);
     assert_null(params[2].core.accumulated);
     end();
 }
 
-static void gradients_of_the_reduce_type_wait_where_users_see_them(void **state) {
+static void stash_in_reduce_dtype_leaves_gradient_in_grad(void **state) {
     (void)state;
     begin((sim_shape){.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}, FCK_BFLOAT16);
-    backward_gives(2, 3.0);
+    accumulate_gradient(2, 3.0);
     assert_int_equal(fc_gradient_stash(members), FC_OK);
     assert_true(fct_grad_has(params[2].core.unsharded));
     assert_null(params[2].core.accumulated);
     assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
-    expect(plan.grads[0], 3.0);
+    expect_gradient(plan.grads[0], 3.0);
     end();
 }
 
@@ -134,7 +134,7 @@ static int unwrap(void *param, fct_tensor *grad, fct_tensor **local) {
     return fct_tensor_cast(grad, FCK_FLOAT64, local);
 }
 
-static void gradients_of_wrappers_are_unwrapped_by_the_host(void **state) {
+static void collect_unwraps_dtensor_gradients_through_host(void **state) {
     (void)state;
     fc_host host = sim_host;
     fct_facts facts;
@@ -142,8 +142,8 @@ static void gradients_of_wrappers_are_unwrapped_by_the_host(void **state) {
     host.unwrap_grad = unwrap;
     members->host = &host;
     params[1].core.wrapped = true;
-    backward_gives(0, 1.0);
-    backward_gives(1, 2.0);
+    accumulate_gradient(0, 1.0);
+    accumulate_gradient(1, 2.0);
     assert_int_equal(fc_gradient_collect(members, fc_members_all(members), false, &plan), FC_OK);
     fct_tensor_facts(plan.grads[0], &facts);
     assert_int_equal(facts.dtype, FCK_FLOAT32);
@@ -155,13 +155,13 @@ static void gradients_of_wrappers_are_unwrapped_by_the_host(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(gradients_that_are_there_are_taken_in_the_order_of_the_group),
-        cmocka_unit_test(only_the_spans_are_taken_and_those_of_the_last_time_dropped),
-        cmocka_unit_test(unused_parameters_have_zeros_where_they_are_reduced_and_trained),
-        cmocka_unit_test(a_parameter_that_never_ran_has_zeros_of_its_whole_size),
-        cmocka_unit_test(gradients_of_the_reduce_type_wait_where_users_see_them),
-        cmocka_unit_test(gradients_set_aside_wait_in_the_reduce_type_and_are_added_to),
-        cmocka_unit_test(gradients_of_wrappers_are_unwrapped_by_the_host),
+        cmocka_unit_test(collect_takes_gradients_in_group_order),
+        cmocka_unit_test(collect_takes_only_span_and_drops_previous_gradients),
+        cmocka_unit_test(collect_of_unused_trainable_parameter_gives_zeros),
+        cmocka_unit_test(collect_of_never_unsharded_parameter_gives_zeros_of_full_size),
+        cmocka_unit_test(stash_in_reduce_dtype_leaves_gradient_in_grad),
+        cmocka_unit_test(stash_casts_to_reduce_dtype_and_accumulates),
+        cmocka_unit_test(collect_unwraps_dtensor_gradients_through_host),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

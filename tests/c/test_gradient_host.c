@@ -1,4 +1,4 @@
-/* Gradients that the host collects in the place of the parameters. */
+/* Gradient collection by the host in place of the core. */
 #include "core/gradient.h"
 
 #include "sim_model.h"
@@ -6,7 +6,7 @@
 static struct {
     size_t folded;
     size_t stashed;
-    fct_tensor *gradient; /* what is collected; borrowed */
+    fct_tensor *gradient; /* gradient to collect; borrowed */
     bool fails;
 } seen;
 
@@ -39,7 +39,7 @@ static int collect(void *owner, fct_tensor **local) {
     return 0;
 }
 
-static void the_host_collects_in_the_place_of_the_parameters(void **state) {
+static void host_moves_grads_replaces_collection(void **state) {
     (void)state;
     const int64_t size[1] = {4};
     const double values[4] = {1.0, 2.0, 3.0, 4.0};
@@ -63,7 +63,7 @@ static void the_host_collects_in_the_place_of_the_parameters(void **state) {
     assert_int_equal(fc_gradient_collect(m, fc_members_all(m), false, &plan), FC_OK);
     assert_int_equal(plan.count, 0);
     assert_int_equal(fc_gradient_collect(m, fc_members_all(m), true, &plan), FC_OK);
-    assert_int_equal(plan.count, 1); /* zeros for an unused one */
+    assert_int_equal(plan.count, 1); /* zeros for an unused parameter */
     seen.gradient = sim_tensor_new(FCK_FLOAT32, 1, size, values);
     assert_int_equal(fc_gradient_collect(m, fc_members_all(m), true, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
@@ -80,7 +80,7 @@ static void the_host_collects_in_the_place_of_the_parameters(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_host_collects_in_the_place_of_the_parameters),
+        cmocka_unit_test(host_moves_grads_replaces_collection),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,5 @@
-/* The parameter group's state machine, one transition at a time: what is registered, what holds
- * memory and what is in flight before and after each. */
+/* State machine of the parameter group, one transition at a time: registration, memory and pending
+ * work before and after each. */
 #include "core/group.h"
 
 #include <string.h>
@@ -45,7 +45,7 @@ static void expect_state(const fixture *f, fc_sharded_state state, bool gatherin
     sim_model_check(f->model, "after a transition");
 }
 
-static size_t gathers(void) {
+static size_t count_gathers(void) {
     size_t count = 0;
     for (const char *at = sim_log_text(); (at = strstr(at, "gather:")) != NULL; at++) {
         count++;
@@ -61,7 +61,7 @@ static void expect_values(const fixture *f, double offset) {
     sim_tensor_expect(f->group->params[0].core.unsharded, values, "the unsharded parameter");
 }
 
-/* An optimizer's step on all ranks: every element grows by 1. */
+/* An optimizer step on all ranks: every element grows by 1. */
 static void write_shards(const fixture *f) {
     sim_param *p = &f->group->params[0];
     double values[2];
@@ -74,7 +74,7 @@ static void write_shards(const fixture *f) {
 
 /* ---- sharded state ---- */
 
-static void unshard_starts_a_gather_and_wait_registers_what_it_brought(void **state) {
+static void unshard_starts_gather_and_wait_registers_unsharded_parameters(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_scenario scenario = plain;
@@ -92,7 +92,7 @@ static void unshard_starts_a_gather_and_wait_registers_what_it_brought(void **st
     }
 }
 
-/* A user puts another tensor in the shard's place, with values that are greater by 1. */
+/* Replaces the shard by another tensor, as a user may do, with values that are larger by 1. */
 static void replace_shard(const fixture *f) {
     const int64_t size[1] = {2};
     double values[2];
@@ -104,7 +104,7 @@ static void replace_shard(const fixture *f) {
     p->replacement = sim_tensor_new(FCK_FLOAT32, 1, size, values);
 }
 
-static void a_replaced_shard_is_gathered_at_the_next_unshard(void **state) {
+static void replaced_shard_is_gathered_at_next_unshard(void **state) {
     (void)state;
     fixture f = begin(plain);
     replace_shard(&f);
@@ -114,13 +114,13 @@ static void a_replaced_shard_is_gathered_at_the_next_unshard(void **state) {
     f.core->training_state = FC_FORWARD;
     unshard(&f);
     expect_values(&f, 0.0);
-    assert_int_equal(gathers(), 2);
+    assert_int_equal(count_gathers(), 2);
     f.core->training_state = FC_IDLE;
     assert_int_equal(fc_group_reshard(f.core), FC_OK);
     end(&f);
 }
 
-static void transitions_to_where_one_is_do_nothing(void **state) {
+static void transition_to_current_state_does_nothing(void **state) {
     (void)state;
     fixture f = begin(plain);
     assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
@@ -128,28 +128,28 @@ static void transitions_to_where_one_is_do_nothing(void **state) {
     expect_state(&f, FC_SHARDED, false);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
-    assert_int_equal(gathers(), 1);
+    assert_int_equal(count_gathers(), 1);
     assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
-    assert_int_equal(gathers(), 1);
+    assert_int_equal(count_gathers(), 1);
     expect_state(&f, FC_UNSHARDED, false);
     end(&f);
 }
 
-static void one_rank_unshards_without_a_collective(void **state) {
+static void unshard_on_one_rank_issues_no_collective(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.world = 1;
     fixture f = begin(scenario);
     unshard(&f);
-    assert_int_equal(gathers(), 0);
+    assert_int_equal(count_gathers(), 0);
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
     end(&f);
 }
 
-/* Autograd holds on to the unsharded parameter between forward and backward. */
-static void one_rank_keeps_its_leaves_where_not_all_of_them_can_be_the_shards(void **state) {
+/* Autograd references the unsharded parameter between forward and backward. */
+static void one_rank_keeps_autograd_leaves_if_some_parameter_cannot_alias(void **state) {
     (void)state;
     static const sim_shape others[] = {{.ndim = 1, .sizes = {0}},
                                        {.ndim = 1, .sizes = {4}, .compute = FCK_BFLOAT16}};
@@ -170,7 +170,7 @@ static void one_rank_keeps_its_leaves_where_not_all_of_them_can_be_the_shards(vo
     }
 }
 
-static void one_ranks_unsharded_parameters_are_the_shards_where_all_can_be(void **state) {
+static void one_rank_aliases_shards_if_all_parameters_can(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.world = 1;
@@ -191,8 +191,9 @@ static void one_ranks_unsharded_parameters_are_the_shards_where_all_can_be(void 
     end(&f);
 }
 
-/* Behind a single element of two bytes: CUDA's kernel cannot convert to float32 there. */
-static void parameters_are_converted_wherever_they_lie_in_the_row(void **state) {
+/* The parameter follows a single two-byte element, where CUDA's kernel cannot convert to
+ * float32. */
+static void parameter_is_cast_at_any_offset_in_row(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_scenario scenario = plain;
@@ -214,7 +215,7 @@ static void parameters_are_converted_wherever_they_lie_in_the_row(void **state) 
     }
 }
 
-static void in_forward_a_group_may_stay_unsharded(void **state) {
+static void reshard_in_forward_is_skipped_without_reshard_after_forward(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.stay_after_forward = true;
@@ -229,7 +230,7 @@ static void in_forward_a_group_may_stay_unsharded(void **state) {
     end(&f);
 }
 
-static void in_forward_a_group_may_reshard_to_fewer_ranks(void **state) {
+static void reshard_in_forward_uses_smaller_group_if_set(void **state) {
     (void)state;
     sim_scenario scenario = plain;
     scenario.world = 4;
@@ -248,22 +249,22 @@ static void in_forward_a_group_may_reshard_to_fewer_ranks(void **state) {
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
     assert_null(f.group->params[0].core.post_forward_data);
-    assert_null(f.group->params[0].post_forward); /* the host has let it go, too */
+    assert_null(f.group->params[0].post_forward); /* the host has released it, too */
     end(&f);
 }
 
-static void written_shards_are_gathered_anew_between_steps(void **state) {
+static void unshard_between_steps_gathers_written_shards_again(void **state) {
     (void)state;
     fixture f = begin(plain);
     unshard(&f);
     write_shards(&f);
     unshard(&f);
-    assert_int_equal(gathers(), 2);
-    expect_values(&f, 0.0); /* the account has the new values */
+    assert_int_equal(count_gathers(), 2);
+    expect_values(&f, 0.0); /* write_shards() has updated the expected values */
     end(&f);
 }
 
-static void so_are_those_written_while_a_prefetch_waits_for_its_user(void **state) {
+static void unshard_discards_prefetch_of_since_written_shards(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_scenario scenario = plain;
@@ -274,20 +275,20 @@ static void so_are_those_written_while_a_prefetch_waits_for_its_user(void **stat
         assert_int_equal(fc_group_prefetch(f.core, FC_FORWARD), FC_OK);
         assert_int_equal(fc_state_end_forward(root), FC_OK);
         expect_state(&f, FC_SHARDED, true);
-        assert_int_equal(fc_comm_quiesce(&f.model->comm), FC_OK); /* it may still be reading */
+        assert_int_equal(fc_comm_quiesce(&f.model->comm), FC_OK); /* the prefetch may read */
         write_shards(&f);
         assert_int_equal(fc_state_begin_iteration(root, true), FC_OK);
         f.core->training_state = FC_FORWARD;
         unshard(&f);
         assert_int_equal(fc_state_end_forward(root), FC_OK);
-        assert_int_equal(gathers(), 2);
+        assert_int_equal(count_gathers(), 2);
         expect_values(&f, 0.0);
         end(&f);
     }
 }
 
-/* The other shard lies as many bytes below the first as it was written more often. */
-static void a_lower_address_does_not_make_up_for_more_writes(void **state) {
+/* The address difference of the two shards equals the difference of their version counters. */
+static void shard_version_differs_if_lower_address_offsets_more_writes(void **state) {
     (void)state;
     fixture f = begin(plain);
     fc_param *p = &f.group->params[0].core;
@@ -305,33 +306,33 @@ static void a_lower_address_does_not_make_up_for_more_writes(void **state) {
     }
     fc_param_set_sharded_data(p, low);
     unshard(&f);
-    assert_int_equal(gathers(), 2);
+    assert_int_equal(count_gathers(), 2);
     fct_tensor_release(low);
     fct_tensor_release(high);
     fct_tensor_release(other);
     end(&f);
 }
 
-static void but_not_between_a_forward_and_its_backward(void **state) {
+static void unshard_in_backward_keeps_parameters_of_forward(void **state) {
     (void)state;
     fixture f = begin(plain);
     unshard(&f);
     write_shards(&f);
     f.core->training_state = FC_PRE_BACKWARD;
     unshard(&f);
-    assert_int_equal(gathers(), 1);
+    assert_int_equal(count_gathers(), 1);
     expect_values(&f, -1.0);
     end(&f);
 }
 
-static void expect_frozen_from_now_on(fixture *f, const sim_param *p) {
+static void expect_frozen(fixture *f, const sim_param *p) {
     assert_int_equal(fc_group_to_sharded(f->core), FC_OK);
     assert_false(fct_tensor_requires_grad(p->sharded));
     unshard(f);
     assert_false(fct_tensor_requires_grad(p->core.unsharded));
 }
 
-static void freezing_the_unsharded_parameter_freezes_the_parameter(void **state) {
+static void freezing_unsharded_parameter_freezes_sharded_parameter(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_param *p = &f.group->params[0];
@@ -342,21 +343,21 @@ static void freezing_the_unsharded_parameter_freezes_the_parameter(void **state)
     sim_fault_arm(0, SIM_ONCE);
     fct_error_put_back(NULL);
     expect_state(&f, FC_UNSHARDED, false);
-    expect_frozen_from_now_on(&f, p);
+    expect_frozen(&f, p);
     end(&f);
 }
 
-static void freezing_the_sharded_parameter_meanwhile_is_not_undone(void **state) {
+static void freezing_sharded_parameter_while_unsharded_persists(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_param *p = &f.group->params[0];
     unshard(&f);
     assert_int_equal(fct_tensor_set_requires_grad(p->sharded, false), 0);
-    expect_frozen_from_now_on(&f, p);
+    expect_frozen(&f, p);
     end(&f);
 }
 
-static void what_somebody_else_has_gathered_can_be_registered(void **state) {
+static void to_unsharded_registers_memory_filled_by_host(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_param *p = &f.group->params[0];
@@ -364,24 +365,24 @@ static void what_somebody_else_has_gathered_can_be_registered(void **state) {
     assert_int_equal(fc_group_to_unsharded(f.core), FC_ESTATE);
     expect_state(&f, FC_SHARDED, false);
     assert_int_equal(fc_param_alloc_flat(&p->core, f.core->members.device, &facts, NULL), FC_OK);
-    sim_tensor_write(p->core.flat, p->full, "somebody's gather");
+    sim_tensor_write(p->core.flat, p->full, "a gather of the host");
     assert_int_equal(fc_group_to_unsharded(f.core), FC_OK);
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
-    assert_int_equal(gathers(), 0); /* it is current */
+    assert_int_equal(count_gathers(), 0); /* the data is current */
     assert_int_equal(fc_group_to_sharded_post_forward(f.core), FC_ESTATE);
-    expect_state(&f, FC_UNSHARDED, false); /* there are no fewer ranks to go to */
+    expect_state(&f, FC_UNSHARDED, false); /* there is no smaller group */
     end(&f);
 }
 
-static void an_iteration_need_not_wait_for_the_compute_stream(void **state) {
+static void begin_iteration_without_after_compute_skips_compute_stream(void **state) {
     (void)state;
     for (int after = 0; after < 2; after++) {
         sim_scenario scenario = plain;
         scenario.device.streams = true;
         fixture f = begin(scenario);
-        sim_fault_arm(1, SIM_ONCE); /* of whatever orders streams */
+        sim_fault_arm(1, SIM_ONCE); /* the call that orders the streams */
         fc_status status = fc_state_begin_iteration(&f.model->layers[0].core, after != 0);
         assert_int_equal(status, after != 0 ? FC_ERAISED : FC_OK);
         sim_fault_arm(0, SIM_ONCE);
@@ -390,7 +391,7 @@ static void an_iteration_need_not_wait_for_the_compute_stream(void **state) {
     }
 }
 
-static void unshard_in_backward_can_be_switched_off(void **state) {
+static void unshard_in_backward_disabled_starts_no_gather(void **state) {
     (void)state;
     fixture f = begin(plain);
     f.core->settings.unshard_in_backward = false;
@@ -405,8 +406,8 @@ static void unshard_in_backward_can_be_switched_off(void **state) {
 
 /* ---- failures ---- */
 
-/* A kernel would read addresses that mean nothing there. */
-static void shards_on_another_device_are_refused(void **state) {
+/* A kernel would read an address that is invalid on its device. */
+static void unshard_of_shard_on_other_device_fails(void **state) {
     (void)state;
     for (int64_t world = 1; world <= 2; world++) {
         sim_scenario scenario = plain;
@@ -428,7 +429,7 @@ static void shards_on_another_device_are_refused(void **state) {
     }
 }
 
-static void a_wait_that_failed_can_be_repeated_without_another_gather(void **state) {
+static void failed_wait_unshard_can_be_repeated_without_new_gather(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         for (int64_t n = 1;; n++) {
@@ -446,7 +447,7 @@ static void a_wait_that_failed_can_be_repeated_without_another_gather(void **sta
                 fct_error_put_back(NULL);
                 assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
             }
-            assert_int_equal(gathers(), 1);
+            assert_int_equal(count_gathers(), 1);
             expect_state(&f, FC_UNSHARDED, false);
             expect_values(&f, 0.0);
             end(&f);
@@ -458,10 +459,10 @@ static void a_wait_that_failed_can_be_repeated_without_another_gather(void **sta
     }
 }
 
-static void a_torn_group_registers_its_own_face_before_anything_else(void **state) {
+static void transition_after_failed_rollback_repairs_registration_first(void **state) {
     (void)state;
     sim_scenario scenario = plain;
-    scenario.shapes[0].tied = true; /* a swap that fails between two modules */
+    scenario.shapes[0].tied = true; /* the swap fails between two modules */
     fixture f = begin(scenario);
     sim_param *p = &f.group->params[0];
     unshard(&f);
@@ -472,17 +473,17 @@ static void a_torn_group_registers_its_own_face_before_anything_else(void **stat
     assert_int_equal(p->registered[0], FC_SHARDED);
     assert_int_equal(p->registered[1], FC_UNSHARDED);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false),
-                     FC_ERAISED); /* it still cannot */
+                     FC_ERAISED); /* the repair fails again */
     sim_fault_arm(0, SIM_ONCE);
     fct_error_put_back(NULL);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     assert_false(f.core->torn);
     assert_int_equal(p->registered[0], FC_UNSHARDED);
-    assert_int_equal(gathers(), 1);
+    assert_int_equal(count_gathers(), 1);
     end(&f);
 }
 
-static void reset_gives_up_whatever_there_was(void **state) {
+static void reset_abandons_pending_gather_and_reshards(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_collectives_stall(true);
@@ -492,7 +493,7 @@ static void reset_gives_up_whatever_there_was(void **state) {
     expect_state(&f, FC_SHARDED, false);
     assert_int_equal(f.core->training_state, FC_IDLE);
     assert_non_null(f.model->comm.parked);
-    assert_int_equal(fc_group_reset(f.core), FC_OK); /* and may be repeated */
+    assert_int_equal(fc_group_reset(f.core), FC_OK); /* a reset can be repeated */
     unshard(&f);
     assert_int_equal(fc_group_reset(f.core), FC_OK);
     expect_state(&f, FC_SHARDED, false);
@@ -501,7 +502,7 @@ static void reset_gives_up_whatever_there_was(void **state) {
 
 /* ---- training state ---- */
 
-static void only_the_first_module_enters_the_forward(void **state) {
+static void pre_forward_reports_entering_only_for_first_module(void **state) {
     (void)state;
     fixture f = begin(plain);
     bool entering = false;
@@ -517,7 +518,7 @@ static void only_the_first_module_enters_the_forward(void **state) {
     end(&f);
 }
 
-static void a_forward_inside_backward_leaves_no_place_in_the_order(void **state) {
+static void forward_inside_backward_is_not_in_post_forward_order(void **state) {
     (void)state;
     fixture f = begin(plain);
     bool entering = false;
@@ -530,7 +531,7 @@ static void a_forward_inside_backward_leaves_no_place_in_the_order(void **state)
     end(&f);
 }
 
-/* Two groups whose forwards are over; the log is empty. Returns the second. */
+/* Runs the forwards of two groups and clears the log. Returns the second group. */
 static fc_group *run_forwards(fixture *f) {
     fc_group *const both[] = {f->core, &f->model->layers[2].groups[0].core};
     bool entering = false;
@@ -542,58 +543,58 @@ static fc_group *run_forwards(fixture *f) {
     return both[1];
 }
 
-static void backward_prefetches_the_group_whose_forward_came_before(void **state) {
+static void backward_prefetches_preceding_group_of_post_forward_order(void **state) {
     (void)state;
     fixture f = begin(plain);
     assert_int_equal(fc_group_pre_backward(run_forwards(&f), true), FC_OK);
     assert_string_equal(sim_log_text(), "gather:1 gather:0");
     expect_state(&f, FC_SHARDED, true);
-    assert_int_equal(f.core->training_state, FC_IDLE); /* not its turn yet */
+    assert_int_equal(f.core->training_state, FC_IDLE); /* its backward has not started */
     assert_int_equal(fc_group_finalize_backward(f.core), FC_OK);
-    expect_state(&f, FC_SHARDED, false); /* nobody waited for it */
+    expect_state(&f, FC_SHARDED, false); /* nothing has waited for the prefetch */
     end(&f);
 }
 
-static void but_not_where_processors_that_compute_would_copy_it(void **state) {
+static void backward_prefetch_skips_cpu_bound_gather(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_collectives_are_copied(true);
     assert_int_equal(fc_group_pre_backward(run_forwards(&f), true), FC_OK);
     assert_string_equal(sim_log_text(), "gather:1");
     expect_state(&f, FC_SHARDED, false);
-    assert_int_equal(fc_group_prefetch(f.core, FC_PRE_BACKWARD), FC_OK); /* as users ask for it */
+    assert_int_equal(fc_group_prefetch(f.core, FC_PRE_BACKWARD), FC_OK); /* explicit prefetch */
     assert_string_equal(sim_log_text(), "gather:1 gather:0");
     end(&f);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(unshard_starts_a_gather_and_wait_registers_what_it_brought),
-        cmocka_unit_test(a_replaced_shard_is_gathered_at_the_next_unshard),
-        cmocka_unit_test(transitions_to_where_one_is_do_nothing),
-        cmocka_unit_test(one_rank_unshards_without_a_collective),
-        cmocka_unit_test(one_rank_keeps_its_leaves_where_not_all_of_them_can_be_the_shards),
-        cmocka_unit_test(one_ranks_unsharded_parameters_are_the_shards_where_all_can_be),
-        cmocka_unit_test(parameters_are_converted_wherever_they_lie_in_the_row),
-        cmocka_unit_test(in_forward_a_group_may_stay_unsharded),
-        cmocka_unit_test(in_forward_a_group_may_reshard_to_fewer_ranks),
-        cmocka_unit_test(written_shards_are_gathered_anew_between_steps),
-        cmocka_unit_test(so_are_those_written_while_a_prefetch_waits_for_its_user),
-        cmocka_unit_test(a_lower_address_does_not_make_up_for_more_writes),
-        cmocka_unit_test(but_not_between_a_forward_and_its_backward),
-        cmocka_unit_test(freezing_the_unsharded_parameter_freezes_the_parameter),
-        cmocka_unit_test(freezing_the_sharded_parameter_meanwhile_is_not_undone),
-        cmocka_unit_test(what_somebody_else_has_gathered_can_be_registered),
-        cmocka_unit_test(an_iteration_need_not_wait_for_the_compute_stream),
-        cmocka_unit_test(unshard_in_backward_can_be_switched_off),
-        cmocka_unit_test(shards_on_another_device_are_refused),
-        cmocka_unit_test(a_wait_that_failed_can_be_repeated_without_another_gather),
-        cmocka_unit_test(a_torn_group_registers_its_own_face_before_anything_else),
-        cmocka_unit_test(reset_gives_up_whatever_there_was),
-        cmocka_unit_test(only_the_first_module_enters_the_forward),
-        cmocka_unit_test(a_forward_inside_backward_leaves_no_place_in_the_order),
-        cmocka_unit_test(backward_prefetches_the_group_whose_forward_came_before),
-        cmocka_unit_test(but_not_where_processors_that_compute_would_copy_it),
+        cmocka_unit_test(unshard_starts_gather_and_wait_registers_unsharded_parameters),
+        cmocka_unit_test(replaced_shard_is_gathered_at_next_unshard),
+        cmocka_unit_test(transition_to_current_state_does_nothing),
+        cmocka_unit_test(unshard_on_one_rank_issues_no_collective),
+        cmocka_unit_test(one_rank_keeps_autograd_leaves_if_some_parameter_cannot_alias),
+        cmocka_unit_test(one_rank_aliases_shards_if_all_parameters_can),
+        cmocka_unit_test(parameter_is_cast_at_any_offset_in_row),
+        cmocka_unit_test(reshard_in_forward_is_skipped_without_reshard_after_forward),
+        cmocka_unit_test(reshard_in_forward_uses_smaller_group_if_set),
+        cmocka_unit_test(unshard_between_steps_gathers_written_shards_again),
+        cmocka_unit_test(unshard_discards_prefetch_of_since_written_shards),
+        cmocka_unit_test(shard_version_differs_if_lower_address_offsets_more_writes),
+        cmocka_unit_test(unshard_in_backward_keeps_parameters_of_forward),
+        cmocka_unit_test(freezing_unsharded_parameter_freezes_sharded_parameter),
+        cmocka_unit_test(freezing_sharded_parameter_while_unsharded_persists),
+        cmocka_unit_test(to_unsharded_registers_memory_filled_by_host),
+        cmocka_unit_test(begin_iteration_without_after_compute_skips_compute_stream),
+        cmocka_unit_test(unshard_in_backward_disabled_starts_no_gather),
+        cmocka_unit_test(unshard_of_shard_on_other_device_fails),
+        cmocka_unit_test(failed_wait_unshard_can_be_repeated_without_new_gather),
+        cmocka_unit_test(transition_after_failed_rollback_repairs_registration_first),
+        cmocka_unit_test(reset_abandons_pending_gather_and_reshards),
+        cmocka_unit_test(pre_forward_reports_entering_only_for_first_module),
+        cmocka_unit_test(forward_inside_backward_is_not_in_post_forward_order),
+        cmocka_unit_test(backward_prefetches_preceding_group_of_post_forward_order),
+        cmocka_unit_test(backward_prefetch_skips_cpu_bound_gather),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,25 +1,24 @@
-/* What the foreach kernels promise about places (csrc/kernels/kernels.h): which bytes a pack, an
- * unpack and a gradient pack write, which they leave alone, and what they refuse. test_casts.c
- * has the conversions.
+/* Copy kernels (csrc/kernels/kernels.h): the bytes that pack, unpack and gradient pack write or
+ * leave unchanged, and the arguments that they refuse. test_casts.c covers conversions.
  *
- * Layouts are random but seeded; a failure prints the seed. Every destination is one arena
- * compared as a whole, so a byte written where none belongs fails too. Built with
- * -DFCK_TEST_CUDA_ON_HOST and linked with kernels_cuda.cu compiled against
- * fake_cuda/cuda_runtime.h, the same tests run the CUDA kernels as well. */
+ * Layouts are random with a fixed seed, which a failure prints. Every destination is one arena that
+ * is compared as a whole, so a write outside its range fails too. With -DFCK_TEST_CUDA_ON_HOST, and
+ * linked with kernels_cuda.cu compiled against fake_cuda/cuda_runtime.h, the same tests run the
+ * CUDA kernels as well. */
 #include "kernels_reference.h"
 
 /* ---- pack ---- */
 
 typedef struct pack_case {
     fck_segment segment[200];
-    unsigned char *source_memory[200]; /* owns what segment.src points into */
+    unsigned char *source_memory[200]; /* memory that segment.src points into; owned */
     int64_t dst_offset[200];
     int64_t arena_bytes;
     size_t count;
 } pack_case;
 
-/* A layout of segments of random types, sizes and addresses; conversions stay element-aligned,
- * because a GPU needs that, and moves go anywhere. Destinations come with random gaps. */
+/* Creates segments of random dtypes, sizes and addresses. Conversions stay element-aligned, as a
+ * GPU requires; copies have any address. Destinations have random gaps. */
 static void pack_case_init(pack_case *c, source *random) {
     c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 200 : 12);
     c->arena_bytes = GUARD;
@@ -49,7 +48,7 @@ static void pack_case_fini(pack_case *c) {
     }
 }
 
-static void packing_writes_every_segment_and_nothing_else(void **state) {
+static void pack_writes_every_segment_and_nothing_else(void **state) {
     (void)state;
     static pack_case c;
     for (uint64_t seed = 0; seed < ROUNDS; seed++) {
@@ -75,7 +74,7 @@ static void packing_writes_every_segment_and_nothing_else(void **state) {
     }
 }
 
-static void an_empty_segment_may_have_null_pointers(void **state) {
+static void pack_accepts_null_pointers_of_empty_segment(void **state) {
     (void)state;
     FOR_EACH_BACKEND(backend) {
         const fck_segment segments[] = {{NULL, NULL, 0, 4, FCK_FLOAT32, FCK_FLOAT32},
@@ -86,7 +85,7 @@ static void an_empty_segment_may_have_null_pointers(void **state) {
     }
 }
 
-static void a_launch_that_cannot_convert_says_so_and_writes_nothing(void **state) {
+static void pack_with_unsupported_cast_fails_and_writes_nothing(void **state) {
     (void)state;
     FOR_EACH_BACKEND(backend) {
         const float src[2] = {1, 2};
@@ -105,9 +104,9 @@ static void a_launch_that_cannot_convert_says_so_and_writes_nothing(void **state
     }
 }
 
-/* Storage offsets in bytes can put an element anywhere: the CPU takes it, a GPU cannot and says
- * so. */
-static void misaligned_conversions_work_on_the_cpu(void **state) {
+/* Byte-granular storage offsets can misalign an element. The CPU accepts that; a GPU returns an
+ * error. */
+static void pack_casts_misaligned_elements_on_cpu_only(void **state) {
     (void)state;
     source random = {3};
     const int64_t count = 61;
@@ -140,7 +139,7 @@ static void misaligned_conversions_work_on_the_cpu(void **state) {
 
 /* ---- unpack ---- */
 
-static void unpacking_concatenates_each_column_over_the_rows(void **state) {
+static void unpack_concatenates_each_column_over_rows(void **state) {
     (void)state;
     enum { COLUMNS = 150 };
     static fck_column columns[COLUMNS];
@@ -191,15 +190,15 @@ static void unpacking_concatenates_each_column_over_the_rows(void **state) {
 
 typedef struct gradient_case {
     fck_gradient gradient[150];
-    unsigned char *source_memory[150]; /* owns what gradient.src points into */
+    unsigned char *source_memory[150]; /* memory that gradient.src points into; owned */
     size_t count;
     int64_t world;
     int64_t row_numel;
     fck_dtype dst_dtype;
 } gradient_case;
 
-/* Chunks as FSDP cuts them (ceil(numel / world), so late rows may be short or empty), and now
- * and then larger or zero; gradients of fewer elements than the world, of none, of mixed types. */
+/* Chunks as in FSDP (ceil(numel / world), so late rows may be short or empty), sometimes larger or
+ * zero. Gradients may have fewer elements than the world, none, or different dtypes. */
 static void gradient_case_init(gradient_case *c, source *random) {
     c->world = draw_between(random, 1, draw(random) % 4 == 0 ? 70 : 9);
     c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 150 : 10);
@@ -224,7 +223,8 @@ static void gradient_case_init(gradient_case *c, source *random) {
     c->row_numel += draw_between(random, 0, 3);
 }
 
-/* Slot by slot: element r * chunk + k of each block, or zero past its end. Gaps stay untouched. */
+/* Computes the expected slots: element r * chunk + k of each block, or zero past its end. Gaps stay
+ * unchanged. */
 static void gradient_case_expect(const gradient_case *c, unsigned char *dst) {
     const int64_t size = size_of(c->dst_dtype);
     for (size_t i = 0; i < c->count; i++) {
@@ -248,7 +248,7 @@ static void gradient_case_expect(const gradient_case *c, unsigned char *dst) {
     }
 }
 
-static void gradients_are_dealt_to_rows_and_padded_with_zeros(void **state) {
+static void pack_gradients_distributes_to_rows_and_pads_with_zeros(void **state) {
     (void)state;
     static gradient_case c;
     for (uint64_t seed = 0; seed < ROUNDS; seed++) {
@@ -272,10 +272,9 @@ static void gradients_are_dealt_to_rows_and_padded_with_zeros(void **state) {
     }
 }
 
-/* The layouts that FSDP meets at its edges, with the numbers written out. Five rows of [2 | 1 |
- * 0] slots: 7 elements in chunks of 2, one element for five ranks, and a parameter without
- * elements. */
-static void uneven_small_and_empty_gradients_by_example(void **state) {
+/* Edge cases of FSDP with explicit numbers. Five rows of [2 | 1 | 0] slots: 7 elements in chunks of
+ * 2, one element for five ranks, and a parameter without elements. */
+static void pack_gradients_of_uneven_small_and_empty_gradients_match_example(void **state) {
     (void)state;
     const float uneven[7] = {1, 2, 3, 4, 5, 6, 7};
     const double lonely[1] = {9};
@@ -292,8 +291,8 @@ static void uneven_small_and_empty_gradients_by_example(void **state) {
     }
 }
 
-/* A gradient of numel 0 with a chunk (an unused parameter's) is all padding. */
-static void a_missing_gradient_becomes_zeros(void **state) {
+/* A gradient of numel 0 with a chunk (an unused parameter's) is padding only. */
+static void pack_gradients_writes_zeros_for_missing_gradient(void **state) {
     (void)state;
     FOR_EACH_BACKEND(backend) {
         uint16_t dst[6] = {1, 1, 1, 1, 1, 1};
@@ -306,7 +305,7 @@ static void a_missing_gradient_becomes_zeros(void **state) {
 
 /* ---- index arithmetic of the CUDA grid ---- */
 
-static void tiles_cover_every_item_of_every_line_once(void **state) {
+static void tiles_cover_every_item_of_every_line_exactly_once(void **state) {
     (void)state;
     source random = {4};
     for (int round = 0; round < 400; round++) {
@@ -334,8 +333,8 @@ static void tiles_cover_every_item_of_every_line_once(void **state) {
     }
 }
 
-/* A job of 64 ranks' 32 bytes is one tile, and so is one of a thousand blocks of 16. */
-static void short_lines_fill_their_tiles(void **state) {
+/* 64 ranks with 32 bytes each are one tile, and so are a thousand blocks of 16 bytes. */
+static void short_lines_share_one_tile(void **state) {
     (void)state;
     assert_int_equal(fck_tile_count(fck_cut_of(32, FCK_TILE_BYTES), 64), 1);
     assert_int_equal(fck_tile_count(fck_cut_of(16, FCK_TILE_BYTES), 1000), 1);
@@ -343,17 +342,17 @@ static void short_lines_fill_their_tiles(void **state) {
     assert_int_equal(fck_tile_count(fck_cut_of(FCK_TILE_BYTES + 1, FCK_TILE_BYTES), 3), 6);
 }
 
-static void all_threads_have_a_line_and_every_line_threads(void **state) {
+static void every_thread_has_a_line_and_every_line_has_threads(void **state) {
     (void)state;
     for (uint32_t lines = 1; lines < 3000; lines++) {
         const int each = fck_threads_per_line(256, lines);
         assert_true(each >= 1 && 256 % each == 0);
-        assert_true(each == 1 || (uint32_t)(256 / each) >= lines);      /* all at once ... */
-        assert_true(each == 256 || (uint32_t)(256 / each) < 2 * lines); /* ... and few idle */
+        assert_true(each == 1 || (uint32_t)(256 / each) >= lines);      /* all lines at once ... */
+        assert_true(each == 256 || (uint32_t)(256 / each) < 2 * lines); /* ... few are idle */
     }
 }
 
-static void a_tile_finds_the_job_that_owns_it(void **state) {
+static void tile_index_maps_to_owning_job(void **state) {
     (void)state;
     const uint32_t first[] = {0, 1, 5, 6, 100};
     for (int32_t count = 1; count <= 5; count++) {
@@ -367,7 +366,7 @@ static void a_tile_finds_the_job_that_owns_it(void **state) {
     }
 }
 
-/* ---- an error that is somebody else's ---- */
+/* ---- asynchronous errors of earlier operations ---- */
 
 #ifdef FCK_TEST_CUDA_ON_HOST
 extern int fake_cuda_failed, fake_cuda_refuses, fake_cuda_taken; /* fake_cuda/cuda_runtime.h */
@@ -378,9 +377,9 @@ static const char *pack_one(int64_t count) {
     return fck_cuda()->pack(&segment, 1, NULL);
 }
 
-/* The driver tells whoever calls it next of an asynchronous error. It is not our launch that has
- * failed, and the error stays for torch to report. */
-static void an_older_asynchronous_error_is_named_as_such(void **state) {
+/* The driver returns an asynchronous error from every later call. The launch has not failed, and
+ * the error stays for torch to report. */
+static void launch_reports_earlier_asynchronous_error_as_such(void **state) {
     (void)state;
     fake_cuda_taken = 0;
     fake_cuda_failed = 719;
@@ -392,7 +391,7 @@ static void an_older_asynchronous_error_is_named_as_such(void **state) {
     assert_null(pack_one(8));
 }
 
-static void an_error_of_the_launch_itself_is_taken(void **state) {
+static void launch_clears_its_own_error(void **state) {
     (void)state;
     fake_cuda_taken = 0;
     fake_cuda_refuses = 1;
@@ -406,7 +405,7 @@ static void an_error_of_the_launch_itself_is_taken(void **state) {
 
 /* ---- a build without nvcc ---- */
 
-static void without_nvcc_every_cuda_launch_names_the_remedy(void **state) {
+static void cuda_launch_without_nvcc_build_names_remedy(void **state) {
     (void)state;
     if (fck_cuda_built()) {
         skip();
@@ -426,23 +425,23 @@ static void without_nvcc_every_cuda_launch_names_the_remedy(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(packing_writes_every_segment_and_nothing_else),
-        cmocka_unit_test(an_empty_segment_may_have_null_pointers),
-        cmocka_unit_test(a_launch_that_cannot_convert_says_so_and_writes_nothing),
-        cmocka_unit_test(misaligned_conversions_work_on_the_cpu),
-        cmocka_unit_test(unpacking_concatenates_each_column_over_the_rows),
-        cmocka_unit_test(gradients_are_dealt_to_rows_and_padded_with_zeros),
-        cmocka_unit_test(uneven_small_and_empty_gradients_by_example),
-        cmocka_unit_test(a_missing_gradient_becomes_zeros),
-        cmocka_unit_test(tiles_cover_every_item_of_every_line_once),
-        cmocka_unit_test(short_lines_fill_their_tiles),
-        cmocka_unit_test(all_threads_have_a_line_and_every_line_threads),
-        cmocka_unit_test(a_tile_finds_the_job_that_owns_it),
+        cmocka_unit_test(pack_writes_every_segment_and_nothing_else),
+        cmocka_unit_test(pack_accepts_null_pointers_of_empty_segment),
+        cmocka_unit_test(pack_with_unsupported_cast_fails_and_writes_nothing),
+        cmocka_unit_test(pack_casts_misaligned_elements_on_cpu_only),
+        cmocka_unit_test(unpack_concatenates_each_column_over_rows),
+        cmocka_unit_test(pack_gradients_distributes_to_rows_and_pads_with_zeros),
+        cmocka_unit_test(pack_gradients_of_uneven_small_and_empty_gradients_match_example),
+        cmocka_unit_test(pack_gradients_writes_zeros_for_missing_gradient),
+        cmocka_unit_test(tiles_cover_every_item_of_every_line_exactly_once),
+        cmocka_unit_test(short_lines_share_one_tile),
+        cmocka_unit_test(every_thread_has_a_line_and_every_line_has_threads),
+        cmocka_unit_test(tile_index_maps_to_owning_job),
 #ifdef FCK_TEST_CUDA_ON_HOST
-        cmocka_unit_test(an_older_asynchronous_error_is_named_as_such),
-        cmocka_unit_test(an_error_of_the_launch_itself_is_taken),
+        cmocka_unit_test(launch_reports_earlier_asynchronous_error_as_such),
+        cmocka_unit_test(launch_clears_its_own_error),
 #endif
-        cmocka_unit_test(without_nvcc_every_cuda_launch_names_the_remedy),
+        cmocka_unit_test(cuda_launch_without_nvcc_build_names_remedy),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

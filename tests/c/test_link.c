@@ -1,11 +1,11 @@
-/* Links: a process group that is resolved once, collectives over it, and what a failure says. */
+/* Links: a process group that is resolved once, its collectives, and the messages of failures. */
 #include "core/link.h"
 
 #include <string.h>
 
 #include "sim.h"
 
-/* Rank 1 of two; every collective stays unfinished until it is waited for. */
+/* Rank 1 of two. Collectives complete only in a wait. */
 static fc_link begin(void) {
     fc_link link = {NULL, NULL, 0, 0};
     sim_begin((sim_config){.seed = 7});
@@ -30,7 +30,7 @@ static fc_status all_reduce(fc_link *link, const char *whose, fct_tensor *row, f
     return fc_link_all_reduce(link, whose, row, FCT_SUM, true, work);
 }
 
-static void a_group_is_resolved_once_and_let_go_at_the_end(void **state) {
+static void link_resolves_process_group_once_and_fini_releases_it(void **state) {
     (void)state;
     fc_link link = begin();
     assert_null(link.pg);
@@ -45,7 +45,7 @@ static void a_group_is_resolved_once_and_let_go_at_the_end(void **state) {
     end(&link);
 }
 
-static void pointed_elsewhere_it_lets_the_old_group_go(void **state) {
+static void link_set_releases_previous_process_group(void **state) {
     (void)state;
     fc_link link = begin();
     assert_int_equal(fc_link_open(&link), FC_OK);
@@ -58,7 +58,7 @@ static void pointed_elsewhere_it_lets_the_old_group_go(void **state) {
     end(&link);
 }
 
-static void a_collective_opens_the_link_and_is_over_when_it_was_waited_for(void **state) {
+static void collective_opens_link_and_completes_in_wait(void **state) {
     (void)state;
     fc_link link = begin();
     fct_work *work = NULL;
@@ -78,7 +78,7 @@ static void a_collective_opens_the_link_and_is_over_when_it_was_waited_for(void 
     end(&link);
 }
 
-static void a_failure_says_which_group_operation_and_rank_it_met(void **state) {
+static void failed_collective_names_modules_operation_and_rank(void **state) {
     (void)state;
     fc_link link = begin();
     fct_work *work = NULL;
@@ -101,8 +101,8 @@ static void a_failure_says_which_group_operation_and_rank_it_met(void **state) {
     end(&link);
 }
 
-/* A signal's handler may have raised: the collective goes on, and who cleans up needs the work. */
-static void after_a_failed_wait_the_work_is_still_there(void **state) {
+/* A signal handler may have raised: the collective continues, and cleanup needs the work. */
+static void failed_wait_keeps_work(void **state) {
     (void)state;
     fc_link link = begin();
     fct_work *work = NULL;
@@ -119,7 +119,7 @@ static void after_a_failed_wait_the_work_is_still_there(void **state) {
     end(&link);
 }
 
-static void a_group_that_cannot_be_resolved_is_no_failed_collective(void **state) {
+static void unresolved_process_group_is_not_reported_as_failed_collective(void **state) {
     (void)state;
     fc_link link = begin();
     fct_work *work = NULL;
@@ -134,12 +134,12 @@ static void a_group_that_cannot_be_resolved_is_no_failed_collective(void **state
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_group_is_resolved_once_and_let_go_at_the_end),
-        cmocka_unit_test(pointed_elsewhere_it_lets_the_old_group_go),
-        cmocka_unit_test(a_collective_opens_the_link_and_is_over_when_it_was_waited_for),
-        cmocka_unit_test(a_failure_says_which_group_operation_and_rank_it_met),
-        cmocka_unit_test(after_a_failed_wait_the_work_is_still_there),
-        cmocka_unit_test(a_group_that_cannot_be_resolved_is_no_failed_collective),
+        cmocka_unit_test(link_resolves_process_group_once_and_fini_releases_it),
+        cmocka_unit_test(link_set_releases_previous_process_group),
+        cmocka_unit_test(collective_opens_link_and_completes_in_wait),
+        cmocka_unit_test(failed_collective_names_modules_operation_and_rank),
+        cmocka_unit_test(failed_wait_keeps_work),
+        cmocka_unit_test(unresolved_process_group_is_not_reported_as_failed_collective),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

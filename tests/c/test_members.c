@@ -1,4 +1,4 @@
-/* A group's members: its links, what the host is asked in their name, and the names of ranges. */
+/* Fixed parts of a group: links, allocators, host queries, and names of profiler ranges. */
 #include "core/members.h"
 
 #include <stdlib.h>
@@ -34,7 +34,7 @@ static void end(fc_members *m) {
     sim_end();
 }
 
-static void the_first_link_is_to_those_who_share_the_parameters(void **state) {
+static void shard_link_has_world_and_rank_of_shard_group(void **state) {
     (void)state;
     fc_members m = begin(&(const fc_host){.log = NULL}, false);
     assert_int_equal(m.shard.world, 4);
@@ -44,7 +44,7 @@ static void the_first_link_is_to_those_who_share_the_parameters(void **state) {
     end(&m);
 }
 
-static void reductions_go_over_a_link_of_their_own_where_there_is_one(void **state) {
+static void reduce_scatter_uses_own_link_if_set(void **state) {
     (void)state;
     fc_members m = begin(&(const fc_host){.log = NULL}, false);
     assert_ptr_equal(fc_members_scatter_link(&m), &m.shard);
@@ -57,7 +57,7 @@ static void reductions_go_over_a_link_of_their_own_where_there_is_one(void **sta
     end(&m);
 }
 
-static void every_link_is_let_go_at_the_end(void **state) {
+static void members_fini_releases_every_link(void **state) {
     (void)state;
     fc_members m = begin(&(const fc_host){.log = NULL}, false);
     fc_link *const links[4] = {&m.shard, &m.scatter, &m.replicate, &m.post_forward};
@@ -67,10 +67,10 @@ static void every_link_is_let_go_at_the_end(void **state) {
         assert_int_equal(fc_link_open(links[i]), FC_OK);
     }
     assert_int_equal(sim_count_alive().groups, 4);
-    end(&m); /* which fails where one is left */
+    end(&m); /* fails if a process group is still referenced */
 }
 
-static void buffers_are_the_groups_where_it_has_memory(void **state) {
+static void buffer_comes_from_process_group_allocator_if_available(void **state) {
     (void)state;
     fc_members m = begin(&(const fc_host){.log = NULL}, false);
     fct_pg *groups[2] = {NULL, NULL};
@@ -97,12 +97,12 @@ static void buffers_are_the_groups_where_it_has_memory(void **state) {
     fct_tensor *buffer = NULL;
     sim_calls_clear();
     assert_int_equal(fc_members_buffer(&m, m.gather_memory, 5, FCK_FLOAT32, &buffer), FC_OK);
-    assert_string_equal(sim_calls_text(), "fct_tensor_empty"); /* nobody is asked */
+    assert_string_equal(sim_calls_text(), "fct_tensor_empty"); /* no process group is queried */
     fct_tensor_release(buffer);
     end(&m);
 }
 
-static void a_group_that_cannot_say_or_give_is_a_failure(void **state) {
+static void failing_process_group_allocator_fails_buffer(void **state) {
     (void)state;
     fc_members m = begin(&(const fc_host){.log = NULL}, false);
     fct_pg *group = NULL;
@@ -123,7 +123,7 @@ static void a_group_that_cannot_say_or_give_is_a_failure(void **state) {
     end(&m);
 }
 
-static void the_host_is_asked_for_each_move(void **state) {
+static void host_moves_is_queried_for_each_movement(void **state) {
     (void)state;
     const fc_host host = {.moves = moves_gathers};
     fc_members m = begin(&host, false);
@@ -136,7 +136,7 @@ static void the_host_is_asked_for_each_move(void **state) {
     end(&m);
 }
 
-static void ranges_have_the_names_of_the_modules(void **state) {
+static void profiler_ranges_contain_module_names(void **state) {
     (void)state;
     fc_members m = begin(&(const fc_host){.log = NULL}, true);
     m.name = "blocks.3";
@@ -149,7 +149,7 @@ static void ranges_have_the_names_of_the_modules(void **state) {
     end(&m);
 }
 
-static void nothing_is_said_where_nobody_listens(void **state) {
+static void no_range_or_log_without_profiler_and_logging(void **state) {
     (void)state;
     fc_members m = begin(&(const fc_host){.log = log_label}, false);
     assert_null(fc_members_enter_range(&m, "all_gather"));
@@ -163,14 +163,14 @@ static void nothing_is_said_where_nobody_listens(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_first_link_is_to_those_who_share_the_parameters),
-        cmocka_unit_test(reductions_go_over_a_link_of_their_own_where_there_is_one),
-        cmocka_unit_test(every_link_is_let_go_at_the_end),
-        cmocka_unit_test(buffers_are_the_groups_where_it_has_memory),
-        cmocka_unit_test(a_group_that_cannot_say_or_give_is_a_failure),
-        cmocka_unit_test(the_host_is_asked_for_each_move),
-        cmocka_unit_test(ranges_have_the_names_of_the_modules),
-        cmocka_unit_test(nothing_is_said_where_nobody_listens),
+        cmocka_unit_test(shard_link_has_world_and_rank_of_shard_group),
+        cmocka_unit_test(reduce_scatter_uses_own_link_if_set),
+        cmocka_unit_test(members_fini_releases_every_link),
+        cmocka_unit_test(buffer_comes_from_process_group_allocator_if_available),
+        cmocka_unit_test(failing_process_group_allocator_fails_buffer),
+        cmocka_unit_test(host_moves_is_queried_for_each_movement),
+        cmocka_unit_test(profiler_ranges_contain_module_names),
+        cmocka_unit_test(no_range_or_log_without_profiler_and_logging),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,12 +1,13 @@
-/* Shards on their way from the host's memory, and gradients on their way there. Whole steps with
- * them are in sim_scenarios.c. */
+/* Uploads of offloaded shards, and copies of gradients to host memory. Whole steps with offload are
+ * in sim_scenarios.c. */
 #include "core/offload.h"
 
 #include <string.h>
 
 #include "sim.h"
 
-/* Rank 1 of two: shards of 4 and 2 elements; on CUDA the second starts at a multiple of 16. */
+/* Rank 1 of two: shards of 4 and 2 elements. On CUDA the second starts at a multiple of 16
+ * bytes. */
 typedef struct fixture {
     fc_param params[2];
     fc_param *list[2];
@@ -46,18 +47,18 @@ static void end(fixture *f) {
     sim_end();
 }
 
-static fct_tensor *ones(int64_t numel) {
+static fct_tensor *new_ones(int64_t numel) {
     const double values[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     return sim_tensor_new(FCK_FLOAT32, 1, &numel, values);
 }
 
-static void shards_that_are_not_cast_go_straight_to_the_row(void **state) {
+static void uncast_offloaded_shards_are_uploaded_to_row(void **state) {
     (void)state;
     for (int pinned = 0; pinned < 2; pinned++) {
         fixture f;
         const double row[16] = {1, 1, 1, 1, 1, 1, 1, 1, 5, 6, 7, 8, 9, 10, 1, 1};
         begin(&f, 2, pinned != 0, FCT_NO_DTYPE);
-        fct_tensor *buffer = ones(16);
+        fct_tensor *buffer = new_ones(16);
         assert_int_equal(fc_offload_place(&f.plan, f.list, buffer, 32, &f.err), FC_OK);
         assert_string_equal(sim_calls_text(), "fct_tensor_upload fct_tensor_upload");
         sim_tensor_expect(buffer, row, "the buffer");
@@ -66,7 +67,7 @@ static void shards_that_are_not_cast_go_straight_to_the_row(void **state) {
     }
 }
 
-static void others_are_staged_for_the_pack(void **state) {
+static void cast_offloaded_shards_are_staged_for_pack(void **state) {
     (void)state;
     fixture f;
     begin(&f, 2, true, FCK_BFLOAT16);
@@ -83,7 +84,7 @@ static void others_are_staged_for_the_pack(void **state) {
     end(&f);
 }
 
-static void one_rank_fills_its_tensors(void **state) {
+static void offloaded_shards_of_one_rank_fill_flat_tensors(void **state) {
     (void)state;
     static const fct_dtype types[2] = {FCT_NO_DTYPE, FCK_BFLOAT16};
     for (int k = 0; k < 2; k++) {
@@ -102,7 +103,7 @@ static void one_rank_fills_its_tensors(void **state) {
     }
 }
 
-static void what_fails_on_the_way_is_let_go(void **state) {
+static void failed_upload_releases_staged_copies(void **state) {
     (void)state;
     for (int64_t n = 1;; n++) {
         fixture f;
@@ -122,12 +123,12 @@ static void what_fails_on_the_way_is_let_go(void **state) {
 
 /* ---- gradients ---- */
 
-static bool has_one;
+static bool has_gradient;
 static bool is_hooked;
 
 static bool has_grad(void *param) {
     (void)param;
-    return has_one;
+    return has_gradient;
 }
 
 static bool wants_grad_now(void *param) {
@@ -137,19 +138,19 @@ static bool wants_grad_now(void *param) {
 
 static const fc_host host = {.has_grad = has_grad, .wants_grad_now = wants_grad_now};
 
-/* Sends one; whether its copy was only queued. */
-static bool sends_later(bool pinned, bool has, bool hooked) {
+/* Sends a gradient and checks the copy. Returns true if the copy was only queued. */
+static bool send_gradient(bool pinned, bool has, bool hooked) {
     fixture f;
     fct_tensor *local = NULL;
     fct_event *sent = NULL;
     bool queued = false;
     const double values[4] = {1, 1, 1, 1};
-    has_one = has;
+    has_gradient = has;
     is_hooked = hooked;
     begin(&f, 2, pinned, FCT_NO_DTYPE);
-    fct_tensor *view = ones(4);
+    fct_tensor *view = new_ones(4);
     assert_int_equal(fc_offload_send(f.list[0], &host, view, &local, &queued), FC_OK);
-    fct_tensor_release(view); /* its memory is this stream's: whoever has it next comes later */
+    fct_tensor_release(view); /* its memory belongs to this stream, so reuse is ordered */
     if (queued) {
         assert_int_equal(fct_event_new(sim_device(), &sent), 0);
         assert_int_equal(fct_event_record(sent, fct_stream_current(sim_device())), 0);
@@ -162,23 +163,23 @@ static bool sends_later(bool pinned, bool has, bool hooked) {
     return queued;
 }
 
-static void a_gradient_is_sent_later_where_nobody_reads_it_now(void **state) {
+static void gradient_copy_is_queued_if_nothing_reads_it_now(void **state) {
     (void)state;
-    assert_true(sends_later(true, false, false));
-    assert_false(sends_later(false, false, false));
-    assert_false(sends_later(true, true, false));
-    assert_false(sends_later(true, false, true));
+    assert_true(send_gradient(true, false, false));
+    assert_false(send_gradient(false, false, false));
+    assert_false(send_gradient(true, true, false));
+    assert_false(send_gradient(true, false, true));
 }
 
-static void one_that_is_read_too_early_is_found(void **state) {
+static void simulator_reports_early_read_of_queued_gradient(void **state) {
     (void)state;
     fixture f;
     fct_tensor *local = NULL;
     bool queued = false;
     const double values[4] = {1, 1, 1, 1};
-    has_one = is_hooked = false;
+    has_gradient = is_hooked = false;
     begin(&f, 2, true, FCT_NO_DTYPE);
-    fct_tensor *view = ones(4);
+    fct_tensor *view = new_ones(4);
     assert_int_equal(fc_offload_send(f.list[0], &host, view, &local, &queued), FC_OK);
     sim_tensor_expect(local, values, "the gradient");
     assert_true(sim_take_failures() > 0);
@@ -189,12 +190,12 @@ static void one_that_is_read_too_early_is_found(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(shards_that_are_not_cast_go_straight_to_the_row),
-        cmocka_unit_test(others_are_staged_for_the_pack),
-        cmocka_unit_test(one_rank_fills_its_tensors),
-        cmocka_unit_test(what_fails_on_the_way_is_let_go),
-        cmocka_unit_test(a_gradient_is_sent_later_where_nobody_reads_it_now),
-        cmocka_unit_test(one_that_is_read_too_early_is_found),
+        cmocka_unit_test(uncast_offloaded_shards_are_uploaded_to_row),
+        cmocka_unit_test(cast_offloaded_shards_are_staged_for_pack),
+        cmocka_unit_test(offloaded_shards_of_one_rank_fill_flat_tensors),
+        cmocka_unit_test(failed_upload_releases_staged_copies),
+        cmocka_unit_test(gradient_copy_is_queued_if_nothing_reads_it_now),
+        cmocka_unit_test(simulator_reports_early_read_of_queued_gradient),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,4 +1,4 @@
-/* The order in which groups finished their forwards, and each group's stack of places in it. */
+/* Post-forward order of groups, and each group's stack of positions in it. */
 #include "core/order.h"
 
 #include "core/group.h"
@@ -8,7 +8,7 @@ enum { MANY = 100 };
 
 static fc_group groups[3];
 
-static void groups_stand_in_the_order_they_were_appended_in(void **state) {
+static void order_keeps_append_sequence(void **state) {
     (void)state;
     fc_order order = {NULL, 0, 0};
     size_t position = 0;
@@ -23,7 +23,7 @@ static void groups_stand_in_the_order_they_were_appended_in(void **state) {
     fc_order_fini(&order);
 }
 
-static void a_forgotten_group_leaves_gaps_and_moves_nobody(void **state) {
+static void forgotten_group_becomes_null_and_positions_stay(void **state) {
     (void)state;
     fc_order order = {NULL, 0, 0};
     size_t position = 0;
@@ -38,7 +38,7 @@ static void a_forgotten_group_leaves_gaps_and_moves_nobody(void **state) {
     fc_order_fini(&order);
 }
 
-static void places_are_a_stack(void **state) {
+static void positions_are_a_stack(void **state) {
     (void)state;
     fc_positions positions = {NULL, 0, 0};
     for (size_t i = 0; i < MANY; i++) {
@@ -50,8 +50,8 @@ static void places_are_a_stack(void **state) {
     fc_positions_fini(&positions);
 }
 
-/* Every growth is made to fail once; nothing that stood there is lost. */
-static void without_memory_the_order_stays_as_it_was(void **state) {
+/* Every growth fails once; existing entries must stay. */
+static void failed_append_leaves_order_unchanged(void **state) {
     (void)state;
     fc_order order = {NULL, 0, 0};
     fc_positions positions = {NULL, 0, 0};
@@ -86,10 +86,10 @@ static void without_memory_the_order_stays_as_it_was(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(groups_stand_in_the_order_they_were_appended_in),
-        cmocka_unit_test(a_forgotten_group_leaves_gaps_and_moves_nobody),
-        cmocka_unit_test(places_are_a_stack),
-        cmocka_unit_test(without_memory_the_order_stays_as_it_was),
+        cmocka_unit_test(order_keeps_append_sequence),
+        cmocka_unit_test(forgotten_group_becomes_null_and_positions_stay),
+        cmocka_unit_test(positions_are_a_stack),
+        cmocka_unit_test(failed_append_leaves_order_unchanged),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

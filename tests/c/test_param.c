@@ -1,5 +1,5 @@
-/* One parameter: what its shard has to be, the memory of its unsharded tensor, and the only places
- * where a partial gradient may be. */
+/* One parameter: requirements on its shard, memory of its unsharded tensor, and its partial
+ * gradients. */
 #include "core/param.h"
 
 #include <string.h>
@@ -8,7 +8,7 @@
 
 static const int64_t five_by_two[2] = {5, 2};
 
-/* The shard of `rank` of two (3 rows of 5, padded) or of one. */
+/* Creates the shard of `rank` of two ranks (3 rows of 5, padded), or of one. */
 static fc_param begin(int64_t world, int64_t rank) {
     fc_param p;
     fc_error err = {""};
@@ -31,7 +31,7 @@ static void end(fc_param *p) {
     sim_end();
 }
 
-static void a_shard_has_the_local_rows_and_room_for_all_ranks(void **state) {
+static void param_init_sets_local_sizes_and_flat_numel(void **state) {
     (void)state;
     fc_param p = begin(2, 1);
     assert_int_equal(p.local_sizes[0], 2);
@@ -44,7 +44,7 @@ static void a_shard_has_the_local_rows_and_room_for_all_ranks(void **state) {
     end(&p);
 }
 
-static void a_shard_that_cannot_be_sent_is_refused_by_name(void **state) {
+static void invalid_shard_is_refused_with_parameter_name(void **state) {
     (void)state;
     fc_param p = begin(2, 0);
     fc_error err = {""};
@@ -65,7 +65,7 @@ static void a_shard_that_cannot_be_sent_is_refused_by_name(void **state) {
     end(&p);
 }
 
-static void its_memory_comes_and_goes_and_the_tensor_stays(void **state) {
+static void flat_tensor_is_kept_when_its_memory_is_freed(void **state) {
     (void)state;
     fc_param p = begin(2, 0);
     fc_error err = {""};
@@ -82,7 +82,7 @@ static void its_memory_comes_and_goes_and_the_tensor_stays(void **state) {
     end(&p);
 }
 
-static void one_rank_may_use_the_shard_itself(void **state) {
+static void flat_aliases_shard_on_one_rank(void **state) {
     (void)state;
     fc_param p = begin(1, 0);
     fc_error err = {""};
@@ -90,7 +90,7 @@ static void one_rank_may_use_the_shard_itself(void **state) {
     assert_int_equal(fc_param_can_alias(&p, sim_device(), &can, &err), FC_OK);
     assert_true(can);
     assert_int_equal(fc_param_alias_flat(&p), FC_OK);
-    fc_param_free(&p); /* it is not ours to free */
+    fc_param_free(&p); /* the shard's memory must not be freed */
     assert_true(sim_tensor_has_memory(p.sharded_data));
     p.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_param_can_alias(&p, sim_device(), &can, &err), FC_OK);
@@ -98,7 +98,7 @@ static void one_rank_may_use_the_shard_itself(void **state) {
     end(&p);
 }
 
-static void no_partial_gradient_is_left_where_all_are_dropped(void **state) {
+static void drop_grad_clears_every_partial_gradient(void **state) {
     (void)state;
     fc_param p = begin(2, 0);
     fct_tensor *row = sim_tensor_new(FCK_FLOAT32, 2, five_by_two, (const double[10]){0});
@@ -110,7 +110,7 @@ static void no_partial_gradient_is_left_where_all_are_dropped(void **state) {
     fc_param_set_accumulated(&p, row);
     fc_param_set_partial(&p, row);
     fc_param_take_grad(&p, &grad);
-    assert_ptr_equal(grad, row); /* what earlier backwards left goes first */
+    assert_ptr_equal(grad, row); /* the accumulated gradient is taken first */
     assert_true(fct_grad_has(leaf));
     fc_param_set_accumulated(&p, grad);
     fct_tensor_release(grad);
@@ -125,11 +125,11 @@ static void no_partial_gradient_is_left_where_all_are_dropped(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_shard_has_the_local_rows_and_room_for_all_ranks),
-        cmocka_unit_test(a_shard_that_cannot_be_sent_is_refused_by_name),
-        cmocka_unit_test(its_memory_comes_and_goes_and_the_tensor_stays),
-        cmocka_unit_test(one_rank_may_use_the_shard_itself),
-        cmocka_unit_test(no_partial_gradient_is_left_where_all_are_dropped),
+        cmocka_unit_test(param_init_sets_local_sizes_and_flat_numel),
+        cmocka_unit_test(invalid_shard_is_refused_with_parameter_name),
+        cmocka_unit_test(flat_tensor_is_kept_when_its_memory_is_freed),
+        cmocka_unit_test(flat_aliases_shard_on_one_rank),
+        cmocka_unit_test(drop_grad_clears_every_partial_gradient),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,5 @@
-/* Transfer plans: where every shard stands in a row of the gather buffer, and every gradient in the
- * rows of the reduce buffer. */
+/* Transfer plans: offsets of shards in a row of the gather buffer, and of gradients in the rows of
+ * the reduce buffer. */
 #include "core/plan.h"
 
 #include <string.h>
@@ -11,7 +11,7 @@ static const fct_device CUDA = {FCT_DEVICE_CUDA, 0};
 
 enum { INT64 = 4, COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10, BITS1X8 = 18 };
 
-/* A parameter of `ndim` sizes cut on `dim` over two ranks; this one is rank 1. */
+/* Creates a parameter sharded on `dim` over two ranks, as on rank 1. */
 static fc_param param_of(const char *name, int32_t ndim, const int64_t *sizes, int32_t dim,
                          fct_dtype dtype, fct_dtype compute) {
     fc_param p;
@@ -37,7 +37,7 @@ static fc_gather_plan gather_plan_of(fc_param *const *params, size_t count) {
 
 /* ---- gather plans ---- */
 
-static void shards_stand_one_after_the_other_in_a_row(void **state) {
+static void gather_plan_places_shards_consecutively(void **state) {
     (void)state;
     const int64_t matrix[2] = {5, 3};
     fc_param a = param_of("a", 2, matrix, 0, FCK_FLOAT32, FCT_NO_DTYPE);
@@ -57,7 +57,7 @@ static void shards_stand_one_after_the_other_in_a_row(void **state) {
     fc_param_fini(&b);
 }
 
-static void shards_are_cast_to_the_compute_type_on_the_way(void **state) {
+static void gather_plan_casts_to_compute_dtype(void **state) {
     (void)state;
     fc_param a = vector("a", 4, FCK_FLOAT32, FCK_BFLOAT16);
     fc_param *params[1] = {&a};
@@ -70,7 +70,7 @@ static void shards_are_cast_to_the_compute_type_on_the_way(void **state) {
     fc_param_fini(&a);
 }
 
-static void several_compute_types_travel_as_bytes(void **state) {
+static void gather_plan_of_several_compute_dtypes_uses_bytes(void **state) {
     (void)state;
     fc_param a = vector("a", 2, FCK_BFLOAT16, FCT_NO_DTYPE);
     fc_param b = vector("b", 2, FCK_FLOAT64, FCT_NO_DTYPE);
@@ -85,8 +85,8 @@ static void several_compute_types_travel_as_bytes(void **state) {
     fc_param_fini(&b);
 }
 
-/* 3 bfloat16, nothing, one float64 and 5 bytes. */
-static void on_cuda_slots_and_rows_start_at_multiples_of_16_bytes(void **state) {
+/* 3 bfloat16, no element, one float64 and 5 bytes. */
+static void gather_plan_on_cuda_aligns_slots_and_rows_to_16_bytes(void **state) {
     (void)state;
     fc_param a = vector("a", 6, FCK_BFLOAT16, FCT_NO_DTYPE);
     fc_param none = vector("none", 0, FCK_BFLOAT16, FCT_NO_DTYPE);
@@ -113,7 +113,7 @@ static void on_cuda_slots_and_rows_start_at_multiples_of_16_bytes(void **state) 
     fc_param_fini(&c);
 }
 
-static void another_dim_has_a_slot_of_several_blocks(void **state) {
+static void gather_plan_slot_of_other_dim_has_several_blocks(void **state) {
     (void)state;
     const int64_t sizes[3] = {3, 4, 2};
     fc_param a = vector("a", 2, FCK_FLOAT32, FCT_NO_DTYPE);
@@ -130,7 +130,7 @@ static void another_dim_has_a_slot_of_several_blocks(void **state) {
     fc_param_fini(&b);
 }
 
-static void a_plan_is_built_anew_for_what_the_parameters_are_now(void **state) {
+static void gather_plan_build_uses_current_parameters(void **state) {
     (void)state;
     fc_param a = vector("a", 4, FCK_FLOAT32, FCT_NO_DTYPE);
     fc_param b = vector("b", 4, FCK_FLOAT32, FCT_NO_DTYPE);
@@ -151,7 +151,7 @@ static void a_plan_is_built_anew_for_what_the_parameters_are_now(void **state) {
     fc_param_fini(&b);
 }
 
-static void a_smaller_group_gathers_what_forward_left_in_the_compute_type(void **state) {
+static void post_forward_plan_gathers_compute_dtype_shards(void **state) {
     (void)state;
     const int64_t sizes[1] = {5};
     fc_param a;
@@ -160,7 +160,7 @@ static void a_smaller_group_gathers_what_forward_left_in_the_compute_type(void *
     fc_gather_plan plan = {.valid = false};
     assert_int_equal(fc_param_init(&a, NULL, 1, sizes, 0, 4, 3, &err), FC_OK);
     assert_int_equal(fc_param_init_post_forward(&a, sizes, 2, 1, &err), FC_OK);
-    assert_int_equal(a.flat_numel, 8); /* room for 4 * 2 as well as for 2 * 3 */
+    assert_int_equal(a.flat_numel, 8); /* space for both 4 * 2 and 2 * 3 elements */
     a.orig_dtype = FCK_FLOAT32;
     a.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, true, CPU, &err), FC_OK);
@@ -170,7 +170,7 @@ static void a_smaller_group_gathers_what_forward_left_in_the_compute_type(void *
     fc_param_fini(&a);
 }
 
-static void a_cast_that_no_kernel_can_do_is_left_to_torch(void **state) {
+static void gather_plan_with_unsupported_cast_is_not_native(void **state) {
     (void)state;
     fc_param a = vector("a", 4, INT64, FCK_FLOAT32);
     fc_param *params[1] = {&a};
@@ -180,7 +180,7 @@ static void a_cast_that_no_kernel_can_do_is_left_to_torch(void **state) {
     fc_param_fini(&a);
 }
 
-static void what_cannot_be_gathered_is_named(void **state) {
+static void gather_plan_of_unsupported_parameter_fails_with_name(void **state) {
     (void)state;
     fc_param a = vector("a", 4, FCK_FLOAT32, FCT_NO_DTYPE);
     fc_param b = vector("lm_head.weight", 4, BITS1X8, FCT_NO_DTYPE);
@@ -213,8 +213,9 @@ static void expect_slot(const fc_slot *slot, size_t chunk, int64_t offset) {
     assert_int_equal(slot->offset, offset);
 }
 
-/* Parameters of 40 bytes and more own a chunk; the others share the last one, without gaps. */
-static void split_plan_gives_large_parameters_chunks(void **state) {
+/* Parameters of at least 40 bytes get their own chunk; the others share the last one, without
+ * gaps. */
+static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
     (void)state;
     fc_param a = vector("a", 3, FCK_FLOAT32, FCT_NO_DTYPE);
     fc_param b = vector("b", 10, FCK_FLOAT32, FCT_NO_DTYPE);
@@ -265,7 +266,7 @@ static void split_plan_gives_large_parameters_chunks(void **state) {
     }
 }
 
-static void without_memory_there_is_no_plan_and_no_leak(void **state) {
+static void gather_plan_build_without_memory_fails_without_leak(void **state) {
     (void)state;
     fc_param a = vector("a", 4, FCK_FLOAT32, FCT_NO_DTYPE);
     fc_param *params[1] = {&a};
@@ -290,7 +291,7 @@ static fct_tensor *gradient_of(int32_t ndim, const int64_t *sizes, fct_dtype dty
     return sim_tensor_new(dtype, ndim, sizes, values);
 }
 
-/* Puts the gradient (taken) into the plan. */
+/* Adds the gradient (taken) to the plan. */
 static void collect(fc_reduce_plan *plan, fc_param *p, fct_tensor *grad) {
     assert_int_equal(fc_reduce_plan_reserve(plan, plan->count + 1), FC_OK);
     plan->params[plan->count] = p;
@@ -298,10 +299,10 @@ static void collect(fc_reduce_plan *plan, fc_param *p, fct_tensor *grad) {
 }
 
 typedef struct reduction {
-    fc_param matrix; /* 5 x 3, dim 0 */
-    fc_param vector; /* 3 */
+    fc_param matrix; /* 5 x 3, sharded on dim 0 */
+    fc_param vector; /* 3 elements */
     fc_reduce_plan plan;
-    bool foreign; /* the last layout's answer */
+    bool foreign; /* of the latest fc_reduce_plan_lay_out */
     fc_error err;
 } reduction;
 
@@ -325,7 +326,7 @@ static void end(reduction *r) {
 static const int64_t matrix_sizes[2] = {5, 3};
 static const int64_t vector_sizes[1] = {3};
 
-static void gradients_are_dealt_to_the_ranks_rows(void **state) {
+static void reduce_plan_distributes_gradients_to_rank_rows(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
@@ -339,7 +340,7 @@ static void gradients_are_dealt_to_the_ranks_rows(void **state) {
     end(&r);
 }
 
-static void parameters_without_a_gradient_take_no_room(void **state) {
+static void reduce_plan_skips_parameters_without_gradient(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
@@ -349,7 +350,7 @@ static void parameters_without_a_gradient_take_no_room(void **state) {
     end(&r);
 }
 
-static void the_reduce_type_goes_before_the_gradients_own(void **state) {
+static void reduce_dtype_overrides_gradient_dtype(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_BFLOAT16));
@@ -359,8 +360,8 @@ static void the_reduce_type_goes_before_the_gradients_own(void **state) {
     end(&r);
 }
 
-/* What gradients of two types are reduced in where nothing else is asked for. */
-static fct_dtype reduced_in(fct_dtype first, fct_dtype second) {
+/* Returns the reduction dtype of gradients of two dtypes, without an explicit reduce dtype. */
+static fct_dtype reduce_dtype_of(fct_dtype first, fct_dtype second) {
     reduction r = begin();
     bool floats = fck_can_cast(first, FCK_FLOAT32) != 0 && fck_can_cast(second, FCK_FLOAT32) != 0;
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, first));
@@ -372,20 +373,20 @@ static fct_dtype reduced_in(fct_dtype first, fct_dtype second) {
     return dtype;
 }
 
-static void gradients_of_several_types_are_reduced_in_the_one_that_holds_all(void **state) {
+static void mixed_gradients_are_reduced_in_widest_dtype(void **state) {
     (void)state;
-    assert_int_equal(reduced_in(FCK_FLOAT32, FCK_BFLOAT16), FCK_FLOAT32);
-    assert_int_equal(reduced_in(FCK_FLOAT16, FCK_FLOAT64), FCK_FLOAT64);
-    assert_int_equal(reduced_in(FCK_FLOAT16, FCK_BFLOAT16), FCK_FLOAT32);
-    assert_int_equal(reduced_in(FCK_BFLOAT16, FCK_BFLOAT16), FCK_BFLOAT16);
-    assert_int_equal(reduced_in(COMPLEX64, FCK_FLOAT32), COMPLEX64);
-    assert_int_equal(reduced_in(COMPLEX64, FCK_FLOAT64), COMPLEX128);
-    assert_int_equal(reduced_in(FCK_BFLOAT16, COMPLEX32), COMPLEX64);
-    assert_int_equal(reduced_in(COMPLEX32, COMPLEX128), COMPLEX128);
+    assert_int_equal(reduce_dtype_of(FCK_FLOAT32, FCK_BFLOAT16), FCK_FLOAT32);
+    assert_int_equal(reduce_dtype_of(FCK_FLOAT16, FCK_FLOAT64), FCK_FLOAT64);
+    assert_int_equal(reduce_dtype_of(FCK_FLOAT16, FCK_BFLOAT16), FCK_FLOAT32);
+    assert_int_equal(reduce_dtype_of(FCK_BFLOAT16, FCK_BFLOAT16), FCK_BFLOAT16);
+    assert_int_equal(reduce_dtype_of(COMPLEX64, FCK_FLOAT32), COMPLEX64);
+    assert_int_equal(reduce_dtype_of(COMPLEX64, FCK_FLOAT64), COMPLEX128);
+    assert_int_equal(reduce_dtype_of(FCK_BFLOAT16, COMPLEX32), COMPLEX64);
+    assert_int_equal(reduce_dtype_of(COMPLEX32, COMPLEX128), COMPLEX128);
 }
 
-/* The message about a shard (taken) of a parameter of 4 floats on two ranks. */
-static void expect_unfit(fct_tensor *shard, const char *message) {
+/* Expects this message for a shard (taken) of a parameter of 4 floats on two ranks. */
+static void expect_invalid_shard(fct_tensor *shard, const char *message) {
     fc_error err = {""};
     fct_facts facts;
     fc_param p = vector("lm_head.weight", 4, FCK_FLOAT32, FCT_NO_DTYPE);
@@ -396,7 +397,7 @@ static void expect_unfit(fct_tensor *shard, const char *message) {
     fc_param_fini(&p);
 }
 
-static void a_shard_that_does_not_fit_is_named_with_the_reason(void **state) {
+static void invalid_shard_is_named_with_reason(void **state) {
     (void)state;
     const int64_t two[1] = {2};
     const int64_t three[1] = {3};
@@ -404,28 +405,32 @@ static void a_shard_that_does_not_fit_is_named_with_the_reason(void **state) {
     fct_tensor *apart = NULL;
     fct_tensor *freed = NULL;
     sim_begin((sim_config){.seed = 1});
-    expect_unfit(gradient_of(1, three, FCK_FLOAT32),
-                 "the shard of parameter 'lm_head.weight' has another number of elements than it "
-                 "was given room for: 3 elements of torch.float32 in a storage of 12 bytes; "
-                 "expected 2 of torch.float32");
-    expect_unfit(gradient_of(1, two, FCK_BFLOAT16),
-                 "the shard of parameter 'lm_head.weight' changed its dtype since it was "
-                 "initialised: 2 elements of torch.bfloat16 in a storage of 4 bytes; expected 2 of "
-                 "torch.float32");
+    expect_invalid_shard(
+        gradient_of(1, three, FCK_FLOAT32),
+        "the shard of parameter 'lm_head.weight' has another number of elements than it "
+        "was given room for: 3 elements of torch.float32 in a storage of 12 bytes; "
+        "expected 2 of torch.float32");
+    expect_invalid_shard(
+        gradient_of(1, two, FCK_BFLOAT16),
+        "the shard of parameter 'lm_head.weight' changed its dtype since it was "
+        "initialised: 2 elements of torch.bfloat16 in a storage of 4 bytes; expected 2 of "
+        "torch.float32");
     fct_tensor *whole = gradient_of(1, three, FCK_FLOAT32);
     assert_int_equal(fct_tensor_alias(whole, 1, two, stride, 0, &apart), 0);
     fct_tensor_release(whole);
-    expect_unfit(apart, "the shard of parameter 'lm_head.weight' is not contiguous: 2 elements of "
-                        "torch.float32 in a storage of 12 bytes; expected 2 of torch.float32");
+    expect_invalid_shard(apart,
+                         "the shard of parameter 'lm_head.weight' is not contiguous: 2 elements of "
+                         "torch.float32 in a storage of 12 bytes; expected 2 of torch.float32");
     freed = gradient_of(1, two, FCK_FLOAT32);
     fct_storage_free(freed);
-    expect_unfit(freed, "the shard of parameter 'lm_head.weight' lies outside its storage: 2 "
-                        "elements of torch.float32 in a storage of 0 bytes; expected 2 of "
-                        "torch.float32");
+    expect_invalid_shard(freed,
+                         "the shard of parameter 'lm_head.weight' lies outside its storage: 2 "
+                         "elements of torch.float32 in a storage of 0 bytes; expected 2 of "
+                         "torch.float32");
     sim_end();
 }
 
-static fct_dtype complex_reduced_in(fct_dtype reduce_dtype) {
+static fct_dtype complex_reduce_dtype_of(fct_dtype reduce_dtype) {
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, COMPLEX64));
@@ -435,16 +440,16 @@ static fct_dtype complex_reduced_in(fct_dtype reduce_dtype) {
     return dtype;
 }
 
-static void a_real_reduce_type_is_that_of_the_parts_of_complex_gradients(void **state) {
+static void real_reduce_dtype_applies_to_parts_of_complex_gradients(void **state) {
     (void)state;
-    assert_int_equal(complex_reduced_in(FCK_FLOAT32), COMPLEX64);
-    assert_int_equal(complex_reduced_in(FCK_FLOAT64), COMPLEX128);
-    assert_int_equal(complex_reduced_in(FCK_FLOAT16), COMPLEX32);
-    assert_int_equal(complex_reduced_in(FCK_BFLOAT16), COMPLEX64);
-    assert_int_equal(complex_reduced_in(COMPLEX128), COMPLEX128);
+    assert_int_equal(complex_reduce_dtype_of(FCK_FLOAT32), COMPLEX64);
+    assert_int_equal(complex_reduce_dtype_of(FCK_FLOAT64), COMPLEX128);
+    assert_int_equal(complex_reduce_dtype_of(FCK_FLOAT16), COMPLEX32);
+    assert_int_equal(complex_reduce_dtype_of(FCK_BFLOAT16), COMPLEX64);
+    assert_int_equal(complex_reduce_dtype_of(COMPLEX128), COMPLEX128);
 }
 
-static void types_that_no_type_holds_need_a_reduce_type(void **state) {
+static void gradients_without_common_dtype_require_reduce_dtype(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
@@ -456,7 +461,7 @@ static void types_that_no_type_holds_need_a_reduce_type(void **state) {
     end(&r);
 }
 
-static void a_gradient_cut_on_another_dim_has_several_blocks(void **state) {
+static void reduce_plan_of_other_dim_has_several_blocks(void **state) {
     (void)state;
     reduction r = begin();
     const int64_t sizes[2] = {3, 4};
@@ -470,7 +475,7 @@ static void a_gradient_cut_on_another_dim_has_several_blocks(void **state) {
     end(&r);
 }
 
-static void a_gradient_that_is_not_contiguous_is_copied(void **state) {
+static void non_contiguous_gradient_is_copied(void **state) {
     (void)state;
     reduction r = begin();
     const int64_t turned_sizes[2] = {3, 5};
@@ -488,7 +493,7 @@ static void a_gradient_that_is_not_contiguous_is_copied(void **state) {
     end(&r);
 }
 
-static void a_gradient_of_another_size_is_named(void **state) {
+static void gradient_of_wrong_size_is_named(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(1, vector_sizes, FCK_FLOAT32));
@@ -498,7 +503,7 @@ static void a_gradient_of_another_size_is_named(void **state) {
     end(&r);
 }
 
-static void a_gradient_whose_memory_was_freed_is_refused(void **state) {
+static void gradient_with_freed_memory_is_refused(void **state) {
     (void)state;
     reduction r = begin();
     fct_tensor *grad = gradient_of(1, vector_sizes, FCK_FLOAT32);
@@ -510,7 +515,7 @@ static void a_gradient_whose_memory_was_freed_is_refused(void **state) {
     end(&r);
 }
 
-static void dropped_gradients_are_let_go(void **state) {
+static void drop_grads_releases_gradients(void **state) {
     (void)state;
     reduction r = begin();
     fct_tensor *grad = gradient_of(1, vector_sizes, FCK_FLOAT32);
@@ -524,9 +529,9 @@ static void dropped_gradients_are_let_go(void **state) {
     end(&r);
 }
 
-/* ---- types ---- */
+/* ---- dtypes ---- */
 
-static void types_have_torchs_sizes_and_names(void **state) {
+static void dtype_sizes_and_names_match_torch(void **state) {
     (void)state;
     assert_int_equal(fc_dtype_size(FCK_UINT8), 1);
     assert_int_equal(fc_dtype_size(FCK_BFLOAT16), 2);
@@ -540,30 +545,30 @@ static void types_have_torchs_sizes_and_names(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(shards_stand_one_after_the_other_in_a_row),
-        cmocka_unit_test(shards_are_cast_to_the_compute_type_on_the_way),
-        cmocka_unit_test(several_compute_types_travel_as_bytes),
-        cmocka_unit_test(on_cuda_slots_and_rows_start_at_multiples_of_16_bytes),
-        cmocka_unit_test(another_dim_has_a_slot_of_several_blocks),
-        cmocka_unit_test(a_plan_is_built_anew_for_what_the_parameters_are_now),
-        cmocka_unit_test(a_smaller_group_gathers_what_forward_left_in_the_compute_type),
-        cmocka_unit_test(a_cast_that_no_kernel_can_do_is_left_to_torch),
-        cmocka_unit_test(what_cannot_be_gathered_is_named),
-        cmocka_unit_test(split_plan_gives_large_parameters_chunks),
-        cmocka_unit_test(without_memory_there_is_no_plan_and_no_leak),
-        cmocka_unit_test(gradients_are_dealt_to_the_ranks_rows),
-        cmocka_unit_test(parameters_without_a_gradient_take_no_room),
-        cmocka_unit_test(the_reduce_type_goes_before_the_gradients_own),
-        cmocka_unit_test(gradients_of_several_types_are_reduced_in_the_one_that_holds_all),
-        cmocka_unit_test(a_shard_that_does_not_fit_is_named_with_the_reason),
-        cmocka_unit_test(a_real_reduce_type_is_that_of_the_parts_of_complex_gradients),
-        cmocka_unit_test(types_that_no_type_holds_need_a_reduce_type),
-        cmocka_unit_test(a_gradient_cut_on_another_dim_has_several_blocks),
-        cmocka_unit_test(a_gradient_that_is_not_contiguous_is_copied),
-        cmocka_unit_test(a_gradient_of_another_size_is_named),
-        cmocka_unit_test(a_gradient_whose_memory_was_freed_is_refused),
-        cmocka_unit_test(dropped_gradients_are_let_go),
-        cmocka_unit_test(types_have_torchs_sizes_and_names),
+        cmocka_unit_test(gather_plan_places_shards_consecutively),
+        cmocka_unit_test(gather_plan_casts_to_compute_dtype),
+        cmocka_unit_test(gather_plan_of_several_compute_dtypes_uses_bytes),
+        cmocka_unit_test(gather_plan_on_cuda_aligns_slots_and_rows_to_16_bytes),
+        cmocka_unit_test(gather_plan_slot_of_other_dim_has_several_blocks),
+        cmocka_unit_test(gather_plan_build_uses_current_parameters),
+        cmocka_unit_test(post_forward_plan_gathers_compute_dtype_shards),
+        cmocka_unit_test(gather_plan_with_unsupported_cast_is_not_native),
+        cmocka_unit_test(gather_plan_of_unsupported_parameter_fails_with_name),
+        cmocka_unit_test(split_gather_plan_gives_large_parameters_own_chunks),
+        cmocka_unit_test(gather_plan_build_without_memory_fails_without_leak),
+        cmocka_unit_test(reduce_plan_distributes_gradients_to_rank_rows),
+        cmocka_unit_test(reduce_plan_skips_parameters_without_gradient),
+        cmocka_unit_test(reduce_dtype_overrides_gradient_dtype),
+        cmocka_unit_test(mixed_gradients_are_reduced_in_widest_dtype),
+        cmocka_unit_test(invalid_shard_is_named_with_reason),
+        cmocka_unit_test(real_reduce_dtype_applies_to_parts_of_complex_gradients),
+        cmocka_unit_test(gradients_without_common_dtype_require_reduce_dtype),
+        cmocka_unit_test(reduce_plan_of_other_dim_has_several_blocks),
+        cmocka_unit_test(non_contiguous_gradient_is_copied),
+        cmocka_unit_test(gradient_of_wrong_size_is_named),
+        cmocka_unit_test(gradient_with_freed_memory_is_refused),
+        cmocka_unit_test(drop_grads_releases_gradients),
+        cmocka_unit_test(dtype_sizes_and_names_match_torch),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

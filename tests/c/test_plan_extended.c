@@ -1,4 +1,4 @@
-/* Gather plans of extended parameters, which have as many inputs as their hooks gave. */
+/* Gather plans of extended parameters, which have one slot per input of their hook. */
 #include "core/plan.h"
 
 #include "sim.h"
@@ -6,7 +6,7 @@
 static const fct_device CPU = {FCT_DEVICE_CPU, -1};
 static fc_error error;
 
-/* A parameter of `ndim` sizes cut on `dim` over two ranks; this one is rank 1. */
+/* Creates a parameter sharded on `dim` over two ranks, as on rank 1. */
 static fc_param param_of(const char *name, int32_t ndim, const int64_t *sizes, int32_t dim,
                          fct_dtype compute) {
     fc_param p;
@@ -27,7 +27,7 @@ static fc_gather_plan plan_of(fc_param *const *params, size_t count) {
     return plan;
 }
 
-/* The inputs of a parameter between two plain ones: 5 bytes and 2 float32, or what else is said. */
+/* Sets two inputs: `numel` elements of `dtype`, and 2 float32. */
 static void extend(fc_param *p, int64_t numel, fct_dtype dtype) {
     const int64_t two[1] = {2};
     fct_tensor *inputs[2] = {sim_tensor_new(dtype, 1, &numel, NULL),
@@ -38,7 +38,7 @@ static void extend(fc_param *p, int64_t numel, fct_dtype dtype) {
     fct_tensor_release(inputs[1]);
 }
 
-static void an_extended_parameter_has_a_slot_for_each_input(void **state) {
+static void extended_parameter_has_one_slot_per_input(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 1});
     const int64_t sizes[2] = {3, 4};
@@ -61,12 +61,12 @@ static void an_extended_parameter_has_a_slot_for_each_input(void **state) {
         assert_int_equal(plan.slots[i].extended, owners[i] == 1);
         assert_int_equal(plan.slots[i].input, i == 2);
     }
-    assert_int_equal(plan.slots[1].source, FCK_UINT8); /* never cast */
+    assert_int_equal(plan.slots[1].source, FCK_UINT8); /* inputs are never cast */
     assert_int_equal(plan.slots[1].compute, FCK_UINT8);
     assert_int_equal(plan.slots[1].outer, 1);
     assert_int_equal(plan.slots[2].offset, 64 + 5);
     assert_ptr_equal(fc_slot_input(&plan, &plan.slots[2], params), b.extension.inputs[1].tensor);
-    /* As large as the shard it is laid out as that, cut on the second dim. */
+    /* An input of the shard's size has the shard's layout, sharded on dim 1. */
     extend(&b, 6, FCK_BFLOAT16);
     assert_false(fc_gather_plan_fits(&plan, params, 3));
     assert_int_equal(fc_gather_plan_build(&plan, params, 3, 2, false, CPU, &error), FC_OK);
@@ -78,7 +78,7 @@ static void an_extended_parameter_has_a_slot_for_each_input(void **state) {
     sim_end();
 }
 
-static void a_plan_fits_the_inputs_that_it_was_built_for(void **state) {
+static void plan_fits_only_inputs_that_it_was_built_for(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 1});
     fc_param a = vector("a", 4, FCT_NO_DTYPE);
@@ -107,8 +107,8 @@ static void a_plan_fits_the_inputs_that_it_was_built_for(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(an_extended_parameter_has_a_slot_for_each_input),
-        cmocka_unit_test(a_plan_fits_the_inputs_that_it_was_built_for),
+        cmocka_unit_test(extended_parameter_has_one_slot_per_input),
+        cmocka_unit_test(plan_fits_only_inputs_that_it_was_built_for),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,4 +1,4 @@
-/* The pool of buffers: what is taken again, what goes back to the system, and when. */
+/* Pool of CPU buffers: blocks that are reused, blocks that return to the system, and when. */
 #include "kernels_reference.h"
 
 #include "kernels/pool.h"
@@ -9,7 +9,7 @@
 
 enum { KIB = 1 << 10, MIB = 1 << 20 };
 
-/* Each test begins with rounds enough for the peaks of the one before to be forgotten. */
+/* Runs enough rounds to clear the peak use of the previous test. */
 static int begin(void **state) {
     (void)state;
     fck_pool_keep(1);
@@ -23,25 +23,25 @@ static int begin(void **state) {
     return 0;
 }
 
-static uint64_t mapped(void) {
+static uint64_t mapped_bytes(void) {
     return fck_pool_look().mapped;
 }
 
-static void what_was_given_back_is_taken_again(void **state) {
+static void freed_block_is_reused(void **state) {
     (void)state;
     fck_block *first = fck_pool_take(5 * MIB + 1);
     void *data = first->data;
     assert_int_equal((uintptr_t)data % (2 * MIB), 0);
     memset(data, 1, 5 * MIB + 1);
     fck_pool_give(first);
-    const uint64_t before = mapped();
+    const uint64_t before = mapped_bytes();
     fck_block *again = fck_pool_take(5 * MIB);
     assert_ptr_equal(again->data, data);
-    assert_int_equal(mapped(), before);
+    assert_int_equal(mapped_bytes(), before);
     fck_pool_give(again);
 }
 
-static void a_block_serves_only_what_nearly_fills_it(void **state) {
+static void block_is_reused_only_for_similar_size(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(8 * MIB));
     fck_block *half = fck_pool_take(4 * MIB);
@@ -49,8 +49,8 @@ static void a_block_serves_only_what_nearly_fills_it(void **state) {
     fck_pool_give(half);
 }
 
-/* An eighth of 160 mebibytes: 20. */
-static void hardly_more_waits_than_was_out_at_once(void **state) {
+/* An eighth of 160 MiB is 20 MiB. */
+static void idle_memory_is_limited_to_slack_above_peak_use(void **state) {
     (void)state;
     fck_block *a = fck_pool_take(40 * MIB);
     fck_block *b = fck_pool_take(120 * MIB);
@@ -58,7 +58,7 @@ static void hardly_more_waits_than_was_out_at_once(void **state) {
     fck_pool_give(b);
     assert_int_equal(fck_pool_look().peak_bytes, 160 * MIB);
     assert_int_equal(fck_pool_look().waiting_bytes, 160 * MIB);
-    /* Behind that slack the older of the two makes room, though none fits. */
+    /* Above that slack the older of the two idle blocks is freed, although neither fits. */
     fck_block *e = fck_pool_take(20 * MIB);
     assert_int_equal(fck_pool_look().waiting_bytes, 160 * MIB);
     fck_block *c = fck_pool_take(20 * MIB);
@@ -70,22 +70,22 @@ static void hardly_more_waits_than_was_out_at_once(void **state) {
     fck_pool_give(e);
 }
 
-/* A small model's forward has gathers of one size, and its backward gradients of another. */
-static void sizes_that_take_turns_in_a_small_model_all_wait(void **state) {
+/* A small model gathers one size in forward and allocates gradients of another size in backward. */
+static void alternating_small_sizes_are_all_kept(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(8 * MIB));
-    const uint64_t before = mapped();
+    const uint64_t before = mapped_bytes();
     for (int i = 0; i < 20; i++) {
         fck_pool_round();
         for (int size = 1; size <= 4; size++) {
             fck_pool_give(fck_pool_take((size_t)size * 2 * MIB));
         }
     }
-    assert_int_equal(mapped(), before + 3);
+    assert_int_equal(mapped_bytes(), before + 3);
     assert_int_equal(fck_pool_look().waiting_bytes, 20 * MIB);
 }
 
-static void peaks_of_long_ago_do_not_count(void **state) {
+static void peak_use_of_old_rounds_is_forgotten(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(160 * MIB));
     for (int i = 0; i < 7; i++) {
@@ -100,7 +100,7 @@ static void peaks_of_long_ago_do_not_count(void **state) {
     assert_int_equal(fck_pool_look().waiting_bytes, 0);
 }
 
-static void a_pool_that_keeps_nothing_keeps_nothing(void **state) {
+static void pool_with_keep_disabled_frees_at_once(void **state) {
     (void)state;
     fck_block *a = fck_pool_take(1 * MIB);
     fck_pool_keep(0);
@@ -109,14 +109,14 @@ static void a_pool_that_keeps_nothing_keeps_nothing(void **state) {
     fck_pool_keep(1);
 }
 
-static void what_cannot_be_had_is_not_counted(void **state) {
+static void failed_allocation_is_not_counted(void **state) {
     (void)state;
     assert_null(fck_pool_take((size_t)1 << 60));
     assert_int_equal(fck_pool_look().out_bytes, 0);
     fck_pool_give(NULL);
 }
 
-/* Whoever has a block writes its own number and finds it again. */
+/* A thread writes its own number into its block and must read it back. */
 static void *take_and_give(void *argument) {
     const int mine = *(const int *)argument;
     for (int i = 0; i < 2000; i++) {
@@ -135,7 +135,7 @@ static void *take_and_give(void *argument) {
     return NULL;
 }
 
-static void threads_never_share_a_block(void **state) {
+static void concurrent_threads_get_distinct_blocks(void **state) {
     (void)state;
     pthread_t threads[4];
     int numbers[4] = {1, 2, 3, 4};
@@ -160,8 +160,8 @@ static void *take_and_give_until(void *argument) {
     return NULL;
 }
 
-/* A worker of a data loader is such a child: other threads were in the pool when it was made. */
-static void a_forked_child_finds_the_pool_free(void **state) {
+/* A worker of a data loader is such a child: other threads may hold the pool's lock at the fork. */
+static void forked_child_can_use_pool(void **state) {
     (void)state;
     volatile int over = 0;
     pthread_t thread;
@@ -169,7 +169,7 @@ static void a_forked_child_finds_the_pool_free(void **state) {
     for (int i = 0; i < 200; i++) {
         const pid_t child = fork();
         if (child == 0) {
-            (void)alarm(20); /* that it waits for ever is what fails */
+            (void)alarm(20); /* a deadlock is the failure to detect */
             fck_pool_give(fck_pool_take(128 * KIB));
             _exit(0);
         }
@@ -184,15 +184,15 @@ static void a_forked_child_finds_the_pool_free(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup(what_was_given_back_is_taken_again, begin),
-        cmocka_unit_test_setup(a_block_serves_only_what_nearly_fills_it, begin),
-        cmocka_unit_test_setup(hardly_more_waits_than_was_out_at_once, begin),
-        cmocka_unit_test_setup(sizes_that_take_turns_in_a_small_model_all_wait, begin),
-        cmocka_unit_test_setup(peaks_of_long_ago_do_not_count, begin),
-        cmocka_unit_test_setup(a_pool_that_keeps_nothing_keeps_nothing, begin),
-        cmocka_unit_test_setup(what_cannot_be_had_is_not_counted, begin),
-        cmocka_unit_test_setup(threads_never_share_a_block, begin),
-        cmocka_unit_test_setup(a_forked_child_finds_the_pool_free, begin),
+        cmocka_unit_test_setup(freed_block_is_reused, begin),
+        cmocka_unit_test_setup(block_is_reused_only_for_similar_size, begin),
+        cmocka_unit_test_setup(idle_memory_is_limited_to_slack_above_peak_use, begin),
+        cmocka_unit_test_setup(alternating_small_sizes_are_all_kept, begin),
+        cmocka_unit_test_setup(peak_use_of_old_rounds_is_forgotten, begin),
+        cmocka_unit_test_setup(pool_with_keep_disabled_frees_at_once, begin),
+        cmocka_unit_test_setup(failed_allocation_is_not_counted, begin),
+        cmocka_unit_test_setup(concurrent_threads_get_distinct_blocks, begin),
+        cmocka_unit_test_setup(forked_child_can_use_pool, begin),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

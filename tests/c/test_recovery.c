@@ -1,10 +1,9 @@
-/* Failures that do not come alone: the reset fails as well, everything fails from some call on,
- * rollbacks fail, or the caller swallows the error and trains on. See sim_break.h for what has to
- * hold all the same.
+/* Combined failures: the reset fails as well, all later calls fail, rollbacks fail, or the caller
+ * ignores the error and continues. sim_break.h lists the conditions that must hold.
  *
- * Only first steps are broken, and only on devices with kernels: what clean-up does depends neither
- * on the step nor on who copies. And at every third call, unless SWEEP_WHOLE is set: each call is
- * made in many scenarios. */
+ * Failures are injected only in first steps and only on devices with kernels, because cleanup
+ * depends neither on the step nor on the kernels. Every third call fails, unless SWEEP_WHOLE is
+ * set: each call occurs in many scenarios. */
 #include "sim_break.h"
 
 static void sweep(const sim_scenario *scenario, const char *device, sim_breakage b) {
@@ -18,7 +17,7 @@ static void sweep_reset(const sim_scenario *scenario, const char *device) {
     sweep(scenario, device, (sim_breakage){.in_reset = true});
 }
 
-static void sweep_lasting(const sim_scenario *scenario, const char *device) {
+static void sweep_persistent_failures(const sim_scenario *scenario, const char *device) {
     sweep(scenario, device, (sim_breakage){.span = SIM_ALL_AFTER, .in_reset = true});
 }
 
@@ -26,36 +25,36 @@ static void sweep_carry_on(const sim_scenario *scenario, const char *device) {
     sweep(scenario, device, (sim_breakage){.carry_on = true});
 }
 
-static void sweep_torn(const sim_scenario *scenario, const char *device) {
+static void sweep_failed_rollbacks(const sim_scenario *scenario, const char *device) {
     sweep(scenario, device, (sim_breakage){.span = SIM_HOST_AFTER, .carry_on = true});
 }
 
-static void a_failed_reset_can_be_repeated(void **state) {
+static void failed_reset_can_be_repeated(void **state) {
     (void)state;
     sim_each_scenario(sweep_reset);
 }
 
-static void failures_that_last_keep_the_first_exception(void **state) {
+static void persistent_failures_keep_first_exception(void **state) {
     (void)state;
-    sim_each_scenario(sweep_lasting);
+    sim_each_scenario(sweep_persistent_failures);
 }
 
-static void without_a_reset_layers_still_compute_with_right_parameters(void **state) {
+static void forward_after_failure_without_reset_uses_correct_parameters(void **state) {
     (void)state;
     sim_each_scenario(sweep_carry_on);
 }
 
-static void a_torn_group_is_mended_before_it_is_used(void **state) {
+static void group_is_repaired_before_use_after_failed_rollback(void **state) {
     (void)state;
-    sim_each_scenario(sweep_torn);
+    sim_each_scenario(sweep_failed_rollbacks);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_failed_reset_can_be_repeated),
-        cmocka_unit_test(failures_that_last_keep_the_first_exception),
-        cmocka_unit_test(without_a_reset_layers_still_compute_with_right_parameters),
-        cmocka_unit_test(a_torn_group_is_mended_before_it_is_used),
+        cmocka_unit_test(failed_reset_can_be_repeated),
+        cmocka_unit_test(persistent_failures_keep_first_exception),
+        cmocka_unit_test(forward_after_failure_without_reset_uses_correct_parameters),
+        cmocka_unit_test(group_is_repaired_before_use_after_failed_rollback),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

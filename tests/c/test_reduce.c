@@ -1,5 +1,4 @@
-/* Gradient reduction: what is added up where, what a missing gradient means, and how many
- * reductions are in flight when. */
+/* Gradient reduction: accumulation, missing gradients, and the number of reductions in flight. */
 #include "core/reduction.h"
 
 #include <string.h>
@@ -8,18 +7,18 @@
 
 #define FLOATS {.ndim = 1, .sizes = {4}}
 
-/* ---- a model of one layer; its group is reduced by hand ---- */
+/* ---- a model with one layer; the test reduces its group directly ---- */
 
 typedef struct fixture {
     sim_model *model;
     sim_group *group; /* of the first layer */
 } fixture;
 
-/* After a forward and with the backward about to reach the layer's post-backward. */
+/* Runs a forward. The backward is about to reach the layer's post-backward. */
 static fixture begin(sim_scenario scenario) {
     fixture f;
     scenario.layers = 1;
-    scenario.device.seed = 7; /* no collective is done at once */
+    scenario.device.seed = 7; /* no collective completes at once */
     sim_begin(scenario.device);
     f.model = sim_model_new(&scenario);
     f.group = &f.model->layers[1].groups[0];
@@ -35,8 +34,8 @@ static fc_group *core(const fixture *f) {
     return &f->group->core;
 }
 
-/* What a backward over the layer does before its post-backward: .grad of its parameters is set.
- * On a CPU the gather comes after the reductions in flight, so that waiting for it ends those. */
+/* Sets .grad of the layer's parameters, as a backward does before its post-backward. On a CPU the
+ * gather is queued after the pending reductions, so the wait for it completes them. */
 static void compute_gradients(const fixture *f, double value) {
     assert_int_equal(fc_group_unshard(core(f), core(f)->training_state, false), FC_OK);
     assert_int_equal(fc_group_wait_unshard(core(f)), FC_OK);
@@ -72,10 +71,10 @@ static void expect_no_grad(const fixture *f, size_t i) {
 
 /* ---- accumulation ---- */
 
-/* Rank 0 of two: rank 1 has twice the gradient, the mean is 1.5 times ours. */
+/* Rank 0 of two. Rank 1 has twice the gradient, so the mean is 1.5 times rank 0's. */
 static const sim_scenario two_ranks = {.world = 2, .shape_count = 1, .shapes = {FLOATS}};
 
-static void a_second_reduction_adds_to_the_gradient(void **state) {
+static void second_reduction_adds_to_gradient(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     compute_gradients(&f, 2.0);
@@ -89,8 +88,8 @@ static void a_second_reduction_adds_to_the_gradient(void **state) {
     end(&f);
 }
 
-/* A large gradient is sent from where it is, if nobody else may change it meanwhile. */
-static void gradient_memory_is_sent_as_chunk(void **state) {
+/* A large gradient is sent from its own memory if it has no other owner. */
+static void large_gradient_is_sent_from_its_own_memory(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.device.chunks = true;
@@ -105,7 +104,7 @@ static void gradient_memory_is_sent_as_chunk(void **state) {
     end(&f);
 }
 
-static void held_gradient_is_packed_before_sending(void **state) {
+static void gradient_with_other_owner_is_packed_before_sending(void **state) {
     (void)state;
     const double zeros[4] = {0};
     sim_scenario scenario = two_ranks;
@@ -115,14 +114,14 @@ static void held_gradient_is_packed_before_sending(void **state) {
     fct_tensor *held = sim_grad_peek(f.group->params[0].core.unsharded);
     fct_tensor_retain(held);
     post_backward(&f);
-    sim_tensor_write(held, zeros, "a gradient that somebody holds");
+    sim_tensor_write(held, zeros, "a gradient with another owner");
     finish(&f);
     expect_grad(&f, 0, 3.0);
     fct_tensor_release(held);
     end(&f);
 }
 
-static void without_sync_gradients_wait_unreduced_in_the_parameter(void **state) {
+static void backward_without_sync_leaves_gradient_in_parameter(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     core(&f)->settings.reduce_grads = false;
@@ -140,7 +139,7 @@ static void without_sync_gradients_wait_unreduced_in_the_parameter(void **state)
     end(&f);
 }
 
-static void with_a_reduce_type_they_wait_in_that_type(void **state) {
+static void backward_without_sync_leaves_gradient_in_reduce_dtype(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.shapes[0].compute = FCK_BFLOAT16;
@@ -155,7 +154,7 @@ static void with_a_reduce_type_they_wait_in_that_type(void **state) {
     assert_int_equal(facts.dtype, FCK_FLOAT32);
     core(&f)->settings.reduce_grads = true;
     compute_gradients(&f, 2.0);
-    compute_gradients(&f, 1.0); /* 256 + 2 + 1 has no bfloat16 */
+    compute_gradients(&f, 1.0); /* bfloat16 cannot represent 256 + 2 + 1 */
     post_backward(&f);
     finish(&f);
     expect_grad(&f, 0, 1.5 * 259.0);
@@ -163,7 +162,7 @@ static void with_a_reduce_type_they_wait_in_that_type(void **state) {
     end(&f);
 }
 
-static void a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none(void **state) {
+static void partial_gradient_is_reduced_without_new_gradient(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     core(&f)->settings.reduce_grads = false;
@@ -176,7 +175,7 @@ static void a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none(vo
     end(&f);
 }
 
-static void without_all_reduce_rows_stay_with_the_parameter(void **state) {
+static void reduce_scatter_without_all_reduce_keeps_row_in_parameter(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.replicas = 2;
@@ -188,16 +187,16 @@ static void without_all_reduce_rows_stay_with_the_parameter(void **state) {
     expect_no_grad(&f, 0);
     assert_non_null(f.group->params[0].core.partial);
     core(&f)->reducer.all_reduce_grads = true;
-    post_backward(&f); /* no new gradient: the row alone is all-reduced */
+    post_backward(&f); /* no new gradient: only the row is all-reduced */
     finish(&f);
-    expect_grad(&f, 0, 2.5 * 2.0); /* ranks have 1, 2, 3, 4 times as much */
+    expect_grad(&f, 0, 2.5 * 2.0); /* the ranks have 1, 2, 3 and 4 times the gradient */
     assert_null(f.group->params[0].core.partial);
     end(&f);
 }
 
 /* ---- missing gradients ---- */
 
-static void a_parameter_without_a_gradient_stays_without(void **state) {
+static void parameter_without_gradient_gets_none(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.shape_count = 2;
@@ -211,7 +210,7 @@ static void a_parameter_without_a_gradient_stays_without(void **state) {
     end(&f);
 }
 
-static void it_is_reduced_as_zeros_where_that_is_asked_for(void **state) {
+static void reduce_unused_reduces_zeros_for_missing_gradient(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.reduce_unused = true;
@@ -228,7 +227,8 @@ static void it_is_reduced_as_zeros_where_that_is_asked_for(void **state) {
     end(&f);
 }
 
-static void end_of_a_reduction(bool streams, bool copied, fc_overlap overlap, size_t in_flight) {
+static void expect_in_flight_after_reduction(bool streams, bool copied, fc_overlap overlap,
+                                             size_t in_flight) {
     sim_scenario scenario = two_ranks;
     scenario.device.streams = streams;
     scenario.overlap = overlap;
@@ -245,19 +245,19 @@ static void end_of_a_reduction(bool streams, bool copied, fc_overlap overlap, si
     end(&f);
 }
 
-static void a_reduction_that_is_not_to_overlap_is_over_before_backward_goes_on(void **state) {
+static void non_overlapping_reduction_completes_before_backward_continues(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         for (int copied = 0; copied < 2; copied++) {
-            end_of_a_reduction(streams, copied, FC_OVERLAP_NEVER, 0);
-            end_of_a_reduction(streams, copied, FC_OVERLAP_ALWAYS, 1);
-            end_of_a_reduction(streams, copied, FC_OVERLAP_UNLESS_COPIED,
-                               copied && !streams ? 0 : 1);
+            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_NEVER, 0);
+            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_ALWAYS, 1);
+            expect_in_flight_after_reduction(streams, copied, FC_OVERLAP_UNLESS_COPIED,
+                                             copied && !streams ? 0 : 1);
         }
     }
 }
 
-static void without_any_gradient_there_is_no_collective(void **state) {
+static void group_without_gradients_issues_no_collective(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.shapes[0].unused = true;
@@ -270,7 +270,7 @@ static void without_any_gradient_there_is_no_collective(void **state) {
     end(&f);
 }
 
-static void an_unsharded_parameter_lets_its_gradient_go(void **state) {
+static void reduction_clears_grad_of_unsharded_parameter(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     core(&f)->settings.reshard_after_backward = false;
@@ -284,7 +284,7 @@ static void an_unsharded_parameter_lets_its_gradient_go(void **state) {
 
 /* ---- in flight ---- */
 
-static void on_the_cpu_a_reduction_runs_while_backward_goes_on(void **state) {
+static void cpu_reduction_runs_while_backward_continues(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     sim_collectives_stall(true);
@@ -298,7 +298,7 @@ static void on_the_cpu_a_reduction_runs_while_backward_goes_on(void **state) {
     end(&f);
 }
 
-static void it_is_polled_without_waiting(void **state) {
+static void reduction_poll_does_not_wait(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     sim_collectives_stall(true);
@@ -313,7 +313,7 @@ static void it_is_polled_without_waiting(void **state) {
     end(&f);
 }
 
-static void the_next_reduction_finishes_those_above_the_limit(void **state) {
+static void next_reduction_finishes_reductions_above_limit(void **state) {
     (void)state;
     for (size_t limit = 1; limit <= 3; limit++) {
         sim_scenario scenario = two_ranks;
@@ -332,7 +332,7 @@ static void the_next_reduction_finishes_those_above_the_limit(void **state) {
     }
 }
 
-static void a_hook_on_the_gradient_wants_it_at_once(void **state) {
+static void post_accumulate_hook_finishes_reduction_at_once(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.shapes[0].hooked = true;
@@ -346,7 +346,7 @@ static void a_hook_on_the_gradient_wants_it_at_once(void **state) {
     end(&f);
 }
 
-static void discarded_reductions_give_no_gradient_and_keep_their_memory_until_done(void **state) {
+static void discarded_reduction_gives_no_gradient_and_holds_memory_until_complete(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     sim_collectives_stall(true);
@@ -362,7 +362,7 @@ static void discarded_reductions_give_no_gradient_and_keep_their_memory_until_do
     end(&f);
 }
 
-static void only_the_groups_own_reductions_are_discarded(void **state) {
+static void discard_affects_only_reductions_of_group(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.max_reductions = 4;
@@ -389,7 +389,7 @@ static void only_the_groups_own_reductions_are_discarded(void **state) {
     end(&f);
 }
 
-static void with_streams_it_is_queued_at_once_and_only_its_input_is_kept(void **state) {
+static void stream_reduction_is_queued_completely_and_keeps_only_input(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.device.streams = true;
@@ -399,25 +399,26 @@ static void with_streams_it_is_queued_at_once_and_only_its_input_is_kept(void **
     post_backward(&f);
     assert_int_equal(f.model->comm.reductions, 1);
     assert_non_null(sim_grad_peek(f.group->params[0].sharded));
-    assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK); /* from here on it may be read */
+    assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK); /* orders later reads */
     expect_grad(&f, 0, 3.0);
     finish(&f);
     end(&f);
 }
 
-/* ---- a user's all-reduce on a stream of its own (set_all_reduce_hook(hook, stream=...)) ---- */
+/* ---- a user's all-reduce hook on its own stream (set_all_reduce_hook(hook, stream=...)) ---- */
 
 static struct {
     fct_stream stream;
     bool joined;
 } user;
 
-/* As fsdp_c's ParamGroup._run_reduce_hook: the user's stream comes after the one that reduces, and
- * that goes on after the user's. */
-static int hook_on_its_stream(void *group, fct_tensor *row) {
+/* Like ParamGroup._run_reduce_hook of fsdp_c: the user's stream waits for the stream that reduces,
+ * which then waits for the user's stream. */
+static int reduce_hook_on_user_stream(void *group, fct_tensor *row) {
     fc_comm *comm = ((sim_group *)group)->core.members.comm;
     fct_stream before = fct_stream_current(sim_device());
-    /* Where torch runs hooks: the next reduce-scatter does not wait for them. */
+    /* As in torch, hooks run on the all-reduce stream: the next reduce-scatter does not wait for
+     * them. */
     assert_int_equal(before.id, comm->all_reduce_stream.id);
     assert_int_equal(fc_comm_order_streams(comm, user.stream, before), FC_OK);
     (void)fct_stream_set_current(user.stream);
@@ -429,9 +430,9 @@ static int hook_on_its_stream(void *group, fct_tensor *row) {
     return 0;
 }
 
-/* The row is cast, so that its memory could be used by the next reduction while the hook still runs
- * (B9 of tests/TORCH_BUGS.md). */
-static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
+/* The row is cast, so the next reduction could reuse its memory while the hook still runs (B9 of
+ * tests/TORCH_BUGS.md). */
+static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
     (void)state;
     for (int joined = 0; joined < 2; joined++) {
         sim_scenario scenario = two_ranks;
@@ -440,7 +441,7 @@ static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
         scenario.user_reduce = true;
         fixture f = begin(scenario);
         fc_host host = sim_host;
-        host.reduce_hook = hook_on_its_stream;
+        host.reduce_hook = reduce_hook_on_user_stream;
         core(&f)->members.host = &host;
         user.joined = joined != 0;
         assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
@@ -469,12 +470,12 @@ static void a_row_is_kept_until_the_hooks_stream_is_done_with_it(void **state) {
 
 static int takes_left;
 
-static int take_some(void *param, fct_tensor *local) {
+static int take_until_failure(void *param, fct_tensor *local) {
     return takes_left-- > 0 ? sim_host.take_grad(param, local) : -1;
 }
 
-/* The second parameter's gradient fails, after the first one's copy was queued. */
-static void what_was_sent_before_a_failure_is_waited_for_after_the_reset(void **state) {
+/* The second parameter's gradient fails after the copy of the first one was queued. */
+static void offload_copies_before_failure_are_waited_for_after_reset(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.device.streams = true;
@@ -482,7 +483,7 @@ static void what_was_sent_before_a_failure_is_waited_for_after_the_reset(void **
     scenario.shapes[scenario.shape_count++] = (sim_shape)FLOATS;
     fixture f = begin(scenario);
     fc_host host = sim_host;
-    host.take_grad = take_some;
+    host.take_grad = take_until_failure;
     core(&f)->members.host = &host;
     takes_left = 1;
     assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
@@ -499,27 +500,27 @@ static void what_was_sent_before_a_failure_is_waited_for_after_the_reset(void **
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_second_reduction_adds_to_the_gradient),
-        cmocka_unit_test(gradient_memory_is_sent_as_chunk),
-        cmocka_unit_test(held_gradient_is_packed_before_sending),
-        cmocka_unit_test(without_sync_gradients_wait_unreduced_in_the_parameter),
-        cmocka_unit_test(with_a_reduce_type_they_wait_in_that_type),
-        cmocka_unit_test(a_partial_gradient_is_reduced_even_if_the_last_backward_adds_none),
-        cmocka_unit_test(without_all_reduce_rows_stay_with_the_parameter),
-        cmocka_unit_test(a_parameter_without_a_gradient_stays_without),
-        cmocka_unit_test(it_is_reduced_as_zeros_where_that_is_asked_for),
-        cmocka_unit_test(a_reduction_that_is_not_to_overlap_is_over_before_backward_goes_on),
-        cmocka_unit_test(without_any_gradient_there_is_no_collective),
-        cmocka_unit_test(an_unsharded_parameter_lets_its_gradient_go),
-        cmocka_unit_test(on_the_cpu_a_reduction_runs_while_backward_goes_on),
-        cmocka_unit_test(it_is_polled_without_waiting),
-        cmocka_unit_test(the_next_reduction_finishes_those_above_the_limit),
-        cmocka_unit_test(a_hook_on_the_gradient_wants_it_at_once),
-        cmocka_unit_test(discarded_reductions_give_no_gradient_and_keep_their_memory_until_done),
-        cmocka_unit_test(only_the_groups_own_reductions_are_discarded),
-        cmocka_unit_test(with_streams_it_is_queued_at_once_and_only_its_input_is_kept),
-        cmocka_unit_test(a_row_is_kept_until_the_hooks_stream_is_done_with_it),
-        cmocka_unit_test(what_was_sent_before_a_failure_is_waited_for_after_the_reset),
+        cmocka_unit_test(second_reduction_adds_to_gradient),
+        cmocka_unit_test(large_gradient_is_sent_from_its_own_memory),
+        cmocka_unit_test(gradient_with_other_owner_is_packed_before_sending),
+        cmocka_unit_test(backward_without_sync_leaves_gradient_in_parameter),
+        cmocka_unit_test(backward_without_sync_leaves_gradient_in_reduce_dtype),
+        cmocka_unit_test(partial_gradient_is_reduced_without_new_gradient),
+        cmocka_unit_test(reduce_scatter_without_all_reduce_keeps_row_in_parameter),
+        cmocka_unit_test(parameter_without_gradient_gets_none),
+        cmocka_unit_test(reduce_unused_reduces_zeros_for_missing_gradient),
+        cmocka_unit_test(non_overlapping_reduction_completes_before_backward_continues),
+        cmocka_unit_test(group_without_gradients_issues_no_collective),
+        cmocka_unit_test(reduction_clears_grad_of_unsharded_parameter),
+        cmocka_unit_test(cpu_reduction_runs_while_backward_continues),
+        cmocka_unit_test(reduction_poll_does_not_wait),
+        cmocka_unit_test(next_reduction_finishes_reductions_above_limit),
+        cmocka_unit_test(post_accumulate_hook_finishes_reduction_at_once),
+        cmocka_unit_test(discarded_reduction_gives_no_gradient_and_holds_memory_until_complete),
+        cmocka_unit_test(discard_affects_only_reductions_of_group),
+        cmocka_unit_test(stream_reduction_is_queued_completely_and_keeps_only_input),
+        cmocka_unit_test(row_is_kept_until_all_reduce_hook_stream_has_used_it),
+        cmocka_unit_test(offload_copies_before_failure_are_waited_for_after_reset),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

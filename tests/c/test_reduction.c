@@ -1,5 +1,5 @@
-/* Reductions in flight, made by hand: their order in the context, what finishing one hands out, and
- * rows that wait for an all-reduce. What a group makes of them is in test_reduce.c. */
+/* Single reductions in flight: their order in the context, the gradients that finish passes on, and
+ * partial rows. test_reduce.c covers the reductions that a group creates. */
 #include "core/reduction.h"
 
 #include "sim_model.h"
@@ -30,8 +30,9 @@ static fct_tensor *vector_of(int64_t numel, double value) {
     return sim_tensor_new(FCK_FLOAT32, 1, &numel, values);
 }
 
-/* A reduce-scatter of both parameters' gradients; this rank's part of the sum is 3 * value. */
-static fc_reduction *take_off(size_t layer, double value) {
+/* Starts a reduce-scatter of both parameters' gradients. This rank's part of the sum is 3 *
+ * value. */
+static fc_reduction *start_reduction(size_t layer, double value) {
     fc_members *m = &group(layer)->core.members;
     fc_reduction *r = fc_reduction_new(m, 2);
     assert_non_null(r);
@@ -62,13 +63,13 @@ static bool has_grads(size_t layer) {
     return sim_grad_peek(group(layer)->params[0].sharded) != NULL;
 }
 
-static void the_oldest_are_finished_until_so_many_are_left(void **state) {
+static void recycle_finishes_oldest_reductions_down_to_limit(void **state) {
     (void)state;
     fc_comm *c;
     begin();
     c = &model->comm;
-    (void)take_off(2, 1.0);
-    (void)take_off(1, 2.0);
+    (void)start_reduction(2, 1.0);
+    (void)start_reduction(1, 2.0);
     assert_int_equal(fc_reduction_check(c), FC_OK);
     assert_int_equal(fc_reduction_recycle(c, 2), FC_OK);
     assert_false(has_grads(2));
@@ -83,14 +84,14 @@ static void the_oldest_are_finished_until_so_many_are_left(void **state) {
     end();
 }
 
-static void those_of_others_stay_in_their_order(void **state) {
+static void discard_keeps_order_of_other_reductions(void **state) {
     (void)state;
     fc_comm *c;
     begin();
     c = &model->comm;
-    const fc_reduction *first = take_off(2, 1.0);
-    (void)take_off(1, 2.0);
-    const fc_reduction *last = take_off(2, 4.0);
+    const fc_reduction *first = start_reduction(2, 1.0);
+    (void)start_reduction(1, 2.0);
+    const fc_reduction *last = start_reduction(2, 4.0);
     fc_reduction_discard(c, &group(1)->core.members);
     assert_ptr_equal(c->oldest, first);
     assert_ptr_equal(c->oldest->next, last);
@@ -101,12 +102,12 @@ static void those_of_others_stay_in_their_order(void **state) {
     end();
 }
 
-static void what_is_given_up_keeps_its_memory_until_the_backend_is_done(void **state) {
+static void abandoned_reduction_keeps_memory_until_work_completes(void **state) {
     (void)state;
     begin();
     const size_t before = sim_live_bytes();
-    (void)take_off(1, 1.0);
-    (void)take_off(2, 1.0);
+    (void)start_reduction(1, 1.0);
+    (void)start_reduction(2, 1.0);
     fc_reduction_discard(&model->comm, NULL);
     assert_int_equal(model->comm.reductions, 0);
     assert_non_null(model->comm.parked);
@@ -117,10 +118,10 @@ static void what_is_given_up_keeps_its_memory_until_the_backend_is_done(void **s
     end();
 }
 
-static void it_is_divided_and_handed_out_once(void **state) {
+static void finish_divides_and_passes_gradient_once(void **state) {
     (void)state;
     begin();
-    take_off(1, 2.0)->divide_after = 4.0;
+    start_reduction(1, 2.0)->divide_after = 4.0;
     assert_int_equal(fc_reduction_finish(model->comm.oldest), FC_OK);
     expect_grads(1, 1.5);
     assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
@@ -128,11 +129,11 @@ static void it_is_divided_and_handed_out_once(void **state) {
     end();
 }
 
-static void one_that_cannot_be_finished_is_lost_alone(void **state) {
+static void failed_finish_loses_only_that_reduction(void **state) {
     (void)state;
     begin();
-    (void)take_off(2, 1.0);
-    (void)take_off(1, 1.0);
+    (void)start_reduction(2, 1.0);
+    (void)start_reduction(1, 1.0);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_ERAISED);
     assert_int_equal(model->comm.reductions, 1);
@@ -143,19 +144,19 @@ static void one_that_cannot_be_finished_is_lost_alone(void **state) {
     end();
 }
 
-/* HSDP: a backward that does not all-reduce leaves its row with the parameters; one that does,
- * takes it from them. */
-static void rows_wait_with_the_parameters_for_the_all_reduce(void **state) {
+/* HSDP: a backward without all-reduce leaves its row with the parameters; the next all-reduce takes
+ * it from them. */
+static void partial_rows_stay_with_parameters_until_all_reduce(void **state) {
     (void)state;
     const double waiting[2] = {9.0, 9.0};
     begin();
     for (int i = 0; i < 2; i++) {
-        take_off(1, i == 0 ? 1.0 : 2.0)->keep_partial = true;
+        start_reduction(1, i == 0 ? 1.0 : 2.0)->keep_partial = true;
         assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
     }
     assert_false(has_grads(1));
     sim_tensor_expect(group(1)->params[1].core.partial, waiting, "a row that waits"); /* 3 + 6 */
-    fc_reduction *r = take_off(1, 4.0);
+    fc_reduction *r = start_reduction(1, 4.0);
     assert_int_equal(fc_reduction_wait(r), FC_OK);
     assert_int_equal(fc_reduction_merge_partials(r), FC_OK);
     assert_null(group(1)->params[0].core.partial);
@@ -164,10 +165,10 @@ static void rows_wait_with_the_parameters_for_the_all_reduce(void **state) {
     end();
 }
 
-static void a_list_that_was_not_kept_is_found(void **state) {
+static void reduction_check_reports_inconsistent_list(void **state) {
     (void)state;
     begin();
-    (void)take_off(1, 1.0);
+    (void)start_reduction(1, 1.0);
     model->comm.reductions++;
     assert_int_equal(fc_reduction_check(&model->comm), FC_ESTATE);
     model->comm.reductions--;
@@ -176,13 +177,13 @@ static void a_list_that_was_not_kept_is_found(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_oldest_are_finished_until_so_many_are_left),
-        cmocka_unit_test(those_of_others_stay_in_their_order),
-        cmocka_unit_test(what_is_given_up_keeps_its_memory_until_the_backend_is_done),
-        cmocka_unit_test(it_is_divided_and_handed_out_once),
-        cmocka_unit_test(one_that_cannot_be_finished_is_lost_alone),
-        cmocka_unit_test(rows_wait_with_the_parameters_for_the_all_reduce),
-        cmocka_unit_test(a_list_that_was_not_kept_is_found),
+        cmocka_unit_test(recycle_finishes_oldest_reductions_down_to_limit),
+        cmocka_unit_test(discard_keeps_order_of_other_reductions),
+        cmocka_unit_test(abandoned_reduction_keeps_memory_until_work_completes),
+        cmocka_unit_test(finish_divides_and_passes_gradient_once),
+        cmocka_unit_test(failed_finish_loses_only_that_reduction),
+        cmocka_unit_test(partial_rows_stay_with_parameters_until_all_reduce),
+        cmocka_unit_test(reduction_check_reports_inconsistent_list),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

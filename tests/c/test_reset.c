@@ -1,5 +1,5 @@
-/* Resets and changes of context in the middle of a reduction: what is given up, and what is not
- * theirs to give up. */
+/* Resets and context changes during a reduction: the work that is discarded, and the work that must
+ * continue. */
 #include "core/reduction.h"
 
 #include <stdlib.h>
@@ -12,13 +12,13 @@ typedef struct fixture {
     sim_group *group; /* of the only layer */
 } fixture;
 
-/* Rank 0 of two: rank 1 has twice the gradient, the mean is 1.5 times ours. */
+/* Rank 0 of two. Rank 1 has twice the gradient, so the mean is 1.5 times rank 0's. */
 static const sim_scenario two_ranks = {
     .world = 2, .layers = 1, .shape_count = 1, .shapes = {{.ndim = 1, .sizes = {4}}}};
 
 static fixture begin(sim_scenario scenario) {
     fixture f;
-    scenario.device.seed = 7; /* no collective is done at once */
+    scenario.device.seed = 7; /* no collective completes at once */
     sim_begin(scenario.device);
     f.model = sim_model_new(&scenario);
     f.group = &f.model->layers[1].groups[0];
@@ -35,7 +35,7 @@ static fc_group *core(const fixture *f) {
     return &f->group->core;
 }
 
-/* A backward up to the layer's post-backward: every element of the gradient is 2. */
+/* Runs a backward up to the layer's post-backward; every element of the gradient is 2. */
 static void compute_gradient(const fixture *f) {
     sim_param *p = &f->group->params[0];
     const double values[4] = {2.0, 2.0, 2.0, 2.0};
@@ -53,7 +53,7 @@ static void finish(const fixture *f) {
     sim_tensor_expect(grad, values, "the reduced gradient");
 }
 
-/* Hooks on gradients are user code: here one starts over in the middle of a reduction. */
+/* Gradient hooks are user code. This one resets the root in the middle of a reduction. */
 static sim_model *resetting;
 static bool fails_after_reset;
 
@@ -62,7 +62,7 @@ static int take_grad_and_reset(void *owner, fct_tensor *local) {
     return fails_after_reset ? -1 : sim_host.take_grad(owner, local);
 }
 
-static void a_hook_on_the_gradient_may_reset_everything(void **state) {
+static void gradient_hook_can_reset_root(void **state) {
     (void)state;
     fc_host host = sim_host;
     host.take_grad = take_grad_and_reset;
@@ -89,8 +89,8 @@ static void a_hook_on_the_gradient_may_reset_everything(void **state) {
     }
 }
 
-/* Roots may share a context: pipeline stages do. */
-static void a_reset_leaves_what_another_root_has_in_flight(void **state) {
+/* Roots may share a context, as pipeline stages do. */
+static void reset_keeps_pending_work_of_other_root(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     fc_iteration stage;
@@ -114,7 +114,7 @@ static void a_reset_leaves_what_another_root_has_in_flight(void **state) {
     fc_iteration_fini(&stage);
 }
 
-static void a_group_stays_in_its_context_while_it_is_reduced(void **state) {
+static void set_comm_fails_while_group_is_reduced(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     fc_comm other;
@@ -132,8 +132,9 @@ static void a_group_stays_in_its_context_while_it_is_reduced(void **state) {
     fc_comm_fini(&other);
 }
 
-/* torch's numpy(): no reference to the storage would tell, and a reader would find freed memory. */
-static void memory_that_an_array_shares_is_kept_and_a_reset_leaves_it_to_the_array(void **state) {
+/* torch's numpy() shares the memory without a reference to the storage. A free would leave the
+ * array with freed memory. */
+static void reset_keeps_memory_shared_with_numpy_array(void **state) {
     (void)state;
     const double values[4] = {7.0, 7.0, 7.0, 7.0};
     for (int streams = 0; streams < 2; streams++) {
@@ -160,14 +161,14 @@ static void memory_that_an_array_shares_is_kept_and_a_reset_leaves_it_to_the_arr
     }
 }
 
-/* autograd has let the end of a backward go without calling it. */
-static void a_backward_that_was_given_up_is_told_from_one_that_runs(void **state) {
+/* Autograd has discarded the end-of-backward callback without calling it. */
+static void iteration_is_lost_only_after_discarded_backward(void **state) {
     (void)state;
     fixture f = begin(two_ranks);
     fc_state *s = &f.model->layers[0].core;
     fc_iteration *it = s->iteration;
     assert_false(fc_iteration_is_lost(it));
-    it->callback_queued = true; /* by somebody else, whose call-back nobody counts */
+    it->callback_queued = true; /* registered by other code, which does not count it */
     assert_false(fc_iteration_is_lost(it));
     it->callback_counted = true;
     it->callbacks = 1;
@@ -184,11 +185,11 @@ static void a_backward_that_was_given_up_is_told_from_one_that_runs(void **state
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_hook_on_the_gradient_may_reset_everything),
-        cmocka_unit_test(a_reset_leaves_what_another_root_has_in_flight),
-        cmocka_unit_test(memory_that_an_array_shares_is_kept_and_a_reset_leaves_it_to_the_array),
-        cmocka_unit_test(a_group_stays_in_its_context_while_it_is_reduced),
-        cmocka_unit_test(a_backward_that_was_given_up_is_told_from_one_that_runs),
+        cmocka_unit_test(gradient_hook_can_reset_root),
+        cmocka_unit_test(reset_keeps_pending_work_of_other_root),
+        cmocka_unit_test(reset_keeps_memory_shared_with_numpy_array),
+        cmocka_unit_test(set_comm_fails_while_group_is_reduced),
+        cmocka_unit_test(iteration_is_lost_only_after_discarded_backward),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,12 +1,12 @@
-/* Sums in a ring's order, beside a ring that is played hop by hop. */
+/* Sums in ring order, compared with a simulated ring all-reduce. */
 #include "kernels_reference.h"
 
 #include "kernels/ring.h"
 
-/* A ring all-reduce over `total` elements on each rank: blocks of `block` elements go from rank to
- * rank. The sum of element i as rank i / block gets it; floats, for doubles and 16-bit types have
- * the same way. */
-static float played(float *const *ranks, int64_t world, int64_t block, int64_t i) {
+/* Simulates a ring all-reduce over `total` elements per rank, in blocks of `block` elements.
+ * Returns the sum of element i on rank i / block, in float. Float64 and 16-bit dtypes use the same
+ * order. */
+static float simulate_ring_sum(float *const *ranks, int64_t world, int64_t block, int64_t i) {
     int64_t at = (i / block + world - 1) % world;
     float message = ranks[at][i];
     for (int64_t hop = 1; hop < world; hop++) {
@@ -17,8 +17,8 @@ static float played(float *const *ranks, int64_t world, int64_t block, int64_t i
     return message;
 }
 
-/* What gloo documents: at least two segments for each rank, a mebibyte each at most. */
-static int64_t block_of(int64_t total, int64_t world) {
+/* Segment size as gloo documents it: at least two segments per rank, of at most 1 MiB. */
+static int64_t gloo_block_numel(int64_t total, int64_t world) {
     int64_t segments = (total * 4 + (1 << 20) - 1) / (1 << 20);
     segments = segments < 2 * world ? 2 * world : segments;
     segments = (segments + world - 1) / world * world;
@@ -36,7 +36,7 @@ static float *random_floats(int64_t count) {
 
 static void check_all_rows(int64_t world, int64_t row) {
     const int64_t total = world * row;
-    const int64_t block = block_of(total, world);
+    const int64_t block = gloo_block_numel(total, world);
     float *ranks[8];
     const void *rows[8];
     float *out = (float *)malloc(sizeof *out * (size_t)row);
@@ -49,7 +49,7 @@ static void check_all_rows(int64_t world, int64_t row) {
         }
         fck_ring_sum(FCK_FLOAT32, out, rows, world, total, own * row, row);
         for (int64_t i = 0; i < row; i++) {
-            const float expected = played(ranks, world, block, own * row + i);
+            const float expected = simulate_ring_sum(ranks, world, block, own * row + i);
             assert_memory_equal(&out[i], &expected, sizeof expected);
         }
     }
@@ -59,7 +59,7 @@ static void check_all_rows(int64_t world, int64_t row) {
     free(out);
 }
 
-static void the_order_is_that_of_the_hops(void **state) {
+static void ring_sum_adds_in_hop_order(void **state) {
     (void)state;
     static const int64_t rows[] = {1, 2, 3, 7, 64, 65, 1000, 2047, 2049, 131072 + 5, 300001};
     for (int64_t world = 2; world <= 8; world++) {
@@ -71,7 +71,7 @@ static void the_order_is_that_of_the_hops(void **state) {
     }
 }
 
-static void the_sum_may_take_the_place_of_a_row(void **state) {
+static void ring_sum_can_overwrite_an_input_row(void **state) {
     (void)state;
     enum { N = 5000 };
     float *ranks[3], expected[N];
@@ -92,9 +92,9 @@ static void the_sum_may_take_the_place_of_a_row(void **state) {
     }
 }
 
-/* 1 + 1/256 is no bfloat16, and 2048 + 1 no float16: with one rounding at the end two of the small
- * ones would count. */
-static void each_hop_rounds(void **state) {
+/* bfloat16 cannot represent 1 + 1/256, and float16 cannot represent 2048 + 1. With a single
+ * rounding at the end the two small rows would change the result. */
+static void ring_sum_rounds_at_each_hop(void **state) {
     (void)state;
     static const struct {
         fck_dtype dtype;
@@ -106,22 +106,22 @@ static void each_hop_rounds(void **state) {
             large[k] = cases[i].large;
             small[k] = cases[i].small;
         }
-        /* Element 0 of a buffer is in block 0, which comes from rank 2 to 1 to 0. */
+        /* Element 0 is in block 0, which passes from rank 2 to 1 to 0. */
         const void *rows[3] = {small, small, large};
         fck_ring_sum(cases[i].dtype, out, rows, 3, 1000, 0, 4);
         assert_int_equal(out[0], cases[i].large);
     }
 }
 
-static void only_floating_types_are_known(void **state) {
+static void ring_sum_supports_only_floating_dtypes(void **state) {
     (void)state;
     assert_true(fck_ring_knows(FCK_FLOAT16) && fck_ring_knows(FCK_FLOAT32));
     assert_true(fck_ring_knows(FCK_FLOAT64) && fck_ring_knows(FCK_BFLOAT16));
     assert_false(fck_ring_knows(FCK_UINT8) || fck_ring_knows(4));
 }
 
-/* Of two NaNs the rank's own stays; of 16-bit types what gloo writes for it. */
-static void nans_are_those_of_gloo(void **state) {
+/* Of two NaNs the rank's own is kept; for 16-bit dtypes the result is the one that gloo writes. */
+static void ring_sum_nans_match_gloo(void **state) {
     (void)state;
     const uint32_t came[2] = {0x7fc00001, 0xffc00000};
     const uint32_t own[2] = {0xffc00005, 0x3f800000};
@@ -144,11 +144,11 @@ static void nans_are_those_of_gloo(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(nans_are_those_of_gloo),
-        cmocka_unit_test(the_order_is_that_of_the_hops),
-        cmocka_unit_test(the_sum_may_take_the_place_of_a_row),
-        cmocka_unit_test(each_hop_rounds),
-        cmocka_unit_test(only_floating_types_are_known),
+        cmocka_unit_test(ring_sum_nans_match_gloo),
+        cmocka_unit_test(ring_sum_adds_in_hop_order),
+        cmocka_unit_test(ring_sum_can_overwrite_an_input_row),
+        cmocka_unit_test(ring_sum_rounds_at_each_hop),
+        cmocka_unit_test(ring_sum_supports_only_floating_dtypes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

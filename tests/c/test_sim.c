@@ -1,5 +1,5 @@
-/* The simulation itself: it must catch what it is there to catch, or the other tests prove
- * nothing. Each test makes one mistake on purpose and the same thing done right. */
+/* The simulation itself: each test makes one mistake, which must be detected, and then runs the
+ * same steps correctly. */
 #include "sim.h"
 
 #include <string.h>
@@ -21,7 +21,7 @@ static fct_stream side_stream(void) {
     return s;
 }
 
-/* All that was queued on `first` so far comes before what is queued on `then` from now on. */
+/* Orders everything queued later on `then` after everything queued so far on `first`. */
 static void order(fct_stream first, fct_stream then) {
     fct_event *e = NULL;
     assert_int_equal(fct_event_new(sim_device(), &e), 0);
@@ -36,7 +36,7 @@ static void copy(fct_tensor *to, const fct_tensor *from) {
 
 /* ---- streams ---- */
 
-static void a_read_must_be_ordered_after_the_write(void **state) {
+static void sim_reports_read_not_ordered_after_write(void **state) {
     (void)state;
     for (int right = 0; right < 2; right++) {
         sim_begin((sim_config){.seed = 1, .streams = true});
@@ -56,12 +56,12 @@ static void a_read_must_be_ordered_after_the_write(void **state) {
         fct_tensor_release(a);
         fct_tensor_release(b);
         sim_drain();
-        (void)sim_take_failures(); /* the wrong order may or may not have given the wrong values */
+        (void)sim_take_failures(); /* the wrong order may still give correct values */
         sim_end();
     }
 }
 
-static void a_write_must_be_ordered_after_the_read(void **state) {
+static void sim_reports_write_not_ordered_after_read(void **state) {
     (void)state;
     for (int right = 0; right < 2; right++) {
         sim_begin((sim_config){.seed = 2, .streams = true});
@@ -87,9 +87,8 @@ static void a_write_must_be_ordered_after_the_read(void **state) {
     }
 }
 
-/* A block freed while another stream still reads it is fine until its own stream may hand it out
- * again. */
-static void memory_must_be_out_of_use_when_its_stream_allocates_again(void **state) {
+/* A freed block that another stream still reads may not be reused by its own stream. */
+static void sim_reports_reuse_of_memory_still_in_use(void **state) {
     (void)state;
     for (int right = 0; right < 2; right++) {
         sim_begin((sim_config){.seed = 3, .streams = true});
@@ -115,7 +114,7 @@ static void memory_must_be_out_of_use_when_its_stream_allocates_again(void **sta
     }
 }
 
-static void an_event_stands_for_the_moment_of_its_record(void **state) {
+static void sim_event_covers_work_up_to_its_record(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 4, .streams = true});
     fct_stream main = fct_stream_current(sim_device());
@@ -142,7 +141,7 @@ static void an_event_stands_for_the_moment_of_its_record(void **state) {
     sim_end();
 }
 
-static void streams_really_run_in_different_orders(void **state) {
+static void sim_streams_run_in_different_orders_per_seed(void **state) {
     (void)state;
     bool seen[2] = {false, false};
     for (uint64_t seed = 0; seed < 32; seed++) {
@@ -202,7 +201,7 @@ static void end_exchange(const exchange *x) {
     fct_pg_release(x->pg);
 }
 
-static void an_all_gather_brings_the_rows_of_all_ranks(void **state) {
+static void sim_all_gather_returns_rows_of_all_ranks(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_begin((sim_config){.seed = 5, .streams = streams != 0});
@@ -216,7 +215,7 @@ static void an_all_gather_brings_the_rows_of_all_ranks(void **state) {
     }
 }
 
-static void a_wrong_row_in_an_all_gather_is_noticed(void **state) {
+static void sim_reports_wrong_row_in_all_gather(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 5});
     exchange x = start_all_gather(false);
@@ -226,7 +225,7 @@ static void a_wrong_row_in_an_all_gather_is_noticed(void **state) {
     sim_end();
 }
 
-static void a_gathered_buffer_must_be_waited_for(void **state) {
+static void sim_reports_gathered_buffer_read_before_wait(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_begin((sim_config){.seed = 5, .streams = streams != 0});
@@ -240,7 +239,7 @@ static void a_gathered_buffer_must_be_waited_for(void **state) {
     }
 }
 
-static void memory_of_a_collective_in_flight_must_not_be_freed(void **state) {
+static void sim_reports_memory_freed_during_collective(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 5});
     sim_collectives_stall(true);
@@ -251,7 +250,7 @@ static void memory_of_a_collective_in_flight_must_not_be_freed(void **state) {
     sim_end();
 }
 
-static void a_collective_keeps_its_tensors_until_it_is_done(void **state) {
+static void sim_collective_holds_tensors_until_complete(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 5});
     sim_collectives_stall(true);
@@ -264,7 +263,7 @@ static void a_collective_keeps_its_tensors_until_it_is_done(void **state) {
     sim_end();
 }
 
-static void a_reduction_sums_the_peers_multiples(void **state) {
+static void sim_reduce_scatter_sums_multiples_of_peers(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 6});
     const int64_t four[1] = {4};
@@ -287,7 +286,7 @@ static void a_reduction_sums_the_peers_multiples(void **state) {
 
 /* ---- memory, faults ---- */
 
-static void freed_memory_is_reused_at_once_and_filled_with_nan(void **state) {
+static void sim_freed_memory_is_reused_and_filled_with_nan(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 7});
     double values[8];
@@ -306,7 +305,7 @@ static void freed_memory_is_reused_at_once_and_filled_with_nan(void **state) {
     sim_end();
 }
 
-static void a_leak_is_noticed(void **state) {
+static void sim_reports_leak(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 8});
     fct_tensor *a = vector_of(1.0);
@@ -321,7 +320,7 @@ static void a_leak_is_noticed(void **state) {
     sim_end();
 }
 
-static void the_nth_call_fails_and_no_other(void **state) {
+static void sim_fault_fails_only_nth_call(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 9});
     fct_tensor *a = vector_of(1.0);
@@ -343,20 +342,20 @@ static void the_nth_call_fails_and_no_other(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_read_must_be_ordered_after_the_write),
-        cmocka_unit_test(a_write_must_be_ordered_after_the_read),
-        cmocka_unit_test(memory_must_be_out_of_use_when_its_stream_allocates_again),
-        cmocka_unit_test(an_event_stands_for_the_moment_of_its_record),
-        cmocka_unit_test(streams_really_run_in_different_orders),
-        cmocka_unit_test(an_all_gather_brings_the_rows_of_all_ranks),
-        cmocka_unit_test(a_wrong_row_in_an_all_gather_is_noticed),
-        cmocka_unit_test(a_gathered_buffer_must_be_waited_for),
-        cmocka_unit_test(memory_of_a_collective_in_flight_must_not_be_freed),
-        cmocka_unit_test(a_collective_keeps_its_tensors_until_it_is_done),
-        cmocka_unit_test(a_reduction_sums_the_peers_multiples),
-        cmocka_unit_test(freed_memory_is_reused_at_once_and_filled_with_nan),
-        cmocka_unit_test(a_leak_is_noticed),
-        cmocka_unit_test(the_nth_call_fails_and_no_other),
+        cmocka_unit_test(sim_reports_read_not_ordered_after_write),
+        cmocka_unit_test(sim_reports_write_not_ordered_after_read),
+        cmocka_unit_test(sim_reports_reuse_of_memory_still_in_use),
+        cmocka_unit_test(sim_event_covers_work_up_to_its_record),
+        cmocka_unit_test(sim_streams_run_in_different_orders_per_seed),
+        cmocka_unit_test(sim_all_gather_returns_rows_of_all_ranks),
+        cmocka_unit_test(sim_reports_wrong_row_in_all_gather),
+        cmocka_unit_test(sim_reports_gathered_buffer_read_before_wait),
+        cmocka_unit_test(sim_reports_memory_freed_during_collective),
+        cmocka_unit_test(sim_collective_holds_tensors_until_complete),
+        cmocka_unit_test(sim_reduce_scatter_sums_multiples_of_peers),
+        cmocka_unit_test(sim_freed_memory_is_reused_and_filled_with_nan),
+        cmocka_unit_test(sim_reports_leak),
+        cmocka_unit_test(sim_fault_fails_only_nth_call),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

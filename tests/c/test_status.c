@@ -1,19 +1,19 @@
-/* Status codes: what a failed call leaves behind, and where FC_TRY goes from it. */
+/* Status codes: the message of a failed call, and the control flow of FC_TRY. */
 #include "core/status.h"
 
 #include <string.h>
 
 #include "sim.h"
 
-static void the_message_is_written_and_the_code_returned(void **state) {
+static void error_set_writes_message_and_returns_code(void **state) {
     (void)state;
     fc_error err = {"before"};
     assert_int_equal(fc_error_set(&err, FC_EVALUE, "%s has %d rows", "weight", 3), FC_EVALUE);
     assert_string_equal(err.message, "weight has 3 rows");
-    assert_int_equal(fc_error_set(NULL, FC_ESTATE, "nobody asked for %d", 1), FC_ESTATE);
+    assert_int_equal(fc_error_set(NULL, FC_ESTATE, "unused message %d", 1), FC_ESTATE);
 }
 
-static void a_long_message_is_cut_where_its_room_ends(void **state) {
+static void error_set_truncates_long_message(void **state) {
     (void)state;
     char name[2 * sizeof(fc_error)];
     fc_error errors[2] = {{""}, {"the next one"}};
@@ -24,16 +24,16 @@ static void a_long_message_is_cut_where_its_room_ends(void **state) {
     assert_string_equal(errors[1].message, "the next one");
 }
 
-static fc_status counted(int *calls, fc_status status) {
+static fc_status count_call(int *calls, fc_status status) {
     ++*calls;
     return status;
 }
 
 static fc_status three_calls(int *calls, fc_status second) {
     fc_status status = FC_OK;
-    FC_TRY(counted(calls, FC_OK));
-    FC_TRY(counted(calls, second));
-    FC_TRY(counted(calls, FC_OK));
+    FC_TRY(count_call(calls, FC_OK));
+    FC_TRY(count_call(calls, second));
+    FC_TRY(count_call(calls, FC_OK));
 done:
     return status;
 }
@@ -45,7 +45,7 @@ done:
     return status;
 }
 
-static void the_first_failure_is_the_result(void **state) {
+static void fc_try_returns_first_failure(void **state) {
     (void)state;
     int calls = 0;
     assert_int_equal(three_calls(&calls, FC_OK), FC_OK);
@@ -56,8 +56,8 @@ static void the_first_failure_is_the_result(void **state) {
     assert_int_equal(boundary_call(-1), FC_ERAISED);
 }
 
-/* Call-backs that give 0 or -1 hand statuses on: a failure has to look like one there. */
-static void only_success_is_zero_and_no_two_failures_are_one(void **state) {
+/* Callbacks that return 0 or -1 pass statuses on: a failure must not look like success there. */
+static void status_codes_are_distinct_and_only_ok_is_zero(void **state) {
     (void)state;
     static const int values[] = {
 #define VALUE(name, value, raises) name,
@@ -73,10 +73,10 @@ static void only_success_is_zero_and_no_two_failures_are_one(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_message_is_written_and_the_code_returned),
-        cmocka_unit_test(a_long_message_is_cut_where_its_room_ends),
-        cmocka_unit_test(the_first_failure_is_the_result),
-        cmocka_unit_test(only_success_is_zero_and_no_two_failures_are_one),
+        cmocka_unit_test(error_set_writes_message_and_returns_code),
+        cmocka_unit_test(error_set_truncates_long_message),
+        cmocka_unit_test(fc_try_returns_first_failure),
+        cmocka_unit_test(status_codes_are_distinct_and_only_ok_is_zero),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,6 +1,6 @@
-/* Whole training steps, without any failure: in every scenario, on every kind of device, under
- * many schedules, each layer finds its parameters whole, every sharded gradient is the exact
- * mean, no buffer is used out of order, and nothing is left over. */
+/* Whole training steps without failures: every scenario, on every kind of device, under many
+ * schedules. Each layer reads complete parameters, every sharded gradient is the exact mean, no
+ * buffer is used out of order, and nothing leaks. */
 #include "sim_model.h"
 
 #include <stdlib.h>
@@ -30,14 +30,14 @@ static void train(const sim_scenario *scenario, const char *device) {
     }
 }
 
-static void every_scenario_trains_exactly(void **state) {
+static void every_scenario_trains_with_exact_results(void **state) {
     (void)state;
     sim_each_scenario(train);
 }
 
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_scenario_trains_exactly),
+        cmocka_unit_test(every_scenario_trains_with_exact_results),
     };
     first_seed = argc > 1 ? strtoull(argv[1], NULL, 0) : 1;
     return cmocka_run_group_tests(tests, NULL, NULL);

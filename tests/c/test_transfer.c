@@ -1,5 +1,5 @@
-/* Moving memory as plans say: the same bytes by kernels and by torch's copies, and no transfer that
- * does not fit its buffer. */
+/* Memory transfers of a plan: kernels and torch's copies write the same bytes, and a transfer that
+ * exceeds its buffer is refused. */
 #include "core/transfer.h"
 
 #include <string.h>
@@ -8,7 +8,7 @@
 
 enum { INT64 = 4 };
 
-/* Rank 1 of two, with a matrix of 3 rows (one of ours is padding) and a vector. */
+/* Rank 1 of two, with a matrix of 3 rows (one of this rank's is padding) and a vector. */
 typedef struct fixture {
     fc_param matrix;
     fc_param vector;
@@ -62,7 +62,7 @@ static fct_tensor *buffer_of(fct_dtype dtype, int64_t numel) {
     return sim_tensor_new(dtype, 1, &numel, values);
 }
 
-static void a_row_is_packed_and_no_other_touched(void **state) {
+static void pack_writes_only_row_of_rank(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -77,7 +77,7 @@ static void a_row_is_packed_and_no_other_touched(void **state) {
     }
 }
 
-static void it_is_cast_on_the_way(void **state) {
+static void pack_casts_to_compute_dtype(void **state) {
     (void)state;
     fixture f;
     const double packed[12] = {5, 6, 0, 0, 9, 10, 77, 77, 77, 77, 77, 77};
@@ -89,7 +89,7 @@ static void it_is_cast_on_the_way(void **state) {
     end(&f);
 }
 
-static void gathered_rows_become_whole_tensors(void **state) {
+static void unpack_restores_whole_tensors(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -110,7 +110,7 @@ static void gathered_rows_become_whole_tensors(void **state) {
     }
 }
 
-static void gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros(void **state) {
+static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -135,8 +135,8 @@ static void gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros(void **s
     }
 }
 
-/* Of a matrix that is cut into columns. */
-static void gradients_cut_on_another_dim_are_dealt_block_by_block(void **state) {
+/* The matrix is sharded on dim 1. */
+static void pack_gradients_of_other_dim_distributes_by_block(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -164,8 +164,8 @@ static void gradients_cut_on_another_dim_are_dealt_block_by_block(void **state) 
     }
 }
 
-/* The casts are the transfer's: the plan and the gradient in it stay as they are. */
-static void what_no_kernel_can_cast_torch_does(void **state) {
+/* The casts are temporary: the plan and its gradient stay unchanged. */
+static void cast_without_kernel_uses_torch(void **state) {
     (void)state;
     fixture f;
     fc_reduce_plan plan = {.count = 0};
@@ -197,14 +197,14 @@ static void what_no_kernel_can_cast_torch_does(void **state) {
     end(&f);
 }
 
-static void a_buffer_that_is_too_small_is_not_written(void **state) {
+static void transfer_to_small_buffer_is_refused(void **state) {
     (void)state;
     fixture f;
     begin(&f, false, FCT_NO_DTYPE);
     fct_tensor *whole = buffer_of(FCK_FLOAT32, 12);
     const int64_t eleven[1] = {11};
     const int64_t stride[1] = {1};
-    fct_tensor *part = sim_tensor_view(whole, 1, eleven, stride); /* whose storage has room */
+    fct_tensor *part = sim_tensor_view(whole, 1, eleven, stride); /* the storage is larger */
     assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 1, &f.err),
                      FC_EASSERT);
     assert_non_null(strstr(f.err.message, "does not fit its buffer"));
@@ -221,13 +221,13 @@ static void a_buffer_that_is_too_small_is_not_written(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_row_is_packed_and_no_other_touched),
-        cmocka_unit_test(it_is_cast_on_the_way),
-        cmocka_unit_test(gathered_rows_become_whole_tensors),
-        cmocka_unit_test(gradients_are_dealt_to_the_ranks_rows_and_padded_with_zeros),
-        cmocka_unit_test(gradients_cut_on_another_dim_are_dealt_block_by_block),
-        cmocka_unit_test(what_no_kernel_can_cast_torch_does),
-        cmocka_unit_test(a_buffer_that_is_too_small_is_not_written),
+        cmocka_unit_test(pack_writes_only_row_of_rank),
+        cmocka_unit_test(pack_casts_to_compute_dtype),
+        cmocka_unit_test(unpack_restores_whole_tensors),
+        cmocka_unit_test(pack_gradients_distributes_rows_and_pads_with_zeros),
+        cmocka_unit_test(pack_gradients_of_other_dim_distributes_by_block),
+        cmocka_unit_test(cast_without_kernel_uses_torch),
+        cmocka_unit_test(transfer_to_small_buffer_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

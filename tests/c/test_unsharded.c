@@ -1,4 +1,5 @@
-/* Unsharded parameters by themselves: memory, the objects over it, and what is known of them. */
+/* Unsharded parameters without their group: memory, parameter objects over it, and
+ * requires_grad. */
 #include "core/unsharded.h"
 
 #include <string.h>
@@ -10,7 +11,7 @@ static sim_group *group;
 static fc_members *members;
 static fc_gather_plan plan;
 
-/* Of this many ranks the last: a matrix of 5 rows and a vector. */
+/* The last of `world` ranks: a matrix of 5 rows and a vector. */
 static void begin(int64_t world) {
     sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 2};
     s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};
@@ -31,7 +32,7 @@ static void end(void) {
     sim_end();
 }
 
-static void memory_is_there_between_alloc_and_free(void **state) {
+static void unsharded_memory_exists_between_alloc_and_free(void **state) {
     (void)state;
     begin(2);
     const size_t before = sim_live_bytes();
@@ -49,7 +50,7 @@ static void memory_is_there_between_alloc_and_free(void **state) {
     end();
 }
 
-static void what_has_memory_can_be_adopted(void **state) {
+static void adopt_requires_memory_of_every_parameter(void **state) {
     (void)state;
     begin(2);
     assert_int_equal(fc_unsharded_adopt(members), FC_ESTATE);
@@ -62,7 +63,7 @@ static void what_has_memory_can_be_adopted(void **state) {
     end();
 }
 
-static void who_is_frozen_while_unsharded_is_frozen(void **state) {
+static void note_requirements_freezes_parameter_frozen_while_unsharded(void **state) {
     (void)state;
     begin(2);
     fc_param *p = members->params[0];
@@ -79,7 +80,7 @@ static void who_is_frozen_while_unsharded_is_frozen(void **state) {
     end();
 }
 
-static void one_rank_shares_its_shards(void **state) {
+static void unsharded_alias_on_one_rank_shares_shards(void **state) {
     (void)state;
     begin(1);
     const size_t before = sim_live_bytes();
@@ -87,7 +88,7 @@ static void one_rank_shares_its_shards(void **state) {
     assert_int_equal(fc_unsharded_alias(members, &all), FC_OK);
     assert_true(all);
     assert_int_equal(sim_live_bytes(), before);
-    fc_unsharded_free(members); /* not the shards */
+    fc_unsharded_free(members); /* must not free the shards */
     assert_true(sim_tensor_has_memory(members->params[0]->flat));
     members->params[1]->param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_unsharded_alias(members, &all), FC_OK);
@@ -97,10 +98,10 @@ static void one_rank_shares_its_shards(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(memory_is_there_between_alloc_and_free),
-        cmocka_unit_test(what_has_memory_can_be_adopted),
-        cmocka_unit_test(who_is_frozen_while_unsharded_is_frozen),
-        cmocka_unit_test(one_rank_shares_its_shards),
+        cmocka_unit_test(unsharded_memory_exists_between_alloc_and_free),
+        cmocka_unit_test(adopt_requires_memory_of_every_parameter),
+        cmocka_unit_test(note_requirements_freezes_parameter_frozen_while_unsharded),
+        cmocka_unit_test(unsharded_alias_on_one_rank_shares_shards),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

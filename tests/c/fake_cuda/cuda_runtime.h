@@ -1,14 +1,14 @@
-/* Just enough of the CUDA runtime to compile csrc/kernels/kernels_cuda.cu as ordinary C++ and
- * run it on the CPU, one thread of the grid after the other, under the sanitizers:
+/* The part of the CUDA runtime that csrc/kernels/kernels_cuda.cu needs to compile as ordinary C++.
+ * It runs the kernels on the CPU, one thread of the grid after the other, under the sanitizers:
  *
  *     g++ -std=c++17 -x c++ -Wno-unknown-pragmas -Itests/c/fake_cuda \
  *         -fsanitize=address,undefined -c csrc/kernels/kernels_cuda.cu
  *
- * test_kernels.c and test_casts.c linked with the result (and built with
- * -DFCK_TEST_CUDA_ON_HOST) hold the CUDA kernels to the same specification as the CPU's: grid,
- * tiles, alignment cases, batches, padding. Running threads in order is faithful because the
- * kernels neither share memory nor synchronise. Not covered: what a GPU does by itself (its
- * rounding instructions, misaligned vector accesses beyond what UBSan sees, streams). */
+ * test_kernels.c and test_casts.c, built with -DFCK_TEST_CUDA_ON_HOST and linked with the result,
+ * check the CUDA kernels against the specification of the CPU's: grid, tiles, alignment cases,
+ * batches, padding. The kernels neither share memory nor synchronize, so threads may run in order.
+ * Not covered: rounding instructions of a GPU, streams, and misaligned vector accesses that UBSan
+ * does not detect. */
 #ifndef FSDP_C_TESTS_FAKE_CUDA_RUNTIME_H
 #define FSDP_C_TESTS_FAKE_CUDA_RUNTIME_H
 
@@ -31,8 +31,8 @@ typedef enum {
     cudaErrorLaunchFailure = 719
 } cudaError_t;
 
-/* What a test sets and reads: an asynchronous error of an earlier operation, which every call
- * returns from then on; whether launches are refused; how many errors cudaGetLastError() took. */
+/* Test controls: an asynchronous error of an earlier operation, which every later call returns;
+ * whether launches are refused; the number of errors that cudaGetLastError() returned. */
 extern "C" {
 inline int fake_cuda_failed = cudaSuccess;
 inline int fake_cuda_refuses = 0;
@@ -42,7 +42,7 @@ inline int fake_cuda_taken = 0;
 static dim3 blockIdx;
 static dim3 threadIdx;
 
-/* An empty or oversized grid is refused as the driver would refuse it. */
+/* Refuses an empty or oversized grid, as the driver does. */
 template <class Arguments>
 cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 block, void **arguments,
                              size_t, cudaStream_t) {

@@ -1,6 +1,6 @@
-/* A stand-in for libcuda.so.1: as much of it as fsdp_c/jit.py asks for. Its "device" is this
- * processor, which runs the GPU kernels' own source thread by thread; the machine code that is
- * loaded is looked at and not run. For tests/unit/test_jit.py. */
+/* Substitute for libcuda.so.1, with the functions that fsdp_c/jit.py uses. Its "device" is this
+ * processor, which runs the source of the GPU kernels thread by thread. Loaded machine code is
+ * checked but not executed. For tests/unit/test_jit.py. */
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -8,8 +8,8 @@
 #include "kernels/lines.cuh"
 
 static int launches;
-static int refused; /* the next launch is */
-static int skewed;  /* launches leave out their last block */
+static int refused; /* the next launch is refused */
+static int skewed;  /* launches omit their last block */
 
 extern "C" int cuLibraryLoadData(void **library, const void *code, void *, void *, unsigned, void *,
                                  void *, unsigned) {
@@ -47,7 +47,7 @@ extern "C" int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, 
                             arguments, 0, nullptr);
 }
 
-/* How many launches there were since this was asked last. */
+/* Returns the number of launches since the previous call. */
 extern "C" int take_launches() {
     const int count = launches;
     launches = 0;
