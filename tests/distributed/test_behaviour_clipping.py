@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 from behaviour import differences, returned
 
-USUAL = {"usual_clipping": 2, "usual_clipping_on_four": 4}
-UNUSUAL = {"unusual_clipping": 2, "unusual_clipping_on_four": 4}
+COMMON = {"usual_clipping": 2, "usual_clipping_on_four": 4}
+UNCOMMON = {"unusual_clipping": 2, "unusual_clipping_on_four": 4}
 
 
-@pytest.mark.parametrize(("name", "world"), (USUAL | UNUSUAL).items())
-def test_all_is_as_in_torch(name: str, world: int) -> None:
-    found = zip(returned(name, "fsdp_c", world), returned(name, "torch", world), strict=True)
-    for ours, theirs in found:
-        for case, expected in theirs["seen"].items():
-            assert differences(expected, ours["seen"][case]) == [], case
+@pytest.mark.parametrize(("name", "world"), (COMMON | UNCOMMON).items())
+def test_clipping_functions_match_torch(name: str, world: int) -> None:
+    pairs = zip(returned(name, "fsdp_c", world), returned(name, "torch", world), strict=True)
+    for by_fsdp_c, by_torch in pairs:
+        for case, expected in by_torch["results"].items():
+            assert differences(expected, by_fsdp_c["results"][case]) == [], case
 
 
-@pytest.mark.parametrize(("name", "world"), USUAL.items())
-def test_what_is_usual_takes_the_c_path(name: str, world: int) -> None:
-    for ours in returned(name, "fsdp_c", world):
-        # A call of three_ways takes it six times where nothing raises.
-        assert ours["taken"] > 5 * len(ours["seen"])
+@pytest.mark.parametrize(("name", "world"), COMMON.items())
+def test_common_clipping_calls_take_the_c_path(name: str, world: int) -> None:
+    for by_fsdp_c in returned(name, "fsdp_c", world):
+        # Each call of clip_three_ways takes the C path six times, unless it raises.
+        assert by_fsdp_c["taken"] > 5 * len(by_fsdp_c["results"])

@@ -1,23 +1,23 @@
-"""``replicate`` and ``fully_shard`` in one model: roots, collectives and numbers are torch's."""
+"""``replicate`` and ``fully_shard`` in one model: roots, collectives and bits match torch."""
 
 from __future__ import annotations
 
 from behaviour import assert_same
 
 
-def test_fully_shard_is_the_root_of_what_is_replicated_below() -> None:
-    for found in assert_same("replicated_below_fully_sharded"):
-        assert found["roots"] == [True, False, False, False]
-        assert found["names"] == ["", "0", "1", "2"]
+def test_fully_shard_root_includes_replicated_children() -> None:
+    for result in assert_same("replicated_below_fully_sharded"):
+        assert result["roots"] == [True, False, False, False]
+        assert result["names"] == ["", "0", "1", "2"]
 
 
-def test_replicate_is_the_root_of_replicated_modules_only() -> None:
-    for found in assert_same("fully_sharded_below_replicated"):
-        assert found["roots"] == [True, False, True, False]
-        assert found["names"] == ["", "0", "", "2"]
-        assert found["members"] == [3, 3, 1, 3]
+def test_replicate_root_excludes_fully_sharded_children() -> None:
+    for result in assert_same("fully_sharded_below_replicated"):
+        assert result["roots"] == [True, False, True, False]
+        assert result["names"] == ["", "0", "", "2"]
+        assert result["members"] == [3, 3, 1, 3]
 
 
-def test_a_sharded_part_of_a_replicated_model_can_run_by_itself_first() -> None:
-    for found in assert_same("a_sharded_part_of_a_replicated_model_alone"):
-        assert found["alone"].shape == (4, 5)
+def test_sharded_child_of_replicated_model_can_run_first() -> None:
+    for result in assert_same("sharded_child_of_replicated_model_run_first"):
+        assert result["alone"].shape == (4, 5)

@@ -1,4 +1,4 @@
-"""One rank: no collectives, and the bits of a model that is not sharded."""
+"""On one rank, fsdp_c issues no collectives and has the bits of an unsharded model."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ def test_one_rank_issues_no_collectives() -> None:
     assert counts == {}
 
 
-def test_one_rank_trains_as_a_model_that_is_not_sharded() -> None:
-    (found,) = assert_same("training_alone", world=1)
-    expected = found.pop("not sharded")
-    assert len(found) == 3
-    for case, results in found.items():
+def test_training_on_one_rank_matches_plain_model() -> None:
+    (result,) = assert_same("training_alone", world=1)
+    expected = result.pop("not sharded")
+    assert len(result) == 3
+    for case, results in result.items():
         assert differences(expected, results) == [], case
 
 
-def test_one_rank_trains_units_with_empty_parameters() -> None:
-    (found,) = returned("training_with_empty_parameters_alone", "fsdp_c", world=1)
-    expected = found.pop("not sharded")
-    assert len(found) == 3
-    for case, results in found.items():
+def test_training_with_empty_parameters_on_one_rank_matches_plain_model() -> None:
+    (result,) = returned("training_with_empty_parameters_alone", "fsdp_c", world=1)
+    expected = result.pop("not sharded")
+    assert len(result) == 3
+    for case, results in result.items():
         assert differences(expected, results) == [], case
 
 
-def test_mixed_precision_on_one_rank_has_stocks_bits() -> None:
-    (found,) = assert_same("mixed_precision_alone", world=1)
-    first, second, third = found.values()
+def test_mixed_precision_on_one_rank_matches_torch() -> None:
+    (result,) = assert_same("mixed_precision_alone", world=1)
+    first, second, third = result.values()
     assert differences(first, second) and differences(first, third)
 
 
-def test_accumulation_on_one_rank() -> None:
-    (found,) = assert_same("accumulation_alone", world=1)
-    assert differences(found["not sharded"], found["sharded"]) == []
+def test_accumulation_on_one_rank_matches_torch() -> None:
+    (result,) = assert_same("accumulation_alone", world=1)
+    assert differences(result["not sharded"], result["sharded"]) == []
 
 
-def test_an_evaluation_before_the_step_leaves_no_stale_weights_on_one_rank() -> None:
-    (ours,) = returned("evaluation_alone", "fsdp_c", world=1)
-    (theirs,) = returned("evaluation_alone", "torch", world=1)
-    assert ours["with"] == ours["without"] == theirs["without"]
-    assert theirs["with"] != theirs["without"]
+def test_evaluation_before_the_step_leaves_no_stale_weights_on_one_rank() -> None:
+    (by_fsdp_c,) = returned("evaluation_alone", "fsdp_c", world=1)
+    (by_torch,) = returned("evaluation_alone", "torch", world=1)
+    assert by_fsdp_c["with"] == by_fsdp_c["without"] == by_torch["without"]
+    assert by_torch["with"] != by_torch["without"]
 
 
-def test_one_rank_evaluates_in_inference_mode() -> None:
-    """Stock asks inference tensors for their version counters, which they do not have."""
-    (found,) = returned("inference_mode_alone", "fsdp_c", world=1)
+def test_inference_mode_on_one_rank_matches_no_grad() -> None:
+    """torch fails, because it reads version counters, which inference tensors do not have."""
+    (result,) = returned("inference_mode_alone", "fsdp_c", world=1)
     for when in ("at first", "after training"):
-        assert found[f"{when}, inference_mode"] == found[f"{when}, no_grad"]
-    assert differences(found["without"], found["at first"]) == []
+        assert result[f"{when}, inference_mode"] == result[f"{when}, no_grad"]
+    assert differences(result["without"], result["at first"]) == []
     (error,) = raised("inference_mode_alone", "torch", world=1)
     assert re.search("version counter|before doing inplace update", error.text)
 
 
-def test_state_dicts_on_one_rank() -> None:
-    (found,) = assert_same("state_dict_alone", world=1)
-    assert set(found["kinds"]) == {"DTensor"}
-    assert differences(found["weights"], found["full"]) == []
-    assert differences(found["went on"], found["loaded"]) == []
+def test_state_dicts_on_one_rank_match_torch() -> None:
+    (result,) = assert_same("state_dict_alone", world=1)
+    assert set(result["kinds"]) == {"DTensor"}
+    assert differences(result["weights"], result["full"]) == []
+    assert differences(result["went on"], result["loaded"]) == []
 
 
-def test_what_a_forward_writes_stays_where_parameters_are_whole() -> None:
-    """As in a plain model. Torch's own copies of one rank's parameters lose it."""
-    (ours,) = returned("writes_in_forward_alone", "fsdp_c", world=1)
-    (theirs,) = returned("writes_in_forward_alone", "torch", world=1)
-    assert differences(ours["before"], ours["not sharded"]) != []
-    assert differences(ours["not sharded"], ours["sharded"]) == []
-    for lost in (ours["cast"], theirs["sharded"], theirs["cast"]):
-        assert differences(ours["before"], lost) == []
+def test_in_place_write_in_forward_persists_for_unsharded_parameters() -> None:
+    """torch loses the write, because it copies the parameters even on one rank."""
+    (by_fsdp_c,) = returned("writes_in_forward_alone", "fsdp_c", world=1)
+    (by_torch,) = returned("writes_in_forward_alone", "torch", world=1)
+    assert differences(by_fsdp_c["before"], by_fsdp_c["not sharded"]) != []
+    assert differences(by_fsdp_c["not sharded"], by_fsdp_c["sharded"]) == []
+    for lost in (by_fsdp_c["cast"], by_torch["sharded"], by_torch["cast"]):
+        assert differences(by_fsdp_c["before"], lost) == []

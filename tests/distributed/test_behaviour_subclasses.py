@@ -1,39 +1,39 @@
-"""All-gather extensions: what torch's FSDP2 makes of parameters and gradients, ours makes, too."""
+"""Tensor subclasses and all-gather extensions: parameters and gradients match torch."""
 
 from __future__ import annotations
 
 from behaviour import assert_same, differences, returned
 
 
-def test_gradients_may_be_subclasses_without_memory_of_their_own() -> None:
-    for found in assert_same("gradients_that_are_pairs"):
-        for name, results in found.items():
+def test_wrapper_subclass_gradients_match_torch() -> None:
+    for result in assert_same("two_tensor_gradients"):
+        for name, results in result.items():
             first_loss, first_gradient = results[0], results[1 if "acc" not in name else 2]
-            assert len(first_loss) == 2, "the loss is a pair"
+            assert len(first_loss) == 2, "the loss must be a pair"
             assert first_gradient[0].abs().sum() > 0, name
 
 
-def test_wrappers_need_no_extensions() -> None:
-    for found in assert_same("wrappers_without_extensions"):
-        for case, results in found.items():
-            assert case.split()[0] in results[7], "the shards are no wrappers"
+def test_wrapper_subclasses_without_extensions_match_torch() -> None:
+    for result in assert_same("wrappers_without_extensions"):
+        for case, results in result.items():
+            assert case.split()[0] in results[7], "the shards must be wrappers"
     assert_same("wrappers_without_extensions_alone", world=1)
 
 
-def test_an_extension_may_be_patched_onto_a_plain_tensor() -> None:
+def test_extension_patched_onto_a_plain_tensor_matches_torch() -> None:
     pairs = zip(
         returned("extensions_patched_onto_tensors", "fsdp_c"),
         returned("extensions_patched_onto_tensors", "torch"),
     )
-    for ours, theirs in pairs:
-        for case, found in ours.items():
-            assert differences(theirs[case]["trained"], found["trained"]) == [], case
-        assert differences(theirs["None"]["sizes"], ours["None"]["sizes"]) == []
+    for by_fsdp_c, by_torch in pairs:
+        for case, result in by_fsdp_c.items():
+            assert differences(by_torch[case]["trained"], result["trained"]) == [], case
+        assert differences(by_torch["None"]["sizes"], by_fsdp_c["None"]["sizes"]) == []
 
 
-def test_an_extension_may_release_what_was_gathered() -> None:
-    """torch asks it from release 2.15 on."""
-    for found in returned("extensions_patched_onto_tensors", "fsdp_c"):
+def test_extension_can_release_all_gather_outputs() -> None:
+    """torch supports the release hook from 2.15 on."""
+    for result in returned("extensions_patched_onto_tensors", "fsdp_c"):
         whole = 6 * 6
-        assert found["False"]["sizes"] == 2 * [[[2 * whole], [4 * whole]]]
-        assert found["True"]["sizes"] == 2 * [[[0], [4 * whole]]]
+        assert result["False"]["sizes"] == 2 * [[[2 * whole], [4 * whole]]]
+        assert result["True"]["sizes"] == 2 * [[[0], [4 * whole]]]

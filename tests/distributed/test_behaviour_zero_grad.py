@@ -6,28 +6,28 @@ from behaviour import differences, returned
 
 
 def test_zero_grad_of_module_or_optimizer_drops_deferred_gradients() -> None:
-    """A module around the sharded module has torch's ``zero_grad``, which does not reach them."""
-    for found in returned("dropped_microbatches", "fsdp_c"):
-        alone = found.pop("alone")
-        kept = [case for case, grads in found.items() if differences(alone, grads)]
+    """torch's ``zero_grad`` of a parent module does not reach deferred gradients."""
+    for result in returned("microbatches_dropped_by_zero_grad", "fsdp_c"):
+        alone = result.pop("alone")
+        kept = [case for case, grads in result.items() if differences(alone, grads)]
         assert kept == ["parent", "parent, replicas"]
 
 
-def test_stocks_come_back_with_the_next_reduction() -> None:
-    """Not a wish: the day it fails, torch has changed and our README must too."""
-    for found in returned("dropped_microbatches", "torch"):
-        alone = found.pop("alone")
-        kept = [case for case, grads in found.items() if differences(alone, grads)]
+def test_torch_reduces_gradients_that_zero_grad_has_dropped() -> None:
+    """If this test fails, torch has changed; update tests/TORCH_BUGS.md and the README."""
+    for result in returned("microbatches_dropped_by_zero_grad", "torch"):
+        alone = result.pop("alone")
+        kept = [case for case, grads in result.items() if differences(alone, grads)]
         assert kept == [
-            case for case in found if case not in ("module, staying", "parent, staying")
+            case for case in result if case not in ("module, staying", "parent, staying")
         ]
 
 
 def test_zero_grad_of_optimizer_drops_gradients_of_its_parameters_only() -> None:
-    """``linear`` is inside a unit and is no sharded module itself, so it has torch's method."""
-    for found in returned("microbatches_of_other_parameters", "fsdp_c"):
-        for name in found["nothing"]:
+    """``linear`` has torch's ``zero_grad``, because it is not a sharded module itself."""
+    for result in returned("zero_grad_of_some_parameters", "fsdp_c"):
+        for name in result["nothing"]:
             for case, dropped in {"block": name.startswith("0."), "linear": False}.items():
-                expected = found["all" if dropped else "nothing"][name]
-                assert differences(expected, found[case][name]) == [], (case, name)
-            assert differences(found["all"][name], found["nothing"][name]) != []
+                expected = result["all" if dropped else "nothing"][name]
+                assert differences(expected, result[case][name]) == [], (case, name)
+            assert differences(result["all"][name], result["nothing"][name]) != []

@@ -20,26 +20,26 @@ from behaviour import differences
 from checkpoint_resharding import FORMATS, PRECISIONS, Checkpoint
 from launch import run_ranks
 
-WHOLE = os.environ.get("FSDP_C_PARITY_WHOLE") == "1"
+FULL_MATRIX = os.environ.get("FSDP_C_PARITY_WHOLE") == "1"
 IMPLEMENTATIONS = ("torch", "fsdp_c")
-MESHES = ((2,), (3,), (4,), (2, 2)) if WHOLE else ((2,), (3,), (4,))
+MESHES = ((2,), (3,), (4,), (2, 2)) if FULL_MATRIX else ((2,), (3,), (4,))
 PAIRS = [(saved, loaded) for saved, loaded in itertools.product(MESHES, MESHES) if saved != loaded]
 
 pytestmark = [pytest.mark.xdist_group("checkpoint_resharding"), pytest.mark.timeout(600)]
 
 
-def kinds_of(origin: tuple[int, ...], mesh: tuple[int, ...]) -> list[tuple[str, str]]:
-    """Precisions and formats that a case tests."""
-    if WHOLE:
+def settings_of(origin: tuple[int, ...], mesh: tuple[int, ...]) -> list[tuple[str, str]]:
+    """Returns the precisions and formats that a case tests."""
+    if FULL_MATRIX:
         return list(itertools.product(PRECISIONS, FORMATS))
-    at = PAIRS.index((origin, mesh))
-    return [(PRECISIONS[at % len(PRECISIONS)], FORMATS[at % len(FORMATS)])]
+    index = PAIRS.index((origin, mesh))
+    return [(PRECISIONS[index % len(PRECISIONS)], FORMATS[index % len(FORMATS)])]
 
 
 def checkpoints_of(
     implementation: str, origin: tuple[int, ...], mesh: tuple[int, ...]
 ) -> list[Checkpoint]:
-    return [Checkpoint(implementation, origin, *kind) for kind in kinds_of(origin, mesh)]
+    return [Checkpoint(implementation, origin, *setting) for setting in settings_of(origin, mesh)]
 
 
 def size_of(mesh: tuple[int, ...]) -> int:
@@ -53,8 +53,8 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def saved(implementation: str, world: int) -> list[dict[str, Any]]:
-    """One launch for all checkpoints of a number of ranks."""
+def save_checkpoints(implementation: str, world: int) -> list[dict[str, Any]]:
+    """Saves all checkpoints of ``world`` ranks in one launch; returns each rank's results."""
     checkpoints = {
         checkpoint: None
         for origin, mesh in PAIRS
@@ -66,47 +66,53 @@ def saved(implementation: str, world: int) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def loaded(implementation: str, world: int) -> list[dict[Any, Any]]:
-    """One launch for all checkpoints that a number of ranks loads."""
-    for one, size in itertools.product(IMPLEMENTATIONS, (2, 3, 4)):
-        saved(one, size)
+def load_checkpoints(implementation: str, world: int) -> list[dict[Any, Any]]:
+    """Loads all checkpoints for ``world`` ranks in one launch; returns each rank's results."""
+    for writer, size in itertools.product(IMPLEMENTATIONS, (2, 3, 4)):
+        save_checkpoints(writer, size)
     loads = [
         (checkpoint, mesh)
         for origin, mesh in PAIRS
         if size_of(mesh) == world
-        for one in IMPLEMENTATIONS
-        for checkpoint in checkpoints_of(one, origin, mesh)
+        for writer in IMPLEMENTATIONS
+        for checkpoint in checkpoints_of(writer, origin, mesh)
     ]
     arguments = (implementation, folder().name, loads)
     return run_ranks(resharding.load_all, world, arguments, timeout=300)
 
 
-def named(mesh: tuple[int, ...]) -> str:
+def mesh_name(mesh: tuple[int, ...]) -> str:
     return "x".join(map(str, mesh))
 
 
 @pytest.mark.parametrize("world", sorted({size_of(mesh) for mesh in MESHES}))
-def test_training_around_a_save_has_torchs_bits(world: int) -> None:
-    for stock, ours in zip(saved("torch", world), saved("fsdp_c", world), strict=True):
-        wrong = differences(list(stock.values()), list(ours.values()), f"{list(stock)}")
-        assert not wrong, "\n".join(wrong[:20])
+def test_training_around_a_save_matches_torch(world: int) -> None:
+    for by_torch, by_fsdp_c in zip(
+        save_checkpoints("torch", world), save_checkpoints("fsdp_c", world), strict=True
+    ):
+        mismatches = differences(
+            list(by_torch.values()), list(by_fsdp_c.values()), f"{list(by_torch)}"
+        )
+        assert not mismatches, "\n".join(mismatches[:20])
 
 
 @pytest.mark.parametrize(
-    ("origin", "mesh"), PAIRS, ids=[f"{named(a)}-to-{named(b)}" for a, b in PAIRS]
+    ("origin", "mesh"), PAIRS, ids=[f"{mesh_name(a)}-to-{mesh_name(b)}" for a, b in PAIRS]
 )
 @pytest.mark.parametrize("writer", IMPLEMENTATIONS)
-def test_a_checkpoint_of_another_world_size_continues_with_torchs_bits(
+def test_checkpoint_of_another_world_size_continues_as_in_torch(
     writer: str, origin: tuple[int, ...], mesh: tuple[int, ...]
 ) -> None:
     world = size_of(mesh)
-    written = saved(writer, size_of(origin))[0]
-    for rank, (stock, ours) in enumerate(
-        zip(loaded("torch", world), loaded("fsdp_c", world), strict=True)
+    written = save_checkpoints(writer, size_of(origin))[0]
+    for rank, (by_torch, by_fsdp_c) in enumerate(
+        zip(load_checkpoints("torch", world), load_checkpoints("fsdp_c", world), strict=True)
     ):
         for checkpoint in checkpoints_of(writer, origin, mesh):
-            key, where = (checkpoint.name, mesh), f"rank {rank} of {checkpoint.name}"
-            wrong = differences(written[checkpoint.name]["saved"], ours[key]["loaded"], where)
-            wrong += differences(stock[key], ours[key], where)
-            assert not wrong, "\n".join(wrong[:20])
-            assert len(stock[key]["loaded"]) == 9 + 3 * 8
+            key, label = (checkpoint.name, mesh), f"rank {rank} of {checkpoint.name}"
+            mismatches = differences(
+                written[checkpoint.name]["saved"], by_fsdp_c[key]["loaded"], label
+            )
+            mismatches += differences(by_torch[key], by_fsdp_c[key], label)
+            assert not mismatches, "\n".join(mismatches[:20])
+            assert len(by_torch[key]["loaded"]) == 9 + 3 * 8

@@ -14,8 +14,8 @@ import pytest
 WORKER = Path(__file__).with_name("workers") / "compiled_steps.py"
 
 
-def measured(implementation: str) -> dict[str, Any]:
-    """The worker's output: case -> breaks, graphs and bits."""
+def run_worker(implementation: str) -> dict[str, Any]:
+    """Runs the worker; returns its output: case -> breaks, graphs and bits."""
     env = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
     done = subprocess.run(
         [sys.executable, str(WORKER), implementation],
@@ -31,7 +31,7 @@ def measured(implementation: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(600)  # two processes import dynamo
 def test_compiled_step_has_torchs_graph_breaks_and_bits() -> None:
-    by_torch, found = measured("torch"), measured("fsdp_c")
+    by_torch, found = run_worker("torch"), run_worker("fsdp_c")
     assert sum(by_torch["AdamW: step"]["breaks"].values()) == 1
     for case, outcome in found.items():
         assert outcome == by_torch[case.removesuffix(", accelerated")], case

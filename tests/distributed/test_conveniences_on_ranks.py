@@ -1,4 +1,4 @@
-"""Everyday conveniences on real ranks: clipping, full parameters, loading, averages, generation."""
+"""Clipping, full parameters, loading, weight averages and generation on several ranks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from safetensors_writer import write
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_clipping_gives_torchs_totals_and_gradients_in_one_collective(world: int) -> None:
+def test_clip_grad_norm_matches_torch_with_one_collective(world: int) -> None:
     run_ranks(conveniences.clip, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_full_weights_are_loaded_from_a_rank_or_a_file(world: int, tmp_path: Path) -> None:
+def test_load_full_state_dict_from_a_rank_or_a_file(world: int, tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", conveniences.full_values())
     run_ranks(conveniences.load, world, (str(tmp_path),))
 
 
-def test_nothing_needs_numpy() -> None:
+def test_load_and_trace_work_without_numpy() -> None:
     run_ranks(conveniences.without_numpy, 2)
 
 
-def test_embeddings_and_heads_of_their_own_train_to_the_same_bits() -> None:
+def test_separate_ends_of_auto_shard_do_not_change_bits() -> None:
     run_ranks(conveniences.separate_ends, 2)
 
 
-def test_full_parameters_averages_generation_and_old_checkpoints() -> None:
+def test_full_params_ema_generation_and_old_checkpoints() -> None:
     run_ranks(conveniences.everyday, 2)

@@ -1,8 +1,7 @@
-"""Double backward through units that reshard: torch fails (B8), ours has the plain model's numbers.
+"""Double backward through units that reshard: torch fails (B8), fsdp_c matches the plain model.
 
-The list of torch's bugs is tests/TORCH_BUGS.md.
-
-Equal means equal in bits on one and two ranks; see ``double_backward.py`` for what is right.
+Results on one and two ranks must have equal bits. ``workers/double_backward.py`` computes the
+expected results. tests/TORCH_BUGS.md lists the bugs of torch.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import torch
 from behaviour import differences
 from launch import RanksFailed, run_ranks
 from releases import has
-from test_stock_bugs import apart
+from test_torch_bugs import differences_beyond_rounding
 
 SCENARIOS = ("double_backward",)
-IN_BITS = [
+BIT_EQUAL = [
     "gradient_penalty",
     "penalty_alone",
     "penalty_that_always_reshards",
@@ -31,30 +30,32 @@ IN_BITS = [
     "penalty_with_checkpointing_outside",
     "penalty_on_activations",
     "third_derivatives",
-    "an_error_between_both_backwards",
-    "penalty_in_a_backward_that_is_finished_by_hand",
+    "error_between_the_two_backwards",
+    "penalty_with_manual_finalization",
 ]
 SUMMED_IN = {
     "penalty_in_mixed_precision": torch.bfloat16,
     "penalty_with_a_reduce_dtype_and_accumulation": torch.float32,
 }
-"""What ours adds up gradients of a norm in, which come from both backwards; stock, with which these
-are compared, takes the wider dtype of the reduction from 2.15 on (test_behaviour_dtypes.py)."""
-SEVERAL_REDUCTIONS = ["penalty_of_critics", "backward_that_keeps_its_graph"]
+"""Dtype in which fsdp_c adds the gradients of a norm from both backwards.
+
+The reference is torch, which uses the wider reduce dtype from 2.15 on (test_behaviour_dtypes.py).
+"""
+SEVERAL_REDUCTIONS = ["penalty_of_wgan_gp", "backward_with_create_graph"]
 
 
-def assert_same_but_sums(expected: Any, found: Any, summed_in: torch.dtype) -> None:
-    """Bits, but for the norms' weights: these within two roundings of the narrower sum."""
+def assert_same_except_norm_weights(expected: Any, found: Any, summed_in: torch.dtype) -> None:
+    """Asserts equal bits; weights of norms may differ by two roundings in ``summed_in``."""
     sums = [name for name in expected if name.endswith("norm.weight")]
     for name in sums:
-        right = expected.pop(name)
-        limit = 2 * torch.finfo(summed_in).eps * right.abs().max().item()
-        torch.testing.assert_close(found.pop(name), right, rtol=0, atol=limit)
+        expected_sum = expected.pop(name)
+        limit = 2 * torch.finfo(summed_in).eps * expected_sum.abs().max().item()
+        torch.testing.assert_close(found.pop(name), expected_sum, rtol=0, atol=limit)
     assert sums and differences(expected, found) == []
 
 
-def ours(name: str, world: int = 2) -> list[Any]:
-    """Ours alone: torch's ranks would die (see the first test)."""
+def run_scenario(name: str, world: int = 2) -> list[Any]:
+    """Runs a scenario under fsdp_c only: torch's ranks would crash (see the first test)."""
     return behaviour.returned(name, "fsdp_c", world, SCENARIOS)
 
 
@@ -62,7 +63,7 @@ def assert_freed(results: list[Any]) -> None:
     assert [result["held"] for result in results] == [0] * len(results)
 
 
-def run_stock(rank: int, world: int) -> None:
+def run_torch(rank: int, world: int) -> None:
     import double_backward
 
     double_backward.gradient_penalty(
@@ -72,69 +73,75 @@ def run_stock(rank: int, world: int) -> None:
 
 def test_b8_torch_reads_freed_parameters() -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(run_stock, 2)
-    ends = [report.status + report.output for report in failed.value.reports]
-    assert any("SIGSEGV" in end or "storage of size 0" in end for end in ends)
+        run_ranks(run_torch, 2)
+    outputs = [report.status + report.output for report in failed.value.reports]
+    assert any("SIGSEGV" in end or "storage of size 0" in end for end in outputs)
 
 
-@pytest.mark.parametrize("name", IN_BITS)
-def test_gradients_are_those_of_the_plain_model(name: str) -> None:
-    for rank, result in enumerate(ours(name)):
+@pytest.mark.parametrize("name", BIT_EQUAL)
+def test_double_backward_gradients_match_plain_model(name: str) -> None:
+    for rank, result in enumerate(run_scenario(name)):
         if has("2.15") and name in SUMMED_IN:
-            assert_same_but_sums(dict(result["expected"]), dict(result["found"]), SUMMED_IN[name])
+            assert_same_except_norm_weights(
+                dict(result["expected"]), dict(result["found"]), SUMMED_IN[name]
+            )
             continue
-        wrong = differences(result["expected"], result["found"], f"rank {rank}")
-        assert not wrong, "\n".join(wrong[:20])
+        mismatches = differences(result["expected"], result["found"], f"rank {rank}")
+        assert not mismatches, "\n".join(mismatches[:20])
     if name != "penalty_that_never_reshards":
-        assert_freed(ours(name))
+        assert_freed(run_scenario(name))
 
 
 @pytest.mark.parametrize("name", SEVERAL_REDUCTIONS)
-def test_gradients_that_are_reduced_in_parts_add_up(name: str) -> None:
-    for rank, result in enumerate(ours(name)):
-        wrong = apart(result["expected"], result["found"], f"rank {rank}")
-        assert not wrong, "\n".join(wrong[:20])
-    assert_freed(ours(name))
+def test_gradients_of_several_reductions_are_close_to_plain_model(name: str) -> None:
+    for rank, result in enumerate(run_scenario(name)):
+        mismatches = differences_beyond_rounding(
+            result["expected"], result["found"], f"rank {rank}"
+        )
+        assert not mismatches, "\n".join(mismatches[:20])
+    assert_freed(run_scenario(name))
 
 
 @pytest.mark.parametrize("name", ["penalty_with_a_smaller_group", "penalty_with_replicas"])
-def test_on_four_ranks(name: str) -> None:
-    for rank, result in enumerate(ours(name, 4)):
-        wrong = apart(result["expected"], result["found"], f"rank {rank}")
-        assert not wrong, "\n".join(wrong[:20])
-    assert_freed(ours(name, 4))
+def test_double_backward_on_four_ranks_is_close_to_plain_model(name: str) -> None:
+    for rank, result in enumerate(run_scenario(name, 4)):
+        mismatches = differences_beyond_rounding(
+            result["expected"], result["found"], f"rank {rank}"
+        )
+        assert not mismatches, "\n".join(mismatches[:20])
+    assert_freed(run_scenario(name, 4))
 
 
-def test_replicated_units() -> None:
-    for result in ours("penalty_of_replicated_units"):
-        assert not apart(result["expected"], result["found"])
+def test_double_backward_of_replicated_units_is_close_to_plain_model() -> None:
+    for result in run_scenario("penalty_of_replicated_units"):
+        assert not differences_beyond_rounding(result["expected"], result["found"])
 
 
-def test_on_one_rank() -> None:
-    (result,) = ours("penalty_on_one_rank", 1)
+def test_double_backward_on_one_rank_matches_plain_model() -> None:
+    (result,) = run_scenario("penalty_on_one_rank", 1)
     assert not differences(result["expected"], result["found"])
 
 
-def test_each_unit_is_reduced_once_and_gathered_once() -> None:
-    for result in ours("one_reduction_for_each_unit"):
+def test_double_backward_gathers_and_reduces_each_unit_once() -> None:
+    for result in run_scenario("one_reduction_for_each_unit"):
         assert result["first"] == {"_allgather_base_": 3}
         assert result["second"] == {"_allgather_base_": 4, "_reduce_scatter_base_": 4}
 
 
-def test_a_backward_that_keeps_its_graph_reduces_like_any_other() -> None:
-    assert [result["reduced"] for result in ours("backward_that_keeps_its_graph")] == [8, 8]
+def test_backward_with_create_graph_reduces_in_both_backwards() -> None:
+    assert [result["reduced"] for result in run_scenario("backward_with_create_graph")] == [8, 8]
 
 
-def test_shards_are_in_no_graph() -> None:
-    for result in ours("gradients_of_shards"):
+def test_autograd_grad_of_sharded_parameters_raises() -> None:
+    for result in run_scenario("gradients_of_shards"):
         assert "appears to not have been used in the graph" in result["error"]
 
 
-def test_the_penalty_matters() -> None:
-    """The scenarios could not fail if the penalty's gradient were nothing."""
+def test_penalty_alone_gives_nonzero_gradients() -> None:
+    """The tests above would be void if the penalty had no gradient."""
     import double_backward
 
-    model = double_backward.curved()
+    model = double_backward.curved_model()
     double_backward.penalty(model, behaviour.batch(0)).backward()
     norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
     assert torch.stack(norms).max() > 1e-3

@@ -1,4 +1,4 @@
-"""An unchanged job under torchrun, on torch's FSDP2 and on fsdp_c: the same losses to the bit."""
+"""An unmodified torchrun job has bit-equal losses on torch's FSDP2 and on fsdp_c."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from site_dir import installed_environment
 
-pytestmark = pytest.mark.xdist_group("drop-in")  # they share launches
+pytestmark = pytest.mark.xdist_group("drop-in")  # the tests share launches
 JOB = Path(__file__).with_name("workers") / "dropin_train.py"
-STOCK = "torch.distributed.fsdp._fully_shard._fsdp_state"
-OURS = "fsdp_c.state"
+TORCH_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+FSDP_C_STATE = "fsdp_c.state"
 
 LAUNCHES: dict[str, tuple[dict[str, str], list[str]]] = {
     "plain": ({}, [str(JOB)]),
@@ -26,7 +26,7 @@ LAUNCHES: dict[str, tuple[dict[str, str], list[str]]] = {
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs one of LAUNCHES on two ranks; what each rank reported."""
+    """Returns a function that runs one of LAUNCHES on two ranks and returns their reports."""
     reports: dict[str, list[dict[str, Any]]] = {}
 
     def run(name: str) -> list[dict[str, Any]]:
@@ -48,11 +48,13 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_an_unchanged_job(outcome: Any, name: str) -> None:
+def test_unmodified_job_has_torchs_losses(outcome: Any, name: str) -> None:
     found, plain = outcome(name), outcome("plain")
     assert len(found) == 2
-    assert {report["state"] for report in plain} == {STOCK}
-    assert {report["state"] for report in found} == {STOCK if name == "plain" else OURS}
+    assert {report["state"] for report in plain} == {TORCH_STATE}
+    assert {report["state"] for report in found} == {
+        TORCH_STATE if name == "plain" else FSDP_C_STATE
+    }
     assert {"fsdp_c" in report["clip"] for report in found} == {name != "plain"}
     assert [report["losses"] for report in found] == [report["losses"] for report in plain]
     assert all(report["argv"] == ["--lr", "1 2"] for report in found)

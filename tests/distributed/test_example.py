@@ -1,5 +1,7 @@
-"""The demo on two gloo ranks, in a tiny configuration: one run, and those that are interrupted, the
-way a user runs it, by torchrun's module, and the others in forked ranks."""
+"""The training example on two gloo ranks, in a small configuration.
+
+One run and the interrupted runs use torchrun, as users do. All other runs use forked ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from pathlib import Path
 import pytest
 from launch import RanksFailed, run_ranks
 
-pytestmark = pytest.mark.xdist_group("example")  # they share launches
+pytestmark = pytest.mark.xdist_group("example")  # the tests share launches
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# A rank that dies of a signal leaves its stacks in the output.
+# With faulthandler, a rank that dies by a signal prints its stacks.
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
@@ -26,7 +28,7 @@ ENVIRONMENT = {
     "PYTHONFAULTHANDLER": "1",
 }
 STEPS = 6
-# Dropout makes a resumed run depend on the random state, the uneven width on padded shards.
+# Dropout makes a resumed run depend on the random state. The uneven width gives padded shards.
 TINY = (
     f"--device cpu --steps {STEPS} --save-every 3 --validate-every 3 --batch 2 --layers 2 "
     "--width 30 --heads 2 --context 32 --text-bytes 300000 --sample-bytes 8 --dropout 0.1 "
@@ -36,38 +38,42 @@ PRECISIONS = {"fp32": [], "bf16": ["--bf16"]}
 
 
 @dataclass
-class Done:
-    """How a run ended, as ``subprocess.run`` tells it; ``stderr`` may have all that was written."""
+class RunResult:
+    """Result of a run, as of ``subprocess.run``. ``stderr`` of forked ranks includes stdout."""
 
     returncode: int
     stdout: str
     stderr: str
 
 
-def launch(*arguments: object, ranks: int = 2, fresh: bool = False) -> Done:
-    """Run the example to its end in forked ranks; ``fresh``: by torchrun, or on one rank as plain
-    python does, in interpreters that begin with it."""
+def launch(*arguments: object, ranks: int = 2, fresh: bool = False) -> RunResult:
+    """Runs the example to its end in forked ranks.
+
+    ``fresh``: in new interpreters, by torchrun, or by plain python on one rank.
+    """
     words = [*TINY, *map(str, arguments)]
     if fresh:
         prefix = TORCHRUN if ranks == 2 else [sys.executable]
         command = [*prefix, str(SCRIPT), *words]
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-        return Done(done.returncode, done.stdout, done.stderr)
+        result = subprocess.run(
+            command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+        )
+        return RunResult(result.returncode, result.stdout, result.stderr)
     try:
         texts = run_ranks(SCRIPT, ranks, words, timeout=240)
     except RanksFailed as failed:
         report = failed.reports[0]
-        return Done(report.returncode or 0, report.output, report.output)
-    return Done(0, texts[0], "")
+        return RunResult(report.returncode or 0, report.output, report.output)
+    return RunResult(0, texts[0], "")
 
 
-def written_by_ranks(done: Done) -> str:
-    """The error stream without torchrun's own traceback, which follows and says nothing."""
-    return done.stderr.partition("\nTraceback (most recent call last)")[0]
+def rank_errors(result: RunResult) -> str:
+    """Returns the error stream without the traceback that torchrun appends."""
+    return result.stderr.partition("\nTraceback (most recent call last)")[0]
 
 
 def losses(out: Path) -> dict[str, object]:
-    """Return a finished run's losses as written: hexadecimal floats and a digest of the weights."""
+    """Returns the losses of a finished run: hexadecimal floats and a digest of the weights."""
     return json.loads((out / "losses.json").read_text())
 
 
@@ -82,9 +88,9 @@ class Runs:
         out = self.folder / f"{impl}-{precision}"
         if out not in self.printed:
             fresh = (impl, precision) == ("fsdp_c", "fp32")
-            done = launch("--impl", impl, "--out", out, *PRECISIONS[precision], fresh=fresh)
-            assert done.returncode == 0, written_by_ranks(done)
-            self.printed[out] = done.stdout
+            result = launch("--impl", impl, "--out", out, *PRECISIONS[precision], fresh=fresh)
+            assert result.returncode == 0, rank_errors(result)
+            self.printed[out] = result.stdout
         return out
 
 
@@ -94,24 +100,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_both_implementations_give_the_same_bits(runs: Runs, precision: str) -> None:
-    ours, stock = (losses(runs.get(impl, precision)) for impl in ("fsdp_c", "torch"))
-    assert len(ours["train"]) == STEPS
-    assert list(ours["validation"]) == ["3", "6"]
-    assert ours == stock
+def test_example_losses_match_torch(runs: Runs, precision: str) -> None:
+    by_fsdp_c, by_torch = (losses(runs.get(impl, precision)) for impl in ("fsdp_c", "torch"))
+    assert len(by_fsdp_c["train"]) == STEPS
+    assert list(by_fsdp_c["validation"]) == ["3", "6"]
+    assert by_fsdp_c == by_torch
 
 
-def test_losses_distinguish_what_differs(runs: Runs) -> None:
-    """The control of the test above: where the arithmetic differs, the files differ."""
+def test_example_losses_differ_between_precisions(runs: Runs) -> None:
+    """The comparison above would be void if the files did not depend on the arithmetic."""
     fp32, bf16 = (losses(runs.get("torch", precision)) for precision in PRECISIONS)
     for key in ("train", "gradient_norm", "validation", "weights_sha256"):
         assert fp32[key] != bf16[key], key
 
 
-def test_training_lowers_the_loss(runs: Runs) -> None:
+def test_example_training_lowers_the_loss(runs: Runs) -> None:
     written = losses(runs.get("fsdp_c", "fp32"))
     first, *_, last = map(float.fromhex, written["train"])
-    assert 5.4 < first < 5.7  # an untrained model spreads over 256 bytes: ln 256 = 5.545
+    assert 5.4 < first < 5.7  # an untrained model predicts 256 bytes uniformly: ln 256 = 5.545
     assert last < first - 0.3
 
 
@@ -124,20 +130,20 @@ def test_training_lowers_the_loss(runs: Runs) -> None:
         ("torch", "fsdp_c", "bf16"),
     ],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one(
+def test_resumed_example_run_equals_an_uninterrupted_one(
     runs: Runs, writer: str, reader: str, precision: str, tmp_path: Path
 ) -> None:
     whole = runs.get(writer, precision)
-    # Saved right after a validation, whose forward leaves the root module gathered.
+    # The checkpoint was saved after a validation, whose forward leaves the root unsharded.
     halfway = whole / "checkpoints" / "step_000003"
     more = PRECISIONS[precision]
-    done = launch("--impl", reader, "--out", tmp_path, "--resume", halfway, *more)
-    assert done.returncode == 0, written_by_ranks(done)
-    assert "after step 3." in done.stdout
+    result = launch("--impl", reader, "--out", tmp_path, "--resume", halfway, *more)
+    assert result.returncode == 0, rank_errors(result)
+    assert "after step 3." in result.stdout
     assert losses(tmp_path) == losses(whole)
 
 
-def test_a_run_prints_and_writes_its_results(runs: Runs) -> None:
+def test_example_prints_and_writes_its_results(runs: Runs) -> None:
     out = runs.get("fsdp_c", "fp32")
     for heading in ("Sample:", "Final loss", "tokens/s", "Peak memory"):
         assert heading in runs.printed[out]
@@ -151,11 +157,11 @@ def test_a_run_prints_and_writes_its_results(runs: Runs) -> None:
     assert "of communication is hidden" in runs.printed[out]
 
 
-def test_without_torchrun_it_is_one_process_and_resumes_the_newest_checkpoint(
+def test_example_without_torchrun_resumes_the_newest_checkpoint(
     tmp_path: Path,
 ) -> None:
     first = launch("--impl", "torch", "--out", tmp_path, ranks=1, fresh=True)
-    assert first.returncode == 0, written_by_ranks(first)
+    assert first.returncode == 0, rank_errors(first)
     assert "on 1 x cpu" in first.stdout
     uninterrupted = losses(tmp_path)
     (tmp_path / "checkpoints" / "step_000006" / "run.json").unlink()  # as if cut off while saving
@@ -175,25 +181,31 @@ def test_without_torchrun_it_is_one_process_and_resumes_the_newest_checkpoint(
         (["--text", "nowhere"], "no Python source to train on below nowhere"),
     ],
 )
-def test_a_bad_command_line_is_one_line_of_error(
+def test_example_with_invalid_arguments_prints_one_error_line(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
-    done = launch("--impl", "torch", "--out", tmp_path, *arguments, ranks=1)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.startswith("train_gpt: error: ")
-    assert done.stderr.count("\n") == 1
+    result = launch("--impl", "torch", "--out", tmp_path, *arguments, ranks=1)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("train_gpt: error: ")
+    assert result.stderr.count("\n") == 1
 
 
-def test_resuming_with_other_settings_names_the_differences(runs: Runs, tmp_path: Path) -> None:
+def test_example_resumed_with_other_settings_reports_the_differences(
+    runs: Runs, tmp_path: Path
+) -> None:
     halfway = runs.get("torch", "fp32") / "checkpoints" / "step_000003"
-    done = launch("--impl", "torch", "--out", tmp_path, "--resume", halfway, "--bf16", ranks=1)
-    assert done.returncode == 2
-    assert "belongs to a different run: bf16 was False, now True; ranks was 2, now 1" in done.stderr
+    result = launch("--impl", "torch", "--out", tmp_path, "--resume", halfway, "--bf16", ranks=1)
+    assert result.returncode == 2
+    assert (
+        "belongs to a different run: bf16 was False, now True; ranks was 2, now 1" in result.stderr
+    )
 
 
 @pytest.mark.parametrize("impl", ["fsdp_c", "torch"])
-def test_ctrl_c_ends_both_ranks_with_a_short_message(impl: str, tmp_path: Path) -> None:
+def test_interrupted_example_ends_both_ranks_with_a_short_message(
+    impl: str, tmp_path: Path
+) -> None:
     command = [*TORCHRUN, str(SCRIPT), *TINY, "--impl", impl, "--out", str(tmp_path)]
     process = subprocess.Popen(
         [*command, "--steps", "100000", "--save-every", "100000"],
@@ -201,7 +213,7 @@ def test_ctrl_c_ends_both_ranks_with_a_short_message(impl: str, tmp_path: Path) 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a group of its own, as a terminal gives it
+        start_new_session=True,  # a process group of its own, as in a terminal
     )
     try:
         assert process.stdout is not None
@@ -214,5 +226,5 @@ def test_ctrl_c_ends_both_ranks_with_a_short_message(impl: str, tmp_path: Path) 
             process.communicate()
     assert "Interrupted." in out
     assert process.returncode != 0
-    # torchrun reports the signal with its own traceback; the script adds none.
+    # torchrun prints a traceback for the signal; the script must not add one.
     assert "train_gpt.py" not in err

@@ -1,4 +1,4 @@
-"""run_ranks: results in rank order, and failures that say what happened on which rank."""
+"""``run_ranks`` returns results in rank order and reports failures with rank and cause."""
 
 from __future__ import annotations
 
@@ -36,35 +36,35 @@ def sleep_on_rank_one(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_results_come_in_rank_order(world_size: int) -> None:
+def test_run_ranks_returns_results_in_rank_order(world_size: int) -> None:
     total = float(sum(rank + 10 for rank in range(world_size)))
     expected = [(rank, total) for rank in range(world_size)]
     assert run_ranks(sum_of_ranks, world_size, (10,)) == expected
 
 
-def test_an_exception_is_reported_with_its_rank() -> None:
+def test_run_ranks_reports_an_exception_with_its_rank() -> None:
     with pytest.raises(RanksFailed, match=r"(?s)--- rank 1: exit status 1.*ValueError: the reason"):
         run_ranks(raise_on_rank_one, 2, timeout=60)
 
 
-def test_a_killed_rank_is_reported_with_its_signal() -> None:
+def test_run_ranks_reports_a_killed_rank_with_its_signal() -> None:
     with pytest.raises(RanksFailed, match="rank 0: killed by SIGABRT"):
         run_ranks(die_on_rank_zero, 2, timeout=60)
 
 
-def test_a_hang_ends_at_the_time_limit_and_shows_where() -> None:
-    # A launch that missed its limit would run into the time limit of this test.
+def test_run_ranks_reports_the_stack_of_a_hang_at_the_time_limit() -> None:
+    # A launch that ignored its limit would exceed the time limit of this test.
     match = r"(?s)\[1\] still running after 12 s.*in sleep_on_rank_one"
     with pytest.raises(RanksFailed, match=match):
         run_ranks(sleep_on_rank_one, 2, timeout=12)
 
 
-def test_a_function_without_an_importable_name_is_refused() -> None:
+def test_run_ranks_rejects_a_function_without_an_importable_name() -> None:
     with pytest.raises(ValueError, match="cannot be imported by name"):
         run_ranks(lambda rank, world_size: None, 2)
 
 
-def test_a_script_runs_as_under_torchrun(tmp_path: Path) -> None:
+def test_run_ranks_runs_a_script_as_torchrun_does(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"
@@ -74,12 +74,12 @@ def test_a_script_runs_as_under_torchrun(tmp_path: Path) -> None:
         "print(sys.argv[1], int(total))\n"
         "dist.destroy_process_group()\n"
     )
-    for text in run_ranks(script, 2, ["word"]):  # packages may print there, too, before and after
+    for text in run_ranks(script, 2, ["word"]):  # packages may print other lines
         printed = [line for line in text.splitlines() if line.startswith("word")]
         assert printed == ["word 3"], text
 
 
-def test_the_folder_that_workers_share_has_a_name_that_file_systems_take(
+def test_shared_result_folder_has_a_short_unique_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", 32 * "0")

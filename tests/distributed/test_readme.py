@@ -1,4 +1,4 @@
-"""Every Python block of the documents runs, as it stands, on two ranks."""
+"""Every Python block of the documents runs unmodified on two ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launch import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
 
-FIRST = """
+BAD_MODEL = """
     ```python
     policy = fsdp_c.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
@@ -19,50 +19,53 @@ FIRST = """
     fsdp_c.fully_shard(model)
     ```
 """
-"""What the README once began with: it runs, but the model does not."""
+"""An earlier first block of the README: it runs, but the model's forward fails."""
 
-WRITES = """
+LEAF_WRITE = """
 ```python
 with fsdp_c.full_params(model) as full:
     full["head.weight"].mul_(0.5)
 ```
 """
-BROKEN = f"Words.\n{FIRST}\n{WRITES}\n```python\nnothing_of_this_name\n```\n```\nno Python\n```\n"
+FAILING = (
+    f"Words.\n{BAD_MODEL}\n{LEAF_WRITE}\n```python\nnothing_of_this_name\n```\n"
+    "```\nno Python\n```\n"
+)
 
 
 def assert_run(folder: Path, draw: bool) -> None:
-    """Of all blocks those that draw a picture, or the others."""
+    """Runs all blocks that draw a diagram, or all others, and asserts that none fails."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
-    for wrong in run_ranks(readme.run_blocks, 2, (texts, str(folder), draw)):
-        assert wrong == [], "\n".join(wrong)
+    for failures in run_ranks(readme.run_blocks, 2, (texts, str(folder), draw)):
+        assert failures == [], "\n".join(failures)
 
 
-def test_blocks_run_and_leave_models_that_train(tmp_path: Path) -> None:
+def test_document_blocks_run_and_models_train_afterwards(tmp_path: Path) -> None:
     assert_run(tmp_path, draw=False)
 
 
-def test_blocks_that_draw_run_and_leave_models_that_train(tmp_path: Path) -> None:
+def test_document_blocks_that_plot_run_and_models_train_afterwards(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert_run(tmp_path, draw=True)
     assert {path.name for path in tmp_path.glob("*.png")} == {"memory.png", "step.png"}
 
 
-def test_blocks_that_fail_are_found(tmp_path: Path) -> None:
-    for wrong in run_ranks(readme.run_blocks, 2, ({"broken.md": BROKEN}, str(tmp_path))):
-        assert [one.partition(": ")[0] for one in wrong] == [
+def test_failing_document_blocks_are_reported(tmp_path: Path) -> None:
+    for failures in run_ranks(readme.run_blocks, 2, ({"broken.md": FAILING}, str(tmp_path))):
+        assert [failure.partition(": ")[0] for failure in failures] == [
             "broken.md:4",
             "broken.md:12",
             "broken.md:17",
         ]
-        for one, match in zip(
-            wrong, ["same dtype", "a leaf Variable that requires grad", "NameError"], strict=True
+        for failure, match in zip(
+            failures, ["same dtype", "a leaf Variable that requires grad", "NameError"], strict=True
         ):
-            assert match in one
-        assert 'File "broken.md", line 13' in wrong[1]
+            assert match in failure
+        assert 'File "broken.md", line 13' in failures[1]
 
 
-def test_no_block_is_overlooked() -> None:
-    """Every fence of Python opens a block that is run."""
+def test_every_python_fence_is_a_block() -> None:
+    """``readme.blocks`` finds each fenced Python block."""
     assert len(readme.blocks((ROOT / "README.md").read_text())) >= 5
     for path in DOCUMENTS:
         text = path.read_text()

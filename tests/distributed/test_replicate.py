@@ -1,4 +1,4 @@
-"""``replicate`` on real ranks: buckets change when gradients are reduced, and nothing else."""
+"""``replicate`` on several ranks: buckets change only the time of reductions."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ import pytest
 import replicated
 from launch import run_ranks
 
-LATE = replicated.OF_TORCH_2_13
+SINCE_2_13 = replicated.SINCE_TORCH_2_13
 CASES = [
-    pytest.param(world, one.__name__, marks=[pytest.mark.torch("2.13")] if one in LATE else [])
-    for world, all in replicated.SCENARIOS.items()
-    for one in all
+    pytest.param(
+        world,
+        scenario.__name__,
+        marks=[pytest.mark.torch("2.13")] if scenario in SINCE_2_13 else [],
+    )
+    for world, scenarios in replicated.SCENARIOS.items()
+    for scenario in scenarios
 ]
 
 
 @functools.cache
 def outcomes(world: int) -> list[dict[str, str]]:
-    """What went wrong on each rank, by scenario: one launch for all of them."""
-    found: list[dict[str, str]] = run_ranks(replicated.outcomes, world, timeout=240)
-    return found
+    """Runs all scenarios in one launch; returns each rank's tracebacks by scenario."""
+    results: list[dict[str, str]] = run_ranks(replicated.outcomes, world, timeout=240)
+    return results
 
 
 @pytest.mark.parametrize(("world", "scenario"), CASES)
-def test_replicate(world: int, scenario: str) -> None:
+def test_replicate_scenario_passes_on_all_ranks(world: int, scenario: str) -> None:
     assert [rank[scenario] for rank in outcomes(world)] == [""] * world

@@ -1,4 +1,4 @@
-"""Many ranks as threads of one process, as in PyTorch's own FSDP tests: nothing is shared."""
+"""Ranks as threads of one process, as in PyTorch's FSDP tests: ranks share no state."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from behaviour import Api, batch, differences, grads, plain, shard, train, weigh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
-pytestmark = pytest.mark.torch("2.13")  # older DTensors crash in threads, in fake tensors' modes
+pytestmark = pytest.mark.torch("2.13")  # older DTensors crash in threads with fake tensor modes
 
 SEEDING = threading.Lock()
-"""torch's global random generator is one for all ranks here."""
+"""All ranks share torch's global random generator in one process."""
 
 
 def model_of(api: Api, **kwargs: Any) -> nn.Sequential:
@@ -26,7 +26,7 @@ def model_of(api: Api, **kwargs: Any) -> nn.Sequential:
 
 
 class Threads:
-    """The tests; ``world_size`` ranks."""
+    """Tests that run on ``world_size`` ranks."""
 
     world_size: int
     rank: int
@@ -39,12 +39,12 @@ class Threads:
         return Api(name, self.rank, self.world_size, Path())
 
     def assert_same(self, run: Any) -> Any:
-        """run(api) gives the same under both implementations; returns ours."""
-        theirs, ours = run(self.api("torch")), run(self.api("fsdp_c"))
-        assert differences(theirs, ours) == []
-        return ours
+        """Asserts that run(api) is equal under torch and fsdp_c; returns the result of fsdp_c."""
+        by_torch, by_fsdp_c = run(self.api("torch")), run(self.api("fsdp_c"))
+        assert differences(by_torch, by_fsdp_c) == []
+        return by_fsdp_c
 
-    def test_training_has_stocks_bits(self) -> None:
+    def test_training_in_threads_matches_torch(self) -> None:
         for reshard in (None, True, False):
             self.assert_same(
                 lambda api, reshard=reshard: train(
@@ -52,11 +52,11 @@ class Threads:
                 )
             )
 
-    def test_mixed_precision_has_stocks_bits(self) -> None:
+    def test_mixed_precision_in_threads_matches_torch(self) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         self.assert_same(lambda api: train(model_of(api, mp_policy=policy), self.rank, 3))
 
-    def test_accumulation_has_stocks_bits(self) -> None:
+    def test_accumulation_in_threads_matches_torch(self) -> None:
         def run(api: Api) -> list[Any]:
             model = model_of(api)
             for part in range(3):
@@ -66,7 +66,7 @@ class Threads:
 
         self.assert_same(run)
 
-    def test_parameters_are_gathered_by_hand(self) -> None:
+    def test_direct_unshard_in_threads_gathers_full_parameters(self) -> None:
         model = model_of(self.api("fsdp_c"))
         with SEEDING:
             expected = plain().state_dict()
@@ -77,8 +77,8 @@ class Threads:
                 assert torch.equal(param, expected[f"{index}.{name}"])
             model[index].reshard()
 
-    def test_each_rank_recovers_from_its_own_exception(self) -> None:
-        """Raised on all ranks, in forward, then in backward."""
+    def test_each_thread_recovers_from_its_own_exception(self) -> None:
+        """All ranks raise in forward, then in backward."""
         expected = train(model_of(self.api("fsdp_c")), self.rank, 2)
         model = model_of(self.api("fsdp_c"))
         for where in ("forward", "backward"):
@@ -107,7 +107,7 @@ class Threads:
         finally:
             handle.remove()
 
-    def test_weights_are_gathered_whole(self) -> None:
+    def test_weights_gathered_in_threads_equal_the_originals(self) -> None:
         with SEEDING:
             expected = dict(plain().named_parameters())
         for name, value in weights(model_of(self.api("fsdp_c"))).items():

@@ -1,7 +1,7 @@
-"""Random programs over the public interface, beside torch: workers/programs.py says what they are.
+"""Random programs over the public interface, compared with torch; see workers/programs.py.
 
-`make test` runs a fixed set of seeds; FSDP_C_PROGRAMS=1000 as many, FSDP_C_PROGRAMS_SEED=7 from
-another one on. What differs is shortened, and shown with the program.
+`make test` runs a fixed set of seeds. FSDP_C_PROGRAMS=1000 sets their number,
+FSDP_C_PROGRAMS_SEED=7 the first seed. A program that differs is shortened and printed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ pytestmark = pytest.mark.xdist_group("programs")
 
 @pytest.mark.torch("2.13")
 @pytest.mark.timeout(300 + 10 * COUNT)
-def test_programs_do_what_they_do_under_torch() -> None:
-    report = programs.run_many(range(SEED, SEED + COUNT), programs.ranks_of, enough=SHOWN)
-    shown = [
-        f"seed {seed}, {programs.ranks_of(seed)} ranks:\n{programs.written(program)}\n{found.text}"
-        for seed, (program, found) in report.failures.items()
+def test_random_programs_match_torch() -> None:
+    report = programs.run_many(range(SEED, SEED + COUNT), programs.world_size_of, enough=SHOWN)
+    differences = [
+        f"seed {seed}, {programs.world_size_of(seed)} ranks:\n"
+        f"{programs.format_program(program)}\n{difference.text}"
+        for seed, (program, difference) in report.failures.items()
     ]
-    assert not shown, "torch's and ours differ:\n" + "\n\n".join(shown)
+    assert not differences, "torch and fsdp_c differ:\n" + "\n\n".join(differences)
     assert report.programs == COUNT
     assert report.operations > 12 * COUNT, report
     assert set(report.rules) <= {*RULES, *programs.OTHER_RULES}
@@ -39,30 +40,30 @@ def test_programs_do_what_they_do_under_torch() -> None:
 @pytest.mark.torch("2.13")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mistake", program_mistakes.MISTAKES)
-def test_a_mistake_is_found(mistake: str) -> None:
-    can_be_seen = program_mistakes.MISTAKES[mistake].can_be_seen
-    seeds = [seed for seed in range(2000) if can_be_seen(programs.generate(seed))][:30]
+def test_random_programs_detect_a_seeded_mistake(mistake: str) -> None:
+    is_detectable = program_mistakes.MISTAKES[mistake].is_detectable
+    seeds = [seed for seed in range(2000) if is_detectable(programs.generate(seed))][:30]
     report = programs.run_many(seeds, lambda seed: 1, mistake=mistake, shorten=0, enough=1)
-    assert report.failures, f"{report.programs} programs did not find it: {report.rules}"
+    assert report.failures, f"{report.programs} programs did not detect it: {report.rules}"
 
 
-def test_a_program_is_its_seeds_and_what_is_written_is_the_program() -> None:
+def test_programs_are_reproducible_and_survive_formatting() -> None:
     program = programs.generate(5)
     assert program == programs.generate(5) != programs.generate(6)
-    assert programs.read(programs.written(program)) == program
+    assert programs.parse_program(programs.format_program(program)) == program
 
 
 class ScriptedServer:
-    """Answers with prepared outcomes in their order, and repeats the last one."""
+    """Returns prepared outcomes in order, and repeats the last one."""
 
     def __init__(self, *outcomes: Rank) -> None:
         self.outcomes = list(outcomes)
         self.runs = 0
 
-    def ask(self, program: list[Step], world: int, seconds: float, mistake: str = "") -> None:
+    def request(self, program: list[Step], world: int, seconds: float, mistake: str = "") -> None:
         self.runs += 1
 
-    def answer(self) -> list[Rank]:
+    def response(self) -> list[Rank]:
         return [self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]]
 
 
@@ -73,26 +74,32 @@ TIMED_OUT: Rank = ([["gave None"], ["raised RuntimeError: Timed out waiting for 
 
 @pytest.mark.parametrize("late", [HUNG, TIMED_OUT], ids=["hung", "timed out"])
 @pytest.mark.parametrize(
-    ("stock", "ours", "fails"),
+    ("torch_outcomes", "fsdp_c_hangs", "fails"),
     [
-        pytest.param((ENDED,), "once", True, id="ours hangs once"),
-        pytest.param((ENDED,), "always", True, id="ours hangs always"),
+        pytest.param((ENDED,), "once", True, id="fsdp_c hangs once"),
+        pytest.param((ENDED,), "always", True, id="fsdp_c hangs always"),
         pytest.param((ENDED, ENDED, ENDED, "late"), "once", False, id="torch hangs, too"),
     ],
 )
 def test_hang_of_a_program_passes_only_if_torch_hangs_in_a_rerun(
-    monkeypatch: pytest.MonkeyPatch, late: Rank, stock: tuple[Any, ...], ours: str, fails: bool
+    monkeypatch: pytest.MonkeyPatch,
+    late: Rank,
+    torch_outcomes: tuple[Any, ...],
+    fsdp_c_hangs: str,
+    fails: bool,
 ) -> None:
     servers = {
-        "torch": ScriptedServer(*(late if one == "late" else one for one in stock)),
-        "fsdp_c": ScriptedServer(*([late, ENDED] if ours == "once" else [late])),
+        "torch": ScriptedServer(
+            *(late if outcome == "late" else outcome for outcome in torch_outcomes)
+        ),
+        "fsdp_c": ScriptedServer(*([late, ENDED] if fsdp_c_hangs == "once" else [late])),
     }
-    monkeypatch.setattr(programs, "server_of", servers.__getitem__)
+    monkeypatch.setattr(programs, "start_server", servers.__getitem__)
     report = programs.run_many([5], lambda seed: 1, shorten=0)
     assert bool(report.failures) == fails
     assert dict(report.rules) == ({} if fails else {programs.HANGS: 1})
     if fails:
         assert servers["torch"].runs == 1 + programs.HANG_RERUNS
-        assert f"ours in {programs.HANGS_COUNTED if ours == 'always' else 0}" in (
+        assert f"fsdp_c in {programs.HANGS_COUNTED if fsdp_c_hangs == 'always' else 0}" in (
             report.failures[5][1].text
         )

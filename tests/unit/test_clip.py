@@ -1,7 +1,7 @@
-"""``clip_grad_norm_``: torch's numbers, bit for bit, from the local gradients.
+"""``clip_grad_norm_`` has torch's bits.
 
-The fake process group's collectives move nothing, so that the "total" of both implementations is
-this rank's own: what is compared is the arithmetic. Real ranks are in tests/distributed.
+Collectives of the fake process group move no data, so the total norm is that of this rank. These
+tests compare the arithmetic; tests/distributed compares results on several ranks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from fsdp_c.clip import PerMesh
 SHAPES = [(64, 8), (17,), (9, 3), (1,), (40, 33), (8, 1), (3,)]
 
 
-def sharded(
+def sharded_module(
     shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """A unit with a parameter of each shape; 8 ranks, so that some shards are empty on this one."""
+    """Returns a module with one parameter per shape, sharded on 8 ranks. Some shards are empty."""
     module = nn.Module()
     for i, shape in enumerate(shapes):
         module.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape).to(dtype)))
@@ -54,68 +54,78 @@ def give_grads(module: nn.Module, scale: float = 1.0) -> None:
 
 
 def compare(module: nn.Module, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> float:
-    """Clips by torch and by us; the totals and all gradients have to be the same."""
+    """Clips with torch and with fsdp_c, and asserts equal totals and gradients."""
     params = list(module.parameters())
     give_grads(module)
-    theirs = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, **kwargs).full_tensor()
+    by_torch = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, **kwargs).full_tensor()
     expected = [param.grad._local_tensor.clone() for param in params]
     give_grads(module)
     before = [param.grad._local_tensor._version for param in params]
-    ours = clip_grad_norm_(params, max_norm, norm_type, **kwargs)
-    assert type(ours) is torch.Tensor and ours.shape == () and ours.dtype == theirs.dtype
-    assert torch.equal(ours, theirs)
+    by_fsdp_c = clip_grad_norm_(params, max_norm, norm_type, **kwargs)
+    assert (
+        type(by_fsdp_c) is torch.Tensor
+        and by_fsdp_c.shape == ()
+        and by_fsdp_c.dtype == by_torch.dtype
+    )
+    assert torch.equal(by_fsdp_c, by_torch)
     for param, grad, version in zip(params, expected, before, strict=True):
         assert torch.equal(param.grad._local_tensor, grad)
-        assert param.grad._local_tensor._version == version + (max_norm < theirs)
-    return ours.item()
+        assert param.grad._local_tensor._version == version + (max_norm < by_torch)
+    return by_fsdp_c.item()
 
 
 class TestParityWithTorch:
     @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6])
-    def test_two_norm(self, fake_group: int, max_norm: float) -> None:
-        assert compare(sharded(), max_norm) > 5
+    def test_two_norm_matches_torch(self, fake_group: int, max_norm: float) -> None:
+        assert compare(sharded_module(), max_norm) > 5
 
     @pytest.mark.parametrize("norm_type", [1.0, 3.0, 2, "inf", float("inf"), 0.0])
-    def test_other_norms(self, fake_group: int, norm_type: Any) -> None:
-        shapes = [shape for shape in SHAPES if shape[0] >= 8]  # torch refuses empty shards for inf
-        compare(sharded(shapes), 0.5, float(norm_type))
+    def test_other_norm_types_match_torch(self, fake_group: int, norm_type: Any) -> None:
+        shapes = [
+            shape for shape in SHAPES if shape[0] >= 8
+        ]  # torch raises on empty shards for inf
+        compare(sharded_module(shapes), 0.5, float(norm_type))
 
     @pytest.mark.parametrize("norm_type", [4.0, 0.5, 1.5, -1.0, -math.inf])
-    def test_unusual_norms_to_the_last_bits(self, fake_group: int, norm_type: float) -> None:
-        module = sharded([(64, 8), (40, 33)])
+    def test_unusual_norm_types_are_close_to_torch(self, fake_group: int, norm_type: float) -> None:
+        module = sharded_module([(64, 8), (40, 33)])
         give_grads(module)
-        theirs = torch.nn.utils.get_total_norm(
+        by_torch = torch.nn.utils.get_total_norm(
             [p.grad for p in module.parameters()], norm_type
         ).full_tensor()
-        ours = clip_grad_norm_(module, 1e9, norm_type)
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+        by_fsdp_c = clip_grad_norm_(module, 1e9, norm_type)
+        torch.testing.assert_close(by_fsdp_c, by_torch, rtol=1e-6, atol=0)
 
-    def test_each_norm_over_ranks(self, fake_group: int) -> None:
-        """The roots, too: MKL's are not the nearest numbers on every machine."""
-        module = sharded([(8 * n, 3) for n in range(1, 60)])
+    def test_norm_of_each_parameter_matches_torch(self, fake_group: int) -> None:
+        """Covers the square root as well: MKL's is not correctly rounded on every machine."""
+        module = sharded_module([(8 * n, 3) for n in range(1, 60)])
         give_grads(module)
         for param in module.parameters():
-            theirs = torch.nn.utils.get_total_norm([param.grad]).full_tensor()
-            assert torch.equal(clip_grad_norm_([param], 1e9), theirs)
+            by_torch = torch.nn.utils.get_total_norm([param.grad]).full_tensor()
+            assert torch.equal(clip_grad_norm_([param], 1e9), by_torch)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
-    def test_other_dtypes(self, fake_group: int, dtype: torch.dtype) -> None:
-        compare(sharded(dtype=dtype), 0.5)
+    def test_other_dtypes_match_torch(self, fake_group: int, dtype: torch.dtype) -> None:
+        compare(sharded_module(dtype=dtype), 0.5)
 
     @pytest.mark.parametrize("foreach", [True, False])
-    def test_with_and_without_foreach(self, fake_group: int, foreach: bool) -> None:
-        compare(sharded(), 0.5, foreach=foreach)
+    def test_foreach_on_and_off_match_torch(self, fake_group: int, foreach: bool) -> None:
+        compare(sharded_module(), 0.5, foreach=foreach)
 
-    def test_mixed_dtypes(self, fake_group: int) -> None:
-        module = nn.ModuleList([sharded(), sharded(dtype=torch.bfloat16), sharded()])
+    def test_mixed_dtypes_match_torch(self, fake_group: int) -> None:
+        module = nn.ModuleList(
+            [sharded_module(), sharded_module(dtype=torch.bfloat16), sharded_module()]
+        )
         compare(module, 0.5)
 
-    def test_gradients_too_large_for_one_thread(self, fake_group: int) -> None:
-        compare(sharded([(8 * 300, 200), (64, 8)]), 0.5)
+    def test_gradients_above_the_thread_limit_match_torch(self, fake_group: int) -> None:
+        compare(sharded_module([(8 * 300, 200), (64, 8)]), 0.5)
 
     @settings(max_examples=50, deadline=None)
     @given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.floats(1e-3, 1e3))
-    def test_plain_tensors_of_any_length(self, lengths: list[int], max_norm: float) -> None:
+    def test_plain_tensors_of_any_length_match_torch(
+        self, lengths: list[int], max_norm: float
+    ) -> None:
         def grads() -> list[torch.Tensor]:
             generator = torch.Generator().manual_seed(len(lengths))
             params = [torch.zeros(n) for n in lengths]
@@ -123,30 +133,35 @@ class TestParityWithTorch:
                 param.grad = torch.randn(param.shape, generator=generator)
             return params
 
-        theirs, ours = grads(), grads()
-        expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-        assert torch.equal(clip_grad_norm_(ours, max_norm), expected)
-        for a, b in zip(ours, theirs, strict=True):
+        by_torch, by_fsdp_c = grads(), grads()
+        expected = torch.nn.utils.clip_grad_norm_(by_torch, max_norm)
+        assert torch.equal(clip_grad_norm_(by_fsdp_c, max_norm), expected)
+        for a, b in zip(by_fsdp_c, by_torch, strict=True):
             assert torch.equal(a.grad, b.grad)
 
-    def test_vectors_with_extreme_values(self) -> None:
+    def test_extreme_values_match_torch(self) -> None:
         for values in ([1e30, 1e30], [1e-30, 1e-40], [0.0], [math.inf, 1.0], [math.nan, 1.0]):
-            theirs, ours = torch.zeros(len(values)), torch.zeros(len(values))
-            theirs.grad, ours.grad = torch.tensor(values), torch.tensor(values)
-            expected = torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+            by_torch, by_fsdp_c = torch.zeros(len(values)), torch.zeros(len(values))
+            by_torch.grad, by_fsdp_c.grad = torch.tensor(values), torch.tensor(values)
+            expected = torch.nn.utils.clip_grad_norm_([by_torch], 1.0)
             torch.testing.assert_close(
-                clip_grad_norm_([ours], 1.0), expected, rtol=0, atol=0, equal_nan=True
+                clip_grad_norm_([by_fsdp_c], 1.0), expected, rtol=0, atol=0, equal_nan=True
             )
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                by_fsdp_c.grad, by_torch.grad, rtol=0, atol=0, equal_nan=True
+            )
 
 
 class TestDefaults:
-    """Totals are of the gradients' dtype and device, whatever new tensors have by default."""
+    """Totals have the dtype and device of the gradients, not torch's default dtype and device."""
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     @pytest.mark.parametrize("norm_type", [2.0, 1.0])
-    def test_dtype(self, fake_group: int, dtype: torch.dtype, norm_type: float) -> None:
-        module = sharded([(8 * 300, 200), (64, 8)])  # one for the kernels, one for torch
+    def test_default_dtype_does_not_change_the_total(
+        self, fake_group: int, dtype: torch.dtype, norm_type: float
+    ) -> None:
+        # torch computes the norm of the first parameter, fsdp_c's kernels that of the second.
+        module = sharded_module([(8 * 300, 200), (64, 8)])
         give_grads(module, 1e3)
         totals = self.clipped(module, norm_type)
         torch.set_default_dtype(dtype)
@@ -159,15 +174,17 @@ class TestDefaults:
             assert torch.equal(a, b)
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0])
-    def test_device(self, fake_group: int, norm_type: float) -> None:
-        module = sharded([(8 * 300, 200), (64, 8)])
+    def test_default_device_does_not_change_the_total(
+        self, fake_group: int, norm_type: float
+    ) -> None:
+        module = sharded_module([(8 * 300, 200), (64, 8)])
         expected = self.clipped(module, norm_type)
         with torch.device("meta"):
             found = self.clipped(module, norm_type)
         assert torch.equal(found[0], expected[0])
         assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 
-    def test_without_gradients_torch_has_the_defaults_too(self) -> None:
+    def test_total_without_gradients_is_on_the_default_device(self) -> None:
         with torch.device("meta"):
             assert clip_grad_norm_([], 1.0).is_meta
             assert torch.nn.utils.clip_grad_norm_([], 1.0).is_meta
@@ -182,9 +199,9 @@ class TestDefaults:
         return clip_grad_norm_(kept, 1.0, norm_type), [p.grad._local_tensor for p in kept]
 
 
-@pytest.mark.torch("2.13")  # fake groups of before leave what is reduced unwritten
+@pytest.mark.torch("2.13")  # older fake groups leave reduced tensors unwritten
 class TestSeveralMeshes:
-    """A mesh for each unit, and a plain layer; torch refuses gradients on different meshes."""
+    """Each unit has its own mesh, and one layer is plain. torch raises on different meshes."""
 
     def model(self, meshes: list[Any]) -> nn.Module:
         torch.manual_seed(0)
@@ -213,25 +230,25 @@ class TestSeveralMeshes:
             "with replicas",
         ],
     )
-    def test_take_the_c_path_with_the_same_bits(
+    def test_c_path_has_the_bits_of_the_python_path(
         self, fake_group: int, shapes: Any, names: Any, calls: int
     ) -> None:
         meshes = [
             init_device_mesh("cpu", shape, mesh_dim_names=name)
             for shape, name in zip(shapes, names, strict=True)
         ]
-        ours, reference = self.model(meshes), self.model(meshes)
+        by_fsdp_c, reference = self.model(meshes), self.model(meshes)
         with torch.no_grad():
             params = list(reference.parameters())
             collected = _C.clip_collect(params, True)
             expected = clip._clip(params, *collected, 0.5, 2.0, False, None)
-        tensors, kinds, kind_of = _C.clip_collect(list(ours.parameters()), True)
+        tensors, kinds, kind_of = _C.clip_collect(list(by_fsdp_c.parameters()), True)
         with CommDebugMode() as comm:
             total = clip.total_fast(tensors, kind_of, [clip.group_names(*kind) for kind in kinds])
         assert total == expected.item()
         assert comm.get_total_counts() == calls
         assert clip.scale_fast(tensors, 0.5, total)
-        for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
+        for a, b in zip(by_fsdp_c.parameters(), reference.parameters(), strict=True):
             assert torch.equal(local_grad(a), local_grad(b))
 
 
@@ -240,11 +257,11 @@ def local_grad(param: Any) -> torch.Tensor:
 
 
 class TestWithoutValues:
-    """Fake tensors and traces give what torch's function gives."""
+    """Fake tensors and traces give the results of torch's function."""
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0])
     @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
-    def test_fake_tensors(self, device: str, norm_type: float) -> None:
+    def test_fake_tensors_give_a_fake_total(self, device: str, norm_type: float) -> None:
         with FakeTensorMode():
             for call in (torch.nn.utils.clip_grad_norm_, clip_grad_norm_):
                 param = torch.zeros(3, device=device)
@@ -255,21 +272,21 @@ class TestWithoutValues:
                 with pytest.raises(DataDependentOutputException):
                     call([param], 1.0, norm_type, error_if_nonfinite=True)
 
-    def test_fake_gradients_that_leave_their_mode(self) -> None:
+    def test_fake_gradients_outside_their_mode_give_a_fake_total(self) -> None:
         with FakeTensorMode():
             param = torch.zeros(3)
             param.grad = torch.ones(3)
         assert isinstance(clip_grad_norm_([param], 1.0), FakeTensor)
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0])
-    def test_real_gradients_in_a_fake_mode_are_not_touched(self, norm_type: float) -> None:
+    def test_real_gradients_in_fake_mode_are_not_written(self, norm_type: float) -> None:
         param = torch.zeros(3)
         param.grad = torch.ones(3)
         with FakeTensorMode(allow_non_fake_inputs=True):
             assert isinstance(clip_grad_norm_([param], 1.0, norm_type), FakeTensor)
         assert torch.equal(param.grad, torch.ones(3))
 
-    def test_sharded_fake_gradients(self, fake_group: int) -> None:
+    def test_sharded_fake_gradients_give_a_fake_total(self, fake_group: int) -> None:
         mesh = init_device_mesh("cpu", (8,))
         with FakeTensorMode():
             module = fully_shard(nn.Linear(16, 16), mesh=mesh)
@@ -277,12 +294,12 @@ class TestWithoutValues:
                 grad = torch.ones_like(param._local_tensor)
                 param.grad = DTensor(grad, param._spec, requires_grad=False)
             total = clip_grad_norm_(module, 1.0)
-            theirs = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-            assert isinstance(total, FakeTensor) and total.dtype == theirs.dtype
+            by_torch = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            assert isinstance(total, FakeTensor) and total.dtype == by_torch.dtype
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0])
     @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-    def test_traces_have_the_work_in_them(self, mode: str, norm_type: float) -> None:
+    def test_traced_clipping_computes_torchs_result(self, mode: str, norm_type: float) -> None:
         def traced(call: Any) -> torch.fx.GraphModule:
             def clipped(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 param = torch.zeros(3)
@@ -291,9 +308,9 @@ class TestWithoutValues:
 
             return make_fx(clipped, tracing_mode=mode)(torch.ones(3))
 
-        theirs = traced(torch.nn.utils.clip_grad_norm_)(torch.arange(3.0))
-        ours = traced(clip_grad_norm_)(torch.arange(3.0))
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        by_torch = traced(torch.nn.utils.clip_grad_norm_)(torch.arange(3.0))
+        by_fsdp_c = traced(clip_grad_norm_)(torch.arange(3.0))
+        assert all(torch.equal(a, b) for a, b in zip(by_fsdp_c, by_torch, strict=True))
 
 
 class TestCollectives:
@@ -303,12 +320,12 @@ class TestCollectives:
         return comm.get_total_counts()
 
     @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-    def test_one_for_all_parameters(self, fake_group: int, norm_type: float) -> None:
-        module = sharded()
+    def test_one_collective_for_all_parameters(self, fake_group: int, norm_type: float) -> None:
+        module = sharded_module()
         give_grads(module)
         assert self.count(module, norm_type) == 1
 
-    def test_none_for_replicated_and_plain_gradients(self, fake_group: int) -> None:
+    def test_no_collective_for_replicated_and_plain_gradients(self, fake_group: int) -> None:
         module = nn.Linear(4, 4)
         mesh = init_device_mesh("cpu", (8,))
         module.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
@@ -319,7 +336,7 @@ class TestCollectives:
         assert comm.get_total_counts() == 0
         assert total == pytest.approx(math.sqrt(20))
 
-    def test_one_for_each_sharded_dimension_of_a_mesh(self, fake_group: int) -> None:
+    def test_one_collective_per_sharded_mesh_dimension(self, fake_group: int) -> None:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         module = nn.Module()
         placements = [[Shard(0), Shard(1)], [Shard(0), Replicate()], [Replicate(), Shard(0)]]
@@ -329,7 +346,7 @@ class TestCollectives:
             module.register_parameter(f"p{i}", param)
         assert self.count(module) == 2 + 1 + 1
 
-    def test_pending_sums_are_done_first(self, single_group: int) -> None:
+    def test_partial_gradients_are_reduced_first(self, single_group: int) -> None:
         mesh = init_device_mesh("cpu", (1,))
         param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
         param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
@@ -339,7 +356,7 @@ class TestCollectives:
 
 
 class TestArguments:
-    def test_a_module_stands_for_its_parameters_and_a_tensor_for_itself(self) -> None:
+    def test_module_tensor_and_iterator_are_accepted(self) -> None:
         module = nn.Linear(2, 2)
         module(torch.ones(1, 2)).sum().backward()
         total = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
@@ -347,8 +364,8 @@ class TestArguments:
         assert torch.equal(clip_grad_norm_(iter(module.parameters()), 100.0), total)
         assert clip_grad_norm_(module.bias, 100.0) == pytest.approx(math.sqrt(2))
 
-    def test_parameters_without_gradient_are_left_out(self, fake_group: int) -> None:
-        module = sharded()
+    def test_parameters_without_gradient_are_skipped(self, fake_group: int) -> None:
+        module = sharded_module()
         assert torch.equal(clip_grad_norm_(module, 1.0), torch.tensor(0.0))
         assert torch.equal(clip_grad_norm_([], 1.0), torch.tensor(0.0))
         give_grads(module)
@@ -357,8 +374,8 @@ class TestArguments:
         total = clip_grad_norm_(params, 1e9)
         assert torch.equal(total, clip_grad_norm_(params[1:], 1e9))
 
-    def test_gradients_below_the_norm_are_not_touched(self, fake_group: int) -> None:
-        module = sharded()
+    def test_gradients_below_max_norm_are_not_written(self, fake_group: int) -> None:
+        module = sharded_module()
         give_grads(module)
         before = [p.grad._local_tensor.clone() for p in module.parameters()]
         clip_grad_norm_(module, 1e9)
@@ -371,7 +388,7 @@ class TestArguments:
     def test_nonfinite_totals_raise_before_anything_changes(
         self, fake_group: int, norm_type: float, value: float
     ) -> None:
-        module = sharded()
+        module = sharded_module()
         give_grads(module)
         module.p1.grad._local_tensor[0] = value
         before = [p.grad._local_tensor.clone() for p in module.parameters()]
@@ -381,28 +398,28 @@ class TestArguments:
             assert torch.equal(param.grad._local_tensor.nan_to_num(), grad.nan_to_num())
 
     def test_empty_shards_have_an_infinity_norm(self, fake_group: int) -> None:
-        module = sharded([(64, 8), (3,)])
+        module = sharded_module([(64, 8), (3,)])
         give_grads(module)
         for param in module.parameters():
             param.grad._local_tensor = param.grad._local_tensor[:0]  # as on a rank without rows
         assert clip_grad_norm_(module, 1.0, math.inf) == 0.0
         assert clip_grad_norm_(module, 1.0, -math.inf) == math.inf
-        with pytest.raises(RuntimeError, match="empty"):  # stock does not know what to do with one
+        with pytest.raises(RuntimeError, match="empty"):  # torch raises on an empty shard
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0, math.inf)
 
     @pytest.mark.parametrize("strides", ["t", "expand"])
-    def test_gradients_that_are_not_contiguous(self, strides: str) -> None:
-        ours, theirs = torch.zeros(4, 6), torch.zeros(4, 6)
-        for param in (ours, theirs):
+    def test_noncontiguous_gradients_match_torch(self, strides: str) -> None:
+        by_fsdp_c, by_torch = torch.zeros(4, 6), torch.zeros(4, 6)
+        for param in (by_fsdp_c, by_torch):
             values = torch.arange(24.0)
             param.grad = values.view(6, 4).t() if strides == "t" else values.view(4, 6)[:, ::1]
-        expected = torch.nn.utils.clip_grad_norm_([theirs], 1.0)
-        assert torch.equal(clip_grad_norm_([ours], 1.0), expected)
-        assert torch.equal(ours.grad, theirs.grad)
+        expected = torch.nn.utils.clip_grad_norm_([by_torch], 1.0)
+        assert torch.equal(clip_grad_norm_([by_fsdp_c], 1.0), expected)
+        assert torch.equal(by_fsdp_c.grad, by_torch.grad)
 
     @pytest.mark.parametrize("max_norm", ["1", b"1", torch.tensor([1.0]), True])
-    def test_whatever_is_a_number_limits(self, max_norm: Any) -> None:
-        """torch makes a float of it."""
+    def test_max_norm_is_converted_to_float_as_in_torch(self, max_norm: Any) -> None:
+        """torch converts ``max_norm`` to float."""
         grads = []
         for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
             param = torch.zeros(2)
@@ -411,13 +428,13 @@ class TestArguments:
             grads.append(param.grad)
         assert torch.equal(*grads) and grads[0].norm() < 1.0001
 
-    def test_an_empty_generator_is_probably_a_mistake(self) -> None:
+    def test_empty_generator_warns(self) -> None:
         for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
             with pytest.warns(UserWarning, match="`parameters` is an empty generator") as caught:
                 call((p for p in ()), 1.0)
             assert caught[0].filename == __file__
 
-    def test_bad_input(self) -> None:
+    def test_invalid_arguments_raise_torchs_errors(self) -> None:
         with pytest.raises(AttributeError, match="grad"):
             clip_grad_norm_([object()], 1.0)  # type: ignore[list-item]
         for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
@@ -429,8 +446,8 @@ class TestArguments:
             clip_grad_norm_(3, 1.0)  # type: ignore[arg-type]
 
 
-class _Moving:
-    """The likeness of a group: comparing it changes a gradient."""
+class _MutatingKey:
+    """A group key whose comparison changes a gradient."""
 
     def __init__(self, change: Callable[[], object]) -> None:
         self.change = change
@@ -443,11 +460,11 @@ class _Moving:
 
 
 def test_clip_norm_of_gradient_that_moves_during_the_call_reads_its_new_memory() -> None:
-    """Comparing two likenesses runs Python code inside ``clip_norm``."""
+    """Comparing two group keys runs Python code inside ``clip_norm``."""
     grad = torch.tensor([6.0, 8.0])
 
     def norm_with(change: Callable[[], object]) -> float | None:
-        return _C.clip_norm([grad], [0], [((), _Moving(change)), ((), _Moving(change))])
+        return _C.clip_norm([grad], [0], [((), _MutatingKey(change)), ((), _MutatingKey(change))])
 
     assert norm_with(lambda: None) == 10.0
     assert norm_with(lambda: grad.set_(torch.tensor([3.0, 4.0]))) == 5.0  # type: ignore[call-overload]
@@ -481,18 +498,18 @@ def test_clip_norm_with_malformed_groups_raises_type_error(answer: Any) -> None:
         _C.clip_norm([torch.ones(2)], [0], [answer])
 
 
-def test_the_names_of_groups_are_remembered_for_one_mesh_only(
+def test_group_names_are_cached_per_mesh_object(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An equal mesh may have other groups: those of a job that was started anew in this process."""
+    """An equal mesh may have other groups, after a new ``init_process_group`` in this process."""
 
     class Mesh:
         def __init__(self, name: str) -> None:
             self.name = name
-            self.asked = 0
+            self.lookups = 0
 
         def get_group(self, dim: int) -> Any:
-            self.asked += 1
+            self.lookups += 1
             return SimpleNamespace(group_name=f"{self.name}{dim}")
 
         def __eq__(self, other: object) -> bool:
@@ -506,7 +523,7 @@ def test_the_names_of_groups_are_remembered_for_one_mesh_only(
     old, new = Mesh("old"), Mesh("new")
     for _ in range(2):
         assert names(old, (Shard(0),)) == (("old0",), 1)  # type: ignore[arg-type]
-    assert old.asked == 1
+    assert old.lookups == 1
     assert names(new, (Shard(0),)) == (("new0",), 1)  # type: ignore[arg-type]
     assert names(new, (Replicate(), Shard(0))) == (("new1",), 1)  # type: ignore[arg-type]
     assert names(new, (Partial(),)) is None  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Whoever patches or overrides FSDP2's internals is heard by our modules as by torch's.
+"""Patches and overrides of FSDP2's internals take effect under fsdp_c as under torch.
 
-Every test does the same thing to a model under torch's FSDP2 and under fsdp_c, notes what the
-patch saw, and compares. Patches are made as torch's own tests make them.
+Most tests apply one patch to a model under torch's FSDP2 and under fsdp_c, record the calls of the
+patch, and compare the records. The patches are those of torch's own tests.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def groups_of(model: Any) -> list[Any]:
     ]
 
 
-def overrides(model: Any) -> int:
-    """Bits of everything that the C core believes to be patched for the model."""
+def overrides_of(model: Any) -> int:
+    """Returns the bits of all overrides that the C core has detected for the model."""
     found = 0
     for module in model.modules():
         state = module._get_fsdp_state()
-        for one in (state, *state._fsdp_param_groups):
-            found |= _C._testing.overrides(one)
+        for item in (state, *state._fsdp_param_groups):
+            found |= _C._testing.overrides(item)
     return found
 
 
-def under_both(scenario: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
-    """What a scenario gives under torch's ``fully_shard`` and under ours."""
+def run_both(scenario: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
+    """Returns the results of a scenario under torch's ``fully_shard`` and under that of fsdp_c."""
     found = tuple(scenario(shard) for shard in IMPLEMENTATIONS.values())
     return found[0], found[1]
 
@@ -79,8 +79,8 @@ def world(fake_group: int) -> int:
 # ---- the patch_* helpers of torch.testing._internal.common_fsdp ----------------------------------
 
 
-def noting(events: list[Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original, with a note of each call: of the group's name and state where it is one's."""
+def record_calls(events: list[Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``original``; each call appends its name, and the name and state of its group."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -104,19 +104,19 @@ HELPERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_there_is_no_helper_that_is_not_tested() -> None:
+def test_helpers_table_lists_all_torch_patch_functions() -> None:
     assert {name for name in vars(common) if name.startswith("patch_")} == set(HELPERS)
 
 
 @pytest.mark.parametrize("name", HELPERS)
 @pytest.mark.parametrize("when", ["before forward", "between forward and backward"])
-def test_a_helper_of_torchs_tests_takes_effect(name: str, when: str) -> None:
+def test_patch_helper_of_torch_records_the_calls_of_torch(name: str, when: str) -> None:
     def scenario(shard: Callable[..., Any]) -> list[Any]:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         model = model_of(shard, mesh=mesh, mp_policy=MIXED)
         step(model)
         events: list[Any] = []
-        patch = getattr(common, name)(noting(events, name, HELPERS[name]()))
+        patch = getattr(common, name)(record_calls(events, name, HELPERS[name]()))
         if when == "before forward":
             with patch:
                 step(model)
@@ -129,12 +129,12 @@ def test_a_helper_of_torchs_tests_takes_effect(name: str, when: str) -> None:
         assert len(events) == noted, "the patch outlives its context"
         return events
 
-    stock, ours = under_both(scenario)
-    assert ours == stock
-    assert len(ours) >= 3
+    torch_result, result = run_both(scenario)
+    assert result == torch_result
+    assert len(result) >= 3
 
 
-def test_all_of_them_at_once_in_torchs_order() -> None:
+def test_all_patch_helpers_together_record_calls_in_torchs_order() -> None:
     def scenario(shard: Callable[..., Any]) -> list[Any]:
         model = model_of(shard, reshard_after_forward=True)
         step(model)
@@ -142,23 +142,23 @@ def test_all_of_them_at_once_in_torchs_order() -> None:
         with contextlib.ExitStack() as patches:
             for name, original in HELPERS.items():
                 helper = getattr(common, name)
-                patches.enter_context(helper(noting(events, name, original())))
+                patches.enter_context(helper(record_calls(events, name, original())))
             step(model)
         return events
 
-    stock, ours = under_both(scenario)
-    assert ours == stock
-    assert {name for name, *_ in ours} == set(HELPERS) - {"patch_all_reduce"}
+    torch_result, result = run_both(scenario)
+    assert result == torch_result
+    assert {name for name, *_ in result} == set(HELPERS) - {"patch_all_reduce"}
 
 
 @pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
-def test_gradients_through_patched_functions_are_those_of_the_core() -> None:
+def test_gradients_through_patched_functions_match_unpatched_ones() -> None:
     def gradients(shard: Callable[..., Any], patched: bool) -> list[torch.Tensor]:
         model = model_of(shard, mp_policy=MIXED)
         with contextlib.ExitStack() as patches:
             for name, original in HELPERS.items() if patched else ():
                 helper = getattr(common, name)
-                patches.enter_context(helper(noting([], name, original())))
+                patches.enter_context(helper(record_calls([], name, original())))
             for _ in range(2):
                 step(model)
         return [parameter.grad._local_tensor for parameter in model.parameters()]
@@ -174,44 +174,44 @@ GROUP_METHODS = [*_C.GROUP_METHODS, "lazy_init", "_init_mp_dtypes", "_with_fqn"]
 
 
 @contextlib.contextmanager
-def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
-    """``place.name = value`` for a while; put back as torch's tests do it."""
-    before = getattr(place, name)
-    setattr(place, name, value)
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets ``place.name = value`` in the context, and restores it as torch's tests do."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(place, name, before)
+        setattr(owner, name, before)
 
 
 @pytest.mark.parametrize("name", GROUP_METHODS)
-def test_a_method_of_the_group_patched_on_the_class(name: str) -> None:
+def test_group_method_patched_on_the_class_is_called_as_in_torch(name: str) -> None:
     def scenario(shard: Callable[..., Any]) -> list[Any]:
         model = model_of(shard)
         events: list[Any] = []
         original = getattr(FSDPParamGroup, name)
-        with replaced(FSDPParamGroup, name, noting(events, name, original)):
+        with replaced(FSDPParamGroup, name, record_calls(events, name, original)):
             step(model)
             step(model)
         assert getattr(FSDPParamGroup, name) is original
         return events
 
-    stock, ours = under_both(scenario)
-    if name == "_with_fqn":  # torch names its profiler ranges with it; ours are named in C
-        assert ours == [] and stock
+    torch_result, result = run_both(scenario)
+    if name == "_with_fqn":  # torch calls it for its profiler ranges; fsdp_c names them in C
+        assert result == [] and torch_result
         return
-    assert ours == stock
-    assert ours
+    assert result == torch_result
+    assert result
 
 
 @pytest.mark.parametrize("name", _C.GROUP_METHODS)
-def test_a_method_of_the_group_set_on_one_group(name: str) -> None:
+def test_group_method_set_on_one_group_is_called_as_in_torch(name: str) -> None:
     def scenario(shard: Callable[..., Any]) -> list[Any]:
         model = model_of(shard)
         step(model)
         events: list[Any] = []
         group = groups_of(model)[1]
-        setattr(group, name, noting(events, name, getattr(group, name)))
+        setattr(group, name, record_calls(events, name, getattr(group, name)))
         step(model)
         noted = len(events)
         delattr(group, name)
@@ -219,8 +219,8 @@ def test_a_method_of_the_group_set_on_one_group(name: str) -> None:
         assert len(events) == noted > 0
         return [event for event, *_ in events]
 
-    stock, ours = under_both(scenario)
-    assert ours == stock
+    torch_result, result = run_both(scenario)
+    assert result == torch_result
 
 
 STATE_METHODS: list[Any] = [
@@ -230,24 +230,24 @@ STATE_METHODS: list[Any] = [
 
 
 @pytest.mark.parametrize("name", STATE_METHODS)
-def test_a_method_of_the_state_patched_on_the_class(name: str) -> None:
+def test_state_method_patched_on_the_class_is_called_as_in_torch(name: str) -> None:
     def scenario(shard: Callable[..., Any]) -> int:
         events: list[Any] = []
         original = getattr(FSDPState, name)
-        with replaced(FSDPState, name, noting(events, name, original)):
+        with replaced(FSDPState, name, record_calls(events, name, original)):
             model = model_of(shard, mp_policy=MIXED)
             step(model)
             step(model)
         return len(events)
 
-    stock, ours = under_both(scenario)
-    if name == "_lazy_init":  # asked for in every forward by torch, once by us
-        assert 0 < ours <= stock
+    torch_result, result = run_both(scenario)
+    if name == "_lazy_init":  # torch calls it in every forward, fsdp_c once
+        assert 0 < result <= torch_result
         return
-    assert ours == stock > 0
+    assert result == torch_result > 0
 
 
-def test_a_patched_method_may_do_something_else() -> None:
+def test_patched_reshard_without_effect_keeps_parameters_unsharded() -> None:
     def scenario(shard: Callable[..., Any]) -> list[bool]:
         model = model_of(shard, reshard_after_forward=True)
         step(model)
@@ -257,11 +257,11 @@ def test_a_patched_method_may_do_something_else() -> None:
         loss.backward()
         return states
 
-    stock, ours = under_both(scenario)
-    assert ours == stock == [True, True, True]
+    torch_result, result = run_both(scenario)
+    assert result == torch_result == [True, True, True]
 
 
-def test_a_patched_backward_of_the_node_changes_the_gradients() -> None:
+def test_patched_backward_of_the_autograd_node_changes_gradients() -> None:
     def scenario(shard: Callable[..., Any]) -> torch.Tensor:
         model = model_of(shard)
         x = batch()
@@ -276,12 +276,12 @@ def test_a_patched_backward_of_the_node_changes_the_gradients() -> None:
         assert x.grad is not None
         return x.grad
 
-    stock, ours = under_both(scenario)
-    assert torch.equal(ours, stock)
+    torch_result, result = run_both(scenario)
+    assert torch.equal(result, torch_result)
 
 
 @pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
-def test_an_exception_in_a_patch_reaches_the_caller_and_can_be_recovered_from() -> None:
+def test_exception_in_a_patch_propagates_and_training_recovers_after_reset() -> None:
     def failing(*args: Any, **kwargs: Any) -> Any:
         raise ArithmeticError("from the patch")
 
@@ -302,7 +302,7 @@ def test_an_exception_in_a_patch_reaches_the_caller_and_can_be_recovered_from() 
         assert all(map(torch.equal, found, reference))
 
 
-def test_methods_of_torch_called_by_name_on_our_objects() -> None:
+def test_torchs_group_methods_called_on_fsdp_c_groups_take_effect() -> None:
     model = model_of(fsdp_c.fully_shard)
     step(model)
     group = groups_of(model)[0]
@@ -327,20 +327,20 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize(("module", "name"), FUNCTIONS, ids=lambda value: str(value))
-def test_a_function_that_torchs_collectives_use(module: Any, name: str) -> None:
+def test_patched_collective_function_is_called_as_in_torch(module: Any, name: str) -> None:
     def scenario(shard: Callable[..., Any]) -> int:
         model = model_of(shard, mp_policy=MIXED)
         events: list[Any] = []
-        with replaced(module, name, noting(events, name, getattr(module, name))):
+        with replaced(module, name, record_calls(events, name, getattr(module, name))):
             step(model)
         return len(events)
 
-    stock, ours = under_both(scenario)
-    assert ours == stock > 0
+    torch_result, result = run_both(scenario)
+    assert result == torch_result > 0
 
 
 class CountingNode(RegisterPostBackwardFunction):
-    """A class in the place of torch's."""
+    """A subclass that replaces torch's class."""
 
     calls: list[str] = []
 
@@ -350,7 +350,7 @@ class CountingNode(RegisterPostBackwardFunction):
         return RegisterPostBackwardFunction.backward(ctx, *grads)
 
 
-def test_the_class_of_the_node_can_be_replaced() -> None:
+def test_replaced_autograd_node_class_is_used() -> None:
     def scenario(shard: Callable[..., Any]) -> list[str]:
         model = model_of(shard)
         CountingNode.calls.clear()
@@ -358,27 +358,27 @@ def test_the_class_of_the_node_can_be_replaced() -> None:
             step(model)
         return list(CountingNode.calls)
 
-    stock, ours = under_both(scenario)
-    assert ours == stock == ["backward"] * 3
+    torch_result, result = run_both(scenario)
+    assert result == torch_result == ["backward"] * 3
 
 
-# ---- lines in the log ----------------------------------------------------------------------------
+# ---- communication context and log ---------------------------------------------------------------
 
 
-def test_the_start_of_the_communication_context_can_be_patched() -> None:
+def test_patched_comm_context_lazy_init_is_called_as_in_torch() -> None:
     def scenario(shard: Callable[..., Any]) -> list[Any]:
         events: list[Any] = []
         original = FSDPCommContext.lazy_init
-        with replaced(FSDPCommContext, "lazy_init", noting(events, "lazy_init", original)):
+        with replaced(FSDPCommContext, "lazy_init", record_calls(events, "lazy_init", original)):
             step(model_of(shard))
         return events
 
-    stock, ours = under_both(scenario)
-    assert len(stock) == 1
-    assert ours == stock
+    torch_result, result = run_both(scenario)
+    assert len(torch_result) == 1
+    assert result == torch_result
 
 
-def test_debug_lines_are_torchs(caplog: pytest.LogCaptureFixture) -> None:
+def test_debug_log_lines_match_torch(caplog: pytest.LogCaptureFixture) -> None:
     def scenario(shard: Callable[..., Any]) -> list[str]:
         model = model_of(shard)
         caplog.clear()
@@ -389,20 +389,20 @@ def test_debug_lines_are_torchs(caplog: pytest.LogCaptureFixture) -> None:
         assert len(caplog.records) == len(lines)
         return lines
 
-    stock, ours = under_both(scenario)
-    assert ours == stock
-    assert "FSDP::post_backward (2)" in ours
+    torch_result, result = run_both(scenario)
+    assert result == torch_result
+    assert "FSDP::post_backward (2)" in result
 
 
-# ---- nothing is patched --------------------------------------------------------------------------
+# ---- detection of patches ------------------------------------------------------------------------
 
 
-def test_without_a_patch_no_python_function_runs_in_a_step() -> None:
+def test_unpatched_step_calls_no_python_function() -> None:
     model = model_of(fsdp_c.fully_shard)
     x = batch()
     for _ in range(3):
         model(x).sum().backward()
-    assert overrides(model) == 0
+    assert overrides_of(model) == 0
     called: list[str] = []
 
     def profile(frame: Any, event: str, argument: Any) -> None:
@@ -416,16 +416,16 @@ def test_without_a_patch_no_python_function_runs_in_a_step() -> None:
     finally:
         sys.setprofile(None)
     assert called == []
-    with common.patch_unshard(noting([], "", FSDPParamGroup.unshard)):
+    with common.patch_unshard(record_calls([], "", FSDPParamGroup.unshard)):
         sys.setprofile(profile)
         try:
             model(x).sum().backward()
         finally:
             sys.setprofile(None)
-    assert called, "the profile sees nothing: the test would say nothing"
+    assert called, "the profiler recorded no call: the check above would be void"
 
 
-def test_every_question_notices_a_patch_and_its_end() -> None:
+def test_override_bits_follow_patches_of_each_group_method() -> None:
     model = model_of(fsdp_c.fully_shard)
     step(model)
     group = groups_of(model)[0]
@@ -442,21 +442,21 @@ def test_every_question_notices_a_patch_and_its_end() -> None:
     assert len(seen) == len(_C.GROUP_METHODS)
 
 
-def test_a_method_taken_out_and_put_back_on_the_object_is_no_override() -> None:
+def test_method_restored_on_the_object_is_no_override() -> None:
     model = model_of(fsdp_c.fully_shard)
     group = groups_of(model)[0]
     saved = group.pre_backward
-    group.pre_backward = noting([], "pre_backward", saved)
+    group.pre_backward = record_calls([], "pre_backward", saved)
     assert _C._testing.overrides(group) != 0
-    group.pre_backward = saved  # torch's memory tracker does this, and leaves it there
+    group.pre_backward = saved  # torch's memory tracker leaves the attribute set
     assert "pre_backward" in vars(group)
     assert _C._testing.overrides(group) == 0
 
 
-# ---- what libraries do to groups and states ------------------------------------------------------
+# ---- uses of groups and states by libraries ------------------------------------------------------
 
 
-def test_attributes_of_groups_can_be_set_and_new_ones_added() -> None:
+def test_group_attributes_can_be_set_and_added() -> None:
     model = model_of(fsdp_c.fully_shard)
     step(model)
     for group in groups_of(model):
@@ -472,7 +472,7 @@ def test_attributes_of_groups_can_be_set_and_new_ones_added() -> None:
 
 
 @pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
-def test_post_backward_outside_of_autograd() -> None:
+def test_post_backward_outside_of_autograd_matches_torch() -> None:
     def scenario(shard: Callable[..., Any]) -> list[Any]:
         model = model_of(shard)
         model.set_requires_gradient_sync(False)
@@ -484,19 +484,19 @@ def test_post_backward_outside_of_autograd() -> None:
             group._training_state = TrainingState.IDLE
         for module in model.modules():
             state = module._get_fsdp_state()
-            if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # torch 2.15's
+            if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # since torch 2.15
                 state._state_ctx.manual_backward_finalization_active = False
             state._root_post_backward_final_callback()
         found.append([parameter.grad.to_local() for parameter in model.parameters()])
         return found
 
-    stock, ours = under_both(scenario)
-    assert ours[0] == stock[0] == [None] * 6
-    assert all(map(torch.equal, ours[1], stock[1]))
+    torch_result, result = run_both(scenario)
+    assert result[0] == torch_result[0] == [None] * 6
+    assert all(map(torch.equal, result[1], torch_result[1]))
 
 
 @pytest.mark.torch("2.13")  # the fake group left gathered memory unset before
-def test_hooks_of_a_state_can_be_taken_off_and_registered_again() -> None:
+def test_state_hooks_removed_and_registered_again_match_torch() -> None:
     def scenario(shard: Callable[..., Any]) -> list[Any]:
         model = model_of(shard, mp_policy=MIXED)
         seen: list[str] = []
@@ -505,24 +505,25 @@ def test_hooks_of_a_state_can_be_taken_off_and_registered_again() -> None:
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
             state._pre_forward_hook_handle = module.register_forward_pre_hook(
-                noting(seen, name, state._pre_forward), prepend=True, with_kwargs=True
+                record_calls(seen, name, state._pre_forward), prepend=True, with_kwargs=True
             )
             state._post_forward_hook_handle = module.register_forward_hook(
-                noting(seen, name, state._post_forward), always_call=True
+                record_calls(seen, name, state._post_forward), always_call=True
             )
         for _ in range(2):
             step(model)
         assert seen
         return [*seen, *(p.grad.to_local() for p in model.parameters())]
 
-    stock, ours = under_both(scenario)
-    assert len(ours) == len(stock) == 12 + 6
+    torch_result, result = run_both(scenario)
+    assert len(result) == len(torch_result) == 12 + 6
     assert all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ours, stock)
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(result, torch_result)
     )
 
 
-def test_what_a_state_shows_as_its_hooks_are_torchs_functions() -> None:
+def test_state_hook_attributes_are_torchs_functions() -> None:
     state = model_of(fsdp_c.fully_shard)._get_fsdp_state()
     for name in ("_pre_forward", "_post_forward", "_pre_backward"):
         assert getattr(state, name).__func__ is vars(FSDPState)[name]
@@ -530,16 +531,16 @@ def test_what_a_state_shows_as_its_hooks_are_torchs_functions() -> None:
 
 
 @pytest.mark.parametrize("kind", ["group", "state", "param"])
-def test_torchs_own_objects_are_left_alone(kind: str) -> None:
-    ours = model_of(fsdp_c.fully_shard)  # torch's functions are redirected while it is alive
+def test_objects_of_torch_keep_their_types_beside_an_fsdp_c_model(kind: str) -> None:
+    result = model_of(fsdp_c.fully_shard)  # redirects torch's functions while it exists
     model = model_of(IMPLEMENTATIONS["torch"])
     step(model)
     group = groups_of(model)[0]
-    one = {"group": group, "state": model._get_fsdp_state(), "param": group.fsdp_params[0]}[kind]
-    assert type(one).__module__.startswith("torch.")
+    item = {"group": group, "state": model._get_fsdp_state(), "param": group.fsdp_params[0]}[kind]
+    assert type(item).__module__.startswith("torch.")
     cls = {"group": FSDPParamGroup, "state": FSDPState, "param": FSDPParam}[kind]
-    assert type(one) is cls
+    assert type(item) is cls
     names = [n for n, v in vars(cls).items() if callable(v) and not n.startswith("__")]
     redirected = [n for n in names if guard.original(cls, n) is not vars(cls)[n]]
-    assert redirected, "nothing of this class is redirected: the test would say nothing"
-    assert fsdp_c.is_active(ours)
+    assert redirected, "no function of this class is redirected: the test would check nothing"
+    assert fsdp_c.is_active(result)

@@ -1,4 +1,4 @@
-"""How a job that knows nothing of fsdp_c gets it: FSDP_C=1, python -m fsdp_c, install()."""
+"""fsdp_c in an unmodified job: FSDP_C=1, ``python -m fsdp_c``, ``install()``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed._composable.fsdp as composable
 import torch.distributed.fsdp as public
-import torch.distributed.fsdp._fully_shard._fully_shard as stock
+import torch.distributed.fsdp._fully_shard._fully_shard as torch_fully_shard
 import torch.nn as nn
 import torch.nn.utils.clip_grad as clip_grad
 from site_dir import installed_environment
@@ -32,7 +32,7 @@ import fsdp_c_autoload
 import fsdp_c_redirect
 from fsdp_c import switches
 
-pytestmark = pytest.mark.xdist_group("install")  # they share launches
+pytestmark = pytest.mark.xdist_group("install")  # the tests share launched processes
 State = importlib.import_module("fsdp_c.state").State
 LOGGER = "torch.distributed.fsdp.fully_shard"
 
@@ -49,11 +49,11 @@ def installed() -> Iterator[None]:
 # ---- install and uninstall -----------------------------------------------------------------------
 
 
-def test_whoever_holds_the_function_gets_ours(fake_group: int, installed: None) -> None:
+def test_install_replaces_fully_shard_for_all_importers(fake_group: int, installed: None) -> None:
     holders = (
         fully_shard,  # imported above, before install()
         public.fully_shard,
-        stock.fully_shard,
+        torch_fully_shard.fully_shard,
         composable.fully_shard,
         importlib.import_module("torch.distributed._composable.fsdp.fully_shard").fully_shard,
     )
@@ -68,19 +68,21 @@ def test_whoever_holds_the_function_gets_ours(fake_group: int, installed: None) 
         assert not module._get_fsdp_state()._fsdp_param_group._reshard_after_forward
 
 
-def test_the_function_object_stays_what_it_is(installed: None) -> None:
-    assert public.fully_shard is stock.fully_shard is composable.fully_shard is fully_shard
+def test_install_keeps_the_function_object_and_its_metadata(installed: None) -> None:
+    assert (
+        public.fully_shard is torch_fully_shard.fully_shard is composable.fully_shard is fully_shard
+    )
     assert fully_shard.__module__ == "torch.distributed.fsdp"
     assert fully_shard.__name__ == fully_shard.__wrapped__.__name__ == "fully_shard"
     assert "reshard_after_forward" in str(importlib.import_module("inspect").signature(fully_shard))
     assert pickle.loads(pickle.dumps(fully_shard)) is fully_shard
 
 
-def test_uninstall_restores_everything(fake_group: int) -> None:
+def test_uninstall_restores_functions_and_import_hooks(fake_group: int) -> None:
     def facts() -> list[Any]:
         functions = [
             value
-            for module in (public, stock, composable, clip_grad)
+            for module in (public, torch_fully_shard, composable, clip_grad)
             for value in vars(module).values()
             if isinstance(value, FunctionType)
         ]
@@ -98,7 +100,7 @@ def test_uninstall_restores_everything(fake_group: int) -> None:
     assert type(fully_shard.state(module)) is FSDPState
 
 
-def test_install_and_uninstall_twice(fake_group: int) -> None:
+def test_repeated_install_and_uninstall_change_nothing(fake_group: int) -> None:
     codes = fully_shard.__code__, fsdp_c.fully_shard.__code__
     for _ in range(2):
         fsdp_c.install()
@@ -111,7 +113,7 @@ def test_install_and_uninstall_twice(fake_group: int) -> None:
         assert (fully_shard.__code__, fsdp_c.fully_shard.__code__) == codes
 
 
-def test_install_and_uninstall_leave_nothing_behind() -> None:
+def test_uninstall_removes_all_redirections() -> None:
     fsdp_c.install()
     before = len(fsdp_c_redirect.active)
     fsdp_c.uninstall()
@@ -121,7 +123,9 @@ def test_install_and_uninstall_leave_nothing_behind() -> None:
     assert len(fsdp_c_redirect.active) == before
 
 
-def test_the_switch_that_leaves_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_c_clip_environment_variable_controls_clipping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     code = clip_grad.clip_grad_norm_.__code__
     for value, expected in (("0", False), ("No", False), ("1", True)):
         monkeypatch.setenv("FSDP_C_CLIP", value)
@@ -133,7 +137,7 @@ def test_the_switch_that_leaves_clipping(monkeypatch: pytest.MonkeyPatch) -> Non
     assert clip_grad.clip_grad_norm_.__code__ is code
 
 
-def test_a_patch_of_what_torchs_clipping_calls_is_heeded(
+def test_patched_get_total_norm_is_called_by_clipping(
     fake_group: int, installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = fully_shard(nn.Linear(8, 8))
@@ -143,7 +147,7 @@ def test_a_patch_of_what_torchs_clipping_calls_is_heeded(
     assert clip_grad.clip_grad_norm_(layer.parameters(), 1.0).item() == 7.0
 
 
-def test_a_compiled_call_clips_as_torch_does(fake_group: int, installed: None) -> None:
+def test_compiled_clip_grad_norm_matches_torch(fake_group: int, installed: None) -> None:
     layer = nn.Linear(8, 8)
     for grad in (0.25, 0.5):
         for param in layer.parameters():
@@ -155,25 +159,27 @@ def test_a_compiled_call_clips_as_torch_does(fake_group: int, installed: None) -
         assert torch.equal(compiled(), expected)
 
 
-def test_torchs_own_function_stays_within_reach(fake_group: int, installed: None) -> None:
+def test_original_returns_torchs_function(fake_group: int, installed: None) -> None:
     module = fsdp_c_redirect.original(fully_shard)(nn.Linear(3, 4))
     assert type(fully_shard.state(module)) is FSDPState
     assert fsdp_c_redirect.original(print) is print
 
 
 def test_modules_keep_the_implementation_they_were_sharded_with(fake_group: int) -> None:
-    theirs = fully_shard(nn.Linear(8, 8))
+    torch_module = fully_shard(nn.Linear(8, 8))
     fsdp_c.install()
-    ours = fully_shard(nn.Linear(8, 8))
+    with_fsdp_c = fully_shard(nn.Linear(8, 8))
     fsdp_c.uninstall()
-    for module, kind in ((theirs, FSDPState), (ours, State)):
+    for module, kind in ((torch_module, FSDPState), (with_fsdp_c, State)):
         x = importlib.import_module("torch").ones(2, 8)
         module(x).sum().backward()
         assert type(fully_shard.state(module)) is kind
         assert module.weight.grad is not None
 
 
-def test_what_fsdp_c_does_not_have_stays_torchs(fake_group: int, installed: None) -> None:
+def test_functions_absent_from_fsdp_c_remain_those_of_torch(
+    fake_group: int, installed: None
+) -> None:
     class Twice(nn.Linear):
         def twice(self, x: Any) -> Any:
             return self(self(x))
@@ -185,7 +191,7 @@ def test_what_fsdp_c_does_not_have_stays_torchs(fake_group: int, installed: None
     public.share_comm_ctx([module, fully_shard(nn.Linear(8, 8))])
 
 
-def test_one_line_says_what_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
+def test_install_logs_one_line_with_replaced_functions(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, LOGGER):
         for _ in range(2):
             fsdp_c.install()
@@ -196,21 +202,23 @@ def test_one_line_says_what_was_replaced(caplog: pytest.LogCaptureFixture) -> No
     assert "torch.distributed.fsdp._fully_shard._fully_shard.fully_shard" in lines[0]
 
 
-class _Gone(io.StringIO):
-    """Nobody reads the pipe any more."""
+class _BrokenPipe(io.StringIO):
+    """A pipe whose reading end is closed."""
 
     def write(self, text: str, /) -> int:
         raise BrokenPipeError
 
 
-def _closed() -> IO[str]:
+def _closed_file() -> IO[str]:
     file = io.StringIO()
     file.close()
     return file
 
 
-@pytest.mark.parametrize("stderr", [None, _closed(), _Gone()], ids=["none", "closed", "unread"])
-def test_a_job_without_standard_error_is_switched_over_all_the_same(
+@pytest.mark.parametrize(
+    "stderr", [None, _closed_file(), _BrokenPipe()], ids=["none", "closed", "unread"]
+)
+def test_fsdp_c_environment_variable_takes_effect_without_stderr(
     stderr: IO[str] | None,
     installed: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -238,24 +246,24 @@ def make_counter(start: int) -> FunctionType:
     return count
 
 
-def test_a_redirection_is_seen_by_all_holders_and_can_be_undone() -> None:
+def test_redirection_applies_to_all_references_until_undone() -> None:
     count = held = make_counter(10)
-    seen: list[Any] = []
+    calls: list[Any] = []
     code = count.__code__
 
     def target(*args: Any, **kwargs: Any) -> str:
-        seen.append((args, kwargs))
+        calls.append((args, kwargs))
         return "target"
 
     redirection = fsdp_c_redirect.Redirection(count, target)
-    assert held(3, twice=True) == "target" and seen == [((3,), {"twice": True})]
-    assert redirection.original(3, twice=True) == 16  # and it shares the cell with ...
+    assert held(3, twice=True) == "target" and calls == [((3,), {"twice": True})]
+    assert redirection.original(3, twice=True) == 16  # the copy shares the closure cell
     redirection.undo()
-    assert held() == 17  # ... the function itself
+    assert held() == 17  # with the function itself
     assert count.__code__ is code and count.note == "kept"
 
 
-def test_two_redirections_of_functions_with_the_same_code() -> None:
+def test_redirections_of_functions_with_equal_code_are_independent() -> None:
     first, second = make_counter(1), make_counter(2)
     redirections = [fsdp_c_redirect.Redirection(f, lambda f=f: f) for f in (first, second)]
     assert first() is first and second() is second
@@ -297,23 +305,23 @@ def run(*arguments: str, env: dict[str, str], cwd: Path) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What PROBE finds under a value of FSDP_C (None: unset)."""
+    """Returns a function that runs PROBE under a value of FSDP_C (None: unset)."""
     folder = tmp_path_factory.mktemp("site")
-    found: dict[str | None, dict[str, Any]] = {}
+    outcomes_by_value: dict[str | None, dict[str, Any]] = {}
 
     def facts(value: str | None) -> dict[str, Any]:
-        if value not in found:
+        if value not in outcomes_by_value:
             env = installed_environment(folder, **({} if value is None else {"FSDP_C": value}))
             done = run("-c", PROBE, env=env, cwd=folder)
             assert done.returncode == 0, done.stderr
-            found[value] = json.loads(done.stdout.splitlines()[-1])
-        return found[value]
+            outcomes_by_value[value] = json.loads(done.stdout.splitlines()[-1])
+        return outcomes_by_value[value]
 
     return facts
 
 
 @pytest.mark.parametrize("value", [None, "0", "", "False"])
-def test_without_the_switch_nothing_is_imported(probe: Any, value: str | None) -> None:
+def test_fsdp_c_is_not_imported_without_environment_variable(probe: Any, value: str | None) -> None:
     facts = probe(value)
     assert facts["after torch"] == facts["after fsdp"] == ["fsdp_c_autoload"]
     assert facts["finders"] == 0
@@ -321,11 +329,11 @@ def test_without_the_switch_nothing_is_imported(probe: Any, value: str | None) -
     assert not facts["late"]
 
 
-def test_the_same_words_switch_everything_off() -> None:
+def test_autoload_and_switches_accept_the_same_off_values() -> None:
     assert fsdp_c_autoload.OFF == switches.OFF
 
 
-def test_with_the_switch_the_first_call_imports_ours(probe: Any) -> None:
+def test_environment_variable_imports_fsdp_c_at_the_first_call(probe: Any) -> None:
     facts = probe("1")
     assert facts["after torch"] == facts["after fsdp"] == ["fsdp_c_autoload", "fsdp_c_redirect"]
     assert facts["finders"] == 1
@@ -336,7 +344,7 @@ def test_with_the_switch_the_first_call_imports_ours(probe: Any) -> None:
 
 
 @pytest.mark.parametrize("module", [fsdp_c_autoload, fsdp_c_redirect], ids=lambda m: m.__name__)
-def test_what_the_entry_point_imports_needs_only_the_standard_library(module: ModuleType) -> None:
+def test_entry_point_modules_import_only_the_standard_library(module: ModuleType) -> None:
     code = f"import sys, {module.__name__}; print('torch' in sys.modules, 'fsdp_c' in sys.modules)"
     folder = Path(str(module.__file__)).parent
     done = run("-S", "-c", code, env={"PYTHONPATH": str(folder)}, cwd=folder)
@@ -392,13 +400,16 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def both(scripts: Path, *arguments: str) -> tuple[Any, Any]:
-    """Plain python's outcome of a command line and ``-m fsdp_c``'s: (status, stdout, stderr)."""
+def run_plain_and_fsdp_c(scripts: Path, *arguments: str) -> tuple[Any, Any]:
+    """Runs a command line under plain python and under ``python -m fsdp_c``.
+
+    Returns (status, stdout, lines of stderr) of each.
+    """
     env = installed_environment(scripts)
     outcomes = []
     for prefix in ((), ("-m", "fsdp_c")):
         done = run(*prefix, *arguments, env=env, cwd=scripts)
-        # The interpreter's own frames of `python -m` come and go with its version.
+        # The frames of runpy in a traceback depend on the version of Python.
         lines = [line for line in done.stderr.splitlines() if "<frozen runpy>" not in line]
         outcomes.append((done.returncode, done.stdout, lines))
     return outcomes[0], outcomes[1]
@@ -424,25 +435,29 @@ def both(scripts: Path, *arguments: str) -> tuple[Any, Any]:
     ],
     ids=" ".join,
 )
-def test_a_script_runs_as_under_plain_python(scripts: Path, arguments: tuple[str, ...]) -> None:
-    plain, ours = both(scripts, *arguments)
-    assert plain[0] != 0 or plain[1], "a script that does nothing compares nothing"
-    assert ours == plain
+def test_script_behaves_as_under_plain_python(scripts: Path, arguments: tuple[str, ...]) -> None:
+    plain, with_fsdp_c = run_plain_and_fsdp_c(scripts, *arguments)
+    assert plain[0] != 0 or plain[1], "the script must print or fail: otherwise nothing is compared"
+    assert with_fsdp_c == plain
 
 
-def test_the_script_gets_ours_and_its_children_too(scripts: Path) -> None:
+def test_script_and_child_environment_use_fsdp_c(scripts: Path) -> None:
     done = run("-m", "fsdp_c", "uses.py", env=installed_environment(scripts), cwd=scripts)
     assert done.stdout.split("\n")[0] == "True 1", done.stderr
 
 
-def test_usage(scripts: Path) -> None:
+def test_help_and_missing_script_print_usage(scripts: Path) -> None:
     env = installed_environment(scripts)
-    asked, empty = (run("-m", "fsdp_c", *a, env=env, cwd=scripts) for a in (["--help"], []))
-    assert asked.returncode == 0 and asked.stdout.startswith("usage: ") and asked.stderr == ""
-    assert empty.returncode == 2 and empty.stderr == asked.stdout
+    with_help, empty = (run("-m", "fsdp_c", *a, env=env, cwd=scripts) for a in (["--help"], []))
+    assert (
+        with_help.returncode == 0
+        and with_help.stdout.startswith("usage: ")
+        and with_help.stderr == ""
+    )
+    assert empty.returncode == 2 and empty.stderr == with_help.stdout
 
 
-def test_an_option_that_there_is_not_is_no_script(scripts: Path) -> None:
+def test_unknown_option_is_an_error(scripts: Path) -> None:
     done = run("-m", "fsdp_c", "--chek", env=installed_environment(scripts), cwd=scripts)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("unknown option --chek: ")

@@ -1,10 +1,9 @@
-"""Seeded bugs of the core, each caught by an assertion in a C test: the checks are believed because
-they bite.
+"""Mutation tests of the C code: each seeded bug must fail the named assertion of a C test.
 
-A mutation is one replacement in one file of ``csrc/core``. The file is compiled with it, linked
-with everything else as it is (what ``make test-c`` has built), and a C test is run: it has to end
-by the assertion that is named. A new check gets a bug that it catches, here. So do the tests of
-boards, which include the source.
+A mutation is one replacement in one file of ``csrc/core``. The test compiles the file with the
+mutation, links it with the unmodified objects of ``make test-c``, and runs one C test. For each new
+check, add a mutation that it detects. The C tests of the shared-memory rings include the mutated
+source instead.
 """
 
 from __future__ import annotations
@@ -28,179 +27,179 @@ TOOL_ENV = {name: value for name, value in os.environ.items() if name != "LD_PRE
 
 
 class Mutation(NamedTuple):
-    room: str
-    right: str
-    """Stands there once."""
-    wrong: str
+    module: str
+    original: str
+    """The original text; it occurs once in the file."""
+    replacement: str
     test: str
-    """The C test that runs into it."""
-    caught: str
-    """What the assertion says."""
+    """The C test that must fail."""
+    message: str
+    """Text that the failed assertion prints."""
 
 
 MUTATIONS = {
-    "a skipped flip": Mutation(
+    "group keeps its sharded state after unshard": Mutation(
         "group",
         "    g->sharded_state = FC_UNSHARDED;\n    fc_gather_retire",
         "    fc_gather_retire",
         "test_group",
         "parameter 0 has sharded state 3 in a group of sharded state 1",
     ),
-    "a lost rollback": Mutation(
+    "failed rollback of a parameter swap is ignored": Mutation(
         "group",
         "restored = swap_one(g, changed, own, host->swap) == 0 && restored;",
         "restored = true;",
         "test_group",
         "in a group of sharded state",
     ),
-    "a wrong count in flight": Mutation(
+    "reduction is not counted": Mutation(
         "reduction",
         "    c->newest = r;\n    c->reductions++;",
         "    c->newest = r;",
         "test_reduce",
         "reductions are in flight; 0 were counted",
     ),
-    "a stale plan": Mutation(
+    "gather plan is not invalidated": Mutation(
         "group",
         "    fc_gather_invalidate(&g->gather);\n",
         "",
         "test_check",
         "a gather plan is stale",
     ),
-    "a launch for each shard": Mutation(
+    "one foreach copy is issued per shard": Mutation(
         "foreach",
         "if (f->sizes[i] == f->sizes[first]) {",
         "if (false) {",
         "test_foreach",
         '"fct_foreach_copy fct_foreach_copy" != "fct_foreach_copy"',
     ),
-    "a leaked event": Mutation(
+    "event is not returned to the pool": Mutation(
         "comm",
         "    FC_TRY_RAISED(fct_event_wait(e, waiter));\ndone:\n    fc_comm_put_event(c, e);",
         "    FC_TRY_RAISED(fct_event_wait(e, waiter));\ndone:\n    (void)c;",
         "test_group",
         "events_out == 0",
     ),
-    "rows that survive their backward": Mutation(
+    "gathered rows are not released after backward": Mutation(
         "state",
         "return status == FC_OK && last ? fc_comm_release_rows(c) : status;",
         "return status;",
         "test_train",
         "rows are kept after the backward that reduced them",
     ),
-    "a launch that leaves its device current": Mutation(
+    "launch does not restore the current device": Mutation(
         "transfer",
         "        fct_launch_leave(l->before);",
         "        (void)l->before;",
         "test_train",
         "launches",
     ),
-    "a gradient that others hold is sent from where it is": Mutation(
+    "gradient with other references is sent without a copy": Mutation(
         "reduce",
         "           fct_tensor_is_sole(plan->grads[i]);",
         "           true;",
         "test_reduce",
         "a gradient with another owner",
     ),
-    "a reduction that is copied beside backward": Mutation(
+    "CPU-bound reduction overlaps with backward": Mutation(
         "reduce",
         "r->work != NULL && fct_work_is_copied(r->work)",
         "false",
         "test_reduce",
         "non_overlapping_reduction_completes_before_backward",
     ),
-    "a gather that is copied beside backward": Mutation(
+    "CPU-bound gather overlaps with backward": Mutation(
         "group",
         "fc_gather_is_copied(&g->gather, post_forward) ? FC_OK",
         "post_forward ? FC_OK",
         "test_group",
         "backward_prefetch_skips_cpu_bound_gather",
     ),
-    "chunks that a failed copy-out frees": Mutation(
+    "failed copy-out does not return its chunks": Mutation(
         "gather",
         "        fc_unsharded_return(a->members, a->flight.plan, &a->chunks);",
         "        (void)a;",
         "test_gather",
         "owned_chunks_survive_failed_copy_out",
     ),
-    "buffers that are not the group's": Mutation(
+    "buffers are not allocated from the process group": Mutation(
         "members",
         "    FC_TRY_RAISED(has ? fct_pg_empty",
         "    FC_TRY_RAISED(numel < 0 ? fct_pg_empty",
         "test_train",
         "in memory that is not from a process group's allocator",
     ),
-    "a buffer of the group's that is too large": Mutation(
+    "process group buffer is too large": Mutation(
         "gather",
         "fc_members_buffer(m, m->gather_memory, numel,",
         "fc_members_buffer(m, m->gather_memory, numel + chunk->numel,",
         "test_train",
         "an all-gather of ",
     ),
-    "chunks in place of the group's memory": Mutation(
+    "reduction uses chunks instead of process group memory": Mutation(
         "reduce",
         "FC_TRY(fc_members_has_memory(m, m->reduce_memory, &packed));",
         "(void)m;",
         "test_train",
         "chunks of 1 in memory that is not from a process group's allocator",
     ),
-    "a direct post_backward whose reduction is not completed": Mutation(
+    "direct post_backward returns before its reduction is complete": Mutation(
         "group",
         "c->has_streams ? fc_reduce_order_compute(&g->reducer) : fc_reduction_recycle(c, 0);",
         "c->has_streams ? fc_reduce_order_compute(&g->reducer) : FC_OK;",
         "test_reduce",
         "streams || f.model->comm.reductions == 0",
     ),
-    "a run that is not in its chunk's order": Mutation(
+    "run has offset 0 in its chunk": Mutation(
         "plan",
         "(fct_run){.chunk = chunk, .offset = offset, .numel = numel};",
         "(fct_run){.chunk = chunk, .offset = 0, .numel = numel};",
         "test_plan",
         "0x2",
     ),
-    "a group whose memory is asked for and not let go": Mutation(
+    "process group of a memory pool is not released": Mutation(
         "members",
         "    fc_members_set_memory(m, NULL, NULL);",
         "    m->gather_memory = m->reduce_memory;",
         "test_members",
         "1 process groups",
     ),
-    "a row released before its cast": Mutation(
+    "row is released before its cast has finished": Mutation(
         "comm",
         "kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0",
         "c->events_out == SIZE_MAX",
         "test_comm",
         "kept_rows_are_released_after_their_casts",
     ),
-    "hooks on the stream that computes": Mutation(
+    "extension hooks run on the compute stream": Mutation(
         "gather",
         "        previous = fct_stream_set_current(*pack_stream);",
         "        previous = fct_stream_current(m->device);",
         "test_gather_extended",
         "and is not ordered after it",
     ),
-    "a plan of the inputs before": Mutation(
+    "gather plan of earlier extension inputs is reused": Mutation(
         "gather",
         "(!extended && !plan->extended) || fc_gather_plan_fits(plan, m->params, m->count)",
         "true",
         "test_gather_extended",
         "[  FAILED  ] extension_hooks_run_before_gather",
     ),
-    "hooks that are called once more for one gather": Mutation(
+    "failed copy-out does not abandon the gather": Mutation(
         "gather",
         "        drop_inputs(a->members);\n        fc_gather_abandon(a);",
         "        drop_inputs(a->members);",
         "test_gather_extended",
         "failed_extended_copy_out_abandons_gather",
     ),
-    "inner tensors that keep their memory": Mutation(
+    "inner tensors of an extension keep their memory": Mutation(
         "extension",
         "    free_all(e->inner, e->inner_count);",
         "    (void)e;",
         "test_train",
         "bytes while sharded",
     ),
-    "outputs replaced under what lies over them": Mutation(
+    "gathered outputs with shared storage are replaced": Mutation(
         "extension",
         "if (output->tensor == NULL || !fct_storage_is_shared(output->tensor)) {",
         "if (output->tensor != name) {",
@@ -209,7 +208,7 @@ MUTATIONS = {
     ),
 }
 
-RING = {
+RING_MUTATIONS = {
     "memory of a message that the slowest peer has not released": Mutation(
         "shm_ring",
         "        if (pending > largest) {",
@@ -292,7 +291,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def objects() -> Path:
-    """The folder of the C tests' object files, as they are without any mutation."""
+    """Returns the folder of the object files of the C tests, built without mutations."""
     tests = " ".join(sorted({mutation.test for mutation in MUTATIONS.values()}))
     made = run("make", "-s", "-C", C_TESTS, "run", f"TESTS={tests}")
     assert made.returncode == 0, made.stdout + made.stderr
@@ -300,20 +299,22 @@ def objects() -> Path:
 
 
 def mutate(mutation: Mutation, folder: Path, to: Path) -> Path:
-    """The source of a room with its bug, in another folder."""
-    source = folder / f"{mutation.room}.c"
+    """Writes the mutated source of a module to folder ``to`` and returns its path."""
+    source = folder / f"{mutation.module}.c"
     text = source.read_text()
-    assert text.count(mutation.right) == 1, "the mutation no longer fits the code"
+    assert text.count(mutation.original) == 1, "the mutation no longer fits the code"
     mutated = to / source.name
-    mutated.write_text(text.replace(mutation.right, mutation.wrong))
+    mutated.write_text(text.replace(mutation.original, mutation.replacement))
     return mutated
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_seeded_bug_is_caught_by_an_assertion(name: str, objects: Path, tmp_path: Path) -> None:
+def test_mutation_of_the_core_fails_the_named_assertion(
+    name: str, objects: Path, tmp_path: Path
+) -> None:
     mutation = MUTATIONS[name]
     mutated = mutate(mutation, ROOT / "csrc/core", tmp_path)
-    core = [path for path in sorted((objects / "core").glob("*.o")) if path.stem != mutation.room]
+    core = [path for path in sorted((objects / "core").glob("*.o")) if path.stem != mutation.module]
     core = [path for path in core if (ROOT / "csrc/core" / f"{path.stem}.c").exists()]
     simulation = [objects / "tests" / f"{path.stem}.o" for path in sorted(C_TESTS.glob("sim*.c"))]
     linked = run(
@@ -325,12 +326,12 @@ def test_a_seeded_bug_is_caught_by_an_assertion(name: str, objects: Path, tmp_pa
     assert linked.returncode == 0, linked.stderr
     done = run(tmp_path / "mutated")
     assert done.returncode != 0
-    assert mutation.caught in done.stdout + done.stderr
+    assert mutation.message in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", RING)
-def test_seeded_bug_of_the_shared_memory_ring_is_caught(name: str, tmp_path: Path) -> None:
-    mutation = RING[name]
+@pytest.mark.parametrize("name", RING_MUTATIONS)
+def test_mutation_of_the_ring_fails_the_named_assertion(name: str, tmp_path: Path) -> None:
+    mutation = RING_MUTATIONS[name]
     folder = tmp_path / "transport"
     folder.mkdir()
     (folder / "shm_ring.h").write_text((ROOT / "csrc/transport/shm_ring.h").read_text())
@@ -342,4 +343,4 @@ def test_seeded_bug_of_the_shared_memory_ring_is_caught(name: str, tmp_path: Pat
     assert linked.returncode == 0, linked.stderr
     done = run(tmp_path / "mutated")
     assert done.returncode != 0
-    assert mutation.caught in done.stdout + done.stderr
+    assert mutation.message in done.stdout + done.stderr

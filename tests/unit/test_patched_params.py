@@ -1,7 +1,7 @@
-"""Methods of ``FSDPParam`` that somebody has replaced are called, as often as by torch's FSDP2.
+"""Replaced methods of ``FSDPParam`` are called as often as under torch's FSDP2.
 
-On the class before or after sharding, on single parameters, by a subclass in torch's place; and a
-library of the kind that keeps packed weights in classes of its own.
+The tests replace methods on the class before or after sharding and on single parameters, and
+replace the class by a subclass. One test patches as libraries with packed weight classes do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import releases
 import torch
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock_group
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
 import torch.nn as nn
 from linear_stack import batch, model_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -37,29 +37,32 @@ def world(fake_group: int) -> int:
 
 @contextlib.contextmanager
 def replaced(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """``FSDPParam.name`` as ``make`` makes it of torch's function, for a while."""
-    found = vars(FSDPParam)[name]
-    is_property = isinstance(found, property)
-    made = make(found.fget if is_property else found)
+    """Replaces ``FSDPParam.name`` by ``make(torch's function)`` in the context."""
+    original = vars(FSDPParam)[name]
+    is_property = isinstance(original, property)
+    made = make(original.fget if is_property else original)
     setattr(FSDPParam, name, property(made) if is_property else made)
     try:
         yield
     finally:
-        setattr(FSDPParam, name, found)
+        setattr(FSDPParam, name, original)
 
 
-def noting(calls: Counter[str], name: str, found: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(found)
+def count_calls(calls: Counter[str], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def call(param: Any, *args: Any, **kwargs: Any) -> Any:
         calls[name] += 1
-        return found(param, *args, **kwargs)
+        return original(param, *args, **kwargs)
 
     return call
 
 
 def train(model: Any, calls: Counter[str] | None = None) -> list[torch.Tensor]:
-    """Two backwards, the second of which reduces, and an evaluation; the gradients. ``calls``:
-    cleared before the second of two such steps."""
+    """Runs two steps and returns the gradients of the second.
+
+    A step has two backwards, of which the second reduces, and an evaluation. ``calls`` is cleared
+    before each step.
+    """
     for _ in range(2):
         model.zero_grad()
         if calls is not None:
@@ -83,64 +86,64 @@ METHODS = sorted(
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("when", ["before sharding", "before the second step"])
-def test_a_method_patched_on_the_class(name: str, when: str) -> None:
+def test_param_method_patched_on_the_class_is_called_as_in_torch(name: str, when: str) -> None:
     def scenario(shard: Callable[..., Any]) -> tuple[Counter[str], list[torch.Tensor]]:
         calls: Counter[str] = Counter()
         model = None if when == "before sharding" else model_of(shard, mp_policy=MIXED)
         if model is not None:
             train(model)
-        with replaced(name, functools.partial(noting, calls, name)):
+        with replaced(name, functools.partial(count_calls, calls, name)):
             model = model or model_of(shard, mp_policy=MIXED)
             grads = train(model, calls)
-        noted = calls.copy()
+        recorded = calls.copy()
         train(model)
-        assert calls == noted, "the patch outlives its context"
-        return noted, grads
+        assert calls == recorded, "the patch outlives its context"
+        return recorded, grads
 
-    (theirs, expected), (ours, grads) = map(scenario, IMPLEMENTATIONS)
+    (torch_result, expected), (result, grads) = map(scenario, IMPLEMENTATIONS)
     if name in ("all_gather_inputs", "unsharded_grad_data"):
-        # torch casts such shards without asking, and takes what was accumulated (before 2.15).
-        assert ours == {} and (theirs == {} or releases.has("2.15"))
+        # torch reads neither property for cast shards and accumulated gradients (before 2.15).
+        assert result == {} and (torch_result == {} or releases.has("2.15"))
     else:
-        assert ours == theirs and ours[name] > 0
+        assert result == torch_result and result[name] > 0
     assert all(map(torch.equal, grads, expected))
     assert all(map(torch.equal, grads, train(model_of(fsdp_c.fully_shard, mp_policy=MIXED))))
 
 
 @pytest.mark.parametrize("name", ["all_gather_inputs", "unsharded_grad_data"])
-def test_a_property_patched_on_the_class_without_mixed_precision(name: str) -> None:
+def test_param_property_patched_without_mixed_precision_is_called_as_in_torch(name: str) -> None:
     def scenario(shard: Callable[..., Any]) -> Counter[str]:
         calls: Counter[str] = Counter()
         model = model_of(shard)
-        with replaced(name, functools.partial(noting, calls, name)):
+        with replaced(name, functools.partial(count_calls, calls, name)):
             model(batch()).sum().backward()
         return calls
 
-    theirs, ours = map(scenario, IMPLEMENTATIONS)
-    assert ours == theirs and ours[name] > 0
+    torch_result, result = map(scenario, IMPLEMENTATIONS)
+    assert result == torch_result and result[name] > 0
 
 
-def test_a_patched_gradient_is_the_one_that_is_reduced() -> None:
+def test_patched_unsharded_grad_data_is_reduced() -> None:
     def scenario(shard: Callable[..., Any]) -> list[torch.Tensor]:
-        with replaced("unsharded_grad_data", lambda found: lambda param: 2 * found(param)):
+        with replaced("unsharded_grad_data", lambda original: lambda param: 2 * original(param)):
             model = model_of(shard)
             model(batch()).sum().backward()
         return [param.grad._local_tensor for param in model.parameters()]
 
-    theirs, ours = map(scenario, IMPLEMENTATIONS)
-    assert all(map(torch.equal, ours, theirs))
+    torch_result, result = map(scenario, IMPLEMENTATIONS)
+    assert all(map(torch.equal, result, torch_result))
 
 
 @pytest.mark.parametrize("name", ["to_sharded_post_forward", "to_sharded_post_forward_dtensor"])
-def test_a_method_of_resharding_to_a_smaller_mesh(name: str) -> None:
+def test_patched_post_forward_reshard_method_is_called_as_in_torch(name: str) -> None:
     def scenario(shard: Callable[..., Any]) -> tuple[Counter[str], list[torch.Tensor]]:
         calls: Counter[str] = Counter()
         model = model_of(shard, reshard_after_forward=2)
-        with replaced(name, functools.partial(noting, calls, name)):
+        with replaced(name, functools.partial(count_calls, calls, name)):
             return calls, train(model, calls)
 
-    (theirs, expected), (ours, grads) = map(scenario, IMPLEMENTATIONS)
-    assert ours == theirs and ours[name] > 0
+    (torch_result, expected), (result, grads) = map(scenario, IMPLEMENTATIONS)
+    assert result == torch_result and result[name] > 0
     assert all(map(torch.equal, grads, expected))
 
 
@@ -158,7 +161,7 @@ OBJECT_METHODS = [
 
 
 @pytest.mark.parametrize("name", OBJECT_METHODS)
-def test_a_method_set_on_one_parameter(name: str) -> None:
+def test_param_method_set_on_one_parameter_is_called_as_in_torch(name: str) -> None:
     def scenario(shard: Callable[..., Any]) -> Counter[str]:
         calls: Counter[str] = Counter()
         model = model_of(shard, mp_policy=MIXED)
@@ -168,14 +171,14 @@ def test_a_method_set_on_one_parameter(name: str) -> None:
         train(model, calls)
         return calls
 
-    theirs, ours = map(scenario, IMPLEMENTATIONS)
-    assert ours == theirs and ours[name] > 0
+    torch_result, result = map(scenario, IMPLEMENTATIONS)
+    assert result == torch_result and result[name] > 0
 
 
-def test_a_registration_that_fails_is_rolled_back() -> None:
-    def failing(found: Callable[..., Any]) -> Callable[..., Any]:
+def test_failed_parameter_registration_is_rolled_back() -> None:
+    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
         def to_unsharded(param: Any) -> None:
-            found(param)
+            original(param)
             if param._module_info.param_name == "bias":
                 raise ArithmeticError("from the patch")
 
@@ -191,10 +194,10 @@ def test_a_registration_that_fails_is_rolled_back() -> None:
     assert all(map(torch.equal, train(model), expected))
 
 
-def test_a_patched_constructor_runs() -> None:
-    def constructor(found: Callable[..., Any]) -> Callable[..., Any]:
+def test_patched_param_constructor_is_called() -> None:
+    def constructor(original: Callable[..., Any]) -> Callable[..., Any]:
         def construct(param: Any, *args: Any, **kwargs: Any) -> None:
-            found(param, *args, **kwargs)
+            original(param, *args, **kwargs)
             param.of_a_library = param._module_info.param_name
 
         return construct
@@ -207,10 +210,10 @@ def test_a_patched_constructor_runs() -> None:
         assert all(map(torch.equal, train(model), train(model_of(fully_shard))))
 
 
-def test_a_constructor_that_fails_leaves_the_module() -> None:
-    def constructor(found: Callable[..., Any]) -> Callable[..., Any]:
+def test_failed_param_constructor_leaves_the_module_unchanged() -> None:
+    def constructor(original: Callable[..., Any]) -> Callable[..., Any]:
         def construct(param: Any, *args: Any, **kwargs: Any) -> None:
-            found(param, *args, **kwargs)
+            original(param, *args, **kwargs)
             if param._module_info.param_name == "bias":
                 raise ArithmeticError("from the patch")
 
@@ -226,8 +229,8 @@ def test_a_constructor_that_fails_leaves_the_module() -> None:
     module(torch.ones(2, 8)).sum().backward()
 
 
-class OfALibrary(FSDPParam):
-    """A subclass in the place of torch's class."""
+class CountingParam(FSDPParam):
+    """A subclass that replaces torch's class and counts calls."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -251,8 +254,8 @@ class OfALibrary(FSDPParam):
         return super().to_sharded_dtensor(tensor)
 
 
-def test_a_subclass_in_the_place_of_torchs_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock_group, "FSDPParam", OfALibrary)
+def test_subclass_that_replaces_fsdp_param_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_param_group, "FSDPParam", CountingParam)
 
     def scenario(shard: Callable[..., Any]) -> tuple[list[Counter[str]], list[torch.Tensor]]:
         model = model_of(shard)
@@ -262,12 +265,12 @@ def test_a_subclass_in_the_place_of_torchs_class(monkeypatch: pytest.MonkeyPatch
             for group in releases.groups_of(module._get_fsdp_state())
             for param in group.fsdp_params
         ]
-        assert all(isinstance(param, OfALibrary) for param in params)
+        assert all(isinstance(param, CountingParam) for param in params)
         grads = train(model)
         return [param.calls for param in params], grads
 
-    (theirs, expected), (ours, grads) = map(scenario, IMPLEMENTATIONS)
-    assert ours == theirs and len(ours[0]) == 4
+    (torch_result, expected), (result, grads) = map(scenario, IMPLEMENTATIONS)
+    assert result == torch_result and len(result[0]) == 4
     assert all(map(torch.equal, grads, expected))
 
 
@@ -275,7 +278,7 @@ def test_a_subclass_in_the_place_of_torchs_class(monkeypatch: pytest.MonkeyPatch
 
 
 class Packed(nn.Parameter):
-    """Bytes, and what they are to be multiplied with."""
+    """Quantized bytes and their scale."""
 
     scale: float
 
@@ -286,7 +289,7 @@ class Packed(nn.Parameter):
 
 
 class PackedLinear(nn.Module):
-    """Computes with packed weights only, and saves the scale of a parameter that has one."""
+    """Requires packed weights in forward, and saves the scale of a parameter that has one."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -306,32 +309,33 @@ class PackedLinear(nn.Module):
             destination[prefix + "scale"] = torch.tensor(self.weight.scale)
 
 
-def keep_packed_shards(found: Callable[..., Any]) -> Callable[..., Any]:
+def keep_packed_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_sharded(self: Any, param: Any, *args: Any) -> None:
-        found(self, param, *args)
+        original(self, param, *args)
         if isinstance(param, Packed):
             local = Packed(self.sharded_param._local_tensor, param.scale)
-            self.sharded_param = self.to_sharded_dtensor(local)  # a Parameter would unpack it
+            # Not nn.Parameter(local): it would lose the class.
+            self.sharded_param = self.to_sharded_dtensor(local)
             self._setattr_on_modules(self.sharded_param)
 
     return init_sharded
 
 
-def make_packed_parameters(found: Callable[..., Any]) -> Callable[..., Any]:
+def make_packed_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_unsharded(self: Any) -> None:
         local = self._sharded_local_tensor
         if not isinstance(local, Packed):
-            found(self)
+            original(self)
         elif not hasattr(self, "_unsharded_param"):
-            whole = self.all_gather_outputs[0].as_strided(
+            weight = self.all_gather_outputs[0].as_strided(
                 self._orig_size, self._contiguous_orig_stride
             )
-            self._unsharded_param = Packed(whole, local.scale)
+            self._unsharded_param = Packed(weight, local.scale)
 
     return init_unsharded
 
 
-def test_a_library_keeps_its_packed_weights() -> None:
+def test_packed_weight_classes_of_a_library_are_kept() -> None:
     def scenario(shard: Callable[..., Any]) -> dict[str, Any]:
         with (
             replaced("_init_sharded_param", keep_packed_shards),
@@ -355,15 +359,15 @@ def test_a_library_keeps_its_packed_weights() -> None:
             "keys": list(state),
             "loaded": str(loaded),
             "grads": [p.grad._local_tensor for p in model.parameters() if p.requires_grad],
-            "whole": [whole.detach().clone() for whole in map(unsharded, layers)],
+            "whole": [weight.detach().clone() for weight in map(unsharded, layers)],
         }
 
-    theirs, ours = map(scenario, IMPLEMENTATIONS)
+    torch_result, result = map(scenario, IMPLEMENTATIONS)
     for name in ("grads", "whole"):
-        assert all(map(torch.equal, ours.pop(name), theirs.pop(name)))
-    assert ours == theirs
-    assert ours["classes"] == [["Packed"] * 3] * 2 and ours["shards"] == ["Packed"] * 2
-    assert not any("scale" in key for key in ours["keys"])
+        assert all(map(torch.equal, result.pop(name), torch_result.pop(name)))
+    assert result == torch_result
+    assert result["classes"] == [["Packed"] * 3] * 2 and result["shards"] == ["Packed"] * 2
+    assert not any("scale" in key for key in result["keys"])
 
 
 def unsharded(layer: Any) -> torch.Tensor:
@@ -373,22 +377,22 @@ def unsharded(layer: Any) -> torch.Tensor:
     return weight
 
 
-def test_a_patch_that_takes_no_effect_is_told_once(
+def test_patch_without_effect_logs_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "_unheard", set())
-    with replaced("unsharded_param", lambda found: lambda param: found(param)):
+    with replaced("unsharded_param", lambda original: lambda param: original(param)):
         for _ in range(2):
             train(model_of(fsdp_c.fully_shard))
     train(model_of(fsdp_c.fully_shard))
-    (told,) = [r.getMessage() for r in caplog.records if "It is not called" in r.getMessage()]
-    assert told.startswith("fsdp_c: FSDPParam.unsharded_param has been replaced.")
+    (message,) = [r.getMessage() for r in caplog.records if "It is not called" in r.getMessage()]
+    assert message.startswith("fsdp_c: FSDPParam.unsharded_param has been replaced.")
 
 
 @pytest.mark.parametrize("name", [*METHODS, "to_sharded_post_forward", "reset_sharded_param"])
-def test_nothing_is_told_of_patches_that_are_called(
+def test_patches_that_take_effect_log_no_warning(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with replaced(name, lambda found: lambda param, *args: found(param, *args)):
+    with replaced(name, lambda original: lambda param, *args: original(param, *args)):
         train(model_of(fsdp_c.fully_shard))
     assert [r.getMessage() for r in caplog.records if "FSDPParam" in r.getMessage()] == []

@@ -1,4 +1,4 @@
-"""Ways a backward may begin and end, other than at the root's output and with its callback."""
+"""Scenarios of backwards that start or end elsewhere than at the outputs of the root."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch.utils.checkpoint import checkpoint
 
 HEAD = 3
 WIDE = 256
-"""A weight of that width is large enough to be sent from its gradient."""
+"""Width of weights that are large enough to be reduced from their gradients without a copy."""
 
 
-class Box:
-    """An output that nobody can look into."""
+class OpaqueOutput:
+    """An output whose tensors FSDP2 cannot find."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 class Trunk(nn.Module):
-    """Blocks, then a norm; the head is called by whoever computes the loss."""
+    """Blocks and a norm. The head runs in forward only if ``with_head``."""
 
     def __init__(self, boxed: bool = False) -> None:
         super().__init__()
@@ -43,17 +43,17 @@ class Trunk(nn.Module):
             x = block(x)
         x = self.norm(x)
         x = self.head(x) if with_head else x
-        return Box(x) if self.boxed else x
+        return OpaqueOutput(x) if self.boxed else x
 
 
-def late(api: Api) -> None:
-    """One rank comes later than the other: what is not waited for is not there yet."""
+def delay_rank_1(api: Api) -> None:
+    """Delays rank 1, so that a missing wait for its data shows."""
     if api.rank == 1:
         time.sleep(0.03)
 
 
-def grouped(api: Api, **options: Any) -> Trunk:
-    """Norm and head are one unit."""
+def shard_with_grouped_head(api: Api, **options: Any) -> Trunk:
+    """Returns a sharded model; norm and head are one unit."""
     model = Trunk()
     for block in model.blocks:
         api.fully_shard(block, **options)
@@ -62,107 +62,107 @@ def grouped(api: Api, **options: Any) -> Trunk:
 
 
 def chunks_of(hidden: torch.Tensor) -> list[torch.Tensor]:
-    return [one.detach().requires_grad_() for one in hidden.chunk(2)]
+    return [chunk.detach().requires_grad_() for chunk in hidden.chunk(2)]
 
 
 def chunked_loss(api: Api, model: Trunk, step: int, deep: bool = True) -> list[Any]:
-    """Backward through the head for each chunk, then through the rest."""
+    """Runs backward through the head for each chunk, then through the remaining model."""
     hidden = model(batch(api.rank, step))
     chunks = chunks_of(hidden)
-    seen: list[Any] = []
+    record: list[Any] = []
     for chunk in chunks:
-        late(api)
+        delay_rank_1(api)
         loss = model.head(chunk).square().mean()
         loss.backward()
-        seen += [loss.item(), grads(model)]
+        record += [loss.item(), grads(model)]
     if deep:
         hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
-        seen.append(grads(model))
-    return seen
+        record.append(grads(model))
+    return record
 
 
 def steps_of(
     model: nn.Module, params: list[nn.Parameter], run: Callable[[int], list[Any]], count: int = 3
 ) -> list[Any]:
     optimizer = torch.optim.SGD(params, lr=0.1)
-    seen: list[Any] = []
+    record: list[Any] = []
     for step in range(count):
-        seen.append(run(step))
+        record.append(run(step))
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, weights(model)]
+    return [*record, weights(model)]
 
 
 @scenario()
 def chunked_losses(api: Api) -> Any:
-    found = {}
+    results = {}
     for reshard in (True, False):
-        model = grouped(api, reshard_after_forward=reshard)
-        found[reshard] = steps_of(
+        model = shard_with_grouped_head(api, reshard_after_forward=reshard)
+        results[reshard] = steps_of(
             model, list(model.parameters()), functools.partial(chunked_loss, api, model)
         )
-    return found
+    return results
 
 
 @scenario()
-def only_the_head_is_trained_by_chunks(api: Api) -> Any:
-    model = grouped(api)
+def chunked_losses_training_only_the_head(api: Api) -> Any:
+    model = shard_with_grouped_head(api)
     params = list(model.head.parameters())
     return steps_of(model, params, lambda step: chunked_loss(api, model, step, deep=False))
 
 
 @scenario()
-def chunked_losses_of_all_kinds(api: Api) -> Any:
-    """With delayed synchronisation, a hook on the gradient, and other units for norm and head."""
-    found: dict[str, Any] = {}
+def chunked_losses_with_other_settings(api: Api) -> Any:
+    """Delayed synchronization, hooks on gradients, and other units for norm and head."""
+    results: dict[str, Any] = {}
 
-    model = grouped(api)
+    model = shard_with_grouped_head(api)
     model.set_requires_gradient_sync(False)
     delayed = [chunked_loss(api, model, 0)]
     model.set_requires_gradient_sync(True)
     delayed.append(chunked_loss(api, model, 1))
-    found["delayed"] = delayed
+    results["delayed"] = delayed
 
-    model = grouped(api)
+    model = shard_with_grouped_head(api)
     model.set_is_last_backward(False)
-    found["not last"] = chunked_loss(api, model, 0)
+    results["not last"] = chunked_loss(api, model, 0)
 
-    model = grouped(api)
+    model = shard_with_grouped_head(api)
     order: list[str] = []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-    found["hooks"] = [chunked_loss(api, model, 0), sorted(order)]
+    results["hooks"] = [chunked_loss(api, model, 0), sorted(order)]
 
     model = Trunk()
     for part in (*model.blocks, model.head):
         api.fully_shard(part)
-    found["head alone"] = chunked_loss(api, api.fully_shard(model), 0)
-    return found
+    results["head alone"] = chunked_loss(api, api.fully_shard(model), 0)
+    return results
 
 
 @scenario()
-def a_child_of_a_list_called_alone(api: Api) -> Any:
-    """After a full step, and after an evaluation."""
-    model = grouped(api)
-    seen: list[Any] = []
+def group_member_called_alone(api: Api) -> Any:
+    """Calls members of a group directly, after a full step and after an evaluation."""
+    model = shard_with_grouped_head(api)
+    record: list[Any] = []
     for step in range(2):
         model(batch(api.rank, step), with_head=True).square().mean().backward()
-        seen.append(grads(model))
+        record.append(grads(model))
         model.zero_grad()
         for part in (model.head, model.norm, model.head):
-            late(api)
+            delay_rank_1(api)
             x = batch(api.rank, step).requires_grad_()
             part(x).square().mean().backward()
-            seen += [grads(model), x.grad]
+            record += [grads(model), x.grad]
         with torch.no_grad():
-            seen.append(model(batch(api.rank, step)))
-    return seen
+            record.append(model(batch(api.rank, step)))
+    return record
 
 
 @scenario()
-def outputs_that_nobody_looks_into(api: Api) -> Any:
-    """A root whose output is a plain object: only its post-backward node is reached."""
-    found: dict[str, Any] = {}
+def opaque_root_outputs(api: Api) -> Any:
+    """The output of the root is an opaque object: backward reaches only its post-backward node."""
+    results: dict[str, Any] = {}
     for blocks in (False, True):
         model = Trunk(boxed=True)
         for block in model.blocks if blocks else ():
@@ -170,19 +170,19 @@ def outputs_that_nobody_looks_into(api: Api) -> Any:
         api.fully_shard(model, reshard_after_forward=False)
 
         def run(step: int, model: Trunk = model) -> list[Any]:
-            late(api)
+            delay_rank_1(api)
             x = batch(api.rank, step).requires_grad_()
             model(x, with_head=True).tensor.square().mean().backward()
             return [grads(model), x.grad]
 
-        found[f"blocks {blocks}"] = steps_of(model, list(model.parameters()), run)
-    return found
+        results[f"blocks {blocks}"] = steps_of(model, list(model.parameters()), run)
+    return results
 
 
 @scenario()
-def backwards_inside_a_backward(api: Api) -> Any:
-    """A chunk's backward is run by the backward of a function, as memory-saving losses do."""
-    model = grouped(api)
+def backwards_within_a_backward(api: Api) -> Any:
+    """A custom autograd function runs the backward of each chunk, as chunked losses do."""
+    model = shard_with_grouped_head(api)
 
     class Loss(torch.autograd.Function):
         @staticmethod
@@ -195,7 +195,7 @@ def backwards_inside_a_backward(api: Api) -> Any:
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             (hidden,) = ctx.saved_tensors
             chunks = chunks_of(hidden)
-            late(api)
+            delay_rank_1(api)
             for chunk in chunks:
                 with torch.enable_grad():
                     (model.head(chunk).square().mean() * grad).backward()
@@ -209,12 +209,12 @@ def backwards_inside_a_backward(api: Api) -> Any:
 
 
 @scenario()
-def reentrant_checkpoints_of_a_part(api: Api) -> Any:
-    model = grouped(api)
+def reentrant_checkpoint_of_the_head(api: Api) -> Any:
+    model = shard_with_grouped_head(api)
 
     def run(step: int) -> list[Any]:
         hidden = model(batch(api.rank, step))
-        late(api)
+        delay_rank_1(api)
         checkpoint(model.head, hidden, use_reentrant=True).square().mean().backward()
         return [grads(model)]
 
@@ -223,45 +223,45 @@ def reentrant_checkpoints_of_a_part(api: Api) -> Any:
 
 @scenario()
 def gradients_with_respect_to_the_hidden_state(api: Api) -> Any:
-    """autograd.grad through the head stops at its input; the rest gets what it found."""
-    model = grouped(api)
-    seen: list[Any] = []
+    """``autograd.grad`` runs through the head; backward of the other layers uses its result."""
+    model = shard_with_grouped_head(api)
+    record: list[Any] = []
     for step in range(2):
         hidden = model(batch(api.rank, step))
         inner = hidden.detach().requires_grad_()
-        late(api)
+        delay_rank_1(api)
         (grad,) = torch.autograd.grad(model.head(inner).square().mean(), [inner])
         hidden.backward(grad)
-        seen += [grad, grads(model)]
+        record += [grad, grads(model)]
         model.zero_grad()
-    return seen
+    return record
 
 
 @scenario()
 def chunked_losses_on_other_meshes(api: Api) -> Any:
-    """Replicas, mixed precision, offload; and chunks of a replicated model."""
-    found: dict[str, Any] = {}
+    """Chunked losses on 2-D meshes, in mixed precision and of a replicated model."""
+    results: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {
         "replicas": {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))},
         "shards of replicas": {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("r", "s"))},
         "mixed": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     }
     for name, option in options.items():
-        model = grouped(api, **option)
-        found[name] = steps_of(
+        model = shard_with_grouped_head(api, **option)
+        results[name] = steps_of(
             model, list(model.parameters()), functools.partial(chunked_loss, api, model)
         )
     model = Trunk()
     api.replicate(model.head)
-    found["replicate"] = chunked_loss(api, api.replicate(model), 0)
-    return found
+    results["replicate"] = chunked_loss(api, api.replicate(model), 0)
+    return results
 
 
-# ---- gradients over memory that is not torch's ----
+# ---- gradients in memory of NumPy ----
 
 
-class _IntoOneArray(torch.autograd.Function):
-    """``x @ weight.T``; all gradients of weights are written into one array."""
+class _SharedGradientArray(torch.autograd.Function):
+    """``x @ weight.T``; backward writes all gradients of weights into one array."""
 
     array = np.zeros((WIDE, WIDE), np.float32)
 
@@ -275,9 +275,9 @@ class _IntoOneArray(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.rank == 1:
-            time.sleep(0.3)  # so that the other rank is in the next backward when its rows leave
-        _IntoOneArray.array[...] = (grad.t() @ x).numpy()
-        return grad @ weight, torch.from_numpy(_IntoOneArray.array), None
+            time.sleep(0.3)  # rank 0 is in the next backward when rank 1 sends
+        _SharedGradientArray.array[...] = (grad.t() @ x).numpy()
+        return grad @ weight, torch.from_numpy(_SharedGradientArray.array), None
 
 
 class _Wide(nn.Module):
@@ -287,11 +287,11 @@ class _Wide(nn.Module):
         self.rank = rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _IntoOneArray.apply(x, self.weight, self.rank)
+        return _SharedGradientArray.apply(x, self.weight, self.rank)
 
 
 @scenario()
-def gradients_over_an_array_that_is_used_again(api: Api) -> Any:
+def gradients_in_a_reused_array(api: Api) -> Any:
     torch.manual_seed(7)
     model = nn.Sequential(*(_Wide(api.rank) for _ in range(3)))
     for unit in model:

@@ -1,7 +1,7 @@
-"""Scenarios about torch's own clipping functions: beside stock, the same results in all respects.
+"""Scenarios of torch's clipping functions, plain and after ``fsdp_c.install()``.
 
-Gradients are made by hand, so that each case has its own kinds of them. With ours, ``install`` is
-called first; the count of calls that took the C path comes along, for the tests.
+Each case creates its own gradients. Under fsdp_c the results include the number of calls that took
+the C path.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch.nn.utils import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPES = ((8, 3), (5,), (7, 2), (1,), (300, 256))
-"""Uneven and empty shards, and one that several threads would scale."""
+"""Shapes with uneven and empty shards, and one above the limit for several threads."""
 
 
 @contextmanager
-def switched(api: Api) -> Iterator[list[int]]:
-    """Torch's functions lead to ours, where ours is tested; counts what the C path did."""
+def installed(api: Api) -> Iterator[list[int]]:
+    """Under fsdp_c, installs it and yields a counter of the calls that took the C path."""
     taken = [0]
     if not api.ours:
         yield taken
@@ -45,9 +45,9 @@ def switched(api: Api) -> Iterator[list[int]]:
 
     def counting(function: Any) -> Any:
         def call(*args: Any) -> Any:
-            found = function(*args)
-            taken[0] += found is not False
-            return found
+            result = function(*args)
+            taken[0] += result is not False
+            return result
 
         return call
 
@@ -61,7 +61,7 @@ def switched(api: Api) -> Iterator[list[int]]:
         clip_for_torch._as_dtensor, clip_for_torch.scale_fast = total, scale
 
 
-def given(
+def make_params(
     api: Api,
     mesh: Any,
     placements: Any,
@@ -70,7 +70,7 @@ def given(
     scale: float = 1.0,
     seed: int = 0,
 ) -> list[Any]:
-    """Parameters with gradients, laid out so."""
+    """Returns parameters whose gradients have the given mesh and placements."""
     made = []
     for i, shape in enumerate(shapes):
         generator = torch.Generator().manual_seed(100 * api.rank + i + 1000 * seed)
@@ -97,41 +97,41 @@ def plain(count: int = 2) -> list[Any]:
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in which nan equals nan."""
+    """Returns a copy in which nan compares equal."""
     return torch.nan_to_num(tensor.detach(), nan=12345.0, posinf=math.inf, neginf=-math.inf)
 
 
 def facts(value: Any) -> Any:
-    """All that a caller can see of a result."""
+    """Returns all attributes and values of a result that must match."""
     if not isinstance(value, torch.Tensor):
         return value
-    seen: list[Any] = [type(value).__name__, str(value.dtype), str(value.device), value.shape]
-    seen += [value.requires_grad, value.is_leaf, value.is_inference(), value.stride()]
+    results: list[Any] = [type(value).__name__, str(value.dtype), str(value.device), value.shape]
+    results += [value.requires_grad, value.is_leaf, value.is_inference(), value.stride()]
     if isinstance(value, DTensor):
-        seen += [str(value.placements), str(value.device_mesh), str(value._spec)]
-        seen += [type(value._local_tensor).__name__, comparable(value._local_tensor)]
-    return [*seen, comparable(whole(value))]
+        results += [str(value.placements), str(value.device_mesh), str(value._spec)]
+        results += [type(value._local_tensor).__name__, comparable(value._local_tensor)]
+    return [*results, comparable(whole(value))]
 
 
 def outcome(call: Callable[[], Any], params: list[Any]) -> list[Any]:
-    """What a call returned, raised or warned of, and the gradients after it."""
-    with warnings.catch_warnings(record=True) as said:
+    """Returns the result or exception of a call, its warnings, and the gradients after it."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found: Any = facts(call())
+            result: Any = facts(call())
         except Exception as error:
-            found = [type(error).__name__, str(error).splitlines()[0]]
-    told = [(str(w.message).splitlines()[0], Path(w.filename).name) for w in said]
+            result = [type(error).__name__, str(error).splitlines()[0]]
+    messages = [(str(w.message).splitlines()[0], Path(w.filename).name) for w in caught]
     grads = [getattr(g, "_local_tensor", g) for g in (p.grad for p in params)]
     local = [None if g is None else comparable(g) for g in grads]
-    return [found, told, local]
+    return [result, messages, local]
 
 
-def three_ways(params: list[Any], max_norm: float, *args: Any, **kwargs: Any) -> list[Any]:
-    """The whole call, and then its halves; the total is gathered in between, as libraries do."""
-    seen = [outcome(lambda: clip_grad_norm_(params, max_norm, *args, **kwargs), params)]
+def clip_three_ways(params: list[Any], max_norm: float, *args: Any, **kwargs: Any) -> list[Any]:
+    """Clips by one call, then by its two parts, then with a gathered total between the parts."""
+    results = [outcome(lambda: clip_grad_norm_(params, max_norm, *args, **kwargs), params)]
 
-    def halves(gather: bool) -> Any:
+    def clip_in_two_parts(gather: bool) -> Any:
         grads = [p.grad for p in params if p.grad is not None]
         total = get_total_norm(grads, *args, **kwargs)
         if gather and isinstance(total, DTensor):
@@ -140,7 +140,11 @@ def three_ways(params: list[Any], max_norm: float, *args: Any, **kwargs: Any) ->
         clip_grads_with_norm_(params, max_norm * 0.5, total, foreach)
         return total
 
-    return [*seen, outcome(lambda: halves(False), params), outcome(lambda: halves(True), params)]
+    return [
+        *results,
+        outcome(lambda: clip_in_two_parts(False), params),
+        outcome(lambda: clip_in_two_parts(True), params),
+    ]
 
 
 @contextmanager
@@ -153,104 +157,115 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class Watching(TorchDispatchMode):
-    """Counts operators."""
+class OperatorRecorder(TorchDispatchMode):
+    """Records the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.operators: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
+        self.operators.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-def usual(api: Api, one: Any, rows: Any) -> dict[str, Any]:
-    """What the C path is for."""
-    seen: dict[str, Any] = {}
+def common_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
+    """Returns the results of calls that take the C path."""
+    results: dict[str, Any] = {}
     for max_norm in (1e-2, 1.0, 1e9, -1.0, 0.0):
         for foreach in (None, True, False):
-            params = given(api, one, [Shard(0)])
-            seen[f"{max_norm} {foreach}"] = three_ways(params, max_norm, foreach=foreach)
-    seen["many"] = three_ways(given(api, one, [Shard(0)], [(9, i + 1) for i in range(60)]), 1)
+            params = make_params(api, mesh, [Shard(0)])
+            results[f"{max_norm} {foreach}"] = clip_three_ways(params, max_norm, foreach=foreach)
+    results["many"] = clip_three_ways(
+        make_params(api, mesh, [Shard(0)], [(9, i + 1) for i in range(60)]), 1
+    )
     for seed in range(10):
-        params = given(api, one, [Shard(0)], [(17, 5)] * 20, seed=seed)
-        seen[f"seed {seed}"] = three_ways(params, 1, 2)
-    seen["columns"] = three_ways(given(api, one, [Shard(1)], [(4, 8), (3, 5)]), 0.5)
-    mixed = given(api, one, [Shard(0)]) + given(api, one, [Shard(1)], [(4, 8)])
-    seen["rows and columns"] = three_ways(mixed, 0.5)
-    seen["hybrid"] = three_ways(given(api, rows, [Replicate(), Shard(0)]), 0.5)
+        params = make_params(api, mesh, [Shard(0)], [(17, 5)] * 20, seed=seed)
+        results[f"seed {seed}"] = clip_three_ways(params, 1, 2)
+    results["columns"] = clip_three_ways(make_params(api, mesh, [Shard(1)], [(4, 8), (3, 5)]), 0.5)
+    mixed = make_params(api, mesh, [Shard(0)]) + make_params(api, mesh, [Shard(1)], [(4, 8)])
+    results["rows and columns"] = clip_three_ways(mixed, 0.5)
+    results["hybrid"] = clip_three_ways(make_params(api, hybrid_mesh, [Replicate(), Shard(0)]), 0.5)
     equal = init_device_mesh("cpu", (api.world,))
-    both = given(api, one, [Shard(0)]) + given(api, equal, [Shard(0)])
-    seen["equal meshes"] = three_ways(both, 0.5)
-    seen["replicated"] = three_ways(given(api, one, [Replicate()]), 0.5)
-    missing = given(api, one, [Shard(0)])
+    both = make_params(api, mesh, [Shard(0)]) + make_params(api, equal, [Shard(0)])
+    results["equal meshes"] = clip_three_ways(both, 0.5)
+    results["replicated"] = clip_three_ways(make_params(api, mesh, [Replicate()]), 0.5)
+    missing = make_params(api, mesh, [Shard(0)])
     missing[1].grad = None
-    seen["missing"] = three_ways(missing, 0.5)
-    twice = given(api, one, [Shard(0)])
-    seen["twice"] = three_ways(twice + twice, 0.5)
+    results["missing"] = clip_three_ways(missing, 0.5)
+    twice = make_params(api, mesh, [Shard(0)])
+    results["twice"] = clip_three_ways(twice + twice, 0.5)
     with default_dtype(torch.bfloat16):
-        seen["default dtype"] = three_ways(given(api, one, [Shard(0)]), 0.5)
+        results["default dtype"] = clip_three_ways(make_params(api, mesh, [Shard(0)]), 0.5)
     with torch.inference_mode():
-        seen["inference"] = three_ways(given(api, one, [Shard(0)]), 0.5)
+        results["inference"] = clip_three_ways(make_params(api, mesh, [Shard(0)]), 0.5)
     for value in (math.nan, math.inf):
         for strict in (False, True):
-            params = given(api, one, [Shard(0)], scale=value)
-            seen[f"{value} {strict}"] = three_ways(params, 0.5, error_if_nonfinite=strict)
-    params = given(api, one, [Shard(0)])
-    seen["generator"] = outcome(lambda: clip_grad_norm_((p for p in params), 0.5), params)
-    seen["named"] = outcome(
+            params = make_params(api, mesh, [Shard(0)], scale=value)
+            results[f"{value} {strict}"] = clip_three_ways(params, 0.5, error_if_nonfinite=strict)
+    params = make_params(api, mesh, [Shard(0)])
+    results["generator"] = outcome(lambda: clip_grad_norm_((p for p in params), 0.5), params)
+    results["named"] = outcome(
         lambda: clip_grad_norm_(parameters=tuple(params), max_norm=0.25), params
     )
-    return seen
+    return results
 
 
-def unusual(api: Api, one: Any, rows: Any) -> dict[str, Any]:
-    """What is torch's."""
-    seen: dict[str, Any] = {}
+def uncommon_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
+    """Returns the results of calls that run torch's functions."""
+    results: dict[str, Any] = {}
     for order in (1.0, 3.0, 0.0, "inf", math.inf, -1.0, 4.0):
-        seen[f"order {order}"] = three_ways(given(api, one, [Shard(0)], [(8, 3)] * 3), 0.1, order)
+        results[f"order {order}"] = clip_three_ways(
+            make_params(api, mesh, [Shard(0)], [(8, 3)] * 3), 0.1, order
+        )
     for dtype in (torch.bfloat16, torch.float64):
-        seen[str(dtype)] = three_ways(given(api, one, [Shard(0)], dtype=dtype), 0.1)
-    seen["partial"] = three_ways(given(api, one, [Partial()]), 0.1)
-    seen["two dims"] = three_ways(given(api, rows, [Shard(0), Shard(1)], [(8, 8)] * 3), 0.1)
-    seen["several meshes"] = three_ways(
-        given(api, one, [Shard(0)]) + given(api, rows, [Replicate(), Shard(0)]), 0.1
+        results[str(dtype)] = clip_three_ways(make_params(api, mesh, [Shard(0)], dtype=dtype), 0.1)
+    results["partial"] = clip_three_ways(make_params(api, mesh, [Partial()]), 0.1)
+    results["two dims"] = clip_three_ways(
+        make_params(api, hybrid_mesh, [Shard(0), Shard(1)], [(8, 8)] * 3), 0.1
     )
-    seen["replicated and sharded"] = three_ways(
-        given(api, one, [Replicate()]) + given(api, one, [Shard(0)]), 0.1
+    results["several meshes"] = clip_three_ways(
+        make_params(api, mesh, [Shard(0)]) + make_params(api, hybrid_mesh, [Replicate(), Shard(0)]),
+        0.1,
     )
-    seen["mixed"] = three_ways(given(api, one, [Shard(0)]) + plain(), 0.1)
-    seen["mixed, plain first"] = three_ways(plain() + given(api, one, [Shard(0)]), 0.1)
-    seen["plain"] = three_ways(plain(), 0.1)
+    results["replicated and sharded"] = clip_three_ways(
+        make_params(api, mesh, [Replicate()]) + make_params(api, mesh, [Shard(0)]), 0.1
+    )
+    results["mixed"] = clip_three_ways(make_params(api, mesh, [Shard(0)]) + plain(), 0.1)
+    results["mixed, plain first"] = clip_three_ways(
+        plain() + make_params(api, mesh, [Shard(0)]), 0.1
+    )
+    results["plain"] = clip_three_ways(plain(), 0.1)
     nothing: list[Any] = []
-    seen["empty"] = three_ways(nothing, 0.1)
+    results["empty"] = clip_three_ways(nothing, 0.1)
     with default_dtype(torch.bfloat16):
-        seen["empty, default dtype"] = three_ways(nothing, 0.1)
-    none = given(api, one, [Shard(0)])
+        results["empty, default dtype"] = clip_three_ways(nothing, 0.1)
+    none = make_params(api, mesh, [Shard(0)])
     for param in none:
         param.grad = None
-    seen["no gradients"] = three_ways(none, 0.1)
-    seen["empty generator"] = outcome(lambda: clip_grad_norm_((p for p in nothing), 0.1), nothing)
-    single = given(api, one, [Shard(0)])
-    seen["one tensor"] = outcome(lambda: clip_grad_norm_(single[0], 0.1), single)
-    seen["no max_norm"] = outcome(lambda: clip_grad_norm_(single), single)  # type: ignore[call-arg]
+    results["no gradients"] = clip_three_ways(none, 0.1)
+    results["empty generator"] = outcome(
+        lambda: clip_grad_norm_((p for p in nothing), 0.1), nothing
+    )
+    single = make_params(api, mesh, [Shard(0)])
+    results["one tensor"] = outcome(lambda: clip_grad_norm_(single[0], 0.1), single)
+    results["no max_norm"] = outcome(lambda: clip_grad_norm_(single), single)  # type: ignore[call-arg]
     call: Callable[[], Any]
     for wrong in ("one", None, torch.tensor(0.1)):
-        params = given(api, one, [Shard(0)])
+        params = make_params(api, mesh, [Shard(0)])
         call = functools.partial(clip_grad_norm_, params, wrong)
-        seen[f"max_norm {wrong!r}"] = outcome(call, params)
-    seen["not tensors"] = outcome(lambda: clip_grad_norm_([1, 2], 0.1), nothing)  # type: ignore[list-item]
-    seen["no list"] = outcome(lambda: clip_grad_norm_(None, 0.1), nothing)  # type: ignore[arg-type]
+        results[f"max_norm {wrong!r}"] = outcome(call, params)
+    results["not tensors"] = outcome(lambda: clip_grad_norm_([1, 2], 0.1), nothing)  # type: ignore[list-item]
+    results["no list"] = outcome(lambda: clip_grad_norm_(None, 0.1), nothing)  # type: ignore[arg-type]
     for total in (torch.tensor([1.0, 2.0]), torch.tensor(3.0).double(), 3.0):
-        params = given(api, one, [Shard(0)], [(8, 3)])
+        params = make_params(api, mesh, [Shard(0)], [(8, 3)])
         call = functools.partial(clip_grads_with_norm_, params, 0.1, total)
-        seen[f"total {total}"] = outcome(call, params)
-    params = given(api, one, [Shard(0)])
-    with Watching() as mode:
+        results[f"total {total}"] = outcome(call, params)
+    params = make_params(api, mesh, [Shard(0)])
+    with OperatorRecorder() as mode:
         clip_grad_norm_(params, 0.1)
-    seen["watched"] = mode.seen
-    return seen
+    results["watched"] = mode.operators
+    return results
 
 
 def meshes(api: Api) -> tuple[Any, Any]:
@@ -258,26 +273,26 @@ def meshes(api: Api) -> tuple[Any, Any]:
 
 
 def run(api: Api, cases: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    one, rows = meshes(api)
-    with switched(api) as taken:
-        return {"seen": cases(api, one, rows), "taken": taken[0] if api.ours else 0}
+    mesh, hybrid_mesh = meshes(api)
+    with installed(api) as taken:
+        return {"results": cases(api, mesh, hybrid_mesh), "taken": taken[0] if api.ours else 0}
 
 
 @scenario()
 def usual_clipping(api: Api) -> dict[str, Any]:
-    return run(api, usual)
+    return run(api, common_cases)
 
 
 @scenario()
 def unusual_clipping(api: Api) -> dict[str, Any]:
-    return run(api, unusual)
+    return run(api, uncommon_cases)
 
 
 @scenario(4)
 def usual_clipping_on_four(api: Api) -> dict[str, Any]:
-    return run(api, usual)
+    return run(api, common_cases)
 
 
 @scenario(4)
 def unusual_clipping_on_four(api: Api) -> dict[str, Any]:
-    return run(api, unusual)
+    return run(api, uncommon_cases)

@@ -1,4 +1,4 @@
-"""Scenarios about parameters of uncommon dtypes: complex ones, whole numbers, float8."""
+"""Scenarios of parameters of complex, integer and float8 dtypes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 WIDTH = 4
 
 
-class Turning(nn.Module):
-    """Five or seven rows of complex numbers, uneven on two ranks; maybe beside real ones."""
+class ComplexLayer(nn.Module):
+    """A complex weight with uneven rows on two ranks, and optionally a real weight."""
 
     def __init__(self, rows: int, dtype: torch.dtype, lazy: bool = False, real: int = 0) -> None:
         super().__init__()
@@ -29,39 +29,39 @@ class Turning(nn.Module):
         x = x + (x.to(weight.dtype) @ weight.T @ weight).real.to(x.dtype)
         if self.real is None:
             return x
-        # The gradient that reaches the parameter is a negative that torch has not computed yet.
+        # The gradient of the parameter has the negative bit set: torch negates it lazily.
         negative = torch.complex(torch.zeros_like(self.real), self.real).conj().imag
         return x + x @ self.real.T @ self.real + (negative * negative.detach()).sum()
 
 
-def turning(dtype: torch.dtype = torch.complex64, **kwargs: Any) -> nn.Sequential:
+def complex_model(dtype: torch.dtype = torch.complex64, **kwargs: Any) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(Turning(5, dtype, **kwargs), Turning(7, dtype, **kwargs))
+    return nn.Sequential(ComplexLayer(5, dtype, **kwargs), ComplexLayer(7, dtype, **kwargs))
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
-    """complex32 cannot be pickled."""
+    """Converts complex32, which cannot be pickled, to complex64."""
     return tensor.to(torch.complex64) if tensor.dtype == torch.complex32 else tensor
 
 
-def trained(
-    rank: int, model: nn.Module, how: Callable[..., Any] | None, lr: float = 0.1, **kwargs: Any
+def train_model(
+    rank: int, model: nn.Module, shard_fn: Callable[..., Any] | None, lr: float = 0.1, **kwargs: Any
 ) -> list[torch.Tensor]:
-    """Gradients of two backwards, and what one step makes of the weights."""
-    if how is not None:
+    """Returns gradients of two backwards, and the weights after one step."""
+    if shard_fn is not None:
         for layer in model:
-            how(layer, **kwargs)
-        how(model, **kwargs)
+            shard_fn(layer, **kwargs)
+        shard_fn(model, **kwargs)
     torch.manual_seed(10 + rank)
-    for part in range(2):
-        if how is not None:
-            model.set_requires_gradient_sync(part == 1)
+    for microbatch in range(2):
+        if shard_fn is not None:
+            model.set_requires_gradient_sync(microbatch == 1)
         model(torch.randn(3, WIDTH)).square().sum().mul(1e-3).backward()
-    found = [storable(whole(param.grad)) for param in model.parameters()]
+    results = [storable(whole(param.grad)) for param in model.parameters()]
     if lr:
         torch.optim.SGD(model.parameters(), lr=lr).step()
-        found += [whole(param) for param in model.parameters()]
-    return found
+        results += [whole(param) for param in model.parameters()]
+    return results
 
 
 @scenario()
@@ -70,39 +70,42 @@ def complex_parameters(api: Api) -> dict[str, Any]:
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     shard = api.fully_shard
     return {
-        "complex64": trained(api.rank, turning(), shard),
-        "complex128": trained(api.rank, turning(torch.complex128), shard),
-        "lazily conjugated": trained(api.rank, turning(lazy=True), shard),
-        "reduced in complex128": trained(api.rank, turning(), shard, mp_policy=policy),
-        "replicas of one rank": trained(api.rank, turning(), shard, mesh=replicas),
-        "replicate": trained(api.rank, turning(), api.replicate),
+        "complex64": train_model(api.rank, complex_model(), shard),
+        "complex128": train_model(api.rank, complex_model(torch.complex128), shard),
+        "lazily conjugated": train_model(api.rank, complex_model(lazy=True), shard),
+        "reduced in complex128": train_model(api.rank, complex_model(), shard, mp_policy=policy),
+        "replicas of one rank": train_model(api.rank, complex_model(), shard, mesh=replicas),
+        "replicate": train_model(api.rank, complex_model(), api.replicate),
     }
 
 
 @scenario(4)
 def complex_parameters_of_replicas(api: Api) -> list[torch.Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return trained(api.rank, turning(), api.fully_shard, mesh=mesh)
+    return train_model(api.rank, complex_model(), api.fully_shard, mesh=mesh)
 
 
 @scenario(1)
 def complex_parameters_alone(api: Api) -> dict[str, Any]:
-    """One rank, beside a model that is not sharded."""
+    """Runs a plain and a sharded model on one rank."""
     return {
-        name: [trained(0, turning(**kwargs), how) for how in (None, api.fully_shard)]
+        name: [
+            train_model(0, complex_model(**kwargs), shard_fn)
+            for shard_fn in (None, api.fully_shard)
+        ]
         for name, kwargs in (("plain", {}), ("lazily conjugated", {"lazy": True}))
     }
 
 
 @scenario()
-def complex_parameters_reduced_in_real_types(api: Api) -> dict[str, Any]:
-    """torch fails in the last backward, before it sends anything."""
+def complex_parameters_reduced_in_real_dtypes(api: Api) -> dict[str, Any]:
+    """torch raises in the last backward, before its reduction."""
 
     def reduced_in(dtype: torch.dtype, compute: torch.dtype | None = None) -> list[torch.Tensor]:
         policy = MixedPrecisionPolicy(
             param_dtype=compute, reduce_dtype=dtype, cast_forward_inputs=False
         )
-        return trained(api.rank, turning(), api.fully_shard, mp_policy=policy)
+        return train_model(api.rank, complex_model(), api.fully_shard, mp_policy=policy)
 
     return {
         str(dtype): reduced_in(dtype)
@@ -112,22 +115,24 @@ def complex_parameters_reduced_in_real_types(api: Api) -> dict[str, Any]:
 
 @scenario()
 def complex_beside_real_parameters(api: Api) -> dict[str, Any]:
-    """torch raises: a unit is to have one dtype. Beside a model that sees all ranks' data."""
-    found: dict[str, Any] = {}
+    """torch raises: it requires one dtype per unit. The expected model has all ranks' data."""
+    results: dict[str, Any] = {}
     for lazy in (False, True):
-        found[f"lazy {lazy}"] = trained(api.rank, turning(lazy=lazy, real=3), api.fully_shard, 0)
-        model = turning(lazy=lazy, real=3)
+        results[f"lazy {lazy}"] = train_model(
+            api.rank, complex_model(lazy=lazy, real=3), api.fully_shard, 0
+        )
+        model = complex_model(lazy=lazy, real=3)
         for rank in range(api.world):
-            trained(rank, model, None, 0)
-        found[f"lazy {lazy}, expected"] = [param.grad / api.world for param in model.parameters()]
-    return found
+            train_model(rank, model, None, 0)
+        results[f"lazy {lazy}, expected"] = [param.grad / api.world for param in model.parameters()]
+    return results
 
 
 @scenario()
-def pairs_of_halves(api: Api) -> list[list[torch.Tensor]]:
-    """complex32, which torch's FSDP2 cannot divide on the CPU; beside complex64."""
+def complex32_parameters(api: Api) -> list[list[torch.Tensor]]:
+    """Runs complex32, which torch's FSDP2 cannot divide on the CPU, and complex64."""
     return [
-        trained(api.rank, turning(dtype), api.fully_shard, 0)
+        train_model(api.rank, complex_model(dtype), api.fully_shard, 0)
         for dtype in (torch.complex32, torch.complex64)
     ]
 
@@ -156,17 +161,17 @@ FROZEN = (
 
 @scenario()
 def frozen_parameters_of_one_dtype(api: Api) -> dict[str, bool]:
-    """What torch does not try alone: gloo closes its connections over a dtype it does not know."""
-    found = {}
+    """torch runs only two dtypes: gloo closes its connections on an unsupported dtype."""
+    results = {}
     for dtype in FROZEN if api.ours else (torch.bool, torch.int64):
         expected = Frozen(dtype)()
         model = api.fully_shard(Frozen(dtype))
-        found[str(dtype)] = torch.equal(model(), expected)
-    return found
+        results[str(dtype)] = torch.equal(model(), expected)
+    return results
 
 
 class Twice(nn.Module):
-    """A norm that each forward uses twice."""
+    """A block that uses its norm twice per forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,9 +184,9 @@ class Twice(nn.Module):
 
 @scenario()
 def parameters_used_twice(api: Api) -> dict[int, list[torch.Tensor]]:
-    """Gradients computed in bfloat16 and reduced in float32, by how many microbatches wait."""
+    """Returns gradients by the number of microbatches without sync before the reduction."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found = {}
+    results = {}
     for waiting in range(3):
         torch.manual_seed(3)
         model = nn.Sequential(Twice(), Twice())
@@ -191,14 +196,14 @@ def parameters_used_twice(api: Api) -> dict[int, list[torch.Tensor]]:
         for step in range(waiting + 1):
             model.set_requires_gradient_sync(step == waiting)
             model(torch.randn(3, WIDTH)).square().mean().backward()
-        found[waiting] = [whole(param.grad) for param in model.parameters()]
-    return found
+        results[waiting] = [whole(param.grad) for param in model.parameters()]
+    return results
 
 
 @scenario(world=1)
-def gradients_that_wait_in_their_own_dtype(api: Api) -> dict[str, Any]:
-    """Whether ``.grad`` of a whole parameter shows what waits for a reduction, and the sum."""
-    found = {}
+def unreduced_gradients_read_before_reduction(api: Api) -> dict[str, Any]:
+    """Reads ``.grad`` of unsharded parameters before the reduction, and the reduced gradients."""
+    results = {}
     for dtype in (torch.bfloat16, torch.float32):
         model = Twice().to(dtype)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
@@ -208,8 +213,8 @@ def gradients_that_wait_in_their_own_dtype(api: Api) -> dict[str, Any]:
         model(x).sum().backward()
         loss = model(x).sum()
         waiting = [param.grad for param in model.parameters() if param.grad is not None]
-        found[f"{dtype} waits"] = [storable(grad) for grad in waiting]
+        results[f"{dtype} waits"] = [storable(grad) for grad in waiting]
         model.set_requires_gradient_sync(True)
         loss.backward()
-        found[f"{dtype} reduced"] = [whole(p.grad) for p in model.parameters()]
-    return found
+        results[f"{dtype} reduced"] = [whole(p.grad) for p in model.parameters()]
+    return results

@@ -1,4 +1,4 @@
-"""Scenarios about what happens when: profiler ranges, collectives, unshard and reshard, states."""
+"""Scenarios of profiler ranges, collectives, unshard, reshard and states within a step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def ranges(profiler: Any) -> list[str]:
-    """Names of the FSDP ranges in the order in which they began."""
-    found = [event for event in profiler.events() if event.name.startswith("FSDP::")]
-    return [event.name for event in sorted(found, key=lambda event: event.time_range.start)]
+    """Returns the names of the FSDP ranges in the order of their starts."""
+    results = [event for event in profiler.events() if event.name.startswith("FSDP::")]
+    return [event.name for event in sorted(results, key=lambda event: event.time_range.start)]
 
 
 def step(model: nn.Module, rank: int, input_grad: bool = False) -> None:
@@ -44,7 +44,7 @@ def step(model: nn.Module, rank: int, input_grad: bool = False) -> None:
 
 
 def profiled(run: Callable[[], Any]) -> list[str]:
-    """The ranges of ``run()``; it runs once before without the profiler, for lazy init."""
+    """Returns the ranges of ``run()``, after one run without the profiler for lazy init."""
     run()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()
@@ -58,7 +58,7 @@ def profiler_ranges(api: Api) -> dict[str, list[str]]:
     for block in list(mixed)[:-1]:
         api.fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes))
     api.fully_shard(mixed, mp_policy=MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32))
-    found = {
+    results = {
         case: profiled(functools.partial(step, model, api.rank))
         for case, model in {
             "fp32": shard(api, plain(2)),
@@ -67,11 +67,11 @@ def profiler_ranges(api: Api) -> dict[str, list[str]]:
             "reshard False": shard(api, plain(2), reshard_after_forward=False),
         }.items()
     }
-    return found
+    return results
 
 
 def with_prefetch(model: nn.Sequential, depth: int, forward: bool) -> nn.Sequential:
-    """Each block names the ``depth`` blocks after (forward) or before it to be gathered ahead."""
+    """Sets the next (forward) or previous ``depth`` blocks as each block's prefetch list."""
     blocks = list(model)[:-1]
     for index, block in enumerate(blocks):
         if forward:
@@ -105,13 +105,13 @@ class Partial(nn.Module):
 
 @scenario()
 def order_of_events(api: Api) -> dict[str, list[str]]:
-    """U: an all-gather begins; P: gradients begin to be reduced. By the profiler's ranges."""
-    found: dict[str, list[str]] = {}
+    """Profiler ranges in order. U: an all-gather starts. P: a reduction starts."""
+    results: dict[str, list[str]] = {}
 
     def record(case: str, run: Callable[[], Any]) -> None:
         short = {"FSDP::all_gather": "U", "FSDP::post_backward_reduce": "P"}
         split = (name.partition(" (") for name in profiled(run))
-        found[case] = [
+        results[case] = [
             f"{short[label]}{fqn.rstrip(')')}" for label, _, fqn in split if label in short
         ]
 
@@ -123,7 +123,7 @@ def order_of_events(api: Api) -> dict[str, list[str]]:
     for depth in (1, 2):
         record_step(f"forward prefetch {depth}", with_prefetch(shard(api, plain(4)), depth, True))
         record_step(f"backward prefetch {depth}", with_prefetch(shard(api, plain(4)), depth, False))
-    # Nothing below the first block requires grad: its post-backward is left to the end of backward.
+    # The input requires no grad, so the first block's post-backward runs at the end of backward.
     record_step("input without gradient", shard(api, plain()), input_grad=False)
 
     blocks = [checkpoint_wrapper(block) for block in list(plain())[:-1]]
@@ -160,35 +160,35 @@ def order_of_events(api: Api) -> dict[str, list[str]]:
         left.square().mean().backward()
 
     record("two losses", two_backwards)
-    return found
+    return results
 
 
 @scenario()
 def counts_of_collectives(api: Api) -> dict[str, Any]:
-    """Dispatcher ops of forward, backward and accumulation, by kind."""
-    found: dict[str, Any] = {}
+    """Counts of collectives in forward, backward and accumulation."""
+    results: dict[str, Any] = {}
     for reshard in (None, True, False):
         model = shard(api, plain(), reshard_after_forward=reshard)
         one_step = functools.partial(step, model, api.rank)
         one_step()
         losses: list[torch.Tensor] = []
-        found[f"{reshard}: forward"] = collectives(
+        results[f"{reshard}: forward"] = collectives(
             lambda model=model, losses=losses: losses.append(model(batch(api.rank)).sum())
         )
-        found[f"{reshard}: backward"] = collectives(losses[0].backward)
+        results[f"{reshard}: backward"] = collectives(losses[0].backward)
         model.set_requires_gradient_sync(False)
-        found[f"{reshard}: no sync"] = collectives(one_step)
+        results[f"{reshard}: no sync"] = collectives(one_step)
         model.set_requires_gradient_sync(True)
         model.set_reshard_after_backward(False)
-        found[f"{reshard}: keep after backward"] = collectives(one_step)
-        found[f"{reshard}: kept"] = collectives(one_step)
+        results[f"{reshard}: keep after backward"] = collectives(one_step)
+        results[f"{reshard}: kept"] = collectives(one_step)
         with torch.no_grad():
-            found[f"{reshard}: no_grad"] = collectives(functools.partial(model, batch(api.rank)))
-    return found
+            results[f"{reshard}: no_grad"] = collectives(functools.partial(model, batch(api.rank)))
+    return results
 
 
 class Chunked(nn.Module):
-    """A norm and a head in one group; the head may be left to the caller."""
+    """A norm and a head in one group. Without ``whole``, the caller runs the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Chunked(nn.Module):
 
 @scenario()
 def gathers_of_chunked_steps(api: Api) -> dict[str, Any]:
-    """How often steps gather whose head runs within the forward, or after it, for each chunk."""
+    """Gathers per step; the head runs within forward, or after it for each chunk."""
     torch.manual_seed(7)
     model = Chunked()
     api.fully_shard([model.norm, model.head])
@@ -222,8 +222,8 @@ def gathers_of_chunked_steps(api: Api) -> dict[str, Any]:
 
 @scenario()
 def counts_of_accumulation(api: Api) -> dict[str, Any]:
-    """Collectives of three micro-batches; only the last synchronises, all modules or some."""
-    found: dict[str, Any] = {}
+    """Collectives of three microbatches; in the last one all or some modules synchronize."""
+    results: dict[str, Any] = {}
     for forward, backward, mode in itertools.product(
         (None, True, False), (True, False), ("all", "root", "one block")
     ):
@@ -238,8 +238,8 @@ def counts_of_accumulation(api: Api) -> dict[str, Any]:
             model.set_is_last_backward(last)
             model.set_reshard_after_backward(last or backward)
             counts += collectives(functools.partial(step, model, api.rank))
-        found[f"{mode}, reshard {forward} {backward}"] = [counts, grads(model)]
-    return found
+        results[f"{mode}, reshard {forward} {backward}"] = [counts, grads(model)]
+    return results
 
 
 def kinds(model: nn.Module) -> list[str]:
@@ -252,79 +252,79 @@ def group_of(module: Any) -> Any:
 
 @scenario()
 def unshard_and_reshard(api: Api) -> dict[str, Any]:
-    """By hand, before the first forward and after."""
-    found: dict[str, Any] = {}
+    """Calls ``unshard`` and ``reshard`` before the first forward and after it."""
+    results: dict[str, Any] = {}
     model = shard(api, plain(2))
     blocks = list(model)[:-1]
 
-    def note(case: str, module: nn.Module) -> None:
+    def record_state(case: str, module: nn.Module) -> None:
         group = group_of(module)
-        found[case] = [kinds(module), group._sharded_state.name, group._training_state.name]
+        results[case] = [kinds(module), group._sharded_state.name, group._training_state.name]
 
     expected = plain(2).state_dict()
     for block in blocks:
         block.unshard()
-        note(f"unsharded {len(found)}", block)
-    found["values"] = all(
+        record_state(f"unsharded {len(results)}", block)
+    results["values"] = all(
         torch.equal(p, expected[f"0.{name}"]) for name, p in blocks[0].named_parameters()
     )
-    blocks[0].unshard()  # again: nothing happens
+    blocks[0].unshard()  # no effect on an unsharded module
     blocks[0].reshard()
-    note("resharded", blocks[0])
+    record_state("resharded", blocks[0])
     blocks[0].reshard()
-    note("resharded twice", blocks[0])
+    record_state("resharded twice", blocks[0])
 
     handle = blocks[0].unshard(async_op=True)
-    note("in flight", blocks[0])
-    found["handle"] = type(handle).__mro__[-2].__name__
+    record_state("in flight", blocks[0])
+    results["handle"] = type(handle).__mro__[-2].__name__
     handle.wait()
-    note("waited", blocks[0])
+    record_state("waited", blocks[0])
     handle.wait()
-    note("waited twice", blocks[0])
+    record_state("waited twice", blocks[0])
     blocks[0].reshard()
 
     handles: list[Any] = []
 
-    def gather_by_hand_and_train() -> None:
+    def unshard_and_train() -> None:
         handles.extend(module.unshard(async_op=True) for module in (*blocks, model))
-        step(model, api.rank)  # waits for what nobody waited for
+        step(model, api.rank)  # waits for the pending handles
 
-    found["gathers"] = collectives(gather_by_hand_and_train)
-    note("after backward", blocks[0])
-    for late in handles:
-        late.wait()
-    note("late wait", blocks[0])
-    found["no handle"] = model.unshard()
+    results["gathers"] = collectives(unshard_and_train)
+    record_state("after backward", blocks[0])
+    for handle in handles:
+        handle.wait()
+    record_state("late wait", blocks[0])
+    results["no handle"] = model.unshard()
     model.reshard()
-    return found | {"trained": train(model, api.rank, 1)}
+    return results | {"trained": train(model, api.rank, 1)}
 
 
-class Watching(Block):
-    """Tells what it finds when its forward and its backward run."""
+class ReportingBlock(Block):
+    """Calls ``report`` when its forward and its backward run."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None]) -> None:
         super().__init__()
-        self.tell = tell
+        self.report = report
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.tell("forward")
+        self.report("forward")
         y = super().forward(x)
         if y.requires_grad:
-            y.register_hook(lambda grad: self.tell("backward"))
+            y.register_hook(lambda grad: self.report("backward"))
         return y
 
 
 @scenario()
 def states_within_a_step(api: Api) -> dict[str, list[Any]]:
-    """What user code sees of all modules inside forward and backward, with prefetch lists too."""
+    """States of all modules that user code reads in forward and backward, with prefetch too."""
 
     def watch(depth: int, forward: bool) -> list[Any]:
-        seen: list[Any] = []
+        record: list[Any] = []
 
-        def note(when: str) -> None:
+        def record_state(when: str) -> None:
             states = [module._get_fsdp_state() for module in (*blocks, model)]
             groups = [groups_of(state)[0] for state in states]
-            seen.append(
+            record.append(
                 [when]
                 + [state._training_state.name for state in states]
                 + [group._training_state.name for group in groups]
@@ -332,15 +332,15 @@ def states_within_a_step(api: Api) -> dict[str, list[Any]]:
             )
 
         torch.manual_seed(1)
-        blocks = [Watching(note) for _ in range(4)]
+        blocks = [ReportingBlock(record_state) for _ in range(4)]
         model = shard(api, nn.Sequential(*blocks, nn.Linear(DIM, 3)))
         if depth > 0:
             with_prefetch(model, depth, forward)
-        note("before")
+        record_state("before")
         for _ in range(2):
             step(model, api.rank)
-            note("after")
-        return seen
+            record_state("after")
+        return record
 
     return {
         "default": watch(0, True),
@@ -351,7 +351,7 @@ def states_within_a_step(api: Api) -> dict[str, list[Any]]:
 
 @scenario()
 def identity_of_parameters(api: Api) -> dict[str, list[bool]]:
-    """The objects that users hold stay the ones that are registered, sharded and unsharded."""
+    """Registered parameter objects keep their identity, sharded and unsharded."""
     model = shard(api, plain(2), reshard_after_forward=True)
     inside: list[list[nn.Parameter]] = []
     model[0].linear.register_forward_pre_hook(
@@ -374,31 +374,31 @@ def identity_of_parameters(api: Api) -> dict[str, list[bool]]:
 
 def unsharded_of(module: Any) -> list[nn.Parameter]:
     module.unshard()
-    found = list(module.linear.parameters())
+    results = list(module.linear.parameters())
     module.reshard()
-    return found
+    return results
 
 
 @scenario()
 def removed_hooks(api: Api) -> dict[str, Any]:
-    """Without its hooks a module is left alone; by hand it still works."""
+    """A module without its hooks is not unsharded; direct calls of unshard still work."""
     torch.manual_seed(1)
     model = api.fully_shard(nn.Linear(DIM, 3))
     state = model._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    found: dict[str, Any] = {"hooks": [len(model._forward_pre_hooks), len(model._forward_hooks)]}
+    results: dict[str, Any] = {"hooks": [len(model._forward_pre_hooks), len(model._forward_hooks)]}
     model.unshard()
     output = model(batch(api.rank))
-    found["output"] = output.detach()
-    found["grad_fn"] = output.grad_fn.name()
+    results["output"] = output.detach()
+    results["grad_fn"] = output.grad_fn.name()
     model.reshard()
-    found["kinds"] = kinds(model)
+    results["kinds"] = kinds(model)
     pair = [nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)]
     api.fully_shard(pair)
     pair[0]._get_fsdp_state()._pre_forward_hook_handle.remove()
-    found["pair"] = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in pair]
-    return found
+    results["pair"] = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in pair]
+    return results
 
 
 @scenario()
@@ -415,55 +415,55 @@ def slices_of_a_sequential(api: Api) -> dict[str, Any]:
 
 
 @scenario()
-def user_hooks_beside_ours(api: Api) -> list[Any]:
+def user_hooks_beside_fsdp_hooks(api: Api) -> list[Any]:
     """Hooks registered before and after fully_shard, and on gradients of the sharded parameters."""
-    seen: list[Any] = []
+    record: list[Any] = []
     model = plain(1)
     block = model[0]
-    block.register_forward_pre_hook(lambda m, args: seen.append(["early pre", kinds(m)]))
-    block.register_forward_hook(lambda m, args, out: seen.append(["early post", kinds(m)]))
+    block.register_forward_pre_hook(lambda m, args: record.append(["early pre", kinds(m)]))
+    block.register_forward_hook(lambda m, args, out: record.append(["early post", kinds(m)]))
     shard(api, model)
-    block.register_forward_pre_hook(lambda m, args: seen.append(["late pre", kinds(m)]))
+    block.register_forward_pre_hook(lambda m, args: record.append(["late pre", kinds(m)]))
     block.register_forward_pre_hook(
-        lambda m, args: seen.append(["prepended pre", kinds(m)]), prepend=True
+        lambda m, args: record.append(["prepended pre", kinds(m)]), prepend=True
     )
-    block.register_forward_hook(lambda m, args, out: seen.append(["late post", kinds(m)]))
-    block.register_full_backward_hook(lambda m, gi, go: seen.append(["backward", kinds(m)]))
+    block.register_forward_hook(lambda m, args, out: record.append(["late post", kinds(m)]))
+    block.register_full_backward_hook(lambda m, gi, go: record.append(["backward", kinds(m)]))
     for name, param in model.named_parameters():
-        param.register_hook(lambda grad, name=name: seen.append(["tensor hook", name]))
+        param.register_hook(lambda grad, name=name: record.append(["tensor hook", name]))
     for _ in range(2):
         step(model, api.rank)
-    return [*seen, [whole(p.grad) for p in model.parameters()]]
+    return [*record, [whole(p.grad) for p in model.parameters()]]
 
 
-def threads_so_far() -> int:
-    """How many threads this interpreter has had, those of libraries that took the GIL included."""
-    found: list[int] = []
+def count_thread_states() -> int:
+    """Returns the number of thread states created so far, including those of library threads."""
+    results: list[int] = []
 
-    def ask() -> None:
+    def store_id() -> None:
         state = ctypes.pythonapi.PyThreadState_Get
         state.restype = ctypes.c_void_p
         number = ctypes.pythonapi.PyThreadState_GetID
         number.argtypes, number.restype = [ctypes.c_void_p], ctypes.c_uint64
-        found.append(number(state()))
+        results.append(number(state()))
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=store_id)
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 @scenario()
 def threads_that_took_the_gil(api: Api) -> int:
-    """Threads other than the training one that ran Python's memory management in 50 steps."""
+    """Returns the number of library threads that took the GIL during 50 steps."""
     model = shard(api, plain(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, api.rank)
-    time.sleep(0.1)  # what came before has been dropped
-    before = threads_so_far()
+    time.sleep(0.1)  # earlier work has finished
+    before = count_thread_states()
     for _ in range(50):
         step(model, api.rank)
         optimizer.step()
         optimizer.zero_grad()
     time.sleep(0.1)
-    return threads_so_far() - before - 1
+    return count_thread_states() - before - 1

@@ -1,4 +1,4 @@
-"""Scenarios about states of several modules of which not all run, and about units in units."""
+"""Scenarios of groups of several modules that run in part, and of nested units."""
 
 from __future__ import annotations
 
@@ -25,53 +25,53 @@ SYMBOLS = 11
 
 
 @contextlib.contextmanager
-def transitions(seen: list[str]) -> Iterator[None]:
-    """Notes gathers that begin (U), reshards (R) and post-backwards (P) by patching the methods."""
+def record_transitions(record: list[str]) -> Iterator[None]:
+    """Patches FSDPParamGroup to record started gathers (U), reshards (R) and post-backwards (P)."""
     unshard, reshard = FSDPParamGroup.unshard, FSDPParamGroup.reshard
     post_backward = FSDPParamGroup.post_backward
 
-    def note(letter: str, group: Any) -> None:
-        seen.append(f"{letter} {group._module_fqn} {group._training_state.name}")
+    def note(kind: str, group: Any) -> None:
+        record.append(f"{kind} {group._module_fqn} {group._training_state.name}")
 
-    def noting_unshard(group: Any, async_op: bool = False) -> None:
+    def recording_unshard(group: Any, async_op: bool = False) -> None:
         if group._all_gather_result is None and not group.is_unsharded:
             note("U", group)
         unshard(group, async_op)
 
-    def noting_reshard(group: Any) -> None:
+    def recording_reshard(group: Any) -> None:
         note("R", group)
         reshard(group)
 
-    def noting_post_backward(group: Any, *unused: Any) -> None:
+    def recording_post_backward(group: Any, *unused: Any) -> None:
         post_backward(group, *unused)
         note("P", group)
 
     with (
-        common_fsdp.patch_unshard(noting_unshard),
-        common_fsdp.patch_reshard(noting_reshard),
-        common_fsdp.patch_post_backward(noting_post_backward),
+        common_fsdp.patch_unshard(recording_unshard),
+        common_fsdp.patch_reshard(recording_reshard),
+        common_fsdp.patch_post_backward(recording_post_backward),
     ):
         yield
 
 
-def watched(model: nn.Module, run: Callable[[int], Any], steps: int = 3) -> list[Any]:
-    """Transitions and gradients of ``run(step)``; then the ranges of a step without patches."""
-    found: list[Any] = []
+def record_steps(model: nn.Module, run: Callable[[int], Any], steps: int = 3) -> list[Any]:
+    """Returns transitions and gradients per step, then all-gather ranges of an unpatched step."""
+    results: list[Any] = []
     for step in range(steps):
-        seen: list[str] = []
-        with transitions(seen):
-            found.append(run(step))
-        found += [seen, grads(model)]
+        record: list[str] = []
+        with record_transitions(record):
+            results.append(run(step))
+        results += [record, grads(model)]
         model.zero_grad()
-    found.append([name for name in profiled(lambda: run(0)) if "all_gather" in name])
-    return [*found, grads(model)]
+    results.append([name for name in profiled(lambda: run(0)) if "all_gather" in name])
+    return [*results, grads(model)]
 
 
 # ---- modules that run by themselves ----
 
 
-class Speaker(nn.Module):
-    """A head that may be called by itself, on parts of what the body gives."""
+class HeadedModel(nn.Module):
+    """A body and a head. Without ``whole``, the caller runs the head on parts of the output."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -92,9 +92,9 @@ def tokens(rank: int, step: int) -> torch.Tensor:
     return torch.randint(0, SYMBOLS, (2, 8), generator=generator)
 
 
-def speaker(api: Api, tied: bool = False, recomputed: bool = False, **group: Any) -> Any:
+def shard_headed_model(api: Api, tied: bool = False, recomputed: bool = False, **group: Any) -> Any:
     torch.manual_seed(5)
-    model = Speaker(tied)
+    model = HeadedModel(tied)
     if recomputed:
         composable_checkpoint(model.body)
     api.fully_shard(model.body)
@@ -106,12 +106,12 @@ def speaker(api: Api, tied: bool = False, recomputed: bool = False, **group: Any
     return api.fully_shard(model)
 
 
-def in_chunks(
+def run_in_chunks(
     model: Any, rank: int, step: int, note: Callable[[], Any] = lambda: None
 ) -> list[Any]:
-    """Loss and backward of the head for each half of the hidden states, then the rest."""
+    """Runs loss and backward of the head per half of the hidden states, then the remaining one."""
     hidden = model(tokens(rank, step), whole=False)
-    found: list[Any] = [hidden.dtype]
+    results: list[Any] = [hidden.dtype]
     gradients = []
     for part in hidden.detach().float().chunk(2, dim=1):
         part = part.contiguous().requires_grad_()
@@ -119,13 +119,13 @@ def in_chunks(
         loss = output.float().square().mean()
         loss.backward()
         gradients.append(part.grad)
-        found += [output.dtype, loss.item(), note()]
+        results += [output.dtype, loss.item(), note()]
     hidden.backward(torch.cat(gradients, dim=1).to(hidden.dtype))
-    return found
+    return results
 
 
 @scenario()
-def losses_in_chunks(api: Api) -> dict[str, Any]:
+def losses_of_chunks(api: Api) -> dict[str, Any]:
     half = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
     cases: dict[str, dict[str, Any]] = {
         "resharded": {"reshard_after_forward": True},
@@ -136,61 +136,61 @@ def losses_in_chunks(api: Api) -> dict[str, Any]:
         "recomputed": {"recomputed": True},
         "output cast": {"mp_policy": half},
     }
-    found = {}
+    results = {}
     for name, options in cases.items():
-        model = speaker(api, **options)
-        found[name] = watched(model, lambda step, m=model: in_chunks(m, api.rank, step))  # type: ignore[misc]
-    return found
+        model = shard_headed_model(api, **options)
+        results[name] = record_steps(model, lambda step, m=model: run_in_chunks(m, api.rank, step))  # type: ignore[misc]
+    return results
 
 
 @scenario()
 def parameters_kept_for_chunks(api: Api) -> dict[str, Any]:
-    """The head is not resharded between the chunks, and by hand after them."""
-    found: dict[str, Any] = {}
+    """The head stays unsharded between the chunks; ``reshard()`` is called after them."""
+    results: dict[str, Any] = {}
     for tied in (False, True):
         for reshard in (False, True):
-            model = speaker(api, tied, reshard_after_forward=reshard)
+            model = shard_headed_model(api, tied, reshard_after_forward=reshard)
             group = group_of(model.head)
-            log = found[f"{tied} {reshard}"] = []
+            log = results[f"{tied} {reshard}"] = []
             for step in range(3):
                 model.head.set_reshard_after_backward(False)
                 model.head.set_reshard_after_forward(False)
-                log.append(in_chunks(model, api.rank, step, lambda g=group: g.is_unsharded))  # type: ignore[misc]
+                log.append(run_in_chunks(model, api.rank, step, lambda g=group: g.is_unsharded))  # type: ignore[misc]
                 model.head.set_reshard_after_backward(True)
                 model.head.set_reshard_after_forward(True)
                 model.head.reshard()
                 log += [group.is_unsharded, grads(model)]
                 model.zero_grad(set_to_none=step % 2 == 0)
-    return found
+    return results
 
 
 @scenario()
 def accumulated_chunks(api: Api) -> list[Any]:
-    found: list[Any] = []
+    results: list[Any] = []
     for reshard in (True, False):
-        model = speaker(api, reshard_after_forward=reshard)
+        model = shard_headed_model(api, reshard_after_forward=reshard)
         for part in range(3):
             model.set_requires_gradient_sync(part == 2)
             model.set_is_last_backward(part == 2)
-            found.append(in_chunks(model, api.rank, part))
-        found.append(grads(model))
-    return found
+            results.append(run_in_chunks(model, api.rank, part))
+        results.append(grads(model))
+    return results
 
 
 @scenario()
 def two_forwards_without_the_head(api: Api) -> list[Any]:
-    model = speaker(api)
+    model = shard_headed_model(api)
 
     def run(step: int) -> None:
         first = model(tokens(api.rank, step), whole=False)
         second = model(tokens(api.rank, step + 9), whole=False)
         (first.square().sum() + second.square().sum()).backward()
 
-    return watched(model, run)
+    return record_steps(model, run)
 
 
-class Late(nn.Module):
-    """``last`` may run by itself; it shares a state with ``middle``, before which it is listed."""
+class SeparateLast(nn.Module):
+    """The caller may run ``last``, which is in one group with ``middle`` and listed before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,9 +202,9 @@ class Late(nn.Module):
 
 
 @scenario()
-def a_member_that_runs_alone_between_whole_forwards(api: Api) -> list[Any]:
+def group_member_run_alone_between_forwards(api: Api) -> list[Any]:
     torch.manual_seed(5)
-    model: Any = Late()
+    model: Any = SeparateLast()
     api.fully_shard(model.first)
     api.fully_shard([model.last, model.middle])
     api.fully_shard(model)
@@ -218,13 +218,13 @@ def a_member_that_runs_alone_between_whole_forwards(api: Api) -> list[Any]:
         model.last(part).square().mean().backward()
         hidden.backward(part.grad)
 
-    return watched(model, run, steps=4)
+    return record_steps(model, run, steps=4)
 
 
 @scenario()
-def members_that_are_recomputed(api: Api) -> dict[str, Any]:
-    """Of a state of two modules one or both are checkpointed."""
-    found = {}
+def recomputed_group_members(api: Api) -> dict[str, Any]:
+    """One or both of the two modules of a group are checkpointed."""
+    results = {}
     for impl, which in (
         (CheckpointImpl.NO_REENTRANT, (1,)),
         (CheckpointImpl.NO_REENTRANT, (2,)),
@@ -242,8 +242,8 @@ def members_that_are_recomputed(api: Api) -> dict[str, Any]:
         def run(step: int, model: nn.Module = model) -> None:
             model(batch(api.rank, step).requires_grad_()).square().mean().backward()
 
-        found[f"{impl.name} {which}"] = watched(model, run)
-    return found
+        results[f"{impl.name} {which}"] = record_steps(model, run)
+    return results
 
 
 # ---- units within units, and beside other wrappers ----
@@ -268,7 +268,7 @@ class Layer(nn.Module):
 
 
 class Tower(nn.Module):
-    """Two embeddings in one unit, layers with a unit inside, norm and head in one unit."""
+    """Two embeddings in one unit, layers with a nested unit, and norm and head in one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Tower(nn.Module):
 
 @scenario()
 def prefetched_within_checkpoints(api: Api) -> dict[str, Any]:
-    """Layers and what is inside of them are checkpointed; backward prefetches both, or neither."""
+    """Checkpoints around layers and around their inner modules, with and without prefetch lists."""
     torch.manual_seed(5)
     model: Any = Tower()
     for kind in (Layer, FeedForward):
@@ -300,19 +300,19 @@ def prefetched_within_checkpoints(api: Api) -> dict[str, Any]:
     def run(step: int) -> None:
         model(tokens(api.rank, step)).square().mean().backward()
 
-    found = {"by default": watched(model, run)}
+    results = {"by default": record_steps(model, run)}
     model.zero_grad()
     model.head.set_modules_to_backward_prefetch([model.layers[2]])
     for index in (2, 1):
         before = model.layers[index - 1]
         model.layers[index].set_modules_to_backward_prefetch([before, before.inner.up])
     model.layers[0].set_modules_to_backward_prefetch([model.symbols])
-    return found | {"as told": watched(model, run)}
+    return results | {"as told": record_steps(model, run)}
 
 
 @scenario()
 def composable_checkpoints(api: Api) -> dict[str, Any]:
-    found = {}
+    results = {}
     for reshard in (None, True, False):
         model = plain()
         for block in list(model)[:-1]:
@@ -323,12 +323,12 @@ def composable_checkpoints(api: Api) -> dict[str, Any]:
             losses = [model(batch(api.rank, step + i)).square().mean() for i in range(2)]
             (losses[0] - losses[1]).square().backward()
 
-        found[f"{reshard}"] = watched(model, run)
-    return found
+        results[f"{reshard}"] = record_steps(model, run)
+    return results
 
 
-class Gathering(nn.Module):
-    """Has its blocks gathered while it computes something else."""
+class PrefetchingModel(nn.Module):
+    """Starts to unshard its blocks before it runs another layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class Gathering(nn.Module):
 @scenario()
 def within_composable_ddp(api: Api) -> list[Any]:
     torch.manual_seed(5)
-    model = Gathering()
+    model = PrefetchingModel()
     for block in model.blocks:
         api.fully_shard(block, reshard_after_forward=False)
     api.fully_shard(model.blocks)
@@ -354,4 +354,4 @@ def within_composable_ddp(api: Api) -> list[Any]:
     def run(step: int) -> None:
         model(batch(api.rank, step)).square().mean().backward()
 
-    return watched(model, run)
+    return record_steps(model, run)

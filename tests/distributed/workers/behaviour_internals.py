@@ -1,4 +1,4 @@
-"""Scenarios that reach into FSDP2 as torch's own tests do, and through functorch's transforms."""
+"""Scenarios that use FSDP2 internals as torch's tests do, and functorch transforms."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ import fsdp_c
 CPU = torch.device("cpu")
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-# ---- collectives by hand ----
+# ---- direct calls of collectives ----
 
 
-class Loose(nn.Module):
-    """Parameters of many shapes, and no computation."""
+class ManyShapes(nn.Module):
+    """Parameters of several shapes, whose sum is the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Loose(nn.Module):
         return torch.stack([parameter.sum() for parameter in self.loose]).sum()
 
 
-def gathered_by_hand(group: Any) -> None:
-    """What torch's functions do for a group, but for the registration."""
+def gather_directly(group: Any) -> None:
+    """Gathers the parameters of a group with torch's functions, without registering them."""
     stream = torch.cpu.current_stream()
     ranks = group.mesh_info.shard_process_group
     result = foreach_all_gather(
@@ -61,7 +61,7 @@ def gathered_by_hand(group: Any) -> None:
         param.init_unsharded_param()
 
 
-def reduced_by_hand(group: Any, gradients: list[torch.Tensor]) -> int:
+def reduce_directly(group: Any, gradients: list[torch.Tensor]) -> int:
     stream = torch.cpu.current_stream()
     return len(
         foreach_reduce(
@@ -84,44 +84,46 @@ def reduced_by_hand(group: Any, gradients: list[torch.Tensor]) -> int:
 
 
 @scenario()
-def collectives_by_hand(api: Api) -> list[Any]:
-    """For the group as a whole, then parameter by parameter; then gradients, and a step."""
-    model = Loose()
+def collectives_called_directly(api: Api) -> list[Any]:
+    """Gathers by group and by parameter, then reduces gradients, all with torch's functions."""
+    model = ManyShapes()
     expected = [parameter.detach().clone() for parameter in model.parameters()]
     api.fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
     group = group_of(model)
     group.lazy_init()
     group.comm_ctx.lazy_init(CPU)
-    seen: list[Any] = []
+    record: list[Any] = []
 
-    def look() -> None:
-        seen.append([kinds(model), group._sharded_state.name])
-        seen.append([param.sharded_state.name for param in group.fsdp_params])
+    def record_state() -> None:
+        record.append([kinds(model), group._sharded_state.name])
+        record.append([param.sharded_state.name for param in group.fsdp_params])
 
-    gathered_by_hand(group)
+    gather_directly(group)
     group._to_unsharded()
-    look()
-    seen.append([torch.equal(*pair) for pair in zip(model.parameters(), expected)])
+    record_state()
+    record.append([torch.equal(*pair) for pair in zip(model.parameters(), expected)])
     group._to_sharded()
-    look()
-    gathered_by_hand(group)
+    record_state()
+    gather_directly(group)
     for param in group.fsdp_params:
         param.to_unsharded()
-    seen.append([torch.equal(*pair) for pair in zip(model.parameters(), expected)])
+    record.append([torch.equal(*pair) for pair in zip(model.parameters(), expected)])
     for param in group.fsdp_params:
         param.to_sharded()
-    look()
-    seen.append(
+    record_state()
+    record.append(
         [t.untyped_storage().nbytes() for p in group.fsdp_params for t in p.all_gather_outputs]
     )
-    seen.append(reduced_by_hand(group, [(api.rank + 1) * torch.ones_like(t) for t in expected[:4]]))
-    seen += [whole(param.sharded_param.grad) for param in group.fsdp_params[:4]]
-    return seen
+    record.append(
+        reduce_directly(group, [(api.rank + 1) * torch.ones_like(t) for t in expected[:4]])
+    )
+    record += [whole(param.sharded_param.grad) for param in group.fsdp_params[:4]]
+    return record
 
 
 @scenario()
-def a_group_made_by_hand(api: Api) -> list[Any]:
-    """torch's own class, also where fsdp_c is installed."""
+def group_constructed_directly(api: Api) -> list[Any]:
+    """Constructs torch's FSDPParamGroup, also while fsdp_c is installed."""
     with contextlib.ExitStack() as undo:
         if api.ours:
             fsdp_c.install()
@@ -133,12 +135,12 @@ def a_group_made_by_hand(api: Api) -> list[Any]:
         group = FSDPParamGroup(list(module), (module,), info, info, CPU, None, *policies)
         group.lazy_init()
         group.comm_ctx.lazy_init(CPU)
-        seen: list[Any] = [kinds(module)]
+        record: list[Any] = [kinds(module)]
         group.unshard()
         group.wait_for_unshard()
-        seen += [kinds(module), [torch.equal(*pair) for pair in zip(module, expected)]]
+        record += [kinds(module), [torch.equal(*pair) for pair in zip(module, expected)]]
         group.reshard()
-        return [*seen, kinds(module)]
+        return [*record, kinds(module)]
 
 
 # ---- uninstall() ----
@@ -153,7 +155,7 @@ def training_after_uninstall(api: Api) -> list[Any]:
             undo.callback(fsdp_c.uninstall)
         model = shard(api, plain(), mp_policy=MIXED)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        seen = train(model, api.rank, 1, optimizer)
+        record = train(model, api.rank, 1, optimizer)
     calls: list[Any] = []
     unshard = FSDPParamGroup.unshard
 
@@ -161,28 +163,28 @@ def training_after_uninstall(api: Api) -> list[Any]:
         calls.append(self)
         return unshard(self, *args, **kwargs)
 
-    seen += train(model, api.rank, 2, optimizer)
+    record += train(model, api.rank, 2, optimizer)
     FSDPParamGroup.unshard = counting  # type: ignore[method-assign]
     try:
         model.set_requires_gradient_sync(False)
         model(batch(api.rank, 7)).square().mean().backward()
         model.set_requires_gradient_sync(True)
-        seen += train(model, api.rank, 1, optimizer)
+        record += train(model, api.rank, 1, optimizer)
     finally:
         FSDPParamGroup.unshard = unshard  # type: ignore[method-assign]
     FSDPParamGroup.unshard(group_of(model[0]))
-    seen += [len(calls), kinds(model[0])]
+    record += [len(calls), kinds(model[0])]
     FSDPParamGroup.wait_for_unshard(group_of(model[0]))
     FSDPParamGroup.reshard(group_of(model[0]))
-    return [*seen, *train(model, api.rank, 2, optimizer)]
+    return [*record, *train(model, api.rank, 2, optimizer)]
 
 
-# ---- what is looked at, and set, from outside ----
+# ---- attributes used by callers ----
 
 
 @scenario()
 def roots_that_share_a_context(api: Api) -> list[Any]:
-    """Each is a root before they share; nothing is in flight between steps."""
+    """Roots share a context after lazy init; it has no pending work between steps."""
     torch.manual_seed(5)
     model = nn.Sequential(Block(), Block(), Block())
     for block in model:
@@ -190,57 +192,57 @@ def roots_that_share_a_context(api: Api) -> list[Any]:
         block._get_fsdp_state()._lazy_init()
     share_comm_ctx(list(model))
     context = model[0]._get_fsdp_state()._comm_ctx
-    seen: list[Any] = []
+    record: list[Any] = []
     for step in range(2):
         model(batch(api.rank, step)).square().mean().backward()
-        seen += [grads(model), len(context._last_post_reduce_events)]
-        seen += [len(context.reduce_scatter_states), context.all_gather_state]
-    return seen
+        record += [grads(model), len(context._last_post_reduce_events)]
+        record += [len(context.reduce_scatter_states), context.all_gather_state]
+    return record
 
 
 @scenario()
 def event_of_the_optimizer(api: Api) -> list[Any]:
-    """Given after each step; taken by the next forward."""
+    """``set_post_optim_event`` after each step; the next forward consumes the event."""
     model: Any = shard(api, plain())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     optimizer.register_step_post_hook(lambda *unused: model.set_post_optim_event(torch.cpu.Event()))
-    seen: list[Any] = []
+    record: list[Any] = []
     for step in range(2):
         loss = model(batch(api.rank, step)).square().mean()
-        seen += [loss.item(), model._get_fsdp_state()._state_ctx.post_optim_event]
+        record += [loss.item(), model._get_fsdp_state()._state_ctx.post_optim_event]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(type(model._get_fsdp_state()._state_ctx.post_optim_event).__name__)
-    return seen
+        record.append(type(model._get_fsdp_state()._state_ctx.post_optim_event).__name__)
+    return record
 
 
 @scenario()
 def hooks_on_unsharded_gradients(api: Api) -> list[Any]:
-    """They see the whole gradient of this rank in the dtype of the computation."""
+    """Hooks get the unsharded gradient of this rank in the compute dtype."""
     model = shard(api, plain(1), mp_policy=MIXED)
-    seen: list[Any] = []
+    record: list[Any] = []
     for step in range(2):
         loss = model(batch(api.rank, step)).float().square().mean()
         params = [param for module in (model[0], model) for param in group_of(module).fsdp_params]
         handles = [
-            param.unsharded_param.register_hook(lambda grad: seen.append(grad.detach().clone()))
+            param.unsharded_param.register_hook(lambda grad: record.append(grad.detach().clone()))
             for param in params
         ]
         loss.backward()
         for handle in handles:
             handle.remove()
-        seen.append(grads(model))
-    return seen
+        record.append(grads(model))
+    return record
 
 
-# ---- functorch's transforms ----
+# ---- functorch transforms ----
 
 
 @scenario()
 def transformed_functions(api: Api) -> dict[str, Any]:
-    """Results of transforms, and what a backward through them gives the parameters."""
-    found: dict[str, Any] = {}
+    """Results of transforms, and the parameters' gradients of a backward through them."""
+    results: dict[str, Any] = {}
     x, tangent = batch(api.rank), torch.ones(4, DIM)
     for reshard in (True, False):
         model: Any = shard(api, plain(), reshard_after_forward=reshard)
@@ -251,19 +253,19 @@ def transformed_functions(api: Api) -> dict[str, Any]:
             "jacrev": lambda m=model: (torch.func.jacrev(m)(x[:1]),),
         }
         for name, run in cases.items():
-            results = run()
-            found[f"{reshard} {name}"] = [result.detach().clone() for result in results]
-            if name in ("jvp", "vmap"):  # what the others give went through a backward already
-                sum(result.square().mean() for result in results).backward()
-                found[f"{reshard} {name}, backward"] = grads(model)
+            outputs = run()
+            results[f"{reshard} {name}"] = [output.detach().clone() for output in outputs]
+            if name in ("jvp", "vmap"):  # the other transforms include a backward
+                sum(output.square().mean() for output in outputs).backward()
+                results[f"{reshard} {name}, backward"] = grads(model)
             model.zero_grad()
-        found[f"{reshard} after"] = train(model, api.rank, 1)
-    return found
+        results[f"{reshard} after"] = train(model, api.rank, 1)
+    return results
 
 
 @scenario()
 def jvp_as_the_first_forward(api: Api) -> list[Any]:
-    """Of a unit that was made on meta, below another unit's output, in mixed precision."""
+    """A unit created on meta consumes another unit's output, in mixed precision."""
     with torch.device("meta"):
         encode, decode = nn.Linear(8, 12, bias=False), nn.Linear(12, 20, bias=False)
     for index, module in enumerate((encode, decode)):
@@ -277,21 +279,21 @@ def jvp_as_the_first_forward(api: Api) -> list[Any]:
     value, tangent = torch.func.jvp(
         lambda unused: decode(hidden), (primal,), (torch.ones_like(primal),)
     )
-    found = [value.detach().clone(), tangent.detach().clone()]
+    results = [value.detach().clone(), tangent.detach().clone()]
     value.float().square().sum().backward()
-    return [*found, whole(encode.weight.grad), whole(decode.weight.grad)]
+    return [*results, whole(encode.weight.grad), whole(decode.weight.grad)]
 
 
-# ---- stock's mistakes ----
+# ---- bugs of torch ----
 
 
-def shapes_of_gradients(model: nn.Module) -> list[bool]:
+def have_gradients(model: nn.Module) -> list[bool]:
     return [parameter.grad is not None for parameter in model.parameters()]
 
 
 @scenario()
 def unfrozen_while_unsharded(api: Api) -> list[Any]:
-    """Frozen in an evaluation that leaves the parameters unsharded; trained from then on."""
+    """Parameters frozen during an evaluation that leaves them unsharded, then unfrozen."""
     model = plain(1)
     for block in model:
         api.fully_shard(block, reshard_after_forward=False)
@@ -300,20 +302,20 @@ def unfrozen_while_unsharded(api: Api) -> list[Any]:
     with torch.no_grad():
         model(batch(api.rank))
     model.requires_grad_(True)
-    seen: list[Any] = []
+    record: list[Any] = []
     for step in range(2):
         loss = model(batch(api.rank, step)).square().mean()
-        seen.append(loss.requires_grad)
+        record.append(loss.requires_grad)
         if loss.requires_grad:
             loss.backward()
-        seen.append(shapes_of_gradients(model))
+        record.append(have_gradients(model))
         model.zero_grad()
-    return [*seen, [parameter.requires_grad for parameter in model.parameters()]]
+    return [*record, [parameter.requires_grad for parameter in model.parameters()]]
 
 
 @scenario()
 def frozen_while_unsharded_and_stepped(api: Api) -> list[Any]:
-    """The optimizer's step makes what an evaluation has gathered stale: it is gathered again."""
+    """The step makes the gathered parameters stale, so the next forward gathers again."""
     model = shard(api, plain(1), reshard_after_forward=False)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -325,14 +327,14 @@ def frozen_while_unsharded_and_stepped(api: Api) -> list[Any]:
     for parameter in parameters:
         parameter.grad = None
     model(batch(api.rank)).square().mean().backward()
-    return [shapes_of_gradients(model), [parameter.requires_grad for parameter in parameters]]
+    return [have_gradients(model), [parameter.requires_grad for parameter in parameters]]
 
 
 @scenario()
 def half_precision_with_a_divide_factor(api: Api) -> dict[str, Any]:
-    """Replicas of one rank each: the gradients' sum divided by the factor, in fp16 and in fp32."""
+    """Replicas of one rank each: the sum of gradients divided by a factor, in fp16 and fp32."""
     mesh = init_device_mesh("cpu", (api.world, 1), mesh_dim_names=("replicate", "shard"))
-    found = {}
+    results = {}
     for dtype in (torch.float32, torch.float16):
         policy = MixedPrecisionPolicy(reduce_dtype=dtype)
         model = shard(api, plain(1), mesh=mesh, mp_policy=policy)
@@ -340,5 +342,5 @@ def half_precision_with_a_divide_factor(api: Api) -> dict[str, Any]:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(4.0)
         model(batch(api.rank)).square().mean().backward()
-        found[str(dtype)] = grads(model)
-    return found
+        results[str(dtype)] = grads(model)
+    return results

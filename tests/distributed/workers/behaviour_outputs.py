@@ -1,4 +1,4 @@
-"""Scenarios about what modules take and return: containers, views, other forward methods."""
+"""Scenarios of module inputs and outputs: containers, views, other forward methods."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Containers(nn.Module):
 
 @scenario()
 def containers(api: Api) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     mixed = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
     )
@@ -95,13 +95,13 @@ def containers(api: Api) -> dict[str, Any]:
             output = model(pack(kind, x, batch(api.rank, 2)), bias=bias)
             outputs = tensors_of(output)
             sum(t.square().mean() for t in outputs).backward()
-            found[f"{kind} {policy.param_dtype}"] = {
+            results[f"{kind} {policy.param_dtype}"] = {
                 "type": type(output).__name__,
                 "outputs": [t.detach().clone() for t in outputs],
                 "input gradient": x.grad,
                 "grads": grads(model),
             }
-    return found
+    return results
 
 
 class View(nn.Module):
@@ -116,14 +116,14 @@ class View(nn.Module):
 
 @scenario()
 def views_as_outputs(api: Api) -> list[Any]:
-    """Which outputs make the warning about views, how often, and that training goes on."""
-    seen: list[Any] = []
+    """Records which outputs cause the warning about views, then trains."""
+    record: list[Any] = []
     model = api.fully_shard(View())
     for step in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             outputs = model(batch(api.rank, step))
-        seen.append(
+        record.append(
             [
                 "returned a view tensor" in str(w.message) and "(FSDPView)" in str(w.message)
                 for w in caught
@@ -133,7 +133,7 @@ def views_as_outputs(api: Api) -> list[Any]:
     with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(batch(api.rank))
-    return [*seen, len(caught), grads(model)]
+    return [*record, len(caught), grads(model)]
 
 
 class TwoMethods(nn.Module):
@@ -153,10 +153,10 @@ def registered_forward_method(api: Api) -> list[Any]:
     torch.manual_seed(1)
     model = api.fully_shard(TwoMethods(), reshard_after_forward=True)
     register_fsdp_forward_method(model, "encode")
-    seen: list[Any] = []
+    record: list[Any] = []
     for step in range(2):
         loss = model.encode(batch(api.rank, step), scale=2.0).square().mean()
-        seen.append(type(model.linear.weight).__name__)
+        record.append(type(model.linear.weight).__name__)
         loss.backward()
-        seen += [loss.item(), grads(model)]
-    return seen
+        record += [loss.item(), grads(model)]
+    return record

@@ -1,4 +1,4 @@
-"""Scenarios that mix ``replicate`` with ``fully_shard``: whose root is whose."""
+"""Scenarios of models that mix ``replicate`` and ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from releases import groups_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Counting(TorchDispatchMode):
-    """Counts collectives, also of several forwards and backwards (as CommDebugMode cannot)."""
+class CollectiveCounter(TorchDispatchMode):
+    """Counts collectives. CommDebugMode does not support several forwards and backwards."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in str(func):
-            self.seen[str(func)] += 1
+            self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
 def mixed_model(api: Api, root: Callable[..., Any]) -> nn.Sequential:
-    """Blocks by turns replicated and sharded, below a root of one of the two kinds."""
+    """Returns a model whose blocks are alternately replicated and sharded, below ``root``."""
     model = plain()
     for index, block in enumerate(list(model)[:-1]):
         (api.replicate if index % 2 == 0 else api.fully_shard)(block)
@@ -36,23 +36,28 @@ def mixed_model(api: Api, root: Callable[..., Any]) -> nn.Sequential:
 
 def train_mixed(api: Api, model: nn.Sequential) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for step in range(2):
-        with Counting() as forward:
+        with CollectiveCounter() as forward:
             loss = model(batch(api.rank, step)).square().mean()
         kinds = [type(param).__name__ for param in model.parameters()]
-        with Counting() as backward:
+        with CollectiveCounter() as backward:
             loss.backward()
-        found[f"step {step}"] = [loss.detach(), dict(forward.seen), kinds, dict(backward.seen)]
-        found[f"gradients {step}"] = grads(model)
+        results[f"step {step}"] = [
+            loss.detach(),
+            dict(forward.counts),
+            kinds,
+            dict(backward.counts),
+        ]
+        results[f"gradients {step}"] = grads(model)
         optimizer.step()
         optimizer.zero_grad()
-    found["weights"] = weights(model)
+    results["weights"] = weights(model)
     states = [module._get_fsdp_state() for module in (model, *list(model)[:-1])]
-    found["roots"] = [state._is_root for state in states]
-    found["names"] = [groups_of(state)[0]._module_fqn for state in states]
-    found["members"] = [len(state._state_ctx.all_states) for state in states]
-    return found
+    results["roots"] = [state._is_root for state in states]
+    results["names"] = [groups_of(state)[0]._module_fqn for state in states]
+    results["members"] = [len(state._state_ctx.all_states) for state in states]
+    return results
 
 
 @scenario()
@@ -66,8 +71,8 @@ def fully_sharded_below_replicated(api: Api) -> dict[str, Any]:
 
 
 @scenario()
-def a_sharded_part_of_a_replicated_model_alone(api: Api) -> dict[str, Any]:
-    """Run by itself first: it is its own root in any case."""
+def sharded_child_of_replicated_model_run_first(api: Api) -> dict[str, Any]:
+    """The sharded child runs before the first forward of the root."""
     model = mixed_model(api, api.replicate)
     with torch.no_grad():
         alone = model[1](batch(api.rank))

@@ -1,4 +1,4 @@
-"""Scenarios for one rank, beside a model that is not sharded: nothing is sent or different."""
+"""Scenarios on one rank, compared with an unsharded model."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ def step(model: nn.Module) -> None:
 
 @solo()
 def collectives_alone(api: Api) -> dict[str, Any]:
-    """What is issued by steps, evaluations, accumulation, a divide factor and unshard by hand."""
-    found: Counter[str] = Counter()
+    """Counts collectives of steps, evaluations, accumulation, a divide factor and unshard calls."""
+    results: Counter[str] = Counter()
     for reshard in (None, True, False):
         model = shard(api, plain(), reshard_after_forward=reshard)
         one_step = functools.partial(step, model)
-        found += collectives(one_step)
+        results += collectives(one_step)
         with torch.no_grad():
-            found += collectives(functools.partial(model, batch(0)))
+            results += collectives(functools.partial(model, batch(0)))
         for last in (False, True):
             model.set_requires_gradient_sync(last)
-            found += collectives(one_step)
+            results += collectives(one_step)
         model[0].set_gradient_divide_factor(3.0)
-        found += collectives(one_step)
-        found += collectives(lambda model=model: model.unshard(async_op=True).wait())
-    return dict(found)
+        results += collectives(one_step)
+        results += collectives(lambda model=model: model.unshard(async_op=True).wait())
+    return dict(results)
 
 
 @solo()
 def training_alone(api: Api) -> dict[str, Any]:
-    found: dict[str, Any] = {"not sharded": train(plain(), 0, 3)}
+    results: dict[str, Any] = {"not sharded": train(plain(), 0, 3)}
     for reshard in (None, True, False):
-        found[f"reshard {reshard}"] = train(
+        results[f"reshard {reshard}"] = train(
             shard(api, plain(), reshard_after_forward=reshard), 0, 3
         )
-    return found
+    return results
 
 
-class Tapering(nn.Module):
-    """A layer, and behind it a parameter without elements: it cannot be an alias of its shard."""
+class LayerWithEmptyParameter(nn.Module):
+    """A layer and an empty parameter, which cannot alias its shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,23 +61,23 @@ class Tapering(nn.Module):
         return self.linear(x).relu() + self.nothing.sum()
 
 
-def tapering() -> nn.Sequential:
+def model_with_empty_parameters() -> nn.Sequential:
     torch.manual_seed(7)
-    return nn.Sequential(Tapering(), Tapering(), nn.Linear(DIM, 3))
+    return nn.Sequential(LayerWithEmptyParameter(), LayerWithEmptyParameter(), nn.Linear(DIM, 3))
 
 
 @solo()
 def training_with_empty_parameters_alone(api: Api) -> dict[str, Any]:
-    found: dict[str, Any] = {"not sharded": train(tapering(), 0, 3)}
+    results: dict[str, Any] = {"not sharded": train(model_with_empty_parameters(), 0, 3)}
     for reshard in (None, True, False):
-        model = shard(api, tapering(), reshard_after_forward=reshard)
-        found[f"reshard {reshard}"] = train(model, 0, 3)
-    return found
+        model = shard(api, model_with_empty_parameters(), reshard_after_forward=reshard)
+        results[f"reshard {reshard}"] = train(model, 0, 3)
+    return results
 
 
 @solo()
 def mixed_precision_alone(api: Api) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for param, reduce in (
         (torch.bfloat16, torch.float32),
         (torch.float16, None),
@@ -85,37 +85,37 @@ def mixed_precision_alone(api: Api) -> dict[str, Any]:
     ):
         policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
         model = shard(api, plain(), mp_policy=policy)
-        found[f"{param} {reduce}"] = train(model, 0, 3)
-    return found
+        results[f"{param} {reduce}"] = train(model, 0, 3)
+    return results
 
 
 @solo()
 def accumulation_alone(api: Api) -> dict[str, Any]:
-    """Gradients of two micro-batches, and of one divided by 3."""
-    found: dict[str, Any] = {}
+    """Returns gradients of two microbatches, and of one with divide factor 3."""
+    results: dict[str, Any] = {}
     for name, model in (("sharded", shard(api, plain())), ("not sharded", plain())):
         for last in (False, True):
             if name == "sharded":
                 model.set_requires_gradient_sync(last)
             model(batch(0, int(last))).square().mean().backward()
-        found[name] = grads(model)
+        results[name] = grads(model)
     model = shard(api, plain())
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(3.0)
     model(batch(0)).square().mean().backward()
-    found["divided"] = grads(model)
-    return found
+    results["divided"] = grads(model)
+    return results
 
 
 @solo()
 def evaluation_alone(api: Api) -> dict[str, list[float]]:
-    """Losses of steps with and without a forward without gradients between backward and step."""
+    """Returns losses of steps with and without an evaluation between backward and step."""
 
     def losses(evaluate: bool) -> list[float]:
         model = shard(api, plain(), reshard_after_forward=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-        found = []
+        results = []
         for index in range(3):
             loss = model(batch(0, index)).square().mean()
             loss.backward()
@@ -124,24 +124,24 @@ def evaluation_alone(api: Api) -> dict[str, list[float]]:
                     model(batch(0, 9))
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            results.append(loss.item())
+        return results
 
     return {"with": losses(True), "without": losses(False)}
 
 
 @solo()
 def inference_mode_alone(api: Api) -> dict[str, Any]:
-    """An evaluation before everything else, then training with evaluations."""
+    """Evaluates first, then trains and evaluates again."""
     model = shard(api, plain(), reshard_after_forward=True)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for when in ("at first", "after training"):
         with torch.inference_mode():
-            found[f"{when}, inference_mode"] = model(batch(0, 9)).square().mean().item()
+            results[f"{when}, inference_mode"] = model(batch(0, 9)).square().mean().item()
         with torch.no_grad():
-            found[f"{when}, no_grad"] = model(batch(0, 9)).square().mean().item()
-        found[when] = train(model, 0, 1)
-    return found | {"without": [*train(plain(), 0, 1)]}
+            results[f"{when}, no_grad"] = model(batch(0, 9)).square().mean().item()
+        results[when] = train(model, 0, 1)
+    return results | {"without": [*train(plain(), 0, 1)]}
 
 
 @solo()
@@ -151,7 +151,7 @@ def state_dict_alone(api: Api) -> dict[str, Any]:
     options = StateDictOptions(full_state_dict=True)
     other = shard(api, plain(seed=11))
     other.load_state_dict(model.state_dict())
-    found = {
+    results = {
         "kinds": [type(value).__name__ for value in model.state_dict().values()],
         "full": copy.deepcopy(dict(get_model_state_dict(model, options=options))),
         "weights": weights(model),
@@ -162,13 +162,12 @@ def state_dict_alone(api: Api) -> dict[str, Any]:
     with torch.no_grad():
         for param in model.parameters():
             nn.init.ones_(param)
-    return found | {"emptied": train(model, 0, 1)}
+    return results | {"emptied": train(model, 0, 1)}
 
 
 @solo()
 def writes_in_forward_alone(api: Api) -> dict[str, Any]:
-    """A hook clamps a block's weight before each forward: what it is after one, by whether it is
-    cast; and in a model that is not sharded."""
+    """Returns a weight that a hook clamps before forward: plain, sharded, and in bfloat16."""
 
     def clamp(block: Any, args: Any) -> None:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Scenarios about state: state dicts of models and optimizers, checkpoints, meta devices."""
+"""Scenarios of state dicts of models and optimizers, checkpoints and meta devices."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 @scenario()
 def state_dict_of_a_model(api: Api) -> dict[str, Any]:
-    """Names, types, placements, values; before the first forward, after training, unsharded."""
-    found: dict[str, Any] = {}
+    """State dicts before the first forward, after training, and while unsharded."""
+    results: dict[str, Any] = {}
     for reshard in (True, False):
         model = shard(api, plain(), reshard_after_forward=reshard)
 
-        def note(case: str, model: nn.Module = model, reshard: bool = reshard) -> None:
+        def record_case(case: str, model: nn.Module = model, reshard: bool = reshard) -> None:
             state = model.state_dict()
-            found[f"{reshard}, {case}"] = [
+            results[f"{reshard}, {case}"] = [
                 [name, type(v).__name__, str(v.placements), list(v.shape), v.requires_grad]
                 for name, v in state.items()
             ] + [gathered(state)]
 
-        note("at first")
+        record_case("at first")
         model(batch(api.rank))
-        note("after a forward without backward")
-        found[f"{reshard}, kinds"] = [type(p).__name__ for p in model.parameters()]
+        record_case("after a forward without backward")
+        results[f"{reshard}, kinds"] = [type(p).__name__ for p in model.parameters()]
         train(model, api.rank, 1)
-        note("after training")
-    return found
+        record_case("after training")
+    return results
 
 
 @scenario()
 def state_dict_stays_aliased(api: Api) -> list[Any]:
-    """A state dict that is taken before training shows the weights after it."""
+    """A state dict taken before training aliases the trained weights."""
     model = shard(api, plain())
     state = model.state_dict()
     local = {name: value.to_local() for name, value in state.items()}
@@ -73,8 +73,8 @@ def state_dict_stays_aliased(api: Api) -> list[Any]:
 
 @scenario()
 def loaded_state_dict(api: Api) -> dict[str, Any]:
-    """load_state_dict by copy and by assignment, at first, between steps and while unsharded."""
-    found: dict[str, Any] = {}
+    """``load_state_dict`` by copy and by assignment, initially, between steps, and unsharded."""
+    results: dict[str, Any] = {}
     for assign in (False, True):
         for when in ("at first", "after a step", "after a forward"):
             source = shard(api, plain(seed=11))
@@ -86,13 +86,13 @@ def loaded_state_dict(api: Api) -> dict[str, Any]:
             model.load_state_dict(
                 {name: value.clone() for name, value in source.state_dict().items()}, assign=assign
             )
-            found[f"{assign}, {when}"] = train(model, api.rank, 2)
-    return found
+            results[f"{assign}, {when}"] = train(model, api.rank, 2)
+    return results
 
 
 @scenario()
-def assigned_state_trains_the_assigned_tensors(api: Api) -> list[bool]:
-    """With assign=True the parameters are the loaded tensors."""
+def state_assigned_by_load_state_dict(api: Api) -> list[bool]:
+    """With ``assign=True`` the loaded tensors become the parameters."""
     source = shard(api, plain(seed=11))
     state = {name: value.clone() for name, value in source.state_dict().items()}
     model = shard(api, plain())
@@ -104,7 +104,7 @@ def assigned_state_trains_the_assigned_tensors(api: Api) -> list[bool]:
     ]
 
 
-def initialise(model: nn.Module) -> None:
+def initialize(model: nn.Module) -> None:
     torch.manual_seed(5)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -119,47 +119,47 @@ def on_meta(api: Api) -> nn.Sequential:
 
 @scenario()
 def meta_device(api: Api) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     model = on_meta(api)
     model.to_empty(device="cpu")
-    initialise(model)
-    found["trained"] = train(model, api.rank, 2)
+    initialize(model)
+    results["trained"] = train(model, api.rank, 2)
 
     model = on_meta(api)
     model.load_state_dict(shard(api, plain(seed=11)).state_dict(), assign=True)
-    found["assigned"] = train(model, api.rank, 2)
+    results["assigned"] = train(model, api.rank, 2)
 
     model = on_meta(api)
     full = plain(seed=11).state_dict() if api.rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model.to_empty(device="cpu")
     set_model_state_dict(model, full, options=options)
-    found["broadcast"] = train(model, api.rank, 2)
-    return found
+    results["broadcast"] = train(model, api.rank, 2)
+    return results
 
 
 @scenario()
 def forward_on_the_meta_device(api: Api) -> dict[str, Any]:
-    """A forward too early; then the model is made real after all."""
+    """A forward on meta raises; then the model is materialized and trained."""
     model = on_meta(api)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
         model(batch(api.rank))
     except RuntimeError as error:
-        found["message"] = str(error).partition("\n")[0]
+        results["message"] = str(error).partition("\n")[0]
     model.to_empty(device="cpu")
-    initialise(model)
+    initialize(model)
     try:
-        found["trained"] = train(model, api.rank, 2)
+        results["trained"] = train(model, api.rank, 2)
     except AttributeError as error:
-        found["broken"] = str(error)
-    return found
+        results["broken"] = str(error)
+    return results
 
 
 @scenario()
 def converted_model(api: Api) -> dict[str, Any]:
-    """``model.double()`` and back, before lazy init, after a step and while unsharded."""
-    found: dict[str, Any] = {}
+    """``model.double().float()`` before lazy init, after a step, and while unsharded."""
+    results: dict[str, Any] = {}
     for when in ("at first", "after a step", "after a forward"):
         model = shard(api, plain(), reshard_after_forward=False)
         if when == "after a step":
@@ -168,16 +168,16 @@ def converted_model(api: Api) -> dict[str, Any]:
             model(batch(api.rank))
         model.double()
         model.float()
-        found[when] = train(model, api.rank, 2)
+        results[when] = train(model, api.rank, 2)
     model = shard(api, plain())
     model.double()
-    found["double from the first forward on"] = model(batch(api.rank).double()).detach()
-    return found
+    results["double from the first forward on"] = model(batch(api.rank).double()).detach()
+    return results
 
 
 @scenario()
 def converted_after_training(api: Api) -> list[Any]:
-    """The output, what a model that was never sharded makes of the same weights, and gradients."""
+    """Returns the output, the output of an unsharded model of the same weights, and gradients."""
     model = shard(api, plain())
     train(model, api.rank, 1)
     alone = plain().double()
@@ -190,7 +190,7 @@ def converted_after_training(api: Api) -> list[Any]:
 
 @contextlib.contextmanager
 def swapped_tensors() -> Iterator[None]:
-    """Modules swap their parameters' content, in place of setting ``.data`` or new parameters."""
+    """Makes modules convert parameters by ``swap_tensors`` in the context."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         yield
@@ -200,65 +200,65 @@ def swapped_tensors() -> Iterator[None]:
 
 @scenario()
 def swapped_parameters(api: Api) -> dict[str, Any]:
-    """Converted, materialised and loaded by swaps: the same parameter objects, another content."""
-    found: dict[str, Any] = {}
+    """Converts, materializes and loads by ``swap_tensors``, which keeps the parameter objects."""
+    results: dict[str, Any] = {}
     with swapped_tensors():
         model = shard(api, plain())
         before = list(model.parameters())
         model.double()
         output = model(batch(api.rank).double())
         output.square().mean().backward()
-        found["converted"] = [output.detach(), grads(model), weights(model)]
-        found["same objects"] = [a is b for a, b in zip(before, model.parameters())]
+        results["converted"] = [output.detach(), grads(model), weights(model)]
+        results["same objects"] = [a is b for a, b in zip(before, model.parameters())]
 
         model = on_meta(api)
         model.to_empty(device="cpu")
-        initialise(model)
-        found["materialised"] = train(model, api.rank, 2)
+        initialize(model)
+        results["materialized"] = train(model, api.rank, 2)
 
         state = copy.deepcopy(shard(api, plain(seed=11)).state_dict())
         model.load_state_dict(state)
-        found["loaded"] = train(model, api.rank, 2)
+        results["loaded"] = train(model, api.rank, 2)
         model.load_state_dict(state, assign=True)
-        found["assigned"] = train(model, api.rank, 2)
-    return found
+        results["assigned"] = train(model, api.rank, 2)
+    return results
 
 
 @scenario()
 def swapped_after_training(api: Api) -> list[Any]:
-    """The gradients of a model in double precision, converted with and without swaps."""
-    found = []
+    """Returns double-precision gradients of models converted with and without ``swap_tensors``."""
+    results = []
     for context in (swapped_tensors(), contextlib.nullcontext()):
         with context:
             model = shard(api, plain())
             train(model, api.rank, 1)
             model.double()
             model(batch(api.rank).double()).square().mean().backward()
-            found.append(grads(model))
-    return found
+            results.append(grads(model))
+    return results
 
 
 @scenario()
 def full_state_dicts(api: Api) -> dict[str, Any]:
-    """get_/set_state_dict, full and on the CPU; model and optimizer continue where they were."""
+    """Full state dicts on the CPU: saves model and optimizer, loads them and continues."""
     model = shard(api, plain())
     optimizer = adamw(model)
     train(model, api.rank, 2, optimizer)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     full = get_model_state_dict(model, options=options)
     state = get_optimizer_state_dict(model, optimizer, options=options)
-    found: dict[str, Any] = {"model": dict(full), "optimizer": copy.deepcopy(state)}
+    results: dict[str, Any] = {"model": dict(full), "optimizer": copy.deepcopy(state)}
 
     other = shard(api, plain(seed=11))
     other_optimizer = adamw(other)
     load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, full if api.rank == 0 else {}, options=load)
-    # A copy: the loaded state would share the step counters with the other optimizer's.
-    mine = copy.deepcopy(state) if api.rank == 0 else {}
-    set_optimizer_state_dict(other, other_optimizer, mine, options=load)
-    found["broadcast"] = train(other, api.rank, 2, other_optimizer)
-    found["continued"] = train(model, api.rank, 2, optimizer)
-    return found
+    # A copy, because loading would share the step counters of both optimizers.
+    optimizer_state_of_rank_0 = copy.deepcopy(state) if api.rank == 0 else {}
+    set_optimizer_state_dict(other, other_optimizer, optimizer_state_of_rank_0, options=load)
+    results["broadcast"] = train(other, api.rank, 2, other_optimizer)
+    results["continued"] = train(model, api.rank, 2, optimizer)
+    return results
 
 
 @scenario()
@@ -284,17 +284,17 @@ def checkpoint(api: Api, model: nn.Module, optimizer: Any, name: str) -> None:
 
 
 def resume(api: Api, name: str, options: StateDictOptions | None = None) -> list[Any]:
-    """Loads the checkpoint into a model with other weights and trains on."""
+    """Loads the checkpoint into a model of other weights and continues to train."""
     model = shard(api, plain(seed=11))
     optimizer = adamw(model)
     state, optimizer_state = get_state_dict(model, optimizer)
-    everything = {"model": state, "optim": optimizer_state}
-    dcp.load(everything, checkpoint_id=str(api.folder / name))
+    state_dicts = {"model": state, "optim": optimizer_state}
+    dcp.load(state_dicts, checkpoint_id=str(api.folder / name))
     set_state_dict(
         model,
         optimizer,
-        model_state_dict=everything["model"],
-        optim_state_dict=everything["optim"],
+        model_state_dict=state_dicts["model"],
+        optim_state_dict=state_dicts["optim"],
         options=options,
     )
     return train(model, api.rank, 2, optimizer)
@@ -302,8 +302,8 @@ def resume(api: Api, name: str, options: StateDictOptions | None = None) -> list
 
 @scenario()
 def checkpoints(api: Api) -> dict[str, Any]:
-    """Written by each implementation, resumed by each, and by the run that went on."""
-    found: dict[str, Any] = {}
+    """Each implementation writes a checkpoint, and both resume it; the writer continues too."""
+    results: dict[str, Any] = {}
     for writer in (api, api.other()):
         model = shard(writer, plain())
         optimizer = adamw(model)
@@ -311,16 +311,16 @@ def checkpoints(api: Api) -> dict[str, Any]:
         checkpoint(writer, model, optimizer, writer.name)
         dist.barrier()
         for reader in (api, api.other()):
-            found[f"written by {writer.name}, resumed by {reader.name}"] = resume(
+            results[f"written by {writer.name}, resumed by {reader.name}"] = resume(
                 reader, writer.name
             )
-        found[f"{writer.name} went on"] = train(model, api.rank, 2, optimizer)
-    return found
+        results[f"{writer.name} went on"] = train(model, api.rank, 2, optimizer)
+    return results
 
 
 @scenario()
 def shared_and_uneven_parameters(api: Api) -> dict[str, Any]:
-    """State dicts where ranks have empty shards, and where a parameter has two names."""
+    """State dicts with empty shards and with a parameter of two names."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -335,14 +335,14 @@ def shared_and_uneven_parameters(api: Api) -> dict[str, Any]:
 
     torch.manual_seed(1)
     model = api.fully_shard(Tied())
-    found: dict[str, Any] = {"at first": gathered(model.state_dict())}
-    found["trained"] = train(model, api.rank, 2)
-    found["same object"] = model.head.weight is model.embed.weight
+    results: dict[str, Any] = {"at first": gathered(model.state_dict())}
+    results["trained"] = train(model, api.rank, 2)
+    results["same object"] = model.head.weight is model.embed.weight
     state = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(2)
     other = api.fully_shard(Tied())
     other.load_state_dict(state)
-    found["loaded"] = train(other, api.rank, 1)
+    results["loaded"] = train(other, api.rank, 1)
     full = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
-    found["full"] = {name: value for name, value in full.items() if value.numel()}
-    return found
+    results["full"] = {name: value for name, value in full.items() if value.numel()}
+    return results

@@ -1,4 +1,4 @@
-"""Scenarios about all-gather extensions: of tensor subclasses, and patched onto plain tensors."""
+"""Scenarios of tensor subclasses and of extensions patched onto plain tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 class Pair(TwoTensor):
-    """Two tensors under one shape, gathered together: what is computed from a pair is a pair."""
+    """A TwoTensor with all-gather extensions. Results of operations are pairs as well."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
         return (self.a, self.b), None
@@ -41,8 +41,8 @@ class Pair(TwoTensor):
         return None
 
 
-def halves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a pair consists of, or the plain tensor."""
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns copies of both tensors of a pair, or of the plain tensor."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     parts = [local.a, local.b] if isinstance(local, TwoTensor) else [local]
     return [part.detach().clone() for part in parts]
@@ -61,24 +61,24 @@ def rows(rank: int, step: int) -> torch.Tensor:
 
 
 def train_pairs(model: nn.Module, rank: int, backwards: int) -> list[Any]:
-    """Losses, gradients and weights of steps with so many backwards, the last of which reduces."""
+    """Trains with ``backwards`` per step; returns losses, gradients and weights."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05, foreach=True)
-    seen: list[Any] = []
+    record: list[Any] = []
     for step in range(2):
         for part in range(backwards):
             model.set_requires_gradient_sync(part + 1 == backwards)
             loss = model(rows(rank, 5 * step + part)).square().sum()
             loss.backward()
-            seen.append(halves(loss))
-        seen += [halves(param.grad) for param in model.parameters()]
+            record.append(parts_of(loss))
+        record += [parts_of(param.grad) for param in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, [halves(param) for param in model.parameters()]]
+    return [*record, [parts_of(param) for param in model.parameters()]]
 
 
 @scenario()
-def gradients_that_are_pairs(api: Api) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def two_tensor_gradients(api: Api) -> dict[str, Any]:
+    results: dict[str, Any] = {}
     for name, backwards, kwargs in (
         ("plain", 1, {}),
         ("kept after forward", 1, {"reshard_after_forward": False}),
@@ -89,20 +89,20 @@ def gradients_that_are_pairs(api: Api) -> dict[str, Any]:
         model = pairs()
         for module in (model[0], model[1], model):
             api.fully_shard(module, **kwargs)
-        found[name] = train_pairs(model, api.rank, backwards)
-    return found
+        results[name] = train_pairs(model, api.rank, backwards)
+    return results
 
 
 # ---- wrappers without extensions -----------------------------------------------------------------
 
 
-def held(tensor: torch.Tensor) -> torch.Tensor:
+def wrapped_tensor(tensor: torch.Tensor) -> torch.Tensor:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.held.detach().clone() if isinstance(local, Wrapping) else local.detach().clone()
 
 
 def train_wrapped(api: Api, kind: type, biases: bool, **kwargs: Any) -> list[Any]:
-    """Layers whose weights, and maybe biases, are of a kind of wrappers; rows uneven on 2 ranks."""
+    """Trains layers whose weights, and optionally biases, are wrappers with uneven shards."""
     torch.manual_seed(6)
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
     for layer in model:
@@ -113,15 +113,15 @@ def train_wrapped(api: Api, kind: type, biases: bool, **kwargs: Any) -> list[Any
         api.fully_shard(module, **kwargs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     torch.manual_seed(api.rank)
-    seen: list[Any] = []
+    record: list[Any] = []
     for _ in range(2):
         loss = model(torch.randn(3, 5)).square().sum()
         loss.backward()
-        seen += [loss.detach(), *(held(param.grad) for param in model.parameters())]
-        seen.append([type(param.to_local()).__name__ for param in model.parameters()])
+        record += [loss.detach(), *(wrapped_tensor(param.grad) for param in model.parameters())]
+        record.append([type(param.to_local()).__name__ for param in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, *(held(param) for param in model.parameters())]
+    return [*record, *(wrapped_tensor(param) for param in model.parameters())]
 
 
 @scenario()
@@ -163,12 +163,12 @@ def widen(
     return None
 
 
-class Sizes(nn.Linear):
-    """Notes how many bytes its gathered tensors, and what was made of them, have in forward."""
+class SizeRecorder(nn.Linear):
+    """Records in forward the bytes of its all-gather outputs and inner tensors."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (group,) = groups_of(self._get_fsdp_state())
-        self.seen = [
+        self.sizes = [
             [tensor.untyped_storage().nbytes() for tensor in tensors]
             for param in group.fsdp_params
             for tensors in (param.all_gather_outputs, param._unsharded_inner_tensors)
@@ -177,14 +177,14 @@ class Sizes(nn.Linear):
 
 
 def patched_tensors(api: Api, release: bool | None) -> dict[str, Any]:
-    """A model whose shards, plain tensors, were given an extension each."""
+    """Trains a model whose plain shards have patched extensions."""
     torch.manual_seed(4)
-    model = nn.Sequential(*(Sizes(WIDTH, WIDTH, bias=False) for _ in range(2)))
+    model = nn.Sequential(*(SizeRecorder(WIDTH, WIDTH, bias=False) for _ in range(2)))
     for layer in model:
         api.fully_shard(layer, reshard_after_forward=True)
     api.fully_shard(model)
     for layer in model:
-        local = layer.weight._local_tensor  # the object: to_local() would give another
+        local = layer.weight._local_tensor  # to_local() would return another object
         local.fsdp_pre_all_gather = functools.partial(send_in_bf16, local)
         local.fsdp_post_all_gather = widen
         if release is not None:
@@ -193,7 +193,7 @@ def patched_tensors(api: Api, release: bool | None) -> dict[str, Any]:
         model(rows(api.rank, step)).square().sum().backward()
     return {
         "trained": [grads(model), weights(model)],
-        "sizes": [layer.seen for layer in model],
+        "sizes": [layer.sizes for layer in model],
     }
 
 

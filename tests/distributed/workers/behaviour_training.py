@@ -1,4 +1,4 @@
-"""Scenarios about training: evaluation, reductions, optimizers, checkpointing, compile."""
+"""Scenarios of training: evaluation, reductions, optimizers, checkpointing, compile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def by_optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
     return prepare
 
 
-def by_hand(write: Any) -> Any:
+def by_user_code(write: Any) -> Any:
     """``write(param, change)`` subtracts the change."""
 
     def prepare(model: nn.Module) -> Any:
@@ -63,10 +63,12 @@ WRITERS = {
     "sgd": by_optimizer(torch.optim.SGD, foreach=False),
     "adamw foreach": by_optimizer(torch.optim.AdamW, foreach=True),
     "adamw fused": by_optimizer(torch.optim.AdamW, fused=True),
-    "parameter": by_hand(lambda param, change: param.sub_(change)),
-    "to_local": by_hand(lambda param, change: param.to_local().sub_(change.to_local())),
-    "copy_": by_hand(lambda param, change: param.copy_(param - change)),
-    "_local_tensor": by_hand(lambda param, change: param._local_tensor.sub_(change.to_local())),
+    "parameter": by_user_code(lambda param, change: param.sub_(change)),
+    "to_local": by_user_code(lambda param, change: param.to_local().sub_(change.to_local())),
+    "copy_": by_user_code(lambda param, change: param.copy_(param - change)),
+    "_local_tensor": by_user_code(
+        lambda param, change: param._local_tensor.sub_(change.to_local())
+    ),
 }
 
 
@@ -78,10 +80,10 @@ def train_with_evaluation(
     prefetch: bool = False,
     **kwargs: Any,
 ) -> dict[str, list[float]]:
-    """Three steps; ``mode`` surrounds a forward before each optimizer step (None: no forward).
+    """Trains three steps with an evaluation in ``mode`` before each optimizer step (None: without).
 
-    ``after``: evaluates after each step too. ``prefetch``: the last block's forward gathers the
-    first block for the next one.
+    ``after``: evaluates after each step as well. ``prefetch``: the forward of the last block
+    prefetches the first block.
     """
     model = shard(api, plain(), **kwargs)
     if prefetch:
@@ -93,7 +95,7 @@ def train_with_evaluation(
         with mode or torch.no_grad():
             return model(batch(api.rank, 50)).square().mean().item()
 
-    found: dict[str, list[float]] = {"losses": [], "after": []}
+    results: dict[str, list[float]] = {"losses": [], "after": []}
     for index in range(3):
         loss = model(batch(api.rank, index)).square().mean()
         loss.backward()
@@ -103,37 +105,37 @@ def train_with_evaluation(
         for param in params:
             param.grad = None
         if after:
-            found["after"].append(evaluate())
-        found["losses"].append(loss.item())
-    return found
+            results["after"].append(evaluate())
+        results["losses"].append(loss.item())
+    return results
 
 
 @scenario()
 def evaluation_before_step(api: Api) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, writer in WRITERS.items():
-        found[name] = {
+        results[name] = {
             "without": train_with_evaluation(api, None, writer)["losses"],
             "with": train_with_evaluation(api, torch.no_grad(), writer)["losses"],
         }
     for reshard in (True, False):
-        found[f"reshard {reshard}"] = {
+        results[f"reshard {reshard}"] = {
             "without": train_with_evaluation(api, None)["losses"],
             "with": train_with_evaluation(api, torch.no_grad(), reshard_after_forward=reshard)[
                 "losses"
             ],
         }
-    found["prefetched"] = {
+    results["prefetched"] = {
         "without": train_with_evaluation(api, None)["losses"],
         "with": train_with_evaluation(
             api, torch.no_grad(), prefetch=True, reshard_after_forward=True
         )["losses"],
     }
-    found["inference_mode"] = {
+    results["inference_mode"] = {
         "without": train_with_evaluation(api, None)["losses"],
         "with": train_with_evaluation(api, torch.inference_mode())["losses"],
     }
-    return found
+    return results
 
 
 @scenario()
@@ -146,12 +148,12 @@ def evaluations_around_a_step(api: Api) -> dict[str, Any]:
 
 @scenario()
 def gathers_of_evaluations(api: Api) -> dict[str, list[int]]:
-    """All-gathers of forwards without gradients: unchanged weights are not gathered again."""
-    found: dict[str, list[int]] = {}
+    """Counts all-gathers of evaluations: unchanged weights are not gathered again."""
+    results: dict[str, list[int]] = {}
     for reshard in (None, True, False):
         model = shard(api, plain(), reshard_after_forward=reshard)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        counts = found[str(reshard)] = []
+        counts = results[str(reshard)] = []
         for index in range(2):
             model(batch(api.rank, index)).square().mean().backward()
             optimizer.step()
@@ -160,17 +162,17 @@ def gathers_of_evaluations(api: Api) -> dict[str, list[int]]:
                 with torch.no_grad():
                     run = functools.partial(model, batch(api.rank))
                     counts.append(collectives(run).total())
-    return found
+    return results
 
 
 def train_evaluated(api: Api, reshard: bool | None, inference_first: bool) -> list[Any]:
-    """Two steps with an evaluation before each optimizer step; an evaluation before everything."""
+    """Evaluates, then trains two steps with an evaluation before each optimizer step."""
     model = shard(api, plain(), reshard_after_forward=reshard)
     params = list(model.parameters())
     first = torch.inference_mode() if inference_first else torch.no_grad()
     with first:
         model(batch(api.rank))
-    found: list[Any] = []
+    results: list[Any] = []
     for index in range(2):
         loss = model(batch(api.rank, index)).square().mean()
         loss.backward()
@@ -178,10 +180,10 @@ def train_evaluated(api: Api, reshard: bool | None, inference_first: bool) -> li
             model(batch(api.rank, 9))
             for param in params:
                 param.to_local().sub_(0.5 * param.grad.to_local())
-        found += [loss.item(), [whole(param.grad) for param in params]]
+        results += [loss.item(), [whole(param.grad) for param in params]]
         for param in params:  # not model.zero_grad(): the model may be unsharded now
             param.grad = None
-    return found
+    return results
 
 
 @scenario()
@@ -198,15 +200,15 @@ def first_forward_without_grad(api: Api) -> list[Any]:
 
 
 def local_gradients(api: Api) -> list[dict[str, torch.Tensor]]:
-    """Each rank's own gradients of the unsharded model, on every rank."""
+    """Returns the gradients of all ranks of the unsharded model."""
     model = plain()
     model(batch(api.rank)).square().mean().backward()
-    found: list[Any] = [None] * api.world
-    dist.all_gather_object(found, {name: p.grad for name, p in model.named_parameters()})
-    return found
+    results: list[Any] = [None] * api.world
+    dist.all_gather_object(results, {name: p.grad for name, p in model.named_parameters()})
+    return results
 
 
-def reduced(api: Api, configure: Any, **policy: Any) -> dict[str, torch.Tensor | None]:
+def reduce_gradients(api: Api, configure: Any, **policy: Any) -> dict[str, torch.Tensor | None]:
     model = shard(api, plain(), mp_policy=MixedPrecisionPolicy(**policy))
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
@@ -227,15 +229,15 @@ def force_sum(module: Any) -> None:
 def divide_factor(api: Api) -> dict[str, Any]:
     return {
         "local": local_gradients(api),
-        4: reduced(api, factor_of(4.0)),
-        3: reduced(api, factor_of(3.0)),
-        1: reduced(api, factor_of(1.0)),
+        4: reduce_gradients(api, factor_of(4.0)),
+        3: reduce_gradients(api, factor_of(3.0)),
+        1: reduce_gradients(api, factor_of(1.0)),
     }
 
 
 @scenario()
 def divide_factor_of_the_world_size(api: Api) -> Any:
-    return reduced(api, factor_of(float(api.world)))
+    return reduce_gradients(api, factor_of(float(api.world)))
 
 
 @scenario()
@@ -245,10 +247,10 @@ def forced_sums(api: Api) -> list[Any]:
         module.set_gradient_divide_factor(3.0)
 
     return [
-        reduced(api, force_sum),
-        reduced(api, both),
-        reduced(api, force_sum, reduce_dtype=torch.bfloat16),
-        reduced(api, both, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        reduce_gradients(api, force_sum),
+        reduce_gradients(api, both),
+        reduce_gradients(api, force_sum, reduce_dtype=torch.bfloat16),
+        reduce_gradients(api, both, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     ]
 
 
@@ -259,12 +261,12 @@ def reductions_in_fp16(api: Api) -> list[Any]:
 
     half = {"reduce_dtype": torch.float16}
     return [
-        reduced(api, nothing, **half),
-        reduced(api, factor_of(3.0), **half),
-        reduced(api, factor_of(8.0), **half),
-        reduced(api, factor_of(1.0), **half),
-        reduced(api, nothing, param_dtype=torch.float16),
-        reduced(api, force_sum, param_dtype=torch.float16, reduce_dtype=torch.float32),
+        reduce_gradients(api, nothing, **half),
+        reduce_gradients(api, factor_of(3.0), **half),
+        reduce_gradients(api, factor_of(8.0), **half),
+        reduce_gradients(api, factor_of(1.0), **half),
+        reduce_gradients(api, nothing, param_dtype=torch.float16),
+        reduce_gradients(api, force_sum, param_dtype=torch.float16, reduce_dtype=torch.float32),
     ]
 
 
@@ -273,7 +275,7 @@ def reductions_in_fp16(api: Api) -> list[Any]:
 
 @scenario()
 def optimizers(api: Api) -> dict[str, Any]:
-    found = {}
+    results = {}
     for name, options in {
         "foreach": {"foreach": True},
         "fused": {"fused": True},
@@ -282,13 +284,13 @@ def optimizers(api: Api) -> dict[str, Any]:
     }.items():
         model = shard(api, plain())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
-        found[name] = train(model, api.rank, 3, optimizer)
-    return found
+        results[name] = train(model, api.rank, 3, optimizer)
+    return results
 
 
 @scenario()
 def optimizer_in_backward(api: Api) -> dict[str, Any]:
-    """Each parameter is stepped by its own hook, as soon as its gradient is there."""
+    """A post-accumulate hook of each parameter runs its own optimizer."""
     model = shard(api, plain())
     calls: list[str] = []
     by_param = {p: torch.optim.AdamW([p], lr=0.05) for p in model.parameters()}
@@ -316,19 +318,19 @@ def optimizer_in_backward(api: Api) -> dict[str, Any]:
 def clipped_gradients(api: Api) -> list[Any]:
     model = shard(api, plain())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    seen: list[Any] = []
+    record: list[Any] = []
     for step in range(3):
         model(batch(api.rank, step)).square().mean().backward()
-        seen.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        record.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, weights(model)]
+    return [*record, weights(model)]
 
 
-# ---- activation checkpointing, several forwards, graphs kept ----
+# ---- activation checkpointing, several forwards, retained graphs ----
 
 
-class Inside(nn.Module):
+class CheckpointedBlock(nn.Module):
     """Checkpoints its own computation."""
 
     def __init__(self, reentrant: bool) -> None:
@@ -347,118 +349,122 @@ def with_grad(api: Api, step: int = 0) -> torch.Tensor:
 
 def train_checkpointed(api: Api, model: nn.Module) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[Any] = []
+    record: list[Any] = []
     for step in range(3):
         x = with_grad(api, step)
         loss = model(x).square().mean()
         loss.backward()
-        seen += [loss.item(), x.grad, grads(model)]
+        record += [loss.item(), x.grad, grads(model)]
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, weights(model)]
+    return [*record, weights(model)]
 
 
 @scenario()
 def activation_checkpointing(api: Api) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for reentrant in (False, True):
         kind = "reentrant" if reentrant else "nonreentrant"
         impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
         for reshard in (True, False):
             torch.manual_seed(3)
-            model = nn.Sequential(*(Inside(reentrant) for _ in range(3)), nn.Linear(DIM, 3))
+            model = nn.Sequential(
+                *(CheckpointedBlock(reentrant) for _ in range(3)), nn.Linear(DIM, 3)
+            )
             shard(api, model, reshard_after_forward=reshard)
-            found[f"{kind}, inside, {reshard}"] = train_checkpointed(api, model)
+            results[f"{kind}, inside, {reshard}"] = train_checkpointed(api, model)
 
-            # fully_shard(checkpoint(block)) : the wrapper module is what is sharded
+            # fully_shard(checkpoint(block)): the wrapper module is sharded
             torch.manual_seed(3)
             blocks = [checkpoint_wrapper(Block(), checkpoint_impl=impl) for _ in range(3)]
             model = nn.Sequential(*blocks, nn.Linear(DIM, 3))
             shard(api, model, reshard_after_forward=reshard)
-            found[f"{kind}, wrapper sharded, {reshard}"] = train_checkpointed(api, model)
+            results[f"{kind}, wrapper sharded, {reshard}"] = train_checkpointed(api, model)
 
-            # checkpoint(fully_shard(block)): recomputation goes through the module's hooks
+            # checkpoint(fully_shard(block)): recomputation runs the hooks of the module
             torch.manual_seed(3)
             inner = [api.fully_shard(Block(), reshard_after_forward=reshard) for _ in range(3)]
             model = nn.Sequential(
                 *(checkpoint_wrapper(b, checkpoint_impl=impl) for b in inner), nn.Linear(DIM, 3)
             )
             api.fully_shard(model, reshard_after_forward=reshard)
-            found[f"{kind}, sharded inside, {reshard}"] = train_checkpointed(api, model)
-    return found
+            results[f"{kind}, sharded inside, {reshard}"] = train_checkpointed(api, model)
+    return results
 
 
 @scenario()
 def several_forwards(api: Api) -> list[Any]:
     """Two and three forwards before one backward; then separate backwards."""
     model = shard(api, plain())
-    seen: list[Any] = []
+    record: list[Any] = []
     for count in (2, 3):
         loss = sum(model(batch(api.rank, step)).square().mean() for step in range(count))
         loss.backward()
-        seen += [loss.item(), grads(model)]
+        record += [loss.item(), grads(model)]
     first = model(batch(api.rank, 5)).square().mean()
     second = model(batch(api.rank, 6)).square().mean()
     first.backward()
-    seen.append(grads(model))
+    record.append(grads(model))
     second.backward()
-    return [*seen, grads(model), *train(model, api.rank, 1)]
+    return [*record, grads(model), *train(model, api.rank, 1)]
 
 
-def states(model: nn.Module) -> list[str]:
-    found = []
+def training_states(model: nn.Module) -> list[str]:
+    results = []
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             state = module._get_fsdp_state()
-            found.append(state._training_state.name)
-            found += [f"{g._training_state.name} {g._sharded_state.name}" for g in groups_of(state)]
-    return found
+            results.append(state._training_state.name)
+            results += [
+                f"{g._training_state.name} {g._sharded_state.name}" for g in groups_of(state)
+            ]
+    return results
 
 
 @scenario()
 def kept_graphs(api: Api) -> list[Any]:
     """backward(retain_graph=True) twice, then once more without it."""
-    seen: list[Any] = []
+    record: list[Any] = []
     for reshard in (None, True, False):
         model = shard(api, plain(), reshard_after_forward=reshard)
         loss = model(batch(api.rank)).square().mean()
         for retain in (True, True, False):
             loss.backward(retain_graph=retain)
-            seen += [grads(model), states(model)]
-        seen += train(model, api.rank, 1)
-    return seen
+            record += [grads(model), training_states(model)]
+        record += train(model, api.rank, 1)
+    return record
 
 
 @scenario()
 def gradients_of_inputs(api: Api) -> dict[str, Any]:
-    """autograd.grad w.r.t. inputs; parameters get no gradient."""
+    """``autograd.grad`` of inputs; parameters get no gradient."""
     model = shard(api, plain())
     x = with_grad(api)
     (gradient,) = torch.autograd.grad(model(x).square().mean(), (x,))
-    found = {"gradient": gradient, "states": states(model), "grads": grads(model)}
-    return found | {"after": train(model, api.rank, 2)}
+    results = {"gradient": gradient, "states": training_states(model), "grads": grads(model)}
+    return results | {"after": train(model, api.rank, 2)}
 
 
 @scenario()
 def forwards_without_backward(api: Api) -> list[Any]:
-    """Training forwards whose loss is dropped."""
+    """Forwards in training mode without a backward."""
     model = shard(api, plain())
     for step in range(3):
         model(batch(api.rank, step))
-    seen: list[Any] = [states(model)]
-    return seen + train(model, api.rank, 2)
+    record: list[Any] = [training_states(model)]
+    return record + train(model, api.rank, 2)
 
 
 # ---- torch.compile ----
 
 
-def compiling(run: Callable[[str | Callable[..., Any]], Any]) -> dict[str, Any]:
-    """run(backend) with torch's eager backend, and with one that counts the graphs it is given."""
+def run_compiled(run: Callable[[str | Callable[..., Any]], Any]) -> dict[str, Any]:
+    """Returns run(backend) for the eager backend and for a backend that counts graphs."""
     torch._dynamo.reset()
-    found = {"eager": run("eager")}
+    results = {"eager": run("eager")}
     torch._dynamo.reset()
     counter = CompileCounter()
-    return found | {"counted": run(counter), "graphs": counter.frame_count}
+    return results | {"counted": run(counter), "graphs": counter.frame_count}
 
 
 @scenario()
@@ -471,7 +477,7 @@ def compiled_blocks(api: Api) -> dict[str, Any]:
             block.compile(backend=backend)
         return train(shard(api, model), api.rank, 3)
 
-    return compiling(run)
+    return run_compiled(run)
 
 
 @scenario()
@@ -482,7 +488,7 @@ def compiled_model(api: Api) -> dict[str, Any]:
         model = shard(api, plain())
         return train(model, api.rank, 3, forward=torch.compile(model, backend=backend))
 
-    return compiling(run)
+    return run_compiled(run)
 
 
 @scenario()

@@ -1,4 +1,4 @@
-"""What ``zero_grad`` drops: gradients of microbatches that were not reduced yet."""
+"""Scenarios of ``zero_grad`` after microbatches whose gradients are not reduced yet."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ZERO: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
 }
 
 
-def dropped(
+def gradients_after_zero_grad(
     api: Api,
     prepare: Callable[[nn.Module], None],
     zero: Callable[[nn.Module, torch.optim.Optimizer], None],
     **options: Any,
 ) -> dict[str, torch.Tensor | None]:
-    """Gradients of a batch after a microbatch that was given up."""
+    """Returns gradients of a batch after ``zero`` has dropped a microbatch without sync."""
     model = shard(api, plain(2), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepare(model)
@@ -37,39 +37,45 @@ def dropped(
     return grads(model)
 
 
-def unsynced(model: Any) -> None:
+def disable_sync(model: Any) -> None:
     model.set_requires_gradient_sync(False)
 
 
-def scattered(model: Any) -> None:
+def disable_all_reduce(model: Any) -> None:
     model.set_requires_all_reduce(False)
 
 
-def staying(model: Any) -> None:
+def disable_sync_and_reshard(model: Any) -> None:
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
 
 
 @scenario()
-def dropped_microbatches(api: Api) -> Any:
-    """By zero_grad of an optimizer, the module, and a module around it."""
+def microbatches_dropped_by_zero_grad(api: Api) -> Any:
+    """``zero_grad`` of an optimizer, of the module, and of its parent."""
     hsdp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    found: dict[str, Any] = {"alone": dropped(api, lambda model: None, ZERO["module"])}
+    results: dict[str, Any] = {
+        "alone": gradients_after_zero_grad(api, lambda model: None, ZERO["module"])
+    }
     for name, zero in ZERO.items():
-        found[name] = dropped(api, unsynced, zero)
-        found[f"{name}, staying"] = dropped(api, staying, zero)
-        found[f"{name}, replicas"] = dropped(api, scattered, zero, mesh=hsdp)
-    return found
+        results[name] = gradients_after_zero_grad(api, disable_sync, zero)
+        results[f"{name}, staying"] = gradients_after_zero_grad(api, disable_sync_and_reshard, zero)
+        results[f"{name}, replicas"] = gradients_after_zero_grad(
+            api, disable_all_reduce, zero, mesh=hsdp
+        )
+    return results
 
 
 @scenario()
-def microbatches_of_other_parameters(api: Api) -> Any:
-    """Gradients after ``zero_grad`` of an optimizer of one block, of a module in it, and of all."""
+def zero_grad_of_some_parameters(api: Api) -> Any:
+    """``zero_grad`` of an optimizer of one block, of a module in a block, and of the model."""
     return {
-        "nothing": dropped(api, unsynced, lambda model, optimizer: None),
-        "block": dropped(
-            api, unsynced, lambda model, _: torch.optim.SGD(model[0].parameters()).zero_grad()
+        "nothing": gradients_after_zero_grad(api, disable_sync, lambda model, optimizer: None),
+        "block": gradients_after_zero_grad(
+            api, disable_sync, lambda model, _: torch.optim.SGD(model[0].parameters()).zero_grad()
         ),
-        "linear": dropped(api, unsynced, lambda model, _: model[0].linear.zero_grad()),
-        "all": dropped(api, unsynced, lambda model, _: model.zero_grad()),
+        "linear": gradients_after_zero_grad(
+            api, disable_sync, lambda model, _: model[0].linear.zero_grad()
+        ),
+        "all": gradients_after_zero_grad(api, disable_sync, lambda model, _: model.zero_grad()),
     }

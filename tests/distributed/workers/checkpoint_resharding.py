@@ -108,17 +108,17 @@ def train(
 ) -> list[Any]:
     """Losses, gradients of this rank and clip norms; each step and rank has its own rows."""
     dtype = next(model.parameters()).dtype
-    found: list[Any] = []
+    results: list[Any] = []
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * rank + step)
         x = torch.randn(6, WIDTH, generator=generator).to(dtype)
         loss = model(x).float().square().mean()
         loss.backward()
-        found += [loss.detach(), [local(p.grad) for p in model.parameters()]]
-        found.append(local(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        results += [loss.detach(), [local(p.grad) for p in model.parameters()]]
+        results.append(local(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return results
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -127,11 +127,11 @@ def local(tensor: Any) -> torch.Tensor:
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Parameters, buffers, moments and step counts, gathered."""
-    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    results = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{name}.{key}"] = value
-    return all_whole(found)
+            results[f"{name}.{key}"] = value
+    return all_whole(results)
 
 
 # ---- formats ----
@@ -180,11 +180,11 @@ def load(
 def load_full(path: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
     """Weights are broadcast from rank 0; every rank reads the moments itself."""
     state = torch.load(path, weights_only=True)
-    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    broadcast_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     weights = state["model"] if dist.get_rank() == 0 else {}
-    set_model_state_dict(model, weights, options=spread)
-    read = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=read)
+    set_model_state_dict(model, weights, options=broadcast_options)
+    full_options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=full_options)
 
 
 # ---- ranks ----
@@ -202,7 +202,7 @@ def save_all(
 ) -> dict[str, Any]:
     """Returns, for each checkpoint, the saved state and this rank's bits of the steps around it."""
     api = prepared(rank, world, implementation, folder)
-    found = {}
+    results = {}
     for checkpoint in checkpoints:
         model, optimizer = build(api, checkpoint.precision, checkpoint.mesh, seed=1)
         trained = train(rank, model, optimizer, range(SAVED_STEPS))
@@ -211,9 +211,9 @@ def save_all(
         continued = train(rank, model, optimizer, range(100, 100 + CONTINUED_STEPS))
         if future is not None:
             future.result()
-        found[checkpoint.name] = {"saved": saved, "trained": trained, "continued": continued}
-        found[checkpoint.name]["end"] = [local(p) for p in model.parameters()]
-    return found
+        results[checkpoint.name] = {"saved": saved, "trained": trained, "continued": continued}
+        results[checkpoint.name]["end"] = [local(p) for p in model.parameters()]
+    return results
 
 
 def load_all(
@@ -225,12 +225,12 @@ def load_all(
 ) -> dict[Any, Any]:
     """Returns, for each checkpoint and mesh, the loaded state and this rank's later bits."""
     api = prepared(rank, world, implementation, folder)
-    found = {}
+    results = {}
     for checkpoint, mesh in loads:
         model, optimizer = build(api, checkpoint.precision, mesh, seed=2)
         load(checkpoint, Path(folder, checkpoint.name), model, optimizer)
         loaded = whole_state(model, optimizer)
         continued = train(rank, model, optimizer, range(100, 100 + CONTINUED_STEPS))
-        found[checkpoint.name, mesh] = {"loaded": loaded, "continued": continued}
-        found[checkpoint.name, mesh]["end"] = [local(p) for p in model.parameters()]
-    return found
+        results[checkpoint.name, mesh] = {"loaded": loaded, "continued": continued}
+        results[checkpoint.name, mesh]["end"] = [local(p) for p in model.parameters()]
+    return results

@@ -98,14 +98,14 @@ def main() -> None:
     """Measures each case, and under fsdp_c also with ``optim.accelerate()`` before compilation."""
     implementation = sys.argv[1]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = {}
+    results = {}
     if implementation == "fsdp_c":
         importlib.import_module("fsdp_c").install()
         for name in ACCELERATED:
-            found[f"{name}: step, accelerated"] = measure(name, "step", True)
+            results[f"{name}: step, accelerated"] = measure(name, "step", True)
     for name, compiled in CASES:
-        found[f"{name}: {compiled}"] = measure(name, compiled, False)
-    print(json.dumps(found), flush=True)
+        results[f"{name}: {compiled}"] = measure(name, compiled, False)
+    print(json.dumps(results), flush=True)
     os._exit(0)  # the test measures no interpreter exit
 
 

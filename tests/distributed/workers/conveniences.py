@@ -1,4 +1,4 @@
-"""What the ranks of test_conveniences.py do. Each function asserts by itself."""
+"""Rank functions of test_conveniences_on_ranks.py. Each function contains its assertions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fsdp_c import load as load_module
 
 
 def separate_ends(rank: int, world: int) -> None:
-    """Embedding and head as units of their own train to the bits of those in the root."""
+    """``separate_ends=True`` makes units of embedding and head and does not change the bits."""
 
     class Untied(Net):
         def __init__(self) -> None:
@@ -63,7 +63,7 @@ def separate_ends(rank: int, world: int) -> None:
 
 
 class Net(nn.Module):
-    """Three residual layers of uneven widths and a tied head: (batch,) of ints -> (batch, 11)."""
+    """Three residual layers of uneven widths and a tied head: int (batch,) -> (batch, 11)."""
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
@@ -107,39 +107,39 @@ def clip(rank: int, world: int) -> None:
     exact = world == 2
     for norm_type in (2.0, 1.0, 3.0, math.inf, 4.0):
         for max_norm in (0.01, 1e9):
-            clip_both(rank, norm_type, max_norm, exact and norm_type != 4.0)
+            compare_clipping(rank, norm_type, max_norm, exact and norm_type != 4.0)
     clip_hybrid(rank, world)
 
 
-def clip_both(rank: int, norm_type: float, max_norm: float, exact: bool) -> None:
-    ours, theirs = sharded_net(), sharded_net()
-    for model in (ours, theirs):
+def compare_clipping(rank: int, norm_type: float, max_norm: float, exact: bool) -> None:
+    by_fsdp_c, by_torch = sharded_net(), sharded_net()
+    for model in (by_fsdp_c, by_torch):
         backward(model, rank, 100)
-    if norm_type == math.inf:  # torch refuses the empty shards that some ranks have
-        whole = [p.grad.full_tensor() for p in theirs.parameters()]
+    if norm_type == math.inf:  # torch raises on the empty shards of some ranks
+        whole = [p.grad.full_tensor() for p in by_torch.parameters()]
         expected = torch.nn.utils.get_total_norm(whole, norm_type)
         scale = min(max_norm / (expected.item() + 1e-6), 1.0)
-        for param in theirs.parameters():
+        for param in by_torch.parameters():
             param.grad._local_tensor.mul_(scale)
         exact = False
     else:
-        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(by_torch.parameters(), max_norm, norm_type)
         expected = expected.full_tensor()
     with CommDebugMode() as comm:
-        total = clip_grad_norm_(ours.parameters(), max_norm, norm_type)
+        total = clip_grad_norm_(by_fsdp_c.parameters(), max_norm, norm_type)
     assert comm.get_total_counts() == 1
     rtol = 0 if exact else 1e-6
     torch.testing.assert_close(total, expected, rtol=rtol, atol=0)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+    for a, b in zip(by_fsdp_c.parameters(), by_torch.parameters(), strict=True):
         assert isinstance(a.grad, DTensor)
         torch.testing.assert_close(a.grad._local_tensor, b.grad._local_tensor, rtol=rtol, atol=0)
-    same = [torch.empty(()) for _ in range(dist.get_world_size())]
-    dist.all_gather(same, total)
-    assert all(torch.equal(one, total) for one in same)
+    totals = [torch.empty(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(totals, total)
+    assert all(torch.equal(other, total) for other in totals)
 
 
 def clip_hybrid(rank: int, world: int) -> None:
-    """Replicated over one dimension of the mesh, sharded over the other; one ignored parameter."""
+    """Clips on a 2-D mesh of replicas and shards, with one ignored parameter."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -158,7 +158,7 @@ def clip_hybrid(rank: int, world: int) -> None:
 
 
 def clip_on_several_meshes(rank: int, world: int) -> None:
-    """Units on one dimension, with replicas, and on an equal mesh under another name."""
+    """Clips units on a 1-D mesh, on a 2-D mesh, and on an equal mesh of another name."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(7, 7) for _ in range(3)])
     fully_shard(model[0], mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("one",)))
@@ -182,8 +182,8 @@ def full_values(seed: int = 5) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in Net().state_dict().items()}
 
 
-def assert_holds(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
-    """Every rank has its part, and forward uses it."""
+def assert_weights(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
+    """Asserts that the shards hold the values of ``full`` and that forward uses them."""
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(whole, full[name]), name
@@ -197,48 +197,48 @@ def load(rank: int, world: int, folder: str) -> None:
     full = full_values()
     path = Path(folder) / "model.safetensors"
     for src in (0, world - 1):
-        mine = full if rank == src else None
+        source = full if rank == src else None
         for bucket_bytes in (None, 100):
             model = sharded_net()
-            load_full_state_dict(model, mine, src=src, bucket_bytes=bucket_bytes)
-            assert_holds(model, full)
+            load_full_state_dict(model, source, src=src, bucket_bytes=bucket_bytes)
+            assert_weights(model, full)
     for shared in (False, True):
         model = sharded_net()
-        # Without shared_file only the source rank looks at the path.
+        # Without shared_file only the source rank reads the path.
         load_full_state_dict(model, path if shared or rank == 0 else None, shared_file=shared)
-        assert_holds(model, full)
+        assert_weights(model, full)
     with torch.device("meta"):
         model = sharded_net()
     load_full_state_dict(model, full if rank == 0 else {})
-    assert_holds(model, full)
+    assert_weights(model, full)
     backward(model, rank)
     load_like_torch(rank, full)
     load_and_fail(rank, full)
 
 
 def without_numpy(rank: int, world: int) -> None:
-    """torch's own collectives of objects fail so where there is none."""
+    """``torch.Tensor.numpy`` raises as in an installation without NumPy."""
     full, model = full_values(), sharded_net()
     missing = RuntimeError("Numpy is not available")
     with unittest.mock.patch.object(torch.Tensor, "numpy", side_effect=missing):
         load_full_state_dict(model, full if rank == world - 1 else None, src=world - 1)
-        assert_holds(model, full)
-        with trace(model) as found:
+        assert_weights(model, full)
+        with trace(model) as results:
             backward(model, rank)
-    assert len(found.ranks) == world and f"on {world} ranks" in found.summary()
+    assert len(results.ranks) == world and f"on {world} ranks" in results.summary()
 
 
 def load_like_torch(rank: int, full: dict[str, torch.Tensor]) -> None:
-    ours, theirs = sharded_net(), sharded_net()
+    by_fsdp_c, by_torch = sharded_net(), sharded_net()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(theirs, dict(full) if rank == 0 else {}, options=options)
-    load_full_state_dict(ours, full if rank == 0 else {})
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+    set_model_state_dict(by_torch, dict(full) if rank == 0 else {}, options=options)
+    load_full_state_dict(by_fsdp_c, full if rank == 0 else {})
+    for a, b in zip(by_fsdp_c.parameters(), by_torch.parameters(), strict=True):
         assert torch.equal(a._local_tensor, b._local_tensor)
 
 
 class Failing(dict[str, Any]):
-    """A state dict whose values cannot be read any more after some reads."""
+    """A state dict that raises after ``left`` reads."""
 
     left = 0
 
@@ -250,11 +250,11 @@ class Failing(dict[str, Any]):
 
 
 def load_and_fail(rank: int, full: dict[str, torch.Tensor]) -> None:
-    """All ranks raise, none hangs, and the next load works."""
+    """A failed load raises on all ranks without a hang, and the next load succeeds."""
     model = sharded_net()
     before = [param._local_tensor.clone() for param in model.parameters()]
 
-    def fails(source: Any, match: str, model: nn.Module = model, **kwargs: Any) -> None:
+    def assert_load_fails(source: Any, match: str, model: nn.Module = model, **kwargs: Any) -> None:
         try:
             load_full_state_dict(model, source, **kwargs)
         except Exception as error:
@@ -263,52 +263,54 @@ def load_and_fail(rank: int, full: dict[str, torch.Tensor]) -> None:
             raise AssertionError("did not raise")
 
     lacking = {name: value for name, value in full.items() if name != "norm.bias"}
-    fails(lacking if rank == 0 else None, "Missing key(s)")
-    fails(None, "expects a state dict or a path")
-    fails("/nowhere" if rank == 0 else None, "nowhere")
-    # One rank sees a file that the others do not.
-    fails("/nowhere" if rank == 0 else "/neither", "No such file", shared_file=True)
+    assert_load_fails(lacking if rank == 0 else None, "Missing key(s)")
+    assert_load_fails(None, "expects a state dict or a path")
+    assert_load_fails("/nowhere" if rank == 0 else None, "nowhere")
+    # The ranks get different paths.
+    assert_load_fails("/nowhere" if rank == 0 else "/neither", "No such file", shared_file=True)
     for param, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(param._local_tensor, value)
     for reads in range(len(full), 3 * len(full), 5):
         source = Failing(full)
         source.left = reads
-        fails(source if rank == 0 else None, "partly loaded", bucket_bytes=60)
+        assert_load_fails(source if rank == 0 else None, "partly loaded", bucket_bytes=60)
     load_full_state_dict(model, full if rank == 0 else None)
-    assert_holds(model, full)
-    load_and_fail_on_one_rank(rank, full, fails)
+    assert_weights(model, full)
+    load_and_fail_on_one_rank(rank, full, assert_load_fails)
 
 
-class Picky(nn.Linear):
-    """Has extra state, which it takes where ``takes`` says so."""
+class LayerWithExtraState(nn.Linear):
+    """A layer with extra state, which ``set_extra_state`` accepts only if ``takes``."""
 
-    takes = True
+    accepts_state = True
 
     def get_extra_state(self) -> Any:
         return 1
 
     def set_extra_state(self, state: Any) -> None:
-        if not self.takes:
+        if not self.accepts_state:
             raise KeyError("not here")
 
 
-class OnlyAtHome:
-    """Can be pickled, but is read on rank 0 only."""
+class UnpickledOnRank0Only:
+    """An object that can be pickled, but unpickled on rank 0 only."""
 
     def __reduce__(self) -> Any:
-        return _at_home, ()
+        return _raise_unless_rank_0, ()
 
 
-def _at_home() -> None:
+def _raise_unless_rank_0() -> None:
     if dist.get_rank() != 0:
         raise ImportError("no such class here")
 
 
-def load_and_fail_on_one_rank(rank: int, full: dict[str, torch.Tensor], fails: Any) -> None:
-    """Whatever fails, and wherever, nobody waits for ever or believes that all is well."""
+def load_and_fail_on_one_rank(
+    rank: int, full: dict[str, torch.Tensor], assert_load_fails: Any
+) -> None:
+    """A failure of any part on any rank makes all ranks raise."""
     last = dist.get_world_size() - 1
     with unittest.mock.patch.dict(sys.modules, {"tqdm": None}):
-        fails(full if rank == 0 else None, "tqdm", progress=True)
+        assert_load_fails(full if rank == 0 else None, "tqdm", progress=True)
     copy, places = load_module._copy, load_module._places
 
     def failing(copies: Any) -> None:
@@ -320,33 +322,35 @@ def load_and_fail_on_one_rank(rank: int, full: dict[str, torch.Tensor], fails: A
     def no_places(*args: Any) -> Any:
         raise MemoryError("no place")
 
-    for where in (0, last):
+    for failing_rank in (0, last):
         for failing.left in (0, 3):
-            here = failing if rank == where else copy
-            with unittest.mock.patch.object(load_module, "_copy", here):
-                fails(full if rank == 0 else None, "partly loaded", bucket_bytes=60)
-        here = no_places if rank == where else places
-        with unittest.mock.patch.object(load_module, "_places", here):
-            fails(full if rank == 0 else None, "no place")
-    picky = fully_shard(Picky(4, 4))
+            function = failing if rank == failing_rank else copy
+            with unittest.mock.patch.object(load_module, "_copy", function):
+                assert_load_fails(full if rank == 0 else None, "partly loaded", bucket_bytes=60)
+        function = no_places if rank == failing_rank else places
+        with unittest.mock.patch.object(load_module, "_places", function):
+            assert_load_fails(full if rank == 0 else None, "no place")
+    layer = fully_shard(LayerWithExtraState(4, 4))
     state = {"weight": torch.ones(4, 4), "bias": torch.ones(4), "_extra_state": 1}
 
-    def picky_fails(extra: Any, match: str) -> None:
+    def assert_extra_state_fails(extra: Any, match: str) -> None:
         source = state | {"_extra_state": extra} if rank == 0 else None
-        fails(source, match, model=picky)
+        assert_load_fails(source, match, model=layer)
 
-    picky_fails(lambda: 0, "cannot be sent to the other ranks")
-    picky_fails(OnlyAtHome(), "what the source sent" if rank == 0 else "no such class here")
-    picky.takes = rank != last
-    picky_fails(2, "not here" if rank == last else "could not read on")
-    picky.takes = True
-    load_full_state_dict(picky, state if rank == 0 else None)
+    assert_extra_state_fails(lambda: 0, "cannot be sent to the other ranks")
+    assert_extra_state_fails(
+        UnpickledOnRank0Only(), "what the source sent" if rank == 0 else "no such class here"
+    )
+    layer.accepts_state = rank != last
+    assert_extra_state_fails(2, "not here" if rank == last else "could not read on")
+    layer.accepts_state = True
+    load_full_state_dict(layer, state if rank == 0 else None)
 
 
 def everyday(rank: int, world: int) -> None:
     full_params_of_uneven_shards(rank)
-    averages(rank)
-    moving_in(rank)
+    sharded_ema(rank)
+    load_old_checkpoints(rank)
 
 
 def full_params_of_uneven_shards(rank: int) -> None:
@@ -354,25 +358,25 @@ def full_params_of_uneven_shards(rank: int) -> None:
     model = sharded_net()
     load_full_state_dict(model, full if rank == 0 else None)
     with full_params(model, rank0_only=True, offload_to_cpu=True) as whole:
-        found = {name: param.detach().clone() for name, param in whole.items()}
-    assert bool(found) == (rank == 0)
-    for name, value in found.items():
+        results = {name: param.detach().clone() for name, param in whole.items()}
+    assert bool(results) == (rank == 0)
+    for name, value in results.items():
         assert torch.equal(value, full[name])
     with full_params(model) as whole, torch.no_grad():
         for param in whole.values():
             param.mul_(2)
     doubled = {n: v if n == "steps" else v * 2 for n, v in full.items()}
-    assert_holds(model, doubled)
+    assert_weights(model, doubled)
     plain = Net()
     plain.load_state_dict(doubled)
-    # No communication inside: the ranks generate different numbers of tokens.
+    # generate_with communicates only at its start: ranks generate different numbers of tokens.
     with generate_with(model):
         tokens = model.generate(torch.arange(3), 2 + 3 * rank)
     assert torch.equal(tokens, plain.generate(torch.arange(3), 2 + 3 * rank))
 
 
-def averages(rank: int) -> None:
-    """The sharded average is the average of the full weights; accumulation waits in no_sync."""
+def sharded_ema(rank: int) -> None:
+    """ShardedEMA equals the average of the full weights; ``no_sync`` defers reductions."""
     torch.manual_seed(0)
     model = auto_shard(Net(), "blocks")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -395,8 +399,8 @@ def averages(rank: int) -> None:
             assert torch.equal(param.full_tensor(), value)
 
 
-def moving_in(rank: int) -> None:
-    """The recipes of the README: full checkpoints of DDP and of FSDP1."""
+def load_old_checkpoints(rank: int) -> None:
+    """The recipes of the README load full checkpoints of DDP and FSDP1."""
     full = full_values()
     plain = Net()
     plain.load_state_dict(full)
@@ -408,7 +412,7 @@ def moving_in(rank: int) -> None:
         saved if rank == 0 else None,
         rename=lambda name: names.clean_tensor_name(name, ddp=True),
     )
-    assert_holds(model, full)
+    assert_weights(model, full)
     old = Net()
     old.load_state_dict(full)
     old = FullyShardedDataParallel(old, device_id=torch.device("cpu"))
@@ -416,4 +420,4 @@ def moving_in(rank: int) -> None:
         saved = old.state_dict()
     model = auto_shard(Net())
     load_full_state_dict(model, saved if rank == 0 else None)
-    assert_holds(model, full)
+    assert_weights(model, full)

@@ -1,8 +1,8 @@
-"""Double backward as scenarios: each returns what was found and what is right.
+"""Scenarios of double backward; each returns the results found and the results expected.
 
-The penalty is that of WGAN-GP: the norm of the output's gradient with respect to the input, and
-with it the loss that is trained on. "Right" is the same model, not sharded, whose gradients are
-averaged over the ranks (``stock_bugs.average``).
+The penalty is that of WGAN-GP: the norm of the gradient of the output with respect to the input.
+The expected results are those of the unsharded model, with gradients averaged over the ranks
+(``torch_bugs.average``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behaviour import DIM, Api, batch, grads, scenario, weights
-from stock_bugs import MIXED, average, local, step_by
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpointed
+from torch_bugs import MIXED, average, step_by, take_gradients
 
 from fsdp_c import replicate
 from fsdp_c.units import reshard
@@ -28,7 +28,7 @@ Penalty = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class Curved(nn.Module):
-    """A residual block whose second derivatives are not zero; its own inner block is optional."""
+    """A residual block with nonzero second derivatives and an optional inner block."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Curved(nn.Module):
         return x + self.second(self.inner(self.first(self.norm(x)).tanh()))
 
 
-def curved(blocks: int = 3, nested: bool = False) -> nn.Sequential:
+def curved_model(blocks: int = 3, nested: bool = False) -> nn.Sequential:
     torch.manual_seed(7)
     layers = [Curved(Curved() if nested else None) for _ in range(blocks)]
     return nn.Sequential(*layers, nn.Linear(DIM, 3))
@@ -68,40 +68,40 @@ def loss_and_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return output.square().mean() + (grad.norm(dim=1) - 1).square().mean()
 
 
-def steps(
+def train_both(
     model: nn.Module,
     reference: nn.Module,
     rank: int,
     loss: Penalty = loss_and_penalty,
     count: int = 3,
 ) -> Found:
-    """Gradients of some steps of both models; the last one is an ordinary step."""
+    """Trains both models; returns losses, gradients and weights. The last step has no penalty."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found, expected, kept = [], [], 0
+    found, expected, max_bytes = [], [], 0
     for step in range(count):
         x = batch(rank, step)
         step_loss = loss if step + 1 < count else lambda m, x: m(x).square().mean()
-        mine = step_loss(model, x)
-        mine.backward()
-        theirs = step_loss(reference, x)
-        theirs.backward()
-        right = average(local(reference))
-        kept = max(kept, held(model))
+        sharded_loss = step_loss(model, x)
+        sharded_loss.backward()
+        reference_loss = step_loss(reference, x)
+        reference_loss.backward()
+        averaged = average(take_gradients(reference))
+        max_bytes = max(max_bytes, unsharded_bytes(model))
         reshard(model)
-        found += [mine.detach(), grads(model)]
-        expected += [theirs.detach(), right]
-        step_by(reference, right)
+        found += [sharded_loss.detach(), grads(model)]
+        expected += [reference_loss.detach(), averaged]
+        step_by(reference, averaged)
         optimizer.step()
         optimizer.zero_grad()
     return {
         "found": [*found, weights(model)],
         "expected": [*expected, weights(reference)],
-        "held": kept,
+        "held": max_bytes,
     }
 
 
-def held(model: nn.Module) -> int:
-    """Bytes of the unsharded parameters that are still there."""
+def unsharded_bytes(model: nn.Module) -> int:
+    """Returns the bytes of unsharded parameters that are still allocated."""
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
     return sum(
         param._unsharded_param.untyped_storage().nbytes()
@@ -113,13 +113,13 @@ def held(model: nn.Module) -> int:
 
 @scenario()
 def gradient_penalty(api: Api, **kwargs: Any) -> Found:
-    return steps(shard(api, curved(), **kwargs), curved(), api.rank)
+    return train_both(shard(api, curved_model(), **kwargs), curved_model(), api.rank)
 
 
 @scenario()
 def penalty_alone(api: Api) -> Found:
-    """Backward enters the forward's graph inside the units, never by the outputs."""
-    return steps(shard(api, curved()), curved(), api.rank, penalty)
+    """Backward enters the graph of the forward inside the units, not at their outputs."""
+    return train_both(shard(api, curved_model()), curved_model(), api.rank, penalty)
 
 
 @scenario()
@@ -134,16 +134,18 @@ def penalty_that_reshards_after_backward_only(api: Api) -> Found:
 
 @scenario()
 def penalty_that_never_reshards(api: Api) -> Found:
-    model = shard(api, curved(), reshard_after_forward=False)
+    model = shard(api, curved_model(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
-    return steps(model, curved(), api.rank)
+    return train_both(model, curved_model(), api.rank)
 
 
-def beside_torch(
+def compare_with_torch(
     api: Api, make: Callable[[], nn.Sequential], accumulated: int = 1, **kwargs: Any
 ) -> Found:
-    """What torch finds where it never frees a parameter: its node has a part in the order of sums,
-    so that the plain model's numbers may have other last bits."""
+    """Compares with torch's FSDP2 that never reshards, and so never frees a parameter.
+
+    The post-backward node changes the order of sums, so the plain model may round differently.
+    """
     models = shard(api, make(), **kwargs), shard(api.other(), make(), **kwargs)
     models[1].set_reshard_after_forward(False)
     models[1].set_reshard_after_backward(False)
@@ -151,25 +153,25 @@ def beside_torch(
         for step in range(accumulated):
             model.set_requires_gradient_sync(step + 1 == accumulated)
             loss_and_penalty(model, batch(api.rank, step)).backward()
-    kept = held(models[0])
+    max_bytes = unsharded_bytes(models[0])
     reshard(models[1])
-    return {"found": grads(models[0]), "expected": grads(models[1]), "held": kept}
+    return {"found": grads(models[0]), "expected": grads(models[1]), "held": max_bytes}
 
 
 @scenario()
 def penalty_through_nested_units(api: Api) -> Found:
-    return beside_torch(api, lambda: curved(2, nested=True))
+    return compare_with_torch(api, lambda: curved_model(2, nested=True))
 
 
 @scenario()
 def penalty_in_mixed_precision(api: Api) -> Found:
-    return beside_torch(api, curved, mp_policy=MIXED)
+    return compare_with_torch(api, curved_model, mp_policy=MIXED)
 
 
 @scenario()
 def penalty_with_a_reduce_dtype_and_accumulation(api: Api) -> Found:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
-    return beside_torch(api, curved, 3, mp_policy=policy)
+    return compare_with_torch(api, curved_model, 3, mp_policy=policy)
 
 
 @scenario()
@@ -178,10 +180,10 @@ def penalty_with_checkpointing_inside(api: Api) -> Found:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpointed(super().forward, x, use_reentrant=False)
 
-    model = curved()
+    model = curved_model()
     for block in list(model)[:-1]:
         block.__class__ = Recomputed
-    return steps(shard(api, model), curved(), api.rank)
+    return train_both(shard(api, model), curved_model(), api.rank)
 
 
 @scenario()
@@ -192,54 +194,54 @@ def penalty_with_checkpointing_outside(api: Api) -> Found:
                 x = checkpointed(layer, x, use_reentrant=False)
             return x
 
-    model = shard(api, Outside(*curved()))
-    return steps(model, curved(), api.rank)
+    model = shard(api, Outside(*curved_model()))
+    return train_both(model, curved_model(), api.rank)
 
 
 @scenario()
-def penalty_of_critics(api: Api) -> Found:
-    """WGAN-GP's step: three forwards, the penalty on the second, one backward."""
+def penalty_of_wgan_gp(api: Api) -> Found:
+    """A step of WGAN-GP: three forwards, the penalty on the second, one backward."""
 
     def critic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         first = model(x)
         middle = penalty(model, x + 0.5)
         return first.mean() - model(x - 0.5).mean() + 10 * middle
 
-    return steps(shard(api, curved()), curved(), api.rank, critic)
+    return train_both(shard(api, curved_model()), curved_model(), api.rank, critic)
 
 
 @scenario()
 def penalty_on_activations(api: Api) -> Found:
-    """The gradient is taken in the middle, so that the root's own graph is entered unseen."""
+    """The gradient is taken of an activation, so backward does not pass the root's outputs."""
 
     def adversarial(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-        seen: list[torch.Tensor] = []
-        handle = model[0].register_forward_hook(lambda m, args, output: seen.append(output))
+        activations: list[torch.Tensor] = []
+        handle = model[0].register_forward_hook(lambda m, args, output: activations.append(output))
         output = model(x)
         handle.remove()
-        (grad,) = torch.autograd.grad(output.square().sum(), seen[0], create_graph=True)
+        (grad,) = torch.autograd.grad(output.square().sum(), activations[0], create_graph=True)
         return output.square().mean() + grad.square().mean()
 
-    return steps(shard(api, curved()), curved(), api.rank, adversarial)
+    return train_both(shard(api, curved_model()), curved_model(), api.rank, adversarial)
 
 
 @scenario()
-def backward_that_keeps_its_graph(api: Api) -> Found:
-    """``backward(create_graph=True)``: gradients of both backwards add up, reduced in two."""
-    model, reference = shard(api, curved()), curved()
+def backward_with_create_graph(api: Api) -> Found:
+    """``backward(create_graph=True)``: each backward reduces, and the gradients accumulate."""
+    model, reference = shard(api, curved_model()), curved_model()
     counts = []
-    for one in (model, reference):
+    for module in (model, reference):
         x = batch(api.rank).requires_grad_()
         with Collectives() as mode:
-            one(x).square().mean().backward(create_graph=True)
+            module(x).square().mean().backward(create_graph=True)
             assert x.grad is not None
             grad, x.grad = x.grad, None
             grad.square().sum().backward()
-        counts.append(mode.seen["_reduce_scatter_base_"])
+        counts.append(mode.counts["_reduce_scatter_base_"])
     return {
         "found": grads(model),
-        "expected": average(local(reference)),
-        "held": held(model),
+        "expected": average(take_gradients(reference)),
+        "held": unsharded_bytes(model),
         "reduced": counts[0],
     }
 
@@ -252,38 +254,38 @@ def third_derivatives(api: Api) -> Found:
         (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
         return 1e-3 * second.square().mean()
 
-    return steps(shard(api, curved()), curved(), api.rank, third)
+    return train_both(shard(api, curved_model()), curved_model(), api.rank, third)
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives. (CommDebugMode does not work with ``autograd.grad``.)"""
+    """Counts collectives. CommDebugMode does not support ``autograd.grad``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.seen[func.overloadpacket.__name__] += 1
+            self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
 @scenario()
 def one_reduction_for_each_unit(api: Api) -> Found:
-    model = shard(api, curved())
+    model = shard(api, curved_model())
     x = batch(api.rank).requires_grad_()
     output = model(x)
     with Collectives() as first:
         (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
     with Collectives() as second:
         (output.square().mean() + grad.square().sum()).backward()
-    return {"first": dict(first.seen), "second": dict(second.seen)}
+    return {"first": dict(first.counts), "second": dict(second.counts)}
 
 
 @scenario()
 def gradients_of_shards(api: Api) -> Found:
-    """Sharded parameters are in no graph: asking for their gradients is an error, as in torch."""
-    model = shard(api, curved(), reshard_after_forward=True)
+    """Sharded parameters are in no autograd graph, so ``autograd.grad`` raises, as in torch."""
+    model = shard(api, curved_model(), reshard_after_forward=True)
     loss = model(batch(api.rank)).square().mean()
     try:
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -293,9 +295,9 @@ def gradients_of_shards(api: Api) -> Found:
 
 
 @scenario()
-def an_error_between_both_backwards(api: Api) -> Found:
-    """What the first backward left is gone after a reset; then everything is as usual."""
-    model = shard(api, curved())
+def error_between_the_two_backwards(api: Api) -> Found:
+    """A reset drops the gradients of the first backward; later steps are ordinary."""
+    model = shard(api, curved_model())
     x = batch(api.rank, 9).requires_grad_()
     (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
@@ -309,12 +311,12 @@ def an_error_between_both_backwards(api: Api) -> Found:
     except ValueError:
         model.reset_iter_state()
     model.zero_grad()
-    return steps(model, curved(), api.rank)
+    return train_both(model, curved_model(), api.rank)
 
 
 @scenario()
-def penalty_in_a_backward_that_is_finished_by_hand(api: Api) -> Found:
-    model, reference = shard(api, curved()), curved()
+def penalty_with_manual_finalization(api: Api) -> Found:
+    model, reference = shard(api, curved_model()), curved_model()
     model.set_manual_backward_finalization(True)
     model.set_keep_unsharded_storage(True)
     model.set_requires_gradient_sync(False)
@@ -323,18 +325,22 @@ def penalty_in_a_backward_that_is_finished_by_hand(api: Api) -> Found:
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
     model.set_keep_unsharded_storage(False)
-    return {"found": grads(model), "expected": average(local(reference)), "held": held(model)}
+    return {
+        "found": grads(model),
+        "expected": average(take_gradients(reference)),
+        "held": unsharded_bytes(model),
+    }
 
 
 @scenario()
 def penalty_of_replicated_units(api: Api) -> Found:
-    model, reference = curved(), curved()
+    model, reference = curved_model(), curved_model()
     for block in list(model)[:-1]:
         replicate(block)
     replicate(model)
     loss_and_penalty(model, batch(api.rank)).backward()
     loss_and_penalty(reference, batch(api.rank)).backward()
-    return {"found": grads(model), "expected": average(local(reference))}
+    return {"found": grads(model), "expected": average(take_gradients(reference))}
 
 
 @scenario(4)

@@ -1,6 +1,6 @@
-"""A job that knows nothing of fsdp_c: trains a small model with torch's FSDP2, prints what it saw.
+"""A training job on torch's FSDP2 that does not use fsdp_c; it writes a report per rank.
 
-Written as jobs are: it imports from torch alone, before and after the process group exists.
+The job imports only from torch, as unmodified user jobs do.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def main() -> None:
         optimizer.zero_grad()
     state = fully_shard.state(model)
     code = torch.nn.utils.clip_grad_norm_.__code__.co_filename
-    seen = {"state": type(state).__module__, "losses": losses, "argv": sys.argv[2:], "clip": code}
+    report = {"state": type(state).__module__, "losses": losses, "argv": sys.argv[2:], "clip": code}
     with open(os.path.join(sys.argv[1], f"rank{rank}.json"), "w") as file:
-        json.dump(seen, file)
+        json.dump(report, file)
     dist.destroy_process_group()
     time.sleep(0.05)  # see _let_threads_finish in launch.py
 

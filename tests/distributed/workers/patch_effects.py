@@ -1,16 +1,16 @@
 """Functions of torch's FSDP2 whose replacement fsdp_c does not call, or calls less often.
 
 ``test_patch_sweep.py`` checks both tables; csrc/README.md refers to them. fsdp_c calls all other
-targets of the sweep at least as often as torch does. "Hosted" collectives are those that torch's
-functions run: they then call what they call in torch.
+targets of the sweep at least as often as torch does. "Fallback" collectives are those that torch's
+functions run; these call the same functions as in torch.
 """
 
 from __future__ import annotations
 
 _STATE = "the core keeps the sharded state in C; patch unshard, reshard or _to_sharded"
 _TRANSITION = "the core runs this part of a transition in C; patch the method that calls it"
-_STREAMS = "the core orders streams in C; hosted all-gathers call get_all_gather_streams"
-_GROUP = "only hosted collectives read it; the core has the process group from mesh_info"
+_STREAMS = "the core orders streams in C; fallback all-gathers call get_all_gather_streams"
+_GROUP = "only fallback collectives read it; the core has the process group from mesh_info"
 _SHARDING = "the constructor of fsdp_c computes the shard; patch FSDPParam._init_sharded_param"
 _MEMORY = (
     "the core changes storages in C; patch FSDPParam.alloc_all_gather_outputs or "

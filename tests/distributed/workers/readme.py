@@ -1,7 +1,7 @@
-"""What the ranks of test_readme.py do: run the Python blocks of a text, each with names at hand.
+"""Rank functions of test_readme.py: run the Python blocks of documents.
 
-A block finds a model, an optimizer and what else one has in a job by their usual names; nothing is
-made before it is asked for. Whatever a block does to the model, it has to train afterwards.
+A block can use the names of a usual job, such as ``model`` and ``optimizer``. They are created at
+their first use. After each block its model must still train.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ FENCE = re.compile(r"^([ ]*)```python\n(.*?)^\1```$", re.M | re.S)
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
-    """The first line's number, and the code, of each fenced Python block."""
-    found = []
+    """Returns the first line number and the code of each fenced Python block."""
+    results = []
     for match in FENCE.finditer(text):
         indent, code = match.groups()
         line = text.count("\n", 0, match.start()) + 2
-        found.append((line, "".join(part[len(indent) :] for part in code.splitlines(True))))
-    return found
+        results.append((line, "".join(part[len(indent) :] for part in code.splitlines(True))))
+    return results
 
 
-def draws(code: str) -> bool:
-    """Whether the block needs matplotlib."""
+def needs_matplotlib(code: str) -> bool:
+    """Returns whether the block needs matplotlib."""
     return ".plot(" in code
 
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """(batch, length) of ints -> (batch, length, 16); embedding and head are in the root."""
+    """Int (batch, length) -> (batch, length, 16). Embedding and head are in the root unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
         return self.head(x)
 
     def generate(self, prompt: object) -> torch.Tensor:
-        """The README writes `...` for the arguments."""
+        """Ignores ``prompt``, because the README passes ``...``."""
         return self(TOKENS).argmax(-1)
 
 
@@ -83,7 +83,7 @@ class VisionModel(nn.Module):
 
 
 class LoraLinear(nn.Linear):
-    """A layer with an adapter beside it."""
+    """A linear layer with a LoRA adapter."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -113,7 +113,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 class Names(dict[str, Any]):
-    """The globals of one block: what it sets, and for other names what ``makers`` has."""
+    """The globals of one block. A missing name is created by the method ``make_<name>``."""
 
     def __init__(self, code: str) -> None:
         super().__init__(torch=torch, fsdp_c=fsdp_c, rank=dist.get_rank(), Block=Block)
@@ -156,7 +156,7 @@ class Names(dict[str, Any]):
         return torch.no_grad()(lambda model: loss_of(model.eval()))
 
     def make_saved(self) -> dict[str, Any]:
-        """A full checkpoint of FSDP1, as rank 0 has it."""
+        """Returns a full FSDP1 checkpoint on rank 0, and an empty one elsewhere."""
         old = FullyShardedDataParallel(LanguageModel(), device_id=torch.device("cpu"))
         optimizer = adamw(old)
         train(old, optimizer)
@@ -165,7 +165,7 @@ class Names(dict[str, Any]):
 
 
 def write_files() -> None:
-    """Those that blocks read, in this folder."""
+    """Writes the files that blocks read into the current folder."""
     old = DistributedDataParallel(LanguageModel())
     optimizer = adamw(old)
     train(old, optimizer)
@@ -178,16 +178,13 @@ def write_files() -> None:
 def run_blocks(
     rank: int, world: int, texts: dict[str, str], folder: str, draw: bool = False
 ) -> list[str]:
-    """What went wrong: `file:line` of the block and the exception.
-
-    Of the blocks those run that draw, or the others.
-    """
+    """Runs the blocks that draw, or all others; returns `file:line` and traceback of failures."""
     os.chdir(folder)
     write_files()
-    wrong = []
+    failures = []
     for file, text in texts.items():
         for line, code in blocks(text):
-            if draws(code) != draw:
+            if needs_matplotlib(code) != draw:
                 continue
             torch.manual_seed(0)
             names = Names(code)
@@ -197,5 +194,5 @@ def run_blocks(
                     names["model"].train()
                     train(names["model"], adamw(names["model"]))
             except Exception:
-                wrong.append(f"{file}:{line}: {traceback.format_exc()}")
-    return wrong
+                failures.append(f"{file}:{line}: {traceback.format_exc()}")
+    return failures

@@ -1,8 +1,8 @@
-"""What the ranks of test_replicate.py do. Each function asserts by itself.
+"""Rank functions of test_replicate.py. Each function contains its assertions.
 
-The same seeded model trains under DDP, stock ``replicate`` and ours with buckets of several sizes;
-losses, gradients and weights have to be the same bits. (On two ranks: a sum of two has no order.
-With more, a backend may add up in an order that depends on an element's place in its message.)
+One seeded model trains under DDP, torch's ``replicate`` and fsdp_c's with several bucket sizes.
+Losses, gradients and weights must have equal bits on two ranks. On more ranks the order of a sum
+may depend on the position of an element in its message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import releases
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed._composable.replicate_with_fsdp import replicate as stock_replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
@@ -27,15 +27,15 @@ from fsdp_c import fully_shard, replicate
 DIM = 6
 MIB = 2**20
 CAPS = {"one": 25.0, "several": 400 / MIB, "each": 1 / MIB}
-"""Bucket sizes that give the model below one bucket, a few uneven ones, one for each parameter."""
+"""Bucket sizes that give ``Net`` one bucket, several uneven ones, or one per parameter."""
 
 Record = list[torch.Tensor]
 
 
 class Net(nn.Module):
-    """Residual layers of uneven sizes, a branch that can be left out, a frozen scale.
+    """Residual layers of uneven sizes, an optional branch and a frozen scale.
 
-    (batch, DIM) -> (batch, DIM). ``swapped``: the two halves run in the other order.
+    (batch, DIM) -> (batch, DIM). ``swapped`` runs the two halves in the opposite order.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def net() -> Net:
     return Net()
 
 
-def ours(cap: float, **kwargs: Any) -> Callable[[], Any]:
+def make_replicated(cap: float, **kwargs: Any) -> Callable[[], Any]:
     return lambda: replicate(net(), bucket_cap_mb=cap, **kwargs)
 
 
@@ -86,16 +86,16 @@ def grads(model: nn.Module) -> Record:
 
 
 def backward(model: Any, step: int, parts: int = 1, **kwargs: Any) -> Record:
-    """The backwards of one step; only the last of its parts reduces. Its losses."""
+    """Runs the backwards of one step, of which only the last reduces; returns the losses."""
     losses = []
     for part in range(parts):
         last = part == parts - 1
-        quiet: Any = contextlib.nullcontext()
+        sync_context: Any = contextlib.nullcontext()
         if isinstance(model, DistributedDataParallel):
-            quiet = quiet if last else model.no_sync()
+            sync_context = sync_context if last else model.no_sync()
         else:
             model.set_requires_gradient_sync(last)
-        with quiet:
+        with sync_context:
             loss = model(batch(step, part), **kwargs).float().square().mean()
             loss.backward()
         losses.append(loss.detach())
@@ -103,7 +103,7 @@ def backward(model: Any, step: int, parts: int = 1, **kwargs: Any) -> Record:
 
 
 def train(model: Any, steps: int = 3, **kwargs: Any) -> Record:
-    """Losses, gradients and weights of a few steps."""
+    """Trains ``steps`` steps; returns losses, gradients and weights."""
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     record = []
     for step in range(steps):
@@ -114,10 +114,10 @@ def train(model: Any, steps: int = 3, **kwargs: Any) -> Record:
     return record + [plain(p) for p in model.parameters()]
 
 
-def assert_same(expected: Record, found: Record, what: object) -> None:
-    assert len(expected) == len(found), what
-    for i, (a, b) in enumerate(zip(expected, found)):
-        assert a.dtype == b.dtype and torch.equal(a, b), f"{what}: item {i}: {a} and {b}"
+def assert_same(expected: Record, tracebacks: Record, label: object) -> None:
+    assert len(expected) == len(tracebacks), label
+    for i, (a, b) in enumerate(zip(expected, tracebacks)):
+        assert a.dtype == b.dtype and torch.equal(a, b), f"{label}: item {i}: {a} and {b}"
 
 
 def bucket_count(model: Any) -> int:
@@ -126,25 +126,25 @@ def bucket_count(model: Any) -> int:
 
 
 def outcomes(rank: int, world: int) -> dict[str, str]:
-    """Runs all scenarios for this many ranks in one launch; what went wrong in each, or ""."""
-    found = {}
+    """Runs all scenarios of this world size; returns each one's traceback, or ""."""
+    tracebacks = {}
     for scenario in SCENARIOS[world]:
-        if scenario in OF_TORCH_2_13 and not releases.has("2.13"):
-            continue  # its test is skipped; torch's ranks would fail, and all others with them
+        if scenario in SINCE_TORCH_2_13 and not releases.has("2.13"):
+            continue  # the test is skipped, because torch's ranks would fail
         try:
             scenario(rank, world)
-            found[scenario.__name__] = ""
+            tracebacks[scenario.__name__] = ""
         except Exception:
-            found[scenario.__name__] = traceback.format_exc()
-    return found
+            tracebacks[scenario.__name__] = traceback.format_exc()
+    return tracebacks
 
 
-# ---- what the ranks do ----
+# ---- scenarios ----
 
 
 def parity(rank: int, world: int) -> None:
-    """Plain training, accumulation, a parameter that nobody uses, halves in any order."""
-    counts = {name: bucket_count(ours(cap)()) for name, cap in CAPS.items()}
+    """Plain training, accumulation, an unused parameter, and halves in both orders."""
+    counts = {name: bucket_count(make_replicated(cap)()) for name, cap in CAPS.items()}
     assert counts == {"one": 1, "several": 3, "each": 14}
     settings: list[dict[str, Any]] = [
         {},
@@ -156,22 +156,22 @@ def parity(rank: int, world: int) -> None:
     for setting in settings:
         unused = not setting.get("spare", True)
         ddp = DistributedDataParallel(net(), find_unused_parameters=unused)
-        expected = train(stock_replicate(net()), **setting)
-        assert_same(train(ddp, **setting), expected, ("stock", setting))
+        expected = train(torch_replicate(net()), **setting)
+        assert_same(train(ddp, **setting), expected, ("torch", setting))
         for name, cap in CAPS.items():
-            assert_same(expected, train(ours(cap)(), **setting), (name, setting))
+            assert_same(expected, train(make_replicated(cap)(), **setting), (name, setting))
 
 
 def orders(rank: int, world: int) -> None:
-    """The ranks' autograds reach the halves in different orders."""
-    expected = train(stock_replicate(net()), swapped=rank == 1)
+    """Autograd reaches the halves in different orders on the ranks."""
+    expected = train(torch_replicate(net()), swapped=rank == 1)
     for name, cap in CAPS.items():
-        assert_same(expected, train(ours(cap)(), swapped=rank == 1), name)
+        assert_same(expected, train(make_replicated(cap)(), swapped=rank == 1), name)
 
 
-def one_rank_leaves_parameters_out(rank: int, world: int) -> None:
-    """They are reduced as zeros there, in the same place of the order."""
-    models = [stock_replicate(net()), *(ours(cap)() for cap in CAPS.values())]
+def parameters_unused_on_one_rank(rank: int, world: int) -> None:
+    """Parameters unused on one rank are reduced as zeros there, in the same order."""
+    models = [torch_replicate(net()), *(make_replicated(cap)() for cap in CAPS.values())]
     records = []
     for model in models:
         model.set_reduce_scatter_unused_params(True)
@@ -183,14 +183,14 @@ def one_rank_leaves_parameters_out(rank: int, world: int) -> None:
 def mixed_precision(rank: int, world: int) -> None:
     for reduce_dtype in (None, torch.float32):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        expected = train(stock_replicate(net(), mp_policy=policy), parts=2)
+        expected = train(torch_replicate(net(), mp_policy=policy), parts=2)
         for cap in CAPS.values():
             model = replicate(net(), mp_policy=policy, bucket_cap_mb=cap)
             assert_same(expected, train(model, parts=2), (reduce_dtype, cap))
 
 
 def nested(rank: int, world: int) -> None:
-    """A call for each half and one for the rest; and below ``fully_shard``."""
+    """``replicate`` on each half and on the root, and below ``fully_shard``."""
 
     def build(call: Callable[..., Any], **kwargs: Any) -> Any:
         model = net()
@@ -198,7 +198,7 @@ def nested(rank: int, world: int) -> None:
             call(half, **kwargs)
         return call(model, **kwargs)
 
-    expected = train(build(stock_replicate), parts=2)
+    expected = train(build(torch_replicate), parts=2)
     for cap in CAPS.values():
         assert_same(expected, train(build(replicate, bucket_cap_mb=cap), parts=2), cap)
     results = []
@@ -210,7 +210,7 @@ def nested(rank: int, world: int) -> None:
 
 
 def several_backwards(rank: int, world: int) -> None:
-    """Each of two backwards over one graph reduces; two forwards go before one backward."""
+    """Two backwards of one graph both reduce; two forwards precede one backward."""
 
     def run(model: Any) -> Record:
         out = model(batch(0))
@@ -221,35 +221,36 @@ def several_backwards(rank: int, world: int) -> None:
         (model(batch(1)) + model(batch(2))).square().mean().backward()
         return record + grads(model)
 
-    expected = run(stock_replicate(net()))
+    expected = run(torch_replicate(net()))
     for cap in CAPS.values():
-        assert_same(expected, run(ours(cap)()), cap)
+        assert_same(expected, run(make_replicated(cap)()), cap)
 
 
-def segments_that_share_parameters(rank: int, world: int) -> None:
-    """Recomputed segments accumulate into shared parameters one after the other, in backwards of
-    their own: what comes after a bucket's reduction must not be lost. Sums of means have other last
-    bits than means of sums."""
-    expected = train(stock_replicate(net()), segments=3)
+def recomputed_segments_sharing_parameters(rank: int, world: int) -> None:
+    """Recomputed segments accumulate into shared parameters in separate backwards.
+
+    Gradients that arrive after the reduction of their bucket must not be lost. Results are close,
+    because sums of means round differently from means of sums.
+    """
+    expected = train(torch_replicate(net()), segments=3)
     for cap in CAPS.values():
-        torch.testing.assert_close(train(ours(cap)(), segments=3), expected)
+        torch.testing.assert_close(train(make_replicated(cap)(), segments=3), expected)
 
 
 def hooks_and_counts(rank: int, world: int) -> None:
-    """Reductions are issued while backward goes on, in stock's number where one bucket is enough;
-    hooks on gradients see the reduced ones, at once."""
+    """Reductions start during backward, one per bucket. Gradient hooks get reduced gradients."""
     for name, cap in CAPS.items():
-        _hooks_and_counts(name, ours(cap)())
+        _hooks_and_counts(name, make_replicated(cap)())
 
 
 def _hooks_and_counts(name: str, model: Any) -> None:
     model(batch(0)).square().mean().backward()
     expected = grads(model)
     model.zero_grad()
-    seen: list[torch.Tensor] = []
+    hook_gradients: list[torch.Tensor] = []
     for param in model.parameters():
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(lambda p: seen.append(plain(p.grad)))
+            param.register_post_accumulate_grad_hook(lambda p: hook_gradients.append(plain(p.grad)))
     early: list[int] = []
     with CommDebugMode() as mode:
         model.first.register_full_backward_pre_hook(
@@ -257,10 +258,10 @@ def _hooks_and_counts(name: str, model: Any) -> None:
         )
         model(batch(0)).square().mean().backward()
     assert mode.get_total_counts() == bucket_count(model)
-    # Backward still has to reach the first layer's two parameters.
+    # At this point backward has not reached the two parameters of the first layer.
     assert early == [{"one": 0, "several": 2, "each": 12}[name]]
     reduced = [grad for grad in expected if grad.numel()]
-    assert sorted(map(_digest, seen)) == sorted(map(_digest, reduced))
+    assert sorted(map(_digest, hook_gradients)) == sorted(map(_digest, reduced))
     assert_same(expected, grads(model), name)
 
 
@@ -269,10 +270,10 @@ def _digest(tensor: torch.Tensor) -> list[float]:
 
 
 def failure(rank: int, world: int) -> None:
-    """User code raises after some buckets were reduced, on both ranks."""
+    """A hook raises on both ranks after some buckets were reduced."""
     for name, cap in CAPS.items():
-        expected = train(ours(cap)())
-        model: Any = ours(cap)()
+        expected = train(make_replicated(cap)())
+        model: Any = make_replicated(cap)()
         x = model.first.register_full_backward_pre_hook(_fail)
         try:
             model(batch(5)).square().mean().backward()
@@ -297,27 +298,27 @@ def _fail(*unused: Any) -> None:
 
 
 def more_ranks(rank: int, world: int) -> None:
-    """With one bucket stock's bits on any number of ranks, else its numbers."""
-    expected = train(stock_replicate(net()))
-    assert_same(expected, train(ours(25)()), "one bucket")
+    """On four ranks one bucket has torch's bits, and several buckets have close results."""
+    expected = train(torch_replicate(net()))
+    assert_same(expected, train(make_replicated(25)()), "one bucket")
     for cap in CAPS.values():
-        torch.testing.assert_close(train(ours(cap)()), expected)
+        torch.testing.assert_close(train(make_replicated(cap)()), expected)
 
 
 SCENARIOS: dict[int, list[Callable[[int, int], None]]] = {
     2: [
         parity,
         orders,
-        one_rank_leaves_parameters_out,
+        parameters_unused_on_one_rank,
         mixed_precision,
         nested,
         several_backwards,
-        segments_that_share_parameters,
+        recomputed_segments_sharing_parameters,
         hooks_and_counts,
         failure,
     ],
     4: [more_ranks],
 }
 
-OF_TORCH_2_13 = [one_rank_leaves_parameters_out]
-"""Torch's own replicate has to reduce what is unused, too."""
+SINCE_TORCH_2_13 = [parameters_unused_on_one_rank]
+"""Scenarios in which torch's ``replicate`` must reduce unused parameters."""

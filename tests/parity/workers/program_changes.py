@@ -1,4 +1,4 @@
-"""The operations of random programs that change a model: settings, hooks, state, parameters."""
+"""Operations of random programs on settings, hooks, state and parameters of a model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from program_operations import FEW, LAST, MANY, NO_YES, armed, called, operation
-from program_world import Nothing, World, chosen, shown, tensors
+from program_operations import FEW, LAST, MANY, NO_YES, arm_trap, call_in_mode, operation
+from program_world import NoOperand, World, choose, describe, tensors
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 @operation(1.2, model=LAST, unit=MANY, later=NO_YES)
 def unshard(world: World, model: int, unit: int, later: bool) -> Any:
-    """``later``: what comes back is waited for by another operation, or never."""
+    """``later``: asynchronous; another operation waits for the handle, or none does."""
     handle = world.unit(model, unit).unshard(async_op=later)
     if handle is not None:
         world.handles.append(handle)
@@ -37,13 +37,13 @@ def unshard(world: World, model: int, unit: int, later: bool) -> Any:
 
 @operation(0.8, which=LAST)
 def wait(world: World, which: int) -> Any:
-    return chosen(world.handles, which).wait()
+    return choose(world.handles, which).wait()
 
 
 @operation(1.0, model=LAST, unit=MANY, every=NO_YES)
 def reshard(world: World, model: int, unit: int, every: bool) -> None:
-    for found in world.units(model) if every else [world.unit(model, unit)]:
-        found.reshard()
+    for target in world.units(model) if every else [world.unit(model, unit)]:
+        target.reshard()
 
 
 FLAGS = (
@@ -58,11 +58,11 @@ FLAGS = (
     "set_allocate_memory_from_process_group_for_comm",
     "_set_unshard_async_op",
 )
-ONLY_THIS = {
+WITH_RECURSE = {
     "set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_backward",
     "set_reshard_after_forward", "set_reduce_scatter_unused_params",
 }  # fmt: skip
-"""Those with ``recurse``."""
+"""Setters with an argument ``recurse``."""
 
 
 @operation(
@@ -74,7 +74,7 @@ ONLY_THIS = {
     recurse=(True, True, False),
 )
 def flag(world: World, name: str, model: int, unit: int, value: bool, recurse: bool) -> Any:
-    kwargs = {} if recurse or name not in ONLY_THIS else {"recurse": False}
+    kwargs = {} if recurse or name not in WITH_RECURSE else {"recurse": False}
     return getattr(world.unit(model, unit), name)(value, **kwargs)
 
 
@@ -102,8 +102,8 @@ def prefetch(
 ) -> None:
     units = world.units(model)
     if not units:
-        raise Nothing
-    named = [chosen(units, first + index) for index in range(count)]
+        raise NoOperand
+    named = [choose(units, first + index) for index in range(count)]
     named += [nn.Linear(2, 2)] if odd and count == 2 else []
     getattr(world.unit(model, unit), f"set_modules_to_{way}_prefetch")(named)
 
@@ -129,11 +129,11 @@ def share(world: World, model: int, other: int) -> None:
 # ---- hooks ----
 
 
-def noting(world: World, name: str) -> Callable[..., None]:
-    def note(*args: Any) -> None:
-        world.note(name, *(arg for arg in args if not isinstance(arg, nn.Module)))
+def recording_hook(world: World, name: str) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        world.record_event(name, *(arg for arg in args if not isinstance(arg, nn.Module)))
 
-    return note
+    return hook
 
 
 MODULE_HOOKS = (
@@ -149,12 +149,12 @@ PARAMETER_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 def hook_module(
     world: World, model: int, module: int, name: str, prepend: bool, raising: bool
 ) -> None:
-    found = world.module(model, module)
+    target = world.module(model, module)
     if raising:
         hook: Any = raise_once(world, name)
     else:
-        hook = noting(world, f"{name} of {module}")
-    world.hooks.append(getattr(found, name)(hook, prepend=prepend))
+        hook = recording_hook(world, f"{name} of {module}")
+    world.hooks.append(getattr(target, name)(hook, prepend=prepend))
 
 
 def raise_once(world: World, name: str) -> Callable[..., None]:
@@ -169,25 +169,25 @@ def raise_once(world: World, name: str) -> Callable[..., None]:
 
 @operation(0.5, model=LAST, parameter=MANY, name=PARAMETER_HOOKS, raising=(0, 0, 1))
 def hook_parameter(world: World, model: int, parameter: int, name: str, raising: bool) -> None:
-    found = world.parameter(model, parameter)
+    target = world.parameter(model, parameter)
     if raising:
         hook: Any = raise_once(world, name)
     else:
-        hook = noting(world, f"{name} of {parameter}")
-    world.hooks.append(getattr(found, name)(hook))
+        hook = recording_hook(world, f"{name} of {parameter}")
+    world.hooks.append(getattr(target, name)(hook))
 
 
 @operation(0.3, which=LAST, raising=(0, 0, 1))
 def hook_output(world: World, which: int, raising: bool) -> None:
-    for tensor in tensors(chosen(world.outputs, which))[:1]:
+    for tensor in tensors(choose(world.outputs, which))[:1]:
         if tensor.requires_grad:
-            hook = raise_once(world, "an output") if raising else noting(world, "an output")
+            hook = raise_once(world, "an output") if raising else recording_hook(world, "an output")
             world.hooks.append(tensor.register_hook(hook))
 
 
 @operation(0.3, which=LAST)
 def unhook(world: World, which: int) -> None:
-    chosen(world.hooks, which).remove()
+    choose(world.hooks, which).remove()
 
 
 # ---- parameters, gradients, modules ----
@@ -195,72 +195,72 @@ def unhook(world: World, which: int) -> None:
 
 @operation(1.0, model=LAST, parameter=MANY, value=(False, True), whole=(0, 0, 0, 1))
 def train_parameter(world: World, model: int, parameter: int, value: bool, whole: bool) -> Any:
-    found = (world.module if whole else world.parameter)(model, parameter)
-    found.requires_grad_(value)
-    return kinds_of(found)
+    target = (world.module if whole else world.parameter)(model, parameter)
+    target.requires_grad_(value)
+    return sharding_kind(target)
 
 
-def kinds_of(found: Any) -> str:
-    """Whether parameters are sharded: ``program_known.py`` asks."""
-    params = found.parameters() if isinstance(found, nn.Module) else [found]
+def sharding_kind(target: Any) -> str:
+    """Returns whether all parameters are shards, for the rules of ``program_known.py``."""
+    params = target.parameters() if isinstance(target, nn.Module) else [target]
     return "shards" if all(isinstance(param, DTensor) for param in params) else "whole"
 
 
 @operation(0.6, model=LAST, parameter=MANY, how=("none", "ones", "double", "detach", "bad"))
 def change_grad(world: World, model: int, parameter: int, how: str) -> None:
-    found = world.parameter(model, parameter)
+    target = world.parameter(model, parameter)
     if how == "none":
-        found.grad = None
+        target.grad = None
     elif how == "ones":
-        found.grad = torch.ones_like(found)
+        target.grad = torch.ones_like(target)
     elif how == "bad":
-        found.grad = torch.ones(3, 3)
-    elif found.grad is None:
-        raise Nothing
+        target.grad = torch.ones(3, 3)
+    elif target.grad is None:
+        raise NoOperand
     elif how == "double":
-        found.grad.mul_(2)
+        target.grad.mul_(2)
     else:
-        found.grad = found.grad.detach().clone()
+        target.grad = target.grad.detach().clone()
 
 
 @operation(0.6, model=LAST, parameter=MANY, how=("no_grad", "data", "new data", "local", "bare"))
 def write(world: World, model: int, parameter: int, how: str) -> str:
-    """Into a parameter, in the ways that users do."""
-    found = world.parameter(model, parameter)
+    """Writes into a parameter as user code does."""
+    target = world.parameter(model, parameter)
     if how == "no_grad":
         with torch.no_grad():
-            found.mul_(0.5)
+            target.mul_(0.5)
     elif how == "data":
-        found.data.add_(0.25)
+        target.data.add_(0.25)
     elif how == "new data":
-        found.data = found.data * 0.75
+        target.data = target.data * 0.75
     elif how == "bare":
-        found.mul_(2)
+        target.mul_(2)
     else:
-        local = found._local_tensor if isinstance(found, DTensor) else found
+        local = target._local_tensor if isinstance(target, DTensor) else target
         local.detach().fill_(0.125)
-    return kinds_of(found)
+    return sharding_kind(target)
 
 
 @operation(0.25, model=LAST, module=range(20), how=("parameter", "extra", "none", "module", "new"))
 def replace(world: World, model: int, module: int, how: str) -> None:
-    """Another parameter or another module in the place of one, or in a new one."""
-    found = world.module(model, module)
-    params = dict(found.named_parameters(recurse=False))
-    children = dict(found.named_children())
+    """Replaces or adds a parameter or a module."""
+    target = world.module(model, module)
+    params = dict(target.named_parameters(recurse=False))
+    children = dict(target.named_children())
     if how == "extra":
-        found.extra = nn.Parameter(torch.ones(3))
+        target.extra = nn.Parameter(torch.ones(3))
     elif how == "new":
-        found.added = nn.Linear(4, 4)
+        target.added = nn.Linear(4, 4)
     elif how == "module":
-        name = chosen(sorted(n for n, c in children.items() if isinstance(c, nn.Linear)), 0)
-        setattr(found, name, nn.Linear(4, children[name].out_features))
+        name = choose(sorted(n for n, c in children.items() if isinstance(c, nn.Linear)), 0)
+        setattr(target, name, nn.Linear(4, children[name].out_features))
     else:
-        name = chosen(sorted(params), 0)
+        name = choose(sorted(params), 0)
         if how == "none":
-            setattr(found, name, None)
+            setattr(target, name, None)
         else:
-            setattr(found, name, nn.Parameter(params[name].detach().clone()))
+            setattr(target, name, nn.Parameter(params[name].detach().clone()))
 
 
 CASTS: dict[str, Callable[[Any], Any]] = {
@@ -296,7 +296,7 @@ def mode(world: World, model: int, module: int, value: bool) -> None:
 
 @operation(0.6, model=LAST, how=("dict", "full", "offloaded", "sharded", "trained"), keep=NO_YES)
 def save(world: World, model: int, how: str, keep: bool) -> Any:
-    """``keep``: as it is, and not a copy."""
+    """Saves a state dict. ``keep``: without a copy."""
     net = world.model(model)
     if how == "dict":
         state = net.state_dict()
@@ -317,66 +317,66 @@ def save(world: World, model: int, how: str, keep: bool) -> Any:
 def load(
     world: World, model: int, which: int, strict: bool, assign: bool, less: bool
 ) -> list[list[str]]:
-    """``less``: without the first entry."""
-    state = dict(list(chosen(world.saved, which).items())[1 if less else 0 :])
-    found = world.model(model).load_state_dict(state, strict=strict, assign=assign)
-    return [list(found.missing_keys), list(found.unexpected_keys)]
+    """Loads a state dict. ``less``: without the first entry."""
+    state = dict(list(choose(world.saved, which).items())[1 if less else 0 :])
+    target = world.model(model).load_state_dict(state, strict=strict, assign=assign)
+    return [list(target.missing_keys), list(target.unexpected_keys)]
 
 
 @operation(0.4, model=LAST, which=LAST, full=NO_YES, strict=(True, False), broadcast=NO_YES)
 def load_for(
     world: World, model: int, which: int, full: bool, strict: bool, broadcast: bool
 ) -> Any:
-    """``set_model_state_dict``."""
+    """Loads a state dict by ``set_model_state_dict``."""
     options = StateDictOptions(
         full_state_dict=full, strict=strict, broadcast_from_rank0=broadcast and full
     )
-    found = set_model_state_dict(world.model(model), chosen(world.saved, which), options=options)
-    return [list(found.missing_keys), list(found.unexpected_keys)]
+    target = set_model_state_dict(world.model(model), choose(world.saved, which), options=options)
+    return [list(target.missing_keys), list(target.unexpected_keys)]
 
 
 @operation(0.3, model=LAST, optimizer=LAST, full=NO_YES, back=NO_YES)
 def optimizer_state(world: World, model: int, optimizer: int, full: bool, back: bool) -> Any:
-    """The state of an optimizer, by name; ``back``: loaded again."""
-    net, found = world.model(model), chosen(world.optimizers, optimizer)
+    """Gets the state of an optimizer. ``back``: loads it again."""
+    net, target = world.model(model), choose(world.optimizers, optimizer)
     options = StateDictOptions(full_state_dict=full)
-    state = get_optimizer_state_dict(net, found, options=options)
-    line = shown(state["state"])
+    state = get_optimizer_state_dict(net, target, options=options)
+    line = describe(state["state"])
     if back:
-        set_optimizer_state_dict(net, found, state, options=options)
+        set_optimizer_state_dict(net, target, state, options=options)
     return line
 
 
 @operation(0.4, model=LAST, parameter=MANY)
 def gathered(world: World, model: int, parameter: int) -> Any:
-    found = world.parameter(model, parameter)
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    target = world.parameter(model, parameter)
+    return target.full_tensor() if isinstance(target, DTensor) else target
 
 
 @operation(0.3, model=LAST, module=(0, 0, *range(20)), how=("copy", "pickle", "save", "state"))
 def duplicate(world: World, model: int, module: int, how: str) -> Any:
-    """Copies of a model become models; those of a part are only looked at."""
-    found = world.module(model, module)
+    """Copies or serializes a module. A copy of a whole model becomes a model of the program."""
+    target = world.module(model, module)
     stream = io.BytesIO()
     if how == "copy":
-        made: Any = copy.deepcopy(found)
+        copied: Any = copy.deepcopy(target)
     elif how == "pickle":
-        made = pickle.loads(pickle.dumps(found))
+        copied = pickle.loads(pickle.dumps(target))
     elif how == "save":
-        torch.save(found, stream)
-        made = None
+        torch.save(target, stream)
+        copied = None
     else:
-        torch.save(found.state_dict(), stream)
+        torch.save(target.state_dict(), stream)
         stream.seek(0)
         return torch.load(stream, weights_only=False)
-    if made is not None and found is world.model(model) and len(world.models) < 3:
-        world.models.append(made)
-    return [type(m).__name__ for m in made.modules()] if made is not None else None
+    if copied is not None and target is world.model(model) and len(world.models) < 3:
+        world.models.append(copied)
+    return [type(m).__name__ for m in copied.modules()] if copied is not None else None
 
 
 @operation(0.3, what=("outputs", "model", "optimizers", "handles", "hooks"))
 def forget(world: World, what: str) -> None:
-    """Objects go, and the collector comes."""
+    """Drops objects and collects garbage."""
     if what == "model" and len(world.models) > 1:
         world.models.pop()
     elif what != "model":
@@ -386,15 +386,15 @@ def forget(world: World, what: str) -> None:
 
 @operation(0.3, model=LAST, number=FEW)
 def calls_within(world: World, model: int, number: int) -> Any:
-    """An evaluation in the middle of a training forward, from a hook."""
+    """Runs an evaluation from a hook within a training forward."""
     net = world.model(model)
     handle = net.register_forward_pre_hook(lambda *unused: evaluate())
 
     def evaluate() -> None:
         handle.remove()
-        world.note("inner", called(world, net, "no_grad", 3))
+        world.record_event("inner", call_in_mode(world, net, "no_grad", 3))
 
-    with armed(""):
-        out = called(world, net, "", 3)
+    with arm_trap(""):
+        out = call_in_mode(world, net, "", 3)
     world.outputs.append(out)
     return out

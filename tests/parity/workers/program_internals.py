@@ -1,8 +1,8 @@
 """Operations of random programs that use FSDP2's private surface as libraries do.
 
-They call methods of parameter groups, states and parameters, take FSDP2's forward hooks off, and
-replace functions of torch's modules. Each takes its objects from the sharded modules of a model, so
-that both implementations run the same calls.
+They call methods of groups, states and parameters, remove FSDP2's forward hooks, and patch
+functions of torch's modules. Each gets its objects from the sharded modules of a model, so both
+implementations run the same calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from program_operations import LAST, MANY, NO_YES, ROWS, loss_of, operation
-from program_world import Nothing, World, chosen, tensors
+from program_world import NoOperand, World, choose, tensors
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
@@ -56,17 +56,17 @@ FLAGS = ("set_is_last_backward", "set_reshard_after_backward", "set_requires_gra
 def groups_of(unit: Any) -> list[Any]:
     groups = list(unit._get_fsdp_state()._fsdp_param_groups)
     if not groups:
-        raise Nothing
+        raise NoOperand
     return groups
 
 
 def states_of(group: Any) -> list[Any]:
-    """The states of a group that libraries read."""
-    found: list[Any] = [getattr(group, name) for name in STATES]
-    return [*found, group._training_state.name, group._sharded_state.name]
+    """Returns the states of a group that libraries read."""
+    results: list[Any] = [getattr(group, name) for name in STATES]
+    return [*results, group._training_state.name, group._sharded_state.name]
 
 
-# ---- calls by hand ----
+# ---- direct calls ----
 
 
 @operation(
@@ -77,13 +77,13 @@ def pipeline_stage(
 ) -> Any:
     """Accumulates gradients of microbatches, then reduces by ``post_backward()`` of each group.
 
-    ``callback``: torch's own pipeline stages also call the root's final callback. ``nested``: the
-    flags of all units are set, and not those of the root alone.
+    ``callback``: also calls the root's final callback, as torch's pipeline stages do.
+    ``nested``: sets the flags of all units instead of the root's.
     """
     net = world.model(model)
     units = world.units(model)
     if not isinstance(net, FSDPModule):
-        raise Nothing
+        raise NoOperand
     for unit in units if nested else units[:1]:
         for name in FLAGS:
             getattr(unit, name)(False)
@@ -99,38 +99,43 @@ def pipeline_stage(
             group.post_backward()
     if callback:
         net._get_fsdp_state()._root_post_backward_final_callback()
-    world.note("gradients", [parameter.grad for parameter in net.parameters()])
+    world.record_event("gradients", [parameter.grad for parameter in net.parameters()])
     return losses
 
 
 @operation(1.2, model=LAST, unit=MANY, name=tuple(GROUP_METHODS), every=NO_YES)
 def call_group(world: World, model: int, unit: int, name: str, every: bool) -> Any:
-    """A method of a group, or of the groups of all units in their order."""
+    """Calls a method of the groups of one unit, or of all units in order."""
     units = world.units(model) if every else [world.unit(model, unit)]
     groups = [group for one in units for group in groups_of(one)]
     if not groups:
-        raise Nothing
-    found = [GROUP_METHODS[name](group) for group in groups]
-    return [found, [states_of(group) for group in groups]]
+        raise NoOperand
+    results = [GROUP_METHODS[name](group) for group in groups]
+    return [results, [states_of(group) for group in groups]]
 
 
 @operation(0.4, model=LAST, unit=(0, 0, 0, *MANY), name=tuple(STATE_METHODS))
 def call_state(world: World, model: int, unit: int, name: str) -> Any:
-    """A method of a state, mostly of the root's."""
+    """Calls a method of a state, usually of the root."""
     return STATE_METHODS[name](world.unit(model, unit)._get_fsdp_state())
 
 
 @operation(0.5, model=LAST, unit=MANY, whole=(True, False))
 def call_params(world: World, model: int, unit: int, whole: bool) -> Any:
-    """``to_sharded()`` of each ``FSDPParam``, then of the group, which holds its own state in
-    torch; ``whole``: unsharded before."""
+    """Calls ``to_sharded()`` of each ``FSDPParam`` and of the group, which has its own state in
+    torch.
+
+    ``whole``: unshards before.
+    """
     group = groups_of(world.unit(model, unit))[0]
     if whole:
         group.unshard()
         group.wait_for_unshard()
     if not group.is_unsharded:
-        raise Nothing
-    world.note("unsharded", *(type(param.unsharded_param).__name__ for param in group.fsdp_params))
+        raise NoOperand
+    world.record_event(
+        "unsharded", *(type(param.unsharded_param).__name__ for param in group.fsdp_params)
+    )
     for param in group.fsdp_params:
         param.to_sharded()
     group._to_sharded()
@@ -143,7 +148,7 @@ def call_params(world: World, model: int, unit: int, whole: bool) -> Any:
 
 @contextlib.contextmanager
 def without_hooks(net: nn.Module) -> Iterator[int]:
-    """Takes the forward hooks of FSDP2 off, found by the module that defines them."""
+    """Removes FSDP2's forward hooks, found by their ``__module__``, in the context."""
     kept = []
     count = 0
     for module in net.modules():
@@ -164,18 +169,20 @@ def without_hooks(net: nn.Module) -> Iterator[int]:
 
 @operation(0.6, model=LAST, whole=(True, True, False), grad=NO_YES, back=(True, False))
 def forward_without_hooks(world: World, model: int, whole: bool, grad: bool, back: bool) -> Any:
-    """``whole``: all units are unsharded around it; ``back``: and resharded afterwards."""
+    """Runs forward without FSDP2's hooks. ``whole``: unshards before. ``back``: reshards after."""
     net = world.model(model)
     units = world.units(model)
     if not units:
-        raise Nothing
+        raise NoOperand
     for unit in units if whole else []:
         unit.unshard()
     try:
         with without_hooks(net) as count, torch.set_grad_enabled(grad):
-            world.note("hooks", count)
+            world.record_event("hooks", count)
             out = net(world.rows(3))
-            world.note("weights", *(type(parameter).__name__ for parameter in net.parameters()))
+            world.record_event(
+                "weights", *(type(parameter).__name__ for parameter in net.parameters())
+            )
     finally:
         for unit in units if back else []:
             unit.reshard()
@@ -187,22 +194,22 @@ def forward_without_hooks(world: World, model: int, whole: bool, grad: bool, bac
 
 @operation(0.5, which=range(len(PATCHED)))
 def patch(world: World, which: int) -> None:
-    """A wrapper that passes everything on takes the place of one of torch's functions."""
-    owner, name = chosen(list(PATCHED), which)
+    """Replaces a function of torch by a wrapper that calls it."""
+    owner, name = choose(list(PATCHED), which)
     function = getattr(owner, name)
 
     @functools.wraps(function)
-    def passing(*args: Any, **kwargs: Any) -> Any:
+    def call_original(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    setattr(owner, name, passing)
+    setattr(owner, name, call_original)
     world.patches.append((owner, name, function))
 
 
 @operation(0.4)
 def unpatch(world: World) -> None:
-    """Patches are removed in the opposite order."""
+    """Removes the latest patch."""
     if not world.patches:
-        raise Nothing
+        raise NoOperand
     owner, name, function = world.patches.pop()
     setattr(owner, name, function)

@@ -1,7 +1,4 @@
-"""Mistakes that random programs have to find: they are believed because they bite.
-
-Each is put into fsdp_c's ranks.
-"""
+"""Seeded mistakes that random programs must detect. Each is applied in the ranks of fsdp_c."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ from torch.distributed.fsdp import FSDPModule
 
 @dataclass
 class Mistake:
-    """What makes it, in a rank, and an operation without which it cannot be seen."""
+    """A function that applies the mistake in a rank, and an operation that can detect it."""
 
     make: Callable[[], None]
     operation: str
     arguments: dict[str, Any]
 
-    def can_be_seen(self, program: list[Step]) -> bool:
+    def is_detectable(self, program: list[Step]) -> bool:
         return any(
             name == self.operation and all(given[key] == v for key, v in self.arguments.items())
             for name, given in program
         )
 
 
-def in_place_of(name: str, wrong: Callable[..., Any]) -> Callable[[], None]:
-    """``wrong`` is called with the right method, and with its arguments."""
+def replace_method(name: str, wrong: Callable[..., Any]) -> Callable[[], None]:
+    """Returns a function that replaces a method by ``wrong(method, *arguments)``."""
 
     def make() -> None:
         right = getattr(FSDPModule, name)
@@ -40,8 +37,8 @@ def in_place_of(name: str, wrong: Callable[..., Any]) -> Callable[[], None]:
     return make
 
 
-def too_long() -> None:
-    """A wrong number, in the last bits at first."""
+def lengthen_sgd_steps() -> None:
+    """Increases the learning rate, which changes the last bits at first."""
     right = torch.optim.SGD.step
 
     def step(self: Any, *args: Any) -> Any:
@@ -53,20 +50,20 @@ def too_long() -> None:
 
 
 def lose_call() -> None:
-    """A private method that returns without effect."""
+    """Makes a private method return without effect."""
     program_internals.GROUP_METHODS["unshard and wait"] = lambda group: None
 
 
 def flag(name: str, wrong: Callable[..., Any], **arguments: Any) -> Mistake:
-    return Mistake(in_place_of(name, wrong), "flag", {"name": name, **arguments})
+    return Mistake(replace_method(name, wrong), "flag", {"name": name, **arguments})
 
 
 MISTAKES = {
     "reshard() does nothing": Mistake(
-        in_place_of("reshard", lambda right, unit: None), "reshard", {"every": True}
+        replace_method("reshard", lambda right, unit: None), "reshard", {"every": True}
     ),
     "a factor is off": Mistake(
-        in_place_of(
+        replace_method(
             "set_gradient_divide_factor", lambda right, unit, factor: right(unit, factor * 1.5)
         ),
         "factor",
@@ -82,10 +79,10 @@ MISTAKES = {
         value=False,
     ),
     "an error is missing": Mistake(
-        in_place_of("set_modules_to_forward_prefetch", lambda right, unit, units: None),
+        replace_method("set_modules_to_forward_prefetch", lambda right, unit, units: None),
         "prefetch",
         {"way": "forward", "odd": True, "count": 2},
     ),
     "a private call has no effect": Mistake(lose_call, "call_group", {"name": "unshard and wait"}),
-    "a step is too long": Mistake(too_long, "optimizer", {"kind": "sgd"}),
+    "a step is too long": Mistake(lengthen_sgd_steps, "optimizer", {"kind": "sgd"}),
 }

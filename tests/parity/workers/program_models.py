@@ -1,7 +1,7 @@
-"""The models of random programs: small blocks of many kinds, in a net that says how it is called.
+"""Models of random programs: ``Net`` is a sequence of small blocks of many kinds.
 
-All take and give rows of ``DIM`` numbers. What is to raise in the middle of a forward or a backward
-does so while its name is in ``ARMED``.
+All blocks map (rows, DIM) to (rows, DIM). A block that can raise in forward or backward does so
+while its trap is in ``ARMED``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 DIM = 4
-"""Divisible by the ranks; blocks have odd shapes of their own."""
+"""Divisible by the number of ranks. Some blocks have uneven shapes."""
 ARMED: set[str] = set()
 
 
-class Fuse(torch.autograd.Function):
-    """Hands its input on, and raises in backward while armed."""
+class RaiseInBackward(torch.autograd.Function):
+    """Identity that raises in backward while ``backward`` is armed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class Fuse(torch.autograd.Function):
 
 
 class Plain(nn.Module):
-    """A linear layer; the first block of other kinds is one of these."""
+    """A linear layer; the first block of each model, and the base of other kinds."""
 
     def __init__(self, rows: int = DIM) -> None:
         super().__init__()
@@ -41,15 +41,15 @@ class Plain(nn.Module):
         self.rows = rows
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        found = torch.tanh(self.linear(x.to(self.linear.weight.dtype)) * scale)
-        return found if self.rows == DIM else nn.functional.pad(found, (0, DIM - self.rows))
+        output = torch.tanh(self.linear(x.to(self.linear.weight.dtype)) * scale)
+        return output if self.rows == DIM else nn.functional.pad(output, (0, DIM - self.rows))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x.to(self.linear.weight.dtype)).sigmoid()
 
 
 class Norm(Plain):
-    """A residual block with two modules of its own."""
+    """A residual block with a norm and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,26 +60,26 @@ class Norm(Plain):
 
 
 class Trap(Plain):
-    """Raises on demand, in the middle of its forward or of its backward."""
+    """Raises after its computation in forward, or in backward, while armed."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         x = super().forward(x, scale)
         if "forward" in ARMED:
             raise RuntimeError("a trap has gone off in forward")
-        return Fuse.apply(x)
+        return RaiseInBackward.apply(x)
 
 
-class Late(Plain):
-    """Raises before it computes anything."""
+class RaiseEarly(Plain):
+    """Raises before its computation while armed."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         if "early" in ARMED:
             raise RuntimeError("a trap has gone off early")
-        return super().forward(Fuse.apply(x), scale)
+        return super().forward(RaiseInBackward.apply(x), scale)
 
 
 class Nested(nn.Module):
-    """Two blocks, which may be units below this one."""
+    """Two blocks, which may be nested units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,15 +90,15 @@ class Nested(nn.Module):
         return self.inner(x) + self.bias
 
 
-class Backwards(Nested):
-    """Uses its blocks in the other order than they stand there."""
+class Reversed(Nested):
+    """Calls its blocks in the opposite order of their registration."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner[0](self.inner[1](x)) * (1 + self.bias)
 
 
-class Bag(nn.Module):
-    """Parameters in containers, of shapes that no number of ranks divides."""
+class Containers(nn.Module):
+    """Parameters in containers, with shapes that are uneven on several ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,15 +113,15 @@ class Bag(nn.Module):
 
 
 class Embed(nn.Module):
-    """An embedding of numbers made from the rows."""
+    """An embedding of indices computed from the rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(7, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.table((x.detach().float().abs() * 9).long().sum(-1) % 7)
-        return x + found
+        output = self.table((x.detach().float().abs() * 9).long().sum(-1) % 7)
+        return x + output
 
 
 class Checkpointed(nn.Module):
@@ -142,7 +142,7 @@ class Reentrant(Checkpointed):
 
 
 class Counting(nn.Module):
-    """Buffers: a batch norm's, a counter that forward moves on, and one that is not saved."""
+    """Buffers: those of a batch norm, a counter of forwards, and a non-persistent one."""
 
     calls: torch.Tensor
 
@@ -157,16 +157,16 @@ class Counting(nn.Module):
         return self.norm(x.to(self.norm.weight.dtype))
 
 
-class Dead(Plain):
-    """Has a parameter that nobody uses."""
+class Unused(Plain):
+    """Has an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.unused = nn.Parameter(torch.randn(5))
 
 
-class Idle(nn.Module):
-    """Is not used at all where its input is even in number."""
+class Skipped(nn.Module):
+    """Skips its block if the number of rows is even."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,14 +177,14 @@ class Idle(nn.Module):
 
 
 class Drop(Plain):
-    """Draws random numbers."""
+    """Applies dropout."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return nn.functional.dropout(super().forward(x, scale), 0.3, self.training)
 
 
 class Paired(nn.Module):
-    """Is given and gives a dict with more than tensors in it."""
+    """Calls a method whose input and output are containers of tensors and other values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,38 +192,38 @@ class Paired(nn.Module):
         self.other = Plain(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.both({"x": x, "n": [x * 2, None]})
-        return found["y"] + found["z"][0]
+        output = self.both({"x": x, "n": [x * 2, None]})
+        return output["y"] + output["z"][0]
 
     def both(self, given: dict[str, Any]) -> dict[str, Any]:
         return {"y": self.block(given["x"]), "z": (self.other(given["n"][0]), "text")}
 
 
 class Writing(Plain):
-    """Works in place on what a linear layer has given."""
+    """Modifies the output of a linear layer in place."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return self.linear(x.to(self.linear.weight.dtype)).mul_(scale).relu_()
 
 
 class Viewing(Plain):
-    """Gives a view of what it was given, and a sum."""
+    """Returns a view of a sum of its input."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return (x + super().forward(x, scale))[:, :]
 
 
 class Inactive(Plain):
-    """Runs without gradients, whoever calls it."""
+    """Runs its layer under ``no_grad``."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         with torch.no_grad():
-            found = super().forward(x, scale)
-        return x + found
+            output = super().forward(x, scale)
+        return x + output
 
 
 class Scalar(Plain):
-    """A parameter without dimensions, which cannot be sharded."""
+    """Has a 0-dim parameter, which cannot be sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,22 +247,25 @@ def frozen(whole: bool) -> Callable[[], nn.Module]:
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "plain": Plain, "norm": Norm, "trap": Trap, "late": Late, "nested": Nested,
-    "backwards": Backwards, "bag": Bag, "embed": Embed, "checkpointed": Checkpointed,
-    "reentrant": Reentrant, "counting": Counting, "dead": Dead, "idle": Idle, "drop": Drop,
+    "plain": Plain, "norm": Norm, "trap": Trap, "late": RaiseEarly, "nested": Nested,
+    "backwards": Reversed, "bag": Containers, "embed": Embed, "checkpointed": Checkpointed,
+    "reentrant": Reentrant, "counting": Counting, "dead": Unused, "idle": Skipped, "drop": Drop,
     "paired": Paired, "writing": Writing, "viewing": Viewing, "inactive": Inactive,
     "odd": lambda: Plain(3), "scalar": Scalar, "frozen": frozen(True), "half frozen": frozen(False),
     "bfloat16": with_dtype(torch.bfloat16), "float16": with_dtype(torch.float16),
     "double": with_dtype(torch.float64),
 }  # fmt: skip
-"""Blocks that are made anew."""
-AGAIN = ("", "again", "tied", "borrowed")
-"""No block; the one before once more; one with the weight of the first block; one of the model
-before."""
+"""Constructors of the kinds of blocks."""
+WITHOUT_CONSTRUCTOR = ("", "again", "tied", "borrowed")
+"""Kinds without a constructor.
+
+No block, the previous block again, a block with the weight of the first block, and a block of the
+previous model.
+"""
 
 
 class Net(nn.Module):
-    """Blocks one after the other, then a head. ``way``: in which structure the output comes."""
+    """Blocks and a head. ``way`` is the structure of the output."""
 
     def __init__(self, kinds: list[str], way: str, before: Net | None) -> None:
         super().__init__()
@@ -271,9 +274,9 @@ class Net(nn.Module):
         self.way = way
         for kind in kinds:
             if kind:
-                self.blocks.append(self._made(kind, before))
+                self.blocks.append(self._make_block(kind, before))
 
-    def _made(self, kind: str, before: Net | None) -> nn.Module:
+    def _make_block(self, kind: str, before: Net | None) -> nn.Module:
         if kind == "again":
             return self.blocks[-1]
         if kind == "borrowed":

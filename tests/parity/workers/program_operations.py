@@ -1,8 +1,8 @@
-"""The operations of random programs: models, units, forwards, backwards and optimizers.
+"""Operations of random programs on models, units, forwards, backwards and optimizers.
 
-Each is a function of a world and of words and numbers, drawn from the choices that stand at its
-registration: the first is the usual one, to which a program that fails is shortened. Numbers name
-objects modulo how many there are. The settings and the state are in ``program_changes.py``.
+An operation is a function of a ``World`` and of arguments drawn from its registered choices. The
+first choice is the usual one; a failing program is shortened to usual arguments. Numbers select
+objects modulo their count. ``program_changes.py`` has the operations on settings and state.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import program_models
 import torch
 import torch.nn as nn
-from program_models import AGAIN, ARMED, KINDS, Net
-from program_world import Nothing, World, chosen, tensors
+from program_models import ARMED, KINDS, WITHOUT_CONSTRUCTOR, Net
+from program_world import NoOperand, World, choose, tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 
 @dataclass
 class Operation:
-    """A function of ``World``, how often it is drawn, and what its arguments are drawn from."""
+    """A function of ``World``, its weight, and the choices of its arguments."""
 
     function: Function
     weight: float
@@ -38,12 +38,12 @@ FEW = range(3)
 LAST = (-1, -2, 0, 1)
 NO_YES = (False, True)
 RARE = ("tied", "borrowed", "scalar")
-BLOCKS = ("", *(kind for kind in (*AGAIN[1:], *KINDS) * 5 if kind not in RARE), *RARE)
-"""With those last no model trains unless units are chosen for them."""
+BLOCKS = ("", *(kind for kind in (*WITHOUT_CONSTRUCTOR[1:], *KINDS) * 5 if kind not in RARE), *RARE)
+"""Kinds of blocks. Models with RARE ones train only with matching units, so each occurs once."""
 
 
 def operation(weight: float = 1.0, **choices: Sequence[Any]) -> Callable[[Function], Function]:
-    """Registers a function. The arguments that most have by name: which model, which part of it."""
+    """Returns a decorator that registers an operation with its weight and argument choices."""
 
     def register(function: Function) -> Function:
         OPERATIONS[function.__name__] = Operation(function, weight, choices)
@@ -63,9 +63,9 @@ def operation(weight: float = 1.0, **choices: Sequence[Any]) -> Callable[[Functi
     alone=NO_YES,
 )
 def build(world: World, kinds: list[str], way: str, dtype: torch.dtype | None, alone: bool) -> None:
-    """A model; ``alone``: its inputs are not converted, and no other has its blocks."""
+    """Builds a model. ``alone``: it borrows no block of the first model."""
     if len(world.models) >= 3:
-        raise Nothing
+        raise NoOperand
     before = None if alone or not world.models else world.models[0]
     net = Net(kinds, way, before if isinstance(before, Net) else None)
     world.models.append(net if dtype is None else net.to(dtype))
@@ -91,7 +91,7 @@ SHARDING: dict[str, Sequence[Any]] = {
 
 
 def mesh_of(world: World, name: str) -> Any:
-    """None where the default is wanted; made once."""
+    """Returns the mesh of this name, which is created once; None for the default."""
     count = world.api.world
     shapes = {
         "one": ((count,), None),
@@ -116,7 +116,7 @@ def placement_of(name: str) -> Any:
     return lambda param: "rows"
 
 
-def sharding(
+def sharding_options(
     world: World,
     modules: Sequence[nn.Module],
     reshard: Any,
@@ -126,66 +126,68 @@ def sharding(
     placement: str,
     ignored: int,
 ) -> dict[str, Any]:
-    """The keywords of ``fully_shard``; those that are as ever are left out."""
-    given: dict[str, Any] = {}
+    """Returns the keyword arguments of ``fully_shard`` that differ from the defaults."""
+    options: dict[str, Any] = {}
     if reshard is not None:
-        given["reshard_after_forward"] = reshard
+        options["reshard_after_forward"] = reshard
     if mesh:
-        given["mesh"] = mesh_of(world, mesh)
+        options["mesh"] = mesh_of(world, mesh)
     if policy:
-        given["mp_policy"] = POLICIES[policy]
+        options["mp_policy"] = POLICIES[policy]
     if offload:
-        given["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if placement:
-        given["shard_placement_fn"] = placement_of(placement)
+        options["shard_placement_fn"] = placement_of(placement)
     if ignored >= 0:
         params = [param for module in modules for param in module.parameters()]
-        given["ignored_params"] = {chosen(params, ignored)}
-    return given
+        options["ignored_params"] = {choose(params, ignored)}
+    return options
 
 
 @operation(0.2, model=LAST, root=(True, True, True, False), pairs=NO_YES, **SHARDING)
 def shard(world: World, model: int, root: bool, pairs: bool, **kind: Any) -> str:
-    """The blocks of a model, each or by two, and then what is left."""
+    """Shards the blocks of a model, singly or in pairs, and the root."""
     net = world.model(model)
-    given = sharding(world, [net], **kind)
-    found = list(dict.fromkeys(net.blocks)) if isinstance(net, Net) else list(net.children())
+    options = sharding_options(world, [net], **kind)
+    targets = list(dict.fromkeys(net.blocks)) if isinstance(net, Net) else list(net.children())
     if pairs:
-        for index in range(0, len(found), 2):
-            world.api.fully_shard(found[index : index + 2], **given)
+        for index in range(0, len(targets), 2):
+            world.api.fully_shard(targets[index : index + 2], **options)
     else:
-        for block in found:
-            world.api.fully_shard(block, **given)
-    return type(world.api.fully_shard(net, **given)).__name__ if root else ""
+        for block in targets:
+            world.api.fully_shard(block, **options)
+    return type(world.api.fully_shard(net, **options)).__name__ if root else ""
 
 
 @operation(0.3, model=LAST, module=range(20), **SHARDING)
 def shard_one(world: World, model: int, module: int, **kind: Any) -> str:
-    """Any module, at any time."""
-    found = world.module(model, module)
-    return type(world.api.fully_shard(found, **sharding(world, [found], **kind))).__name__
+    """Shards any module at any time."""
+    targets = world.module(model, module)
+    return type(
+        world.api.fully_shard(targets, **sharding_options(world, [targets], **kind))
+    ).__name__
 
 
 @operation(0.15, model=LAST, module=range(20), other=range(1, 20), **SHARDING)
 def shard_both(world: World, model: int, module: int, other: int, **kind: Any) -> list[str]:
-    """Two modules as one unit."""
-    found = [world.module(model, module), world.module(model, module + other)]
-    given = world.api.fully_shard(found, **sharding(world, found, **kind))
-    return [type(module).__name__ for module in given]
+    """Shards two modules as one unit."""
+    targets = [world.module(model, module), world.module(model, module + other)]
+    options = world.api.fully_shard(targets, **sharding_options(world, targets, **kind))
+    return [type(module).__name__ for module in options]
 
 
 @operation(0.2, model=LAST, module=(0, 0, *range(20)), policy=("", *POLICIES), mesh=("", "one"))
 def replicate(world: World, model: int, module: int, policy: str, mesh: str) -> str:
-    given: dict[str, Any] = {"mp_policy": POLICIES[policy]} if policy else {}
+    options: dict[str, Any] = {"mp_policy": POLICIES[policy]} if policy else {}
     if mesh:
-        given["mesh"] = init_device_mesh("cpu", (world.api.world,), mesh_dim_names=("replicate",))
-    return type(world.api.replicate(world.module(model, module), **given)).__name__
+        options["mesh"] = init_device_mesh("cpu", (world.api.world,), mesh_dim_names=("replicate",))
+    return type(world.api.replicate(world.module(model, module), **options)).__name__
 
 
 # ---- forward and backward ----
 
 
-def called(world: World, function: Any, mode: str, rows: int, **kwargs: Any) -> Any:
+def call_in_mode(world: World, function: Any, mode: str, rows: int, **kwargs: Any) -> Any:
     x = world.rows(rows)
     if mode == "no_grad":
         with torch.no_grad():
@@ -208,29 +210,31 @@ ROWS = (3, 4, 3, 3, 1)
 
 @operation(6.0, model=LAST, mode=MODES, rows=ROWS, trap=TRAPS, skip=(0, 0, 0, 0, 1, 2))
 def forward(world: World, model: int, mode: str, rows: int, trap: str, skip: int) -> Any:
-    """``skip``: without the first blocks; ``trap``: what raises where the model has such a one."""
-    with armed(trap):
-        out = called(world, world.model(model), mode, rows, **({"skip": skip} if skip else {}))
+    """Runs forward. ``skip``: number of first blocks to skip. ``trap``: the trap that is armed."""
+    with arm_trap(trap):
+        out = call_in_mode(
+            world, world.model(model), mode, rows, **({"skip": skip} if skip else {})
+        )
     world.outputs.append(out)
     return out
 
 
 @operation(0.7, model=LAST, module=range(20), mode=MODES, trap=TRAPS)
 def forward_of_part(world: World, model: int, module: int, mode: str, trap: str) -> Any:
-    """A module by itself."""
-    with armed(trap):
-        out = called(world, world.module(model, module), mode, 3)
+    """Runs forward of one module of a model."""
+    with arm_trap(trap):
+        out = call_in_mode(world, world.module(model, module), mode, 3)
     world.outputs.append(out)
     return out
 
 
 @operation(0.6, model=LAST, module=range(20), register=(True, False), of=("encode", "both", "none"))
 def other_forward(world: World, model: int, module: int, register: bool, of: str) -> Any:
-    """Another method than forward, which may have been registered."""
+    """Calls a method other than forward, which may be registered."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
-    found = [m for m in world.model(model).modules() if hasattr(m, of)]
-    target = chosen(found or [world.model(model)], module)
+    targets = [m for m in world.model(model).modules() if hasattr(m, of)]
+    target = choose(targets or [world.model(model)], module)
     if register:
         register_fsdp_forward_method(target, of)
     x = world.rows(3)
@@ -239,8 +243,8 @@ def other_forward(world: World, model: int, module: int, register: bool, of: str
     return out
 
 
-class armed:
-    """While it lasts, what has this name raises."""
+class arm_trap:
+    """Arms the trap of this name in the context."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -254,14 +258,14 @@ class armed:
 
 
 def loss_of(out: Any, part: str) -> torch.Tensor:
-    found = [t for t in tensors(out) if t.is_floating_point() and t.requires_grad]
-    if not found:
-        raise Nothing
+    targets = [t for t in tensors(out) if t.is_floating_point() and t.requires_grad]
+    if not targets:
+        raise NoOperand
     if part == "first":
-        found = found[:1]
+        targets = targets[:1]
     elif part == "last":
-        found = found[-1:]
-    return torch.stack([t.float().square().sum() for t in found]).sum()
+        targets = targets[-1:]
+    return torch.stack([t.float().square().sum() for t in targets]).sum()
 
 
 @operation(
@@ -273,25 +277,25 @@ def loss_of(out: Any, part: str) -> torch.Tensor:
     trap=("", "", "", "", "backward"),
 )
 def backward(world: World, which: int, part: str, retain: bool, keep: bool, trap: str) -> Any:
-    """Of an output; ``keep``: it is there for another one, ``retain``: which may go well."""
-    out = chosen(world.outputs, which)
+    """Runs backward of an output. ``keep``: the output stays for another backward."""
+    out = choose(world.outputs, which)
     loss = loss_of(out, part)
     if not keep:
         world.outputs.pop(which % len(world.outputs))
-    with armed(trap):
+    with arm_trap(trap):
         loss.backward(retain_graph=retain)
     return loss
 
 
 @operation(0.4, which=LAST, model=LAST, parameter=MANY, count=(1, 2, 30))
 def backward_into(world: World, which: int, model: int, parameter: int, count: int) -> Any:
-    """``inputs=``: gradients of these parameters only."""
-    loss = loss_of(chosen(world.outputs, which), "")
+    """Runs backward with ``inputs``: gradients of some parameters only."""
+    loss = loss_of(choose(world.outputs, which), "")
     params = list(world.model(model).parameters())
     if not params:
-        raise Nothing
-    at = parameter % len(params)
-    loss.backward(inputs=params[at : at + count])
+        raise NoOperand
+    start = parameter % len(params)
+    loss.backward(inputs=params[start : start + count])
     return loss
 
 
@@ -302,26 +306,26 @@ def gradient(world: World, which: int, of: str, model: int) -> Any:
         x = world.rows(3).requires_grad_()
         out = world.model(model)(x)
         return torch.autograd.grad(loss_of(out, ""), [x])
-    out = chosen(world.outputs, which)
-    wanted = list(world.model(model).parameters()) if of == "parameters" else tensors(out)[:1]
-    return torch.autograd.grad(loss_of(out, ""), wanted, allow_unused=True, retain_graph=True)
+    out = choose(world.outputs, which)
+    inputs = list(world.model(model).parameters()) if of == "parameters" else tensors(out)[:1]
+    return torch.autograd.grad(loss_of(out, ""), inputs, allow_unused=True, retain_graph=True)
 
 
 @operation(3.0, model=LAST, optimizer=LAST, rows=ROWS, count=(1, 1, 2), clip=NO_YES)
 def step(world: World, model: int, optimizer: int, rows: int, count: int, clip: bool) -> Any:
-    """A usual training step, of several microbatches."""
-    chosen(world.optimizers or [None], optimizer)
+    """Runs a training step of several microbatches."""
+    choose(world.optimizers or [None], optimizer)
     losses = []
     for _ in range(count):
         losses.append(loss_of(world.model(model)(world.rows(rows)), ""))
         losses[-1].backward()
     if clip:
         norm = nn.utils.clip_grad_norm_(world.model(model).parameters(), 0.5)
-        world.note("norm", norm)
-    world.note("gradients", [p.grad for p in world.model(model).parameters()])
+        world.record_event("norm", norm)
+    world.record_event("gradients", [p.grad for p in world.model(model).parameters()])
     if world.optimizers:
-        chosen(world.optimizers, optimizer).step()
-        chosen(world.optimizers, optimizer).zero_grad()
+        choose(world.optimizers, optimizer).step()
+        choose(world.optimizers, optimizer).zero_grad()
     return losses
 
 
@@ -337,29 +341,31 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 @operation(0.8, model=LAST, kind=tuple(OPTIMIZERS), trained=(False, True))
 def optimizer(world: World, model: int, kind: str, trained: bool) -> None:
-    """``trained``: only of what requires gradients now."""
+    """Creates an optimizer. ``trained``: only of parameters that require gradients."""
     params = [p for p in world.model(model).parameters() if p.requires_grad or not trained]
     world.optimizers.append(OPTIMIZERS[kind](params))
 
 
 @operation(2.0, optimizer=LAST)
 def optimize(world: World, optimizer: int) -> Any:
-    found = chosen(world.optimizers, optimizer)
-    found.step()
-    return list(found.state_dict()["state"].values())
+    targets = choose(world.optimizers, optimizer)
+    targets.step()
+    return list(targets.state_dict()["state"].values())
 
 
 @operation(1.5, by=("optimizer", "model", "unit"), which=LAST, none=(True, False))
 def zero_grad(world: World, by: str, which: int, none: bool) -> None:
     if by == "optimizer":
-        chosen(world.optimizers, which).zero_grad(set_to_none=none)
+        choose(world.optimizers, which).zero_grad(set_to_none=none)
     elif by == "model":
         world.model(which).zero_grad(set_to_none=none)
     else:
         world.unit(-1, which).zero_grad(set_to_none=none)
 
 
-@operation(0.8, model=LAST, most=(0.5, 1e3), kind=(2.0, 1.0, float("inf")), foreach=(None, False))
-def clip(world: World, model: int, most: float, kind: float, foreach: bool | None) -> Any:
+@operation(
+    0.8, model=LAST, max_norm=(0.5, 1e3), kind=(2.0, 1.0, float("inf")), foreach=(None, False)
+)
+def clip(world: World, model: int, max_norm: float, kind: float, foreach: bool | None) -> Any:
     params = list(world.model(model).parameters())
-    return nn.utils.clip_grad_norm_(params, most, norm_type=kind, foreach=foreach)
+    return nn.utils.clip_grad_norm_(params, max_norm, norm_type=kind, foreach=foreach)

@@ -1,11 +1,11 @@
-"""Processes that run programs: for each implementation a server, which forks the ranks.
+"""Processes that run programs: one server per implementation forks the ranks.
 
     python program_ranks.py torch|fsdp_c
 
-A server reads ``{"program": [[name, arguments], ...], "world": n, "seconds": s, "mistake": m}``
-and answers with what each rank has seen: a list of lines for each operation, and last how the rank
-ended ("" is well). A rank that crashes or hangs has no more lines. Ranks are forked from a process
-that has imported everything, so that a program costs a tenth of a second.
+A server reads ``{"program": [[name, arguments], ...], "world": n, "seconds": s, "mistake": m}`` and
+writes, for each rank, a list of lines per operation and how the rank ended ("" is success). A rank
+that crashes or hangs has no further lines. Ranks are forked from a process that has imported all
+modules, so a program takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from launch import die_with_parent
 
 HERE = Path(__file__).resolve()
 COLLECTIVE_SECONDS = 15
-"""After which ranks that are at odds give up: below the seconds of a program."""
+"""Timeout of collectives, which ends mismatched ranks. Less than the seconds of a program."""
 
 Step = tuple[str, dict[str, Any]]
 Rank = tuple[list[list[str]], str]
-"""The lines of each operation that was reached, and how the rank ended."""
+"""The lines of each operation that ran, and how the rank ended."""
 
 
 class Server:
-    """One implementation's process, from the outside."""
+    """Client of the server process of one implementation."""
 
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
@@ -50,13 +50,13 @@ class Server:
             start_new_session=True,
         )
 
-    def ask(self, program: list[Step], world: int, seconds: float, mistake: str = "") -> None:
+    def request(self, program: list[Step], world: int, seconds: float, mistake: str = "") -> None:
         assert self.process.stdin is not None
         request = {"program": program, "world": world, "seconds": seconds, "mistake": mistake}
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
 
-    def answer(self) -> list[Rank]:
+    def response(self) -> list[Rank]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -83,18 +83,18 @@ def serve(implementation: str) -> None:
     warnings.simplefilter("ignore")
     gc.collect()
     gc.freeze()
-    answers = os.dup(1)
+    responses = os.dup(1)
     os.dup2(2, 1)
     for line in sys.stdin:
-        found = run(implementation, **json.loads(line))
-        with os.fdopen(os.dup(answers), "wb") as stream:
-            stream.write(json.dumps(found).encode() + b"\n")
+        results = run(implementation, **json.loads(line))
+        with os.fdopen(os.dup(responses), "wb") as stream:
+            stream.write(json.dumps(results).encode() + b"\n")
 
 
 def run(
     implementation: str, program: list[Any], world: int, seconds: float, mistake: str
 ) -> list[Rank]:
-    """All ranks of a program, forked and waited for."""
+    """Forks all ranks of a program and waits for them."""
     with tempfile.TemporaryDirectory(prefix="fsdp_c_program_") as folder:
         children = []
         for rank in range(world):
@@ -104,16 +104,16 @@ def run(
                 os.close(reading)
                 if mistake:
                     sys.modules["program_mistakes"].MISTAKES[mistake].make()
-                become(implementation, program, rank, world, Path(folder), writing)
+                run_forked_rank(implementation, program, rank, world, Path(folder), writing)
             os.close(writing)
             children.append((pid, reading))
-        return gathered(children, folder, time.monotonic() + seconds)
+        return collect(children, folder, time.monotonic() + seconds)
 
 
-def become(
+def run_forked_rank(
     implementation: str, program: list[Any], rank: int, world: int, folder: Path, writing: int
 ) -> None:
-    """The life of a rank; it does not return."""
+    """Runs a rank in the forked process, and exits."""
     status = 1
     try:
         os.setsid()
@@ -144,8 +144,8 @@ def run_rank(
     import torch
     import torch.distributed as dist
     from behaviour import Api
-    from program_world import World, outcome
-    from programs import OPERATIONS, unpacked
+    from program_world import World, run_operation
+    from programs import OPERATIONS, unpack_arguments
 
     store: Any = dist.FileStore(str(folder / "store"), world) if world > 1 else dist.HashStore()
     dist.init_process_group(
@@ -155,53 +155,53 @@ def run_rank(
         world_size=world,
         timeout=timedelta(seconds=COLLECTIVE_SECONDS),
     )
-    found = World(Api(implementation, rank, world, folder))
+    objects = World(Api(implementation, rank, world, folder))
     for number, (name, arguments) in enumerate(program):
         torch.manual_seed(number)
         random.seed(number)
-        arguments = unpacked(name, arguments)
+        arguments = unpack_arguments(name, arguments)
         print(number, name, arguments, flush=True)
         function = OPERATIONS[name].function
-        lines = outcome(found, lambda: function(found, **arguments))  # noqa: B023
+        lines = run_operation(objects, lambda: function(objects, **arguments))  # noqa: B023
         stream.write(json.dumps(lines) + "\n")
         stream.flush()
-    meet(store, rank, world)
+    wait_for_peers(store, rank, world)
 
 
-def meet(store: Any, rank: int, world: int) -> None:
-    """No rank goes while another one may want something of it."""
+def wait_for_peers(store: Any, rank: int, world: int) -> None:
+    """Waits until all ranks have ended, so that none loses its peer during a collective."""
     if world > 1:
         store.set(f"end/{rank}", "")
         store.wait([f"end/{peer}" for peer in range(world)])
 
 
-def gathered(children: list[tuple[int, int]], folder: str, deadline: float) -> list[Rank]:
-    """What the ranks have written, and how they ended."""
+def collect(children: list[tuple[int, int]], folder: str, deadline: float) -> list[Rank]:
+    """Collects the lines of all ranks and how they ended. Kills ranks after ``deadline``."""
     texts = {reading: b"" for _, reading in children}
     left = set(texts)
     while left and (seconds := deadline - time.monotonic()) > 0:
         for reading in select.select(list(left), [], [], seconds)[0]:
-            more = os.read(reading, 1 << 16)
-            texts[reading] += more
-            if not more:
+            data = os.read(reading, 1 << 16)
+            texts[reading] += data
+            if not data:
                 left.discard(reading)
-    found = []
+    results = []
     for rank, (pid, reading) in enumerate(children):
-        late = reading in left
-        if late:
+        is_late = reading in left
+        if is_late:
             os.kill(pid, signal.SIGUSR1)
             time.sleep(0.3)
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         os.close(reading)
         code = os.waitstatus_to_exitcode(status)
-        end = "" if code == 0 else "hung" if late else f"ended with {code}"
+        end = "" if code == 0 else "hung" if is_late else f"ended with {code}"
         if end:
             output = Path(folder, f"output_{rank}").read_text(errors="replace")
             end = f"{end}\n{output[-6000:]}"
-        whole = texts[reading].decode().splitlines()
-        found.append(([json.loads(line) for line in whole if line.endswith("]")], end))
-    return found
+        lines = texts[reading].decode().splitlines()
+        results.append(([json.loads(line) for line in lines if line.endswith("]")], end))
+    return results
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a random program works on, and what can be seen of it after each operation.
+"""The objects of a random program, and their visible state after each operation.
 
-Everything seen is a line of text: types, layouts, dtypes, flags, a digest of this rank's bits, and
-the first numbers, for people.
+The state is described by lines of text: types, layouts, dtypes, flags, a digest of this rank's
+bits, and the first values.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 
-class Nothing(Exception):
-    """There is nothing for an operation to work on: it is left out."""
+class NoOperand(Exception):
+    """An operation has no object to work on, and is skipped."""
 
 
 @dataclass
@@ -44,34 +44,34 @@ class World:
     drawn: int = 0
 
     def model(self, which: int) -> Any:
-        return chosen(self.models, which)
+        return choose(self.models, which)
 
     def module(self, model: int, which: int) -> Any:
-        return chosen(list(self.model(model).modules()), which)
+        return choose(list(self.model(model).modules()), which)
 
     def units(self, model: int) -> list[Any]:
         return [m for m in self.model(model).modules() if isinstance(m, FSDPModule)]
 
     def unit(self, model: int, which: int) -> Any:
-        return chosen(self.units(model), which)
+        return choose(self.units(model), which)
 
     def parameter(self, model: int, which: int) -> Any:
-        return chosen(list(self.model(model).parameters()), which)
+        return choose(list(self.model(model).parameters()), which)
 
     def rows(self, count: int) -> torch.Tensor:
-        """Other rows each time, and on each rank."""
+        """Returns new random rows; they differ between calls and ranks."""
         self.drawn += 1
         generator = torch.Generator().manual_seed(1000 * self.api.rank + self.drawn)
         return torch.randn(count, DIM, generator=generator)
 
-    def note(self, what: str, *values: Any) -> None:
-        """Something that happened within an operation."""
-        self.events.append(f"{what}: {', '.join(shown(value) for value in values)}")
+    def record_event(self, what: str, *values: Any) -> None:
+        """Records an event within an operation."""
+        self.events.append(f"{what}: {', '.join(describe(value) for value in values)}")
 
 
-def chosen(objects: list[Any], which: int) -> Any:
+def choose(objects: list[Any], which: int) -> Any:
     if not objects:
-        raise Nothing
+        raise NoOperand
     return objects[which % len(objects)]
 
 
@@ -79,20 +79,20 @@ def tensors(structure: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
 
 
-def shown(value: Any) -> str:
-    """A line that says all of a value that can be compared."""
+def describe(value: Any) -> str:
+    """Describes all comparable properties of a value in one line."""
     if isinstance(value, torch.Tensor):
-        return shown_tensor(value)
+        return describe_tensor(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(shown(item) for item in value) + "]"
+        return "[" + ", ".join(describe(item) for item in value) + "]"
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return repr(value)
     return type(value).__name__
 
 
-def shown_tensor(tensor: torch.Tensor) -> str:
+def describe_tensor(tensor: torch.Tensor) -> str:
     kind = type(tensor).__name__
     local: Any = tensor.detach()
     if isinstance(tensor, DTensor):
@@ -100,7 +100,7 @@ def shown_tensor(tensor: torch.Tensor) -> str:
         layout = f"{tuple(tensor.shape)} {tensor.placements} on {tuple(mesh.shape)}"
         kind = f"{kind} {layout} {mesh.mesh_dim_names}"
         local = tensor._local_tensor.detach()
-    flags = [name for name in ("requires_grad", "is_inference") if asked(tensor, name)]
+    flags = [name for name in ("requires_grad", "is_inference") if has_flag(tensor, name)]
     flags += [] if tensor.is_leaf else ["made"]
     dtype = str(tensor.dtype).removeprefix("torch.")
     text = f"{kind} {dtype} {tuple(local.shape)} {' '.join(flags)}"
@@ -108,35 +108,38 @@ def shown_tensor(tensor: torch.Tensor) -> str:
         return f"{text} meta"
     if local.untyped_storage().nbytes() < local.numel() * local.element_size():
         return f"{text} freed"
-    data = local.contiguous().view(-1).clone()  # numpy would make its storage one that stays
+    data = local.contiguous().view(-1).clone()  # a clone, because numpy() pins the storage
     if data.is_floating_point():
-        data[data.isnan()] = float("nan")  # whose bits say which sum it comes from
+        data[data.isnan()] = float("nan")  # the bits of a nan depend on the order of a sum
     digest = hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=4).hexdigest()
     return f"{text} {digest} {[round(number, 5) for number in data[:2].tolist()]}"
 
 
-def asked(tensor: torch.Tensor, name: str) -> bool:
+def has_flag(tensor: torch.Tensor, name: str) -> bool:
     value = getattr(tensor, name)
     return bool(value() if callable(value) else value)
 
 
-def seen(world: World) -> Iterator[str]:
-    """The state that users can see, line by line."""
+def describe_state(world: World) -> Iterator[str]:
+    """Yields the lines that describe the state visible to users."""
     for number, model in enumerate(world.models):
         for name, module in model.named_modules():
             kind = type(module).__name__
             if isinstance(module, FSDPModule) or not module.training:
                 yield f"{number} module {name} {kind} {'' if module.training else 'eval'}"
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            yield f"{number} {name}: {shown(parameter)} {renewed(world, number, name, parameter)}"
+            yield (
+                f"{number} {name}: {describe(parameter)} "
+                f"{identity_of(world, number, name, parameter)}"
+            )
             if parameter.grad is not None:
-                yield f"{number} {name}.grad: {shown(parameter.grad)}"
+                yield f"{number} {name}.grad: {describe(parameter.grad)}"
         for name, buffer in model.named_buffers():
-            yield f"{number} {name}: {shown(buffer)}"
+            yield f"{number} {name}: {describe(buffer)}"
 
 
-def renewed(world: World, number: int, name: str, parameter: Any) -> str:
-    """Whether there is another object than when it was last sharded, or unsharded."""
+def identity_of(world: World, number: int, name: str, parameter: Any) -> str:
+    """Returns "renewed" if the parameter of this name and type is a new object."""
     key = f"{number} {name} {type(parameter).__name__}"
     before = world.known.get(key)
     world.known[key] = weakref.ref(parameter)
@@ -145,19 +148,19 @@ def renewed(world: World, number: int, name: str, parameter: Any) -> str:
     return "" if before() is parameter else "renewed"
 
 
-def outcome(world: World, run: Callable[[], Any]) -> list[str]:
-    """What an operation gave or raised, what happened within, and what is to be seen then."""
+def run_operation(world: World, run: Callable[[], Any]) -> list[str]:
+    """Runs an operation; returns the lines of its result or error, its events and the state."""
     world.events.clear()
     try:
-        result = f"gave {shown(run())}"
-    except Nothing:
+        result = f"gave {describe(run())}"
+    except NoOperand:
         return ["nothing to do"]
     except Exception as error:
         result = f"raised {type(error).__name__}: {first_line(error)}"
-    return [result, *world.events, *seen(world)]
+    return [result, *world.events, *describe_state(world)]
 
 
 def first_line(error: BaseException) -> str:
-    """Addresses and the names of ours' classes blanked."""
+    """Returns the first line of the message without addresses."""
     text = (str(error).splitlines() or [""])[0]
     return re.sub(r"0x[0-9a-f]+|\bid=\d+", "0x", text)

@@ -1,12 +1,12 @@
-"""Random programs over FSDP2's public interface, under torch and under fsdp_c, beside each other.
+"""Random programs over FSDP2's public interface, run and compared under torch and fsdp_c.
 
 A program is a list of operations (``program_operations.py``, ``program_changes.py``) on models of
-all kinds (``program_models.py``). After each of them everything that users can see must be the same
-in both (``program_world.py``): results and gradients to the bit, types, layouts and flags, or what
-was raised; and after that the program goes on. What is known to differ is in ``program_known.py``.
+many kinds (``program_models.py``). After each operation the state visible to users must be equal
+(``program_world.py``): bits of results and gradients, types, layouts, flags, and errors. A program
+continues after an error. ``program_known.py`` has the rules for known differences.
 
     python programs.py --count 1000 --seed 7 --world 2
-    python programs.py --show 7     # one program and what becomes of it, shortened
+    python programs.py --show 7     # one program and its results
 """
 
 from __future__ import annotations
@@ -27,98 +27,100 @@ from typing import Any
 import program_changes  # noqa: F401 - it registers operations
 import program_internals  # noqa: F401 - it registers operations
 import torch
-from program_known import goes_on, known, paired
+from program_known import can_continue, find_rule, pair_lines
 from program_operations import OPERATIONS
 from program_ranks import Rank, Server, Step
 
 SECONDS = 50.0
-"""After which a program hangs."""
+"""Time after which a program counts as hung."""
 HANG_RERUNS = 20
-"""Runs under each implementation that judge a hang."""
+"""Reruns of a hung program under each implementation."""
 HANGS_COUNTED = 3
-"""Hangs of ours after which no more runs are needed."""
-HANGS, UNSTEADY = "torch hangs or crashes", "torch does not do the same each time"
+"""Hangs of fsdp_c after which the reruns stop."""
+HANGS, UNSTEADY = "torch hangs or crashes", "torch is not deterministic"
 OTHER_RULES = (HANGS, UNSTEADY)
-"""Why programs are left out, besides what is known to differ."""
+"""Reasons to skip a program, besides the rules of ``program_known.py``."""
 
 
 # ---- programs ----
 
 ALWAYS = ("forward", "backward", "step")
-"""What no program goes without."""
+"""Operations that every program can draw."""
 
 
 def generate(seed: int) -> list[Step]:
-    """A model, its units, mostly an optimizer, then anything: of half of the operations, so that
-    some of them come often."""
+    """Returns a program: a model, its units, usually an optimizer, then random operations.
+
+    Each program uses half of the operations, so that some of them repeat.
+    """
     rng = random.Random(seed)
-    program = [drawn(rng, "build")]
+    program = [draw_operation(rng, "build")]
     if rng.random() < 0.1:
-        program.append(drawn(rng, "build"))
+        program.append(draw_operation(rng, "build"))
     if rng.random() < 0.85:
-        program.append(drawn(rng, "shard"))
+        program.append(draw_operation(rng, "shard"))
     if rng.random() < 0.7:
-        program.append(drawn(rng, "optimizer"))
+        program.append(draw_operation(rng, "optimizer"))
     names = [name for name in OPERATIONS if name in ALWAYS or rng.random() < 0.5]
     weights = [OPERATIONS[name].weight for name in names]
     count = rng.randint(8, 36)
-    return program + [drawn(rng, name) for name in rng.choices(names, weights, k=count)]
+    return program + [draw_operation(rng, name) for name in rng.choices(names, weights, k=count)]
 
 
-def drawn(rng: random.Random, name: str) -> Step:
-    """An operation with arguments: the usual one, or any."""
+def draw_operation(rng: random.Random, name: str) -> Step:
+    """Draws the arguments of an operation: the usual one, or any choice."""
     arguments = {}
     for key, choices in OPERATIONS[name].choices.items():
         if isinstance(choices, list):
             value: Any = [rng.choice(some) for some in choices]
         else:
             value = choices[0] if rng.random() < 0.35 else rng.choice(choices)
-        arguments[key] = packed(value)
+        arguments[key] = pack(value)
     return name, arguments
 
 
-def packed(value: Any) -> Any:
-    """As JSON has it."""
+def pack(value: Any) -> Any:
+    """Converts an argument for JSON."""
     return str(value) if isinstance(value, torch.dtype) else value
 
 
-def unpacked(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """With the choice itself in the place of what JSON made of it; those not given are usual."""
-    found = {}
+def unpack_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Converts arguments from JSON. Missing arguments get their usual value."""
+    values = {}
     for key, choices in OPERATIONS[name].choices.items():
         usual = usual_of(choices)
         value = arguments.get(key, usual)
         if isinstance(value, str) and value.startswith("torch."):
             value = getattr(torch, value.removeprefix("torch."))
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def usual_of(choices: Any) -> Any:
     return [some[0] for some in choices] if isinstance(choices, list) else choices[0]
 
 
-def written(program: Iterable[Step]) -> str:
-    """A program to be read: what is as usual is left out."""
+def format_program(program: Iterable[Step]) -> str:
+    """Formats a program without its usual arguments."""
     lines = []
     for name, arguments in program:
         choices = OPERATIONS[name].choices
-        odd = {k: v for k, v in arguments.items() if v != packed(usual_of(choices[k]))}
-        lines.append(f"    ({name!r}, {odd!r}),")
+        unusual = {k: v for k, v in arguments.items() if v != pack(usual_of(choices[k]))}
+        lines.append(f"    ({name!r}, {unusual!r}),")
     return "\n".join(["[", *lines, "]"])
 
 
-def read(text: str) -> list[Step]:
-    """What has been written."""
-    found = []
-    for name, odd in ast.literal_eval(text):
-        usual = {key: packed(usual_of(some)) for key, some in OPERATIONS[name].choices.items()}
-        found.append((name, {**usual, **odd}))
-    return found
+def parse_program(text: str) -> list[Step]:
+    """Parses a program formatted by ``format_program``."""
+    program = []
+    for name, unusual in ast.literal_eval(text):
+        usual = {key: pack(usual_of(some)) for key, some in OPERATIONS[name].choices.items()}
+        program.append((name, {**usual, **unusual}))
+    return program
 
 
-def ranks_of(seed: int) -> int:
-    """One rank finds most: each fifth program has two."""
+def world_size_of(seed: int) -> int:
+    """Each fifth program runs on two ranks, because most faults show on one."""
     return 2 if seed % 5 == 4 else 1
 
 
@@ -127,7 +129,7 @@ def ranks_of(seed: int) -> int:
 
 @dataclass
 class Difference:
-    """The first thing that is not the same: at which operation, what, and a word for its kind."""
+    """The first difference of a program: operation index, kind, description and rule."""
 
     at: int
     kind: str
@@ -151,159 +153,169 @@ def mentions_hang(text: str) -> bool:
 def is_hung(ranks: Iterable[Rank]) -> bool:
     """Whether a rank did not end, or an operation of it raised a collective's timeout."""
     return any(
-        end.startswith("hung") or any(mentions_hang(found[0]) for found in lines)
+        end.startswith("hung") or any(mentions_hang(entry[0]) for entry in lines)
         for lines, end in ranks
     )
 
 
-server_of = functools.cache(Server)
-"""They stay for as long as this process."""
+start_server = functools.cache(Server)
+"""Servers live as long as this process."""
 
 
 class Pair:
-    """torch and fsdp_c, which may have a mistake (``program_mistakes.py``)."""
+    """The servers of torch and fsdp_c; the latter may have a mistake (``program_mistakes.py``)."""
 
     def __init__(self, mistake: str = "") -> None:
-        self.servers = [server_of("torch"), server_of("fsdp_c")]
+        self.servers = [start_server("torch"), start_server("fsdp_c")]
         self.mistakes = ["", mistake]
 
     def run(self, program: list[Step], world: int, seconds: float = SECONDS) -> list[list[Rank]]:
-        """Both at the same time where that is two processes."""
-        found = []
+        """Runs a program under both; concurrently on one rank, in sequence on two."""
+        outcomes = []
         for server, mistake in zip(self.servers, self.mistakes):
-            server.ask(program, world, seconds, mistake)
+            server.request(program, world, seconds, mistake)
             if world > 1:
-                found.append(server.answer())
-        return found or [server.answer() for server in self.servers]
+                outcomes.append(server.response())
+        return outcomes or [server.response() for server in self.servers]
 
     def compare(self, program: list[Step], world: int) -> Difference | None:
-        stock, ours = self.run(program, world)
-        found = None
-        for left, right in zip(stock, ours):
-            one = difference(world, program, left, right)
-            if one is not None and (found is None or one.at < found.at):
-                found = one
-        return found
+        by_torch, by_fsdp_c = self.run(program, world)
+        earliest = None
+        for left, right in zip(by_torch, by_fsdp_c):
+            difference = find_difference(world, program, left, right)
+            if difference is not None and (earliest is None or difference.at < earliest.at):
+                earliest = difference
+        return earliest
 
-    def steady(self, program: list[Step], world: int, found: Difference) -> bool:
-        """Whether stock itself does the same each time."""
+    def is_deterministic(self, program: list[Step], world: int, difference: Difference) -> bool:
+        """Returns whether torch gives equal lines in three runs."""
         server = self.servers[0]
         runs = []
         for _ in range(3):
-            server.ask(program, world, SECONDS)
-            runs.append([lines[: found.at + 1] for lines, _ in server.answer()])
+            server.request(program, world, SECONDS)
+            runs.append([lines[: difference.at + 1] for lines, _ in server.response()])
         return runs[0] == runs[1] == runs[2]
 
-    def judge_hang(self, program: list[Step], world: int, found: Difference) -> Difference:
-        """Runs a program that hung again under both. It passes only if torch hangs, too.
+    def judge_hang(self, program: list[Step], world: int, difference: Difference) -> Difference:
+        """Reruns a program that hung under both. It passes only if torch hangs as well.
 
-        A hang that does not come again is a failure all the same: a race hangs rarely.
+        A hang that does not repeat is still a failure, because a race hangs rarely.
         """
         hung = [0, 0]
         for index, (server, mistake) in enumerate(zip(self.servers, self.mistakes)):
             for _ in range(HANG_RERUNS):
-                server.ask(program, world, SECONDS, mistake)
-                hung[index] += is_hung(server.answer())
+                server.request(program, world, SECONDS, mistake)
+                hung[index] += is_hung(server.response())
                 if hung[0] or hung[1] == HANGS_COUNTED:
                     break
             if hung[0]:
-                return replace(found, rule=HANGS)
-        again = f"  {HANG_RERUNS} more runs: torch hangs in none, ours in {hung[1]}"
-        return replace(found, text=f"{found.text}\n{again}")
+                return replace(difference, rule=HANGS)
+        again = f"  {HANG_RERUNS} more runs: torch hangs in none, fsdp_c in {hung[1]}"
+        return replace(difference, text=f"{difference.text}\n{again}")
 
 
-def difference(world: int, program: list[Step], stock: Rank, ours: Rank) -> Difference | None:
-    (left, left_end), (right, right_end) = stock, ours
+def find_difference(
+    world: int, program: list[Step], by_torch: Rank, by_fsdp_c: Rank
+) -> Difference | None:
+    (left, left_end), (right, right_end) = by_torch, by_fsdp_c
     passed = None
     for at, (a, b) in enumerate(zip(left, right)):
         if a != b:
-            one = told(world, program, left[:at], a, b)
-            if one.counted or not goes_on(program[at][0], a, b):
-                return one
-            passed = one
+            difference = describe_difference(world, program, left[:at], a, b)
+            if difference.counted or not can_continue(program[at][0], a, b):
+                return difference
+            passed = difference
     if len(left) == len(right) and left_end == right_end == "":
         return passed
     at = min(len(left), len(right))
     if left_end and len(left) <= len(right):
-        return Difference(at, "stock ended", f"stock {left_end}", HANGS)
-    return Difference(at, f"ours {right_end.splitlines()[0]}", f"ours {right_end}")
+        return Difference(at, "torch ended", f"torch {left_end}", HANGS)
+    return Difference(at, f"fsdp_c {right_end.splitlines()[0]}", f"fsdp_c {right_end}")
 
 
-def told(
+def describe_difference(
     world: int,
     program: list[Step],
     before: list[list[str]],
-    stock: list[str],
-    ours: list[str],
+    by_torch: list[str],
+    by_fsdp_c: list[str],
 ) -> Difference:
-    """A difference in what one operation gave or left behind."""
-    pairs = paired(stock, ours)
+    """Describes the difference in the lines of one operation."""
+    pairs = pair_lines(by_torch, by_fsdp_c)
     if not pairs:
         return Difference(len(before), f"{program[-1][0]}: order", "  the lines' order")
-    text = "\n".join(f"  stock: {a[:300]}\n  ours:  {b[:300]}" for a, b in pairs[:6])
+    text = "\n".join(f"  torch:  {a[:300]}\n  fsdp_c: {b[:300]}" for a, b in pairs[:6])
     at = len(before)
-    rule = known(world, program[: at + 1], before, stock, ours)
-    return Difference(at, kind_of(program[at][0], *pairs[0]), text, rule)
+    rule = find_rule(world, program[: at + 1], before, by_torch, by_fsdp_c)
+    return Difference(at, difference_kind(program[at][0], *pairs[0]), text, rule)
 
 
-def kind_of(name: str, stock: str, ours: str) -> str:
-    """Which differences are likely the same one: those are shown once."""
-    if "raised" in stock or "raised" in ours:
-        return f"{name}: {stock[:60]} | {ours[:60]}"
-    words = [a for a, b in zip(stock.split(), ours.split()) if a != b and not a.startswith("[")]
-    return f"{name}: {stock.split(':')[0].split('.')[-1]} {len(words)}"
+def difference_kind(name: str, by_torch: str, by_fsdp_c: str) -> str:
+    """Returns a key that groups differences of likely the same cause."""
+    if "raised" in by_torch or "raised" in by_fsdp_c:
+        return f"{name}: {by_torch[:60]} | {by_fsdp_c[:60]}"
+    words = [
+        a for a, b in zip(by_torch.split(), by_fsdp_c.split()) if a != b and not a.startswith("[")
+    ]
+    return f"{name}: {by_torch.split(':')[0].split('.')[-1]} {len(words)}"
 
 
-def shorter(
-    pair: Pair, program: list[Step], world: int, found: Difference, seconds: float
+def shorten_program(
+    pair: Pair, program: list[Step], world: int, difference: Difference, seconds: float
 ) -> tuple[list[Step], Difference]:
-    """As few operations with as usual arguments as still differ, not by a rule."""
+    """Shortens a program to few operations with usual arguments that still differ."""
     end = time.monotonic() + seconds
-    program = program[: found.at + 1]
+    program = program[: difference.at + 1]
     size = max(1, len(program) // 2)
 
-    def tried(candidate: list[Step]) -> Difference | None:
-        one = pair.compare(candidate, world)
-        return one if one is not None and one.counted and alike(one, found) else None
+    def compare_candidate(candidate: list[Step]) -> Difference | None:
+        candidate_result = pair.compare(candidate, world)
+        return (
+            candidate_result
+            if candidate_result is not None
+            and candidate_result.counted
+            and same_operation(candidate_result, difference)
+            else None
+        )
 
     while time.monotonic() < end:
         for start in range(len(program) - size, -1, -size):
             candidate = program[:start] + program[start + size :]
-            one = tried(candidate) if candidate else None
-            if one is not None:
-                program, found = candidate[: one.at + 1], one
+            candidate_result = compare_candidate(candidate) if candidate else None
+            if candidate_result is not None:
+                program, difference = candidate[: candidate_result.at + 1], candidate_result
             if time.monotonic() > end:
                 break
         if size == 1:
             break
         size //= 2
     for at, (name, arguments) in enumerate(program):
-        for key, usual in simpler(name, arguments):
+        for key, usual in simplifications(name, arguments):
             candidate = [*program]
             candidate[at] = (name, {**program[at][1], key: usual})
-            one = tried(candidate) if time.monotonic() < end else None
-            if one is not None:
-                program, found = candidate[: one.at + 1], one
-    return program, found
+            candidate_result = compare_candidate(candidate) if time.monotonic() < end else None
+            if candidate_result is not None:
+                program, difference = candidate[: candidate_result.at + 1], candidate_result
+    return program, difference
 
 
-def alike(one: Difference, other: Difference) -> bool:
-    """Shortening does not go from one fault to another one."""
-    return one.kind.split(":")[0] == other.kind.split(":")[0]
+def same_operation(difference: Difference, other: Difference) -> bool:
+    """Returns whether both are differences of the same operation."""
+    return difference.kind.split(":")[0] == other.kind.split(":")[0]
 
 
-def simpler(name: str, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def simplifications(name: str, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    simpler: list[tuple[str, Any]] = []
     for key, choices in OPERATIONS[name].choices.items():
-        usual = packed(usual_of(choices))
+        usual = pack(usual_of(choices))
         if isinstance(choices, list):
             value = arguments[key]
             for index in range(len(value)):
                 if value[index]:
-                    found.append((key, value[:index] + [""] + value[index + 1 :]))
+                    simpler.append((key, value[:index] + [""] + value[index + 1 :]))
         if arguments[key] != usual:
-            found.append((key, usual))
-    return found
+            simpler.append((key, usual))
+    return simpler
 
 
 # ---- running many ----
@@ -311,7 +323,7 @@ def simpler(name: str, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
 
 @dataclass
 class Report:
-    """What became of many programs."""
+    """Results of many programs."""
 
     programs: int
     operations: int
@@ -324,12 +336,12 @@ def run_many(
     worlds: Callable[[int], int],
     mistake: str = "",
     shorten: float = 40.0,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     until: float = float("inf"),
     enough: int = 10**9,
-    tell_rules: bool = False,
+    log_rules: bool = False,
 ) -> Report:
-    """Runs the programs of the seeds; each kind of difference is shortened once."""
+    """Runs the programs of the seeds. Shortens one difference of each kind."""
     pair = Pair(mistake=mistake)
     report = Report(0, 0, {}, Counter())
     kinds: Counter[str] = Counter()
@@ -337,30 +349,36 @@ def run_many(
         if time.monotonic() > until or len(report.failures) >= enough:
             break
         program, world = generate(seed), worlds(seed)
-        found = pair.compare(program, world)
+        difference = pair.compare(program, world)
         report.programs += 1
-        report.operations += len(program) if found is None else found.at
-        if found is None:
+        report.operations += len(program) if difference is None else difference.at
+        if difference is None:
             continue
-        if found.rule is None and found.is_hang:
-            found = pair.judge_hang(program, world, found)
-        if found.rule is not None:
-            report.rules[found.rule] += 1
-            if tell_rules:
-                say(f"seed {seed}, {program[found.at][0]}: {found.rule}\n{found.text}")
+        if difference.rule is None and difference.is_hang:
+            difference = pair.judge_hang(program, world, difference)
+        if difference.rule is not None:
+            report.rules[difference.rule] += 1
+            if log_rules:
+                log(
+                    f"seed {seed}, {program[difference.at][0]}: {difference.rule}\n"
+                    f"{difference.text}"
+                )
             continue
-        kinds[found.kind] += 1
-        if kinds[found.kind] > 1:
-            say(f"seed {seed}, world {world}: again {found.kind}")
-            report.failures[seed] = (program, found)
+        kinds[difference.kind] += 1
+        if kinds[difference.kind] > 1:
+            log(f"seed {seed}, world {world}: again {difference.kind}")
+            report.failures[seed] = (program, difference)
             continue
-        if not found.is_hang and not pair.steady(program, world, found):
+        if not difference.is_hang and not pair.is_deterministic(program, world, difference):
             report.rules[UNSTEADY] += 1
             continue
         if shorten:
-            program, found = shorter(pair, program, world, found, shorten)
-        report.failures[seed] = (program, found)
-        say(f"seed {seed}, world {world}: {found.kind}\n{written(program)}\n{found.text}\n")
+            program, difference = shorten_program(pair, program, world, difference, shorten)
+        report.failures[seed] = (program, difference)
+        log(
+            f"seed {seed}, world {world}: {difference.kind}\n"
+            f"{format_program(program)}\n{difference.text}\n"
+        )
     return report
 
 
@@ -371,27 +389,29 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=0, help="0: one rank, each fifth two")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--shorten", type=float, default=40.0)
-    parser.add_argument("--rules", action="store_true", help="show what comes under a rule, too")
+    parser.add_argument(
+        "--rules", action="store_true", help="also print differences that a rule allows"
+    )
     parser.add_argument("--show", type=int)
-    parser.add_argument("--program", help="a file with a program as it is printed")
+    parser.add_argument("--program", help="a file with a printed program")
     parser.add_argument("--verbose", action="store_true", help="with --show: all lines")
-    chosen = parser.parse_args()
+    arguments = parser.parse_args()
 
     def worlds(seed: int) -> int:
-        return chosen.world or ranks_of(seed)
+        return arguments.world or world_size_of(seed)
 
-    if chosen.program or chosen.show is not None:
-        show(chosen.program, chosen.show, worlds(chosen.show or 0), chosen.verbose)
+    if arguments.program or arguments.show is not None:
+        show(arguments.program, arguments.show, worlds(arguments.show or 0), arguments.verbose)
         return
     began = time.monotonic()
-    seeds = range(chosen.seed, chosen.seed + chosen.count)
+    seeds = range(arguments.seed, arguments.seed + arguments.count)
     report = run_many(
         seeds,
         worlds,
-        shorten=chosen.shorten,
-        say=lambda line: print(line, flush=True),
-        until=began + chosen.seconds,
-        tell_rules=chosen.rules,
+        shorten=arguments.shorten,
+        log=lambda line: print(line, flush=True),
+        until=began + arguments.seconds,
+        log_rules=arguments.rules,
     )
     print(
         f"{report.programs} programs, {report.operations} operations compared, "
@@ -403,20 +423,20 @@ def main() -> None:
 
 
 def show(file: str | None, seed: int | None, world: int, verbose: bool = False) -> None:
-    """One program, and all that both have seen."""
+    """Prints the lines of one program under both implementations."""
     if file is not None:
-        program = read(Path(file).read_text())
+        program = parse_program(Path(file).read_text())
     else:
         program = generate(seed or 0)
     pair = Pair()
-    stock, ours = pair.run(program, world)
-    for rank, (left, right) in enumerate(zip(stock, ours)):
+    by_torch, by_fsdp_c = pair.run(program, world)
+    for rank, (left, right) in enumerate(zip(by_torch, by_fsdp_c)):
         for at, (name, arguments) in enumerate(program):
             a, b = (lines[at] if at < len(lines) else [] for lines in (left[0], right[0]))
             print(rank, at, name, json.dumps(arguments), a[:1] or "-", "" if a == b else b[:1])
             for x, y in zip(a, b):
                 if x != y or verbose:
-                    print(f"    stock: {x}\n    ours:  {y}")
+                    print(f"    torch:  {x}\n    fsdp_c: {y}")
         print("ends:", left[1], "|", right[1])
     print(pair.compare(program, world))
 

@@ -1,7 +1,7 @@
-"""What the ranks of test_moving_in.py do: the recipes of the README's "Moving in", as they stand.
+"""Rank functions of test_checkpoint_migration.py: the README's recipes for old checkpoints.
 
-Each trains with the old wrapper, saves model and optimizer as its jobs do, trains on; then loads
-the files into a model of ours, trains on, and compares losses and weights. Each asserts by itself.
+Each function trains under FSDP1 or DDP, saves model and optimizer, and continues. Then it loads the
+files into a model of fsdp_c, continues, and compares losses and weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import fsdp_c
 
 DIM = 6
 SAVED, STEPS = 3, 6
-"""Steps before the checkpoint, and in all."""
+"""Number of steps before the checkpoint, and in total."""
 
 Losses = list[float]
 
@@ -47,8 +47,8 @@ def net(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(DIM, DIM), Block(5), Block(8), nn.LayerNorm(DIM))
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With two groups of options, as many jobs have them."""
+def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Returns AdamW with two parameter groups."""
     named = list(model.named_parameters())
     return torch.optim.AdamW(
         [
@@ -72,24 +72,24 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> Losses:
     return losses
 
 
-def assert_goes_on(
+def assert_continues(
     expected: Losses,
     weights: dict[str, torch.Tensor] | None,
     model: Any,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Losses and, on rank 0, the weights of the remaining steps."""
-    found = train(model, optimizer, range(SAVED, STEPS))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    """Trains the remaining steps and asserts equal losses and, on rank 0, equal weights."""
+    losses = train(model, optimizer, range(SAVED, STEPS))
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
     full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     if weights is not None:
         torch.testing.assert_close(full, weights)
 
 
 def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """The recipe's last step; ``saved`` is empty but on rank 0."""
-    for one in saved.get("state", {}).values():  # FSDP1 shares "step" among parameters
-        one.update({key: copy.deepcopy(value) for key, value in one.items()})
+    """Last step of the recipe. ``saved`` is empty except on rank 0."""
+    for param_state in saved.get("state", {}).values():  # FSDP1 shares "step" among parameters
+        param_state.update({key: copy.deepcopy(value) for key, value in param_state.items()})
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(model, optimizer, saved, options=options)
 
@@ -98,21 +98,24 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, saved: dict[str
 
 
 def fsdp1(rank: int, world: int, folder: str) -> None:
-    """A full checkpoint of a job with flat parameters, and of one with the original ones."""
+    """Migrates full checkpoints with flat parameters and with ``use_orig_params``."""
     _fsdp1(Path(folder) / "flat.pt", False, _adamw_of_all)
     _fsdp1(Path(folder) / "original.pt", True, _sgd)
 
 
 def _adamw_of_all(model: nn.Module) -> torch.optim.Optimizer:
-    """Flat parameters mix weights and biases: no groups by name."""
+    """Flat parameters mix weights and biases, so all are in one group."""
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """One tensor for each parameter; see ``fsdp1_saves_one_tensor_for_two`` for why not AdamW."""
-    groups = adamw(model).param_groups
+    """Returns SGD, which has one state tensor per parameter.
+
+    FSDP1 loses AdamW's ``exp_avg``: see ``fsdp1_saves_exp_avg_aliased_to_exp_avg_sq``.
+    """
+    groups = make_adamw(model).param_groups
     return torch.optim.SGD(
-        [{key: one[key] for key in ("params", "weight_decay")} for one in groups],
+        [{key: group[key] for key in ("params", "weight_decay")} for group in groups],
         lr=0.05,
         momentum=0.9,
     )
@@ -150,31 +153,31 @@ def _fsdp1(
     saved = torch.load(path) if rank == 0 else {"model": None, "optim": {}}
     fsdp_c.load_full_state_dict(model, saved["model"])
     load_optimizer(model, optimizer, saved["optim"])
-    assert_goes_on(losses, weights if rank == 0 else None, model, optimizer)
+    assert_continues(losses, weights if rank == 0 else None, model, optimizer)
 
 
-def fsdp1_saves_one_tensor_for_two(rank: int, world: int, folder: str) -> None:
-    """Stock alone: on the CPU the gathered ``exp_avg`` of original parameters has the memory of
-    ``exp_avg_sq``, so that such a checkpoint has lost the former. The recipe cannot bring it back.
+def fsdp1_saves_exp_avg_aliased_to_exp_avg_sq(rank: int, world: int, folder: str) -> None:
+    """torch only: with ``use_orig_params`` on the CPU, gathered ``exp_avg`` aliases ``exp_avg_sq``.
+
+    Such a checkpoint has lost ``exp_avg``, and the recipe cannot restore it.
     """
     old = _wrap_fsdp1(use_orig_params=True)
-    optimizer = adamw(old)
+    optimizer = make_adamw(old)
     train(old, optimizer, range(SAVED))
     state = FSDP.full_optim_state_dict(old, optimizer)
     if rank == 0:
-        for one in state["state"].values():
-            assert one["exp_avg"].data_ptr() == one["exp_avg_sq"].data_ptr()
+        for param_state in state["state"].values():
+            assert param_state["exp_avg"].data_ptr() == param_state["exp_avg_sq"].data_ptr()
 
 
 # ---- DDP ----
 
 
 def ddp(rank: int, world: int, folder: str) -> None:
-    """A checkpoint of the wrapper's state dict and of the optimizer's own, which has numbers for
-    parameters."""
+    """Migrates a DDP checkpoint, whose optimizer state numbers the parameters."""
     path = Path(folder) / "ddp.pt"
     old = DistributedDataParallel(net(0))
-    optimizer = adamw(old)
+    optimizer = make_adamw(old)
     train(old, optimizer, range(SAVED))
     if rank == 0:
         torch.save({"model": old.state_dict(), "optim": optimizer.state_dict()}, path)
@@ -182,22 +185,22 @@ def ddp(rank: int, world: int, folder: str) -> None:
     weights = {name: p.detach() for name, p in old.module.named_parameters()}
     for wrap in (fsdp_c.auto_shard, fsdp_c.replicate):
         model = wrap(net(1))
-        optimizer = adamw(model)
+        optimizer = make_adamw(model)
         clean = functools.partial(fsdp_c.names.clean_tensor_name, ddp=True)
         saved = torch.load(path) if rank == 0 else {"model": None, "optim": {}}
         fsdp_c.load_full_state_dict(model, saved["model"], rename=clean)
         load_optimizer(model, optimizer, named_optimizer_state(model, optimizer, saved["optim"]))
-        assert_goes_on(losses, weights, model, optimizer)
+        assert_continues(losses, weights, model, optimizer)
 
 
 def named_optimizer_state(
     model: Any, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
 ) -> dict[str, Any]:
-    """The recipe's renaming; ``optimizer`` was made as the old one was."""
+    """Renames parameter numbers to names. ``optimizer`` has the groups of the saved one."""
     names = {param: name for name, param in model.named_parameters()}
     order = [names[param] for group in optimizer.param_groups for param in group["params"]]
     if saved:
-        saved["state"] = {order[i]: one for i, one in saved["state"].items()}
+        saved["state"] = {order[i]: param_state for i, param_state in saved["state"].items()}
         for group in saved["param_groups"]:
             group["params"] = [order[i] for i in group["params"]]
     return saved

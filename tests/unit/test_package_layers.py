@@ -1,4 +1,4 @@
-"""The rooms of the Python package: fsdp_c/README.md lists them all, and imports point down."""
+"""Modules of fsdp_c: fsdp_c/README.md lists all of them, and imports point to lower layers."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import build_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fsdp_c"
-BESIDE = {path.stem for path in ROOT.glob("fsdp_c_*.py")}
-"""Modules beside the package, which run without it."""
+TOP_LEVEL = {path.stem for path in ROOT.glob("fsdp_c_*.py")}
+"""Top-level modules outside the package, which work without it."""
 
 
-def rooms() -> list[str]:
-    """The files of the map, from the top down."""
+def listed_files() -> list[str]:
+    """Returns the files listed in fsdp_c/README.md, from the highest layer to the lowest."""
     return re.findall(r"^\| `([\w/]+\.py)` \|", (PACKAGE / "README.md").read_text(), re.M)
 
 
-def files() -> list[Path]:
-    return [*PACKAGE.rglob("*.py"), *(ROOT / f"{name}.py" for name in BESIDE)]
+def source_files() -> list[Path]:
+    return [*PACKAGE.rglob("*.py"), *(ROOT / f"{name}.py" for name in TOP_LEVEL)]
 
 
-def room_of(path: Path) -> str:
-    """The name of a file in the map: relative to the package, or the name of one beside it."""
+def listed_name(path: Path) -> str:
+    """Returns the name of a file in the list: its path in the package, or its own name."""
     inside = path.is_relative_to(PACKAGE)
     return str(path.relative_to(PACKAGE)) if inside else path.name
 
 
-def modules_named(node: ast.AST, package: str) -> Iterator[str]:
-    """Dotted names of what an import statement may load."""
+def imported_modules(node: ast.AST, package: str) -> Iterator[str]:
+    """Yields the dotted names that an import statement may load."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -41,13 +41,13 @@ def modules_named(node: ast.AST, package: str) -> Iterator[str]:
         yield from (f"{base}.{a.name}" for a in node.names)
 
 
-def imports(text: str) -> set[str]:
-    """The files of ours that a file imports, anywhere in it: in functions and for types too."""
+def imported_files(text: str) -> set[str]:
+    """Returns the files of fsdp_c that a source text imports, also in functions and for types."""
     found = set()
     for node in ast.walk(ast.parse(text)):
-        for name in modules_named(node, PACKAGE.name):
+        for name in imported_modules(node, PACKAGE.name):
             top, _, inner = name.partition(".")
-            if top in BESIDE:
+            if top in TOP_LEVEL:
                 found.add(f"{top}.py")
             elif top == PACKAGE.name and not inner.startswith("_C"):
                 found.add(file_of(inner))
@@ -55,7 +55,7 @@ def imports(text: str) -> set[str]:
 
 
 def file_of(module: str) -> str:
-    """The file of the package that holds a dotted name below ``fsdp_c``."""
+    """Returns the file of the package that defines a dotted name below ``fsdp_c``."""
     parts = module.split(".") if module else []
     for end in range(len(parts), -1, -1):
         path = "/".join(parts[:end])
@@ -65,22 +65,22 @@ def file_of(module: str) -> str:
     raise AssertionError(module)
 
 
-def test_the_map_names_every_file_once() -> None:
-    assert sorted(rooms()) == sorted(map(room_of, files()))
+def test_readme_lists_each_file_once() -> None:
+    assert sorted(listed_files()) == sorted(map(listed_name, source_files()))
 
 
-def test_a_file_imports_only_what_stands_below_it() -> None:
-    floor = {name: place for place, name in enumerate(rooms())}
+def test_files_import_only_lower_files() -> None:
+    layer_of = {name: position for position, name in enumerate(listed_files())}
     upward = [
-        f"{room_of(path)} -> {name}"
-        for path in files()
-        for name in sorted(imports(path.read_text()))
-        if floor[name] <= floor[room_of(path)]
+        f"{listed_name(path)} -> {name}"
+        for path in source_files()
+        for name in sorted(imported_files(path.read_text()))
+        if layer_of[name] <= layer_of[listed_name(path)]
     ]
     assert upward == []
 
 
-def test_imports_of_every_kind_are_seen() -> None:
+def test_imported_files_finds_every_kind_of_import() -> None:
     text = """
 from . import _C, guard
 from .param import Param
@@ -91,10 +91,10 @@ def f():
     from fsdp_c import fully_shard, __version__
 """
     files_named = {"guard.py", "param.py", "fsdp_c_redirect.py", "install.py", "fully_shard.py"}
-    assert imports(text) == {*files_named, "_compat/patches.py", "__init__.py"}
+    assert imported_files(text) == {*files_named, "_compat/patches.py", "__init__.py"}
 
 
-def test_the_package_and_its_metadata_have_one_version() -> None:
+def test_package_and_metadata_have_one_version() -> None:
     import fsdp_c
 
     project = (ROOT / "pyproject.toml").read_text()
@@ -102,9 +102,9 @@ def test_the_package_and_its_metadata_have_one_version() -> None:
     assert build_torch.version(PACKAGE / "version.py").startswith(f"{fsdp_c.__version__}+torch")
 
 
-# ---- what comes later ----------------------------------------------------------------------------
+# ---- modules that are imported on first use ------------------------------------------------------
 
-LATER = [
+LAZY = [
     "advice",
     "ema",
     "explain",
@@ -142,35 +142,35 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
-def loaded_by(code: str) -> list[str]:
-    """What a fresh interpreter prints, word by word."""
+def run_in_new_interpreter(code: str) -> list[str]:
+    """Runs ``code`` in a new interpreter and returns the words that it prints."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
-def test_a_first_use_imports_only_what_it_needs() -> None:
-    """Forecasts, pictures and files come with the first call that needs them."""
-    assert sorted(LATER) == sorted(name for name in LATER if (PACKAGE / f"{name}.py").exists())
-    found = loaded_by(FIRST_USE)
+def test_first_training_step_does_not_import_lazy_modules() -> None:
+    """Modules for forecasts, diagrams and checkpoint files are imported by the first call."""
+    assert sorted(LAZY) == sorted(name for name in LAZY if (PACKAGE / f"{name}.py").exists())
+    found = run_in_new_interpreter(FIRST_USE)
     assert "fsdp_c.param_group" in found
-    unwanted = {f"fsdp_c.{name}" for name in LATER} | {"matplotlib", "safetensors"}
-    assert sorted(unwanted & set(found)) == []
+    lazy_modules = {f"fsdp_c.{name}" for name in LAZY} | {"matplotlib", "safetensors"}
+    assert sorted(lazy_modules & set(found)) == []
 
 
-def test_names_that_come_later_are_what_they_were() -> None:
+def test_lazy_names_resolve_to_functions_and_modules() -> None:
     code = """
 import importlib, fsdp_c
-importlib.import_module("fsdp_c.plan_command")  # which imports the rooms of two functions
+importlib.import_module("fsdp_c.plan_command")  # imports the modules of two functions
 assert set(fsdp_c.__all__) <= set(dir(fsdp_c))
 functions = [fsdp_c.plan, fsdp_c.explain, fsdp_c.auto_shard, fsdp_c.trace]
-print(*(type(one).__name__ for one in functions))
-print(*(one.__module__ for one in functions))
+print(*(type(function).__name__ for function in functions))
+print(*(function.__module__ for function in functions))
 print(fsdp_c.wrap.__name__, fsdp_c.wrap.plan.__name__, hasattr(fsdp_c, "nothing"))
 from fsdp_c import *
 print(all(globals()[name] is getattr(fsdp_c, name) for name in fsdp_c.__all__))
 """
-    assert loaded_by(code) == [
+    assert run_in_new_interpreter(code) == [
         *["function"] * 4,
         *["fsdp_c.plan", "fsdp_c.explain", "fsdp_c.wrap", "fsdp_c.timeline"],
         *["fsdp_c.wrap", "plan", "False"],

@@ -1,4 +1,4 @@
-"""What stock FSDP2 gets wrong on 2-D meshes and smaller reshard groups; see ``stock_bugs.py``."""
+"""Scenarios of bugs of torch's FSDP2 on 2-D meshes and smaller reshard groups."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behaviour import DIM, Api, batch, grads, plain, scenario, shard, weights, whole
-from stock_bugs import (
-    Gradients,
-    PlainScatter,
-    added,
-    average,
-    choice,
-    local,
-    loss_of,
-    shard_choice,
-    step_by,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
+from torch_bugs import (
+    Gradients,
+    PlainScatter,
+    add_gradients,
+    average,
+    choice,
+    loss_of,
+    shard_choice,
+    step_by,
+    take_gradients,
+)
 
 
 def copies(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def replicas(api: Api) -> DeviceMesh:
 
 
 class Two(nn.Module):
-    """Two layers in one group, of which a forward may use one; sizes as asked for."""
+    """Two layers of the given sizes in one group; a forward may use only one of them."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__()
@@ -51,18 +51,20 @@ class Two(nn.Module):
 def accumulate(
     api: Api, model: nn.Module, reference: nn.Module, uses: list[tuple[int, ...]]
 ) -> dict[str, Any]:
-    """Microbatches that use what ``uses`` says; the last one all-reduces."""
+    """Accumulates one microbatch per entry of ``uses``; only the last one all-reduces."""
     expected: Gradients = dict.fromkeys(dict(reference.named_parameters()))
     for step, used in enumerate(uses):
         x = batch(api.rank, step)
         reference(x, *used).square().mean().backward()
-        expected = added(expected, local(reference))
+        expected = add_gradients(expected, take_gradients(reference))
         model.set_requires_all_reduce(step == len(uses) - 1)
         model(x, *used).square().mean().backward()
     return {"found": grads(model), "expected": average(expected)}
 
 
-def two(api: Api, sizes: tuple[int, int], uses: list[tuple[int, ...]], custom: bool = False) -> Any:
+def accumulate_two(
+    api: Api, sizes: tuple[int, int], uses: list[tuple[int, ...]], custom: bool = False
+) -> Any:
     torch.manual_seed(3)
     reference = Two(*sizes)
     torch.manual_seed(3)
@@ -77,40 +79,40 @@ USES = [[(0,), (1,)], [(0,), (0, 1), (1,)], [(0, 1), (1,), (0, 1)], [(1,), (0,),
 
 @scenario(4)
 def other_sizes_in_the_next_microbatch(api: Api) -> Any:
-    """B1: the partial row of one parameter, then the row of another of a different size."""
-    return two(api, (4, 6), USES[0])
+    """B1: microbatches have partial gradients of parameters of different sizes."""
+    return accumulate_two(api, (4, 6), USES[0])
 
 
 @scenario(4)
 def equal_sizes_in_the_next_microbatch(api: Api) -> Any:
-    """B1: the same with equal sizes."""
-    return two(api, (4, 4), USES[0])
+    """B1: microbatches have partial gradients of different parameters of equal size."""
+    return accumulate_two(api, (4, 4), USES[0])
 
 
 @scenario(4)
 def every_order_of_use(api: Api) -> Any:
-    """B1: more microbatches, with the core's reduction and with a custom reduce-scatter."""
-    found: dict[str, Any] = {"found": [], "expected": []}
+    """B1: several orders of use, with the default and with a custom reduce-scatter."""
+    results: dict[str, Any] = {"found": [], "expected": []}
     if api.ours:
         for uses in USES:
             for sizes in ((4, 4), (3, 6)):
                 for custom in (False, True):
-                    one = two(api, sizes, uses, custom)
-                    found["found"].append(one["found"])
-                    found["expected"].append(one["expected"])
-    return found
+                    outcome = accumulate_two(api, sizes, uses, custom)
+                    results["found"].append(outcome["found"])
+                    results["expected"].append(outcome["expected"])
+    return results
 
 
 @scenario(4)
 def group_unused_in_the_last_microbatch(api: Api) -> Any:
-    """B1: a group whose only gradients are those of microbatches without all-reduce."""
+    """B1: a group has gradients only from microbatches without all-reduce."""
     reference, model = choice(), shard_choice(api, choice(), mesh=replicas(api))
     return accumulate(api, model, reference, [(0, 1), (0,)])
 
 
 @scenario(4)
 def custom_group_unused_in_the_last_microbatch(api: Api) -> Any:
-    """The same with a custom reduce-scatter of that group. (Stock loses its partial, too.)"""
+    """B1 with a custom reduce-scatter of the unused group; torch loses its gradients as well."""
     reference, model = choice(), shard_choice(api, choice(), mesh=replicas(api))
     model.blocks[1].set_custom_reduce_scatter(PlainScatter())
     return accumulate(api, model, reference, [(0, 1), (0,)])
@@ -130,11 +132,11 @@ def several_dtypes_on_replicas(api: Api) -> dict[str, Any]:
     sums: Gradients = dict.fromkeys(dict(reference.named_parameters()))
     for step, used in enumerate([(1,), (0,), (0, 1)]):
         reference(batch(api.rank, step), *used).backward()
-        sums = added(sums, local(reference, torch.float64))
+        sums = add_gradients(sums, take_gradients(reference, torch.float64))
         model.set_requires_all_reduce(step == 2)
         model(batch(api.rank, step), *used).backward()
-    wanted = {name: p.dtype for name, p in reference.named_parameters()}
-    expected = {n: g.to(wanted[n]) for n, g in average(sums).items() if g is not None}
+    target_dtypes = {name: p.dtype for name, p in reference.named_parameters()}
+    expected = {n: g.to(target_dtypes[n]) for n, g in average(sums).items() if g is not None}
     return {"found": grads(model), "expected": expected}
 
 
@@ -142,10 +144,10 @@ def several_dtypes_on_replicas(api: Api) -> dict[str, Any]:
 
 
 @scenario(4)
-def replicas_that_use_other_groups(api: Api) -> dict[str, Any]:
-    """B7: one replica never ran a block, the other did: both must take part in its all-reduce.
+def replicas_using_different_groups(api: Api) -> dict[str, Any]:
+    """B7: only one replica runs a block, but both must take part in its all-reduce.
 
-    Under stock this hangs, for the reason that ``unused_groups_are_reduced`` shows.
+    torch hangs here; ``unused_groups_are_reduced`` shows the reason.
     """
     if not api.ours:
         return {}
@@ -154,14 +156,14 @@ def replicas_that_use_other_groups(api: Api) -> dict[str, Any]:
     chosen = (0, 1) if api.rank < 2 else (0,)
     loss_of(reference(batch(api.rank), *chosen)).backward()
     loss_of(model(batch(api.rank), *chosen)).backward()
-    return {"found": grads(model), "expected": average(local(reference))}
+    return {"found": grads(model), "expected": average(take_gradients(reference))}
 
 
 # ---- smaller reshard groups (B4, B5) ----
 
 
 class Rows(nn.Module):
-    """Weights whose rows the ranks cannot share equally."""
+    """A layer whose rows the ranks cannot shard evenly."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -173,26 +175,26 @@ class Rows(nn.Module):
 
 @scenario(4)
 def rows_between_forward_and_backward(api: Api) -> dict[str, Any]:
-    """B5: what the registered parameter holds while resharded to pairs of ranks."""
-    found: dict[str, Any] = {"found": [], "expected": []}
+    """B5: values of the registered parameter while it is sharded over pairs of ranks."""
+    results: dict[str, Any] = {"found": [], "expected": []}
     for rows in (9, 5, 3, 1, 8):
         torch.manual_seed(3)
         reference = Rows(rows)
         torch.manual_seed(3)
         model = api.fully_shard(Rows(rows), reshard_after_forward=2)
         output = model(batch(api.rank))
-        found["found"].append(weights(model))
-        found["expected"].append(copies(reference))
+        results["found"].append(weights(model))
+        results["expected"].append(copies(reference))
         loss_of(output).backward()
         loss_of(reference(batch(api.rank))).backward()
-        found["found"].append(grads(model))
-        found["expected"].append(average(local(reference)))
-    return found
+        results["found"].append(grads(model))
+        results["expected"].append(average(take_gradients(reference)))
+    return results
 
 
 @scenario(4)
 def columns_alone(api: Api) -> str:
-    """B4: one parameter cut on Shard(1), and a smaller reshard group; the error of its backward."""
+    """B4: returns the error of backward with Shard(1) and a smaller reshard group."""
     torch.manual_seed(3)
     layer = nn.Linear(8, 8, bias=False)
     api.fully_shard(layer, reshard_after_forward=2, shard_placement_fn=lambda param: Shard(1))
@@ -206,7 +208,7 @@ def columns_alone(api: Api) -> str:
 
 @scenario(4)
 def columns_between_forward_and_backward(api: Api) -> dict[str, Any]:
-    """B4: Shard(1) and a smaller reshard group. (Not under stock, where ranks would hang.)"""
+    """B4: Shard(1) and a smaller reshard group. torch is skipped, because ranks would hang."""
     if not api.ours:
         return {}
     torch.manual_seed(3)
@@ -220,44 +222,44 @@ def columns_between_forward_and_backward(api: Api) -> dict[str, Any]:
     for layer in model:
         api.fully_shard(layer, reshard_after_forward=2, shard_placement_fn=columns)
     api.fully_shard(model, reshard_after_forward=2, shard_placement_fn=columns)
-    found: dict[str, Any] = {"found": [], "expected": []}
+    results: dict[str, Any] = {"found": [], "expected": []}
     for step in range(2):
         output = model(batch(api.rank, step))
-        found["found"].append(weights(model))
-        found["expected"].append(copies(reference))
+        results["found"].append(weights(model))
+        results["expected"].append(copies(reference))
         loss_of(output).backward()
         loss_of(reference(batch(api.rank, step))).backward()
-        found["found"].append(grads(model))
-        expected = average(local(reference))
-        found["expected"].append(expected)
+        results["found"].append(grads(model))
+        expected = average(take_gradients(reference))
+        results["expected"].append(expected)
         step_by(reference, expected)
         step_by(model, {name: p.grad for name, p in model.named_parameters()})
         model.zero_grad()
-    return found
+    return results
 
 
-# ---- an evaluation that leaves the smaller shards (stale weights) ----
+# ---- evaluation on a smaller reshard group (stale weights) ----
 
 
 @scenario(4)
 def evaluation_on_a_smaller_group(api: Api) -> dict[str, Any]:
-    """backward, evaluation (leaves shards of pairs of ranks), optimizer step, forward."""
+    """Between backward and the step, an evaluation leaves shards over pairs of ranks."""
     reference, model = plain(), shard(api, plain(), reshard_after_forward=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found: dict[str, Any] = {"found": [], "expected": []}
+    results: dict[str, Any] = {"found": [], "expected": []}
     for step in range(3):
         x = batch(api.rank, step)
         output = model(x)
-        found["found"].append(output.detach())
+        results["found"].append(output.detach())
         expected_output = reference(x)
-        found["expected"].append(expected_output.detach())
+        results["expected"].append(expected_output.detach())
         loss_of(output).backward()
         loss_of(expected_output).backward()
         with torch.no_grad():
             model(batch(api.rank, 50))
         optimizer.step()
         optimizer.zero_grad()
-        step_by(reference, average(local(reference)), lr=0.5)
-    found["found"].append({name: whole(value) for name, value in model.state_dict().items()})
-    found["expected"].append(copies(reference))
-    return found
+        step_by(reference, average(take_gradients(reference)), lr=0.5)
+    results["found"].append({name: whole(value) for name, value in model.state_dict().items()})
+    results["expected"].append(copies(reference))
+    return results

@@ -1,6 +1,7 @@
-"""What stock FSDP2 gets wrong, as scenarios: each returns what was found and what is right.
+"""Scenarios of bugs of torch's FSDP2; each returns the results found and the results expected.
 
-"Right" is the same model, not sharded, whose gradients are averaged over the ranks (``average``).
+The expected results are those of the unsharded model, with gradients averaged over the ranks
+(``average``).
 """
 
 from __future__ import annotations
@@ -34,39 +35,39 @@ Gradients = dict[str, torch.Tensor | None]
 # ---- the reference ----
 
 
-def local(model: nn.Module, dtype: torch.dtype = torch.float32) -> Gradients:
-    """This rank's gradients, in ``dtype``, taken out of the model."""
-    found: Gradients = {}
+def take_gradients(model: nn.Module, dtype: torch.dtype = torch.float32) -> Gradients:
+    """Removes this rank's gradients from the model and returns them in ``dtype``."""
+    results: Gradients = {}
     for name, param in model.named_parameters():
-        found[name] = None if param.grad is None else param.grad.to(dtype)
+        results[name] = None if param.grad is None else param.grad.to(dtype)
         param.grad = None
-    return found
+    return results
 
 
-def added(first: Gradients, second: Gradients) -> Gradients:
-    """The sum of two microbatches."""
-    found = dict(first)
+def add_gradients(first: Gradients, second: Gradients) -> Gradients:
+    """Returns the sum of the gradients of two microbatches."""
+    results = dict(first)
     for name, grad in second.items():
-        mine = found[name]
-        found[name] = grad if mine is None else mine if grad is None else mine + grad
-    return found
+        total = results[name]
+        results[name] = grad if total is None else total if grad is None else total + grad
+    return results
 
 
 def average(gradients: Gradients) -> Gradients:
-    """The mean over all ranks; ranks without a gradient count as zeros."""
-    found: Gradients = {}
+    """Returns the mean over all ranks. A rank without a gradient counts as zeros."""
+    results: Gradients = {}
     for name, grad in gradients.items():
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, grad)
-        parts = [one for one in everyones if one is not None]
-        while len(parts) > 1:  # in pairs, as on a mesh of two by two
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, grad)
+        parts = [item for item in by_rank if item is not None]
+        while len(parts) > 1:  # sum in pairs, as on a 2 x 2 mesh
             parts = [sum(parts[i + 1 : i + 2], parts[i]) for i in range(0, len(parts), 2)]
-        found[name] = parts[0] / len(everyones) if parts else None
-    return found
+        results[name] = parts[0] / len(by_rank) if parts else None
+    return results
 
 
 def in_bf16(model: nn.Module) -> nn.Module:
-    """What ``MIXED`` computes with."""
+    """Returns a copy in the compute dtype of ``MIXED``."""
     return copy.deepcopy(model).to(torch.bfloat16)
 
 
@@ -75,7 +76,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def step_by(model: nn.Module, gradients: Gradients, lr: float = 0.1) -> None:
-    """Plain SGD by hand."""
+    """Does a step of plain SGD."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             grad = gradients[name]
@@ -87,7 +88,7 @@ def step_by(model: nn.Module, gradients: Gradients, lr: float = 0.1) -> None:
 
 
 class Choice(nn.Module):
-    """Adds up the blocks it is told to run; then a head."""
+    """Adds the outputs of the chosen blocks and applies a head."""
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
@@ -112,14 +113,14 @@ def shard_choice(api: Api, model: Choice, **kwargs: Any) -> Choice:
 
 @scenario()
 def group_skipped_in_accumulation(api: Api) -> dict[str, Any]:
-    """B2: a block that did not run in a microbatch without synchronisation, with a reduce dtype."""
+    """B2: a block does not run in one of the microbatches without sync, with a reduce dtype."""
     reference = in_bf16(choice())
     model = shard_choice(api, choice(), mp_policy=MIXED)
     expected: Gradients = dict.fromkeys(dict(reference.named_parameters()))
     for step, chosen in enumerate([(0,), (0, 1), (1,)]):
         x = batch(api.rank, step)
         loss_of(reference(x.to(torch.bfloat16), *chosen)).backward()
-        expected = added(expected, local(reference))
+        expected = add_gradients(expected, take_gradients(reference))
         model.set_requires_gradient_sync(step == 2)
         loss_of(model(x, *chosen)).backward()
     return {"found": grads(model), "expected": average(expected)}
@@ -127,7 +128,7 @@ def group_skipped_in_accumulation(api: Api) -> dict[str, Any]:
 
 @scenario()
 def unused_groups_are_reduced(api: Api) -> dict[str, Any]:
-    """B7: how many reduce-scatters a step has must not depend on what ran before it."""
+    """B7: the reduce-scatter count of a step must not depend on the blocks of earlier steps."""
     model = shard_choice(api, choice())
     model.set_reduce_scatter_unused_params(True)
     counts = []
@@ -159,12 +160,12 @@ def one_rank_in_inference_mode(api: Api) -> dict[str, Any]:
     return {
         "output": torch.equal(output, reference(batch(api.rank)).detach()),
         "found": grads(model),
-        "expected": local(reference),
+        "expected": take_gradients(reference),
     }
 
 
 class Halves(torch.Tensor):
-    """A tensor that is sent as two tensors, its halves, which add up to it."""
+    """A tensor whose all-gather inputs are two tensors that add up to it."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> Halves:
@@ -220,14 +221,14 @@ def one_rank_with_an_extension(api: Api) -> dict[str, Any]:
     reference, model = nn.Linear(DIM, 3, bias=False), nn.Linear(DIM, 3, bias=False)
     model.weight = nn.Parameter(Halves(reference.weight.detach().clone()))
     api.fully_shard(model, mesh=mesh_of_one(api))
-    found = []
+    results = []
     for step in range(2):
         loss_of(reference(batch(api.rank, step))).backward()
         loss_of(model(batch(api.rank, step))).backward()
         assert reference.weight.grad is not None and model.weight.grad is not None
         grad = model.weight.grad.to_local()
-        found.append(torch.equal(getattr(grad, "data_", grad), reference.weight.grad))
-    return {"equal": found}
+        results.append(torch.equal(getattr(grad, "data_", grad), reference.weight.grad))
+    return {"equal": results}
 
 
 # ---- evaluation (B6) and a first forward in inference mode ----
@@ -235,7 +236,7 @@ def one_rank_with_an_extension(api: Api) -> dict[str, Any]:
 
 @scenario()
 def training_after_evaluations(api: Api) -> dict[str, Any]:
-    """B6: forwards without backward must leave nothing behind in the order of groups."""
+    """B6: forwards without backward must leave no entries in the post-forward order."""
     torch.manual_seed(7)
     model = nn.Sequential(*(api.fully_shard(Block()) for _ in range(3)))
     api.fully_shard(model)
@@ -255,7 +256,7 @@ def training_after_evaluations(api: Api) -> dict[str, Any]:
 
 @scenario()
 def first_forward_in_inference_mode(api: Api) -> dict[str, Any]:
-    found: dict[str, Any] = {"found": [], "expected": []}
+    results: dict[str, Any] = {"found": [], "expected": []}
     for policy, reshard in ((None, True), (None, None), (MIXED, True)):
         options = {} if policy is None else {"mp_policy": policy}
         reference = plain() if policy is None else in_bf16(plain())
@@ -265,11 +266,11 @@ def first_forward_in_inference_mode(api: Api) -> dict[str, Any]:
         for step in range(2):
             x = batch(api.rank, step)
             loss_of(reference(x.to(reference[-1].weight.dtype))).backward()
-            found["expected"].append(average(local(reference)))
+            results["expected"].append(average(take_gradients(reference)))
             loss_of(model(x)).backward()
-            found["found"].append(grads(model))
+            results["found"].append(grads(model))
             model.zero_grad()
-    return found
+    return results
 
 
 # ---- two roots, one context (B15) ----
@@ -282,27 +283,27 @@ def two_roots(api: Api, share_first: bool) -> dict[str, Any]:
         for model in models:
             model._get_fsdp_state()._lazy_init()
     share_comm_ctx(models)
-    found: dict[str, Any] = {"found": [], "expected": []}
+    results: dict[str, Any] = {"found": [], "expected": []}
     for order in ((0, 1), (1, 0), (1, 0)):
         losses = [loss_of(model(batch(api.rank, i))) for i, model in enumerate(models)]
         for i in order:
             losses[i].backward()
-            found["found"].append(grads(models[i]))
+            results["found"].append(grads(models[i]))
             models[i].zero_grad()
             loss_of(references[i](batch(api.rank, i))).backward()
-            found["expected"].append(average(local(references[i])))
-    return found
+            results["expected"].append(average(take_gradients(references[i])))
+    return results
 
 
 @scenario()
-def two_roots_that_share_at_first(api: Api) -> dict[str, Any]:
+def two_roots_sharing_before_lazy_init(api: Api) -> dict[str, Any]:
     """B15: forwards of two roots with one context, then a backward of each."""
     return two_roots(api, True)
 
 
 @scenario()
-def two_roots_that_share_after_lazy_init(api: Api) -> dict[str, Any]:
-    """The same, where only the second root's own groups change their context."""
+def two_roots_sharing_after_lazy_init(api: Api) -> dict[str, Any]:
+    """B15 with a context that is shared after lazy init of both roots."""
     return two_roots(api, False)
 
 
@@ -310,18 +311,18 @@ def two_roots_that_share_after_lazy_init(api: Api) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def captured() -> Iterator[io.StringIO]:
+def captured_output() -> Iterator[io.StringIO]:
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         yield text
 
 
 @scenario()
-def a_refusal_is_raised_only(api: Api) -> dict[str, Any]:
-    """B13: an error is an exception, not also a page of output on every rank."""
+def assertion_of_to_sharded_dtensor(api: Api) -> dict[str, Any]:
+    """B13: an error must only raise, and not also print on every rank."""
     model = api.fully_shard(nn.Linear(DIM, 3))
     param = groups_of(model._get_fsdp_state())[0].fsdp_params[0]
-    with captured() as text:
+    with captured_output() as text:
         try:
             param.to_sharded_dtensor(torch.zeros(1, 1))
             error = ""
@@ -339,7 +340,7 @@ class CountedEvent:
 
 
 class PlainScatter:
-    """A user's own reduce-scatter."""
+    """A custom reduce-scatter of user code."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -352,9 +353,9 @@ class PlainScatter:
 
 @scenario()
 def waits_for_offloaded_gradients(api: Api) -> dict[str, Any]:
-    """B14: the copies of a group's gradients are queued on one stream: its last is waited for.
+    """B14: one stream copies all gradients of a group, so one wait for the last copy suffices.
 
-    An accelerator is needed for copies that run by themselves; here numbered events stand in.
+    Copies are asynchronous only on an accelerator; numbered events replace them here.
     """
     model = api.fully_shard(Block())
     model.set_custom_reduce_scatter(PlainScatter())
@@ -379,13 +380,13 @@ def waits_for_offloaded_gradients(api: Api) -> dict[str, Any]:
 
 
 def train_parts(api: Api, trainable: list[Callable[[nn.Module], bool]], seed: int = 7) -> Any:
-    """Steps with other parameters frozen in each; every step's gradients and their dtypes."""
+    """Freezes different parameters in each step; returns the gradients of every step."""
     master, model = plain(), shard(api, plain(), mp_policy=MIXED)
-    found: dict[str, Any] = {"found": [], "expected": []}
-    for step, wanted in enumerate(trainable):
-        for one in (master, model):
-            for part in one:
-                part.requires_grad_(wanted(part))
+    results: dict[str, Any] = {"found": [], "expected": []}
+    for step, is_trainable in enumerate(trainable):
+        for module in (master, model):
+            for part in module:
+                part.requires_grad_(is_trainable(part))
         half = in_bf16(master)
         x = batch(api.rank, step)
         if step > 0:
@@ -393,18 +394,18 @@ def train_parts(api: Api, trainable: list[Callable[[nn.Module], bool]], seed: in
             loss_of(model(x)).backward()
         else:
             model(x)
-        expected = average(local(half))
-        found["expected"].append(expected)
-        found["found"].append(grads(model))
+        expected = average(take_gradients(half))
+        results["expected"].append(expected)
+        results["found"].append(grads(model))
         step_by(master, expected)
         step_by(model, {name: p.grad for name, p in model.named_parameters()})
         model.zero_grad()
-    return found
+    return results
 
 
 @scenario()
-def frozen_at_first(api: Api) -> Any:
-    """Frozen at the first forward, trained later, computed in bf16 and reduced in fp32."""
+def frozen_in_first_forward(api: Api) -> Any:
+    """Parameters are frozen in the first forward and trained later, under mixed precision."""
 
     def none(part: nn.Module) -> bool:
         return False
@@ -419,9 +420,9 @@ def frozen_at_first(api: Api) -> Any:
 
 
 @scenario()
-def another_dtype_in_the_middle(api: Api) -> dict[str, Any]:
+def dtype_changed_between_steps(api: Api) -> dict[str, Any]:
     """model.to(dtype) between steps, with and without mixed precision."""
-    found: dict[str, Any] = {"found": [], "expected": []}
+    results: dict[str, Any] = {"found": [], "expected": []}
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32), MIXED):
         master, model = plain(), shard(api, plain(), mp_policy=policy)
         for step, dtype in enumerate((None, torch.bfloat16, None, torch.float32, torch.float64)):
@@ -436,27 +437,27 @@ def another_dtype_in_the_middle(api: Api) -> dict[str, Any]:
             loss_of(model(x)).backward()
             reduced = policy.reduce_dtype or compute
             expected = mean_in(plain_model, reduced, dtype)
-            found["expected"].append(expected)
-            found["found"].append(grads(model))
+            results["expected"].append(expected)
+            results["found"].append(grads(model))
             step_by(master, expected)
             step_by(model, {name: p.grad for name, p in model.named_parameters()})
             model.zero_grad()
-        found["expected"].append({name: p.detach() for name, p in master.named_parameters()})
-        found["found"].append(weights(model))
-    return found
+        results["expected"].append({name: p.detach() for name, p in master.named_parameters()})
+        results["found"].append(weights(model))
+    return results
 
 
-def mean_in(model: nn.Module, reduced: torch.dtype, wanted: torch.dtype) -> Gradients:
-    """Gradients averaged over the ranks in one dtype and cast to another."""
-    found: Gradients = {}
+def mean_in(model: nn.Module, reduced: torch.dtype, dtype: torch.dtype) -> Gradients:
+    """Returns the gradients averaged over the ranks in ``reduced``, cast to ``dtype``."""
+    results: Gradients = {}
     for name, param in model.named_parameters():
         if param.grad is None:
-            found[name] = None
+            results[name] = None
             continue
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, param.grad.to(reduced))
-        found[name] = (sum(everyones[1:], everyones[0]) / len(everyones)).to(wanted)
-    return found
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, param.grad.to(reduced))
+        results[name] = (sum(by_rank[1:], by_rank[0]) / len(by_rank)).to(dtype)
+    return results
 
 
 class Dtypes(nn.Module):
@@ -474,8 +475,8 @@ class Dtypes(nn.Module):
 
 @scenario()
 def several_original_dtypes(api: Api, custom: bool = False) -> dict[str, Any]:
-    """fp32 and bf16 parameters in one group: reduced in one dtype, each gradient in its own."""
-    found: dict[str, Any] = {"found": [], "expected": []}
+    """fp32 and bf16 parameters in one group: one reduce dtype, gradients in their own dtypes."""
+    results: dict[str, Any] = {"found": [], "expected": []}
     policies = (MixedPrecisionPolicy(reduce_dtype=torch.float32), MIXED)
     for policy in policies:
         torch.manual_seed(5)
@@ -487,41 +488,41 @@ def several_original_dtypes(api: Api, custom: bool = False) -> dict[str, Any]:
         model = api.fully_shard(Dtypes(), mp_policy=policy, offload_policy=offload)
         if custom:
             model.set_custom_reduce_scatter(PlainScatter())
-        wanted = {name: p.dtype for name, p in model.named_parameters()}
+        target_dtypes = {name: p.dtype for name, p in model.named_parameters()}
         for step in range(2):
             x = batch(api.rank, step)
             loss_of(reference(x)).backward()
             means = mean_in(reference, torch.float32, torch.float32)
             reference.zero_grad()
             loss_of(model(x)).backward()
-            found["expected"].append({n: g.to(wanted[n]) for n, g in means.items()})  # type: ignore[union-attr]
-            found["found"].append(grads(model))
+            results["expected"].append({n: g.to(target_dtypes[n]) for n, g in means.items()})  # type: ignore[union-attr]
+            results["found"].append(grads(model))
             model.zero_grad()
-    return found
+    return results
 
 
 @scenario()
 def several_original_dtypes_with_a_custom_reduce_scatter(api: Api) -> dict[str, Any]:
-    """The same with torch's reduction around the user's collective, and offload to the CPU."""
+    """``several_original_dtypes`` with a custom reduce-scatter and CPU offload."""
     return several_original_dtypes(api, custom=True)
 
 
 @scenario()
 def several_original_dtypes_in_accumulation(api: Api) -> dict[str, Any]:
-    """The same without synchronisation of the first microbatch."""
+    """``several_original_dtypes`` with a first microbatch without synchronization."""
     torch.manual_seed(5)
     reference = Dtypes()
     torch.manual_seed(5)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model = api.fully_shard(Dtypes(), mp_policy=policy)
-    wanted = {name: p.dtype for name, p in model.named_parameters()}
-    sums: Gradients = dict.fromkeys(wanted)
+    target_dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    sums: Gradients = dict.fromkeys(target_dtypes)
     for step in range(2):
         model.set_requires_gradient_sync(step == 1)
         loss_of(reference(batch(api.rank, step))).backward()
-        sums = added(sums, local(reference))
+        sums = add_gradients(sums, take_gradients(reference))
         loss_of(model(batch(api.rank, step))).backward()
-    expected = {n: g.to(wanted[n]) for n, g in average(sums).items() if g is not None}
+    expected = {n: g.to(target_dtypes[n]) for n, g in average(sums).items() if g is not None}
     return {"found": grads(model), "expected": expected}
 
 
@@ -532,17 +533,17 @@ def several_original_dtypes_in_accumulation(api: Api) -> dict[str, Any]:
 def offload_without_an_accelerator(api: Api) -> dict[str, Any]:
     reference = plain()
     model = shard(api, plain(), offload_policy=CPUOffloadPolicy())
-    found: dict[str, Any] = {"found": [], "expected": []}
+    results: dict[str, Any] = {"found": [], "expected": []}
     for step in range(2):
         loss_of(reference(batch(api.rank, step))).backward()
-        expected = average(local(reference))
+        expected = average(take_gradients(reference))
         loss_of(model(batch(api.rank, step))).backward()
-        found["found"].append(grads(model))
-        found["expected"].append(expected)
+        results["found"].append(grads(model))
+        results["expected"].append(expected)
         step_by(reference, expected)
         step_by(model, {name: p.grad for name, p in model.named_parameters()})
         model.zero_grad()
-    return found
+    return results
 
 
 # ---- reset ----
@@ -550,8 +551,8 @@ def offload_without_an_accelerator(api: Api) -> dict[str, Any]:
 
 @scenario()
 def reset_in_accumulation(api: Api) -> dict[str, Any]:
-    """A microbatch without synchronisation, a failure, a reset: nothing of it may be left."""
-    found: dict[str, Any] = {"found": [], "expected": []}
+    """A reset after a failure must drop the gradients of a microbatch without sync."""
+    results: dict[str, Any] = {"found": [], "expected": []}
     for options in ({}, {"mp_policy": MIXED}):
         reference = in_bf16(plain()) if options else plain()
         model = shard(api, plain(), **options)
@@ -568,9 +569,9 @@ def reset_in_accumulation(api: Api) -> dict[str, Any]:
         x = batch(api.rank, 9)
         loss_of(reference(x.to(reference[-1].weight.dtype))).backward()
         loss_of(model(x)).backward()
-        found["found"].append(grads(model))
-        found["expected"].append(average(local(reference)))
-    return found
+        results["found"].append(grads(model))
+        results["expected"].append(average(take_gradients(reference)))
+    return results
 
 
 class Recomputed(nn.Sequential):
@@ -583,12 +584,12 @@ class Recomputed(nn.Sequential):
 
 @scenario()
 def reentrant_checkpoints_of_two_forwards(api: Api) -> dict[str, Any]:
-    """Two forwards, one backward through both, a step: the next forward has the new weights."""
+    """After two forwards, one backward and a step, the next forward must use new weights."""
     models = [shard(api, Recomputed(*plain())) for _ in range(2)]
-    model, fresh = models
+    model, reloaded = models
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model(batch(api.rank, 0)) + model(batch(api.rank, 1))).backward()
     optimizer.step()
-    found = model(batch(api.rank, 2)).detach()
-    fresh.load_state_dict(model.state_dict())
-    return {"found": found, "expected": fresh(batch(api.rank, 2)).detach()}
+    results = model(batch(api.rank, 2)).detach()
+    reloaded.load_state_dict(model.state_dict())
+    return {"found": results, "expected": reloaded(batch(api.rank, 2)).detach()}

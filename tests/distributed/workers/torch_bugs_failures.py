@@ -1,4 +1,4 @@
-"""What stock FSDP2 gets wrong after a backward that has raised, where nobody resets anything."""
+"""Scenarios of bugs of torch's FSDP2 after a backward that raised, without a reset."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behaviour import Api, batch, grads, plain, scenario, shard
-from stock_bugs import MIXED, average, in_bf16, local, loss_of
 from torch.utils.checkpoint import checkpoint
+from torch_bugs import MIXED, average, in_bf16, loss_of, take_gradients
 
 
 class Trap:
-    """Raises in backward, behind the second block, while it is set."""
+    """Raises in backward of the second block while ``is_set``."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self.is_set = False
-        model[1].register_forward_hook(self.watch)
+        model[1].register_forward_hook(self.add_hook)
 
-    def watch(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    def add_hook(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(self.spring)
+            output.register_hook(self.raise_if_set)
 
-    def spring(self, grad: torch.Tensor) -> None:
+    def raise_if_set(self, grad: torch.Tensor) -> None:
         if self.is_set:
             raise MemoryError("no memory for a gradient")
 
 
 class Recomputing(nn.Module):
-    """A block whose forward runs again in backward."""
+    """A block whose forward is recomputed in backward."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ def recomputing(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-def skipped(model: nn.Sequential, trap: Trap, x: torch.Tensor) -> None:
-    """What training loops do with a batch that there is no memory for."""
+def skip_batch(model: nn.Sequential, trap: Trap, x: torch.Tensor) -> None:
+    """Skips a batch whose backward raises MemoryError, as training loops do."""
     trap.is_set = True
     try:
         loss_of(model(x)).backward()
@@ -55,52 +55,52 @@ def skipped(model: nn.Sequential, trap: Trap, x: torch.Tensor) -> None:
 
 
 def after_a_failure(api: Api, model: nn.Sequential, reference: nn.Sequential) -> dict[str, Any]:
-    """Gradients of a step, and of two after a batch that was left out."""
-    found: dict[str, Any] = {"found": [], "expected": []}
+    """Returns the gradients of one step, and of two steps after a skipped batch."""
+    results: dict[str, Any] = {"found": [], "expected": []}
     trap = Trap(model)
     for step in range(3):
         if step == 1:
-            skipped(model, trap, batch(api.rank, 10))
+            skip_batch(model, trap, batch(api.rank, 10))
         x = batch(api.rank, step)
         loss_of(reference(x.to(reference[-1].weight.dtype))).backward()
         loss_of(model(x)).backward()
-        found["found"].append(grads(model))
-        found["expected"].append(average(local(reference)))
+        results["found"].append(grads(model))
+        results["expected"].append(average(take_gradients(reference)))
         model.zero_grad()
-    return found
+    return results
 
 
 @scenario()
-def batch_left_out(api: Api) -> dict[str, Any]:
+def batch_skipped(api: Api) -> dict[str, Any]:
     return after_a_failure(api, shard(api, plain()), plain())
 
 
 @scenario()
-def batch_left_out_in_mixed_precision(api: Api) -> dict[str, Any]:
+def batch_skipped_in_mixed_precision(api: Api) -> dict[str, Any]:
     return after_a_failure(api, shard(api, plain(), mp_policy=MIXED), in_bf16(plain()))
 
 
 @scenario()
-def batch_left_out_where_nothing_is_resharded(api: Api) -> dict[str, Any]:
+def batch_skipped_without_reshard(api: Api) -> dict[str, Any]:
     return after_a_failure(api, shard(api, plain(), reshard_after_forward=False), plain())
 
 
 @scenario()
-def batch_left_out_where_forward_runs_again(api: Api) -> dict[str, Any]:
+def batch_skipped_with_recomputation(api: Api) -> dict[str, Any]:
     model = shard(api, recomputing(plain()))
     return after_a_failure(api, model, recomputing(plain()))
 
 
 @scenario()
-def batch_left_out_before_an_evaluation(api: Api) -> dict[str, Any]:
-    """No forward with gradients comes between."""
+def batch_skipped_before_an_evaluation(api: Api) -> dict[str, Any]:
+    """The first forward after the failure is an evaluation."""
     model, reference = shard(api, plain()), plain()
     loss_of(model(batch(api.rank, 0))).backward()
     model.zero_grad()
-    skipped(model, Trap(model), batch(api.rank, 10))
+    skip_batch(model, Trap(model), batch(api.rank, 10))
     with torch.no_grad():
         outputs = model(batch(api.rank, 1)), reference(batch(api.rank, 1))
-    again = after_a_failure(api, model, reference)
-    again["found"].append(outputs[0])
-    again["expected"].append(outputs[1])
-    return again
+    later_steps = after_a_failure(api, model, reference)
+    later_steps["found"].append(outputs[0])
+    later_steps["expected"].append(outputs[1])
+    return later_steps

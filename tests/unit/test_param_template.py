@@ -1,4 +1,4 @@
-"""Parameters that are made after one like them are what the constructor would have made."""
+"""Parameters copied from a cached template equal those of the constructor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hsdp() -> dict[str, Any]:
     return {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
 
 
-def cut_columns() -> dict[str, Any]:
+def shard_columns() -> dict[str, Any]:
     return {
         "shard_placement_fn": lambda param: (
             Shard(1) if param.ndim == 2 and len(param) == 16 else None
@@ -37,7 +37,7 @@ def cut_columns() -> dict[str, Any]:
 SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "hsdp": hsdp,
-    "columns": cut_columns,
+    "columns": shard_columns,
     "bf16": lambda: {"mp_policy": BF16},
     "offload": lambda: {"offload_policy": CPUOffloadPolicy()},
     "stays": lambda: {"reshard_after_forward": False},
@@ -46,7 +46,7 @@ SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def model(device: str = "cpu") -> nn.Module:
-    """Layers of one kind, one of them frozen, one with an attribute, and an empty shard."""
+    """Returns equal layers: one is frozen, one has an attribute; the last two have few rows."""
     torch.manual_seed(0)
     layers = [nn.Linear(24, 16, device=device) for _ in range(4)]
     layers[1].weight.requires_grad_(False)
@@ -59,8 +59,8 @@ def params_of(module: Any) -> list[Any]:
     return list(module._get_fsdp_state()._fsdp_param_groups[0].fsdp_params)
 
 
-def constructed(monkeypatch: pytest.MonkeyPatch, make: Callable[[], list[Any]]) -> list[Any]:
-    """The same by the constructor alone."""
+def make_without_cache(monkeypatch: pytest.MonkeyPatch, make: Callable[[], list[Any]]) -> list[Any]:
+    """Returns the result of ``make`` with the template cache disabled."""
     with monkeypatch.context() as patch:
         patch.setattr(alike, "is_constructed_as_usual", lambda: False)
         return make()
@@ -75,23 +75,23 @@ def tensor_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def facts(param: Any) -> dict[str, Any]:
-    """All that a parameter has noted, but for what tells objects apart."""
+    """Returns the attributes of a parameter, with types in place of objects of its own."""
     own = {name: value for name, value in vars(param).items() if name not in ("_kind", "_group")}
     for name in ("_module_info", "_orig_param_uid", "_adopted", "_post_load_hook_handle"):
         own[name] = type(own[name])
-    for name in ("mesh_info", "post_forward_mesh_info"):  # each call makes its own
+    for name in ("mesh_info", "post_forward_mesh_info"):  # each call creates a new object
         own[name] = type(own[name]).__name__
     own |= {name: getattr(param, name) for name in CORE}
-    local, row = param.sharded_param._local_tensor, param._sharded_param_data
-    shares = (local.untyped_storage()._cdata == row.untyped_storage()._cdata, local._version)
+    local, shard_data = param.sharded_param._local_tensor, param._sharded_param_data
+    shares = (local.untyped_storage()._cdata == shard_data.untyped_storage()._cdata, local._version)
     attributes = {k: v for k, v in vars(param.sharded_param).items() if k != "_fsdp_orig_uid"}
-    tensors = (tensor_facts(param.sharded_param), tensor_facts(row))
+    tensors = (tensor_facts(param.sharded_param), tensor_facts(shard_data))
     return own | {"shares": shares, "tensors": tensors, "attributes": attributes}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_they_are_what_the_constructor_makes(
+def test_params_from_a_template_equal_constructed_ones(
     setting: str, device: str, fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = SETTINGS[setting]()
@@ -99,24 +99,28 @@ def test_they_are_what_the_constructor_makes(
     def make() -> list[Any]:
         return params_of(fully_shard(model(device), **arguments))
 
-    for found, expected in zip(make(), constructed(monkeypatch, make), strict=True):
-        assert facts(found) == facts(expected)
-        assert found._adopted is found.sharded_param._local_tensor
-        assert list(vars(found.sharded_param)) == list(vars(expected.sharded_param))
+    for param, expected in zip(make(), make_without_cache(monkeypatch, make), strict=True):
+        assert facts(param) == facts(expected)
+        assert param._adopted is param.sharded_param._local_tensor
+        assert list(vars(param.sharded_param)) == list(vars(expected.sharded_param))
 
 
-def test_replicas_are_too(fake_group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicated_params_from_a_template_equal_constructed_ones(
+    fake_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def make() -> list[Any]:
         return params_of(replicate(model()))
 
-    for found, expected in zip(make(), constructed(monkeypatch, make), strict=True):
-        assert facts(found) == facts(expected)
+    for param, expected in zip(make(), make_without_cache(monkeypatch, make), strict=True):
+        assert facts(param) == facts(expected)
 
 
-def test_most_are_made_so(fake_group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_params_are_constructed_once_per_template(
+    fake_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = count_constructed(monkeypatch)
     sharded = fully_shard(model())
-    assert len(made) == 3  # weight, bias, the few rows
+    assert len(made) == 3  # one each for the weights, the biases and the layers of few rows
     fully_shard(model(), mp_policy=BF16)
     assert len(made) == 6
     fully_shard(model())
@@ -136,15 +140,15 @@ def count_constructed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["init_dtype_attrs", "to_sharded_dtensor", "_init_extensions"])
-def test_patched_parts_are_called_for_each(
+def test_patched_param_method_is_called_for_each_parameter(
     name: str, fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[Any] = []
-    stock = getattr(FSDPParam, name)
+    original = getattr(FSDPParam, name)
 
     def patched(self: Any, *args: Any) -> Any:
         called.append(self)
-        return stock(self, *args)
+        return original(self, *args)
 
     monkeypatch.setattr(FSDPParam, name, patched)
     params = params_of(fully_shard(model()))
@@ -152,7 +156,7 @@ def test_patched_parts_are_called_for_each(
 
 
 @pytest.mark.parametrize("kind", ["subclass", "function"])
-def test_what_is_special_is_constructed(
+def test_subclass_or_dtype_override_disables_the_template(
     kind: str, fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Special(nn.Parameter):
@@ -172,7 +176,7 @@ def test_what_is_special_is_constructed(
     assert len(made) == 3
 
 
-def test_kinds_end_with_their_parameters(fake_group: int) -> None:
+def test_templates_are_freed_with_their_parameters(fake_group: int) -> None:
     gc.collect()
     before = len(alike._kinds)
     sharded = fully_shard(nn.Linear(40, 24))
@@ -182,7 +186,7 @@ def test_kinds_end_with_their_parameters(fake_group: int) -> None:
     assert len(alike._kinds) == before
 
 
-def test_a_tensor_is_cut_once(fake_group: int) -> None:
+def test_second_cut_of_a_param_raises(fake_group: int) -> None:
     (param,) = params_of(fully_shard(nn.Linear(8, 8, bias=False)))
     with pytest.raises(RuntimeError, match="cut once"):
         param._cut(torch.zeros(8, 8), 0)

@@ -1,4 +1,4 @@
-"""The rules of the house: who may include what, what the module exports, how long a file gets."""
+"""Rules for the sources: allowed includes, exported symbols, file lengths, build flags."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ MAX_LINES = 600
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.M)
 NVCC_ONLY = re.compile(r"^#ifdef __CUDACC__$(?:\n(?!#if|#el).*)*?\n#endif$", re.M)
-# torch/torch_abi.h is ours, and is the one file below torch/ that others may name.
+# torch/torch_abi.h belongs to fsdp_c. Other layers may include it, and no other file of torch/.
 TORCH_INCLUDE = re.compile(r"^(?:\.\./)*(?:torch|ATen|c10|caffe2)/(?!torch_abi\.h$)")
 PYTHON_INCLUDE = re.compile(r"^(?:Python|structmember|frameobject|pybind11/.*|cpython/.*)(?:\.h)?$")
 CUDA_INCLUDE = re.compile(r"^(?:cuda|cub|thrust|nccl|cooperative_groups).*")
 
 
-def tool(*command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a compiler or a tool of binutils in the repository; the caller looks at the result."""
+def run_tool(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a compiler or a tool of binutils in the repository; the caller checks the result."""
     return subprocess.run(command, cwd=ROOT, env=TOOL_ENV, capture_output=True, text=True)
 
 
 def sources(*folders: str) -> list[Path]:
-    """All C, C++ and CUDA files below the folders of csrc."""
+    """Returns all C, C++ and CUDA files in the given folders of csrc."""
     found = [p for f in folders for p in sorted((CSRC / f).rglob("*")) if p.suffix in C_SUFFIXES]
-    assert found, f"no sources in {folders}: the guard would guard nothing"
+    assert found, f"no sources in {folders}: the test would check nothing"
     return found
 
 
 def includes(path: Path) -> list[str]:
-    """What `path` names in its #include lines."""
+    """Returns the names in the #include lines of `path`."""
     return INCLUDE.findall(path.read_text())
 
 
-def offenders(paths: list[Path], forbidden: re.Pattern[str]) -> list[str]:
-    """`file: include` for every include that matches `forbidden`."""
+def find_includes(paths: list[Path], forbidden: re.Pattern[str]) -> list[str]:
+    """Returns `file: include` for every include that matches `forbidden`."""
     return [
         f"{path.relative_to(ROOT)}: {name}"
         for path in paths
@@ -78,32 +78,32 @@ def relative(path: Path) -> str:
     [*(p for p in sources("core", "kernels") if p.suffix == ".h"), CSRC / "torch/torch_abi.h"],
     ids=relative,
 )
-def test_header_is_c11_and_includes_what_it_uses(header: Path, tmp_path: Path) -> None:
+def test_header_compiles_alone_as_c11(header: Path, tmp_path: Path) -> None:
     unit = tmp_path / "alone.c"
-    # Twice: the second time must be empty. The typedef is there because an empty unit is not ISO C.
+    # The second include checks the include guard. ISO C requires a declaration, hence the typedef.
     unit.write_text(f'#include "{header}"\n#include "{header}"\ntypedef int fc_alone;\n')
-    done = tool("gcc", *C_FLAGS, str(unit))
+    done = run_tool("gcc", *C_FLAGS, str(unit))
     assert done.returncode == 0, done.stderr
 
 
-# ---- who includes what ---------------------------------------------------------------------------
+# ---- allowed includes ----------------------------------------------------------------------------
 
 
-def test_only_the_bridge_sees_torch() -> None:
-    assert offenders(sources("core", "kernels", "python"), TORCH_INCLUDE) == []
-    # ... and in it only the .cpp files: its header is C, for everybody.
-    assert offenders([CSRC / "torch/torch_abi.h"], TORCH_INCLUDE) == []
+def test_only_the_bridge_includes_torch() -> None:
+    assert find_includes(sources("core", "kernels", "python"), TORCH_INCLUDE) == []
+    # Only the .cpp files of the bridge include torch. torch_abi.h is C, so every layer can use it.
+    assert find_includes([CSRC / "torch/torch_abi.h"], TORCH_INCLUDE) == []
 
 
-def test_only_the_binding_and_the_bridge_see_python() -> None:
-    assert offenders(sources("core", "kernels"), PYTHON_INCLUDE) == []
-    assert offenders([CSRC / "torch/torch_abi.h"], PYTHON_INCLUDE) == []
+def test_only_csrc_python_and_the_bridge_include_python() -> None:
+    assert find_includes(sources("core", "kernels"), PYTHON_INCLUDE) == []
+    assert find_includes([CSRC / "torch/torch_abi.h"], PYTHON_INCLUDE) == []
 
 
-def test_the_core_knows_of_other_layers_only_their_c_headers() -> None:
+def test_core_includes_only_c_headers_of_other_layers() -> None:
     own = {p.name for p in sources("core")}
     standard = re.compile(r"^[a-z0-9_]+\.h$|^sys/")  # <stdint.h> and the like
-    strangers = [
+    unexpected = [
         f"{relative(path)}: {name}"
         for path in sources("core")
         for name in includes(path)
@@ -112,30 +112,32 @@ def test_the_core_knows_of_other_layers_only_their_c_headers() -> None:
         and not re.fullmatch(r"(?:\.\./)?(?:torch/torch_abi|kernels/kernels)\.h", name)
         and not standard.search(name)
     ]
-    assert strangers == []
+    assert unexpected == []
 
 
-def test_nothing_below_the_binding_includes_it() -> None:
-    assert offenders(sources("core", "kernels", "torch"), re.compile(r"^(?:\.\./)?python/")) == []
+def test_lower_layers_do_not_include_csrc_python() -> None:
+    assert (
+        find_includes(sources("core", "kernels", "torch"), re.compile(r"^(?:\.\./)?python/")) == []
+    )
 
 
-def test_only_nvcc_sees_cuda_headers() -> None:
-    seen = [
+def test_only_cuda_sources_include_cuda_headers() -> None:
+    unexpected = [
         f"{relative(path)}: {name}"
         for path in sources(".")
         if path.suffix not in (".cu", ".cuh")
         for name in INCLUDE.findall(re.sub(NVCC_ONLY, "", path.read_text()))
         if CUDA_INCLUDE.search(name)
     ]
-    assert seen == []
+    assert unexpected == []
 
 
-def test_cuda_kernels_are_free_of_torch_and_python() -> None:
+def test_cuda_kernels_include_neither_torch_nor_python() -> None:
     kernels = [CSRC / "kernels/kernels_cuda.cu"]
-    assert offenders(kernels, TORCH_INCLUDE) + offenders(kernels, PYTHON_INCLUDE) == []
+    assert find_includes(kernels, TORCH_INCLUDE) + find_includes(kernels, PYTHON_INCLUDE) == []
 
 
-def test_the_patterns_catch_what_they_are_for() -> None:
+def test_include_patterns_match_headers_of_their_libraries() -> None:
     for name in (
         "torch/extension.h",
         "ATen/ATen.h",
@@ -164,25 +166,25 @@ def extension() -> Path:
 
 def dynamic_symbols(*options: str) -> list[list[str]]:
     """Lines of `nm -D` on the extension: [address,] kind, name."""
-    nm = tool("nm", "-D", *options, str(extension()))
+    nm = run_tool("nm", "-D", *options, str(extension()))
     assert nm.returncode == 0, nm.stderr
     return [line.split() for line in nm.stdout.splitlines()]
 
 
-def test_only_the_entry_point_is_exported() -> None:
+def test_extension_exports_only_its_init_function() -> None:
     assert [(kind, name) for _, kind, name in dynamic_symbols("--defined-only")] == [
         ("T", "PyInit__C")
     ]
 
 
-def test_nothing_of_ours_is_left_undefined() -> None:
+def test_extension_defines_all_fsdp_c_symbols() -> None:
     undefined = [line[-1] for line in dynamic_symbols("--undefined-only")]
-    assert "PyModuleDef_Init" in undefined, "nm shows nothing: the guard would guard nothing"
+    assert "PyModuleDef_Init" in undefined, "nm lists no symbols: the test would check nothing"
     assert [name for name in undefined if re.match(r"(?:fct?|fck|fcpy|shm_ring)_", name)] == []
 
 
-def test_the_module_is_not_tied_to_one_copy_of_python_or_torch() -> None:
-    dynamic = tool("readelf", "-d", str(extension())).stdout
+def test_extension_has_no_rpath_and_does_not_link_libpython() -> None:
+    dynamic = run_tool("readelf", "-d", str(extension())).stdout
     assert "libtorch_python.so" in dynamic  # the bridge needs it; import torch has loaded it
     assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
     assert "libpython" not in dynamic
@@ -191,25 +193,29 @@ def test_the_module_is_not_tied_to_one_copy_of_python_or_torch() -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def written_files() -> list[Path]:
-    """The files people wrote: sources, tests, tools."""
+def all_sources() -> list[Path]:
+    """Returns all files written by hand: sources, tests, tools."""
     folders = ("csrc", "fsdp_c", "tests", "benchmarks", "examples")
     suffixes = C_SUFFIXES | {".py", ".pyi"}
     found = [p for f in folders for p in sorted((ROOT / f).rglob("*")) if p.suffix in suffixes]
     return [*found, ROOT / "setup.py"]
 
 
-def test_no_file_outgrows_a_reader() -> None:
-    lengths = {relative(p): len(p.read_text().splitlines()) for p in written_files()}
+def test_source_files_have_at_most_max_lines() -> None:
+    lengths = {relative(p): len(p.read_text().splitlines()) for p in all_sources()}
     assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
 
 
-@pytest.mark.parametrize("path", sources("core", "kernels", "python", "torch", "transport"), ids=relative)
-def test_a_c_file_opens_with_what_it_is_for(path: Path) -> None:
-    assert re.match(r"/[*/]", path.read_text()), "open with a paragraph: what it owns, and how"
+@pytest.mark.parametrize(
+    "path", sources("core", "kernels", "python", "torch", "transport"), ids=relative
+)
+def test_c_file_begins_with_a_comment(path: Path) -> None:
+    assert re.match(r"/[*/]", path.read_text()), (
+        "begin the file with a comment: what it owns, and its invariants"
+    )
 
 
-def test_the_commands_of_the_readme_exist() -> None:
+def test_make_targets_named_in_readme_exist() -> None:
     readme = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
     named = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(re.findall(r"`[^`]+`", readme))))
@@ -218,7 +224,7 @@ def test_the_commands_of_the_readme_exist() -> None:
     assert named <= targets
 
 
-def test_setup_and_the_c_tests_share_one_list_of_warnings() -> None:
+def test_setup_and_c_tests_use_the_same_warning_flags() -> None:
     wanted = {flag for flag in C_FLAGS if flag.startswith("-W")}
     for path in (ROOT / "setup.py", ROOT / "tests/c/Makefile"):
         assert wanted <= set(re.findall(r"-W[\w+-]+", path.read_text())), relative(path)
@@ -228,7 +234,7 @@ def test_setup_and_the_c_tests_share_one_list_of_warnings() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_the_cuda_kernels_compile() -> None:
-    done = tool("make", "cuda-check")
+def test_cuda_kernels_compile() -> None:
+    done = run_tool("make", "cuda-check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kernels_cuda.cu compiles" in done.stdout

@@ -1,4 +1,4 @@
-"""What torch 2.15 adds to FSDP2, as scenarios for ours on earlier releases."""
+"""Scenarios of the methods that torch 2.15 adds to FSDP2; fsdp_c has them on earlier releases."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behaviour import DIM, Api, batch, grads, plain, scenario, shard
-from double_backward import Collectives, held
-from stock_bugs import average, loss_of
+from double_backward import Collectives, unsharded_bytes
 from torch.distributed.device_mesh import init_device_mesh
+from torch_bugs import average, loss_of
 
 from fsdp_c import GradientReductionHandle, MixedPrecisionPolicy
 
 Found = dict[str, Any]
 
 
-def message(call: Callable[[], Any]) -> str:
+def error_message(call: Callable[[], Any]) -> str:
     try:
         call()
     except (RuntimeError, ValueError) as error:
@@ -27,7 +27,7 @@ def message(call: Callable[[], Any]) -> str:
 
 
 def addresses(model: nn.Module) -> list[int]:
-    """Where the unsharded parameters of all units are."""
+    """Returns the addresses of the unsharded parameters of all units."""
     return [
         param._unsharded_param.data_ptr()
         for module in model.modules()
@@ -38,42 +38,45 @@ def addresses(model: nn.Module) -> list[int]:
 
 
 def two_steps(model: nn.Module, rank: int) -> list[Any]:
-    """Two ordinary steps: losses and gradients."""
-    seen: list[Any] = []
+    """Returns losses and gradients of two ordinary steps."""
+    record: list[Any] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         loss = loss_of(model(batch(rank, step)))
         loss.backward()
-        seen += [loss.item(), grads(model)]
+        record += [loss.item(), grads(model)]
         optimizer.step()
         optimizer.zero_grad()
-    return seen
+    return record
 
 
-# ---- storage that is kept ----
+# ---- set_keep_unsharded_storage ----
 
 
 @scenario()
 def kept_storage(api: Api) -> Found:
     model = shard(api, plain())
     model.set_keep_unsharded_storage(True)
-    found = []
-    where: list[list[int]] = []
+    results = []
+    addresses_by_step: list[list[int]] = []
     for step in range(3):
-        found += two_steps(model, api.rank)
-        where.append(addresses(model))
-        junk = [torch.empty(64 * (step + i)) for i in range(16)]  # whoever freed it would lose it
+        results += two_steps(model, api.rank)
+        addresses_by_step.append(addresses(model))
+        junk = [
+            torch.empty(64 * (step + i)) for i in range(16)
+        ]  # would reuse memory that was freed
         del junk
-    kept = held(model)
+    kept = unsharded_bytes(model)
     model.set_keep_unsharded_storage(False)
     other = shard(api, plain())
     return {
-        "found": found,
-        "expected": [seen for _ in range(3) for seen in two_steps(other, api.rank)],
-        "stays": where[0] == where[1] == where[2] and 0 not in where[0],
+        "found": results,
+        "expected": [record for _ in range(3) for record in two_steps(other, api.rank)],
+        "stays": addresses_by_step[0] == addresses_by_step[1] == addresses_by_step[2]
+        and 0 not in addresses_by_step[0],
         "kept": kept,
-        "freed": held(model),
-        "others": held(other),
+        "freed": unsharded_bytes(model),
+        "others": unsharded_bytes(other),
     }
 
 
@@ -82,7 +85,10 @@ def kept_storage_of_one_unit(api: Api) -> Found:
     model = shard(api, plain())
     model[0].set_keep_unsharded_storage(True, recurse=False)
     two_steps(model, api.rank)
-    return {"first": held(model[0]) > 0, "rest": held(model) == held(model[0])}
+    return {
+        "first": unsharded_bytes(model[0]) > 0,
+        "rest": unsharded_bytes(model) == unsharded_bytes(model[0]),
+    }
 
 
 # ---- manual finalization ----
@@ -97,10 +103,10 @@ def reference(rank: int, steps: int) -> dict[str, Any]:
 
 @scenario()
 def deferred_reductions(api: Api) -> Found:
-    """Microbatches without synchronisation, then one finalization; twice."""
+    """Twice: microbatches without gradient synchronization, then one finalization."""
     model = shard(api, plain())
     model.set_manual_backward_finalization(True)
-    found, counts = [], []
+    results, counts = [], []
     for async_op in (False, True):
         model.set_requires_gradient_sync(False)
         with Collectives() as before:
@@ -113,37 +119,37 @@ def deferred_reductions(api: Api) -> Found:
                 assert isinstance(handle, GradientReductionHandle)
                 handle.wait()
                 handle.wait()
-        counts.append([part.seen["_reduce_scatter_base_"] for part in (before, after)])
-        found.append(grads(model))
+        counts.append([part.counts["_reduce_scatter_base_"] for part in (before, after)])
+        results.append(grads(model))
         model.zero_grad()
-    right = reference(api.rank, 2)
+    expected = reference(api.rank, 2)
     return {
-        "found": found,
-        "expected": [right, right],
+        "found": results,
+        "expected": [expected, expected],
         "counts": counts,
         "handle": handle is None,
-        "held": held(model),
+        "held": unsharded_bytes(model),
     }
 
 
 @scenario()
-def synchronised_backwards_are_not_reduced_again(api: Api) -> Found:
+def synchronized_backwards_are_not_reduced_again(api: Api) -> Found:
     model = shard(api, plain())
     model.set_manual_backward_finalization(True)
     with Collectives() as mode:
         loss_of(model(batch(api.rank))).backward()
-        before = mode.seen["_reduce_scatter_base_"]
+        before = mode.counts["_reduce_scatter_base_"]
         model.finalize_backward()
     return {
         "found": grads(model),
         "expected": reference(api.rank, 1),
-        "counts": [before, mode.seen["_reduce_scatter_base_"]],
+        "counts": [before, mode.counts["_reduce_scatter_base_"]],
         "in flight": model._get_fsdp_state()._comm_ctx.reductions_in_flight,
     }
 
 
 @scenario()
-def microbatches_that_are_reduced_one_by_one(api: Api) -> Found:
+def microbatches_reduced_separately(api: Api) -> Found:
     model = shard(api, plain())
     model.set_manual_backward_finalization(True)
     for step in range(3):
@@ -153,7 +159,7 @@ def microbatches_that_are_reduced_one_by_one(api: Api) -> Found:
 
 
 @scenario()
-def units_that_do_not_reduce_keep_their_gradients(api: Api) -> Found:
+def units_without_sync_keep_gradients(api: Api) -> Found:
     model = shard(api, plain())
     model.set_manual_backward_finalization(True)
     model.set_requires_gradient_sync(False)
@@ -168,30 +174,30 @@ def units_that_do_not_reduce_keep_their_gradients(api: Api) -> Found:
 
 
 @scenario()
-def finalization_is_refused(api: Api) -> Found:
+def invalid_finalizations(api: Api) -> Found:
     model = shard(api, plain())
     loss_of(model(batch(api.rank))).backward()
-    found = {
-        "automatic": message(model.finalize_backward),
-        "below": message(lambda: model[0].set_manual_backward_finalization(True)),
+    results = {
+        "automatic": error_message(model.finalize_backward),
+        "below": error_message(lambda: model[0].set_manual_backward_finalization(True)),
     }
     x = batch(api.rank).requires_grad_()
     output = model(x)
 
     def change(grad: torch.Tensor) -> None:
-        found["running"] = message(lambda: model.set_manual_backward_finalization(True))
+        results["running"] = error_message(lambda: model.set_manual_backward_finalization(True))
 
     x.register_hook(change)
     loss_of(output).backward()
     model.set_manual_backward_finalization(True)
-    found["below, manual"] = message(model[0].finalize_backward)
+    results["below, manual"] = error_message(model[0].finalize_backward)
     loss_of(model(batch(api.rank))).backward()
     handle = model.finalize_backward(async_op=True)
-    found["pending"] = message(model.finalize_backward)
-    found["pending mode"] = message(lambda: model.set_manual_backward_finalization(False))
+    results["pending"] = error_message(model.finalize_backward)
+    results["pending mode"] = error_message(lambda: model.set_manual_backward_finalization(False))
     handle.wait()
-    found["afterwards"] = message(lambda: model.set_manual_backward_finalization(False))
-    return found
+    results["afterwards"] = error_message(lambda: model.set_manual_backward_finalization(False))
+    return results
 
 
 @scenario()
@@ -215,7 +221,7 @@ def finalization_with_replicas(api: Api) -> Found:
     model.set_manual_backward_finalization(True)
     model.set_requires_all_reduce(False)
     loss_of(model(batch(api.rank))).backward()
-    refused = message(model.finalize_backward)
+    refused = error_message(model.finalize_backward)
     model.set_requires_all_reduce(True)
     model.finalize_backward()
     return {"refused": refused, "found": grads(model), "expected": reference(api.rank, 1)}
@@ -224,8 +230,8 @@ def finalization_with_replicas(api: Api) -> Found:
 # ---- compute dtypes of single parameters ----
 
 
-class Seen(nn.Module):
-    """Notes the dtypes that its parameters compute in, and multiplies in each one's own."""
+class DtypeRecorder(nn.Module):
+    """Records the compute dtypes of its parameters, and multiplies each in its own dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,9 +244,9 @@ class Seen(nn.Module):
         return (self.linear(x) * self.scale).to(x.dtype)
 
 
-def seen_model() -> Seen:
+def dtype_recorder() -> DtypeRecorder:
     torch.manual_seed(7)
-    return Seen()
+    return DtypeRecorder()
 
 
 def one_dimensional(param: nn.Parameter) -> torch.dtype | None:
@@ -248,30 +254,30 @@ def one_dimensional(param: nn.Parameter) -> torch.dtype | None:
 
 
 @scenario()
-def dtypes_of_single_parameters(api: Api) -> Found:
+def dtype_overrides_of_single_parameters(api: Api) -> Found:
     calls: Counter[int] = Counter()
 
     def override(param: nn.Parameter) -> torch.dtype | None:
         calls[param.ndim] += 1
         return one_dimensional(param)
 
-    found, expected = [], []
+    results, expected = [], []
     for reduce_dtype, steps in ((None, 1), (None, 2), (torch.float32, 1), (torch.bfloat16, 1)):
         policy = MixedPrecisionPolicy(
             torch.bfloat16, reduce_dtype, param_dtype_override_fn=override
         )
-        model, plain_model = api.fully_shard(seen_model(), mp_policy=policy), seen_model()
+        model, plain_model = api.fully_shard(dtype_recorder(), mp_policy=policy), dtype_recorder()
         plain_model.linear.to(torch.bfloat16)
         for step in range(steps):
             model.set_requires_gradient_sync(step + 1 == steps)
             loss_of(model(batch(api.rank, step))).backward()
             loss_of(plain_model(batch(api.rank, step).bfloat16())).backward()
-        wire = reduce_dtype or torch.float32  # the widest
+        wire = reduce_dtype or torch.float32  # the widest compute dtype
         local = {name: param.grad.to(wire) for name, param in plain_model.named_parameters()}
-        found.append(grads(model))
+        results.append(grads(model))
         expected.append({name: grad.float() for name, grad in average(local).items()})
     return {
-        "found": found,
+        "found": results,
         "expected": expected,
         "dtypes": model.dtypes,
         "calls": dict(calls),
@@ -279,12 +285,12 @@ def dtypes_of_single_parameters(api: Api) -> Found:
 
 
 @scenario()
-def dtypes_that_are_refused(api: Api) -> Found:
-    def shard_with(wanted: Any) -> str:
-        policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: wanted)
-        model = seen_model()
-        text = message(lambda: api.fully_shard(model, mp_policy=policy))
-        assert type(model) is Seen and type(model.scale) is nn.Parameter
+def invalid_dtype_overrides(api: Api) -> Found:
+    def shard_with(dtype: Any) -> str:
+        policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: dtype)
+        model = dtype_recorder()
+        text = error_message(lambda: api.fully_shard(model, mp_policy=policy))
+        assert type(model) is DtypeRecorder and type(model.scale) is nn.Parameter
         return text
 
     return {"other": shard_with(torch.float64), "none": shard_with("float32")}

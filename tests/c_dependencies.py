@@ -1,0 +1,154 @@
+"""Dependencies between the C modules of one folder of csrc: includes, calls, layers and cycles.
+
+A module is a source file with its header. ``python tests/c_dependencies.py`` prints the upward
+dependencies and the cycles of ``csrc/core`` and ``csrc/python``, and the size of ``fc_group``.
+``tests/unit/test_c_layers.py`` asserts that no dependency points up.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+
+LAYERS = {
+    "core": (
+        {"status"},
+        {"layout", "order", "link", "divide", "dtype", "chunks", "extension"},
+        {"param", "comm"},
+        {"host", "plan"},
+        {"members", "foreach", "offload"},
+        {"transfer", "unsharded"},
+        {"bucket", "gather", "gradient", "reduction"},
+        {"reduce"},
+        {"group"},
+        {"state"},
+    ),
+    "python": (
+        {"seen"},
+        {"objects"},
+        {"dtensor"},
+        {"errors", "retired", "dynamo", "admit", "shard", "guard", "clip", "local_lists"},
+        {"attributes", "ready", "transitions", "extension"},
+        {"slots", "tree", "comm_context", "iteration_context", "group_attributes"},
+        {"param", "step"},
+        {"host", "hook", "state"},
+        {"param_group"},
+        {"module"},
+    ),
+}
+"""Layers from the lowest to the highest. A module depends only on modules of lower layers.
+
+csrc/README.md describes each module.
+"""
+
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
+_DEFINITION = re.compile(r"^(?!static\b|typedef\b|#)[A-Za-z_][\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.M)
+_TABLE = re.compile(r"^(?!static\b)(?:const )?\w+ (\w+)(?:\[\])? = ", re.M)
+"""A table of functions, or another constant with external linkage."""
+_NAME = re.compile(r"\b[a-z]\w*\b")
+
+
+def strip_comments(path: Path) -> str:
+    """Returns the text of a file without comments."""
+    return _COMMENT.sub(" ", path.read_text())
+
+
+def list_modules(folder: str) -> dict[str, list[Path]]:
+    """Maps the name of each module of ``csrc/folder`` to its files."""
+    modules: dict[str, list[Path]] = {}
+    for path in sorted((CSRC / folder).glob("*.[ch]")):
+        modules.setdefault(path.stem, []).append(path)
+    return modules
+
+
+def find_dependencies(modules: dict[str, list[Path]]) -> dict[str, dict[str, set[str]]]:
+    """Maps module -> module that it depends on -> headers, functions and tables that it uses."""
+    texts = {module: [strip_comments(path) for path in paths] for module, paths in modules.items()}
+    defined_in = {
+        name: module
+        for module, parts in texts.items()
+        for text in parts
+        for name in _DEFINITION.findall(text) + _TABLE.findall(text)
+    }
+    dependencies: dict[str, dict[str, set[str]]] = {module: {} for module in modules}
+    for module, parts in texts.items():
+        for text in parts:
+            for header in _INCLUDE.findall(text):
+                stem = Path(header).stem
+                if "/" not in header and stem in modules and stem != module:
+                    dependencies[module].setdefault(stem, set()).add(header)
+            for name in set(_NAME.findall(_STRING.sub('""', text))):
+                if defined_in.get(name, module) != module:
+                    dependencies[module].setdefault(defined_in[name], set()).add(name)
+    return dependencies
+
+
+def find_upward(
+    dependencies: dict[str, dict[str, set[str]]], layers: tuple[set[str], ...]
+) -> dict[str, set[str]]:
+    """Maps ``"from -> to"`` of each dependency on the same or a higher layer to the names used."""
+    layer_of = {module: level for level, modules in enumerate(layers) for module in modules}
+    return {
+        f"{module} -> {other}": names
+        for module, others in dependencies.items()
+        for other, names in others.items()
+        if layer_of[other] >= layer_of[module]
+    }
+
+
+def find_cycles(dependencies: dict[str, dict[str, set[str]]]) -> list[set[str]]:
+    """Returns the sets of modules that depend on one another."""
+    reach = {module: set(others) for module, others in dependencies.items()}
+    for middle in reach:
+        for module in reach:
+            if middle in reach[module]:
+                reach[module] |= reach[middle]
+    found: list[set[str]] = []
+    for module in reach:
+        cycle = {other for other in reach[module] if module in reach.get(other, ())}
+        if cycle and cycle not in found:
+            found.append(cycle)
+    return found
+
+
+def count_functions_taking(struct: str, folder: str = "core") -> dict[str, int]:
+    """Maps module to the number of functions in its header that take a pointer to ``struct``."""
+    pattern = re.compile(rf"\b\w+\([^;{{}}]*\b{struct} \*[^;{{}}]*\);")
+    counts = {
+        path.stem: len(pattern.findall(strip_comments(path)))
+        for path in (CSRC / folder).glob("*.h")
+    }
+    return {module: count for module, count in sorted(counts.items()) if count}
+
+
+def list_fields(struct: str, header: Path) -> list[str]:
+    """Returns the field declarations of ``typedef struct NAME { ... } NAME``."""
+    text = strip_comments(header)
+    body = re.search(rf"typedef struct {struct} {{(.*?)}} {struct};", text, re.S)
+    if body is None:
+        raise ValueError(f"no struct {struct} in {header.name}")
+    return [" ".join(line.split()) for line in body.group(1).split(";") if line.strip()]
+
+
+def main() -> None:
+    for folder in ("core", "python"):
+        modules = list_modules(folder)
+        dependencies = find_dependencies(modules)
+        count = sum(map(len, dependencies.values()))
+        print(f"csrc/{folder}: {len(modules)} modules, {count} dependencies")
+        print(f"  cycles: {find_cycles(dependencies) or 'none'}")
+        if folder in LAYERS:
+            print(f"  upward dependencies: {find_upward(dependencies, LAYERS[folder]) or 'none'}")
+    fields = list_fields("fc_group", CSRC / "core/group.h")
+    booleans = [field for field in fields if field.startswith("bool ")]
+    print(f"fc_group: {len(fields)} fields, {len(booleans)} booleans of its own")
+    print(f"functions that take fc_group *: {count_functions_taking('fc_group')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

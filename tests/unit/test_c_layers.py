@@ -1,0 +1,114 @@
+"""Modules of csrc: layers, dependencies, their C tests and the attributes that only torch uses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import c_dependencies
+import pytest
+from torch.distributed.fsdp import _fully_shard
+
+ROOT = Path(__file__).resolve().parents[2]
+
+COVERED_BY = {"state": ("test_train", "test_reset")}
+"""Modules without a test file of their own, mapped to the tests of whole steps that cover them."""
+
+
+def test_each_core_module_has_a_c_test() -> None:
+    modules = {path.stem for path in (ROOT / "csrc/core").glob("*.c")}
+    tests = {path.stem for path in (ROOT / "tests/c").glob("test_*.c")}
+    assert len(modules) > 10, "found too few modules: the test would check nothing"
+    assert COVERED_BY.keys() <= modules
+    expected = {module: COVERED_BY.get(module, (f"test_{module}",)) for module in modules}
+    missing = {module: names for module, names in expected.items() if not tests.issuperset(names)}
+    assert missing == {}
+
+
+def test_test_folders_contain_only_test_files() -> None:
+    """Scripts that ranks run belong in workers/, and shared helpers in tests/harness."""
+    others = [
+        str(path.relative_to(ROOT))
+        for folder in ("distributed", "parity", "faults")
+        for path in sorted((ROOT / "tests" / folder).glob("*.py"))
+        if not path.name.startswith("test_") and path.name != "conftest.py"
+    ]
+    assert others == [], "move these files to workers/ or tests/harness"
+
+
+# ---- layers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", c_dependencies.LAYERS)
+def test_layers_list_each_module_once(folder: str) -> None:
+    listed = [module for layer in c_dependencies.LAYERS[folder] for module in layer]
+    assert sorted(listed) == sorted(c_dependencies.list_modules(folder))
+
+
+@pytest.mark.parametrize("folder", c_dependencies.LAYERS)
+def test_includes_and_calls_point_to_lower_layers(folder: str) -> None:
+    dependencies = c_dependencies.find_dependencies(c_dependencies.list_modules(folder))
+    assert sum(map(len, dependencies.values())) > 50, (
+        "found too few dependencies: the test would check nothing"
+    )
+    assert c_dependencies.find_upward(dependencies, c_dependencies.LAYERS[folder]) == {}
+    assert c_dependencies.find_cycles(dependencies) == []
+
+
+def test_python_modules_declare_their_functions_in_their_own_headers() -> None:
+    """objects.h declares the types; callers of a module include the header of that module."""
+    modules = c_dependencies.list_modules("python")
+    assert {module for module, files in modules.items() if len(files) < 2} == {"seen", "module"}
+    dependencies = c_dependencies.find_dependencies(modules)
+    assert set(dependencies["objects"]) == {"seen"}
+
+
+def test_dependency_that_points_up_is_found(tmp_path: Path) -> None:
+    low, high = tmp_path / "low.c", tmp_path / "high.c"
+    low.write_text("int fc_low(void) {\n    return fc_high(); /* not fc_never() */\n}\n")
+    high.write_text('#include "low.h"\n\nint fc_high(void) {\n    return fc_low();\n}\n')
+    dependencies = c_dependencies.find_dependencies({"low": [low], "high": [high]})
+    assert c_dependencies.find_upward(dependencies, ({"low"}, {"high"})) == {
+        "low -> high": {"fc_high"}
+    }
+    assert c_dependencies.find_cycles(dependencies) == [{"low", "high"}]
+
+
+def test_only_state_machine_modules_take_fc_group() -> None:
+    assert set(c_dependencies.count_functions_taking("fc_group")) <= {"group", "order", "state"}
+    fields = c_dependencies.list_fields("fc_group", c_dependencies.CSRC / "core/group.h")
+    assert len(fields) <= 16
+    assert sum(field.startswith("bool ") for field in fields) <= 6
+
+
+# ---- attributes that exist for torch only --------------------------------------------------------
+
+DIVIDER = "/* ---- names of torch's private interface;"
+FOR_TESTS = {"_check", "collectives_parked"}
+SIMULATIONS = {"forecast.py", "advice.py", "fake_step.py", "spans.py"}
+"""Files that simulate a step. They use names of torch's attributes for other things."""
+_TABLE = re.compile(r"^(?:static )?Py(?:GetSet|Method)Def \w+\[\] = .*?^};", re.M | re.S)
+_ENTRY = re.compile(r'^    (?:\{|GROUP_FLAG\()"(\w+)",', re.M)
+
+
+@pytest.mark.torch("2.13")  # the names of that release
+def test_attributes_that_only_torch_uses_stand_below_the_divider() -> None:
+    """Attributes that no file of fsdp_c uses exist for torch only, and stand below the divider."""
+    files = [
+        path for path in sorted((ROOT / "fsdp_c").glob("*.py")) if path.name not in SIMULATIONS
+    ]
+    fsdp_c_source = "\n".join(path.read_text() for path in files)
+    torch_source = "\n".join(path.read_text() for path in Path(*_fully_shard.__path__).glob("*.py"))
+    used, torch_only = set(), set()
+    for path in sorted((c_dependencies.CSRC / "python").glob("*_*.c")) + [
+        c_dependencies.CSRC / "python/param.c",
+        c_dependencies.CSRC / "python/state.c",
+    ]:
+        for table in _TABLE.findall(path.read_text()):
+            above, _, below = table.partition(DIVIDER)
+            used.update(_ENTRY.findall(above))
+            torch_only.update(_ENTRY.findall(below))
+    assert len(used) > 40, "found too few attributes: the test would check nothing"
+    unused = {name for name in used | torch_only if not re.search(rf"\b{name}\b", fsdp_c_source)}
+    assert unused - FOR_TESTS == torch_only
+    assert {name for name in torch_only if re.search(rf"\b{name}\b", torch_source)} == torch_only
