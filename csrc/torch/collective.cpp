@@ -170,7 +170,7 @@ void count_gather(fct_pg *pg, bool by_torch) {
     }
 }
 
-/* Whether somebody registered a kernel for the operator at a key where torch has none. */
+/* Whether the operator has a kernel at a dispatch key for which torch registers none. */
 bool is_intercepted(const c10::OperatorHandle &op) {
     for (const c10::DispatchKey key :
          {c10::DispatchKey::BackendSelect, c10::DispatchKey::Python,

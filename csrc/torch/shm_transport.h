@@ -47,7 +47,7 @@ class ShmTransport {
   public:
     /* Largest message in bytes. All ranks need the same value. */
     static constexpr size_t kMaxMessage = size_t{1} << 20;
-    /* Bytes of committed messages that peers have not released. */
+    /* Bytes of the ring for messages. */
     static constexpr size_t kCapacity = 4 * kMaxMessage;
 
     /* Returns null if the ring cannot be created. */

@@ -264,9 +264,10 @@ fct_stream fct_stream_current(fct_device device);
 FCT_CHECK int fct_stream_new(fct_device device, bool high_priority, fct_stream *out);
 /* Makes s the current stream of its device and returns the previous one. */
 fct_stream fct_stream_set_current(fct_stream s);
-/* A scope for kernel launches on the current stream of a device. enter makes the device current,
- * writes the previous device to *before and the native stream handle (cudaStream_t or similar) to
- * *native. leave makes `before` current again. Call it only after a successful enter. */
+/* A scope for kernel launches on the current stream of a device. fct_launch_enter makes the device
+ * current. It writes the previous device to *before and the native stream handle (cudaStream_t or
+ * similar) to *native. fct_launch_leave makes `before` current again. Call it only after a
+ * successful enter. */
 FCT_CHECK int fct_launch_enter(fct_device device, fct_device *before, void **native);
 void fct_launch_leave(fct_device before);
 
@@ -296,10 +297,10 @@ typedef struct fct_hook {
 
 bool fct_grad_enabled(void);
 bool fct_in_backward(void); /* torch._C._current_graph_task_id() != -1 on this thread */
-/* Makes one identity node named "RegisterPostBackwardFunctionBackward" for n tensors that require
- * grad. out[i] (new) is an alias of in[i] whose grad_fn is the node, like the output of a
- * torch.autograd.Function that returns its input. In backward the node calls hook, then passes the
- * gradients through. */
+/* Makes one identity node for n tensors that require grad. Its name is
+ * "RegisterPostBackwardFunctionBackward". Each out[i] (new) is an alias of in[i] whose grad_fn is
+ * the node, like the output of a torch.autograd.Function that returns its input. In backward the
+ * node calls hook, then passes the gradients through. */
 FCT_CHECK int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook *hook,
                                 fct_tensor **out);
 /* The gradients of the node whose hook runs on this thread, *count of them. NULL and 0 outside of
@@ -335,9 +336,9 @@ const void *fct_py_storage(struct _object *tensor);
 /* New reference to the Python object of t, which is made if it does not exist. */
 FCT_CHECK int fct_py_from_tensor(fct_tensor *t, struct _object **out);
 /* A new wrapper of `type`, a subclass of torch.Tensor with __torch_dispatch__. It has the given
- * sizes and strides, and local's dtype, device and offset, without memory and gradient. *out is
- * NULL without an exception if the caller must use torch's own function: this torch release does
- * not export it, or `local` is not plain (it requires grad, for example). */
+ * sizes and strides, and local's dtype, device and offset, without memory and gradient. Writes NULL
+ * to *out, without an exception, if the caller must use torch's own function. That is so if this
+ * torch release does not export it, or if `local` is not plain (it requires grad, for example). */
 FCT_CHECK int fct_py_wrapper(const fct_tensor *local, struct _object *type, const int64_t *sizes,
                              const int64_t *strides, int64_t dims, struct _object **out);
 /* Whether two tensors have equal sizes, strides, offset, dtype, device, dispatch keys and storage

@@ -49,7 +49,8 @@ shm_ring_handle shm_ring_get_handle(const shm_ring *ring);
 /* Maps the rings of all peers. `handles` is in rank order, and includes this rank. Returns 0 if a
  * ring cannot be mapped or has another capacity. After that only shm_ring_destroy may be called. */
 int shm_ring_connect(shm_ring *ring, int rank, int world_size, const shm_ring_handle *handles);
-/* Tells peers that this rank commits no more messages. Does nothing in a child of fork(). */
+/* Marks the ring closed: this rank commits no more messages. Wakes waiting peers. No-op in a child
+ * of fork(). */
 void shm_ring_mark_closed(shm_ring *ring);
 /* Marks the ring closed and unmaps all memory. A child of fork() that destroys its parent's ring
  * does not mark it closed. NULL is allowed. */
