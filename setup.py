@@ -127,7 +127,7 @@ def headers() -> list[str]:
 def c_sources() -> list[str]:
     """Returns the files that BuildC compiles itself, relative to the repository."""
     files = [*CSRC.glob("core/*.c"), *CSRC.glob("python/*.c"), *CSRC.glob("kernels/*_cpu.c")]
-    files += [*CSRC.glob("board/*.c")]
+    files += [*CSRC.glob("transport/*.c")]
     files += [CSRC / "kernels/backends.c", CSRC / "kernels/kernels_jit.cpp"]
     files.append(ROOT / (CUDA_SOURCE if CUDART else NO_CUDA_SOURCE))
     return sorted(str(path.relative_to(ROOT)) for path in files)
@@ -218,7 +218,7 @@ def check_resolved(library: str) -> None:
     first call.
     """
     nm = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
-    missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcpy)_\w+)", nm.stdout)))
+    missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcpy|shm_ring)_\w+)", nm.stdout)))
     if missing:
         os.unlink(library)
         raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")

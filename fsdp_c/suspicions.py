@@ -61,7 +61,7 @@ def look_over(root: nn.Module) -> None:
 
 
 def unknown_switches() -> list[str]:
-    """What ``FSDP_C_TRANSPORT`` says where ``agreement.cpp``, which reads it, does not know it."""
+    """What ``FSDP_C_TRANSPORT`` says where ``negotiation.cpp``, which reads it, does not know it."""
     choice = os.environ.get("FSDP_C_TRANSPORT", "")
     if choice in ("", "direct", "gloo"):
         return []

@@ -1,13 +1,14 @@
 /* All-reduces in shared memory.
  *
- * A short row every rank writes whole, and sums whole: nobody waits twice, and no thread. Of a
- * longer one each rank sums a share of every part, and then the ranks swap their sums; so that they
- * need not keep step, the next part is there before the sums of the one before it.
+ * If the ring can hold the tensors of all ranks, each rank writes its whole tensor and sums all of
+ * them. This needs one message phase and no thread. A larger tensor is divided into parts. Each
+ * rank sums a share of each part, and then the ranks exchange the sums. The next part is sent
+ * before the sums of the previous one, so that ranks need not run in lockstep:
  *
  *     part 0, part 1, sums of 0, part 2, sums of 1, ...
  *
- * Sums go where the row was. That of a part is made when this rank, too, has posted it (office.h).
- * All elements are added in the order of gloo's ring over the whole row. */
+ * Sums overwrite the tensor. A part is summed only after this rank has written it to the ring
+ * (ShmOp::read). Elements are added in the order of gloo's ring over the whole tensor. */
 #include "all_reduce.h"
 
 #include "../kernels/ring.h"
@@ -18,118 +19,121 @@
 
 namespace fct {
 
-AllReduce::AllReduce(at::Tensor row, int64_t rank, int64_t world, bool average)
-    : Exchange(Does::all_reduces, {row}), row_(std::move(row)), rank_(rank), world_(world),
-      average_(average) {}
+ShmAllReduce::ShmAllReduce(at::Tensor tensor, int64_t rank, int64_t world, bool average)
+    : ShmCollective(Operation::all_reduce, {tensor}), tensor_(std::move(tensor)), rank_(rank),
+      world_(world), average_(average) {}
 
-void AllReduce::post(std::shared_ptr<Office> office) {
+void ShmAllReduce::start(std::shared_ptr<ShmTransport> transport) {
     plan();
-    hand_in(std::move(office), row_.scalar_type(), row_.nbytes());
+    submit(std::move(transport), tensor_.scalar_type(), tensor_.nbytes());
 }
 
-/* ---- what is where ---- */
+/* ---- ranges ---- */
 
-void AllReduce::plan() {
-    const int64_t numel = row_.numel();
-    const auto most = static_cast<int64_t>(Office::kLargest / row_.element_size());
-    whole_ = row_.nbytes() * static_cast<size_t>(world_) <= Office::kRoom;
-    size_t part_before = 0;
-    for (int64_t begin = 0; begin < numel; begin += most) {
-        const Range part{begin, std::min(begin + most, numel)};
-        const size_t here = steps_.size();
+void ShmAllReduce::plan() {
+    const int64_t numel = tensor_.numel();
+    const auto part_numel =
+        static_cast<int64_t>(ShmTransport::kMaxMessage / tensor_.element_size());
+    sums_whole_ = tensor_.nbytes() * static_cast<size_t>(world_) <= ShmTransport::kCapacity;
+    size_t previous_part = 0;
+    for (int64_t begin = 0; begin < numel; begin += part_numel) {
+        const Range part{begin, std::min(begin + part_numel, numel)};
+        const size_t index = steps_.size();
         steps_.push_back({false, part, 0});
-        if (!whole_ && begin > 0) {
-            steps_.push_back({true, steps_[part_before].part, part_before + 1});
+        if (!sums_whole_ && begin > 0) {
+            steps_.push_back({true, steps_[previous_part].part, previous_part + 1});
         }
-        part_before = here;
+        previous_part = index;
     }
-    if (!whole_) {
-        steps_.push_back({true, steps_[part_before].part, part_before + 1});
+    if (!sums_whole_) {
+        steps_.push_back({true, steps_[previous_part].part, previous_part + 1});
     }
 }
 
-AllReduce::Range AllReduce::share_of(const Range &part, int64_t rank) const {
+ShmAllReduce::Range ShmAllReduce::share_in(const Range &part, int64_t rank) const {
     const int64_t share = (part.end - part.begin + world_ - 1) / world_;
     const int64_t begin = std::min(part.begin + rank * share, part.end);
     return {begin, std::min(begin + share, part.end)};
 }
 
-/* What this rank sums. */
-AllReduce::Range AllReduce::summed_of(const Range &part) const {
-    return whole_ ? part : share_of(part, rank_);
+/* The elements of a part that this rank sums. */
+ShmAllReduce::Range ShmAllReduce::summed_range(const Range &part) const {
+    return sums_whole_ ? part : share_in(part, rank_);
 }
 
-char *AllReduce::at(int64_t element) const {
-    return static_cast<char *>(row_.mutable_data_ptr()) +
-           static_cast<size_t>(element) * row_.element_size();
+char *ShmAllReduce::address_of(int64_t element) const {
+    return static_cast<char *>(tensor_.mutable_data_ptr()) +
+           static_cast<size_t>(element) * tensor_.element_size();
 }
 
-size_t AllReduce::bytes_in(const Range &range) const {
-    return static_cast<size_t>(range.end - range.begin) * row_.element_size();
+size_t ShmAllReduce::byte_count(const Range &range) const {
+    return static_cast<size_t>(range.end - range.begin) * tensor_.element_size();
 }
 
 /* ---- messages ---- */
 
-size_t AllReduce::messages() const {
+size_t ShmAllReduce::message_count() const {
     return steps_.size();
 }
 
-/* The first rank's share is the largest; messages of sums are all as long. */
-size_t AllReduce::bytes_of(size_t message) const {
+/* Messages with sums have the size of rank 0's share, which is the largest. */
+size_t ShmAllReduce::message_bytes(size_t message) const {
     const Step &step = steps_[message];
-    return bytes_in(step.is_sum ? share_of(step.part, 0) : step.part);
+    return byte_count(step.is_sum ? share_in(step.part, 0) : step.part);
 }
 
-bool AllReduce::can_write(size_t message, size_t were_read) const {
-    return were_read >= steps_[message].after;
+bool ShmAllReduce::can_write(size_t message, size_t messages_read) const {
+    return messages_read >= steps_[message].after;
 }
 
-/* Of a part that it sums a share of nobody else needs that share of this rank's. */
-void AllReduce::write(size_t message, char *room) {
+/* Does not write this rank's own share of a part: no peer reads it. */
+void ShmAllReduce::write(size_t message, char *buffer) {
     const Step &step = steps_[message];
-    const Range own = summed_of(step.part);
+    const Range own = summed_range(step.part);
     if (step.is_sum) {
-        std::memcpy(room, at(own.begin), bytes_in(own));
-    } else if (whole_) {
-        std::memcpy(room, at(step.part.begin), bytes_in(step.part));
+        std::memcpy(buffer, address_of(own.begin), byte_count(own));
+    } else if (sums_whole_) {
+        std::memcpy(buffer, address_of(step.part.begin), byte_count(step.part));
     } else {
-        const size_t before = bytes_in({step.part.begin, own.begin});
-        std::memcpy(room, at(step.part.begin), before);
-        std::memcpy(room + before + bytes_in(own), at(own.end), bytes_in({own.end, step.part.end}));
+        const size_t before = byte_count({step.part.begin, own.begin});
+        std::memcpy(buffer, address_of(step.part.begin), before);
+        std::memcpy(buffer + before + byte_count(own), address_of(own.end),
+                    byte_count({own.end, step.part.end}));
     }
 }
 
-void AllReduce::read(size_t message, const std::vector<const char *> &written) {
+void ShmAllReduce::read(size_t message, const std::vector<const char *> &peer_data) {
     const Step &step = steps_[message];
     if (!step.is_sum) {
-        add(step.part, written);
+        add_inputs(step.part, peer_data);
         return;
     }
     for (int64_t rank = 0; rank < world_; rank++) {
         if (rank != rank_) {
-            const Range share = share_of(step.part, rank);
-            std::memcpy(at(share.begin), written[static_cast<size_t>(rank)], bytes_in(share));
+            const Range share = share_in(step.part, rank);
+            std::memcpy(address_of(share.begin), peer_data[static_cast<size_t>(rank)],
+                        byte_count(share));
         }
     }
 }
 
-void AllReduce::add(const Range &part, const std::vector<const char *> &written) {
-    const Range own = summed_of(part);
+void ShmAllReduce::add_inputs(const Range &part, const std::vector<const char *> &peer_data) {
+    const Range own = summed_range(part);
     if (own.begin == own.end) {
         return;
     }
-    std::vector<const void *> rows;
-    for (const char *theirs : written) {
-        rows.push_back(theirs == nullptr ? at(own.begin)
-                                         : theirs + bytes_in({part.begin, own.begin}));
+    std::vector<const void *> inputs;
+    for (const char *data : peer_data) {
+        inputs.push_back(data == nullptr ? address_of(own.begin)
+                                         : data + byte_count({part.begin, own.begin}));
     }
-    fck_ring_sum(static_cast<fck_dtype>(row_.scalar_type()), at(own.begin), rows.data(), world_,
-                 row_.numel(), own.begin, own.end - own.begin);
+    fck_ring_sum(static_cast<fck_dtype>(tensor_.scalar_type()), address_of(own.begin),
+                 inputs.data(), world_, tensor_.numel(), own.begin, own.end - own.begin);
 }
 
-void AllReduce::over() {
+void ShmAllReduce::on_completion() {
     if (average_) {
-        row_.div_(world_);
+        tensor_.div_(world_);
     }
 }
 

@@ -2,47 +2,47 @@
 #ifndef FSDP_C_TORCH_ALL_REDUCE_H
 #define FSDP_C_TORCH_ALL_REDUCE_H
 
-#include "exchange.h"
+#include "shm_collective.h"
 
 namespace fct {
 
-/* The sum of a row of all ranks, or their mean, in place of each rank's. */
-class AllReduce : public Exchange {
+/* An in-place all-reduce of one tensor: the sum or the mean over all ranks. */
+class ShmAllReduce : public ShmCollective {
   public:
-    /* `row` is contiguous and not empty, and of a type that fck_ring_knows(). */
-    AllReduce(at::Tensor row, int64_t rank, int64_t world, bool average);
-    void post(std::shared_ptr<Office> office);
+    /* `tensor` is contiguous, not empty, and of a dtype for which fck_ring_knows() is true. */
+    ShmAllReduce(at::Tensor tensor, int64_t rank, int64_t world, bool average);
+    void start(std::shared_ptr<ShmTransport> transport);
 
   private:
-    /* A run of elements of the row. */
+    /* Elements [begin, end) of the tensor. */
     struct Range {
         int64_t begin, end;
     };
-    /* A message: a part of the row, or what this rank has summed of one. */
+    /* A message: the values of a part, or this rank's sums of a part. */
     struct Step {
         bool is_sum;
         Range part;
-        size_t after; /* so many messages have been read */
+        size_t after; /* messages that must be read before it can be written */
     };
 
-    size_t messages() const override;
-    size_t bytes_of(size_t message) const override;
-    bool can_write(size_t message, size_t were_read) const override;
-    void write(size_t message, char *room) override;
-    void read(size_t message, const std::vector<const char *> &written) override;
-    void over() override;
+    size_t message_count() const override;
+    size_t message_bytes(size_t message) const override;
+    bool can_write(size_t message, size_t messages_read) const override;
+    void write(size_t message, char *buffer) override;
+    void read(size_t message, const std::vector<const char *> &peer_data) override;
+    void on_completion() override;
 
     void plan();
-    Range share_of(const Range &part, int64_t rank) const;
-    Range summed_of(const Range &part) const;
-    char *at(int64_t element) const;
-    size_t bytes_in(const Range &range) const;
-    void add(const Range &part, const std::vector<const char *> &written);
+    Range share_in(const Range &part, int64_t rank) const;
+    Range summed_range(const Range &part) const;
+    char *address_of(int64_t element) const;
+    size_t byte_count(const Range &range) const;
+    void add_inputs(const Range &part, const std::vector<const char *> &peer_data);
 
-    const at::Tensor row_;
+    const at::Tensor tensor_;
     const int64_t rank_, world_;
     const bool average_;
-    bool whole_ = false; /* each rank sums all of the row */
+    bool sums_whole_ = false; /* each rank sums the whole tensor */
     std::vector<Step> steps_;
 };
 

@@ -1,9 +1,9 @@
-/* Autograd: the post-backward node, gradient hooks, the end-of-backward call-back, and profiler
+/* Autograd: the post-backward node, gradient hooks, the end-of-backward callback, and profiler
  * ranges.
  *
- * Hooks run with the GIL held on whichever thread the engine uses. A hook that fails throws
- * python_error with the exception inside, so its type arrives unchanged at the caller of
- * backward(). Owners are released wherever a graph happens to die (see HookRef). */
+ * Hooks run with the GIL, on the engine's thread. A failed hook throws python_error, so the caller
+ * of backward() receives the exception with its type. The thread that destroys a graph releases the
+ * owners (see HookRef). */
 #include "bridge.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -27,13 +27,13 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-/* The gradients of the node whose hook runs now on this thread. */
+/* The gradients of the node whose hook runs on this thread. */
 thread_local autograd::variable_list *node_grads = nullptr;
 thread_local std::vector<fct_tensor *> node_handles;
 
-/* Compiled autograd asks every node and hook what it is to compile. It calls nobody at the end of a
- * backward, so that torch's FSDP2 goes on with gradients that were never reduced; here it is
- * refused before anything has run. */
+/* Compiled autograd calls compiled_args of every node and hook before it runs. It does not run
+ * end-of-backward callbacks, so torch's FSDP2 continues with unreduced gradients. fsdp_c raises
+ * instead. */
 [[noreturn]] void refuse_to_compile() {
     const pybind11::gil_scoped_acquire gil;
     PyErr_SetString(PyExc_NotImplementedError,
@@ -43,8 +43,8 @@ thread_local std::vector<fct_tensor *> node_handles;
     fct::throw_python_error();
 }
 
-/* The identity in backward, plus the hook. Like torch.autograd.Function it fills in zeros for
- * outputs that received no gradient. */
+/* The identity in backward, and a call of the hook. As torch.autograd.Function, it replaces
+ * undefined gradients by zeros. */
 struct PostBackwardNode final : autograd::Node {
     explicit PostBackwardNode(const fct_hook &h) : hook(h) {}
 
@@ -96,9 +96,9 @@ NodePtr make_node(const fct_hook &hook) {
 }
 #endif
 
-/* Whether an alias of t may be built by hand: a plain dense tensor, and nobody watches view
- * operations. */
-bool plain(const at::Tensor &t) {
+/* Whether view_of may make the alias without the dispatcher: t is a plain dense tensor, and no mode
+ * observes view operations. */
+bool is_plain(const at::Tensor &t) {
     c10::TensorImpl &impl = *t.unsafeGetTensorImpl();
     if (typeid(impl) != typeid(c10::TensorImpl) || impl.is_python_dispatch() ||
         impl.layout() != c10::Layout::Strided || impl.is_inference() ||
@@ -111,7 +111,7 @@ bool plain(const at::Tensor &t) {
     return view == nullptr || (view->shared_view_info() && view->has_bw_view());
 }
 
-/* t.view_as(t) by Python's method, which asks modes and subclasses with __torch_function__. */
+/* t.view_as(t) through Python, which calls __torch_function__ of modes and subclasses. */
 at::Tensor view_by_method(const py::handle tensor) {
     const at::NoGradGuard no_grad;
     const py::object view = tensor.attr("view_as")(tensor);
@@ -121,8 +121,8 @@ at::Tensor view_by_method(const py::handle tensor) {
     return THPVariable_Unpack(view.ptr());
 }
 
-/* t.view_as(t) under no_grad, which is what torch.autograd.Function makes of an input that is
- * returned as it is; of a subclass it makes what that makes of the call, mostly one of its own. */
+/* t.view_as(t) under no_grad, as torch.autograd.Function makes it of an input that is returned
+ * unchanged. A tensor subclass decides the type of the result. */
 at::Tensor view_of(const at::Tensor &t) {
     const auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
     if (!tensor) {
@@ -132,7 +132,7 @@ at::Tensor view_of(const at::Tensor &t) {
         !THPVariable_CheckTypeExact(Py_TYPE(tensor.ptr()))) {
         return view_by_method(tensor);
     }
-    if (!plain(t)) {
+    if (!is_plain(t)) {
         const at::NoGradGuard no_grad;
         return t.view_as(t);
     }
@@ -168,12 +168,12 @@ struct GradHook final : autograd::FunctionPreHook {
     HookRef hook;
 };
 
-/* What a watch and its hook share: the graph may keep the hook for longer than its owner lives. */
+/* Shared by a watch and its hook, because the graph may keep the hook longer than the watch. */
 struct Watched {
-    fct_hook hook; /* its owner is NULL once the watch is freed; read and written with the GIL */
+    fct_hook hook; /* its owner is NULL after fct_watch_free; the GIL guards it */
 };
 
-/* Behind a leaf's accumulation. */
+/* A post hook of a leaf's AccumulateGrad node. */
 struct WatchHook final : autograd::FunctionPostHook {
     explicit WatchHook(std::shared_ptr<Watched> w) : watched(std::move(w)) {}
 
@@ -194,8 +194,8 @@ struct WatchHook final : autograd::FunctionPostHook {
     std::shared_ptr<Watched> watched;
 };
 
-/* A hook on a leaf. A leaf keeps its hooks for as long as it lives, and may be a parameter of the
- * very model that the hook is for: so it knows the owner only weakly. */
+/* A hook on a leaf. The leaf owns its hooks, and may be a parameter of the model that owns the
+ * hook. The weak reference avoids a cycle. */
 struct LeafHook {
     py::weakref owner;
     int (*call)(void *owner);
@@ -227,7 +227,7 @@ void free_capsule(PyObject *capsule) {
 
 PyMethodDef hook_method = {"fsdp_c_grad_hook", call_capsule, METH_O, nullptr};
 
-/* Whether the leaf has this hook already: of a forward before. */
+/* Whether an earlier forward has registered this hook on the leaf. */
 bool is_hooked(const py::object &leaf, const fct_hook &hook) {
     const py::object hooks = leaf.attr("_backward_hooks");
     if (hooks.is_none()) {
@@ -246,8 +246,8 @@ bool is_hooked(const py::object &leaf, const fct_hook &hook) {
     return false;
 }
 
-/* Leaves keep their hooks in one Python dict, and registering any hook replaces whatever else was
- * on the tensor: so ours has to go through the same door. */
+/* Registers through Tensor.register_hook. A leaf keeps its Python hooks in one dict, and
+ * registering a Python hook replaces hooks that C++ has registered. */
 void register_python_hook(const at::Tensor &t, const fct_hook &hook) {
     const auto leaf = py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
     if (!leaf) {
@@ -274,7 +274,7 @@ void register_python_hook(const at::Tensor &t, const fct_hook &hook) {
 
 } // namespace
 
-/* The leaf knows its accumulation only weakly: the watch keeps it, and so the hook behind it. */
+/* The leaf holds its AccumulateGrad node weakly, so the watch keeps the node and its hook alive. */
 struct fct_watch {
     decltype(autograd::impl::grad_accumulator(at::Tensor())) node;
     std::shared_ptr<Watched> watched;
@@ -394,7 +394,7 @@ void *fct_profile_enter(const char *name) {
         auto range = std::make_unique<at::RecordFunction>(std::move(*callbacks));
         range->before(std::string(name));
         return range.release();
-    } catch (...) { /* a profiler's call-back failed: go on without this range */
+    } catch (...) { /* a callback of the profiler failed: continue without this range */
         return nullptr;
     }
 }

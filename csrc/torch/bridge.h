@@ -1,8 +1,7 @@
-/* What the .cpp files of this directory share: casts between the C handles and libtorch's objects,
- * the one place where C++ exceptions become Python errors, the fault point, and the owner of a
- * call-back.
+/* Shared by the .cpp files of this directory: casts between C handles and libtorch's objects, the
+ * translation of C++ exceptions to Python errors, fault injection, and the owner of a callback.
  *
- * Rules: no C++ exception leaves an extern "C" function; every fallible function is a body passed
+ * Invariant: no C++ exception leaves an extern "C" function. Each fallible function passes its body
  * to guarded(). */
 #ifndef FSDP_C_TORCH_BRIDGE_H
 #define FSDP_C_TORCH_BRIDGE_H
@@ -18,7 +17,7 @@
 
 #include "torch_abi.h"
 
-/* Where torch releases differ. */
+/* Whether the torch release is at least major.minor. */
 #define FCT_TORCH_AT_LEAST(major, minor)                                                           \
     (TORCH_VERSION_MAJOR > (major) ||                                                              \
      (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
@@ -33,12 +32,12 @@ inline fct_tensor *handle(c10::TensorImpl *impl) {
     return reinterpret_cast<fct_tensor *>(impl);
 }
 
-/* Hands a tensor's reference to the caller of the boundary. */
+/* Returns a new reference to the caller of the boundary. */
 inline fct_tensor *give(at::Tensor &&t) {
     return handle(t.unsafeReleaseTensorImpl());
 }
 
-/* An at::Tensor on top of a borrowed handle: neither takes nor drops a reference. */
+/* An at::Tensor over a borrowed handle. Does not change the reference count. */
 class Borrowed {
   public:
     explicit Borrowed(const fct_tensor *t)
@@ -60,7 +59,7 @@ class Borrowed {
     at::Tensor tensor_;
 };
 
-/* For calls into at::, below autograd: no history, no version bumped. */
+/* A scope for calls into at:: below autograd: they record no history and bump no version. */
 struct Quiet {
     at::AutoDispatchBelowADInplaceOrView below;
 };
@@ -73,15 +72,15 @@ inline fct_device device(c10::Device d) {
     return fct_device{static_cast<int8_t>(d.type()), static_cast<int8_t>(d.index())};
 }
 
-/* Throws where the boundary does not know such a dtype. */
+/* Throws if `dtype` is not a valid ScalarType number. */
 c10::ScalarType scalar_type(fct_dtype dtype);
 
-/* Throws the injected fault when it is due. */
+/* Decrements the fault counter, and throws the injected fault when it reaches 0. */
 void fault_point(const char *function);
-/* Inside a catch block: makes the current C++ exception the Python error; returns -1. Needs the
- * GIL. */
+/* Translates the current C++ exception to a Python error and returns -1. Call it in a catch block,
+ * with the GIL. */
 int set_error() noexcept;
-/* A Python error is set: throws it as torch's python_error, which survives autograd's threads. */
+/* Throws the pending Python error as torch's python_error, which autograd's threads pass on. */
 [[noreturn]] void throw_python_error();
 
 template <typename Body> int guarded(const char *function, Body &&body) noexcept {
@@ -94,17 +93,17 @@ template <typename Body> int guarded(const char *function, Body &&body) noexcept
     }
 }
 
-/* Whether functorch transforms are active on this thread. Its own header needs a library that torch
- * does not ship; this key is on while its stack is not empty. */
+/* Whether functorch transforms are active on this thread. The dispatch key is included while the
+ * stack of transforms is not empty. torch's function needs a library that torch does not ship. */
 inline bool functorch_active() {
     return c10::impl::tls_is_dispatch_key_included(
         c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-/* False once the interpreter is going down: then nothing may touch Python objects any more. */
+/* False once the interpreter finalizes. Then no Python object may be accessed. */
 bool python_alive() noexcept;
 
-/* One counted reference to a hook's owner. May die on any thread, with or without the GIL. */
+/* A counted reference to a hook's owner. Any thread may destroy it, with or without the GIL. */
 class HookRef {
   public:
     explicit HookRef(const fct_hook &hook) : hook_(hook) {
@@ -119,10 +118,9 @@ class HookRef {
     ~HookRef() {
         reset();
     }
-    /* Calls the hook with the GIL held; throws python_error where it failed. Nothing after reset().
-     */
+    /* Takes the GIL and calls the hook. Throws python_error if it fails. No-op after reset(). */
     void call() const;
-    /* Drops the owner early; idempotent. */
+    /* Releases the owner. Idempotent. */
     void reset() noexcept;
 
   private:

@@ -1,19 +1,20 @@
 /* Collectives and their works.
  *
- * A group (group.h) written in C++ is called through ProcessGroup's methods (and so through the
- * c10d ops); one that is a Python class is called through its Python methods, as torch.distributed
- * would. The GIL is released while a collective is issued and while a work is waited for.
+ * A group (group.h) written in C++ is called through the methods of ProcessGroup, and so through
+ * the c10d ops. A group that is a Python class is called through its Python methods, as by
+ * torch.distributed. The GIL is released while a collective is issued and while a work is waited
+ * for.
  *
- * Waiting on gloo must stay interruptible, and its works see no signals. Most of them can be polled
- * and are waited for in slices. Its reduce-scatter cannot, nor can exchanges that do not fit into
- * the shared memory at once: their works do the rest of their job inside wait(). Such works
- * go to a helper thread of the group as soon as they are issued, which makes them progress in the
- * background and pollable like the others. The helper shares ownership of what it touches and calls
- * no Python; when a group is released it ends by itself after its last work. Works of all other
- * backends are waited for in one call: they return at once (streams) or cannot be asked. */
+ * Waits for gloo must be interruptible by signals, and gloo's works do not handle them. Most works
+ * can be polled, and are waited for in slices. Two kinds cannot, because they do the rest of their
+ * job inside wait(): gloo's reduce-scatter, and collectives that are larger than the ring. Such
+ * works go to the progress thread of the group when they are issued. Then they progress in the
+ * background, and can be polled. The thread shares ownership of what it uses and calls no Python.
+ * It exits after its last work when the group is released. Works of all other backends are waited
+ * for in one call: they return at once (streams) or cannot be polled. */
 #include "direct.h"
-#include "exchange.h"
 #include "group.h"
+#include "shm_collective.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -47,9 +48,9 @@ constexpr const char *kReduceScatter = "_reduce_scatter_base";
 
 struct fct_work {
     c10::intrusive_ptr<c10d::Work> work;
-    pybind11::object python; /* instead of work where the group is a Python class */
+    pybind11::object python; /* instead of `work` if the group is a Python class */
     Kind kind = Kind::unknown;
-    std::shared_ptr<fct::Waiter> waiter; /* where the group's helper waits */
+    std::shared_ptr<fct::WaitTask> wait_task; /* set if the progress thread waits */
 };
 
 namespace {
@@ -69,9 +70,8 @@ c10d::ReduceOp reduce_op(fct_reduce_op op, double factor) {
     return premul;
 }
 
-/* Whether the backend refuses to move elements of the type. What only passes it through does not
- * ask. */
-bool cannot_move(Kind kind, c10::ScalarType type) {
+/* Whether the backend refuses to move elements of the dtype. */
+bool is_unsupported(Kind kind, c10::ScalarType type) {
     switch (type) {
     case c10::ScalarType::Short:
     case c10::ScalarType::UInt16:
@@ -84,9 +84,9 @@ bool cannot_move(Kind kind, c10::ScalarType type) {
     }
 }
 
-/* What backends are given of a tensor: the pairs of real numbers that complex ones are, as
- * torch.distributed does it. Sums and averages of the pairs are those of the numbers. */
-at::Tensor numbers_of(const at::Tensor &tensor) {
+/* A complex tensor as pairs of real numbers, as torch.distributed passes it to backends. Sums and
+ * averages of the pairs equal those of the complex numbers. */
+at::Tensor as_real(const at::Tensor &tensor) {
     if (!tensor.is_complex()) {
         return tensor;
     }
@@ -94,38 +94,38 @@ at::Tensor numbers_of(const at::Tensor &tensor) {
     return at::view_as_real(tensor).view(-1);
 }
 
-/* The same for what is only moved: in bytes, where the backend does not know the type. */
-at::Tensor movable(fct_pg *pg, const at::Tensor &tensor) {
-    if (cannot_move(kind_for(pg, tensor.device().type()), tensor.scalar_type())) {
+/* The same for a gather: bytes, if the backend does not support the dtype. */
+at::Tensor as_movable(fct_pg *pg, const at::Tensor &tensor) {
+    if (is_unsupported(kind_for(pg, tensor.device().type()), tensor.scalar_type())) {
         const at::AutoDispatchBelowADInplaceOrView below;
         return tensor.view(c10::ScalarType::Byte);
     }
-    return numbers_of(tensor);
+    return as_real(tensor);
 }
 
-fct::Agreement &agreement_of(fct_pg *pg) {
-    if (!pg->agreement) {
-        pg->agreement = fct::agreement_of(pg->group);
+fct::Negotiation &negotiation_of(fct_pg *pg) {
+    if (!pg->negotiation) {
+        pg->negotiation = fct::negotiation_of(pg->group);
     }
-    return *pg->agreement;
+    return *pg->negotiation;
 }
 
-/* Since 2.13 every backward stashes a copy of Python's context variables in the state of its
- * thread, and gloo's works copy that state. gloo's threads would then want the GIL to drop their
- * works, and one that waits for it when the interpreter ends takes the process down by
- * std::terminate. Within its scope the context is not there. */
-class ContextAside {
+/* Removes the copy of Python's context variables from the thread-local state during its life. Since
+ * torch 2.13 every backward stores one there, and gloo's works copy the state. gloo's threads would
+ * need the GIL to destroy their works. A thread that waits for the GIL while the interpreter
+ * finalizes ends the process by std::terminate. */
+class ScopedContextRemoval {
   public:
-    ContextAside(const ContextAside &) = delete;
-    ContextAside &operator=(const ContextAside &) = delete;
+    ScopedContextRemoval(const ScopedContextRemoval &) = delete;
+    ScopedContextRemoval &operator=(const ScopedContextRemoval &) = delete;
 #if FCT_TORCH_AT_LEAST(2, 13)
-    ContextAside() {
+    ScopedContextRemoval() {
         if (at::impl::ThreadLocalPythonObjects::contains(kKey)) {
             context_ = at::impl::ThreadLocalPythonObjects::get(kKey);
             at::impl::ThreadLocalPythonObjects::erase(kKey);
         }
     }
-    ~ContextAside() {
+    ~ScopedContextRemoval() {
         if (context_) {
             at::impl::ThreadLocalPythonObjects::set(kKey, std::move(context_));
         }
@@ -135,42 +135,42 @@ class ContextAside {
     static constexpr const char *kKey = "context";
     std::shared_ptr<c10::SafePyObject> context_;
 #else
-    ContextAside() {}
+    ScopedContextRemoval() {}
 #endif
 };
 
-bool goes_directly(fct_pg *pg, fct::Use use) {
-    if (pg->agreement->state == fct::Agreement::State::declined) {
+bool uses_shared_memory(fct_pg *pg, fct::Use use) {
+    if (pg->negotiation->state == fct::Negotiation::State::declined) {
         return false;
     }
-    const ContextAside aside; /* of the question */
-    return fct::goes_directly(*pg->agreement, pg->group, use,
-                              [pg] { return fct::attach(*pg->group, pg->agreement); });
+    const ScopedContextRemoval no_context; /* in the works of the negotiation */
+    return fct::uses_shared_memory(*pg->negotiation, pg->group, use, [pg] {
+        return fct::attach_backend(*pg->group, pg->negotiation);
+    });
 }
 
-/* The group that moves rows on a device: on the CPU, if all ranks agree, the one that uses shared
- * memory. */
-const c10::intrusive_ptr<c10d::ProcessGroup> &mover(fct_pg *pg, c10::DeviceType device,
-                                                    fct::Use use) {
+/* The group whose collectives move data of a device: the direct group on the CPU if the negotiation
+ * accepted shared memory, else the group itself. */
+const c10::intrusive_ptr<c10d::ProcessGroup> &transport_group(fct_pg *pg, c10::DeviceType device,
+                                                              fct::Use use) {
     if (device != c10::DeviceType::CPU || kind_for(pg, device) != Kind::gloo ||
-        agreement_of(pg).paused || !goes_directly(pg, use)) {
+        negotiation_of(pg).paused || !uses_shared_memory(pg, use)) {
         return pg->group;
     }
     if (!pg->direct) {
-        pg->direct = fct::direct(pg->group, pg->agreement);
+        pg->direct = fct::make_direct_group(pg->group, pg->negotiation);
     }
     return pg->direct;
 }
 
-/* One of torch's gathers or all-reduces, where that is so, towards those that come before the
- * direct ones. */
+/* Counts a gather or all-reduce that the fallback moves. The negotiation needs the number. */
 void count_gather(fct_pg *pg, bool by_torch) {
-    if (by_torch && pg->agreement && !pg->agreement->paused) {
-        pg->agreement->gathers++;
+    if (by_torch && pg->negotiation && !pg->negotiation->paused) {
+        pg->negotiation->gathers++;
     }
 }
 
-/* Whether a kernel stands in front of an operator's own, at a key where torch has none. */
+/* Whether somebody registered a kernel for the operator at a key where torch has none. */
 bool is_intercepted(const c10::OperatorHandle &op) {
     for (const c10::DispatchKey key :
          {c10::DispatchKey::BackendSelect, c10::DispatchKey::Python,
@@ -184,9 +184,9 @@ bool is_intercepted(const c10::OperatorHandle &op) {
     return false;
 }
 
-/* Whether somebody would see the ops of namespace c10d that move rows: a dispatch mode, a profiler,
- * a kernel in front of theirs. */
-bool ops_are_watched() {
+/* Whether a dispatch mode, a profiler or a registered kernel observes the c10d ops of gathers and
+ * reduce-scatters. */
+bool ops_are_observed() {
     static const auto find = [](const char *name) {
         return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
     };
@@ -196,11 +196,12 @@ bool ops_are_watched() {
            is_intercepted(*gather) || is_intercepted(*scatter);
 }
 
-/* The group to call a collective with that moves rows. Dispatch modes, which are given it, see the
- * one that they know. */
-class Mover {
+/* The group to call a collective on. Dispatch modes receive that group, so under a mode it is the
+ * user's group with a ScopedDirectBackend. */
+class TransportGroup {
   public:
-    Mover(fct_pg *pg, c10::DeviceType device, fct::Use use) : group_(mover(pg, device, use)) {
+    TransportGroup(fct_pg *pg, c10::DeviceType device, fct::Use use)
+        : group_(transport_group(pg, device, use)) {
         direct_ = group_ != pg->group;
         if (direct_ && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
             in_.emplace(pg->group, group_);
@@ -217,40 +218,39 @@ class Mover {
   private:
     bool direct_ = false;
     c10::intrusive_ptr<c10d::ProcessGroup> group_;
-    std::optional<fct::DirectBackendIn> in_;
+    std::optional<fct::ScopedDirectBackend> in_;
 };
 
-/* Whether isCompleted() means something; gloo's real works name their operation, its deferred ones
- * do not. */
+/* Whether isCompleted() is valid. gloo's asynchronous works have an operation type, its deferred
+ * works have not. */
 bool can_poll(const fct_work &work) {
     return work.kind != Kind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
 }
 
-/* Issues a collective of a group written in C++: `cpp` returns the work. */
+/* Issues a collective of a group written in C++. `cpp` returns the work. */
 template <typename Cpp> fct_work *issue_here(fct_pg *pg, c10::DeviceType device, Cpp &&cpp) {
     const at::NoGradGuard no_grad;
     auto result = std::make_unique<fct_work>();
     result->kind = kind_for(pg, device);
     {
-        /* Backends that copy on a thread of their own (gloo) take this state along, so that the
-         * outputs' version counters stay as they are. */
+        /* gloo copies this thread-local state to its threads, which copy into the outputs. So the
+         * version counters of the outputs do not change. */
         const at::AutoDispatchBelowADInplaceOrView below;
-        const ContextAside aside;
+        const ScopedContextRemoval no_context;
         pybind11::gil_scoped_release released;
         result->work = cpp();
         if (result->work && !can_poll(*result) && device == c10::DeviceType::CPU) {
             try {
-                result->waiter = pg->helper.add(result->work);
+                result->wait_task = pg->progress_thread.add(result->work);
             } catch (const std::system_error &) {
-                /* No thread to be had: the wait will block without seeing signals, nothing
-                 * worse. */
+                /* Without a thread the wait blocks without handling signals. */
             }
         }
     }
     return result->work ? result.release() : nullptr;
 }
 
-/* The same of any group: `python` calls one that is a Python class. */
+/* Issues a collective of any group. `python` calls a group that is a Python class. */
 template <typename Cpp, typename Python>
 fct_work *issue(fct_pg *pg, const fct_tensor *tensor, Cpp &&cpp, Python &&python) {
     if (!pg->python) {
@@ -272,13 +272,13 @@ std::vector<at::Tensor> tensors_of(fct_tensor *const *tensors, size_t count) {
     return all;
 }
 
-/* User code that runs during a wait (a signal's handler) may let the work go, by a reset: here and
- * in fct_work_wait what is waited for is held, and `work` not looked at again. */
+/* A signal handler that runs during a wait may release `work`, by a reset. So this function and
+ * fct_work_wait copy what they wait for, and do not access `work` afterwards. */
 void wait_on_gloo(const fct_work &work) {
-    const auto waiter = work.waiter;
+    const auto wait_task = work.wait_task;
     const auto held = work.work;
-    if (waiter) {
-        fct::wait_in_slices(*waiter);
+    if (wait_task) {
+        fct::wait_in_slices(*wait_task);
     } else if (can_poll(work)) {
         fct::wait_in_slices(*held);
     } else {
@@ -287,28 +287,28 @@ void wait_on_gloo(const fct_work &work) {
     }
 }
 
-bool gloo_done(fct_work &work) {
-    if (work.waiter) {
-        return work.waiter->done();
+bool is_gloo_done(fct_work &work) {
+    if (work.wait_task) {
+        return work.wait_task->is_done();
     }
     return !can_poll(work) || work.work->isCompleted();
 }
 
-/* Whether a Work object of a Python group can be asked: a Python class that leaves is_completed()
- * to its C++ base says False for ever. */
-bool python_work_can_tell(pybind11::handle work) {
+/* Whether is_completed() of a Python group's Work is valid. A Python class that inherits it from
+ * the C++ base always returns False. */
+bool can_poll_python_work(pybind11::handle work) {
     const pybind11::handle base = pybind11::type::of<c10d::Work>();
     const pybind11::handle own = reinterpret_cast<PyObject *>(Py_TYPE(work.ptr()));
     return own.is(base) || !own.attr("is_completed").is(base.attr("is_completed"));
 }
 
-/* While one lives, this thread all-reduces a row of gradients. */
-class OfRows {
+/* During its life this thread's all-reduces reduce buffers of gradients. */
+class GradientAllReduceScope {
   public:
-    OfRows() = default;
-    OfRows(const OfRows &) = delete;
-    OfRows &operator=(const OfRows &) = delete;
-    ~OfRows() {
+    GradientAllReduceScope() = default;
+    GradientAllReduceScope(const GradientAllReduceScope &) = delete;
+    GradientAllReduceScope &operator=(const GradientAllReduceScope &) = delete;
+    ~GradientAllReduceScope() {
         (void)fct::all_reduces_rows(before_);
     }
 
@@ -316,24 +316,24 @@ class OfRows {
     bool before_ = fct::all_reduces_rows(true);
 };
 
-/* What fct_py_pg_enter_direct has done. */
-struct Entered {
-    Entered(c10::intrusive_ptr<c10d::ProcessGroup> group,
-            const c10::intrusive_ptr<c10d::ProcessGroup> &direct, fct_use use)
+/* The state between fct_py_pg_enter_direct and fct_py_pg_leave_direct. */
+struct DirectScope {
+    DirectScope(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                const c10::intrusive_ptr<c10d::ProcessGroup> &direct, fct_use use)
         : in(std::move(group), direct) {
         if (use == FCT_USE_ALL_REDUCE) {
             rows.emplace();
         }
     }
-    fct::DirectBackendIn in;
-    std::optional<OfRows> rows;
+    fct::ScopedDirectBackend in;
+    std::optional<GradientAllReduceScope> rows;
 };
 
-/* By `group`, which is that of the handle or moves its rows. */
+/* `group` is the group of the handle or its TransportGroup. */
 template <typename Group>
 fct_work *all_reduce(fct_pg *pg, const Group &group, fct_tensor *tensor, c10d::ReduceOp op,
                      bool async_op) {
-    std::vector<at::Tensor> tensors = {numbers_of(*Borrowed(tensor))};
+    std::vector<at::Tensor> tensors = {as_real(*Borrowed(tensor))};
     c10d::AllreduceOptions options;
     options.reduceOp = std::move(op);
     options.asyncOp = async_op;
@@ -349,7 +349,7 @@ extern "C" {
 int fct_py_pg_direct(PyObject *group, PyObject **out) {
     return guarded("fct_py_pg_direct", [&] {
         const auto pg = open_object(group);
-        const auto &found = mover(pg.get(), c10::DeviceType::CPU, fct::Use::query);
+        const auto &found = transport_group(pg.get(), c10::DeviceType::CPU, fct::Use::query);
         *out = (found != pg->group ? pybind11::cast(found) : pybind11::none()).release().ptr();
     });
 }
@@ -357,14 +357,15 @@ int fct_py_pg_direct(PyObject *group, PyObject **out) {
 int fct_py_pg_enter_direct(PyObject *group, fct_use use, void **out) {
     return guarded("fct_py_pg_enter_direct", [&] {
         const auto pg = open_object(group);
-        const auto &found = mover(pg.get(), c10::DeviceType::CPU, static_cast<fct::Use>(use));
-        *out = found != pg->group ? new Entered(pg->group, found, use) : nullptr;
+        const auto &found =
+            transport_group(pg.get(), c10::DeviceType::CPU, static_cast<fct::Use>(use));
+        *out = found != pg->group ? new DirectScope(pg->group, found, use) : nullptr;
         count_gather(pg.get(), use != FCT_USE_REDUCE && *out == nullptr);
     });
 }
 
 void fct_py_pg_leave_direct(void *entered) {
-    delete static_cast<Entered *>(entered);
+    delete static_cast<DirectScope *>(entered);
 }
 
 bool fct_all_reduces_rows(bool rows) {
@@ -373,16 +374,16 @@ bool fct_all_reduces_rows(bool rows) {
 
 int fct_py_pg_pause_direct(PyObject *group, bool paused) {
     return guarded("fct_py_pg_pause_direct",
-                   [&] { agreement_of(open_object(group).get()).paused = paused; });
+                   [&] { negotiation_of(open_object(group).get()).paused = paused; });
 }
 
 int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async_op,
                    fct_work **work) {
     return guarded("fct_all_gather", [&] {
-        at::Tensor to = movable(pg, *Borrowed(output)), from = movable(pg, *Borrowed(input));
+        at::Tensor to = as_movable(pg, *Borrowed(output)), from = as_movable(pg, *Borrowed(input));
         c10d::AllgatherOptions options;
         options.asyncOp = async_op;
-        const Mover group(pg, to.device().type(), fct::Use::gather);
+        const TransportGroup group(pg, to.device().type(), fct::Use::gather);
         *work = issue(
             pg, output,
             [&] {
@@ -400,11 +401,11 @@ int fct_all_gather(fct_pg *pg, fct_tensor *output, fct_tensor *input, bool async
 int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_reduce_op op,
                        double factor, bool async_op, fct_work **work) {
     return guarded("fct_reduce_scatter", [&] {
-        at::Tensor to = numbers_of(*Borrowed(output)), from = numbers_of(*Borrowed(input));
+        at::Tensor to = as_real(*Borrowed(output)), from = as_real(*Borrowed(input));
         c10d::ReduceScatterOptions options;
         options.reduceOp = reduce_op(op, factor);
         options.asyncOp = async_op;
-        const Mover group(pg, to.device().type(), fct::Use::reduce);
+        const TransportGroup group(pg, to.device().type(), fct::Use::reduce);
         *work = issue(
             pg, output,
             [&] {
@@ -421,8 +422,8 @@ int fct_reduce_scatter(fct_pg *pg, fct_tensor *output, fct_tensor *input, fct_re
 int fct_all_reduce(fct_pg *pg, fct_tensor *tensor, fct_reduce_op op, double factor, bool async_op,
                    fct_work **work) {
     return guarded("fct_all_reduce", [&] {
-        const Mover group(pg, fct::impl(tensor)->device().type(), fct::Use::all_reduce);
-        const OfRows rows;
+        const TransportGroup group(pg, fct::impl(tensor)->device().type(), fct::Use::all_reduce);
+        const GradientAllReduceScope rows;
         *work = all_reduce(pg, group, tensor, reduce_op(op, factor), async_op);
         count_gather(pg, !group.is_direct());
     });
@@ -438,7 +439,7 @@ int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes
     return guarded("fct_pg_takes_chunks", [&] {
         const auto type = static_cast<c10::DeviceType>(device.type);
         const auto use = gathers ? fct::Use::gather : fct::Use::reduce;
-        *takes = !pg->python && mover(pg, type, use) != pg->group && !ops_are_watched();
+        *takes = !pg->python && transport_group(pg, type, use) != pg->group && !ops_are_observed();
     });
 }
 
@@ -471,7 +472,7 @@ int fct_work_wait(fct_work *work) {
             held.attr("wait")();
             return;
         }
-        /* Some works copy into the output only now. */
+        /* Some works copy into the output inside wait(). */
         const at::AutoDispatchBelowADInplaceOrView below;
         if (work->kind == Kind::gloo) {
             wait_on_gloo(*work);
@@ -484,29 +485,29 @@ int fct_work_wait(fct_work *work) {
 }
 
 bool fct_work_is_copied(const fct_work *work) {
-    return work->work && fct::is_copied(*work->work);
+    return work->work && fct::is_cpu_bound(*work->work);
 }
 
 bool fct_gather_is_copied(const fct_pg *pg, int64_t row_bytes) {
-    return pg->agreement && fct::is_copied(*pg->agreement, static_cast<size_t>(row_bytes));
+    return pg->negotiation && fct::is_cpu_bound(*pg->negotiation, static_cast<size_t>(row_bytes));
 }
 
 bool fct_work_done(fct_work *work) {
     if (fct_fault_left() > 0) {
-        // While a test counts calls, their order must not depend on timing, or ranks would fail
-        // apart.
+        // While a fault is armed, the order of calls must not depend on timing: ranks must fail at
+        // the same call.
         return false;
     }
     try {
         switch (work->kind) {
         case Kind::gloo:
-            return gloo_done(*work);
+            return is_gloo_done(*work);
         case Kind::nccl_like:
             return work->work->isCompleted();
         case Kind::fake:
             return true;
         case Kind::python:
-            return !python_work_can_tell(work->python) ||
+            return !can_poll_python_work(work->python) ||
                    work->python.attr("is_completed")().cast<bool>();
         default:
             return work->work->isCompleted();

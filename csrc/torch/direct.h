@@ -1,8 +1,8 @@
-/* Process groups that move rows through shared memory: see direct.cpp. */
+/* Process groups that use shared memory: see direct.cpp. */
 #ifndef FSDP_C_TORCH_DIRECT_H
 #define FSDP_C_TORCH_DIRECT_H
 
-#include "agreement.h"
+#include "negotiation.h"
 #include "torch_abi.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -12,19 +12,21 @@
 
 namespace fct {
 
-/* Gives the group a direct backend beside those that it calls: one that learns of its end, and
- * closes the office then. False: its backend for the CPU is no plain one. With the GIL. */
-bool attach(c10d::ProcessGroup &group, const std::shared_ptr<Agreement> &agreement);
+/* Registers a DirectBackend with the group under an unused type. The group calls only its
+ * shutdown() and abort(), which close the transport. Returns false if the CPU backend is not gloo.
+ * Needs the GIL. */
+bool attach_backend(c10d::ProcessGroup &group, const std::shared_ptr<Negotiation> &negotiation);
 
-/* A group of the same name and ranks that moves rows on the CPU through shared memory. */
-c10::intrusive_ptr<c10d::ProcessGroup> direct(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
-                                              std::shared_ptr<Agreement> agreement);
+/* A new group with the name and ranks of `group` and a DirectBackend for the CPU. */
+c10::intrusive_ptr<c10d::ProcessGroup>
+make_direct_group(const c10::intrusive_ptr<c10d::ProcessGroup> &group,
+                  std::shared_ptr<Negotiation> negotiation);
 
-/* Whether this thread's all-reduces are of rows of gradients, on all ranks: only those are direct.
- * Others, of a group that a direct backend stands in, are the engine's. Returns what was before. */
+/* Sets whether this thread's all-reduces reduce buffers of gradients, on all ranks. DirectBackend
+ * forwards all other all-reduces to the fallback. Returns the previous value. */
 bool all_reduces_rows(bool rows);
 
-/* See torch_abi.h, of the same names; `direct` is a group that direct() made. */
+/* See fct_gather_chunks and fct_reduce_chunks. `direct` was made by make_direct_group(). */
 c10::intrusive_ptr<c10d::Work> gather_chunks(c10d::ProcessGroup &direct,
                                              const std::vector<at::Tensor> &chunks,
                                              const fct_chunk_layout &layout);
@@ -32,18 +34,18 @@ c10::intrusive_ptr<c10d::Work> reduce_chunks(c10d::ProcessGroup &direct, const a
                                              const std::vector<at::Tensor> &chunks,
                                              const fct_chunk_layout &layout, bool average);
 
-/* See fct_work_is_copied in torch_abi.h. */
-bool is_copied(const c10d::Work &work);
+/* See fct_work_is_copied. */
+bool is_cpu_bound(const c10d::Work &work);
 
-/* While one lives, the CPU's backend of `group` itself is the direct one of `direct`: for whoever
- * looks at the group that a collective is called with. Made and ended with the GIL. */
-class DirectBackendIn {
+/* During its life the CPU backend of `group` itself is the DirectBackend of `direct`. Used where
+ * dispatch modes or Python functions receive the group. Construct and destroy it with the GIL. */
+class ScopedDirectBackend {
   public:
-    DirectBackendIn(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                    const c10::intrusive_ptr<c10d::ProcessGroup> &direct);
-    DirectBackendIn(const DirectBackendIn &) = delete;
-    DirectBackendIn &operator=(const DirectBackendIn &) = delete;
-    ~DirectBackendIn();
+    ScopedDirectBackend(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                        const c10::intrusive_ptr<c10d::ProcessGroup> &direct);
+    ScopedDirectBackend(const ScopedDirectBackend &) = delete;
+    ScopedDirectBackend &operator=(const ScopedDirectBackend &) = delete;
+    ~ScopedDirectBackend();
 
   private:
     c10::intrusive_ptr<c10d::ProcessGroup> group_;

@@ -1,4 +1,4 @@
-// Python's error indicator, for a core that knows no Python.
+// Python's error indicator, for csrc/core, which does not include Python.h.
 #include <torch/csrc/python_headers.h>
 
 #include "torch_abi.h"
@@ -52,7 +52,7 @@ void fct_error_explain(const char *text) {
         error = PyObject_CallOneArg(reinterpret_cast<PyObject *>(Py_TYPE(cause)), explained);
         Py_DECREF(explained);
     }
-    /* A type that wants other arguments: the exception goes on without the text. */
+    /* The type needs other arguments: the exception stays as it was. */
     if (error == nullptr || !PyExceptionInstance_Check(error)) {
         Py_XDECREF(error);
         fct_error_put_back(cause);

@@ -1,6 +1,6 @@
-/* torch's multi-tensor operations: what moves the data of devices that have no kernels of ours.
- * Each is one launch where torch has a kernel for the whole list, as CUDA has, and one for each
- * tensor elsewhere: the same operations that torch's own FSDP2 uses. */
+/* torch's foreach operations, for devices without kernels in csrc/kernels. Each is one launch if
+ * torch has a kernel for the list, as on CUDA, else one for each tensor. torch's FSDP2 uses the
+ * same operations. */
 #include "bridge.h"
 
 #include <vector>
@@ -11,7 +11,7 @@ using fct::Quiet;
 
 namespace {
 
-/* at::Tensor objects on top of borrowed handles. */
+/* at::Tensor objects over borrowed handles. */
 class BorrowedList {
   public:
     BorrowedList(fct_tensor *const *tensors, size_t count) {

@@ -1,7 +1,7 @@
-/* Handles of process groups, how their backends behave, and the memory that they have to give.
+/* Handles of process groups, the behavior of their backends, and their allocators.
  *
- * A group is resolved once, by name, and remembers what its backends can do. One that is a Python
- * class is asked through its Python methods: its overrides are not visible from C++. */
+ * A group is resolved once, by name, and its handle caches the behavior of its backends. A group
+ * that is a Python class is called through its Python methods: C++ does not see its overrides. */
 #include "group.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -29,8 +29,8 @@ Kind kind_of_name(const std::string &name) {
     return Kind::other;
 }
 
-/* All handles there are: who talks to the same group shares one, and its helper. Read and written
- * with the GIL. */
+/* All handles, by group: users of a group share one handle and its progress thread. The GIL guards
+ * the table. */
 using Handles = std::unordered_map<const c10d::ProcessGroup *, fct_pg *>;
 
 Handles &handles() {
@@ -38,7 +38,7 @@ Handles &handles() {
     return *all;
 }
 
-/* A handle, new or shared; `object` is what Python knows the group as. */
+/* Returns the handle of `group`, new or shared. `object` is the Python object of the group. */
 fct_pg *open(c10::intrusive_ptr<c10d::ProcessGroup> group, pybind11::object object) {
     const auto found = handles().find(group.get());
     if (found != handles().end()) {
@@ -71,7 +71,7 @@ at::Tensor allocated(fct_pg *pg, int64_t numel, c10::ScalarType type, c10::Devic
             .cast<at::Tensor>();
     }
     const auto backend = backend_of(pg, device);
-    pybind11::gil_scoped_release released; /* it may register new memory with the network */
+    pybind11::gil_scoped_release released; /* registering memory with the network takes time */
     return backend->allocateTensor(numel, at::dtype(type).device(device));
 }
 
@@ -92,7 +92,7 @@ Kind kind_for(fct_pg *pg, c10::DeviceType type) {
         try {
             kind = kind_of_name(pg->group->getBackend(type)->getBackendName());
         } catch (...) {
-            /* No backend for this device: the collective itself will say so. */
+            /* No backend for this device: the collective will raise. */
         }
         pg->kinds[index] = kind;
     }
@@ -133,14 +133,14 @@ void fct_pg_release(fct_pg *pg) {
     auto group = std::move(pg->group);
     auto direct = std::move(pg->direct);
     delete pg;
-    /* The end of a group joins threads that may want the GIL. */
+    /* The destructor of a group joins threads that may need the GIL. */
     pybind11::gil_scoped_release released;
     direct.reset();
     group.reset();
 }
 
-/* torch's FSDP2 never asks: it gives premultiplied sums to whoever it is, who refuses them or not.
- * Only of gloo we know that it has none, and divide ourselves. */
+/* torch's FSDP2 does not check: it passes PREMUL_SUM to every backend. Only gloo is known to refuse
+ * it, so fsdp_c divides for gloo. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device) {
     return fct::kind_for(pg, static_cast<c10::DeviceType>(device.type)) != Kind::gloo;
 }
@@ -156,15 +156,16 @@ int fct_pg_allocates(fct_pg *pg, fct_device device, bool *allocates) {
 
 int fct_pg_empty(fct_pg *pg, int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
     return guarded("fct_pg_empty", [&] {
-        const c10::InferenceMode never(false);
+        const c10::InferenceMode no_inference(false);
         const fct::Quiet quiet;
         const c10::Device where = fct::device(device);
         const c10::ScalarType type = fct::scalar_type(dtype);
         at::Tensor made = allocated(pg, numel, type, where);
         TORCH_CHECK(made.numel() == numel && made.scalar_type() == type && made.dim() == 1 &&
                         made.device() == where && made.is_contiguous(),
-                    "the process group was asked for ", numel, " elements of ", type, " on ", where,
-                    " and gave ", made.sizes(), " of ", made.scalar_type(), " on ", made.device());
+                    "allocate_tensor of the process group returned ", made.sizes(), " of ",
+                    made.scalar_type(), " on ", made.device(), "; expected a contiguous tensor of ",
+                    numel, " elements of ", type, " on ", where);
         *out = fct::give(std::move(made));
     });
 }

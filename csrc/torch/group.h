@@ -1,10 +1,10 @@
-/* Process groups as the files of this directory share them: see group.cpp. */
+/* Handles of process groups: see group.cpp. */
 #ifndef FSDP_C_TORCH_GROUP_H
 #define FSDP_C_TORCH_GROUP_H
 
 #include "bridge.h"
 #include "direct.h"
-#include "waiter.h"
+#include "progress.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -14,7 +14,7 @@
 
 namespace fct {
 
-/* How the backend that serves a device behaves. */
+/* The behavior class of a backend. */
 enum class Kind : uint8_t { unknown = 0, gloo, nccl_like, fake, python, other };
 
 constexpr size_t kDeviceTypes = static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES);
@@ -23,22 +23,22 @@ constexpr size_t kDeviceTypes = static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE
 
 struct fct_pg {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
-    pybind11::object python; /* the Python object where the group is a Python class, else empty */
-    std::array<fct::Kind, fct::kDeviceTypes> kinds{}; /* by device type; filled when asked for */
-    std::shared_ptr<fct::Agreement> agreement;        /* once rows have been moved on the CPU */
-    c10::intrusive_ptr<c10d::ProcessGroup> direct;    /* where it was agreed upon */
-    fct::Helper helper;
+    pybind11::object python; /* the object if the group is a Python class, else empty */
+    std::array<fct::Kind, fct::kDeviceTypes> kinds{}; /* by device type; filled on first use */
+    std::shared_ptr<fct::Negotiation> negotiation;    /* set by the first CPU collective */
+    c10::intrusive_ptr<c10d::ProcessGroup> direct;    /* set once the negotiation accepted it */
+    fct::ProgressThread progress_thread;
     size_t owners = 1;
 };
 
 namespace fct {
 
-/* How the backend that serves devices of a type behaves. */
+/* The behavior class of the backend that serves a device type. */
 Kind kind_for(fct_pg *pg, c10::DeviceType type);
 
 using Handle = std::unique_ptr<fct_pg, decltype(&fct_pg_release)>;
 
-/* A handle of a ProcessGroup object, new or shared. */
+/* Returns the handle of a ProcessGroup object. Handles of one group are shared. */
 Handle open_object(PyObject *obj);
 
 } // namespace fct

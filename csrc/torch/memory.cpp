@@ -1,9 +1,9 @@
-/* The pool of csrc/kernels as an allocator of torch's.
+/* The pool of csrc/kernels (kernels/pool.h) as a c10 allocator.
  *
- * Small blocks are the default allocator's, and those that there is no memory for, once what waits
- * in the pool is the system's again. Under dispatch modes, which may want to see
- * allocations, torch.empty makes the tensor; a profiler that records memory is told of blocks as
- * the default allocator would tell it. */
+ * Small blocks come from torch's default allocator. If the system has no memory for a block, the
+ * pool is trimmed and the default allocator tries again. Under dispatch modes, which may observe
+ * allocations, torch.empty makes the tensor. Blocks are reported to a memory profiler as the
+ * default allocator does it. */
 #include "memory.h"
 
 #include "../kernels/pool.h"
@@ -18,7 +18,7 @@
 
 namespace {
 
-void tell_profiler(const fck_block &block, int64_t bytes) {
+void report_to_profiler(const fck_block &block, int64_t bytes) {
     if (c10::memoryProfilingEnabled()) {
         const fck_pool_facts facts = fck_pool_look();
         c10::reportMemoryUsageToProfiler(block.data, bytes, facts.out_bytes,
@@ -29,7 +29,7 @@ void tell_profiler(const fck_block &block, int64_t bytes) {
 
 void give_back(void *context) {
     auto *block = static_cast<fck_block *>(context);
-    tell_profiler(*block, -static_cast<int64_t>(block->bytes));
+    report_to_profiler(*block, -static_cast<int64_t>(block->bytes));
     fck_pool_give(block);
 }
 
@@ -40,11 +40,11 @@ class Pool : public c10::Allocator {
             return c10::GetDefaultCPUAllocator()->allocate(bytes);
         }
         fck_block *block = fck_pool_take(bytes);
-        if (block == nullptr) { /* whoever looks at the message of what this raises knows torch's */
+        if (block == nullptr) { /* the default allocator raises torch's error message */
             fck_pool_trim();
             return c10::GetDefaultCPUAllocator()->allocate(bytes);
         }
-        tell_profiler(*block, static_cast<int64_t>(block->bytes));
+        report_to_profiler(*block, static_cast<int64_t>(block->bytes));
         return {block->data, block, &give_back, c10::Device(c10::DeviceType::CPU)};
     }
 
@@ -58,7 +58,7 @@ class Pool : public c10::Allocator {
 namespace fct {
 
 at::Tensor pooled_empty(int64_t numel, c10::ScalarType dtype) {
-    static auto *const pool = new Pool; /* storages have it to the end of the process */
+    static auto *const pool = new Pool; /* storages refer to it until the process ends */
     if (c10::impl::TorchDispatchModeTLS::any_modes_set()) {
         return at::empty({numel}, at::TensorOptions().dtype(dtype));
     }

@@ -1,4 +1,4 @@
-/* Tensors on the CPU whose memory is the pool's: see memory.cpp. */
+/* CPU tensors with memory of the pool: see memory.cpp. */
 #ifndef FSDP_C_TORCH_MEMORY_H
 #define FSDP_C_TORCH_MEMORY_H
 
@@ -6,8 +6,8 @@
 
 namespace fct {
 
-/* A 1-D tensor of uninitialised elements. Its storage may be resized, and gets what it needs then
- * from the pool, too. */
+/* Returns a 1-D tensor of uninitialized elements. If its storage is resized, the new memory also
+ * comes from the pool. */
 at::Tensor pooled_empty(int64_t numel, c10::ScalarType dtype);
 
 } // namespace fct

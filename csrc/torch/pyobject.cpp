@@ -1,9 +1,9 @@
-/* Python objects of torch (tensors, dtypes, devices), the translation of C++ exceptions into Python
- * errors, the fault counter and the owner of call-backs: everything of the boundary that needs
- * Python itself.
+/* The functions of the boundary that need Python: torch's Python objects (tensors, dtypes,
+ * devices), the translation of C++ exceptions to Python errors, the fault counter, and the owner of
+ * callbacks.
  *
- * Invariants: the fault counter is thread-local; a hook's owner is only touched with the GIL held
- * and only while the interpreter is alive. */
+ * Invariants: the fault counter is thread-local. A hook's owner is accessed only with the GIL, and
+ * only while the interpreter is alive. */
 #include "bridge.h"
 
 #include <ATen/EmptyTensor.h>
@@ -17,7 +17,8 @@ namespace {
 
 thread_local int64_t faults_left = 0;
 
-/* THPVariable_Wrap(tensor, type) where this torch exports it, else NULL without an exception. */
+/* THPVariable_Wrap(tensor, type) if this torch release exports it, else NULL without an exception.
+ */
 template <typename Tensor>
 auto wrap_as(const Tensor &tensor, PyTypeObject *type, int)
     -> decltype(THPVariable_Wrap(tensor, type)) {
@@ -37,7 +38,8 @@ bool is_simple(const at::Tensor &local) {
            !local.is_neg();
 }
 
-/* Its storage has a size and no memory, which is how torch tells aliases of such tensors apart. */
+/* A tensor like `local` whose storage has a size but no memory. torch distinguishes aliases of such
+ * tensors by their storages. */
 at::Tensor without_memory(const at::Tensor &local, c10::IntArrayRef sizes,
                           c10::IntArrayRef strides) {
     const int64_t offset = local.storage_offset();
@@ -68,7 +70,7 @@ void fault_point(const char *function) {
 int set_error() noexcept {
     try {
         torch::translate_exception_to_python(std::current_exception());
-    } catch (...) { /* thrown objects that are no std::exception */
+    } catch (...) { /* the exception is not a std::exception */
         PyErr_SetString(PyExc_RuntimeError, "unknown C++ exception");
     }
     if (!PyErr_Occurred()) {
@@ -79,7 +81,7 @@ int set_error() noexcept {
 
 void throw_python_error() {
     if (!PyErr_Occurred()) {
-        PyErr_SetString(PyExc_SystemError, "a call-back failed without setting an exception");
+        PyErr_SetString(PyExc_SystemError, "a callback failed without setting an exception");
     }
     python_error error;
     error.persist();
@@ -118,7 +120,8 @@ void HookRef::reset() noexcept {
         return;
     }
     const PyGILState_STATE gil = PyGILState_Ensure();
-    /* A graph may die while an exception travels; the owner's finalizers must not eat it. */
+    /* The graph may be destroyed while an exception is pending. Finalizers of the owner must not
+     * clear it. */
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     hook_.release(owner);
@@ -147,8 +150,7 @@ int64_t fct_fault_left(void) {
     return faults_left;
 }
 
-/* By the real type, not by __class__: an object that only pretends to be a tensor has no
- * TensorImpl. */
+/* Checks the type, not __class__: an object with a fake __class__ has no TensorImpl. */
 bool fct_py_is_tensor(PyObject *obj) {
     return obj != nullptr && THPVariableClass != nullptr &&
            (THPVariable_CheckExact(obj) ||
@@ -224,7 +226,7 @@ int fct_py_set_grad(PyObject *param, PyObject *grad) {
         TORCH_CHECK_TYPE(none || fct_py_is_tensor(grad),
                          "the gradient must be a torch.Tensor or None");
         const at::Tensor &tensor = THPVariable_Unpack(param);
-        at::Tensor old; /* dies last: its end may run Python code */
+        at::Tensor old; /* destroyed last, because its destructor may run Python code */
         if (none) {
             if (tensor.grad().defined()) {
                 old = std::exchange(tensor.mutable_grad(), at::Tensor());

@@ -1,9 +1,8 @@
-/* Streams and events of whatever device a tensor is on, through torch's device-generic guard
- * interface: no header of any accelerator is included, so the same code serves CUDA, XPU and
- * out-of-tree devices.
+/* Streams and events of any device, through torch's device-generic guard interface. No accelerator
+ * header is included, so the same code serves CUDA, XPU and out-of-tree devices.
  *
- * A stream travels by value (id + device); torch owns the streams, they are never freed. An event
- * belongs to who made it and to whom it is shared with; it may be recorded again and again. */
+ * A stream is a value (id and device). torch owns the streams and never frees them. An event counts
+ * its owners. It may be recorded repeatedly. */
 #include "bridge.h"
 
 #include <c10/core/Event.h>
@@ -55,7 +54,7 @@ fct_stream fct_stream_current(fct_device device) {
     try {
         const auto guard = guard_of(device);
         return pack(guard.getStream(indexed(guard, device)));
-    } catch (...) { /* a device this torch was not built for */
+    } catch (...) { /* torch was built without this device */
         return fct_stream{0, device};
     }
 }
@@ -66,7 +65,7 @@ int fct_stream_new(fct_device device, bool high_priority, fct_stream *out) {
         const c10::Device where = indexed(guard, device);
         try {
             *out = pack(guard.getNewStream(where, high_priority ? -1 : 0));
-        } catch (const c10::Error &) { /* some devices only know the pool */
+        } catch (const c10::Error &) { /* some devices have only the pool */
             *out = pack(guard.getStreamFromGlobalPool(where, high_priority));
         }
     });
@@ -93,7 +92,7 @@ int fct_launch_enter(fct_device device, fct_device *before, void **native) {
 void fct_launch_leave(fct_device before) {
     try {
         guard_of(before).setDevice(fct::device(before));
-    } catch (...) { /* it was current */
+    } catch (...) { /* `before` was current, so this does not fail in practice */
         PyErr_Clear();
     }
 }

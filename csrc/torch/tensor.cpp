@@ -1,9 +1,8 @@
 /* Tensors and their storages.
  *
- * Facts, aliases and storage memory are handled on TensorImpl and StorageImpl directly: they are
- * asked for on every step for every parameter, and the dispatcher would cost more than the work.
- * Everything that computes goes through at:: below autograd and ADInplaceOrView, so it neither
- * records history nor bumps version counters. */
+ * Facts, aliases and storage memory use TensorImpl and StorageImpl directly. They run in every step
+ * for every parameter, and the dispatcher would cost more than the work. Computations go through
+ * at:: below autograd and ADInplaceOrView: they record no history and bump no version counters. */
 #include "../kernels/pool.h"
 #include "bridge.h"
 #include "memory.h"
@@ -24,18 +23,18 @@ namespace {
 
 void *first_element(const c10::TensorImpl *t, int64_t offset_bytes) {
     c10::StorageImpl *storage = t->unsafe_storage().unsafeGetStorageImpl();
-    void *base = storage->mutable_data(); /* throws where a wrapper must not be touched */
+    void *base = storage->mutable_data(); /* throws for wrappers without memory */
     return base == nullptr ? nullptr : static_cast<char *>(base) + offset_bytes;
 }
 
-/* Whether the memory has the conjugates or the negatives of the values: torch makes both lazily. */
+/* Whether the tensor is a lazy conjugate or negative view. */
 bool is_lazy(const c10::TensorImpl *t) {
     return t->key_set().has_any(
         c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}));
 }
 
-/* For arithmetic with real numbers: the CPU has none for pairs of halves as such. */
-at::Tensor parts_of_halves(const at::Tensor &t) {
+/* A ComplexHalf tensor as real pairs, because the CPU has no arithmetic for ComplexHalf. */
+at::Tensor view_half_as_real(const at::Tensor &t) {
     return t.scalar_type() == c10::ScalarType::ComplexHalf ? at::view_as_real(t) : t;
 }
 
@@ -57,7 +56,7 @@ void read_facts(const c10::TensorImpl *t, fct_facts *out) {
     out->strided = out->data != nullptr || out->numel == 0 || !t->is_python_dispatch();
 }
 
-/* Elements from the alias's first one to one past its last; throws where that overflows. */
+/* Elements from the first to one past the last of the alias. Throws on overflow. */
 int64_t alias_extent(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
     int64_t last = 0;
     bool empty = false, fits = true;
@@ -91,8 +90,8 @@ void check_alias(const c10::TensorImpl *base, int64_t itemsize, c10::IntArrayRef
                 " bytes per element) does not fit into a storage of ", bytes, " bytes");
 }
 
-/* The base's key set makes a normal (or, from an inference tensor, an inference) tensor; its Python
- * keys are dropped by the constructor, and an alias of a conjugate view means the memory itself. */
+/* The alias has the base's key set, so it is an inference tensor if the base is one. The
+ * constructor removes Python keys. An alias of a conjugate view refers to the memory itself. */
 c10::TensorImpl *alias(c10::TensorImpl *base, caffe2::TypeMeta dtype, int32_t ndim,
                        const int64_t *sizes, const int64_t *strides, int64_t offset) {
     const c10::IntArrayRef shape(sizes, static_cast<size_t>(ndim));
@@ -109,7 +108,7 @@ c10::TensorImpl *alias(c10::TensorImpl *base, caffe2::TypeMeta dtype, int32_t nd
 
 } // namespace
 
-/* What torch._C._DisableFuncTorch does. */
+/* Excludes functorch's dispatch keys, as torch._C._DisableFuncTorch. */
 struct FuncTorchPause {
     c10::impl::ExcludeDispatchKeyGuard front{c10::DispatchKey::FuncTorchDynamicLayerFrontMode};
     c10::impl::ExcludeDispatchKeyGuard back{c10::DispatchKey::FuncTorchDynamicLayerBackMode};
@@ -128,8 +127,8 @@ void fct_tensor_release(fct_tensor *t) {
     }
 }
 
-/* Memory that an allocator of torch's gave can be resized: that of an array, a DLPack capsule or a
- * file cannot, and others may hold it without a reference to the storage. */
+/* A resizable storage owns memory of a torch allocator. The memory of an array, a DLPack capsule or
+ * a file is not resizable, and may have owners without a reference to the storage. */
 bool fct_tensor_is_sole(const fct_tensor *t) {
     const c10::TensorImpl *tensor = impl(t);
     if (c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl *>(tensor)) != 1 ||
@@ -145,7 +144,7 @@ void fct_tensor_facts(const fct_tensor *t, fct_facts *out) {
     facts.dtype = FCT_NO_DTYPE;
     try {
         read_facts(impl(t), &facts);
-    } catch (...) { /* a wrapper that does not let itself be read, maybe with a Python error */
+    } catch (...) { /* a wrapper that refuses access, possibly with a Python error */
         PyErr_Clear();
         facts.data = nullptr;
         facts.contiguous = false;
@@ -178,8 +177,8 @@ bool fct_tensor_is_view(const fct_tensor *t) {
 
 int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
     return guarded("fct_tensor_empty", [&] {
-        /* A parameter made by an evaluation is trained later. */
-        const c10::InferenceMode never(false);
+        /* A parameter that is made in inference mode may be trained later. */
+        const c10::InferenceMode no_inference(false);
         const Quiet quiet;
         const c10::ScalarType type = fct::scalar_type(dtype);
         *out = give(device.type == FCT_DEVICE_CPU
@@ -289,7 +288,7 @@ int fct_tensor_to_host(fct_tensor *t, bool non_blocking, fct_tensor **out) {
 int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
     return guarded("fct_tensor_add", [&] {
         const Quiet quiet;
-        parts_of_halves(*Borrowed(dst)).add_(parts_of_halves(*Borrowed(src)));
+        view_half_as_real(*Borrowed(dst)).add_(view_half_as_real(*Borrowed(src)));
         if (!impl(dst)->is_inference()) {
             impl(dst)->bump_version();
         }
@@ -299,7 +298,7 @@ int fct_tensor_add(fct_tensor *dst, const fct_tensor *src) {
 int fct_tensor_div(fct_tensor *t, double divisor) {
     return guarded("fct_tensor_div", [&] {
         const Quiet quiet;
-        parts_of_halves(*Borrowed(t)).div_(divisor);
+        view_half_as_real(*Borrowed(t)).div_(divisor);
     });
 }
 

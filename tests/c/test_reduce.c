@@ -88,6 +88,23 @@ static void second_reduction_adds_to_gradient(void **state) {
     end(&f);
 }
 
+/* A program that calls post_backward outside of a backward completes the reduction explicitly. */
+static void complete_reductions_sets_gradients_on_both_kinds_of_devices(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        sim_scenario scenario = two_ranks;
+        scenario.device.streams = streams != 0;
+        fixture f = begin(scenario);
+        assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
+        compute_gradients(&f, 2.0);
+        post_backward(&f);
+        assert_int_equal(fc_group_complete_reductions(core(&f)), FC_OK);
+        assert_true(streams || f.model->comm.reductions == 0);
+        expect_grad(&f, 0, 3.0);
+        end(&f);
+    }
+}
+
 /* A large gradient is sent from its own memory if it has no other owner. */
 static void large_gradient_is_sent_from_its_own_memory(void **state) {
     (void)state;
@@ -501,6 +518,7 @@ static void offload_copies_before_failure_are_waited_for_after_reset(void **stat
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(second_reduction_adds_to_gradient),
+        cmocka_unit_test(complete_reductions_sets_gradients_on_both_kinds_of_devices),
         cmocka_unit_test(large_gradient_is_sent_from_its_own_memory),
         cmocka_unit_test(gradient_with_other_owner_is_packed_before_sending),
         cmocka_unit_test(backward_without_sync_leaves_gradient_in_parameter),

@@ -1,4 +1,4 @@
-"""Rows that go through shared memory have the bits that torch's gloo backend gives them."""
+"""Collectives over shared memory have the bits of torch's gloo backend."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import fsdp_c
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_bits_are_those_of_gloo(world: int) -> None:
-    for *found, tried in run_ranks(direct.differences, world, timeout=300):
-        assert tried > (300 if world < 8 else 230)
-        assert found == []
+def test_bits_of_shared_memory_collectives_match_gloo(world: int) -> None:
+    for *differing, comparisons in run_ranks(direct.differences, world, timeout=300):
+        assert comparisons > (300 if world < 8 else 230)
+        assert differing == []
 
 
-def test_exchanges_are_told_apart() -> None:
-    assert run_ranks(direct.several_at_once, 3) == [True] * 3
+def test_waits_in_reverse_order_return_the_right_data() -> None:
+    assert run_ranks(direct.wait_in_reverse_order, 3) == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -29,19 +29,24 @@ def test_exchanges_are_told_apart() -> None:
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "100"),
     ],
 )
-def test_one_rank_that_does_not_want_them_is_enough(variable: str, value: str) -> None:
-    assert run_ranks(direct.declined, 2, (variable, value)) == [True] * 2
+def test_veto_of_one_rank_declines_shared_memory(variable: str, value: str) -> None:
+    assert run_ranks(direct.is_declined, 2, (variable, value)) == [True] * 2
 
 
-def test_a_rank_that_is_patched_goes_the_same_way() -> None:
-    (same, seen), (also, unseen) = run_ranks(direct.patched_on_one_rank, 2)
-    assert same and also
-    assert (seen, unseen) == (2 * (2 + 1) * 3, 0)  # a gather each way, and a reduction
+def test_patched_collectives_on_one_rank_keep_the_bits() -> None:
+    (patched_equal, patched_calls), (peer_equal, peer_calls) = run_ranks(
+        direct.train_with_patched_rank, 2
+    )
+    assert patched_equal and peer_equal
+    assert (patched_calls, peer_calls) == (
+        2 * (2 + 1) * 3,
+        0,
+    )  # per unit: two gathers and a reduction
 
 
-def test_a_rank_that_is_observed_counts_torchs_collectives() -> None:
-    (same, counts), (also, _) = run_ranks(direct.observed_on_one_rank, 2)
-    assert same and also
+def test_observers_on_one_rank_count_the_collectives_of_torch() -> None:
+    (observed_equal, counts), (peer_equal, _) = run_ranks(direct.train_with_observed_rank, 2)
+    assert observed_equal and peer_equal
     assert counts == {
         "c10d._allgather_base_": 6,
         "c10d._reduce_scatter_base_": 3,
@@ -51,30 +56,30 @@ def test_a_rank_that_is_observed_counts_torchs_collectives() -> None:
     }
 
 
-def test_the_first_gathers_wait_for_nobody() -> None:
-    assert run_ranks(direct.sends_before_others_gather, 3, timeout=120) == [True] * 3
+def test_first_gathers_do_not_wait_for_peers() -> None:
+    assert run_ranks(direct.send_before_peers_gather, 3, timeout=120) == [True] * 3
 
 
-def test_ranks_may_have_sharded_different_numbers_of_models() -> None:
-    assert run_ranks(direct.ranks_with_more_groups, 3) == [True] * 3
+def test_ranks_with_different_numbers_of_sharded_models_train() -> None:
+    assert run_ranks(direct.train_with_unequal_group_counts, 3) == [True] * 3
 
 
-def test_a_time_limit_is_followed_that_was_set_later() -> None:
-    text, closed = run_ranks(direct.shorter_time_limit, 2)
-    assert "Timed out waiting 500ms" in text
-    assert "failed on rank 1 of 2" in closed
+def test_timeout_set_after_the_negotiation_is_applied() -> None:
+    timeout_error, peer_error = run_ranks(direct.wait_with_shorter_timeout, 2)
+    assert "Timed out waiting 500ms" in timeout_error
+    assert "failed on rank 1 of 2" in peer_error
 
 
-def test_ranks_at_odds_end_in_an_error_and_not_in_wrong_gradients() -> None:
-    for text in run_ranks(direct.evaluates_alone, 2):
+def test_extra_forward_on_one_rank_raises() -> None:
+    for text in run_ranks(direct.evaluate_on_one_rank, 2):
         assert "failed on rank" in text
 
 
-def test_a_choice_is_followed_and_has_the_same_bits() -> None:
-    assert run_ranks(direct.by_both_ways, 2) == [[True] * 9] * 2
+def test_set_transport_changes_the_transport_and_keeps_the_bits() -> None:
+    assert run_ranks(direct.train_with_both_transports, 2) == [[True] * 9] * 2
 
 
-def test_a_wrong_choice_is_refused() -> None:
+def test_set_transport_with_invalid_arguments_raises() -> None:
     with pytest.raises(ValueError, match="transport should be"):
         fsdp_c.set_transport(torch.nn.Linear(2, 2), "nccl")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="set_transport"):

@@ -1,4 +1,4 @@
-"""Large parameters are gathered into and reduced from their own memory: with the same bits."""
+"""Chunked collectives, in the memory of large parameters, have the bits of packed buffers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from launch import run_ranks
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_bits_are_those_of_whole_rows(world: int) -> None:
+def test_bits_of_chunked_collectives_match_packed_buffers(world: int) -> None:
     assert run_ranks(pieces.differences, world) == [[]] * world
 
 
-def test_a_rank_that_is_watched_goes_with_the_others() -> None:
-    assert run_ranks(pieces.watched_on_one_rank, 2) == [[True] * 4] * 2
+def test_packed_buffers_on_one_rank_work_with_chunks_on_its_peer() -> None:
+    assert run_ranks(pieces.train_with_special_rank, 2) == [[True] * 4] * 2
 
 
-def test_a_gather_inside_of_a_gather_leaves_the_cuts_of_the_outer_one() -> None:
-    assert run_ranks(pieces.gathered_inside_of_a_gather, 2, timeout=60) == [True] * 2
+def test_gather_inside_a_gather_keeps_the_layout_of_the_outer_one() -> None:
+    assert run_ranks(pieces.unshard_inside_a_gather, 2, timeout=60) == [True] * 2

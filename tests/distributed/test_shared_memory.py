@@ -1,4 +1,4 @@
-"""Ranks of one host move rows in shared memory, with the same bits; else all of them do without."""
+"""Collectives over shared memory: bits equal to gloo's, fallback of all ranks, and errors."""
 
 from __future__ import annotations
 
@@ -10,48 +10,50 @@ import shared_memory
 from launch import RanksFailed, run_ranks
 
 pytestmark = [
-    pytest.mark.xdist_group("shared memory"),  # they share launches
-    pytest.mark.skipif(sys.platform != "linux", reason="there is no such memory"),
+    pytest.mark.xdist_group("shared memory"),  # the tests share launches
+    pytest.mark.skipif(sys.platform != "linux", reason="needs memfd"),
 ]
 
 
 @functools.cache
-def moved(world: int) -> list[dict[str, tuple[int, bool]]]:
-    return run_ranks(shared_memory.moved, world)
+def compare_cases(world: int) -> list[dict[str, tuple[int, bool]]]:
+    return run_ranks(shared_memory.compare_cases, world)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("case", [case.__name__ for case in shared_memory.MOVED])
-def test_shared_memory_in_each_case_gives_the_bits_of_gloo(case: str, world: int) -> None:
-    assert [found[case] for found in moved(world)] == [(world, True)] * world
+@pytest.mark.parametrize("case", [case.__name__ for case in shared_memory.CASES])
+def test_shared_memory_collectives_match_gloo(case: str, world: int) -> None:
+    assert [results[case] for results in compare_cases(world)] == [(world, True)] * world
 
 
-def test_rows_of_both_groups_of_hybrid_sharding_are_moved_so() -> None:
-    assert run_ranks(shared_memory.hybrid, 4) == [(4, True)] * 4
+def test_both_groups_of_hybrid_sharding_use_shared_memory() -> None:
+    assert run_ranks(shared_memory.compare_hybrid_sharding, 4) == [(4, True)] * 4
 
 
 @functools.cache
-def hindered() -> list[dict[str, tuple[int, bool]]]:
-    return run_ranks(shared_memory.hindered, 3)
+def compare_with_obstacles() -> list[dict[str, tuple[int, bool]]]:
+    return run_ranks(shared_memory.compare_with_obstacles, 3)
 
 
 @pytest.mark.parametrize("obstacle", shared_memory.OBSTACLES)
-def test_what_hinders_one_rank_lets_all_fall_back(obstacle: str) -> None:
+def test_obstacle_on_one_rank_makes_all_ranks_fall_back(obstacle: str) -> None:
     mapped = 3 if obstacle == "nothing" else 0
-    assert [found[obstacle] for found in hindered()] == [(mapped, True)] * 3
+    assert [results[obstacle] for results in compare_with_obstacles()] == [(mapped, True)] * 3
 
 
-def test_a_child_of_fork_leaves_its_parents_exchanges_alone() -> None:
-    for (trained, ended), goes_on in run_ranks(shared_memory.forked, 2):
-        assert "a child of fork() cannot exchange rows" in trained
-        assert ended == ""
-        assert goes_on
+def test_forked_child_is_refused_and_does_not_affect_its_parent() -> None:
+    for (train_error, destroy_error), parent_continues in run_ranks(
+        shared_memory.train_in_forked_child, 2
+    ):
+        assert "a child of fork() cannot use its parent's process group" in train_error
+        assert destroy_error == ""
+        assert parent_continues
 
 
-def test_reductions_that_outgrow_a_board_are_waited_for_unless_asked_otherwise() -> None:
-    """Rows for both ranks of 1 and of 4.8 MB; a board has 4 MiB."""
-    found, _ = run_ranks(shared_memory.overlapping, 2)
-    assert found == {
+def test_reduction_larger_than_the_ring_overlaps_only_on_request() -> None:
+    """Messages of 1 MB and 4.8 MB for both ranks. The ring has 4 MiB."""
+    results, _ = run_ranks(shared_memory.record_overlap, 2)
+    assert results == {
         "None 500": True,
         "None 1100": False,
         "True 500": True,
@@ -61,54 +63,54 @@ def test_reductions_that_outgrow_a_board_are_waited_for_unless_asked_otherwise()
     }
 
 
-def test_gathers_that_outgrow_a_board_are_not_prefetched() -> None:
-    """Rows of 0.5 and of 4.5 MB; a board has 4 MiB. All ranks do the same, whoever looks."""
-    for found in run_ranks(shared_memory.prefetching, 2):
-        assert found == {500: ([True] * 3, True), 1500: ([False] * 3, True)}
+def test_gather_larger_than_the_ring_is_not_prefetched() -> None:
+    """Rank shards of 0.5 MB and 4.5 MB. The ring has 4 MiB. Observers do not change it."""
+    for results in run_ranks(shared_memory.record_prefetches, 2):
+        assert results == {500: ([True] * 3, True), 1500: ([False] * 3, True)}
 
 
-def test_an_all_reduce_waits_for_nobody_where_it_is_issued() -> None:
-    """Neither for the answers to the questions of the first ones, nor for the others' rows."""
-    assert run_ranks(shared_memory.ahead, 2) == [8] * 2
+def test_issuing_an_all_reduce_does_not_wait_for_peers() -> None:
+    """Issuing waits neither for the negotiation nor for the data of peers."""
+    assert run_ranks(shared_memory.count_steps_ahead, 2) == [8] * 2
 
 
 @functools.cache
-def failing() -> list[dict[str, str]]:
-    return run_ranks(shared_memory.failing, 2)
+def collect_errors() -> list[dict[str, str]]:
+    return run_ranks(shared_memory.collect_errors, 2)
 
 
 @pytest.mark.parametrize(
-    "case", ["_sizes_differ", "_lengths_differ", "_one_has_replicas", "_one_evaluates"]
+    "case", ["_sizes_differ", "_lengths_differ", "_one_rank_replicates", "_one_rank_evaluates"]
 )
-def test_ranks_at_odds_are_told_what_each_of_them_does(case: str) -> None:
-    for found in failing():
-        assert "ranks are at odds: where rank" in found[case]
+def test_collective_mismatch_error_names_both_collectives(case: str) -> None:
+    for results in collect_errors():
+        assert "collective mismatch: rank" in results[case]
 
 
-def test_a_rank_that_ends_the_group_ends_the_others_waits() -> None:
-    ended, waited = failing()
-    assert ended["_one_ends_the_group"] == ""
-    assert "Connection closed by peer" in waited["_one_ends_the_group"]
+def test_wait_fails_when_a_peer_destroys_the_group() -> None:
+    destroying_rank, waiting_rank = collect_errors()
+    assert destroying_rank["_one_rank_ends_the_group"] == ""
+    assert "Connection closed by peer" in waiting_rank["_one_rank_ends_the_group"]
 
 
-def test_a_killed_rank_ends_the_others_waits() -> None:
+def test_wait_fails_when_a_peer_is_killed() -> None:
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(shared_memory.killed, 3)
+        run_ranks(shared_memory.train_until_last_rank_is_killed, 3)
     *others, dead = raised.value.reports
     assert dead.status == "killed by SIGKILL"
     for report in others:
         assert "Connection closed by peer" in report.output
 
 
-def test_a_rank_that_was_stopped_goes_on() -> None:
-    assert run_ranks(shared_memory.stopped, 2) == [True] * 2
+def test_training_continues_after_sigstop_and_sigcont() -> None:
+    assert run_ranks(shared_memory.train_with_stopped_rank, 2) == [True] * 2
 
 
-def test_memory_and_descriptors_go_with_the_group() -> None:
-    for found in run_ranks(shared_memory.groups_come_and_go, 2):
-        assert set(found.values()) == {(0, 0)}, found
+def test_group_end_releases_memory_and_descriptors() -> None:
+    for results in run_ranks(shared_memory.count_resources_after_group_end, 2):
+        assert set(results.values()) == {(0, 0)}, results
 
 
-def test_processes_may_end_without_a_word() -> None:
-    for said in run_ranks(shared_memory.__file__, 2):
-        assert "2" in said.splitlines()  # some libraries warn in front of it, or count their leaks
+def test_process_exit_without_destroying_the_group_is_clean() -> None:
+    for output in run_ranks(shared_memory.__file__, 2):
+        assert "2" in output.splitlines()  # libraries may print other lines

@@ -143,6 +143,13 @@ MUTATIONS = {
         "test_train",
         "chunks of 1 in memory that is not from a process group's allocator",
     ),
+    "reduction of a direct post_backward is not recycled": Mutation(
+        "group",
+        "c->has_streams ? fc_reduce_order_compute(&g->reducer) : fc_reduction_recycle(c, 0);",
+        "c->has_streams ? fc_reduce_order_compute(&g->reducer) : FC_OK;",
+        "test_reduce",
+        "streams || f.model->comm.reductions == 0",
+    ),
     "run has offset 0 in its chunk": Mutation(
         "plan",
         "(fct_run){.chunk = chunk, .offset = offset, .numel = numel};",
@@ -202,76 +209,76 @@ MUTATIONS = {
 }
 
 RING_MUTATIONS = {
-    "writer reuses memory that the slowest peer has not read": Mutation(
-        "board",
-        "        if (left > most) {",
-        "        if (most == 0) {",
-        "test_board",
-        "[  FAILED  ] the_slowest_decides_whether_there_is_room",
+    "writer reuses memory that the slowest peer has not released": Mutation(
+        "shm_ring",
+        "        if (pending > largest) {",
+        "        if (largest == 0) {",
+        "test_shm_ring",
+        "[  FAILED  ] reserve_waits_for_the_slowest_peer",
     ),
-    "one message header too many is reserved": Mutation(
-        "board",
-        "    if (waiting >= LETTERS) {",
-        "    if (waiting > LETTERS) {",
-        "test_board",
-        "[  FAILED  ] there_are_so_many_letters",
+    "writer reserves one message more than header slots": Mutation(
+        "shm_ring",
+        "    if (pending >= HEADER_SLOTS) {",
+        "    if (pending > HEADER_SLOTS) {",
+        "test_shm_ring",
+        "[  FAILED  ] reserve_fails_when_all_header_slots_are_used",
     ),
-    "file lock of the owner is not taken": Mutation(
-        "board",
-        "        fcntl(file, F_SETLK, &lock) == 0) {",
+    "liveness lock is not taken": Mutation(
+        "shm_ring",
+        "        fcntl(fd, F_SETLK, &lock) == 0) {",
         "        lock.l_len == 1) {",
-        "test_board",
-        "[  FAILED  ] the_end_of_a_child_is_not_its_parents",
+        "test_shm_ring",
+        "[  FAILED  ] end_of_forked_child_does_not_close_the_ring",
     ),
     "forked child closes the ring of its parent": Mutation(
-        "board",
-        "    if (board->process == (int64_t)getpid()) {\n        atomic_store",
+        "shm_ring",
+        "    if (ring->pid == (int64_t)getpid()) {\n        atomic_store",
         "    {\n        atomic_store",
-        "test_board",
-        "[  FAILED  ] the_end_of_a_child_is_not_its_parents",
+        "test_shm_ring",
+        "[  FAILED  ] end_of_forked_child_does_not_close_the_ring",
     ),
-    "waiter reads its futex word after the check for messages": Mutation(
-        "board",
-        "        const uint32_t rung = atomic_load(&own->bell);\n"
-        "        const int64_t left = until - now_ns();\n"
-        "        if (left <= 0 || fcb_news(board) != known) {\n"
+    "waiter reads its doorbell after the check for messages": Mutation(
+        "shm_ring",
+        "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n"
+        "        const int64_t left_ns = deadline_ns - now_ns();\n"
+        "        if (left_ns <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
         "            break;\n"
         "        }\n",
-        "        const int64_t left = until - now_ns();\n"
-        "        if (left <= 0 || fcb_news(board) != known) {\n"
+        "        const int64_t left_ns = deadline_ns - now_ns();\n"
+        "        if (left_ns <= 0 || shm_ring_seq(ring) != seen_seq) {\n"
         "            break;\n"
         "        }\n"
-        "        const uint32_t rung = atomic_load(&own->bell);\n",
-        "test_board_sleep",
-        "[  FAILED  ] news_at_any_step_of_a_sleeper_keep_it_awake",
+        "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n",
+        "test_shm_ring_sleep",
+        "[  FAILED  ] change_at_any_step_of_a_waiter_prevents_its_sleep",
     ),
     "commit uses release order instead of seq_cst": Mutation(
-        "board",
-        "    atomic_store(&own->posted, number + 1);",
-        "    atomic_store_explicit(&own->posted, number + 1, memory_order_release);",
-        "test_board_sleep",
-        "[  FAILED  ] who_falls_asleep_at_any_step_of_news_is_woken",
+        "shm_ring",
+        "    atomic_store(&own->committed, seq + 1);",
+        "    atomic_store_explicit(&own->committed, seq + 1, memory_order_release);",
+        "test_shm_ring_sleep",
+        "[  FAILED  ] waiter_that_sleeps_at_any_step_of_a_change_is_woken",
     ),
-    "closed flag is read after the write position": Mutation(
-        "board",
-        "        return closed != 0 ? FCB_GONE",
-        "        return atomic_load(&theirs->page->closed) != 0 ? FCB_GONE",
-        "test_board_sleep",
-        "[  FAILED  ] a_look_while_a_rank_posts_and_gives_up_misses_nothing",
+    "close mark is read after the commit counter": Mutation(
+        "shm_ring",
+        "        return closed != 0 ? SHM_RING_CLOSED",
+        "        return atomic_load(&view->page->closed) != 0 ? SHM_RING_CLOSED",
+        "test_shm_ring_sleep",
+        "[  FAILED  ] peek_during_commit_and_close_returns_the_message",
     ),
-    "bounds check of a message overflows": Mutation(
-        "board",
-        "got.bytes > board->room - got.at",
-        "got.at + got.bytes > board->room",
-        "test_board_strangers",
-        "[  FAILED  ] a_letter_that_cannot_be_is_not_believed",
+    "length check of a message overflows": Mutation(
+        "shm_ring",
+        "got.bytes > ring->capacity - got.offset",
+        "got.offset + got.bytes > ring->capacity",
+        "test_shm_ring_untrusted",
+        "[  FAILED  ] peek_of_invalid_header_returns_corrupt",
     ),
-    "memory file without the shrink seal is accepted": Mutation(
-        "board",
+    "segment without F_SEAL_SHRINK is accepted": Mutation(
+        "shm_ring",
         "seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ",
         "seals != 0x1000 && ",
-        "test_board_strangers",
-        "[  FAILED  ] other_files_are_no_boards",
+        "test_shm_ring_untrusted",
+        "[  FAILED  ] connect_refuses_files_that_are_no_rings",
     ),
 }
 
@@ -323,12 +330,14 @@ def test_mutation_of_the_core_fails_the_named_assertion(
 
 
 @pytest.mark.parametrize("name", RING_MUTATIONS)
-def test_mutation_of_the_ring_fails_the_named_assertion(name: str, tmp_path: Path) -> None:
+def test_mutation_of_the_shared_memory_ring_fails_the_named_assertion(
+    name: str, tmp_path: Path
+) -> None:
     mutation = RING_MUTATIONS[name]
-    folder = tmp_path / "board"
+    folder = tmp_path / "transport"
     folder.mkdir()
-    (folder / "board.h").write_text((ROOT / "csrc/board/board.h").read_text())
-    mutate(mutation, ROOT / "csrc/board", folder)
+    (folder / "shm_ring.h").write_text((ROOT / "csrc/transport/shm_ring.h").read_text())
+    mutate(mutation, ROOT / "csrc/transport", folder)
     linked = run(
         *("gcc", f"-I{tmp_path}", *FLAGS, C_TESTS / f"{mutation.test}.c"),
         *(*LIBRARIES, "-o", tmp_path / "mutated"),

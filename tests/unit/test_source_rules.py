@@ -180,7 +180,7 @@ def test_extension_exports_only_its_init_function() -> None:
 def test_extension_defines_all_fsdp_c_symbols() -> None:
     undefined = [line[-1] for line in dynamic_symbols("--undefined-only")]
     assert "PyModuleDef_Init" in undefined, "nm lists no symbols: the test would check nothing"
-    assert [name for name in undefined if re.match(r"fc[tkp]?_", name)] == []
+    assert [name for name in undefined if re.match(r"(?:fct?|fck|fcpy|shm_ring)_", name)] == []
 
 
 def test_extension_has_no_rpath_and_does_not_link_libpython() -> None:
@@ -206,7 +206,9 @@ def test_source_files_have_at_most_max_lines() -> None:
     assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
 
 
-@pytest.mark.parametrize("path", sources("core", "kernels", "python", "torch"), ids=relative)
+@pytest.mark.parametrize(
+    "path", sources("core", "kernels", "python", "torch", "transport"), ids=relative
+)
 def test_c_file_begins_with_a_comment(path: Path) -> None:
     assert re.match(r"/[*/]", path.read_text()), (
         "begin the file with a comment: what it owns, and its invariants"

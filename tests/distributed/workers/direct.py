@@ -1,4 +1,4 @@
-"""Collectives over torch's gloo backend and through shared memory, on several ranks, bit by bit."""
+"""Ranks of ``test_direct.py``: collectives over gloo and shared memory, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
 import torch.nn as nn
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
@@ -25,11 +25,11 @@ import fsdp_c._C as _C
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 
 SEGMENT = 1 << 20
-"""Bytes of gloo's largest segment: the order of additions changes where one ends."""
+"""Bytes of gloo's largest segment. The order of additions changes at its end."""
 
 
-def sizes(seed: int) -> Iterator[int]:
-    """Elements of a row: odd ones, those around a segment, and random ones."""
+def shard_sizes(seed: int) -> Iterator[int]:
+    """Elements of a rank shard: odd numbers, sizes around a segment, and random sizes."""
     yield from (1, 2, 3, 5, 7, 63, 64, 65, 1000, 4099)
     yield from (SEGMENT // 4 - 1, SEGMENT // 4, SEGMENT // 4 + 1, SEGMENT // 2 + 3)
     rng = random.Random(seed)
@@ -37,16 +37,16 @@ def sizes(seed: int) -> Iterator[int]:
         yield int(2 ** rng.uniform(0, 19))
 
 
-def dtypes_of(numel: int, world: int) -> tuple[torch.dtype, ...]:
-    """Those that rows of so many elements are tried with: all, but long rows on eight ranks, which
-    take seconds to move, only with those of which so many end near a segment's end, or one."""
+def dtypes_for(numel: int, world: int) -> tuple[torch.dtype, ...]:
+    """Dtypes to test with ``numel`` elements. Large shards on eight ranks take seconds, so they use
+    only dtypes whose size is near a segment, or one dtype."""
     if world < 8 or numel < SEGMENT // 8:
         return DTYPES
     near = tuple(dtype for dtype in DTYPES if abs(numel * dtype.itemsize - SEGMENT) < 8)
     return near or DTYPES[:1]
 
 
-def _operations(dtype: torch.dtype) -> list[dist.ReduceOp.RedOpType]:
+def _reduce_ops(dtype: torch.dtype) -> list[dist.ReduceOp.RedOpType]:
     average = [dist.ReduceOp.AVG] if dtype.is_floating_point else []
     return [dist.ReduceOp.SUM, *average]
 
@@ -60,30 +60,32 @@ def _random(numel: int, dtype: torch.dtype, generator: torch.Generator) -> torch
 
 
 def _with_specials(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """With infinities, zeros, the largest and smallest numbers, NaNs of both signs and others."""
-    facts = torch.finfo(values.dtype)
+    """Replaces a quarter of the values by infinities, zeros, extreme numbers and NaNs."""
+    info = torch.finfo(values.dtype)
     special = torch.tensor(
-        [torch.inf, -torch.inf, 0.0, -0.0, facts.max, facts.min, facts.tiny, facts.tiny / 8]
+        [torch.inf, -torch.inf, 0.0, -0.0, info.max, info.min, info.tiny, info.tiny / 8]
         + 8 * [torch.nan],
         dtype=values.dtype,
     )
     bits = special.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
-    bits[9:] += torch.arange(1, 8, dtype=bits.dtype)  # what a NaN carries
+    bits[9:] += torch.arange(1, 8, dtype=bits.dtype)  # NaN payloads
     bits[12:] |= torch.iinfo(bits.dtype).min  # the sign
     chosen = torch.randint(0, 4, values.shape, generator=generator) == 0
     which = torch.randint(0, len(special), values.shape, generator=generator)
     return torch.where(chosen, special[which], values)
 
 
-def _drawn(values: torch.Tensor, rows: int, numel: int, generator: torch.Generator) -> torch.Tensor:
-    """``rows`` stretches of ``values``, from random places. Random numbers are made once for each
-    dtype: making them took most of the time."""
+def _sample(
+    values: torch.Tensor, rows: int, numel: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Concatenates ``rows`` random slices of ``values``. The values are made once for each dtype,
+    because random numbers took most of the time."""
     starts = torch.randint(len(values) - numel + 1, (rows,), generator=generator).tolist()
     return torch.cat([values[start : start + numel] for start in starts])
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit by bit: NaNs too."""
+def _bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compares bits, including those of NaNs."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -115,43 +117,43 @@ def _all_reduce(
 
 
 def differences(rank: int, world: int) -> list[Any]:
-    """Settings whose bits differ; and how many were tried, last."""
+    """Returns the settings whose bits differ, and then the number of comparisons."""
     default = dist.group.WORLD
     assert default is not None
     direct = _C.direct_group(default)
     assert direct is not None and direct is not default
     assert _C.all_reduces_rows(True) is False
     found: list[Any] = []
-    tried = 0
+    comparisons = 0
     generator = torch.Generator().manual_seed(100 + rank)
-    made = {dtype: _random(SEGMENT, dtype, generator) for dtype in DTYPES}
-    for numel in sizes(world):
-        for dtype in dtypes_of(numel, world):
-            own = _drawn(made[dtype], 1, numel, generator)
-            rows = _drawn(made[dtype], world, numel, generator)
+    values_by_dtype = {dtype: _random(SEGMENT, dtype, generator) for dtype in DTYPES}
+    for numel in shard_sizes(world):
+        for dtype in dtypes_for(numel, world):
+            own = _sample(values_by_dtype[dtype], 1, numel, generator)
+            rows = _sample(values_by_dtype[dtype], world, numel, generator)
             before = rows.clone()
-            tried += 1
-            if not _same(_gather(default, own), _gather(direct, own)):
+            comparisons += 1
+            if not _bits_equal(_gather(default, own), _gather(direct, own)):
                 found.append(("all-gather", numel, dtype))
-            for op in _operations(dtype):
+            for op in _reduce_ops(dtype):
                 for name, reduce, values in (
                     ("reduce-scatter", _reduce, rows),
                     ("all-reduce", _all_reduce, own),
                 ):
-                    tried += 1
+                    comparisons += 1
                     sums = [reduce(group, values, op) for group in (default, direct)]
                     if dtype == torch.bfloat16 and op == dist.ReduceOp.AVG:
-                        # Which NaN a division writes depends on where vectors end, in torch, too.
+                        # The NaN that a division writes depends on vector boundaries.
                         sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
-                    if not _same(*sums):
+                    if not _bits_equal(*sums):
                         found.append((name, numel, dtype, op))
-            if not _same(rows, before):
+            if not _bits_equal(rows, before):
                 found.append(("input written", numel, dtype))
-    return [*found, tried]
+    return [*found, comparisons]
 
 
-def several_at_once(rank: int, world: int) -> bool:
-    """Exchanges that are waited for in another order than they were issued in."""
+def wait_in_reverse_order(rank: int, world: int) -> bool:
+    """Issues twelve all-gathers and waits for them in reverse order, twice each."""
     group = _C.direct_group(dist.group.WORLD)
     gathered, works = [], []
     for i in range(12):
@@ -162,13 +164,13 @@ def several_at_once(rank: int, world: int) -> bool:
         gathered.append(rows)
     for work in reversed(works):
         work.wait()
-        work.wait()  # it knows
+        work.wait()  # a second wait returns
     expected = torch.arange(world).repeat_interleave(1000)
     return all(torch.equal(rows, expected + 100.0 * i) for i, rows in enumerate(gathered))
 
 
-def declined(rank: int, world: int, variable: str, value: str) -> bool:
-    """Whether no rank has direct exchanges where one of them does not want them."""
+def is_declined(rank: int, world: int, variable: str, value: str) -> bool:
+    """Whether this rank has no direct group if the last rank sets ``variable``."""
     import os
 
     if rank == world - 1:
@@ -184,9 +186,9 @@ def _model() -> nn.Module:
     return fsdp_c.fully_shard(model)
 
 
-def sends_before_others_gather(rank: int, world: int) -> bool:
-    """Whether training has the same bits where rank 0 gathers all units ahead and then sends what
-    the others receive before their first gather."""
+def send_before_peers_gather(rank: int, world: int) -> bool:
+    """Whether bits stay equal if rank 0 gathers all units and then sends a message that its peers
+    receive before their first gather."""
     model = _model()
     units = [model, *model]
     message = torch.zeros(1)
@@ -206,10 +208,10 @@ def sends_before_others_gather(rank: int, world: int) -> bool:
     return all(map(torch.equal, ahead, _train(_model(), rank)))
 
 
-def ranks_with_more_groups(rank: int, world: int) -> bool:
-    """Whether training has the same bits where rank r has sharded r models that it never runs."""
+def train_with_unequal_group_counts(rank: int, world: int) -> bool:
+    """Whether bits stay equal if rank r has sharded r models that it never runs."""
     idle = [_model() for _ in range(rank)]
-    first = _train(_model(), rank, 1 + world)  # beyond the gathers that are torch's
+    first = _train(_model(), rank, 1 + world)  # more steps than fallback gathers
     del idle
     return all(map(torch.equal, first, _train(_model(), rank, 1 + world)))
 
@@ -224,53 +226,56 @@ def _train(model: nn.Module, rank: int, steps: int = 2) -> list[torch.Tensor]:
     return [parameter.to_local().detach().clone() for parameter in model.parameters()]
 
 
-def patched_on_one_rank(rank: int, world: int) -> tuple[bool, int]:
-    """Whether training has the same bits; calls of torch's functions that the rank saw."""
+def train_with_patched_rank(rank: int, world: int) -> tuple[bool, int]:
+    """Whether bits stay equal if rank 0 patches torch's collectives, and how often they ran."""
     plain = _train(_model(), rank)
-    seen = []
-    gather, reduce = stock.foreach_all_gather, stock.foreach_reduce
+    calls = []
+    gather, reduce = torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce
 
-    def look(group: Any) -> None:
-        seen.append((dist.get_process_group_ranks(group), dist.get_backend(group)))
+    def record_group(group: Any) -> None:
+        calls.append((dist.get_process_group_ranks(group), dist.get_backend(group)))
 
     def counting_gather(params: Any, group: Any, *rest: Any) -> Any:
-        look(group)
+        record_group(group)
         return gather(params, group, *rest)
 
     def counting_reduce(params: Any, gradients: Any, group: Any, *rest: Any) -> Any:
-        look(group)
+        record_group(group)
         return reduce(params, gradients, group, *rest)
 
     if rank == 0:
-        stock.foreach_all_gather, stock.foreach_reduce = counting_gather, counting_reduce
+        torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce = (
+            counting_gather,
+            counting_reduce,
+        )
     try:
         patched = _train(_model(), rank)
     finally:
-        stock.foreach_all_gather, stock.foreach_reduce = gather, reduce
-    assert all(entry == (list(range(world)), "gloo") for entry in seen), seen
-    return all(map(torch.equal, plain, patched)), len(seen)
+        torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce = gather, reduce
+    assert all(entry == (list(range(world)), "gloo") for entry in calls), calls
+    return all(map(torch.equal, plain, patched)), len(calls)
 
 
-def observed_on_one_rank(rank: int, world: int) -> tuple[bool, dict[str, int]]:
-    """Whether training has the same bits where one rank counts and profiles; what it counted."""
+def train_with_observed_rank(rank: int, world: int) -> tuple[bool, dict[str, int]]:
+    """Whether bits stay equal if rank 0 counts ops and profiles, and its counts."""
     plain = _train(_model(), rank, 1)
-    assert _C.direct_group(dist.group.WORLD) is not None  # no question is open any more
+    assert _C.direct_group(dist.group.WORLD) is not None  # the negotiation has ended
     counts: dict[str, int] = {}
     model = _model()
     if rank == 0:
         with CommDebugMode() as mode, profile(activities=[ProfilerActivity.CPU]) as profiler:
-            watched = _train(model, rank, 1)
+            observed = _train(model, rank, 1)
         counts = {str(op): n for op, n in mode.get_comm_counts().items()}
         names = [event.name for event in profiler.events()]
         counts |= {name: names.count(name) for name in ("gloo:all_gather", "gloo:reduce_scatter")}
         counts["messages"] = sum("send" in name or "recv" in name for name in names)
     else:
-        watched = _train(model, rank, 1)
-    return all(map(torch.equal, plain, watched)), counts
+        observed = _train(model, rank, 1)
+    return all(map(torch.equal, plain, observed)), counts
 
 
-def by_both_ways(rank: int, world: int) -> list[bool]:
-    """Whether bits change with the transport, and whether a choice is followed."""
+def train_with_both_transports(rank: int, world: int) -> list[bool]:
+    """Whether ``set_transport`` selects the transport, and whether bits stay equal."""
     model = _model()
     group = dist.group.WORLD
     assert group is not None
@@ -291,8 +296,8 @@ def by_both_ways(rank: int, world: int) -> list[bool]:
     return [*followed, _C.direct_group(group) is not None, *map(torch.equal, direct, mixed)]
 
 
-def _failure(run: Callable[[], object]) -> str:
-    """What a call that must fail said."""
+def _error_message(run: Callable[[], object]) -> str:
+    """Returns the message of the RuntimeError that ``run`` must raise."""
     try:
         run()
     except RuntimeError as error:
@@ -304,8 +309,8 @@ def _step(model: nn.Module) -> None:
     model(torch.ones(5, 33)).square().mean().backward()
 
 
-def shorter_time_limit(rank: int, world: int) -> str:
-    """How a step ends that waits for its peer beyond a limit set once exchanges ran."""
+def wait_with_shorter_timeout(rank: int, world: int) -> str:
+    """Sets a timeout of 0.5 s after the negotiation. Returns the error of a late step."""
     model = _model()
     _train(model, rank)
     assert _C.direct_group(dist.group.WORLD) is not None
@@ -313,13 +318,13 @@ def shorter_time_limit(rank: int, world: int) -> str:
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["given up"])
-    failure = _failure(lambda: _step(model))
+    failure = _error_message(lambda: _step(model))
     store.set("given up", "")
     return failure
 
 
-def evaluates_alone(rank: int, world: int) -> str:
-    """How a step ends of which rank 0 runs the forward twice: gathers meet reductions."""
+def evaluate_on_one_rank(rank: int, world: int) -> str:
+    """Returns the error of a step in which rank 0 runs an extra forward."""
     model = _model()
     _train(model, rank)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
@@ -330,4 +335,4 @@ def evaluates_alone(rank: int, world: int) -> str:
                 model(torch.ones(5, 33))
         _step(model)
 
-    return _failure(step)
+    return _error_message(step)

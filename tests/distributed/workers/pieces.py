@@ -1,4 +1,4 @@
-"""Training in which every parameter is a piece of its own, beside training with whole rows."""
+"""Ranks of ``test_pieces.py``: training with one chunk per parameter and with packed buffers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ NEVER = 1 << 60
 
 
 class Uneven(nn.Module):
-    """Parameters that divide evenly, that do not, that are smaller than the world, and that are not
-    used."""
+    """Parameters that divide evenly and unevenly, one smaller than the world, and an unused one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,15 +47,15 @@ def _step(model: nn.Module, step: int, batch: torch.dtype = torch.float32) -> No
 
 
 def _train(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
-    """Gradients of all steps, then the weights."""
+    """Returns the gradient shards of all steps, then the parameter shards."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = []
+    tensors = []
     for step in range(steps):
         _step(model, step)
-        seen += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+        tensors += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, *(p.to_local().detach().clone() for p in model.parameters())]
+    return [*tensors, *(p.to_local().detach().clone() for p in model.parameters())]
 
 
 def _bf16() -> dict[str, Any]:
@@ -72,20 +71,20 @@ def _hybrid() -> dict[str, Any]:
     return {"mesh": init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s"))}
 
 
-def _accumulate(model: nn.Module) -> list[torch.Tensor]:
+def _train_with_accumulation(model: nn.Module) -> list[torch.Tensor]:
     model.set_requires_gradient_sync(False)
     _step(model, 7)
     model.set_requires_gradient_sync(True)
     return _train(model)
 
 
-def _scaled(model: nn.Module) -> list[torch.Tensor]:
+def _train_with_divide_factor(model: nn.Module) -> list[torch.Tensor]:
     model.set_gradient_divide_factor(3.0)
     return _train(model)
 
 
-def _kept(model: nn.Module) -> list[torch.Tensor]:
-    """Gradients that somebody holds while they are reduced (test_reduce.c writes to them)."""
+def _train_with_held_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Holds references to gradients while they are reduced (test_reduce.c writes to them)."""
     held: list[torch.Tensor] = []
     for unit in list(model)[:3]:
         unit.unshard()
@@ -100,12 +99,14 @@ SETTINGS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[nn.Module], li
     "bf16": (_bf16, _train),
     "half": (_half, _train),
     "kept in backward": (lambda: {"reshard_after_forward": False}, _train),
-    "accumulated": (dict, _accumulate),
-    "divided by another number": (dict, _scaled),
-    "divided by another number, half": (_half, _scaled),
-    "held": (dict, _kept),
+    "accumulated": (dict, _train_with_accumulation),
+    "divided by another number": (dict, _train_with_divide_factor),
+    "divided by another number, half": (_half, _train_with_divide_factor),
+    "held": (dict, _train_with_held_gradients),
 }
-ON_FOUR: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[nn.Module], list[Any]]]] = {
+FOUR_RANK_SETTINGS: dict[
+    str, tuple[Callable[[], dict[str, Any]], Callable[[nn.Module], list[Any]]]
+] = {
     "hybrid": (_hybrid, _train),
     "hybrid, bf16": (lambda: {**_hybrid(), **_bf16()}, _train),
     "smaller mesh after forward": (lambda: {"reshard_after_forward": 2}, _train),
@@ -113,89 +114,89 @@ ON_FOUR: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[nn.Module], lis
 
 
 def differences(rank: int, world: int) -> list[str]:
-    """Settings whose bits change with the pieces."""
+    """Returns the settings whose bits differ between chunks and packed buffers."""
     found = []
-    for name, (options, train) in (SETTINGS | (ON_FOUR if world == 4 else {})).items():
+    for name, (options, train) in (SETTINGS | (FOUR_RANK_SETTINGS if world == 4 else {})).items():
         results = []
-        for pieces_from in (NEVER, 1):
-            _C._testing.chunks_from(pieces_from)
+        for min_bytes in (NEVER, 1):
+            _C._testing.chunks_from(min_bytes)
             results.append(train(_model(**options())))
-        whole, cut = results
-        if len(whole) != len(cut) or not all(map(torch.equal, whole, cut)):
+        packed, split = results
+        if len(packed) != len(split) or not all(map(torch.equal, packed, split)):
             found.append(name)
     return found
 
 
-class Look(TorchDispatchMode):
-    """What a dispatch mode sees."""
+class RecordOps(TorchDispatchMode):
+    """Records the ops that a dispatch mode receives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self.ops: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(str(func.overloadpacket))
+        self.ops.add(str(func.overloadpacket))
         return func(*args, **(kwargs or {}))
 
 
-def watched_on_one_rank(rank: int, world: int) -> list[bool]:
-    """Whether bits stay where one rank counts, profiles, has no kernels, or keeps addresses."""
+def train_with_special_rank(rank: int, world: int) -> list[bool]:
+    """Whether bits stay equal with a dispatch mode, a profiler, no kernels or patches on rank 0."""
     _C._testing.chunks_from(1)
     plain = _train(_model())
-    same = []
-    for how in ("counts", "profiles", "without kernels", "patched"):
+    equal = []
+    for setting in ("counts", "profiles", "without kernels", "patched"):
         model = _model()
         if rank != 0:
-            watched = _train(model)
-        elif how == "counts":
-            with Look() as look:
-                watched = _train(model)
-            assert {"c10d._allgather_base_", "c10d._reduce_scatter_base_"} <= look.seen
-        elif how == "profiles":
+            special = _train(model)
+        elif setting == "counts":
+            with RecordOps() as recorder:
+                special = _train(model)
+            assert {"c10d._allgather_base_", "c10d._reduce_scatter_base_"} <= recorder.ops
+        elif setting == "profiles":
             with profile(activities=[ProfilerActivity.CPU]):
-                watched = _train(model)
-        elif how == "without kernels":
+                special = _train(model)
+        elif setting == "without kernels":
             _C._testing.hide_kernels(True)
-            watched = _train(model)
+            special = _train(model)
             _C._testing.hide_kernels(False)
         else:
-            watched = _patched(model)
-        same.append(all(map(torch.equal, plain, watched)))
-    return same
+            special = _train_with_patched_torch(model)
+        equal.append(all(map(torch.equal, plain, special)))
+    return equal
 
 
-def gathered_inside_of_a_gather(rank: int, world: int) -> bool:
-    """Whether a unit has its bits where one rank's patch gathers another unit in the middle."""
-    import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
+def unshard_inside_a_gather(rank: int, world: int) -> bool:
+    """Whether a unit has its bits if a patch on rank 0 unshards another unit inside its gather."""
+    import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
 
     _C._testing.chunks_from(1)
     unit, other = _model()[0], _model(seed=1)[0]
     expected = [p.full_tensor() for p in unit.parameters()]
-    gather = stock.foreach_all_gather
+    gather = torch_param_group.foreach_all_gather
 
-    def patched(*given: Any) -> Any:
-        stock.foreach_all_gather = gather
+    def patched(*args: Any) -> Any:
+        torch_param_group.foreach_all_gather = gather
         other.unshard()
-        return gather(*given)
+        return gather(*args)
 
     if rank == 0:
-        stock.foreach_all_gather = patched
+        torch_param_group.foreach_all_gather = patched
     else:
         other.unshard()
     try:
         unit.unshard()
     finally:
-        stock.foreach_all_gather = gather
+        torch_param_group.foreach_all_gather = gather
     return all(map(torch.equal, expected, unit.parameters()))
 
 
-def _patched(model: nn.Module) -> list[torch.Tensor]:
-    import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
+def _train_with_patched_torch(model: nn.Module) -> list[torch.Tensor]:
+    import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
 
-    gather, reduce = stock.foreach_all_gather, stock.foreach_reduce
-    stock.foreach_all_gather = lambda *given: gather(*given)
-    stock.foreach_reduce = lambda *given: reduce(*given)
+    gather, reduce = torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce
+    torch_param_group.foreach_all_gather = lambda *args: gather(*args)
+    torch_param_group.foreach_reduce = lambda *args: reduce(*args)
     try:
         return _train(model)
     finally:
-        stock.foreach_all_gather, stock.foreach_reduce = gather, reduce
+        torch_param_group.foreach_all_gather, torch_param_group.foreach_reduce = gather, reduce

@@ -1,11 +1,13 @@
-/* Helper threads for works that can only be waited for by blocking.
+/* Progress threads, for works that isCompleted() cannot poll.
  *
- * A group has at most one helper, started with its first such work; it waits for one work after the
- * other, in order of issue. Invariants: helper and callers share ownership of all they both touch,
- * so either may be gone first; a helper calls no Python and never wants the GIL, also not to drop
- * what it holds (an interpreter that ends would end the process with it); a waiter's outcome is
- * published once, under its mutex. */
-#include "waiter.h"
+ * A process group has at most one progress thread. The first such work starts it, and it waits for
+ * one work after the other, in order of issue.
+ *
+ * Invariants: the thread and its callers share ownership of what both use, so either may end first.
+ * The thread calls no Python and never takes the GIL, not even to destroy what it holds: a thread
+ * that takes the GIL while the interpreter finalizes would terminate the process. The outcome of a
+ * task is published once, under its mutex. */
+#include "progress.h"
 
 #include "bridge.h"
 
@@ -30,27 +32,27 @@ void check_signals() {
 
 namespace fct {
 
-bool Waiter::done() {
+bool WaitTask::is_done() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return done_;
 }
 
-bool Waiter::wait_for(std::chrono::milliseconds slice) {
+bool WaitTask::wait_for(std::chrono::milliseconds slice) {
     std::unique_lock<std::mutex> lock(mutex_);
     return changed_.wait_for(lock, slice, [&] { return done_; });
 }
 
-void Waiter::rethrow() const {
+void WaitTask::rethrow() const {
     if (error_) {
         std::rethrow_exception(error_);
     }
 }
 
-void Waiter::run() {
+void WaitTask::run() {
     std::exception_ptr error;
     try {
-        /* All that is taken over from the thread that issued the collective; the rest of its state
-         * holds Python objects. */
+        /* The only thread-local state of the issuing thread that is copied. The rest of it holds
+         * Python objects. */
         const c10::AutoGradMode no_grad(false);
         const at::AutoDispatchBelowADInplaceOrView below;
         work_->wait();
@@ -63,34 +65,34 @@ void Waiter::run() {
         error_ = std::move(error);
         done_ = true;
     }
-    changed_.notify_all(); /* who wakes up finds the mutex free */
+    changed_.notify_all(); /* after unlocking, so that a woken thread gets the mutex */
 }
 
-struct Helper::Queue {
+struct ProgressThread::Queue {
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<std::shared_ptr<Waiter>> waiters;
+    std::deque<std::shared_ptr<WaitTask>> wait_tasks;
     bool closed = false;
 };
 
-void Helper::run(Queue &queue) {
+void ProgressThread::run(Queue &queue) {
     for (;;) {
-        std::shared_ptr<Waiter> next;
+        std::shared_ptr<WaitTask> next;
         {
             std::unique_lock<std::mutex> lock(queue.mutex);
-            queue.changed.wait(lock, [&] { return queue.closed || !queue.waiters.empty(); });
-            if (queue.waiters.empty()) {
+            queue.changed.wait(lock, [&] { return queue.closed || !queue.wait_tasks.empty(); });
+            if (queue.wait_tasks.empty()) {
                 return;
             }
-            next = std::move(queue.waiters.front());
-            queue.waiters.pop_front();
+            next = std::move(queue.wait_tasks.front());
+            queue.wait_tasks.pop_front();
         }
         next->run();
     }
 }
 
-std::shared_ptr<Waiter> Helper::add(c10::intrusive_ptr<c10d::Work> work) {
-    auto waiter = std::make_shared<Waiter>(std::move(work));
+std::shared_ptr<WaitTask> ProgressThread::add(c10::intrusive_ptr<c10d::Work> work) {
+    auto wait_task = std::make_shared<WaitTask>(std::move(work));
     if (!queue_) {
         auto queue = std::make_shared<Queue>();
         std::thread([queue] { run(*queue); }).detach();
@@ -98,10 +100,10 @@ std::shared_ptr<Waiter> Helper::add(c10::intrusive_ptr<c10d::Work> work) {
     }
     {
         const std::lock_guard<std::mutex> lock(queue_->mutex);
-        queue_->waiters.push_back(waiter);
+        queue_->wait_tasks.push_back(wait_task);
     }
     queue_->changed.notify_one();
-    return waiter;
+    return wait_task;
 }
 
 void wait_in_slices(c10d::Work &work) {
@@ -113,8 +115,9 @@ void wait_in_slices(c10d::Work &work) {
                 work.wait(kSlice);
                 return;
             } catch (const std::exception &) {
-                /* The slice is over, or the collective has failed; then it counts as completed.
-                 * Anything else would make this loop spin. */
+                /* After a timeout of the slice the loop continues. After a failure of the
+                 * collective isCompleted() is true. Other errors are thrown, or this loop would
+                 * spin. */
                 if (std::chrono::steady_clock::now() - start < kSlice / 2 && !work.isCompleted()) {
                     throw;
                 }
@@ -122,21 +125,21 @@ void wait_in_slices(c10d::Work &work) {
         }
         check_signals();
     }
-    work.wait(); /* raises the collective's own error; does not block any more */
+    work.wait(); /* throws the collective's error; does not block */
 }
 
-void wait_in_slices(Waiter &waiter) {
-    while (!waiter.done()) {
+void wait_in_slices(WaitTask &wait_task) {
+    while (!wait_task.is_done()) {
         {
             pybind11::gil_scoped_release released;
-            waiter.wait_for(kSlice);
+            wait_task.wait_for(kSlice);
         }
         check_signals();
     }
-    waiter.rethrow();
+    wait_task.rethrow();
 }
 
-Helper::~Helper() {
+ProgressThread::~ProgressThread() {
     if (queue_) {
         const std::lock_guard<std::mutex> lock(queue_->mutex);
         queue_->closed = true;
