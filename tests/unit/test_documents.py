@@ -23,7 +23,9 @@ FENCE = re.compile(r"^[ ]*```.*?^[ ]*```", re.M | re.S)
 SPAN = re.compile(r"`([^`]+)`")
 FILE = re.compile(r"[\w./*-]+\.(?:cpp|cuh|cu|c|h|pyi|py|md|toml|yaml|txt)")
 FOLDER = re.compile(rf"(?:{'|'.join(CODE_FOLDERS)})/[\w./*-]*|tests/\w+")
-C_NAME = re.compile(r"\b(?:fc|fct|fck|fcpy|shm_ring|FC|FCT|FCK|SHM_RING)_\w*[a-zA-Z0-9]\b(?:\.(\w+))?")
+C_NAME = re.compile(
+    r"\b(?:fc|fct|fck|fcpy|shm_ring|FC|FCT|FCK|SHM_RING)_\w*[a-zA-Z0-9]\b(?:\.(\w+))?"
+)
 DOTTED = re.compile(r"\b(?:fsdp_c|torch)(?:\.\w+)+")
 CALL = re.compile(r"\b(?:\w+\.)*(\w+)\(")
 TEST = re.compile(r"test_\w+")
