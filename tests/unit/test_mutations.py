@@ -143,7 +143,7 @@ MUTATIONS = {
         "test_train",
         "chunks of 1 in memory that is not from a process group's allocator",
     ),
-    "direct post_backward returns before its reduction is complete": Mutation(
+    "reduction of a direct post_backward is not recycled": Mutation(
         "group",
         "c->has_streams ? fc_reduce_order_compute(&g->reducer) : fc_reduction_recycle(c, 0);",
         "c->has_streams ? fc_reduce_order_compute(&g->reducer) : FC_OK;",
@@ -209,35 +209,35 @@ MUTATIONS = {
 }
 
 RING_MUTATIONS = {
-    "memory of a message that the slowest peer has not released": Mutation(
+    "writer reuses memory that the slowest peer has not released": Mutation(
         "shm_ring",
         "        if (pending > largest) {",
         "        if (largest == 0) {",
         "test_shm_ring",
         "[  FAILED  ] reserve_waits_for_the_slowest_peer",
     ),
-    "one message more than header slots": Mutation(
+    "writer reserves one message more than header slots": Mutation(
         "shm_ring",
         "    if (pending >= HEADER_SLOTS) {",
         "    if (pending > HEADER_SLOTS) {",
         "test_shm_ring",
         "[  FAILED  ] reserve_fails_when_all_header_slots_are_used",
     ),
-    "liveness lock not taken": Mutation(
+    "liveness lock is not taken": Mutation(
         "shm_ring",
         "        fcntl(fd, F_SETLK, &lock) == 0) {",
         "        lock.l_len == 1) {",
         "test_shm_ring",
         "[  FAILED  ] end_of_forked_child_does_not_close_the_ring",
     ),
-    "child that closes the ring of its parent": Mutation(
+    "forked child closes the ring of its parent": Mutation(
         "shm_ring",
         "    if (ring->pid == (int64_t)getpid()) {\n        atomic_store",
         "    {\n        atomic_store",
         "test_shm_ring",
         "[  FAILED  ] end_of_forked_child_does_not_close_the_ring",
     ),
-    "waiter that reads its doorbell after the check": Mutation(
+    "waiter reads its doorbell after the check for messages": Mutation(
         "shm_ring",
         "        const uint32_t doorbell_value = atomic_load(&own->doorbell);\n"
         "        const int64_t left_ns = deadline_ns - now_ns();\n"
@@ -252,28 +252,28 @@ RING_MUTATIONS = {
         "test_shm_ring_sleep",
         "[  FAILED  ] change_at_any_step_of_a_waiter_prevents_its_sleep",
     ),
-    "commit without seq_cst": Mutation(
+    "commit uses release order instead of seq_cst": Mutation(
         "shm_ring",
         "    atomic_store(&own->committed, seq + 1);",
         "    atomic_store_explicit(&own->committed, seq + 1, memory_order_release);",
         "test_shm_ring_sleep",
         "[  FAILED  ] waiter_that_sleeps_at_any_step_of_a_change_is_woken",
     ),
-    "close mark read after the commit counter": Mutation(
+    "close mark is read after the commit counter": Mutation(
         "shm_ring",
         "        return closed != 0 ? SHM_RING_CLOSED",
         "        return atomic_load(&view->page->closed) != 0 ? SHM_RING_CLOSED",
         "test_shm_ring_sleep",
         "[  FAILED  ] peek_during_commit_and_close_returns_the_message",
     ),
-    "overflow in the length check": Mutation(
+    "length check of a message overflows": Mutation(
         "shm_ring",
         "got.bytes > ring->capacity - got.offset",
         "got.offset + got.bytes > ring->capacity",
         "test_shm_ring_untrusted",
         "[  FAILED  ] peek_of_invalid_header_returns_corrupt",
     ),
-    "segment without F_SEAL_SHRINK": Mutation(
+    "segment without F_SEAL_SHRINK is accepted": Mutation(
         "shm_ring",
         "seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ",
         "seals != 0x1000 && ",
@@ -330,7 +330,9 @@ def test_mutation_of_the_core_fails_the_named_assertion(
 
 
 @pytest.mark.parametrize("name", RING_MUTATIONS)
-def test_mutation_of_the_ring_fails_the_named_assertion(name: str, tmp_path: Path) -> None:
+def test_mutation_of_the_shared_memory_ring_fails_the_named_assertion(
+    name: str, tmp_path: Path
+) -> None:
     mutation = RING_MUTATIONS[name]
     folder = tmp_path / "transport"
     folder.mkdir()
