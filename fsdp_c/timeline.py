@@ -1,4 +1,4 @@
-"""``trace``: where the time of a training step goes, by unit and rank."""
+"""``trace``: measures the time of a training step by unit and rank."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _MS = 1e6  # nanoseconds
 
 
 class StepTrace:
-    """What the ranks did while a :func:`trace` was open.
+    """The spans of all ranks inside a :func:`trace` block.
 
     Attributes:
-        ranks: For each rank its spans: lane, kind, unit, begin and end in nanoseconds since the
-            first rank began. The same on every rank. Empty inside of the ``with`` block.
+        ranks: The spans of each rank: lane, kind, unit, begin and end in nanoseconds since the
+            start of the first rank. Equal on every rank. Empty inside the ``with`` block.
     """
 
     def __init__(self) -> None:
         self.ranks: list[list[Span]] = []
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws a timeline, three rows for each rank; the file's ending says which format.
+        """Draws a timeline with three rows per rank. The extension of ``path`` gives the format.
 
-        Rank 0 writes it; elsewhere nothing happens.
+        Rank 0 writes the file. Other ranks only check the arguments.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
-            ImportError: matplotlib is not installed; on every rank, whoever writes.
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
+            ImportError: matplotlib is not installed. Raised on every rank.
         """
         self._check()
         require_matplotlib()
@@ -50,21 +50,21 @@ class StepTrace:
             timeline_picture.draw(self.summary(), self.ranks, path)
 
     def draw(self, axes: Any, legend: bool = True) -> None:
-        """Draws the timeline into axes of matplotlib, on whichever rank asks.
+        """Draws the timeline into axes of matplotlib, on the calling rank.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
         """
         self._check()
         timeline_picture.draw_into(axes, self.summary(), self.ranks, legend)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes Chrome's trace format (chrome://tracing, Perfetto): ranks are processes.
+        """Writes Chrome's trace format (chrome://tracing, Perfetto), with ranks as processes.
 
-        Rank 0 writes it; elsewhere nothing happens.
+        Rank 0 writes the file. Other ranks only check the arguments.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
         """
         self._check()
         if _writes():
@@ -72,16 +72,16 @@ class StepTrace:
                 json.dump(_chrome(self.ranks, self.summary()), file)
 
     def summary(self) -> str:
-        """One or two sentences that say where the time went.
+        """Returns one or two sentences with the largest shares of the time.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
         """
         self._check()
         return f"{_shares(self.ranks)}. {_communication(self.ranks)}."
 
     def seconds(self) -> dict[str, dict[str, float]]:
-        """Seconds by kind and by unit within it, the mean over the ranks."""
+        """Returns seconds by kind, and by unit within each kind, averaged over the ranks."""
         total: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for rank in self.ranks:
             for span in rank:
@@ -90,7 +90,7 @@ class StepTrace:
         return {kind: dict(units) for kind, units in total.items()}
 
     def __str__(self) -> str:
-        """The summary, and a table of milliseconds by unit, the mean over the ranks."""
+        """Returns the summary, and a table of milliseconds by unit, averaged over the ranks."""
         if not self._closed:
             return f"a trace that {'an exception has ended' if self._left else 'is still open'}"
         if not self._has_units():
@@ -119,7 +119,7 @@ class StepTrace:
 
 @contextlib.contextmanager
 def trace(model: nn.Module) -> Iterator[StepTrace]:
-    """Notes what every rank does inside of the block: one training step, or some.
+    """Records the activity of every rank inside the block, which runs one or more steps.
 
     ::
 
@@ -130,43 +130,43 @@ def trace(model: nn.Module) -> Iterator[StepTrace]:
         t.plot("step.png")
         t.save("step.json")
 
-    torch's profiler runs inside of the block, and nothing is changed in the model. On the CPU the
-    times are the host's, and what a collective takes is from its issue to its end in the backend's
-    threads. On other devices whose kernels the profiler sees the times are those of kernels.
-    The first steps of a job are not like the others: trace a later one.
+    torch's profiler runs inside the block. The model is not changed. On the CPU, times are host
+    times, and a collective lasts from its issue to its end in the backend's threads. On devices
+    whose kernels the profiler records, times are those of kernels. Trace a later step of a job,
+    because the first steps include initialization.
 
-    All ranks of the default process group enter the block and leave it together; then each of them
-    has the traces of all.
+    All ranks of the default process group must enter and leave the block together. Afterwards each
+    rank has the traces of all ranks.
 
     Args:
-        model: A module that ``fully_shard`` or ``replicate``, ours or torch's, was applied to, or
-            one that contains such modules.
+        model: A module that ``fully_shard`` or ``replicate`` of fsdp_c or torch was applied to, or
+            a module that contains such modules.
 
     Raises:
-        ValueError: ``fully_shard`` was applied to no part of ``model``.
-        TypeError: ``model`` is no module.
-        RuntimeError: a profiler is active already.
+        ValueError: ``model`` has no sharded module.
+        TypeError: ``model`` is not a module.
+        RuntimeError: Another profiler is active.
     """
     require_module(model, "trace")
     devices = {group.device.type for group in units_of(model, "trace")}
     if torch.autograd.profiler._is_profiler_enabled:
         raise RuntimeError("trace cannot run while another profiler is active")
-    found = StepTrace()
+    result = StepTrace()
     together = dist.is_initialized() and dist.get_backend() != "fake"
     with profile(activities=_activities(devices)) as profiler:
         if together:
             dist.barrier()
         with record_function(spans.BLOCK):
             try:
-                yield found
+                yield result
             except BaseException:
-                found._left = True
+                result._left = True
                 raise
             if devices - {"cpu", "meta"}:
                 torch.accelerator.synchronize()
     own = spans.spans_of(_events(profiler))
-    found.ranks = _gathered(own) if together else [_since(own, _start(own))]
-    found._closed = True
+    result.ranks = _gathered(own) if together else [_since(own, _start(own))]
+    result._closed = True
 
 
 def _activities(devices: set[str]) -> list[ProfilerActivity]:
