@@ -62,10 +62,10 @@ def within(
 def refuse_larger(
     owned: Mapping[Unit, Collection[nn.Parameter]], max_transient: int, ranks: int
 ) -> None:
-    """Refuses units that need more than ``max_transient`` bytes for a while.
+    """Refuses units that temporarily use more than ``max_transient`` bytes.
 
     Raises:
-        ValueError: names the first such unit and its largest parameter.
+        ValueError: A unit exceeds the bound. The message names it and its largest parameter.
     """
     for unit, params in owned.items():
         needed = transient(params, unit.kwargs.get("mp_policy"), ranks)
@@ -80,7 +80,7 @@ def refuse_larger(
 
 
 def transient(params: Iterable[nn.Parameter], mp_policy: Any, ranks: int) -> int:
-    """Bytes that a unit of these parameters needs for a while at most, beyond its shard."""
+    """Returns the most bytes that a unit of ``params`` temporarily uses beyond its shard."""
     gathered, rows, whole = 0, 0, 0
     for param in params:
         computed = compute_dtype(param, mp_policy)
@@ -93,8 +93,8 @@ def transient(params: Iterable[nn.Parameter], mp_policy: Any, ranks: int) -> int
 
 
 def _reduce_dtype(param: nn.Parameter, computed: torch.dtype, mp_policy: Any) -> torch.dtype:
-    wanted = reduce_dtype(mp_policy, param.dtype, computed) if mp_policy is not None else None
-    return wanted or computed
+    dtype = reduce_dtype(mp_policy, param.dtype, computed) if mp_policy is not None else None
+    return dtype or computed
 
 
 def compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
