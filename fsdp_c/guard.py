@@ -189,8 +189,8 @@ _CONSTRUCTION = (
     "_init_sharded_post_forward_param_metadata",
     "init_unsharded_param",
 )
-# Further methods that the constructor calls. If none is replaced, alike.py makes equal parameters
-# from the attributes of the first one.
+# Further methods that the constructor calls. If none is replaced, the template cache makes equal
+# parameters from the attributes of the first one.
 _CONSTRUCTION_HELPERS = (
     "_init_shard_mesh",
     "_init_sharding_spec",

@@ -45,7 +45,7 @@ def units_of(model: nn.Module, caller: str) -> list[Any]:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The parameter groups of a state of torch's or ours; torch 2.11's have one at most."""
+    """Returns the parameter groups of a state of torch or fsdp_c. torch 2.11 has at most one."""
     found = getattr(state, "_fsdp_param_groups", None)
     if found is None:
         found = [state._fsdp_param_group]
