@@ -95,8 +95,13 @@ def shows(torch_class: type) -> Callable[[_Class], _Class]:
 def _add_descriptors(own_class: type, torch_class: type) -> None:
     for name, found in list(vars(torch_class).items()):
         own = next((vars(c)[name] for c in own_class.__mro__[:-1] if name in vars(c)), None)
-        is_ours = own is not None and own is not found
-        if name.startswith("__") or not is_ours or not callable(own) or isinstance(found, property):
+        is_redefined = own is not None and own is not found
+        if (
+            name.startswith("__")
+            or not is_redefined
+            or not callable(own)
+            or isinstance(found, property)
+        ):
             continue
         function = original_of(found, torch_class.__module__, f"{torch_class.__name__}.{name}")
         if function is None:

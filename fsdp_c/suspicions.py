@@ -105,7 +105,7 @@ _slots: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDi
 """Maps a module to its sharded parameters: name to weak reference to the ``FSDPParam``."""
 _registered: dict[tuple[int, str], tuple[Any, int]] = {}
 """Maps (id of module, name) to the ``FSDPParam`` and the ``id`` of a parameter registered since."""
-_looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def watch(fsdp_params: Iterable[Any]) -> None:
@@ -120,7 +120,7 @@ def watch(fsdp_params: Iterable[Any]) -> None:
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     slots = _slots.get(module)
     fsdp_param = slots[name]() if slots is not None and name in slots else None
-    if fsdp_param is not None and all(face is not parameter for face in faces_of(fsdp_param)):
+    if fsdp_param is not None and all(own is not parameter for own in faces_of(fsdp_param)):
         _registered[id(module), name] = (weakref.ref(fsdp_param), id(parameter))
 
 
@@ -129,8 +129,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         return  # a compiled step inlines its hooks, and this code would break the graph
     if _registered:
         _check_registered()
-    if optimizer not in _looked_at:
-        _looked_at.add(optimizer)
+    if optimizer not in _checked_optimizers:
+        _checked_optimizers.add(optimizer)
         _check_optimizer(optimizer)
 
 
