@@ -1,4 +1,4 @@
-"""Types of the extension module; what each means is in its docstrings and in csrc/README.md."""
+"""Types of the extension module. Its docstrings and csrc/README.md describe their meaning."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self

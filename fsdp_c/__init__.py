@@ -1,11 +1,11 @@
-"""Fully sharded data parallelism with a C core: FSDP2's API and numbers, less host time.
+"""Fully sharded data parallelism with a C core: FSDP2's API and numbers, with less host time.
 
-``from fsdp_c import fully_shard`` is used as ``torch.distributed.fsdp.fully_shard`` is.
+``fsdp_c.fully_shard`` replaces ``torch.distributed.fsdp.fully_shard``.
 """
 
 from __future__ import annotations
 
-from . import built_for as built_for  # before the extension: does it fit this torch?
+from . import built_for as built_for  # checks the torch release before the extension is loaded
 
 # isort: split
 import importlib
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from . import bind as bind  # ties the extension to torch
+from . import bind as bind  # passes Python functions to the extension
 from . import names, optim
 from .additions import GradientReductionHandle
 from .clip import clip_grad_norm_
@@ -91,27 +91,29 @@ _LATER = {
     "plan": "plan",
     "trace": "timeline",
 }
-"""Names that come with their first use, and the rooms that they are in: half of the time of
-``import fsdp_c`` would go into forecasts, pictures and files that most ranks never look at."""
+"""Maps names that are imported at their first use to their modules.
+
+These modules would double the time of ``import fsdp_c``, and most ranks do not use them.
+"""
 
 
 class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
-        # `fsdp_c.plan` is the function: the room of that name, which Python sets when somebody
-        # imports it, must not come in its place.
+        # `fsdp_c.plan` is a function. Python sets the submodule of that name when it is imported,
+        # which must not replace the function.
         if not (name in _LATER and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        found = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+        value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
     elif name in _LATER.values():
-        found = importlib.import_module(f".{name}", __name__)
+        value = importlib.import_module(f".{name}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

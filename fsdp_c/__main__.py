@@ -1,4 +1,4 @@
-"""``python -m fsdp_c script.py args...``: the script as plain python runs it, on fsdp_c.
+"""``python -m fsdp_c script.py args...``: runs a script as ``python`` does, with fsdp_c.
 
 ``python -m fsdp_c -m package.module args...`` runs a module. Both work below torchrun
 (``torchrun --nproc-per-node 8 -m fsdp_c train.py``). ``sys.argv``, ``sys.path[0]``, ``__main__``,
@@ -44,7 +44,7 @@ def _quit(message: str, status: int) -> NoReturn:
 
 
 def _main_module(spec: importlib.machinery.ModuleSpec | None, file: str | None) -> ModuleType:
-    """A fresh ``__main__`` with the attributes that the interpreter gives it."""
+    """Returns a new ``__main__`` module with the attributes that the interpreter sets."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     if "__annotations__" in globals():  # up to Python 3.13
@@ -63,7 +63,7 @@ def _main_module(spec: importlib.machinery.ModuleSpec | None, file: str | None) 
 
 
 def _find_module(name: str) -> tuple[ModuleType, CodeType]:
-    """The code of ``python -m name``: of a module, or of a package's ``__main__``."""
+    """Finds the code of ``python -m name``: a module, or a package's ``__main__``."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -125,7 +125,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def _without_our_frames(show: Hook) -> Hook:
-    """An ``excepthook`` that begins where the script does."""
+    """Returns an ``excepthook`` whose tracebacks begin at the script's frame."""
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -134,7 +134,7 @@ def _without_our_frames(show: Hook) -> Hook:
         script = traceback
         while script is not None and script.tb_frame.f_code.co_filename in own:
             script = script.tb_next
-        if script is not None or isinstance(error, SyntaxError):  # else the error is ours
+        if script is not None or isinstance(error, SyntaxError):  # else fsdp_c raised it
             error, traceback = error.with_traceback(script), script
         show(kind, error, traceback)
 
@@ -168,7 +168,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main() -> None:
-    """Runs what the command line names; returns or raises as it does."""
+    """Runs the script or command that the command line names. Its exceptions propagate."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="", file=sys.stdout if arguments else sys.stderr)

@@ -1,8 +1,8 @@
-"""Methods of torch 2.15's ``FSDPModule``, for our states and under any release.
+"""Methods of torch 2.15's ``FSDPModule``, for fsdp_c's states on all releases.
 
-``compat.complete_class`` puts them on the class that ``fully_shard`` has made of a module's own;
-torch's ``FSDPModule`` itself is left alone. Such a class may be that of modules which torch's own
-function has sharded, too: where torch has the method, it is what they get.
+``compat.complete_class`` adds them to the class that ``fully_shard`` makes for a module. torch's
+``FSDPModule`` is unchanged. Modules that torch's own ``fully_shard`` sharded may share the class.
+They use torch's method, if torch has it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class GradientReductionHandle(_Handle):
         self._state: State | None = state
 
     def wait(self) -> None:
-        """Makes the sharded gradients ready, for the current stream (on the CPU: for the caller).
+        """Waits for the sharded gradients, on the current stream (on the CPU: in the caller).
 
-        To be called before the optimizer's step. A second call does nothing, and neither does one
-        after ``reset_iter_state()``.
+        Call it before the optimizer's step. A second call, or one after ``reset_iter_state()``,
+        has no effect.
         """
         state, self._state = self._state, None
         if state is not None and state._state_ctx.reduction_pending:
@@ -62,15 +62,17 @@ def _root_state(module: Any, method: str) -> State:
 
 
 def set_keep_unsharded_storage(self: Any, keep: bool, *, recurse: bool = True) -> None:
-    """Sets whether the memory of unsharded parameters stays when they are resharded.
+    """Sets whether the memory of unsharded parameters is kept when they are resharded.
 
-    Their ``data_ptr()`` is then the same in all steps, as captured graphs of kernels need it, and
-    each unshard writes to the same addresses. The price is the memory of all unsharded parameters.
-    Switched off, what is not in use is freed at once.
+    Their ``data_ptr()`` is then the same in all steps, as CUDA graphs require. The cost is the
+    memory of all unsharded parameters. ``False`` frees memory that is not in use at once.
 
     Args:
-        keep: Whether the memory stays. It is allocated by the next unshard.
+        keep: Whether to keep the memory, which the next unshard allocates.
         recurse: Whether to set it for all FSDP modules below, too.
+
+    Raises:
+        RuntimeError: A module was sharded by torch's ``fully_shard``.
     """
     modules = sharded_modules(self) if recurse else [self]
     states = [_state_of(module, "set_keep_unsharded_storage") for module in modules]
@@ -80,37 +82,37 @@ def set_keep_unsharded_storage(self: Any, keep: bool, *, recurse: bool = True) -
 
 
 def set_manual_backward_finalization(self: Any, enabled: bool) -> None:
-    """Sets whether the caller finishes backwards with ``finalize_backward``; for the root.
+    """Sets whether the caller finishes backwards with ``finalize_backward``. Call it on the root.
 
-    Backwards then reduce and reshard as they are set to, but their end waits for nothing. It stays
-    set for the steps to come.
+    Backwards then reduce and reshard as configured, but their end does not wait for reductions. The
+    setting applies to all later steps.
 
     Raises:
-        RuntimeError: this is not the root, a backward is running, or reductions were started that
-            nobody has waited for.
+        RuntimeError: The module is not the root, a backward is running, or a
+            :class:`GradientReductionHandle` was not waited for.
     """
     state = _root_state(self, "set_manual_backward_finalization")
     state._state_ctx.manual_finalization = bool(enabled)
 
 
 def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReductionHandle | None:
-    """Reduces the gradients that backwards have left (those without gradient synchronisation),
-    and waits for all reductions; for the root, after the last microbatch.
+    """Reduces the gradients of backwards without synchronization, and waits for all reductions.
 
-    What each unit is set to now decides: those with ``set_requires_gradient_sync(False)`` keep
-    their gradients. Gradients that were reduced already are not reduced again.
+    Call it on the root, after the last microbatch. The current settings of each unit apply: units
+    with ``set_requires_gradient_sync(False)`` keep their gradients. Reduced gradients are not
+    reduced again.
 
     Args:
-        async_op: Return without waiting. The handle must be waited for before the optimizer's step
-            and before the next finalization.
+        async_op: Whether to return without waiting. The caller must wait for the handle before the
+            optimizer's step and before the next finalization.
 
     Returns:
         A :class:`GradientReductionHandle` with ``async_op``, else ``None``.
 
     Raises:
-        RuntimeError: manual finalization is not enabled, this is not the root, a backward is
-            running, reductions were started that nobody has waited for, or a unit is still set to
-            reduce without all-reducing (``set_requires_all_reduce(False)``).
+        RuntimeError: Manual finalization is not enabled, the module is not the root, a backward is
+            running, a handle was not waited for, or a unit reduces without all-reducing
+            (``set_requires_all_reduce(False)``).
     """
     state = _root_state(self, "finalize_backward")
     if not state._state_ctx.manual_finalization:
@@ -118,8 +120,8 @@ def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReduction
             "finalize_backward requires manual backward finalization: call "
             "set_manual_backward_finalization(True) before forward"
         )
-    for one in state._state_ctx.all_states:
-        for group in one._fsdp_param_groups:
+    for member in state._state_ctx.all_states:
+        for group in member._fsdp_param_groups:
             if group._is_hsdp and group.reduce_grads and not group.all_reduce_grads:
                 raise RuntimeError(
                     "finalize_backward cannot leave partial reductions (of "
@@ -133,21 +135,21 @@ def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReduction
     return None
 
 
-def _or_torchs(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; for modules of torch's own function torch's, where it has one."""
-    theirs = getattr(FSDPModule, method.__name__, None)
-    if theirs is None:
+def _dispatch_by_state(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``method`` to call torch's method, if any, on modules that torch sharded."""
+    torch_method = getattr(FSDPModule, method.__name__, None)
+    if torch_method is None:
         return method
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = method if isinstance(self._get_fsdp_state(), State) else theirs
+        chosen = method if isinstance(self._get_fsdp_state(), State) else torch_method
         return chosen(self, *args, **kwargs)
 
     return run
 
 
 METHODS = {
-    method.__name__: _or_torchs(method)
+    method.__name__: _dispatch_by_state(method)
     for method in (set_keep_unsharded_storage, set_manual_backward_finalization, finalize_backward)
 }

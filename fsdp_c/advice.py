@@ -1,4 +1,4 @@
-"""Which changes would lower the peak of a step most, by replaying the step with each of them."""
+"""Finds the changes that lower the peak memory of a step most, by a replay with each of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORTH = 0.01  # of the peak
 
 @dataclass(frozen=True)
 class Change:
-    """A change and the bytes that the peak is lower by."""
+    """A change, and the bytes by which it lowers the peak."""
 
     text: str
     saves: int
@@ -26,14 +26,14 @@ class Change:
 def changes(
     sharding: Sharding, trace: Trace, layout: Layout, knows_activations: bool
 ) -> list[Change]:
-    """The changes that save most, the best first."""
+    """Returns the changes that save most, the best first."""
     peak = forecast(sharding, trace).peak.total
-    found = []
+    useful = []
     for text, other, events, factor in _candidates(sharding, trace, layout, knows_activations):
         saves = peak - forecast(other, events, factor).peak.total
         if saves > _WORTH * peak:
-            found.append(Change(text, saves))
-    return sorted(found, key=lambda change: -change.saves)[:_SHOWN]
+            useful.append(Change(text, saves))
+    return sorted(useful, key=lambda change: -change.saves)[:_SHOWN]
 
 
 _Candidate = tuple[str, Sharding, Trace, float]
@@ -84,7 +84,7 @@ def _computes_in_float32(params: list[ParamSize]) -> bool:
 
 
 def _halved(unit: UnitSizes) -> UnitSizes:
-    """Computing in half the bytes, reducing as before."""
+    """Returns the unit with half the bytes for computation, and the same for reduction."""
     gathered = (unit.gathered if unit.gathered else unit.shard) // 2
     return replace(unit, gathered=gathered, whole_gradients=unit.whole_gradients // 2)
 
@@ -101,10 +101,13 @@ def _on_twice_the_ranks(sharding: Sharding) -> Sharding:
 
 
 def checkpointed(trace: Trace, blocks: set[int]) -> Trace:
-    """The trace with what these pieces leave for backward freed, and made again in backward."""
+    """Returns the trace with activation checkpointing of the pieces ``blocks``.
+
+    Storages that a piece saves for backward are freed after forward and allocated in backward.
+    """
     made = Trace()
     sizes: dict[int, int] = {}
-    inside: dict[int, set[int]] = {}  # piece -> storages made in its forward that are still there
+    inside: dict[int, set[int]] = {}  # piece -> living storages made in its forward
     saved: dict[int, set[int]] = {}
     gone: set[int] = set()
     current = -1

@@ -1,8 +1,7 @@
-"""Parameters of one kind are made after the first of them.
+"""Cache of the attributes of ``Param``, keyed by (mesh, policy, placement, shape, stride, dtype).
 
-A model has few kinds of parameters: of one size, dtype and cut, for one mesh and policy. All that
-``Param`` finds out about the first holds for the others, but for what they hold themselves. So the
-first one is made by the constructor, and the others take over what it noted.
+Most parameters of a model share a key with others. The constructor of ``Param`` makes the first
+parameter of each key. The others copy its attributes, except for those of the parameter itself.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from .guard import is_constructed_as_usual
 from .mixed_precision import stored_dtype
 from .param import Param, param_class
 
-_OF_THE_CALL = ("mesh_info", "post_forward_mesh_info", "device", "mp_policy")
-_ITS_OWN = (
+_PER_CALL = ("mesh_info", "post_forward_mesh_info", "device", "mp_policy")
+_PER_PARAM = (
     "_module_info",
     "_orig_param_uid",
     "_orig_attributes",
@@ -39,15 +38,17 @@ _ITS_OWN = (
 )
 
 
-class _Kind:
-    """What parameters of one kind have in common. It keeps their mesh, so that its address is not
-    another one's meanwhile."""
+class _Template:
+    """The attributes that all parameters with one key share.
+
+    The attributes keep the mesh alive, whose ``id`` is part of the key.
+    """
 
     def __init__(self, first: Param, world: int, rank: int) -> None:
         self.facts = {
             name: value
             for name, value in vars(first).items()
-            if name not in _OF_THE_CALL and name not in _ITS_OWN
+            if name not in _PER_CALL and name not in _PER_PARAM
         }
         self.layout = (tuple(first._orig_size), first.fsdp_placement.dim, world, rank)
         self.dim = first.fsdp_placement.dim
@@ -55,24 +56,24 @@ class _Kind:
         self.dtypes = (first.orig_dtype, first.param_dtype, first.reduce_dtype)
 
 
-_kinds: weakref.WeakValueDictionary[Any, _Kind] = weakref.WeakValueDictionary()
-"""Those in use."""
+_kinds: weakref.WeakValueDictionary[Any, _Template] = weakref.WeakValueDictionary()
+"""Maps keys to the templates of living parameters."""
 
 
-def _always(placement: Shard | None) -> Callable[[nn.Parameter], Shard] | None:
-    """A ``shard_placement_fn`` that has decided already."""
+def _fixed_placement(placement: Shard | None) -> Callable[[nn.Parameter], Shard] | None:
+    """Returns a ``shard_placement_fn`` that always returns ``placement``, or None for None."""
     return None if placement is None else lambda param: placement
 
 
-def _cut_of(info: DataParallelMeshInfo) -> tuple[int, int]:
-    """Number of shards and this rank's."""
+def _shard_position(info: DataParallelMeshInfo) -> tuple[int, int]:
+    """Returns the number of shards and the index of this rank's shard."""
     if isinstance(info, FSDPMeshInfo):
         return info.shard_mesh_size, info.shard_mesh_rank
     return 1, 0
 
 
 class Maker:
-    """Makes the parameters of one call; the arguments are those of ``Param``."""
+    """Makes the ``Param`` objects of one call; takes the constructor arguments of ``Param``."""
 
     def __init__(
         self,
@@ -85,10 +86,10 @@ class Maker:
         self._cls = param_class()
         self._arguments = (mesh_info, post_forward, device)
         self._policies = (mp_policy, offload_policy)
-        self._of_the_call = dict(
-            zip(_OF_THE_CALL, (mesh_info, post_forward, device, mp_policy), strict=True)
+        self._call_attributes = dict(
+            zip(_PER_CALL, (mesh_info, post_forward, device, mp_policy), strict=True)
         )
-        self._world, self._rank = _cut_of(mesh_info)
+        self._world, self._rank = _shard_position(mesh_info)
         self._key = (
             id(mesh_info.mesh),
             isinstance(mesh_info, FSDPMeshInfo),
@@ -96,7 +97,7 @@ class Maker:
             (self._world, self._rank, post_forward is None, device),
             (mp_policy.param_dtype, mp_policy.reduce_dtype),
         )
-        self._takes_alike = (
+        self._uses_templates = (
             self._cls is Param
             and (post_forward is None or post_forward is mesh_info)
             and type(offload_policy) is OffloadPolicy
@@ -108,28 +109,32 @@ class Maker:
     def __call__(
         self, param: nn.Parameter, info: ParamModuleInfo, placement: Shard | None
     ) -> Param:
-        """``param`` as a member of a group; registered by its ``register()``."""
-        if not self._takes_alike or type(param) is not nn.Parameter:
+        """Returns a ``Param`` for ``param``. Its ``register()`` puts it on the modules."""
+        if not self._uses_templates or type(param) is not nn.Parameter:
             return self._construct(param, info, placement)
         key = (self._key, placement, param.size(), param.stride(), stored_dtype(param))
         kind = _kinds.get(key)
         if kind is not None:
-            return self._make_alike(kind, param, info)
+            return self._make_from_template(kind, param, info)
         made = self._construct(param, info, placement)
-        vars(made)["_kind"] = _kinds[key] = _Kind(made, self._world, self._rank)
+        vars(made)["_kind"] = _kinds[key] = _Template(made, self._world, self._rank)
         return made
 
     def _construct(
         self, param: nn.Parameter, info: ParamModuleInfo, placement: Shard | None
     ) -> Param:
-        return self._cls(param, info, *self._arguments, _always(placement), *self._policies)
+        return self._cls(
+            param, info, *self._arguments, _fixed_placement(placement), *self._policies
+        )
 
-    def _make_alike(self, kind: _Kind, param: nn.Parameter, info: ParamModuleInfo) -> Param:
+    def _make_from_template(
+        self, kind: _Template, param: nn.Parameter, info: ParamModuleInfo
+    ) -> Param:
         made = Param.__new__(Param)
         _C.Param.__init__(made, *kind.layout)
         notes = vars(made)
         notes.update(kind.facts)
-        notes.update(self._of_the_call)
+        notes.update(self._call_attributes)
         attributes = dict(vars(param))
         notes.update(
             _kind=kind,

@@ -1,4 +1,8 @@
-"""Sharding and attaching, for ``fully_shard`` and ``replicate``: all or nothing."""
+"""Shards parameters and registers states on modules, for ``fully_shard`` and ``replicate``.
+
+:func:`apply` takes a snapshot before its first change. Its caller restores the snapshot when
+:func:`apply` raises.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +44,18 @@ from .undo import Snapshot, Undo
 
 
 class Api(NamedTuple):
-    """What tells ``fully_shard`` and ``replicate`` apart.
+    """The differences between ``fully_shard`` and ``replicate``.
 
     Attributes:
-        name: In the registry of composable functions and in messages.
-        contract_key: torch's undecorated function: its ``.state()`` finds states stored under it.
-        state_class: Of the states.
-        mixin: torch's mixin for the modules' new classes.
-        class_prefix: Of their names.
-        classes: torch's cache of them.
+        name: The function's name in the registry of composable functions and in messages.
+        contract_key: torch's undecorated function, the key under which ``.state()`` reads states.
+        state_class: The class of the states.
+        mixin: Returns torch's mixin for the modules' new classes.
+        class_prefix: The prefix of the new classes' names.
+        classes: torch's cache of the new classes, by original class.
         is_composable: Whether the search for parameters may enter a module.
-        state_of: The state of a module that this function was applied to, or None.
-        marks_modules: Whether dynamo must know the managed modules.
+        state_of: Returns the state of a module that the function was applied to, or None.
+        marks_modules: Whether managed modules get the attributes that dynamo reads.
     """
 
     name: str
@@ -75,9 +79,12 @@ def apply(
     auto_reshard_after_forward: bool,
     undo: Undo,
 ) -> State:
-    """Shards and attaches; whatever is raised, ``undo`` leaves everything as it was."""
+    """Shards the parameters of ``module`` and registers their state; returns the state.
+
+    ``undo`` takes a snapshot before the first change. The caller runs it on every exception.
+    """
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
-    _refuse_applied(api, modules)
+    _check_not_applied(api, modules)
     managed = _get_managed_modules(modules, ignored_params, api.is_composable, api.state_of)
     params, buffers = _get_managed_states(managed, ignored_params)
     _validate_params(params, modules)
@@ -87,7 +94,7 @@ def apply(
     undo.to(Snapshot([*modules, *managed, *holders], [*params, *buffers]))
     _move_states_to_device(params, buffers, device)
     state = api.state_class()
-    _attach(api, state, modules)
+    _store_state(api, state, modules)
     state.init(modules, device, policies[0], auto_reshard_after_forward)
     state._fsdp_param_groups = [
         _make_group(state, modules, infos, part, device, policies) for part in split
@@ -102,7 +109,7 @@ def apply(
 
 
 class _Part(NamedTuple):
-    """The parameters of one call that talk to the same process groups."""
+    """The parameters of one call that use the same shard and replicate process groups."""
 
     mesh_info: DataParallelMeshInfo
     post_forward: FSDPMeshInfo | None
@@ -111,7 +118,7 @@ class _Part(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Where a call's parameters go: its mesh, and what ``shard_placement_fn`` says about each."""
+    """The mesh arguments of one call, and its ``shard_placement_fn``."""
 
     mesh_info: DataParallelMeshInfo
     post_forward: FSDPMeshInfo | None
@@ -119,7 +126,14 @@ class Units(NamedTuple):
     shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None
 
     def split(self, params: list[nn.Parameter]) -> list[_Part]:
-        """One part for each pair of shard and replicate process groups, in order of appearance."""
+        """Returns one part for each pair of shard and replicate process groups.
+
+        Parts are in the order of their first parameter in ``params``.
+
+        Raises:
+            ValueError: ``shard_placement_fn`` is given and the mesh is not an ``FSDPMeshInfo``, or
+                it returned two mesh infos for one pair of process groups.
+        """
         if not params:
             return []
         if self.shard_placement_fn is None:
@@ -149,8 +163,8 @@ class Units(NamedTuple):
     def _post_forward(self, info: FSDPMeshInfo) -> FSDPMeshInfo | None:
         if info is self.mesh_info:
             return self.post_forward
-        wanted = self.reshard_after_forward
-        return _get_post_forward_mesh_info(True if wanted is None else wanted, info)
+        reshard = self.reshard_after_forward
+        return _get_post_forward_mesh_info(True if reshard is None else reshard, info)
 
 
 def _make_group(
@@ -181,7 +195,7 @@ def _make_group(
     return group
 
 
-def _refuse_applied(api: Api, modules: tuple[nn.Module, ...]) -> None:
+def _check_not_applied(api: Api, modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
         registry = module.__dict__.get(REGISTRY_KEY) or {}
         if api.name in registry:
@@ -208,8 +222,8 @@ def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...])
             )
 
 
-def _attach(api: Api, state: State, modules: tuple[nn.Module, ...]) -> None:
-    """Notes the state where torch's ``fully_shard.state`` and ``contract`` look for it."""
+def _store_state(api: Api, state: State, modules: tuple[nn.Module, ...]) -> None:
+    """Stores the state where torch's ``fully_shard.state`` and ``contract`` read it."""
     item = RegistryItem()
     for module in modules:
         module.__dict__.setdefault(STATE_KEY, OrderedDict())[api.contract_key] = state

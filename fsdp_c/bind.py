@@ -1,6 +1,6 @@
-"""What ties the extension to torch: the functions and classes that it calls on its cold paths.
+"""Passes the Python functions and classes that the C extension calls to it, at import.
 
-Importing this does it, once; ``fsdp_c/__init__.py`` does so before it hands anything on.
+``fsdp_c/__init__.py`` imports this module before it returns any other name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .state import State
 
 
 def _cast_tree(dtype: torch.dtype, tree: Any) -> Any:
-    """``tree`` with every floating-point tensor cast to ``dtype``; containers are rebuilt."""
+    """Casts every floating-point tensor in ``tree`` to ``dtype``; rebuilds containers."""
     return _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), tree)
 
 
@@ -46,8 +46,8 @@ def _warn_view_output(state: Any) -> None:
 
 
 def _warn_lost_backward(state: Any) -> None:
-    """Says that a backward raised, and what the forward after it does about that."""
-    from . import suspicions  # a cold start does without
+    """Warns that a backward raised, and that this forward resets the units."""
+    from . import suspicions  # imported here to keep `import fsdp_c` fast
 
     suspicions.say(
         f"the backward before this forward of {_names(state)} did not come to its end: all units "
@@ -81,11 +81,11 @@ BOUND: dict[str, Any] = {
         ShardedState.UNSHARDED,
     ),
 }
-"""What the extension is given."""
+"""The arguments of ``_C.bind``."""
 
 
 def _probe() -> tuple[torch.Tensor, Any]:
-    """A local tensor with an offset, and what torch's function reads of a spec."""
+    """Returns a local tensor with an offset, and the part of a spec that torch's function reads."""
     local = torch.empty(6, device="cpu")[2:]
     meta = TensorMeta(torch.Size((16, 2)), (2, 1), local.dtype)
     return local, SimpleNamespace(tensor_meta=meta)

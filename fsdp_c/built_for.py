@@ -1,7 +1,7 @@
-"""Which torch and Python the extension was built for, looked at before it is loaded.
+"""Checks the torch and Python releases of the extension before it is loaded.
 
-An extension of another release fails with "undefined symbol", or worse: it loads and crashes.
-``setup.py`` notes what it builds for in a file beside the extension.
+An extension built for another release fails with "undefined symbol", or loads and crashes later.
+``setup.py`` writes the releases to a file beside the extension.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ NOTE = Path(__file__).with_name("_C.json")
 
 @dataclass(frozen=True)
 class Build:
-    """What ``setup.py`` has noted.
+    """The contents of the file that ``setup.py`` writes.
 
     Attributes:
         torch: The release, with its local part: ``2.13.0+cpu``.
         python: ``3.11``.
         kernels: ``CPU``, or ``CPU and CUDA 13.0``.
-        source: The folder that it was built in; it may be gone.
+        source: The folder of the build. It may no longer exist.
     """
 
     torch: str
@@ -35,7 +35,7 @@ class Build:
 
 
 def build() -> Build | None:
-    """What was noted; ``None``: nothing, by a build of before that."""
+    """Returns the contents of the file; ``None`` if it is missing or invalid."""
     try:
         noted = json.loads(NOTE.read_text())
         return Build(**{field.name: str(noted[field.name]) for field in fields(Build)})
@@ -44,12 +44,12 @@ def build() -> Build | None:
 
 
 def release(version: str) -> str:
-    """What has to be the same: ``2.13`` of ``2.13.0+cpu``."""
+    """Returns the part of a version that must match: ``2.13`` of ``2.13.0+cpu``."""
     return ".".join(version.partition("+")[0].split(".")[:2])
 
 
 def command(found: Build | None) -> str:
-    """The command that builds it anew."""
+    """Returns the command that rebuilds the extension."""
     source = found.source if found is not None else str(NOTE.parents[1])
     if not (Path(source) / "setup.py").is_file():
         source = "PATH/TO/A/CLONE/OF/fsdp_c"
@@ -58,7 +58,7 @@ def command(found: Build | None) -> str:
 
 
 def what_is_wrong(found: Build | None, has_extension: bool) -> str | None:
-    """One sentence with the command that mends it; ``None``: nothing is wrong."""
+    """Returns one sentence with the mismatch and the command that fixes it, or ``None``."""
     clone = NOTE.parents[1]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     if found is not None and release(found.torch) != release(torch.__version__):
@@ -81,10 +81,11 @@ def what_is_wrong(found: Build | None, has_extension: bool) -> str | None:
 
 
 def check() -> None:
-    """Refuses an extension that does not fit.
+    """Refuses an extension of another release.
 
     Raises:
-        ImportError: what it was built for, what this is, and the command that mends it.
+        ImportError: The extension is missing or was built for another release. The message has
+            both releases and the command that fixes it.
     """
     suffixes = importlib.machinery.EXTENSION_SUFFIXES
     there = any(NOTE.with_name(f"_C{suffix}").exists() for suffix in suffixes)

@@ -1,4 +1,4 @@
-"""``python -m fsdp_c --version`` and ``--check``: what is there, and whether it works."""
+"""``python -m fsdp_c --version`` and ``--check``: report the installation and test it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT = 120  # seconds for the self-test
 
 
 def version() -> str:
-    """One line: of fsdp_c, of the torch that it was built for, and of what runs it."""
+    """Returns one line with the releases of fsdp_c, of its build, and of the environment."""
     found = build()
     built = f"built for torch {found.torch}" if found is not None else "built for an unknown torch"
     return f"fsdp_c {__version__} ({built}); torch {torch.__version__}, Python {_python()}"
@@ -32,7 +32,7 @@ def _python() -> str:
 
 
 def main() -> int:
-    """Prints one line for each thing that is looked at; 0 where all is well, else 1."""
+    """Prints one line per check. Returns 0 if all checks pass, else 1."""
     print(version())
     failed = False
     for what, well, text in _findings():
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _findings() -> Iterator[tuple[str, bool, str]]:
-    """(what is looked at, whether it is as it should be, what was found)."""
+    """Yields (name of the check, whether it passed, its finding)."""
     found = build()
     yield "extension", True, str(_C.__file__)
     yield "torch", *_torch(found.torch if found is not None else "")
@@ -78,13 +78,13 @@ def _devices() -> str:
 
 def _entry_point() -> tuple[bool, str]:
     found = importlib.metadata.entry_points(group="torch.backends")
-    if any(one.value == "fsdp_c_autoload:autoload" for one in found):
+    if any(entry.value == "fsdp_c_autoload:autoload" for entry in found):
         return True, "torch finds it: FSDP_C=1 switches a job over"
     return True, "not installed with pip: FSDP_C=1 does nothing, python -m fsdp_c and imports work"
 
 
 def _two_ranks() -> tuple[bool, str]:
-    """Trains on two processes, with torch's FSDP2 and with ours."""
+    """Trains in two processes, with torch's FSDP2 and with fsdp_c."""
     environment = {name: value for name, value in os.environ.items() if name != "FSDP_C"}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]

@@ -1,8 +1,8 @@
 """Gradient clipping by total norm: local norms, one collective, local scaling.
 
-torch's ``clip_grad_norm_`` handles each gradient several times in DTensor's dispatch. The functions
-here work on the local tensors, with the same bits. ``clip_for_torch.py`` runs them under the names
-of torch's functions.
+torch's ``clip_grad_norm_`` dispatches several DTensor operations per gradient. The functions here
+use the local tensors, with bit-equal results. ``clip_for_torch.py`` runs them in place of torch's
+functions.
 
 ``csrc/python/clip.c`` collects the local gradients. For the 2-norm of contiguous float32 gradients
 on the CPU it also computes the total norm and scales. torch's operators do the rest.
@@ -50,26 +50,26 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales the gradients so that their total norm is at most ``max_norm``, in place.
 
-    Does what ``torch.nn.utils.clip_grad_norm_`` does. Sharded parameters (any mesh, any placements)
-    and plain ones may come together. There is one collective for each dtype and each mesh dimension
-    that is sharded over: one in all for the usual model. All ranks have to call it.
+    Implements ``torch.nn.utils.clip_grad_norm_`` for sharded parameters of any mesh and placements,
+    plain parameters, and mixtures. It issues one collective per dtype and sharded mesh dimension,
+    which is one for most models. All ranks must call it.
 
     Args:
-        parameters: Parameters, or a module for all of its parameters. Those without gradient are
-            left out. A plain tensor's gradient counts once: it is taken to be the same everywhere.
-        max_norm: Largest total norm; gradients are multiplied by
+        parameters: Parameters, or a module with parameters. Those without gradient are skipped. A
+            plain tensor's gradient counts once, because it is assumed to be equal on all ranks.
+        max_norm: The largest total norm. Gradients are multiplied by
             ``min(max_norm / (total + 1e-6), 1)``.
-        norm_type: Any order that ``torch.linalg.vector_norm`` has, ``inf`` too.
-        error_if_nonfinite: Raise where the total norm is nan or infinite.
+        norm_type: An order of ``torch.linalg.vector_norm``, including ``inf``.
+        error_if_nonfinite: Whether to raise if the total norm is nan or infinite.
         foreach: As in torch.
 
     Returns:
-        The total norm before clipping: a plain 0-d tensor with the same value on all ranks (torch
-        gives a DTensor, whose ``full_tensor()`` it is).
+        The total norm before clipping, a plain 0-d tensor with the same value on all ranks. It is
+        the ``full_tensor()`` of the DTensor that torch returns.
 
     Raises:
-        RuntimeError: ``error_if_nonfinite``, before any gradient is changed; ``foreach=True`` on a
-            device without such kernels.
+        RuntimeError: The norm is nonfinite and ``error_if_nonfinite`` is set (no gradient has
+            changed), or ``foreach=True`` on a device without foreach kernels.
 
     The total is torch's bit for bit on two ranks for orders 1, 2, 3 and ``inf``. Otherwise it may
     differ in the last bits. On more ranks a backend's order of summation may depend on the length
@@ -98,7 +98,7 @@ def clip_grad_norm_(
 def total_fast(
     tensors: list[torch.Tensor], kind_of: list[int], named: list[Named | None]
 ) -> float | None:
-    """The total norm. None if a kind has no groups, or a gradient is not float32 on the CPU."""
+    """Returns the total norm, or None if sums are pending or a gradient is not float32 on CPU."""
     return None if None in named else _C.clip_norm(tensors, kind_of, named)
 
 
@@ -107,10 +107,10 @@ def scale_fast(
 ) -> bool:
     """Scales to ``max_norm``. Does nothing and returns False if ``all_or_none`` and a gradient is
     not contiguous float32 on the CPU."""
-    found = _C.clip_scale(tensors, max_norm, total, _PARALLEL_NUMEL, all_or_none)
-    if found is None:
+    scaled = _C.clip_scale(tensors, max_norm, total, _PARALLEL_NUMEL, all_or_none)
+    if scaled is None:
         return False
-    factor, large = found
+    factor, large = scaled
     if large:
         with torch.no_grad():
             torch._foreach_mul_(large, number(factor))
@@ -118,12 +118,12 @@ def scale_fast(
 
 
 def number(value: float) -> torch.Tensor:
-    """A float32 number of the C path as a tensor, whatever the defaults of new tensors are."""
+    """Returns a number of the C path as a float32 CPU tensor, regardless of torch's defaults."""
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def is_traced() -> bool:
-    """Whether torch's operations are recorded or have no values (fake tensors, make_fx, AOT)."""
+    """Whether a dispatch mode traces operations (fake tensors, make_fx, AOT)."""
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
@@ -144,7 +144,7 @@ def _clip(
         return torch.tensor(0.0)
     groups = [_sharded_over(mesh, placements) for mesh, placements in kinds]
     first: dict[_Likeness, _Groups] = {}
-    groups = [first.setdefault(_likeness(one), one) for one in groups]
+    groups = [first.setdefault(_likeness(group), group) for group in groups]
     whole = tensors
     if any(_is_partial(placements) for _, placements in kinds):
         whole = [_summed(param.grad) for param in params if param.grad is not None]
@@ -168,16 +168,16 @@ def _as_list(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> l
         return [parameters]
     if isinstance(parameters, nn.Module):
         return list(parameters.parameters())
-    found = list(parameters)
-    if not found and isinstance(parameters, types.GeneratorType):
+    params = list(parameters)
+    if not params and isinstance(parameters, types.GeneratorType):
         warnings.warn(
             "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
         )
-    return found
+    return params
 
 
 def _summed(grad: torch.Tensor) -> torch.Tensor:
-    """The local tensor after pending sums: the norm of a sum is not known from its terms."""
+    """Returns the local tensor after pending sums: norms of the terms do not give the sum's."""
     if not isinstance(grad, DTensor):
         return grad
     placements = [Replicate() if p.is_partial() else p for p in grad.placements]
@@ -191,12 +191,12 @@ def _total_norm(
     norm_type: float,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """The norm of all tensors as one vector, over all ranks; 0-d, on the first one's device.
+    """Returns the norm of all tensors over all ranks, 0-d, on the first tensor's device.
 
-    ``groups[kind_of[i]]`` is what tensor ``i`` is split over.
+    Tensor ``i`` is sharded over ``groups[kind_of[i]]``.
     """
     norms = []
-    # The same partition, in the same order, as torch's: the last sum goes over it.
+    # Partition and order are torch's, because they determine the order of the last sum.
     parts = _group_tensors_by_device_and_dtype([tensors], with_indices=True)  # type: ignore[list-item]
     for (device, _), ((part,), indices) in parts.items():
         local = torch.stack(_local_norms(part, norm_type, device, foreach))  # type: ignore[arg-type]
@@ -210,12 +210,12 @@ def _local_norms(
     tensors: list[torch.Tensor], norm_type: float, device: torch.device, foreach: bool | None
 ) -> list[torch.Tensor]:
     if math.isinf(norm_type) or norm_type < 0:
-        # Nothing on this rank: what adds nothing to a maximum, a minimum or a sum of inverses.
+        # An empty local tensor gets the neutral element of max, min or a sum of inverse powers.
         neutral = 0.0 if norm_type > 0 else math.inf
         full = [tensor for tensor in tensors if tensor.numel() > 0]
         if len(full) < len(tensors):
-            found = iter(_local_norms(full, norm_type, device, foreach))
-            return [next(found) if t.numel() > 0 else t.new_full((), neutral) for t in tensors]
+            norms = iter(_local_norms(full, norm_type, device, foreach))
+            return [next(norms) if t.numel() > 0 else t.new_full((), neutral) for t in tensors]
     if tensors and _use_foreach(tensors, device, foreach):
         return list(torch._foreach_norm(tensors, norm_type))
     return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
@@ -234,7 +234,7 @@ def _use_foreach(tensors: list[torch.Tensor], device: torch.device, foreach: boo
 def _reduced(
     norms: torch.Tensor, groups: list[_Groups], kind_of: list[int], norm_type: float
 ) -> torch.Tensor:
-    """The norms of whole tensors from those of this rank's parts: (n,) -> (n,)."""
+    """Reduces norms of local shards to norms of whole tensors: (n,) -> (n,), in place."""
     if all(group == groups[0] for group in groups):
         return _all_reduced(norms, groups[0], norm_type)
     for over in dict.fromkeys(groups):
@@ -260,7 +260,7 @@ def _all_reduced(norms: torch.Tensor, groups: _Groups, norm_type: float) -> torc
 
 
 def _scale(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
-    # On other devices it would take a synchronization to know; fake tensors have no values.
+    # Other devices would need a synchronization to read the factor. Fake tensors have no values.
     known = factor.device.type == "cpu" and type(factor) is torch.Tensor and not is_traced()
     if known and factor.item() == 1.0:
         return
@@ -277,7 +277,7 @@ def _scale(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | No
 
 
 class PerMesh:
-    """A function of a mesh and placements. It caches its results while the mesh lives."""
+    """A function of a mesh and placements that caches its results while the mesh is alive."""
 
     def __init__(self, find: Callable[[DeviceMesh, Any], Any]) -> None:
         self._find = find
@@ -287,7 +287,7 @@ class PerMesh:
         key = (id(mesh), placements)  # the same object: an equal mesh may have other groups
         known = self._known.get(key)
         if known is None or known[0]() is not mesh:
-            alive = {k: one for k, one in self._known.items() if one[0]() is not None}
+            alive = {k: entry for k, entry in self._known.items() if entry[0]() is not None}
             known = (weakref.ref(mesh), self._find(mesh, placements))
             self._known = {**alive, key: known}
         return known[1]
@@ -304,12 +304,12 @@ _known_names = PerMesh(_find_names)
 
 
 def group_names(mesh: DeviceMesh | None, placements: Any) -> Named | None:
-    """Names of the groups to reduce over, with their likeness; None where sums are pending."""
+    """Returns the names of the groups to reduce over and their likeness; None for pending sums."""
     return ((), ()) if mesh is None else _known_names(mesh, placements)
 
 
 def _sharded_over(mesh: DeviceMesh | None, placements: Any) -> _Groups:
-    """The process groups over which a gradient is split; none for a plain tensor."""
+    """Returns the process groups over which a gradient is sharded; none for a plain tensor."""
     if mesh is None:
         return ()
     split = (dim for dim, p in enumerate(placements) if not (p.is_replicate() or p.is_partial()))
@@ -317,8 +317,10 @@ def _sharded_over(mesh: DeviceMesh | None, placements: Any) -> _Groups:
 
 
 def _likeness(groups: _Groups) -> _Likeness:
-    """Equal for groups that do the same: equal meshes made twice have groups of their own, and
-    DTensor's caches give a parameter now the one, now the other."""
+    """Returns a key that is equal for process groups with equal ranks and backends.
+
+    Equal meshes that are made twice have different groups, and DTensor's caches mix them.
+    """
     return tuple(
         (tuple(dist.get_process_group_ranks(group)), dist.get_backend_config(group))
         for group in groups

@@ -56,7 +56,7 @@ def clip_grad_norm_(
     params = _listed(parameters)
     if type(params) is list and _is_two(norm_type) and _is_plain_execution() and not _is_patched():
         if not params and isinstance(parameters, types.GeneratorType):
-            # Warned of here: torch would name this file as the caller's.
+            # Warns here, because torch's warning would name this file as the caller's.
             warnings.warn(
                 "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
             )
@@ -112,12 +112,12 @@ def clip_grads_with_norm_(
 
 
 def _listed(tensors: Any) -> Any:
-    """A list, as torch makes one; a single tensor is left to torch."""
+    """Returns a list as torch makes it; a single tensor is returned unchanged."""
     return tensors if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def _as_float(number: Any) -> float | None:
-    """The number as torch takes it; None if torch has to raise or to decide."""
+    """Returns the number as torch converts it; None if torch must convert or raise."""
     return float(number) if type(number) in (int, float) else None
 
 
@@ -137,7 +137,7 @@ def _is_plain_execution() -> bool:
 
 
 def _is_patched() -> bool:
-    """Whether somebody has replaced a function that torch's clip_grad_norm_ calls."""
+    """Whether a function that torch's clip_grad_norm_ calls is patched."""
     names = vars(sys.modules[_MODULE])
     return any(names.get(name) is not one.function for name, one in _redirected.items())
 
@@ -179,7 +179,7 @@ def _on_one_mesh(
 
 
 def _as_dtensor(total: float, mesh: DeviceMesh | None) -> DTensor:
-    """The total norm as torch returns it: the same on all ranks of the mesh."""
+    """Returns the total norm as torch does, equal on all ranks of the mesh."""
     assert mesh is not None
     spec = _known_specs(mesh, (Replicate(),) * mesh.ndim)
     return DTensor(number(total), spec, requires_grad=False)
@@ -207,14 +207,14 @@ _redirected: dict[str, fsdp_c_redirect.Redirection] = {}
 
 
 def redirect() -> None:
-    """Makes torch's functions run these; ``FSDP_C_CLIP=0`` leaves them."""
+    """Makes torch's functions run these, unless ``FSDP_C_CLIP=0`` is set."""
     if _redirected or not is_on(ENVIRONMENT_SWITCH, "1"):
         return
     module = sys.modules[_MODULE]
-    for name, ours in _OURS.items():
+    for name, replacement in _OURS.items():
         function = fsdp_c_redirect.find_torchs(module, name)
         if function is not None:
-            _redirected[name] = fsdp_c_redirect.Redirection(function, ours)
+            _redirected[name] = fsdp_c_redirect.Redirection(function, replacement)
 
 
 def restore() -> None:
@@ -225,7 +225,7 @@ def restore() -> None:
 
 
 def _original(name: str) -> Callable[..., Any]:
-    """torch's own function of that name."""
+    """Returns torch's own function of that name."""
     redirection = _redirected.get(name)
     function = getattr(sys.modules[_MODULE], name) if redirection is None else redirection.original
     return function

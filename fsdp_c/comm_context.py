@@ -1,4 +1,4 @@
-"""The cold side of the communication context: its streams as torch objects."""
+"""``CommContext``: the communication context's streams as torch objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .guard import shows
 
 
 class _Settable:
-    """What ``read`` gives, until somebody sets something else: a patched ``lazy_init`` does."""
+    """A property with the value of ``read`` until it is assigned, as by a patched ``lazy_init``."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self.read = read
@@ -34,23 +34,27 @@ class _Settable:
 
 @shows(FSDPCommContext)
 class CommContext(_C.CommContext, FSDPCommContext):
-    """Streams, events and buffers in flight of the groups under one root (``_C.CommContext``).
+    """Streams, events and pending buffers of the groups under one root (``_C.CommContext``).
 
-    torch's ``FSDPCommContext`` by type. Devices without streams have stand-ins that do nothing.
+    The class is a subclass of torch's ``FSDPCommContext``. On devices without streams, the streams
+    are placeholders without effect.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device_handle = _get_device_handle(device.type)
         self._inputs: list[tuple[torch.Tensor, Any]] = []
 
-    # ---- inputs of reduce-scatters that torch's functions make ----
+    # ---- inputs of reduce-scatters by torch's functions ----
 
     def keep_input(self, buffer: torch.Tensor, reduced: Any) -> None:
         """Keeps the input of a reduce-scatter that ends with the event ``reduced``."""
         self._inputs.append((buffer, reduced))
 
     def release_inputs(self, keep: int = 0) -> None:
-        """Lets the oldest of them go, once the current stream waits for their reduce-scatters."""
+        """Releases all but the newest ``keep`` inputs.
+
+        The current stream waits for their reduce-scatters first.
+        """
         while len(self._inputs) > keep:
             self.device_handle.current_stream().wait_event(self._inputs[0][1])
             del self._inputs[0]
@@ -65,39 +69,39 @@ class CommContext(_C.CommContext, FSDPCommContext):
 
     @_Settable
     def all_gather_copy_in_stream(self) -> Any:
-        """Where shards are packed."""
+        """The stream that packs shards."""
         return self._stream(0)
 
     @_Settable
     def all_gather_stream(self) -> Any:
-        """Where all-gathers run."""
+        """The stream of all-gathers."""
         return self._stream(1)
 
     @_Settable
     def reduce_scatter_stream(self) -> Any:
-        """Where reduce-scatters run."""
+        """The stream of reduce-scatters."""
         return self._stream(2)
 
     @_Settable
     def all_reduce_stream(self) -> Any:
-        """Where all-reduces run."""
+        """The stream of all-reduces."""
         return self._stream(3)
 
-    # What torch keeps here the core has; these tell only whether there is anything.
+    # The core owns this state. These properties only show whether reductions are pending.
 
     @_Settable
     def all_gather_state(self) -> None:
-        """None: the buffer that waits for the next group is the core's."""
+        """Always None: the core owns the all-gather buffer that the next group frees."""
         return None
 
     @_Settable
     def reduce_scatter_states(self) -> list[Any]:
-        """As many items as there are reductions in flight."""
+        """A list with one item for each pending reduction."""
         return [None] * self.reductions_in_flight
 
     @_Settable
     def _last_post_reduce_events(self) -> dict[Any, Any]:
-        """Stream -> event that comes after the reductions in flight; empty without any."""
+        """Maps streams to events recorded after the pending reductions; empty without any."""
         if self.reductions_in_flight == 0:
             return {}
         streams = (self.reduce_scatter_stream, self.all_reduce_stream)
@@ -105,19 +109,21 @@ class CommContext(_C.CommContext, FSDPCommContext):
 
     @property
     def gather_streams(self) -> tuple[Any, Any]:
-        """The first two."""
+        """The copy-in stream and the all-gather stream."""
         return self.all_gather_copy_in_stream, self.all_gather_stream
 
     def _gather_after(self, event: Any) -> None:
-        """Gathers that are begun from now on wait for ``event`` (of the optimizer's step)."""
-        if self._stream_numbers(0) is not None:  # the other gather stream comes behind its copies
+        """Makes later gathers wait for ``event``, recorded after the optimizer's step."""
+        if self._stream_numbers(0) is not None:  # the all-gather stream waits for the copy-in
             self.all_gather_copy_in_stream.wait_event(event)
 
     def get_all_gather_streams(
         self, async_op: bool, training_state: TrainingState
     ) -> tuple[Any, Any]:
-        """Copy-in and gather streams: the context's where gathers may run ahead, else the
-        current one."""
+        """Returns the copy-in and gather streams of a gather by torch's functions.
+
+        These are the context's streams if the gather may overlap, else the current stream twice.
+        """
         if not async_op and training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD):
             return self.gather_streams
         current = self.device_handle.current_stream()

@@ -1,17 +1,17 @@
-"""Where torch releases differ: what newer ones have in FSDP2 and torch 2.11 does not.
+"""Replacements for parts of FSDP2 that torch 2.11 lacks and newer releases have.
 
-Beside it ``additions.py`` and ``mixed_precision.py`` have what came with torch 2.15. A release is
-recognized by names that torch defines or by the code of its modules (``originals.py``), and never
-by an attribute of a function: libraries replace functions before fsdp_c is imported. Everything
-here runs at import or in cold init; where torch has its own, that is what is used.
+``additions.py`` and ``mixed_precision.py`` hold the parts that torch 2.15 added. The module detects
+a release by the names that torch defines or by the code of its modules (``originals.py``). It does
+not read attributes of functions, because libraries replace functions before fsdp_c is imported.
+Everything here runs at import or during init. torch's own version is used if it exists.
 
 - Functions and types: torch's under one name, or a replacement.
 - :class:`ParamOfOlderTorch`, :class:`GroupOfOlderTorch`, :class:`StateOfOlderTorch`: the last bases
-  of our classes. What torch's class has itself comes first in the method resolution order, so on a
-  recent torch they do nothing.
-- :func:`complete_class`: methods that ``FSDPModule`` lacks.
+  of fsdp_c's classes. torch's classes precede them in the method resolution order, so they have no
+  effect on a recent torch.
+- :func:`complete_class`: adds the methods that ``FSDPModule`` lacks.
 
-What cannot be had at all raises ``NotImplementedError`` with the argument and the release.
+A feature that cannot be replaced raises ``NotImplementedError`` with the argument and the release.
 """
 
 from __future__ import annotations
@@ -47,41 +47,41 @@ from .originals import takes_parameter
 from .units import sharded_modules
 
 HAS_MESH_FOR_EACH_PARAM = hasattr(_common, "ShardPlacementResult")
-"""Whether ``shard_placement_fn`` may give a mesh; without it a state has one group."""
+"""Whether ``shard_placement_fn`` may return a mesh. If not, a state has one group."""
 
 HAS_NAMED_MESH_DIMS = hasattr(_common.DataParallelMeshInfo, "is_spmd_mesh")
-"""Whether ``dp_mesh_dims`` can be given."""
+"""Whether ``fully_shard`` supports ``dp_mesh_dims``."""
 
 
-def _refuse(what: str, since: str) -> NoReturn:
+def _refuse(feature: str, since: str) -> NoReturn:
     raise NotImplementedError(
-        f"{what} needs torch {since} or newer; this is torch {torch.__version__}"
+        f"{feature} needs torch {since} or newer; this is torch {torch.__version__}"
     )
 
 
 # ---- tensors in arguments and outputs ------------------------------------------------------------
 
 
-def _is_own_dataclass(node: Any) -> bool:
-    """A dataclass object that pytree does not know how to take apart."""
+def _is_unregistered_dataclass(node: Any) -> bool:
+    """Whether ``node`` is a dataclass object whose class is not registered with pytree."""
     is_object = dataclasses.is_dataclass(node) and not isinstance(node, type)
     return is_object and type(node) not in pytree.SUPPORTED_NODES
 
 
 def _collect(tree: Any) -> tuple[torch.Tensor, ...]:
-    found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(tree, is_leaf=_is_own_dataclass):
-        if _is_own_dataclass(leaf):
+    tensors: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(tree, is_leaf=_is_unregistered_dataclass):
+        if _is_unregistered_dataclass(leaf):
             for field in dataclasses.fields(leaf):
-                found += _collect(getattr(leaf, field.name))
+                tensors += _collect(getattr(leaf, field.name))
         elif isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            found.append(leaf)
-    return tuple(found)
+            tensors.append(leaf)
+    return tuple(tensors)
 
 
 def _replace(tree: Any, new: Iterator[torch.Tensor]) -> Any:
     def visit(leaf: Any) -> Any:
-        if _is_own_dataclass(leaf):
+        if _is_unregistered_dataclass(leaf):
             values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
             changes = {
                 name: _replace(value, new) for name, value in values.items() if _collect(value)
@@ -89,22 +89,22 @@ def _replace(tree: Any, new: Iterator[torch.Tensor]) -> Any:
             return dataclasses.replace(leaf, **changes) if changes else leaf
         return next(new) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
-    return pytree.tree_map(visit, tree, is_leaf=_is_own_dataclass)
+    return pytree.tree_map(visit, tree, is_leaf=_is_unregistered_dataclass)
 
 
 collect_grad_tensors: Callable[[Any], tuple[torch.Tensor, ...]] = getattr(
     _utils, "collect_grad_tensors", _collect
 )
-"""The tensors that require grad in nested containers and dataclasses, in order."""
+"""Returns the tensors that require grad in nested containers and dataclasses, in order."""
 
 replace_grad_tensors: Callable[[Any, Iterator[torch.Tensor]], Any] = getattr(
     _utils, "replace_grad_tensors", _replace
 )
-"""The same structure with each of these tensors replaced by the next of an iterator."""
+"""Returns the structure with each tensor that requires grad replaced by an iterator's next one."""
 
 
 dtensor_new: Callable[..., DTensor] = getattr(torch.Tensor, "_dtensor__new__", None) or DTensor
-"""Makes a DTensor of a local tensor, a spec and ``requires_grad=``."""
+"""Makes a DTensor from a local tensor, a spec and ``requires_grad=``."""
 
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
-"""The functions of ``torch.distributed`` that FSDP2's own collectives call."""
+"""The names of the ``torch.distributed`` functions that FSDP2's own collectives call."""
 
 
 def row_dtype(dtype: torch.dtype | None) -> Any:
@@ -124,9 +124,12 @@ def row_dtype(dtype: torch.dtype | None) -> Any:
 
 
 def _reduce_takes_dtype() -> bool:
-    """From torch's code: development versions of 2.15 differ, and a wrapper hides the argument."""
-    found = takes_parameter(_collectives, "foreach_reduce", "orig_dtype")
-    return not hasattr(_param.FSDPParam, "unsharded_grad_dtype") if found is None else found
+    """Whether torch's ``foreach_reduce`` takes ``orig_dtype``.
+
+    Reads torch's source: development versions of 2.15 differ, and a wrapper hides the argument.
+    """
+    takes = takes_parameter(_collectives, "foreach_reduce", "orig_dtype")
+    return not hasattr(_param.FSDPParam, "unsharded_grad_dtype") if takes is None else takes
 
 
 _REDUCE_TAKES_DTYPE = _reduce_takes_dtype()
@@ -135,16 +138,16 @@ _REDUCE_TAKES_DTYPE = _reduce_takes_dtype()
 # ---- meshes --------------------------------------------------------------------------------------
 
 ShardPlacementFnResult = Any
-"""What ``shard_placement_fn`` gives: ``Shard``, ``None``, torch's ``ShardPlacementResult``."""
+"""The result of ``shard_placement_fn``: ``Shard``, ``None`` or torch's ``ShardPlacementResult``."""
 
 
 def placement_of(
     result: ShardPlacementFnResult, default: FSDPMeshInfo
 ) -> tuple[Shard | None, FSDPMeshInfo]:
-    """The cut and the mesh that ``shard_placement_fn`` chose.
+    """Returns the placement and the mesh that ``shard_placement_fn`` chose.
 
     Raises:
-        ValueError: ``result`` is nothing that it may give.
+        ValueError: ``result`` is neither ``Shard``, ``None`` nor a ``ShardPlacementResult``.
     """
     if HAS_MESH_FOR_EACH_PARAM:
         resolved = _common.resolve_shard_placement(result, default)
@@ -155,11 +158,11 @@ def placement_of(
 
 
 def validate_mesh(mesh: DeviceMesh, dp_mesh_dims: Any, caller: str) -> None:
-    """torch's validation of ``fully_shard``'s mesh.
+    """Validates the mesh of ``fully_shard`` by torch's function.
 
     Raises:
-        NotImplementedError: torch does not know ``dp_mesh_dims`` yet.
-        ValueError, AssertionError: torch's.
+        NotImplementedError: This torch does not support ``dp_mesh_dims``.
+        ValueError, AssertionError: The mesh is invalid; raised by torch.
     """
     if HAS_NAMED_MESH_DIMS:
         _init._validate_mesh(mesh, dp_mesh_dims)
@@ -170,14 +173,14 @@ def validate_mesh(mesh: DeviceMesh, dp_mesh_dims: Any, caller: str) -> None:
 
 
 def mesh_info_of(mesh: DeviceMesh, dp_mesh_dims: Any) -> DataParallelMeshInfo:
-    """torch's description of a mesh that :func:`validate_mesh` has let pass."""
+    """Returns torch's mesh info for a mesh that :func:`validate_mesh` accepted."""
     if dp_mesh_dims is None:
         return _init._get_mesh_info(mesh)
     return _init._get_mesh_info(mesh, dp_mesh_dims)
 
 
 def is_spmd_mesh(mesh_info: DataParallelMeshInfo) -> bool:
-    """Whether it was made with ``dp_mesh_dims``."""
+    """Whether ``mesh_info`` was made with ``dp_mesh_dims``."""
     return HAS_NAMED_MESH_DIMS and mesh_info.is_spmd_mesh
 
 
@@ -193,15 +196,18 @@ def _uid(param: nn.Parameter) -> int:
 
 
 orig_param_uid: Callable[[nn.Parameter], int] = getattr(_param, "_get_orig_param_uid", _uid)
-"""A number for a parameter object, kept on it: tells whether two groups took the same one."""
+"""Returns the unique number stored on a parameter object. Equal numbers reveal tied parameters."""
 
 
 class ParamOfOlderTorch:
-    """Of ``FSDPParam``: what describes the sharded and the unsharded DTensor; what torch 2.15 has
-    dropped; and what its constructor sets there, which is not called here."""
+    """Members of ``FSDPParam`` that depend on the release.
+
+    They describe the sharded and unsharded DTensors, were removed by torch 2.15, or are set by
+    torch's constructor, which ``Param`` does not call.
+    """
 
     is_spmd_types = False
-    keep_unsharded_storage = False  # the group's here
+    keep_unsharded_storage = False  # the group owns this setting
     sharded_grad_dtype: torch.dtype | None
     _has_sharded_grad_dtype_override = False
     _release_all_gather_outputs_after_post_all_gather = False  # Param does it: _release_outputs()
@@ -214,23 +220,26 @@ class ParamOfOlderTorch:
 
     @property
     def _sharding_spec_by_dtype(self) -> dict[torch.dtype, DTensorSpec]:
-        """torch's cache of specs, always empty: gradients are made by the core."""
+        """torch's cache of specs. It is always empty, because the core makes the gradients."""
         return {}
 
     @_sharding_spec_by_dtype.setter
     def _sharding_spec_by_dtype(self, value: dict[torch.dtype, DTensorSpec]) -> None:
-        """By torch's constructor, where that is called."""
+        """Does nothing: torch's constructor assigns it."""
 
     @property
     def unsharded_accumulated_grad_data(self) -> torch.Tensor:
-        """The local tensor of the gradient that waits in the reduce dtype."""
+        """The local tensor of the accumulated gradient, in the reduce dtype."""
         grad = self.unsharded_accumulated_grad
         if grad is None:
             raise AssertionError("Expects unsharded_accumulated_grad to not be None")
         return self._get_grad_inner_tensor(grad)  # type: ignore[attr-defined]
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Lets the gradient wait in the reduce dtype (called by the core for patched methods)."""
+        """Moves the gradient to the accumulated one, in the reduce dtype.
+
+        The core calls it if a gradient method is patched.
+        """
         param, dtype = self._unsharded_param, self.reduce_dtype
         grad = param.grad
         if grad is not None and dtype is not None and grad.dtype != dtype:
@@ -238,17 +247,17 @@ class ParamOfOlderTorch:
             self.unsharded_accumulated_grad = grad.to(dtype)
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Adds the gradient to the one that waits."""
-        param, waiting = self._unsharded_param, self.unsharded_accumulated_grad
-        if waiting is not None and param.grad is not None:
-            waiting += param.grad
+        """Adds the gradient to the accumulated one, if both exist, and clears it."""
+        param, accumulated = self._unsharded_param, self.unsharded_accumulated_grad
+        if accumulated is not None and param.grad is not None:
+            accumulated += param.grad
             param.grad = None
 
     def _init_shard_mesh(self) -> DeviceMesh:
         return self.shard_mesh  # type: ignore[attr-defined]
 
     def _init_sharding_spec(self, param: nn.Parameter, placement: Shard, dim: int) -> torch.Tensor:
-        """Makes the spec of the shard; gives the local tensor that is to be cut."""
+        """Sets the sharding spec; returns the local tensor to shard."""
         mesh = self.mesh_info.mesh
         placements: list[Placement] = []
         if isinstance(self.mesh_info, DDPMeshInfo):
@@ -276,7 +285,7 @@ class ParamOfOlderTorch:
         return local
 
     def _get_unsharded_dtensor_spec(self, unsharded: torch.Tensor) -> DTensorSpec:
-        """The spec of the parameter as the user made it, with the dtype that is computed in."""
+        """Returns the spec of the original parameter, with the dtype of ``unsharded``."""
         spec = self._unsharded_dtensor_spec
         assert spec is not None and spec.tensor_meta is not None
         shape, stride, dtype = spec.tensor_meta
@@ -290,21 +299,21 @@ class ParamOfOlderTorch:
 
 
 class GroupOfOlderTorch:
-    """Of ``FSDPParamGroup``."""
+    """Methods of ``FSDPParamGroup`` that older releases lack."""
 
     def _validate_reduce_scatter_max_input_buffers(self) -> None:
-        """Any number will do: it is symmetric memory that can spare no second buffer."""
+        """Accepts any number: only symmetric memory limits it, and older releases have none."""
 
     def _set_separate_reduce_scatter_group(self, enable: bool, new_groups: Any) -> None:
         _refuse("set_separate_reduce_scatter_group", "2.13")
 
     def set_symm_mem(self, backend: Any = "NCCL") -> None:
-        """Needs functions of torch that came later."""
+        """Raises ``NotImplementedError``: this torch lacks functions for symmetric memory."""
         _refuse("set_symm_mem_for_comm", "2.12")
 
 
 class StateOfOlderTorch:
-    """Of ``FSDPState``."""
+    """Members of ``FSDPState`` that older releases lack."""
 
     _state_name = "FSDP"
     _fsdp_param_groups: Any
@@ -313,7 +322,7 @@ class StateOfOlderTorch:
     @property
     def _fsdp_param_group(self) -> Any:
         groups = self._fsdp_param_groups
-        assert len(groups) <= 1, "this torch knows one group per state"
+        assert len(groups) <= 1, "this torch supports one group per state"
         return groups[0] if groups else None
 
     def _get_state_for_module(self, module: nn.Module) -> Any:
@@ -334,7 +343,7 @@ class StateOfOlderTorch:
 
 
 def register_group_hooks(stock_state: Any, state: Any) -> Any:
-    """torch's forward hooks for a list of modules, around ``state``'s methods; their handle."""
+    """Registers torch's forward hooks for the modules of ``state``; returns their handle."""
     arguments = [
         state._modules,
         state._pre_forward,
@@ -350,19 +359,19 @@ def register_group_hooks(stock_state: Any, state: Any) -> Any:
 
 
 def _groups_of(module: Any, recurse: bool) -> Iterator[Any]:
-    for one in sharded_modules(module) if recurse else [module]:
-        yield from one._get_fsdp_state()._fsdp_param_groups
+    for sharded in sharded_modules(module) if recurse else [module]:
+        yield from sharded._get_fsdp_state()._fsdp_param_groups
 
 
 def _reset_iter_state(self: Any) -> None:
-    """Recovers after an exception in forward or backward; on the root only."""
+    """Resets the iteration after an exception in forward or backward. Call it on the root."""
     self._get_fsdp_state()._reset_iter_state()
 
 
 def _set_reduce_scatter_unused_params(
     self: Any, reduce_scatter_unused_params: bool, *, recurse: bool = True
 ) -> None:
-    """Whether parameters that got no gradient are reduced as zeros."""
+    """Sets whether parameters without gradient are reduced as zeros."""
     for group in _groups_of(self, recurse):
         group.reduce_scatter_unused_params = reduce_scatter_unused_params
 
@@ -370,7 +379,12 @@ def _set_reduce_scatter_unused_params(
 def _set_reduce_scatter_max_input_buffers(
     self: Any, max_input_buffers: int, *, recurse: bool = True
 ) -> None:
-    """How many inputs of reduce-scatters may be in flight."""
+    """Sets how many reduce-scatter inputs may be alive at once.
+
+    Raises:
+        TypeError: ``max_input_buffers`` is not an int.
+        ValueError: ``max_input_buffers`` is less than 1.
+    """
     if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
         raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
     if max_input_buffers < 1:
@@ -382,12 +396,12 @@ def _set_reduce_scatter_max_input_buffers(
 def _set_separate_reduce_scatter_group(
     self: Any, enable: bool = True, *, recurse: bool = True
 ) -> None:
-    """Not with this torch."""
+    """Raises ``NotImplementedError``: this torch has no separate reduce-scatter group."""
     _refuse("set_separate_reduce_scatter_group", "2.13")
 
 
 def _set_symm_mem_for_comm(self: Any, backend: str = "NCCL") -> None:
-    """Not with this torch."""
+    """Calls ``set_symm_mem`` of each group, which raises on this torch."""
     for group in _groups_of(self, recurse=False):
         group.set_symm_mem(backend)
 
@@ -402,8 +416,10 @@ _LATER_METHODS = {
 
 
 def complete_class(cls: type, latest: dict[str, Callable[..., Any]]) -> None:
-    """Gives a module's new class, ``FSDP<Name>``, the methods that this torch's mixin lacks, and
-    those of the ``latest`` release."""
+    """Adds methods to a module's new class, ``FSDP<Name>``.
+
+    These are the methods that this torch's mixin lacks, and the ``latest`` release's methods.
+    """
     for name, method in {**_LATER_METHODS, **latest}.items():
         if name not in vars(cls) and (name in latest or not hasattr(FSDPModule, name)):
             patches.set_class_attribute(cls, name, method)

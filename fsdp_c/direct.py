@@ -1,7 +1,7 @@
-"""Shared memory (csrc/torch/direct.cpp) for collectives that torch's own functions issue.
+"""Shared-memory transport (csrc/torch/direct.cpp) for collectives that torch's functions issue.
 
-Which way rows take is agreed upon by all ranks. So a rank whose data torch's functions move, say
-because somebody has patched one of them there and nowhere else, has to take that way, too.
+All ranks of a process group use the same transport. A rank on which torch's functions move the
+data, for example because of a patch on that rank only, must use it, too.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
 
 import fsdp_c._C as _C
 
-_GATHERS = (stock.DefaultAllGather, stock.ProcessGroupAllocAllGather)
+_GATHERS = (torch_group.DefaultAllGather, torch_group.ProcessGroupAllocAllGather)
 _GATHER, _REDUCE, _ALL_REDUCE = range(3)
-_DEFAULTS = (*_GATHERS, stock.DefaultReduceScatter, stock.ProcessGroupAllocReduceScatter)
+_DEFAULTS = (
+    *_GATHERS,
+    torch_group.DefaultReduceScatter,
+    torch_group.ProcessGroupAllocReduceScatter,
+)
 
 
 @contextlib.contextmanager
@@ -32,9 +36,10 @@ def _entered(group: Any, device: torch.device, comm: Any, use: int) -> Iterator[
 
 
 def direct(group: Any, device: torch.device, comm: Any) -> contextlib.AbstractContextManager[None]:
-    """Inside, ``group`` moves rows on the CPU as the ranks agreed, whoever calls its collectives.
+    """Context in which collectives of ``group`` on the CPU use the negotiated transport.
 
-    ``comm`` is what calls them: an object of the user's has its own way on all ranks.
+    ``comm`` is the object that calls the collectives. A custom object is left to its own transport,
+    as on all other ranks.
     """
     return _entered(group, device, comm, _GATHER if type(comm) in _GATHERS else _REDUCE)
 
@@ -42,13 +47,16 @@ def direct(group: Any, device: torch.device, comm: Any) -> contextlib.AbstractCo
 def all_reduced_directly(
     group: Any, device: torch.device, comm: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """The same of replicas, whose ``group`` (``None``: there are none) all-reduces a row inside."""
+    """Context in which all-reduces of the replicate ``group`` use the negotiated transport.
+
+    ``group`` is ``None`` if there are no replicas.
+    """
     return _entered(group, device, comm, _ALL_REDUCE)
 
 
 @contextlib.contextmanager
 def by_the_user() -> Iterator[None]:
-    """Inside that, what is all-reduced is no row."""
+    """Context for user hooks, whose all-reduces are not those of the unit's gradients."""
     before = _C.all_reduces_rows(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whether pictures can be drawn: asked on every rank, before one of them draws."""
+"""Checks that matplotlib is installed, on every rank, before one rank draws."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from importlib.util import find_spec
 
 
 def require_matplotlib() -> None:
-    """Raises on all ranks alike, where only one would miss it: the others would go on without it.
+    """Refuses to draw without matplotlib.
+
+    Call it on all ranks, although one rank draws: otherwise the other ranks would continue.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""``ShardedEMA``: an exponential moving average of the weights, of which each rank has its part."""
+"""``ShardedEMA``: an exponential moving average of sharded weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .units import reshard
 
 
 class ShardedEMA:
-    """Averages the weights of a model, sharded as they are; no collectives, no copy of the model.
+    """Averages a model's weights with the same sharding, without collectives or a model copy.
 
     ::
 
@@ -28,21 +28,20 @@ class ShardedEMA:
             evaluate(model)
 
     The numbers are those of ``torch.optim.swa_utils.AveragedModel`` with
-    ``get_ema_multi_avg_fn(decay)`` (which copies the model by ``deepcopy``, and FSDP's modules have
-    none): the first update copies the weights, each later one is
-    ``average = average + (weight - average) * (1 - decay)``. Integer and boolean weights are copied
-    (torch's averages of them are cut off, so that they drift even where the weights stay, and
-    booleans stay true). Buffers are the model's own.
+    ``get_ema_multi_avg_fn(decay)``, which needs ``deepcopy`` and does not support FSDP modules. The
+    first update copies the weights. Each later one computes
+    ``average = average + (weight - average) * (1 - decay)``. Integer and boolean weights are
+    copied, because torch's truncated averages of them drift. Buffers are not averaged.
 
     Args:
-        model: The model; parameters sharded in any way, or not at all. It is not kept.
+        model: The model, with parameters of any sharding. No reference to it is kept.
         decay: A number from 0 to 1, or a function of the number of updates so far.
-        dtype: Of the averages, floating-point; complex weights have the complex one of that size.
-            ``None``: the weights'.
-        device: Of the averages; ``None``: the weights'.
+        dtype: The floating-point dtype of the averages. Averages of complex weights have the
+            complex dtype of that precision. ``None``: the dtypes of the weights.
+        device: The device of the averages. ``None``: the devices of the weights.
 
     Raises:
-        ValueError: ``decay`` is out of range; ``dtype`` is not floating-point; the model has
+        ValueError: ``decay`` is out of range, ``dtype`` is not floating-point, or the model has
             parameters on the meta device.
         NotImplementedError: torch cannot average in the dtype of a parameter (float8).
     """
@@ -76,10 +75,10 @@ class ShardedEMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Takes the weights of now into the averages; after ``optimizer.step()``.
+        """Adds the current weights to the averages. Call it after ``optimizer.step()``.
 
         Raises:
-            ValueError: the parameters are not those the averages were made for.
+            ValueError: Names, shapes or shardings of the parameters differ from the averages'.
         """
         pairs = self._pairs(model)
         decay = self._decay_now()
@@ -97,7 +96,7 @@ class ShardedEMA:
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """The model has the averages inside, and its own weights again afterwards."""
+        """Context in which the model has the averages. Restores its own weights at the end."""
         weights = [(weight, weight.clone()) for _, weight in self._pairs(model)]
         try:
             self.copy_to(model)
@@ -115,7 +114,7 @@ class ShardedEMA:
             weight.copy_(average)
 
     def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Local averages and local weights."""
+        """Returns pairs of local averages and local weights."""
         params = _parameters(model)
         if params.keys() != self._averages.keys():
             differing = sorted(params.keys() ^ self._averages.keys())
@@ -123,27 +122,30 @@ class ShardedEMA:
         pairs = []
         for name, average in self._averages.items():
             param = params[name]
-            ours, theirs = _local(average), _local(param)
+            local_average, local_weight = _local(average), _local(param)
             same_kind = isinstance(param, DTensor) == isinstance(average, DTensor)
-            if ours.shape != theirs.shape or not same_kind:
+            if local_average.shape != local_weight.shape or not same_kind:
                 raise ValueError(f"ShardedEMA: '{name}' is sharded in another way than it was")
-            pairs.append((ours, theirs))
+            pairs.append((local_average, local_weight))
         return pairs
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The average of a parameter; a DTensor where the parameter is one."""
+        """Returns the average of a parameter; a DTensor if the parameter is one."""
         return self._averages[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """Averages (DTensors, not copied) by name, and the number of updates; for DCP too."""
+        """Returns the averages by name (not copied), and the number of updates.
+
+        The averages are DTensors, so torch.distributed.checkpoint can save the state.
+        """
         return {"averages": dict(self._averages), "updates": self.updates}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave.
+        """Loads a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: names or shapes differ; nothing is changed then.
+            ValueError: Names or shapes differ. The averages have not changed.
         """
         averages = state["averages"]
         if averages.keys() != self._averages.keys():
@@ -167,19 +169,19 @@ def _is_averaged(tensor: torch.Tensor) -> bool:
 
 
 def _kind(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter's average."""
+    """Returns the dtype of a parameter's average."""
     if dtype is None or not _is_averaged(param):
         return param.dtype
     return torch.promote_types(dtype, torch.complex32) if param.is_complex() else dtype
 
 
 def _check_arithmetic(name: str, average: torch.Tensor) -> None:
-    """Now, not in the middle of an update."""
+    """Raises if torch cannot average in this dtype, so that no update fails halfway."""
     if not _is_averaged(average):
         return
-    one = torch.zeros(1, dtype=average.dtype, device=average.device)
+    zero = torch.zeros(1, dtype=average.dtype, device=average.device)
     try:
-        one.lerp(one, 0.5)
+        zero.lerp(zero, 0.5)
     except NotImplementedError as error:
         raise NotImplementedError(
             f"ShardedEMA cannot average '{name}' in {average.dtype} ({error}); give the averages "

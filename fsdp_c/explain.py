@@ -1,4 +1,4 @@
-"""``explain``: what a sharded model consists of, what a step will need, and what looks wrong."""
+"""``explain``: reports a sharded model's units, the memory of a step, and likely mistakes."""
 
 from __future__ import annotations
 
@@ -28,31 +28,30 @@ def explain(
     memory: int | str | None = None,
     file: TextIO | None = None,
 ) -> Explanation:
-    """Prints a model's units, the memory of a step, and warnings about what is often got wrong.
+    """Prints a model's units, the memory of a step, and warnings about likely mistakes.
 
-    Nothing is changed, communicated, computed or initialised; it may be called at any time after
-    sharding.
+    The function does not change, initialize or compute anything, and issues no collectives. It can
+    be called at any time after sharding.
 
     Args:
-        model: The root: a module that ``fully_shard`` or ``replicate`` was applied to, or one that
-            contains such modules.
-        optimizer: The optimizer of the model, to be checked against its parameters, and for its
-            states.
-        batch: What forward is called with: a tensor, a tuple of arguments or a dict of keywords.
-            Only sizes and dtypes count: forward and backward run once on tensors without values.
-            ``None``: activations are left out.
-        loss: Of the output, for backward; ``None``: the output's ``loss`` where it has one, else
-            the sum of its tensors. (A cross entropy in float32 may need the most memory of all.)
-        memory: Bytes that one rank has, as a number or as ``"80GiB"``, for a verdict.
-        file: Where to print; ``None``: standard output.
+        model: The root: a module that ``fully_shard`` or ``replicate`` was applied to, or a module
+            that contains such modules.
+        optimizer: The optimizer of the model. Its parameters are checked and its states counted.
+        batch: The arguments of forward: a tensor, a tuple of arguments or a dict of keyword
+            arguments. Only sizes and dtypes matter, because forward and backward run on fake
+            tensors. ``None``: the report has no activations.
+        loss: Returns the loss of the output, for backward. ``None``: the output's ``loss``, or else
+            the sum of its tensors. A float32 cross entropy may determine the peak.
+        memory: The bytes of one rank, as a number or as ``"80GiB"``, for a verdict.
+        file: The output file. ``None``: standard output.
 
     Returns:
-        What was printed, as data; ``.plot("memory.png")`` draws it.
+        The report as data. ``.plot("memory.png")`` draws it.
 
     Raises:
-        ValueError: nothing in ``model`` is sharded; forward cannot be run on the batch, or asks for
-            values; ``memory`` is no size.
-        TypeError: ``model`` is no module, or ``optimizer`` none.
+        ValueError: ``model`` has no sharded module, forward fails on the batch or needs values, or
+            ``memory`` is not a size.
+        TypeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
     """
     require_module(model, "explain")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -60,7 +59,7 @@ def explain(
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"nothing in {type(model).__name__} is sharded: call fully_shard first")
     groups = [(name, group) for name, _, group in suspicions.groups_of(model)]
-    found = [
+    warnings = [
         *suspicions.foreign_optimizer(model, groups, optimizer),
         *suspicions.replaced_parameters(model, groups),
         *suspicions.unmanaged_parameters(model, groups),
@@ -75,7 +74,7 @@ def explain(
     overlap = not on_cpu and any(group._reduction_overlap is not False for _, group in groups)
     explanation = make_explanation(
         title=suspicions.original_class(model).__name__,
-        warnings=found,
+        warnings=warnings,
         layout=layout,
         sharding=_sharding(layout, model, optimizer, on_cpu, overlap),
         trace=traced(model, layout, batch, loss),
@@ -97,7 +96,7 @@ def traced(
     batch: Any,
     loss: Callable[[Any], torch.Tensor] | None,
 ) -> Trace | None:
-    """One step of the model on fake tensors; ``None``: without a batch."""
+    """Records one step of the model on fake tensors; returns ``None`` without a batch."""
     if batch is None:
         return None
     args: tuple[Any, ...] = ()
@@ -134,7 +133,7 @@ def _sharding(
 
 
 def optimizer_cost(optimizer: Any, layout: sizes.Layout, on_cpu: bool) -> tuple[int, int]:
-    """Bytes of states, and of a step for a while, of an optimizer of all trained parameters."""
+    """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily."""
     trained = [p for params in layout.params for p in params if p.trained]
     if not trained:
         return 0, 0

@@ -1,8 +1,8 @@
-"""One step of a model on fake tensors: what it allocates and frees, and when it enters its units.
+"""Records the allocations of one model step on fake tensors, and when it enters its units.
 
-No process group is needed, nothing is computed and no memory is used. The model runs with its whole
-parameters, in the dtypes that units compute in; hooks note where a sharded run would gather and
-reduce. What that costs is the forecast's business.
+The step needs no process group, computes nothing and uses no memory. The model runs with unsharded
+fake parameters in the units' compute dtypes. Hooks record where a sharded run would gather and
+reduce. ``forecast.py`` computes the memory from these events.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_c._C as _C
 
 Event = tuple[str, int, Any]
-"""What happened, to which piece or storage, and bytes or storages that belong to it:
+"""(event name, number of the piece or storage, value). The events and their arguments:
 
-``alloc`` (storage, bytes), ``free`` (storage), ``grad`` (storage, piece: it is now a gradient of a
-parameter), ``pre_forward``, ``post_forward`` (piece, storages of the output), ``pre_backward``,
-``post_backward`` (piece), ``backward`` (it begins), ``end`` (of the step).
+``alloc`` (storage, bytes), ``free`` (storage), ``grad`` (storage, piece: the storage is now a
+parameter's gradient), ``pre_forward`` (piece), ``post_forward`` (piece, storages of the output),
+``pre_backward`` (piece), ``post_backward`` (piece), ``backward`` (starts), ``end`` (of the step).
 """
 
 
@@ -35,7 +35,8 @@ parameter), ``pre_forward``, ``post_forward`` (piece, storages of the output), `
 class Piece:
     """Modules that are, or might become, one unit.
 
-    ``input_dtype`` and ``output_dtype`` are what a unit casts to, ``None``: nothing.
+    The unit casts floating-point inputs to ``input_dtype`` and outputs to ``output_dtype``.
+    ``None`` means no cast.
     """
 
     modules: tuple[nn.Module, ...]
@@ -54,7 +55,7 @@ class Trace:
 
 
 class Storages(TorchDispatchMode):
-    """Notes every storage that operations make, and its end."""
+    """Records the allocation and the end of each storage that operations make."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -63,43 +64,43 @@ class Storages(TorchDispatchMode):
         self._count = 0
 
     def forget(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Parameters and buffers were there before."""
+        """Excludes the storages of ``tensors``, which exist before the step."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._known[storage._cdata] = (-1, weakref.ref(storage))
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Of the tensor's storage; -1: it was there before."""
-        found = self._known.get(tensor.untyped_storage()._cdata)
-        return found[0] if found is not None else -1
+        """Returns the number of the tensor's storage; -1 if it existed before the step."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return known[0] if known is not None else -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
-            self._see(out)
+            self._record_storage(out)
         elif isinstance(out, (tuple, list)):
-            for one in out:
-                if isinstance(one, torch.Tensor):
-                    self._see(one)
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self._record_storage(item)
         return out
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _record_storage(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
         number, self._count = self._count, self._count + 1
 
-        def gone(_: Any) -> None:
+        def on_free(_: Any) -> None:
             del self._known[key]
             self._trace.note("free", number)
 
-        self._known[key] = (number, weakref.ref(storage, gone))
+        self._known[key] = (number, weakref.ref(storage, on_free))
         self._trace.note("alloc", number, storage.nbytes())
 
 
-class _Leave(torch.autograd.Function):
-    """Above the inputs of a piece: its backward is done when this one runs."""
+class _PieceInputs(torch.autograd.Function):
+    """Identity on the inputs of a piece. Its backward records the end of the piece's backward."""
 
     @staticmethod
     def forward(ctx: Any, trace: Trace, piece: int, *tensors: torch.Tensor) -> Any:
@@ -120,17 +121,18 @@ def record(
     kwargs: Mapping[str, Any],
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Trace:
-    """The events of one forward and backward of ``model``.
+    """Records the events of one forward and backward of ``model``.
 
     Args:
-        model: On any device, sharded or not; it is as before afterwards.
-        pieces: What is entered and left.
-        dtype_of: The dtype that a parameter computes in.
-        args, kwargs: What forward is called with; tensors on any device, only their sizes count.
-        loss: Of the output; ``None``: its ``loss`` where it has one, else the sum of its tensors.
+        model: The model, on any device, sharded or not. It is restored afterwards.
+        pieces: The modules whose forward and backward are recorded.
+        dtype_of: Returns the compute dtype of a parameter.
+        args, kwargs: The arguments of forward. Only sizes and dtypes of tensors matter.
+        loss: Returns the loss of the output. ``None`` uses the output's ``loss``, or else the sum
+            of its tensors.
 
     Raises:
-        ValueError: forward cannot run without values; the message says what it asked for.
+        ValueError: The step cannot run on fake tensors. The message has the original exception.
     """
     trace = Trace()
     storages = Storages(trace)
@@ -141,10 +143,10 @@ def record(
         undo.enter_context(fake)
         tensors, params = _fake_state(model, dtype_of, undo)
         storages.forget(tensors)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _imitate, (args, dict(kwargs)))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _make_fake, (args, dict(kwargs)))
         storages.forget([t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)])
-        _hook_pieces(pieces, trace, storages, undo)
-        _hook_gradients(pieces, params, trace, storages, undo)
+        _register_piece_hooks(pieces, trace, storages, undo)
+        _register_gradient_hooks(pieces, params, trace, storages, undo)
         undo.enter_context(storages)
         undo.enter_context(_quiet())
         try:
@@ -165,7 +167,7 @@ def record(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the traceback that torch logs for an operator which fails: the exception says it."""
+    """Disables the log of torch's fake tensors: the exception has the same information."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -175,7 +177,7 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _imitate(tensor: torch.Tensor) -> torch.Tensor:
+def _make_fake(tensor: torch.Tensor) -> torch.Tensor:
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
 
@@ -195,8 +197,10 @@ def _fake_state(
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     undo: contextlib.ExitStack,
 ) -> tuple[list[torch.Tensor], dict[int, nn.Parameter]]:
-    """Puts fakes in the place of parameters and buffers; all of them, and by the id of parameters
-    those in their place."""
+    """Replaces parameters and buffers by fake tensors.
+
+    Returns all fake tensors, and the fake parameters by the ``id`` of the original parameter.
+    """
     made: dict[int, Any] = {}
     params: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -211,22 +215,22 @@ def _fake_state(
             params[id(param)] = module._parameters[name] = made[id(param)]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                made.setdefault(id(buffer), _imitate(buffer))
+                made.setdefault(id(buffer), _make_fake(buffer))
                 module._buffers[name] = made[id(buffer)]
     return list(made.values()), params
 
 
 @contextlib.contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Takes the hooks of sharded modules off for a while."""
+    """Removes fsdp_c's forward hooks inside the context."""
     taken: list[tuple[Any, dict[int, Any]]] = []
     try:
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                ours = {key: hook for key, hook in hooks.items() if isinstance(hook, _C.Hook)}
-                if ours:
+                own_keys = {key: hook for key, hook in hooks.items() if isinstance(hook, _C.Hook)}
+                if own_keys:
                     taken.append((hooks, dict(hooks)))
-                    for key in ours:
+                    for key in own_keys:
                         del hooks[key]
         yield
     finally:
@@ -235,7 +239,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
             hooks.update(before)
 
 
-def _hook_pieces(
+def _register_piece_hooks(
     pieces: Sequence[Piece], trace: Trace, storages: Storages, undo: contextlib.ExitStack
 ) -> None:
     for number, piece in enumerate(pieces):
@@ -260,7 +264,7 @@ def _entering(trace: Trace, number: int, piece: Piece, notes: bool) -> Callable[
                 leaves[i] = leaf.to(dtype)
         tracked = [i for i, t in enumerate(leaves) if torch.is_tensor(t) and t.requires_grad]
         if tracked and torch.is_grad_enabled():
-            through: Any = _Leave.apply(trace, number, *(leaves[i] for i in tracked))
+            through: Any = _PieceInputs.apply(trace, number, *(leaves[i] for i in tracked))
             for i, tensor in zip(tracked, through):
                 leaves[i] = tensor
         return pytree.tree_unflatten(leaves, spec)
@@ -291,14 +295,14 @@ def _leaving(
     return hook
 
 
-def _hook_gradients(
+def _register_gradient_hooks(
     pieces: Sequence[Piece],
     params: dict[int, nn.Parameter],
     trace: Trace,
     storages: Storages,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Notes which storages become gradients of parameters, and of which piece."""
+    """Records which storages become gradients of parameters, and of which piece."""
     owner: dict[int, int] = {}
     sizes = [sum(1 for m in piece.modules for _ in m.modules()) for piece in pieces]
     for number in sorted(range(len(pieces)), key=lambda n: -sizes[n]):  # inner pieces last

@@ -1,7 +1,7 @@
-"""What a step of a sharded model will need: the core's order of events, replayed with sizes only.
+"""Forecast of the memory of a sharded model's step.
 
-A :class:`Sharding` says what units there are, a trace what the model does in between. The replay
-allocates and frees as ``csrc/core`` does (gather.c, group.c, reduce.c) and keeps the sums by kind.
+A :class:`Sharding` lists the units, and a trace has the model's own events. The replay allocates
+and frees sizes in the order of ``csrc/core`` (gather.c, group.c, reduce.c), and sums them by kind.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import NamedTuple
 from .fake_step import Event, Trace
 
 KINDS = ("shards", "states", "gathered", "gradients", "activations")
-"""Of memory: sharded parameters and buffers; optimizer states; unsharded parameters and gather
-buffers; gradients, whole and sharded, and buffers of reductions; what forward leaves for backward.
+"""The kinds of memory, in this order:
+
+Sharded parameters and buffers; optimizer states; unsharded parameters and all-gather buffers;
+unsharded and sharded gradients and reduction buffers; tensors that forward saves for backward.
 """
 
 
@@ -24,22 +26,22 @@ class UnitSizes:
     """One unit, in bytes on this rank.
 
     Attributes:
-        name: From the root; ``(root)`` for the root's own.
-        pieces: Of the trace, whose entering and leaving is the unit's.
-        world: Ranks that it is sharded over.
-        replicas: Ranks that its shards are replicated over.
-        shard: Sharded parameters, padding included.
-        gathered: Whole parameters in the dtype of computation, padding included; 0 where one rank
-            uses its shards as they are.
-        rows: Whole gradients in the dtype of reduction, padding included.
-        gradient: Their shards, in the dtype of the parameters.
-        whole_gradients: Whole gradients as backward makes them, without padding.
-        casts: Whether gradients are reduced in another dtype than the parameters'.
-        reshard: Freed after forward; a number of ranks: all but a shard for so many.
-        offloads: Shards, gradients and states are in the CPU's memory.
-        regathers: Gathered once more in backward, where it was freed after forward.
-        buckets: Bytes of what each of its reductions takes, in their order; elsewhere they are
-            parts of ``rows`` and ``whole_gradients``.
+        name: The unit's name from the root; ``(root)`` for the root's unit.
+        pieces: The pieces of the trace that form the unit.
+        world: The number of ranks that the unit is sharded over.
+        replicas: The number of ranks that its shards are replicated over.
+        shard: Sharded parameters, with padding.
+        gathered: Unsharded parameters in the compute dtype, with padding. 0 if one rank uses its
+            shards without a cast.
+        rows: Unsharded gradients in the reduce dtype, with padding.
+        gradient: Sharded gradients in the dtype of the parameters.
+        whole_gradients: Unsharded gradients as backward makes them, without padding.
+        casts: Whether the reduce dtype differs from the parameters' dtype.
+        reshard: Whether parameters are freed after forward, or the number of ranks to reshard to.
+        offloads: Whether shards, gradients and states are in CPU memory.
+        regathers: Whether backward gathers parameters that were freed after forward.
+        buckets: The bytes of each reduction, in order. They only serve as proportions for
+            ``rows`` and ``whole_gradients``.
     """
 
     name: str
@@ -58,7 +60,7 @@ class UnitSizes:
     buckets: tuple[int, ...] = (1,)
 
     def dealt(self, size: int) -> list[int]:
-        """``size`` bytes of all gradients, dealt to the buckets."""
+        """Splits ``size`` bytes in the proportions of the buckets."""
         whole, ends = sum(self.buckets), [0]
         for bucket in self.buckets:
             ends.append(ends[-1] + bucket)
@@ -66,26 +68,28 @@ class UnitSizes:
 
     @property
     def gathers(self) -> int:
-        """All-gathers of a forward and a backward."""
+        """The number of all-gathers of a forward and a backward."""
         if self.world == 1:
             return 0
         return 2 if self.reshard is not False and self.regathers else 1
 
     @property
     def row(self) -> int:
-        """What a reduce-scatter leaves on this rank."""
+        """The bytes of the unit's reduce-scatter outputs on this rank."""
         return self.rows // self.world
 
     @property
     def peak(self) -> int:
-        """What it needs beyond its shards, by itself: gathering or reducing."""
+        """The most bytes that the unit uses beyond its shards, while gathering or reducing."""
         buffer = self.gathered if self.world > 1 else 0
         return max(self.gathered + buffer, self._reducing)
 
     @property
     def _reducing(self) -> int:
-        """Gradients that are not packed yet, the rows of a bucket and of the one before, and what
-        has been reduced."""
+        """The most bytes during the reductions.
+
+        They are the gradients that are not packed yet, the inputs of two buckets, and all outputs.
+        """
         most, left, before, reduced = 0, self.whole_gradients, 0, 0
         for rows, whole in zip(self.dealt(self.rows), self.dealt(self.whole_gradients)):
             reduced += rows // self.world if self.world > 1 else 0
@@ -96,15 +100,15 @@ class UnitSizes:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The units of a model and what is beside them.
+    """The units of a model, and its memory outside of units.
 
     Attributes:
-        units: In the order of the modules, the root's among them.
+        units: The units in module order, including the root's.
         buffers: Bytes of buffers and ignored parameters.
         states: Bytes of optimizer states on this rank.
-        step: Bytes that the optimizer's step needs for a while.
-        overlap: Whether reductions are in flight while backward goes on (devices with streams).
-        streams: Whether the device has streams: a gather's buffer then stays until the next one.
+        step: Bytes that the optimizer's step allocates temporarily.
+        overlap: Whether reductions overlap with backward (devices with streams).
+        streams: Whether the device has streams. An all-gather buffer is then kept until the next.
     """
 
     units: tuple[UnitSizes, ...]
@@ -120,7 +124,7 @@ class Sharding:
 
 
 class Sample(NamedTuple):
-    """Bytes by kind (in the order of :data:`KINDS`) at one moment, and what is going on."""
+    """Bytes by kind (in the order of :data:`KINDS`) at one moment, and the phase of the step."""
 
     phase: str
     unit: str
@@ -150,11 +154,11 @@ class Timeline:
         return max(sample.bytes[place] for sample in self.samples)
 
 
-BEFORE = "before the step"  # a phase: what was there before is put together
+BEFORE = "before the step"  # the phase of samples that add up the initial memory
 
 
 def synthetic(sharding: Sharding) -> Trace:
-    """A step of which nothing is known but the units: one after the other, there and back."""
+    """Returns a trace in which all units run in order in forward and in reverse in backward."""
     trace = Trace()
     inner = [number for unit in sharding.units[1:] for number in unit.pieces[:1]]
     root = sharding.units[0].pieces[0] if sharding.units else -1
@@ -177,7 +181,7 @@ def synthetic(sharding: Sharding) -> Trace:
 
 
 def forecast(sharding: Sharding, trace: Trace, activations: float = 1.0) -> Timeline:
-    """The memory of a step. ``activations``: factor on what the model itself allocates."""
+    """Computes the memory of a step. ``activations`` scales the model's own allocations."""
     replay = _Replay(sharding, activations)
     for event in trace.events:
         replay.take(event)
@@ -189,7 +193,7 @@ _TRANSITIONS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 
 
 class _Replay:
-    """The state of a step that is replayed."""
+    """The state of the replay of one step."""
 
     def __init__(self, sharding: Sharding, activations: float) -> None:
         self.sharding = sharding
@@ -199,10 +203,10 @@ class _Replay:
         self.units_of: dict[int, list[UnitSizes]] = {}
         for unit in sharding.units:
             self.units_of.setdefault(unit.pieces[0], []).append(unit)
-        # A piece that is not entered by itself belongs to the unit that names it as well.
+        # A piece without a unit of its own belongs to the unit that lists it.
         self.owner = {p: unit for unit in sharding.units[::-1] for p in unit.pieces}
         self.alive: dict[int, tuple[str, int]] = {}  # storage -> kind, bytes
-        self.whole: dict[int, int] = {}  # storage -> bytes, whatever the factor
+        self.whole: dict[int, int] = {}  # storage -> bytes, without the factor
         self.grads: dict[str, dict[int, None]] = {unit.name: {} for unit in sharding.units}
         self.state = {unit.name: "sharded" for unit in sharding.units}
         self.order: list[UnitSizes] = []
@@ -339,16 +343,18 @@ class _Replay:
             last = index + 1 == len(unit.buckets)
             self.add("gradients", rows)
             packed += wholes[index]
-            while storages and (last or packed > 0):  # in the order in which they came
+            while storages and (last or packed > 0):  # in the order of their creation
                 kind, size = self.alive.pop(storage := next(iter(storages)), ("gradients", 0))
                 del storages[storage]
                 self.add(kind, -size)
                 packed -= size
-            self.hand_out(unit, rows, gradients[index])
+            self.finish_reduction(unit, rows, gradients[index])
 
-    def hand_out(self, unit: UnitSizes, rows: int, gradient: int) -> None:
-        """The shards of one reduction's gradients. Its input stays while it is in flight, with that
-        of one more."""
+    def finish_reduction(self, unit: UnitSizes, rows: int, gradient: int) -> None:
+        """Adds the sharded gradients of one reduction and frees its input.
+
+        With overlap, the input is kept until the next reduction starts.
+        """
         row = rows // unit.world
         if unit.world > 1:
             self.add("gradients", row)
@@ -385,5 +391,5 @@ class _Replay:
 
 
 def merged(units: Iterable[UnitSizes], **changes: object) -> tuple[UnitSizes, ...]:
-    """The units with something changed in each."""
+    """Returns the units with the fields ``changes`` replaced in each."""
     return tuple(replace(unit, **changes) for unit in units)  # type: ignore[arg-type]

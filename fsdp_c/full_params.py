@@ -1,7 +1,7 @@
-"""``full_params``: whole parameters for a while, to look at or to change, one unit at a time.
+"""``full_params``: context with unsharded parameters to read or change, one unit at a time.
 
-Gathers are this file's own, in the dtype of the shards: what forward gathers may be cast. Each
-unit is one all-gather for every process group and dtype that its parameters have.
+This module gathers in the dtype of the shards, because forward gathers in the compute dtype. A unit
+takes one all-gather per process group and dtype of its parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def full_params(
     offload_to_cpu: bool = False,
     all_units: bool = False,
 ) -> Iterator[FullParams]:
-    """Gives the full parameters of ``model``, in the dtype of the shards, by name.
+    """Context that yields the full parameters of ``model`` by name, in the dtype of the shards.
 
     ::
 
@@ -43,26 +43,25 @@ def full_params(
         with full_params(model, all_units=True):
             model.reset_parameters()          # everything is there at once
 
-    They require grad as the shards do, so that changes are made under ``torch.no_grad()``, as in
+    Full parameters require grad as the shards do, so change them under ``torch.no_grad()``, as in
     FSDP1's ``summon_full_params``.
 
-    While a unit is gathered, its full parameters are registered on the modules too. All ranks have
-    to ask for the same units in the same order, and with ``writeback`` to make the same changes.
+    While a unit is gathered, its full parameters are also registered on the modules. All ranks must
+    access the same units in the same order. With ``writeback`` they must make the same changes.
 
     Args:
-        writeback: Whether changes go back to the shards when a unit is left; ``None``: unless
-            ``rank0_only``. An exception in the block drops the changes to the units that are
-            gathered then.
-        rank0_only: Only the first rank of the parameters' mesh gets them; iterating yields nothing
-            elsewhere (but takes part).
-        offload_to_cpu: Full parameters live on the CPU.
-        all_units: Gather everything at once, at the start.
+        writeback: Whether to copy changes to the shards when a unit is freed. ``None``: True unless
+            ``rank0_only``. An exception in the block drops the changes to gathered units.
+        rank0_only: Whether only the first rank of the parameters' mesh gets them. Other ranks take
+            part in the gathers, but iteration yields nothing.
+        offload_to_cpu: Whether full parameters are on the CPU.
+        all_units: Whether to gather all units at the start.
 
     Raises:
-        ValueError: ``fully_shard`` was applied to no part of ``model``; ``writeback`` together with
-            ``rank0_only``; a full parameter was replaced by one of another shape.
-        RuntimeError: during forward or backward; inside another such block; on meta parameters; or
-            a unit's forward inside the block (:func:`fsdp_c.generate_with` is for that).
+        ValueError: ``model`` has no sharded module, ``writeback`` is combined with ``rank0_only``,
+            or a full parameter was replaced by one of another shape.
+        RuntimeError: A forward, a backward or another such block is active, a parameter is on the
+            meta device, or a unit's forward runs inside (use :func:`fsdp_c.generate_with`).
     """
     if writeback and rank0_only:
         raise ValueError("full_params cannot write back what only one rank has (rank0_only=True)")
@@ -94,11 +93,11 @@ def _check_idle(states: dict[Any, None], groups: list[Any]) -> None:
     for state in states:
         if getattr(state, "_full_params", None) is not None:
             raise RuntimeError("full_params is already active for a part of this model")
-    for one in (*states, *groups):
-        if one._training_state != TrainingState.IDLE:
+    for holder in (*states, *groups):
+        if holder._training_state != TrainingState.IDLE:
             raise RuntimeError(
                 "full_params cannot be used during forward or backward: a unit is in state "
-                f"{one._training_state.name}"
+                f"{holder._training_state.name}"
             )
     for group in groups:
         for param in group.fsdp_params:
@@ -117,10 +116,10 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
 
 
 class FullParams(Mapping[str, torch.Tensor]):
-    """The full parameters of a model by name; each lookup or step may gather a unit.
+    """Maps names to full parameters. A lookup or iteration step may gather a unit.
 
-    Parameters that belong to no unit are given as they are. A rank that does not get full
-    parameters (``rank0_only``) finds the sharded one in a lookup.
+    Parameters outside of units are returned unchanged. On ranks without full parameters
+    (``rank0_only``), a lookup returns the sharded parameter.
     """
 
     def __init__(
@@ -167,14 +166,14 @@ class FullParams(Mapping[str, torch.Tensor]):
         return unit.registered(i)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
-        """Names and full parameters, unit by unit; nothing on ranks that do not get them."""
+        """Yields names and full parameters by unit; nothing on ranks that do not get them."""
         for name in self:
             param = self[name]
             if self._has_values:
                 yield name, param
 
     def values(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
-        """Full parameters, as in :meth:`items`."""
+        """Yields full parameters, as :meth:`items` does."""
         return (param for _, param in self.items())
 
     def _open(self, unit: _Unit) -> None:
@@ -190,7 +189,7 @@ class FullParams(Mapping[str, torch.Tensor]):
             self._open(unit)
 
     def close(self, write: bool = True) -> None:
-        """Registers shards again, with the changes if these are to be written back."""
+        """Registers the shards of all units. Copies changes to them if ``write`` and writeback."""
         failures = [unit.close(write and self._writeback) for unit in self._units]
         for failure in failures:
             if failure is not None:
@@ -198,7 +197,7 @@ class FullParams(Mapping[str, torch.Tensor]):
 
 
 class _Unit:
-    """One parameter group, gathered or not."""
+    """A parameter group that can be gathered and freed."""
 
     def __init__(self, group: Any, rank0_only: bool, device: torch.device | None) -> None:
         self.params: list[Any] = list(group.fsdp_params)
@@ -219,7 +218,7 @@ class _Unit:
 
     @torch.no_grad()
     def open(self) -> None:
-        """Gathers (everyone takes part) and registers what this rank gets."""
+        """Gathers on all ranks, and registers the full parameters that this rank gets."""
         shards = [param.sharded_param for param in self.params]
         tensors = _gathered(shards, self._device, self._rank0_only)
         full: list[nn.Parameter | None] = []
@@ -235,7 +234,7 @@ class _Unit:
 
     @torch.no_grad()
     def close(self, write: bool) -> Exception | None:
-        """Registers the shards; all of them, whatever is wrong with the values to write."""
+        """Registers all shards, and copies changes to them. Returns the first failure, or None."""
         failure: Exception | None = None
         for i, whole in enumerate(self._full):
             if whole is None:
@@ -269,8 +268,8 @@ def _first_rank(mesh: Any) -> int:
 def _gathered(
     shards: list[DTensor], device: torch.device, rank0_only: bool
 ) -> list[torch.Tensor | None]:
-    """The full tensors, new ones, on ``device``; None where this rank does not get them."""
-    found: list[torch.Tensor | None] = [None] * len(shards)
+    """Returns new full tensors on ``device``; None for those that this rank does not get."""
+    full: list[torch.Tensor | None] = [None] * len(shards)
     together: dict[Any, list[int]] = {}
     for i, shard in enumerate(shards):
         cut = _cut_dim(shard)
@@ -279,7 +278,7 @@ def _gathered(
             whole = moved.full_tensor()
             if not rank0_only or dist.get_rank() == _first_rank(shard.device_mesh):
                 own = whole.data_ptr() == shard._local_tensor.data_ptr()
-                found[i] = whole.clone() if own else whole
+                full[i] = whole.clone() if own else whole
         else:
             key = (shard.device_mesh, cut, shard.dtype)
             together.setdefault(key, []).append(i)
@@ -290,13 +289,13 @@ def _gathered(
             continue
         offset = 0
         for i, part in zip(indices, parts):
-            found[i] = _joined(rows[:, offset : offset + part.numel()], shards[i], mesh_dim)
+            full[i] = _joined(rows[:, offset : offset + part.numel()], shards[i], mesh_dim)
             offset += part.numel()
-    return found
+    return full
 
 
 def _cut_dim(shard: DTensor) -> int | None:
-    """The one mesh dimension that a plain ``Shard`` cuts; None for anything more complicated."""
+    """Returns the mesh dimension of the only ``Shard``; None for other placements or subclasses."""
     cuts = [i for i, p in enumerate(shard.placements) if not p.is_replicate()]
     plain = type(shard._local_tensor) is torch.Tensor
     if len(cuts) == 1 and type(shard.placements[cuts[0]]) is Shard and plain:
@@ -305,13 +304,13 @@ def _cut_dim(shard: DTensor) -> int | None:
 
 
 def _chunk(shard: DTensor, mesh_dim: int) -> tuple[int, int]:
-    """The tensor dimension that is cut, and the largest part's length there."""
+    """Returns the sharded tensor dimension, and the largest shard's length there."""
     dim: int = shard.placements[mesh_dim].dim  # type: ignore[attr-defined]
     return dim, -(-shard.shape[dim] // shard.device_mesh.size(mesh_dim))
 
 
 def _padded(shard: DTensor, mesh_dim: int) -> torch.Tensor:
-    """This rank's part, cut dimension first, padded to the largest part, 1-D."""
+    """Returns this rank's shard as a 1-D tensor, sharded dimension first, with padding."""
     dim, chunk = _chunk(shard, mesh_dim)
     local = shard._local_tensor.detach().movedim(dim, 0)
     if local.shape[0] == chunk:
@@ -324,7 +323,7 @@ def _padded(shard: DTensor, mesh_dim: int) -> torch.Tensor:
 def _all_rows(
     part: torch.Tensor, mesh: Any, mesh_dim: int, rank0_only: bool
 ) -> torch.Tensor | None:
-    """The parts of all ranks: (ranks, elements); None where this rank does not get them."""
+    """Gathers shards to (ranks, elements); returns None if this rank does not get them."""
     group = mesh.get_group(mesh_dim)
     size = mesh.size(mesh_dim)
     if not rank0_only:
@@ -343,16 +342,16 @@ def _all_rows(
 
 
 def _joined(rows: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tensor:
-    """(ranks, elements of one part) -> the full tensor."""
+    """Returns the full tensor from gathered shards of shape (ranks, elements)."""
     dim, chunk = _chunk(shard, mesh_dim)
     rest = [n for i, n in enumerate(shard.shape) if i != dim]
     whole = rows.reshape(rows.shape[0] * chunk, *rest)[: shard.shape[dim]]
-    # A copy of its own: the rows of all parameters go when the last one does not need them.
+    # A copy, so that the gathered memory of all parameters can be freed.
     return whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def _write_back(shard: DTensor, whole: Any) -> None:
-    """Copies this rank's part of ``whole`` to its place."""
+    """Copies this rank's part of ``whole`` to the shard."""
     if isinstance(whole, DTensor) or not isinstance(whole, torch.Tensor):
         raise ValueError(f"full_params expects a plain tensor to write back, not {type(whole)}")
     if whole.shape != shard.shape:

@@ -1,4 +1,7 @@
-"""``fully_shard``: validates, shards and attaches; all or nothing."""
+"""``fully_shard``: validates its arguments, shards parameters and registers the state.
+
+A call that raises restores the modules (``undo.py``).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-import torch.distributed.fsdp._fully_shard._fully_shard as stock
+import torch.distributed.fsdp._fully_shard._fully_shard as torch_fully_shard
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
@@ -39,11 +42,11 @@ _DEFAULT_OFFLOAD_POLICY = OffloadPolicy()
 
 _API = Api(
     name="fully_shard",
-    contract_key=undecorated(stock, "fully_shard"),
+    contract_key=undecorated(torch_fully_shard, "fully_shard"),
     state_class=State,
-    mixin=lambda: stock.FSDPModule,  # libraries put a subclass of it in its place
+    mixin=lambda: torch_fully_shard.FSDPModule,  # read per call: libraries replace it by a subclass
     class_prefix="FSDP",
-    classes=stock.cls_to_fsdp_cls,
+    classes=torch_fully_shard.cls_to_fsdp_cls,
     is_composable=_is_composable_with_fsdp,
     state_of=_get_module_fsdp_state,
     marks_modules=True,
@@ -92,35 +95,38 @@ def fully_shard(
 ) -> Any:
     """Shards the parameters of ``module`` over ``mesh`` in place, as FSDP2's ``fully_shard`` does.
 
-    Every parameter below ``module`` that no earlier call took becomes a ``DTensor`` parameter
-    sharded on dim 0; forward gathers the group's parameters in one all-gather, backward reduces
-    their gradients in one reduce-scatter. Call it bottom-up: blocks first, then the root.
+    Every parameter below ``module`` that no earlier call sharded becomes a ``DTensor`` parameter,
+    sharded on dim 0. Its dtype and device stay. Forward gathers the group's parameters in one
+    all-gather. Backward reduces their gradients in one reduce-scatter. Call ``fully_shard``
+    bottom-up: blocks first, then the root. Arguments, numbers and exceptions are those of
+    ``torch.distributed.fsdp.fully_shard``.
 
     Args:
         module: A module, or a list of modules that form one group.
-        mesh: 1-D device mesh to shard over; 2-D with names: replicate over dim 0, shard over dim 1
-            (HSDP); ``None``: all ranks of the default process group.
+        mesh: A 1-D device mesh to shard over. A 2-D mesh with named dims replicates over dim 0 and
+            shards over dim 1 (HSDP). ``None``: all ranks of the default process group.
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in
-            backward, ``False`` keeps them, an ``int`` keeps a shard of a group of that many ranks,
-            ``None`` is ``True`` but for the root.
-        shard_placement_fn: says for each parameter which dim to cut (``Shard(d)``), on which mesh
-            (``ShardPlacementResult``), or ``None`` for dim 0 of ``mesh``.
-        mp_policy: dtypes of computation, reduction, inputs and outputs.
+            backward. ``False`` keeps them unsharded. An ``int`` reshards to groups of that many
+            ranks. ``None`` means ``False`` for the root and ``True`` for other modules.
+        shard_placement_fn: Returns for each parameter the dim to shard (``Shard(d)``), the dim and
+            the mesh (``ShardPlacementResult``), or ``None`` for dim 0 of ``mesh``.
+        mp_policy: Dtypes of computation, reduction, inputs and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients in CPU memory.
-        ignored_params: parameters that stay as they are.
-        dp_mesh_dims: names the data-parallel dims of ``mesh``, a full SPMD mesh on which every
-            parameter is a DTensor already; from torch 2.12 on.
+        ignored_params: Parameters that are neither sharded nor moved.
+        dp_mesh_dims: The names of the data-parallel dims of ``mesh``, a full SPMD mesh on which
+            every parameter already is a DTensor. Requires torch 2.12.
 
     Returns:
         ``module``, whose class is now ``FSDP<Class>`` with torch's ``FSDPModule`` methods.
 
     Raises:
-        ValueError: containers without forward, meshes that are not 1-D or 2-D, scalar parameters.
-        AssertionError: ``fully_shard`` was applied to a module before.
-        NotImplementedError: non-contiguous parameters, uneven cuts of other dims than 0, and
-            combinations that the message names.
+        ValueError: A container has no forward, the mesh is not 1-D or 2-D, or a parameter is a
+            scalar.
+        AssertionError: ``fully_shard`` was already applied to a module.
+        NotImplementedError: A parameter is not contiguous, a dim other than 0 cannot be sharded
+            evenly, or the arguments form a combination that the message names.
 
-    A call that raises leaves the module as it was.
+    A call that raises restores the module.
     """
     torch._C._log_api_usage_once("fsdp_c.fully_shard")
     _validate_module(module, "fully_shard")  # type: ignore[arg-type]  # lists are fine
@@ -134,7 +140,7 @@ def fully_shard(
     try:
         apply(_API, module, units, device, policies, ignored_params, auto, undo)
         look_at_arguments(mp_policy, offload_policy, ignored_params)
-        return module  # in here: a signal may come after the call
+        return module  # inside the try: a signal handler may raise before the return
     except BaseException:
         undo.run()
         raise
@@ -145,12 +151,12 @@ def _post_forward_mesh_info(
 ) -> FSDPMeshInfo | None:
     if not isinstance(mesh_info, FSDPMeshInfo):
         return None
-    wanted = True if reshard_after_forward is None else reshard_after_forward
-    if is_spmd_mesh(mesh_info) and isinstance(wanted, int) and not isinstance(wanted, bool):
+    reshard = True if reshard_after_forward is None else reshard_after_forward
+    if is_spmd_mesh(mesh_info) and isinstance(reshard, int) and not isinstance(reshard, bool):
         raise NotImplementedError(
             "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
         )
-    return _get_post_forward_mesh_info(wanted, mesh_info)
+    return _get_post_forward_mesh_info(reshard, mesh_info)
 
 
-fully_shard.state = stock.fully_shard.state  # type: ignore[attr-defined]
+fully_shard.state = torch_fully_shard.fully_shard.state  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``generate_with``: token after token without gathering the weights each time."""
+"""``generate_with``: context for generation that gathers the weights once, not per token."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ Model = TypeVar("Model", bound=nn.Module)
 def generate_with(model: Model, *methods: str, keep_full: bool = True) -> Iterator[Model]:
     """Prepares ``model`` for generation: ``with generate_with(model): model.generate(...)``.
 
-    All weights are gathered once, before the first token, and freed at the end. In between there is
-    no communication: ranks may generate different numbers of tokens, and methods may use
-    parameters of the root without going through ``forward``. Gradients are off.
+    All weights are gathered once at the start, and freed at the end. No communication occurs in
+    between. Therefore ranks may generate different numbers of tokens, and methods may use
+    parameters of the root without a call of ``forward``. Gradients are disabled.
 
     Args:
         model: The whole model (its outermost FSDP module).
-        methods: With ``keep_full=False``: methods to be treated like ``forward`` meanwhile;
-            ``generate`` if none is named.
-        keep_full: ``False``: units are gathered for each of their forwards, as in training, for
-            models that do not fit as a whole. All ranks have to generate as many tokens then.
-            ``methods`` that the model has are registered (``register_fsdp_forward_method``), so
-            that they find the root's parameters gathered.
+        methods: With ``keep_full=False``, the methods that gather parameters as ``forward`` does.
+            Default: ``generate``.
+        keep_full: ``False`` gathers units for each of their forwards, as in training, for models
+            that do not fit unsharded. All ranks must then generate equally many tokens. The
+            ``methods`` are registered with ``register_fsdp_forward_method``, so that the root's
+            parameters are gathered when they run.
 
     Raises:
-        ValueError: ``fully_shard`` was applied to no part of ``model``; or a method that it does
-            not have was named.
+        ValueError: ``model`` has no sharded module, or does not have one of ``methods``.
 
-    Settings and sharding are those from before at the end, after an exception too.
+    Settings and sharding are restored at the end, also after an exception.
     """
     groups = units_of(model, "generate_with")
     for name in methods:
@@ -55,7 +54,7 @@ def generate_with(model: Model, *methods: str, keep_full: bool = True) -> Iterat
 
 
 def _initialize(model: nn.Module) -> None:
-    """Lazy init of the roots: it would change reshard_after_forward later."""
+    """Runs lazy init of the roots first, because it changes reshard_after_forward."""
     below: set[nn.Module] = set()
     for module in sharded_modules(model):
         if module not in below:
@@ -70,7 +69,7 @@ def _gather(model: nn.Module, groups: list[Any], undo: contextlib.ExitStack) -> 
     for module in modules:
         undo.callback(module.reshard)
     for group in groups:
-        if isinstance(group.mesh_info, FSDPMeshInfo):  # replicated parameters stay whole anyway
+        if isinstance(group.mesh_info, FSDPMeshInfo):  # replicated parameters are never resharded
             undo.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
             group.post_forward_mesh_info = None
     handles = [module.unshard(async_op=True) for module in modules]

@@ -1,15 +1,16 @@
-"""Patches of torch's FSDP2 take effect on our modules too.
+"""Makes patches of torch's FSDP2 take effect on fsdp_c's modules too.
 
 Libraries and torch's own tests replace methods of ``FSDPParamGroup``, ``FSDPState`` and
-``FSDPParam``, attributes of single groups, and functions of FSDP2's modules. Three things make
-that work here:
+``FSDPParam``, attributes of single groups, and functions of FSDP2's modules. Three mechanisms
+support these patches:
 
-- Our classes show torch's methods (:class:`_Shown`): an attribute of one of our objects is what
-  torch's class has under that name now, patched or not.
-- torch's own functions, called with one of our objects, run our code (a patch usually ends in a
-  call of what it replaced).
-- The C core asks before each transition whether anything is patched (``csrc/python/guard.c``) and
-  then calls the method; :func:`bind` tells it what is expected where.
+- A descriptor (:class:`_TorchAttribute`) on fsdp_c's classes returns the current attribute of
+  torch's class if it is patched, else fsdp_c's method.
+- torch's own functions run fsdp_c's methods for fsdp_c's objects. Patches usually call the
+  function that they replaced.
+- The C core compares torch's attributes with the expected ones before each transition
+  (``csrc/python/guard.c``), and calls the patched method if one differs. :func:`bind` passes the
+  expected attributes to the core.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard._fsdp_collectives as stock_collectives
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock_group
-import torch.distributed.fsdp._fully_shard._fsdp_state as stock_state
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as torch_collectives
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
+import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import fsdp_c._C as _C
@@ -40,91 +41,96 @@ logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 # ---- torch's own functions -----------------------------------------------------------------------
 
-_originals: dict[tuple[type, str], FunctionType] = {}  # the function objects, redirected or not
-_redirections: dict[tuple[type, str], Redirection] = {}  # while a sharded model needs them
+_originals: dict[tuple[type, str], FunctionType] = {}  # torch's functions, redirected or not
+_redirections: dict[tuple[type, str], Redirection] = {}  # kept while a sharded model exists
 
 
 def original(cls: type, name: str) -> Callable[..., Any]:
-    """What torch's ``cls.name`` does to torch's own objects."""
+    """Returns torch's ``cls.name`` as it is for torch's own objects, without redirection."""
     redirection = _redirections.get((cls, name))
     return redirection.original if redirection is not None else getattr(cls, name)
 
 
-# ---- our classes under torch's names -------------------------------------------------------------
+# ---- descriptors for methods that torch's classes have too ---------------------------------------
 
 
-class _Shown:
-    """A method of ours under the name it has in torch's class: whatever is there now."""
+class _TorchAttribute:
+    """Descriptor that returns torch's current attribute if patched, else fsdp_c's method."""
 
-    def __init__(self, stock: type, name: str, own: Callable[..., Any]) -> None:
-        self.stock = stock
+    def __init__(self, torch_class: type, name: str, own: Callable[..., Any]) -> None:
+        self.torch_class = torch_class
         self.name = name
         self.own = own
         self.__doc__ = own.__doc__
 
     def __get__(self, obj: object, owner: type | None = None) -> Any:
-        current = vars(self.stock).get(self.name, self.own)
-        if current is _originals.get((self.stock, self.name)) and not self.is_redirected:
+        current = vars(self.torch_class).get(self.name, self.own)
+        if current is _originals.get((self.torch_class, self.name)) and not self.is_redirected:
             current = self.own
         bind = getattr(type(current), "__get__", None)
         return current if bind is None else bind(current, obj, owner)
 
     @property
     def is_redirected(self) -> bool:
-        return (self.stock, self.name) in _redirections
+        return (self.torch_class, self.name) in _redirections
 
 
 _Class = TypeVar("_Class", bound=type)
 
 
-def shows(stock: type) -> Callable[[_Class], _Class]:
-    """Decorates a class of ours: methods that torch's ``stock`` has too are torch's to replace.
+def shows(torch_class: type) -> Callable[[_Class], _Class]:
+    """Class decorator: patches of ``torch_class`` apply to the methods of the decorated class.
 
-    torch's function, called with one of our objects, runs our method, and our class shows torch's.
-    Methods of ours that call ``super()`` are not run by torch's function, which they call.
+    torch's functions run the decorated class's methods for its objects. A method that calls
+    ``super()`` is an exception: torch's function does not run it, since it calls that function.
     """
 
     def decorate(own_class: _Class) -> _Class:
-        _show(own_class, stock)
+        _add_descriptors(own_class, torch_class)
         return own_class
 
     return decorate
 
 
-def _show(own_class: type, stock: type) -> None:
-    for name, found in list(vars(stock).items()):
+def _add_descriptors(own_class: type, torch_class: type) -> None:
+    for name, found in list(vars(torch_class).items()):
         own = next((vars(c)[name] for c in own_class.__mro__[:-1] if name in vars(c)), None)
-        is_ours = own is not None and own is not found
-        if name.startswith("__") or not is_ours or not callable(own) or isinstance(found, property):
+        is_redefined = own is not None and own is not found
+        if (
+            name.startswith("__")
+            or not is_redefined
+            or not callable(own)
+            or isinstance(found, property)
+        ):
             continue
-        function = original_of(found, stock.__module__, f"{stock.__name__}.{name}")
+        function = original_of(found, torch_class.__module__, f"{torch_class.__name__}.{name}")
         if function is None:
             logger.warning(
-                "fsdp_c: %s.%s was replaced before fsdp_c was imported, by something that does not "
-                "lead to torch's own; it is called as it is",
-                stock.__name__,
+                "fsdp_c: %s.%s was replaced before fsdp_c was imported, by an object that does not "
+                "wrap torch's function; fsdp_c calls the replacement",
+                torch_class.__name__,
                 name,
             )
         else:
-            _originals[stock, name] = function
+            _originals[torch_class, name] = function
             if "__class__" not in getattr(getattr(own, "__code__", None), "co_freevars", ()):
                 patches.apply_with_first_model(
-                    (stock, name),
-                    functools.partial(_redirect, stock, name, own_class, own),
+                    (torch_class, name),
+                    functools.partial(_redirect, torch_class, name, own_class, own),
                 )
-        setattr(own_class, name, _Shown(stock, name, own))
+        setattr(own_class, name, _TorchAttribute(torch_class, name, own))
 
 
 def _redirect(
-    stock: type, name: str, own_class: type, own: Callable[..., Any]
+    torch_class: type, name: str, own_class: type, own: Callable[..., Any]
 ) -> Callable[[], bool]:
-    """Makes torch's ``stock.name`` run ``own`` for objects of ``own_class``. Returns the undo.
+    """Makes torch's ``torch_class.name`` run ``own`` for objects of ``own_class``.
 
-    Redirects the innermost function: torch's decorators around it disable dynamo and functorch.
-    Arguments that are passed by torch's names reach ``own`` by position.
+    Redirects the innermost function, because torch's decorators around it disable dynamo and
+    functorch. Keyword arguments reach ``own`` by position. Returns a function that undoes it.
     """
 
-    function = inspect.unwrap(_originals[stock, name])
+    function = inspect.unwrap(_originals[torch_class, name])
     original = copy_of(function)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,33 +142,33 @@ def _redirect(
         return own(self, *args)
 
     def undo() -> bool:
-        _redirections.pop((stock, name), None)
+        _redirections.pop((torch_class, name), None)
         redirection.undo()
         return True
 
-    redirection = _redirections[stock, name] = Redirection(function, run)
+    redirection = _redirections[torch_class, name] = Redirection(function, run)
     return undo
 
 
-def is_overridden(obj: Any, stock: type, name: str) -> bool:
-    """Whether ``obj.name`` is anything but our own method."""
-    expected = _originals.get((stock, name))
+def is_overridden(obj: Any, torch_class: type, name: str) -> bool:
+    """Whether ``obj.name`` is not fsdp_c's own method."""
+    expected = _originals.get((torch_class, name))
     return (
         name in vars(obj)
-        or not isinstance(getattr_static(type(obj), name), _Shown)
-        or vars(stock).get(name) is not expected
+        or not isinstance(getattr_static(type(obj), name), _TorchAttribute)
+        or vars(torch_class).get(name) is not expected
     )
 
 
 def getattr_static(cls: type, name: str) -> Any:
-    """The class attribute itself, not what it gives."""
+    """Returns the attribute of ``cls`` or a base without calling descriptors, or None."""
     return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
 
 
 # ---- methods of single parameters ----------------------------------------------------------------
 
-# What of FSDPParam the core does for a whole group while nobody has replaced it, and is done by the
-# methods, one parameter after the other, where somebody has.
+# Methods of FSDPParam. The core does their work for a whole group. If one of them is overridden,
+# the core calls the methods of that kind (CALL_*) for each parameter.
 _GATHERS = _C.CALL_GATHER | _C.CALL_MEMORY
 PARAM_METHODS = {
     "all_gather_inputs": _GATHERS,
@@ -181,16 +187,16 @@ PARAM_METHODS = {
     "unsharded_grad_data": _C.CALL_GRADS,
     "_get_grad_inner_tensor": _C.CALL_GRADS,
 }
-# Whoever replaces one of these decides what a parameter is: torch's own constructor runs it.
+# If one of these is replaced, torch's own constructor makes the parameters.
 _CONSTRUCTION = (
     "__init__",
     "_init_sharded_param",
     "_init_sharded_post_forward_param_metadata",
     "init_unsharded_param",
 )
-# What makes a parameter with these: where all are torch's, parameters that are alike are made by
-# what the first of them has become (alike.py).
-_PARTS = (
+# Further methods that the constructor calls. If none is replaced, the template cache makes equal
+# parameters from the attributes of the first one.
+_CONSTRUCTION_HELPERS = (
     "_init_shard_mesh",
     "_init_sharding_spec",
     "_init_sharding_spec_plain",
@@ -198,30 +204,31 @@ _PARTS = (
     "init_dtype_attrs",
     "_init_extensions",
 )
-# A property that the core has in its place.
+# A property that the core implements. Replacing it in torch's class has no effect.
 _WITHOUT_EFFECT = ("unsharded_param",)
 
 
-def _stock_of(name: str) -> Any:
-    """torch's own method or property of ``FSDPParam``; None: patched before fsdp_c was imported."""
-    found = vars(FSDPParam).get(name)
-    function = getattr(found, "fget", found)
-    return found if is_torchs(function, FSDPParam.__module__, f"FSDPParam.{name}") else None
+def _torch_attribute(name: str) -> Any:
+    """Returns torch's ``FSDPParam`` attribute, or None if patched before fsdp_c was imported."""
+    attribute = vars(FSDPParam).get(name)
+    function = getattr(attribute, "fget", attribute)
+    return attribute if is_torchs(function, FSDPParam.__module__, f"FSDPParam.{name}") else None
 
 
-_STOCK = {
-    name: _stock_of(name) for name in (*PARAM_METHODS, *_CONSTRUCTION, *_PARTS, *_WITHOUT_EFFECT)
+_EXPECTED = {
+    name: _torch_attribute(name)
+    for name in (*PARAM_METHODS, *_CONSTRUCTION, *_CONSTRUCTION_HELPERS, *_WITHOUT_EFFECT)
 }
-_unheard: set[str] = set()
+_unheard: set[str] = set()  # names that a warning was logged for
 
 
 def is_patched(name: str) -> bool:
-    """Whether torch's ``FSDPParam`` has something else under the name than torch's own method."""
-    return name in vars(FSDPParam) and vars(FSDPParam)[name] is not _STOCK[name]
+    """Whether the attribute ``name`` of torch's ``FSDPParam`` is not torch's own."""
+    return name in vars(FSDPParam) and vars(FSDPParam)[name] is not _EXPECTED[name]
 
 
-def _is_above(cls: type, own_class: type, name: str) -> bool:
-    """Whether a class in front of ours, a subclass of ``FSDPParam``, has the method."""
+def _is_defined_before(cls: type, own_class: type, name: str) -> bool:
+    """Whether a class before ``own_class`` in the MRO of ``cls`` defines ``name``."""
     if cls is own_class:
         return False
     mro = cls.__mro__
@@ -229,31 +236,31 @@ def _is_above(cls: type, own_class: type, name: str) -> bool:
 
 
 def is_constructed_by_others(cls: type, own_class: type) -> bool:
-    """Whether somebody has replaced how torch makes a parameter, for our ``own_class``."""
+    """Whether a patch or a subclass replaces a method that constructs a parameter."""
     return any(
-        is_patched(name) or (name != "__init__" and _is_above(cls, own_class, name))
+        is_patched(name) or (name != "__init__" and _is_defined_before(cls, own_class, name))
         for name in _CONSTRUCTION
     )
 
 
 def is_constructed_as_usual() -> bool:
-    """Whether nothing of what makes a parameter has been replaced in torch's class."""
-    return not any(is_patched(name) for name in (*_CONSTRUCTION, *_PARTS))
+    """Whether all methods that construct a parameter are torch's own."""
+    return not any(is_patched(name) for name in (*_CONSTRUCTION, *_CONSTRUCTION_HELPERS))
 
 
 def overridden_by(param: Any, own_class: type) -> int:
-    """Bits of what this object, or a class in front of ours, overrides of ``FSDPParam``."""
-    found = 0
+    """Returns the ``CALL_*`` bits of the methods that ``param`` or its subclass overrides."""
+    overridden = 0
     if type(param) is own_class and PARAM_METHODS.keys().isdisjoint(vars(param)):
-        return found
+        return overridden
     for name, bits in PARAM_METHODS.items():
-        if name in vars(param) or _is_above(type(param), own_class, name):
-            found |= bits
-    return found
+        if name in vars(param) or _is_defined_before(type(param), own_class, name):
+            overridden |= bits
+    return overridden
 
 
 def warn_of_patches_without_effect() -> None:
-    """Logs, once per name, what of torch's ``FSDPParam`` is patched and not called by our core."""
+    """Warns once per patched attribute of torch's ``FSDPParam`` that the core does not call."""
     for name in _WITHOUT_EFFECT:
         if name in _unheard or not is_patched(name):
             continue
@@ -265,55 +272,60 @@ def warn_of_patches_without_effect() -> None:
         )
 
 
-# ---- what the C core calls -----------------------------------------------------------------------
+# ---- functions that the C core calls -------------------------------------------------------------
 
 
 def log_debug(group: Any, label: str) -> None:
-    """A debug line as torch writes it; ``group`` None: of no group."""
+    """Logs a debug line in torch's format; ``group`` may be None."""
     label = f"FSDP::{label}"
-    stock_state.logger.debug("%s", label if group is None else group._with_fqn(label))
+    torch_state.logger.debug("%s", label if group is None else group._with_fqn(label))
 
 
 def insert_node(group: Any, args: Any, kwargs: Any) -> Any:
-    """The post-backward node by torch's own class, which somebody has patched."""
-    insert = original(stock_group.FSDPParamGroup, "_register_post_backward_hook")
+    """Inserts the post-backward node by torch's own class, for patches of that class."""
+    insert = original(torch_group.FSDPParamGroup, "_register_post_backward_hook")
     return insert(group, args, kwargs)
 
 
 def node_backward(group: Any, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The patched backward of torch's node; the gradients that go on."""
+    """Runs the patched backward of torch's node; returns the gradients for the next nodes."""
     context = SimpleNamespace(
         param_group=group, needs_input_grad=(False, *(True for _ in grads)), saved_tensors=()
     )
-    changed = stock_group.RegisterPostBackwardFunction.backward(context, *grads)
+    changed = torch_group.RegisterPostBackwardFunction.backward(context, *grads)
     passed = changed[1:] if isinstance(changed, tuple) else ()
     return tuple(torch.zeros_like(grad) if new is None else new for grad, new in zip(grads, passed))
 
 
-# ---- what is expected where ----------------------------------------------------------------------
+# ---- expected attributes -------------------------------------------------------------------------
 
 
-def _methods(own_class: type, stock: type, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """For guard.c: torch's class, and (name, our attribute, torch's function) for each name."""
+def _methods(own_class: type, torch_class: type, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Returns torch's class, and (name, fsdp_c's attribute, torch's function) for each name."""
     rows = []
     for name in names:
-        function = _originals.get((stock, name))
+        function = _originals.get((torch_class, name))
         if function is None:
             function = original_of(
-                vars(stock).get(name), stock.__module__, f"{stock.__name__}.{name}"
+                vars(torch_class).get(name),
+                torch_class.__module__,
+                f"{torch_class.__name__}.{name}",
             )
         rows.append((name, getattr_static(own_class, name), function))
-    return (stock, *rows)
+    return (torch_class, *rows)
 
 
 def _functions(module: ModuleType, names: Iterable[str], bits: int) -> list[tuple[Any, ...]]:
-    """Watched functions and classes of a module. Where a library replaced one before fsdp_c was
-    imported, torch's own is expected, or ``None``: patched in any case."""
+    """Returns an entry for each function or class of a module.
+
+    torch's own object is expected even if a library replaced it before fsdp_c was imported. If
+    that object is unknown, ``None`` is expected, which counts as patched.
+    """
     return [(vars(module), name, expected_in(module, name), None, bits) for name in names]
 
 
 def _class_attributes(cls: type, names: Iterable[str], bits: int) -> list[tuple[Any, ...]]:
-    """Watched methods of a class, its own or inherited; they may be static."""
+    """Returns an entry for each method of a class: its own, inherited or static."""
     rows: list[tuple[Any, ...]] = []
     for name in names:
         static = getattr_static(cls, name)
@@ -324,53 +336,53 @@ def _class_attributes(cls: type, names: Iterable[str], bits: int) -> list[tuple[
 
 
 def _log_enabled() -> bool:
-    return stock_state.logger.isEnabledFor(logging.DEBUG)
+    return torch_state.logger.isEnabledFor(logging.DEBUG)
 
 
 def _resize() -> Any:
-    """torch's method of storages: the one that is no Python function."""
-    found = (vars(c).get("resize_") for c in torch.UntypedStorage.__mro__)
-    return next((method for method in found if isinstance(method, MethodDescriptorType)), None)
+    """Returns torch's ``UntypedStorage.resize_``, the one that is not a Python function."""
+    methods = (vars(c).get("resize_") for c in torch.UntypedStorage.__mro__)
+    return next((method for method in methods if isinstance(method, MethodDescriptorType)), None)
 
 
 def _entries() -> tuple[tuple[Any, ...], ...]:
-    """Everything besides methods of groups and states: (place, name, expected, also, bits)."""
+    """Returns (owner, name, expected, also accepted, bits) for all but group and state methods."""
     both = _C.CALL_GATHER | _C.CALL_REDUCE
-    defined = [name for name in codes_of(stock_collectives) if name in vars(stock_collectives)]
+    defined = [name for name in codes_of(torch_collectives) if name in vars(torch_collectives)]
     rows = [
         *_functions(dist, (ALL_GATHER,), _C.CALL_GATHER),
         *_functions(dist, (REDUCE_SCATTER, "all_reduce"), _C.CALL_REDUCE),
         *_functions(
-            stock_group, ("foreach_all_gather", "foreach_all_gather_copy_out"), _C.CALL_GATHER
+            torch_group, ("foreach_all_gather", "foreach_all_gather_copy_out"), _C.CALL_GATHER
         ),
-        *_functions(stock_group, ("foreach_reduce",), _C.CALL_REDUCE),
-        *_functions(stock_group, ("RegisterPostBackwardFunction",), _C.CALL_NODE_CLASS),
-        *_functions(stock_collectives, defined, both),
+        *_functions(torch_group, ("foreach_reduce",), _C.CALL_REDUCE),
+        *_functions(torch_group, ("RegisterPostBackwardFunction",), _C.CALL_NODE_CLASS),
+        *_functions(torch_collectives, defined, both),
     ]
-    gathers: list[type] = [stock_group.DefaultAllGather, stock_group.ProcessGroupAllocAllGather]
+    gathers: list[type] = [torch_group.DefaultAllGather, torch_group.ProcessGroupAllocAllGather]
     for cls in gathers:
         rows += _class_attributes(cls, ("__call__", "allocate"), _C.CALL_GATHER)
-    scatters = [stock_group.DefaultReduceScatter, stock_group.ProcessGroupAllocReduceScatter]
+    scatters = [torch_group.DefaultReduceScatter, torch_group.ProcessGroupAllocReduceScatter]
     for cls in scatters:
         rows += _class_attributes(cls, ("__call__", "allocate"), _C.CALL_REDUCE)
-    node = stock_group.RegisterPostBackwardFunction
+    node = torch_group.RegisterPostBackwardFunction
     rows += _class_attributes(node, ("backward",), _C.CALL_NODE)
-    # autograd's own setup_context, where the node has none
+    # inherited from autograd.Function if the node defines none
     rows += _class_attributes(node, ("forward", "setup_context"), _C.CALL_NODE_CLASS)
     for name, bits in PARAM_METHODS.items():
         if name in vars(FSDPParam):
-            rows.append((FSDPParam, name, _STOCK[name], None, bits))
-    # torch's memory trackers replace it: what changes sizes must then go through it.
+            rows.append((FSDPParam, name, _EXPECTED[name], None, bits))
+    # torch's memory trackers replace resize_. All size changes then call the replacement.
     rows.append((torch.UntypedStorage, "resize_", _resize(), None, both | _C.CALL_MEMORY))
     return tuple(rows)
 
 
 def bind(group_class: type, state_class: type) -> None:
-    """Tells the C core what torch's classes and modules hold while nobody has patched them."""
+    """Passes the unpatched attributes of torch's classes and modules to the C core."""
     _C.guard_bind(
-        _methods(group_class, stock_group.FSDPParamGroup, _C.GROUP_METHODS),
-        _methods(state_class, stock_state.FSDPState, _C.STATE_METHODS),
+        _methods(group_class, torch_group.FSDPParamGroup, _C.GROUP_METHODS),
+        _methods(state_class, torch_state.FSDPState, _C.STATE_METHODS),
         _entries(),
-        stock_state.logger._cache,  # type: ignore[attr-defined]
+        torch_state.logger._cache,  # type: ignore[attr-defined]
         _log_enabled,
     )

@@ -1,8 +1,8 @@
-"""``install`` and ``uninstall``: torch's own ``fully_shard`` and friends lead to fsdp_c.
+"""``install`` and ``uninstall``: make torch's ``fully_shard`` and ``replicate`` run fsdp_c.
 
-A job imports ``torch.distributed.fsdp`` and need not know of fsdp_c. There are three ways to
-switch it over: ``FSDP_C=1`` in its environment (where fsdp_c is installed with pip), ``python -m
-fsdp_c script.py``, or a call of :func:`install`. All three do the same; see ``fsdp_c_redirect``.
+A program that imports ``torch.distributed.fsdp`` runs unchanged. Three ways enable fsdp_c:
+``FSDP_C=1`` in the environment (if fsdp_c is installed with pip), ``python -m fsdp_c script.py``,
+and a call of :func:`install`. They are equivalent; see ``fsdp_c_redirect``.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _has_told = False
 def install() -> None:
     """Makes ``torch.distributed.fsdp.fully_shard`` run fsdp_c's function.
 
-    The function objects stay the same, so code that imported them earlier is switched over too;
-    ``replicate`` follows. (``register_fsdp_forward_method`` and ``share_comm_ctx`` are torch's own,
-    and do for our modules what they do for torch's.) Modules that were sharded before keep their
-    implementation. A second call does nothing.
+    The function objects are the same, so code that imported them earlier also runs fsdp_c.
+    ``replicate`` is redirected, too. ``register_fsdp_forward_method`` and ``share_comm_ctx`` are
+    not: torch's functions support fsdp_c's modules. Modules that were sharded before keep their
+    implementation. A second call has no effect.
 
-    torch's element-wise optimizers step on shards from then on (:mod:`fsdp_c.optim`), and torch's
-    clipping works on them (:mod:`fsdp_c.clip_for_torch`).
+    torch's element-wise optimizers then step on local tensors (:mod:`fsdp_c.optim`), and so does
+    torch's gradient clipping (:mod:`fsdp_c.clip_for_torch`).
 
-    One INFO line on the logger ``torch.distributed.fsdp.fully_shard`` names what was replaced.
+    One INFO line of the logger ``torch.distributed.fsdp.fully_shard`` names the replaced functions.
     """
     patches.install(_CHANGES)
     _announce()
@@ -62,9 +62,9 @@ def uninstall() -> None:
     torch's ``fully_shard`` and ``replicate`` run torch's code again. Every class, function and hook
     list of torch that fsdp_c changed is restored, with two exceptions:
 
-    - What a live sharded model needs stays until the last such model has been freed, so models
+    - Changes that a live sharded model needs stay until the last such model is freed, so models
       that fsdp_c has sharded continue to train with the same results.
-    - A later patch by other code on the same object stays, together with what it wraps.
+    - A later patch by other code on the same object stays, together with the function it wraps.
 
     Optimizers step on DTensors again, also those passed to :func:`fsdp_c.optim.accelerate`. The
     settings that ``python -m fsdp_c`` makes for its script (``FSDP_C``, ``sys.excepthook``) stay.
@@ -76,7 +76,7 @@ def uninstall() -> None:
 
 
 def _redirect_torch() -> Callable[[], bool]:
-    fsdp_c_redirect.redirect_all(announced)  # does nothing where FSDP_C=1 has done it
+    fsdp_c_redirect.redirect_all(announced)  # has no effect after FSDP_C=1
     return _restoring(fsdp_c_redirect.restore_all)
 
 
@@ -102,18 +102,20 @@ _CHANGES: dict[Hashable, patches.Change] = {
 
 
 def is_active(model: nn.Module) -> bool:
-    """Whether fsdp_c runs ``model``: every part of it that is sharded or replicated, and one at
-    least. ``False`` for a model that torch's own FSDP2 runs, or that is not sharded (yet)."""
+    """Whether fsdp_c runs all sharded or replicated modules of ``model``, and at least one.
+
+    ``False`` for a model that torch's FSDP2 runs, and for a model that is not sharded.
+    """
     states = [_get_module_state(module) for module in model.modules()]
-    found = [state for state in states if isinstance(state, FSDPState)]
-    return bool(found) and all(isinstance(state, State) for state in found)
+    fsdp_states = [state for state in states if isinstance(state, FSDPState)]
+    return bool(fsdp_states) and all(isinstance(state, State) for state in fsdp_states)
 
 
 def announced(name: str) -> Callable[..., Any]:
-    """Our function in the place of torch's of that name; says, once, that it is.
+    """Returns fsdp_c's function for torch's function ``name``, and logs the replacement once.
 
-    Where a job was switched over from outside (``FSDP_C=1``, ``python -m fsdp_c``) its standard
-    error gets a line, too, on rank 0, when the first module is sharded.
+    If the environment enables fsdp_c (``FSDP_C=1``, ``python -m fsdp_c``), rank 0 also writes a
+    line to standard error when the first module is sharded.
     """
     global _has_told
     if not _has_told and is_on(ENVIRONMENT_SWITCH):

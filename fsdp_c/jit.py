@@ -1,7 +1,7 @@
-"""CUDA kernels without nvcc: compiled by NVRTC at first use, loaded and launched by the driver.
+"""CUDA kernels without nvcc: NVRTC compiles them at first use, and the driver loads them.
 
-Only where ``FSDP_C_JIT=1`` asks for it: it has compiled for every architecture, and its launches
-have run under a stand-in for the driver, but not on a GPU yet.
+``FSDP_C_JIT=1`` enables this module. Compilation was tested for every architecture, and launches
+with a simulated driver. The kernels have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from .nvrtc import ENTRIES, Nvrtc, installed
 from .switches import is_on
 
 _kept: list[object] = []
-"""What the extension has addresses of."""
+"""Keeps the objects alive whose addresses the extension holds."""
 
 
 def wanted() -> bool:
-    """Whether the environment asks for it."""
+    """Whether the environment enables this module."""
     return is_on("FSDP_C_JIT")
 
 
-def _checked(code: int, what: str) -> None:
+def _checked(code: int, operation: str) -> None:
     if code != 0:
-        raise RuntimeError(f"{what} failed with CUresult {code}")
+        raise RuntimeError(f"{operation} failed with CUresult {code}")
 
 
 def load(driver: ctypes.CDLL, code: bytes) -> tuple[int, int, int]:
-    """Addresses of ``cuLaunchKernel`` and of the two kernels in ``code``, for all devices.
+    """Loads ``code``. Returns the addresses of ``cuLaunchKernel`` and of the two kernels.
 
     Raises:
-        RuntimeError: the driver does not take it.
-        AttributeError: the driver is older than CUDA 12.
+        RuntimeError: The driver refuses the code.
+        AttributeError: The driver is older than CUDA 12.
     """
     library = ctypes.c_void_p()
     text = ctypes.create_string_buffer(code, len(code))
@@ -43,8 +43,8 @@ def load(driver: ctypes.CDLL, code: bytes) -> tuple[int, int, int]:
     functions = []
     for name in ENTRIES:
         kernel = ctypes.c_void_p()
-        found = driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
-        _checked(found, f"cuLibraryGetKernel of {name}")
+        status = driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
+        _checked(status, f"cuLibraryGetKernel of {name}")
         functions.append(kernel.value or 0)
     _kept[:] = [driver, library, text]
     launch = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value or 0
@@ -52,10 +52,10 @@ def load(driver: ctypes.CDLL, code: bytes) -> tuple[int, int, int]:
 
 
 def kernels_for(device: torch.device) -> tuple[int, int, int]:
-    """Compiles them for the architecture of ``device``; gives what :func:`load` gives.
+    """Compiles the kernels for the architecture of ``device``. Returns the result of :func:`load`.
 
     Raises:
-        RuntimeError, OSError, AttributeError: what is not there or does not work.
+        RuntimeError, OSError, AttributeError: NVRTC or the driver is missing, too old, or fails.
     """
     libraries = installed()
     if not libraries:

@@ -1,4 +1,4 @@
-"""What packs and unpacks on a device: said once, when the first model is initialised there."""
+"""Logs which kernels pack and unpack parameters on a device, once per device type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _said: set[str] = set()
 
 
 def describe(device: torch.device) -> str:
-    """What packs shards and gradients and unpacks parameters on ``device``, in a few words."""
+    """Returns a name of the implementation that packs and unpacks on ``device``."""
     name = _C.kernels_of(device)
     if name != "torch":
         return f"fsdp_c's {name} kernels"
@@ -24,7 +24,10 @@ def describe(device: torch.device) -> str:
 
 
 def say(device: torch.device) -> None:
-    """One line for each type of device and process; a warning where there could be kernels."""
+    """Logs one line per device type and process; a warning if CUDA kernels are missing.
+
+    If ``FSDP_C_JIT`` requests it, NVRTC compiles missing kernels first.
+    """
     if device.type in _said:
         return
     _said.add(device.type)

@@ -1,7 +1,7 @@
-"""``load_full_state_dict``: full weights into a sharded model, streamed from one rank or a file.
+"""``load_full_state_dict``: loads full weights into a sharded model, from one rank or a file.
 
-The source rank packs tensors into buckets, each bucket is one broadcast, every rank copies the rows
-that it has. Two buckets are alive at a time: while one travels, the other is unpacked.
+The source rank packs tensors into buckets and broadcasts each bucket. Every rank copies the rows of
+its shards. Two buckets are alive at a time: one is broadcast while the other is unpacked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .names import clean_tensor_name
 
 _ALIGNMENT = 16
 _HEAD = 16
-"""Bytes before the data of a bucket; the first one says that the source rank is well."""
+"""Bytes before the data of a bucket. The first byte is 1 if the source rank has failed."""
 
 
 def load_full_state_dict(
@@ -41,36 +41,37 @@ def load_full_state_dict(
 ) -> _IncompatibleKeys:
     """Loads full tensors into the parameters and buffers of ``model``, sharded or not.
 
-    Every rank calls it; only rank ``src`` looks at ``source``. On meta devices parameters and
-    buffers are made (on the device of their mesh) with the loaded values.
+    Every rank calls it. Only rank ``src`` reads ``source``. Parameters and buffers on the meta
+    device are made on the device of their mesh. Values are cast to the dtype of the target.
 
     Args:
-        source: The full state dict on rank ``src`` (anything, for example ``None``, elsewhere); or
-            the path of a safetensors file, of an index of several, or of a folder with either.
-        strict: Whether names have to match exactly, as in ``nn.Module.load_state_dict``. A tied
-            parameter needs one of its names only.
-        src: Rank in the default group that reads.
-        group: The ranks that load together; ``None``: all.
-        rename: From a name in the source to the name in the model; ``None``: leave it out. Without
-            it (and after it) prefixes of wrappers are removed from the names on both sides.
-        bucket_bytes: How much travels at a time; each rank needs twice as much memory. ``None``: 4
-            MiB where the group sends from host memory, 32 MiB elsewhere.
-        shared_file: Every rank reads its own rows from the file; nothing is sent.
-        progress: Whether rank ``src`` shows a progress bar (needs tqdm); ``None``: on a terminal.
+        source: The full state dict on rank ``src``; other ranks may pass ``None``. Or the path of a
+            safetensors file, of an index of several files, or of a folder with either.
+        strict: Whether names must match exactly, as in ``nn.Module.load_state_dict``. One name of
+            a tied parameter is sufficient.
+        src: The rank in the default group that reads.
+        group: The ranks that load together. ``None``: all.
+        rename: Maps a name in the source to the name in the model, or to ``None`` to skip it.
+            Prefixes of wrappers are then removed from the names on both sides.
+        bucket_bytes: The bytes of one broadcast. Each rank uses twice as much memory. ``None``: 4
+            MiB if the group sends from host memory, else 32 MiB.
+        shared_file: Whether every rank reads its own rows from the file, without communication.
+        progress: Whether rank ``src`` shows a progress bar (needs tqdm). ``None``: if it has a
+            terminal.
 
     Returns:
-        Names that are missing in the source, and names that the model does not have.
+        The names that are missing in the source, and the names that the model does not have.
 
     Raises:
-        RuntimeError: names or shapes do not match (on all ranks, before anything is changed); or
-            another rank failed. A failure of the source in the middle leaves the model partly
-            loaded, and says so.
-        ValueError: the file is broken, two names in the source become one, or ``bucket_bytes`` is
+        RuntimeError: Names or shapes do not match (on all ranks, before any change), or another
+            rank failed. If the source fails after the start, the model is partly loaded, and the
+            message states it.
+        ValueError: The file is broken, two names in the source become one, or ``bucket_bytes`` is
             not positive.
-        TypeError: ``source`` is neither a mapping nor a path, or has a DTensor or, where the model
-            takes an object, one that cannot be pickled.
+        TypeError: ``source`` is neither a mapping nor a path, has a DTensor, or has an object for
+            the model that cannot be pickled.
 
-    On other ranks than the one that fails each of these is a RuntimeError.
+    The other ranks raise a RuntimeError for each of these failures.
     """
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes should be positive, not {bucket_bytes}")
@@ -104,22 +105,22 @@ def load_full_state_dict(
     return keys
 
 
-# ---- what the model has
+# ---- the entries of the model
 
 
 def _targets(model: nn.Module) -> dict[str, Any]:
-    """The entries of the model's state dict, parameters and buffers themselves, by clean name."""
-    found: dict[str, Any] = {}
+    """Returns the values of the model's state dict (not detached), by clean name."""
+    targets: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        found[clean_tensor_name(name)] = value
-    return found
+        targets[clean_tensor_name(name)] = value
+    return targets
 
 
 @dataclass
 class _Place:
-    """Where a full tensor goes: ``local`` are ``sizes`` elements from ``starts`` on, by dimension.
+    """The destination of a full tensor: ``local`` is its block that begins at index ``starts``.
 
-    ``starts`` None: which elements ``local`` has is not one block of the full tensor.
+    ``starts`` is None if ``local`` is not one block of the full tensor.
     """
 
     value: torch.Tensor
@@ -141,7 +142,7 @@ def _places(model: nn.Module, targets: dict[str, Any]) -> dict[str, _Place]:
 
 
 def _agreed_places(model: nn.Module, targets: dict[str, Any], link: Link) -> dict[str, _Place]:
-    """The places; memory for meta tensors may lack on one rank."""
+    """Returns the places. Raises on all ranks if one has no memory for its meta tensors."""
     places: dict[str, _Place] = {}
     failure: Exception | None = None
     try:
@@ -153,14 +154,14 @@ def _agreed_places(model: nn.Module, targets: dict[str, Any], link: Link) -> dic
 
 
 def _device_of(value: torch.Tensor, model: nn.Module) -> torch.device:
-    """Where a meta tensor is to be made."""
+    """Returns the device on which to make a meta tensor."""
     meshes = (p.device_mesh for p in (value, *model.parameters()) if isinstance(p, DTensor))
     mesh = next(meshes, None)
     return torch.device("cpu") if mesh is None else _get_device_from_mesh(mesh)
 
 
 def _starts(value: torch.Tensor) -> tuple[int, ...] | None:
-    """The first index of this rank's block in each dimension."""
+    """Returns the first index of this rank's block in each dimension, or None if not one block."""
     starts = [0] * value.ndim
     if not isinstance(value, DTensor):
         return tuple(starts)
@@ -182,13 +183,13 @@ def _starts(value: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(starts) if tuple(sizes) == tuple(value._local_tensor.shape) else None
 
 
-# ---- what both have
+# ---- matching of names
 
 
 def _matched(
     model: nn.Module, targets: dict[str, Any], header: Header, strict: bool, link: Link
 ) -> _IncompatibleKeys:
-    """Names that only one side has; raises as ``load_state_dict`` does."""
+    """Returns the names that only one side has; raises the errors of ``load_state_dict``."""
     offered = header.tensors.keys() | header.objects.keys()
     given = {id(value) for name, value in targets.items() if name in offered}
     missing = [n for n, v in targets.items() if n not in offered and id(v) not in given]
@@ -226,7 +227,7 @@ def _matched(
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows ``[first, last)`` of a tensor, at byte ``offset`` of a bucket; a 0-d tensor is one."""
+    """Rows of a tensor from ``first`` on, at byte ``offset`` of a bucket. A scalar is one row."""
 
     name: str
     dtype: torch.dtype
@@ -242,9 +243,9 @@ class _Piece:
 def _buckets(
     wanted: dict[str, tuple[torch.dtype, torch.Size]], places: dict[str, _Place], limit: int
 ) -> list[list[_Piece]]:
-    """Pieces in the order of the source, in buckets of at most ``limit`` bytes.
+    """Returns buckets of at most ``limit`` bytes, with pieces in the order of the source.
 
-    A row that is longer, or a tensor that cannot be taken row by row, has a bucket of its own.
+    A row that is longer, or a tensor that cannot be split into rows, gets a separate bucket.
     """
     buckets: list[list[_Piece]] = []
     used = limit
@@ -257,7 +258,7 @@ def _buckets(
             free = max(limit - used, 0)
             count = rows if whole else min(rows - first, free // max(row_bytes, 1))
             if count * row_bytes > free or count == 0:
-                if used > 0:  # go on in a new bucket
+                if used > 0:  # continue in a new bucket
                     buckets.append([])
                     used = 0
                     continue
@@ -271,7 +272,7 @@ def _buckets(
 
 
 def _view(typed: dict[torch.dtype, torch.Tensor], buffer: torch.Tensor, piece: _Piece) -> Any:
-    """The piece in its bucket."""
+    """Returns a view of the piece in its bucket."""
     if piece.dtype not in typed:
         length = buffer.numel() // piece.dtype.itemsize * piece.dtype.itemsize
         typed[piece.dtype] = buffer[:length].view(piece.dtype)
@@ -312,7 +313,10 @@ def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def _copies(
     rows: torch.Tensor, first: int, place: _Place
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What of ``rows`` (of the full tensor, from ``first`` on) this rank has, and where."""
+    """Yields (destination, source) for the part of ``rows`` that this rank's shard has.
+
+    ``rows`` are rows of the full tensor from index ``first`` on.
+    """
     local = place.local
     if place.starts is None:
         value: Any = place.value
@@ -344,7 +348,7 @@ def _read_all(
     wanted: dict[str, tuple[torch.dtype, torch.Size]],
     places: dict[str, _Place],
 ) -> Exception | None:
-    """Every rank for itself. Gives what went wrong."""
+    """Reads this rank's rows from the file. Returns the failure, or None."""
     assert reader is not None
     try:
         for name in wanted:
@@ -363,7 +367,10 @@ def _stream(
     device: torch.device,
     advance: Callable[[int], Any],
 ) -> Exception | None:
-    """Gives what went wrong on this rank, and raises what went wrong on the source's."""
+    """Broadcasts and unpacks all buckets.
+
+    Returns this rank's failure, or None. Raises if the source rank has failed.
+    """
     if not buckets:
         return None
     sizes = [_HEAD + max(piece.end for piece in bucket) for bucket in buckets]
@@ -380,9 +387,9 @@ def _stream(
             works[i - 1]()
             buffer = buffers[(i - 1) % 2][: sizes[i - 1]]
             if buffer[0].item() != 0:
-                works[-1]()  # every rank has begun this one, too
+                works[-1]()  # all ranks have started this broadcast, too
                 raise _partly(f"rank {link.src}", failure)
-            if failure is None:  # otherwise this rank goes on to the end, where the others are told
+            if failure is None:  # after a failure, this rank only takes part in the broadcasts
                 try:
                     _unpack(buckets[i - 1], buffer, places)
                     advance(sizes[i - 1] - _HEAD)
@@ -394,7 +401,7 @@ def _stream(
 def _fill(
     reader: Reader | None, bucket: list[_Piece], buffer: torch.Tensor, failure: Exception | None
 ) -> Exception | None:
-    """Packs a bucket; where that fails or has failed, the bucket tells the other ranks so."""
+    """Packs a bucket, or sets its first byte if that fails or an earlier bucket failed."""
     assert reader is not None
     if failure is None:
         buffer[:_HEAD] = 0
@@ -419,7 +426,7 @@ def _partly(who: str, failure: Exception | None) -> RuntimeError:
 
 
 def _progress_bar(progress: bool | None) -> Any:
-    """tqdm's, or None where none is to be shown; ImportError where one was asked for."""
+    """Returns tqdm, or None to show no bar. Raises ImportError if ``progress`` requires tqdm."""
     if progress is False:
         return None
     try:
@@ -435,13 +442,13 @@ def _progress_bar(progress: bool | None) -> Any:
 def _bar(
     progress: bool | None, link: Link, buckets: list[list[_Piece]]
 ) -> Iterator[Callable[[int], Any]]:
-    """A progress bar in bytes on the source rank; gives what advances it."""
+    """Shows a progress bar in bytes on the source rank. Yields a function that advances it."""
     tqdm = _progress_bar(progress) if link.is_source else None
     if tqdm is None:
         yield lambda count: None
         return
     total = sum(max(piece.end for piece in bucket) for bucket in buckets)
-    shown = None if progress is None else False  # None: tqdm looks for a terminal
+    shown = None if progress is None else False  # None: tqdm checks for a terminal
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=shown) as bar:
         yield bar.update
 
@@ -450,7 +457,7 @@ def _bar(
 
 
 def _materialize(model: nn.Module, places: dict[str, _Place]) -> None:
-    """Registers what was made in place of tensors on the meta device."""
+    """Registers the new tensors in place of those on the meta device."""
     made: dict[int, torch.Tensor] = {}
     for place in places.values():
         value: Any = place.value
@@ -480,8 +487,10 @@ def _materialize(model: nn.Module, places: dict[str, _Place]) -> None:
 def _load_the_rest(
     model: nn.Module, targets: dict[str, Any], places: dict[str, _Place], objects: dict[str, Any]
 ) -> None:
-    """Hands on what is not a parameter or buffer: extra state, and what modules made up for their
-    state dicts."""
+    """Passes entries that are not parameters or buffers to ``load_state_dict``.
+
+    These are extra states and tensors that modules make for their state dicts.
+    """
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     rest = {name: value for name, value in objects.items() if name in targets}
     for name, place in places.items():

@@ -1,6 +1,6 @@
-"""What ``load_full_state_dict`` loads from, and the ranks that do it together.
+"""The source of ``load_full_state_dict``, and the communication of the ranks that load together.
 
-What fails on one rank fails on all of them: nobody is left waiting in a collective.
+A failure on one rank raises on all ranks, so that no rank waits in a collective forever.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ Source = Mapping[str, Any] | str | os.PathLike[str] | None
 
 @dataclass
 class Header:
-    """What the source offers: dtype and shape of tensors, other values (None for those that the
-    model has no name for)."""
+    """The contents of the source: dtype and shape of its tensors, and its other values.
+
+    Values that the model has no name for are None.
+    """
 
     tensors: dict[str, tuple[torch.dtype, torch.Size]]
     objects: dict[str, Any]
 
 
 class Link:
-    """The ranks that load together."""
+    """The communication of the ranks that load together."""
 
     def __init__(self, src: int, group: dist.ProcessGroup | None) -> None:
         self.src = src
@@ -45,27 +47,30 @@ class Link:
             kinds = {device.type for device in used._device_types}  # type: ignore[union-attr]
         self.kinds = kinds
 
-    def device_for(self, wanted: torch.device) -> torch.device:
-        """``wanted`` if the group can send from it, otherwise one that it can."""
-        if wanted.type in self.kinds:
-            return wanted
+    def device_for(self, preferred: torch.device) -> torch.device:
+        """Returns ``preferred`` if the group communicates on it, else a device that it supports."""
+        if preferred.type in self.kinds:
+            return preferred
         return torch.device("cpu" if "cpu" in self.kinds else min(self.kinds))
 
     def broadcast(self, buffer: torch.Tensor) -> Callable[[], Any]:
-        """Begins to send or receive; what it gives waits until that is done."""
+        """Starts a broadcast from the source rank. Returns a function that waits for it."""
         if self.size == 1:
             return lambda: None
         work: Any = dist.broadcast(buffer, src=self.src, group=self.group, async_op=True)
         return work.wait
 
     def share(self, message: Any) -> Any:
-        """The source rank's message, which it can pickle."""
+        """Returns the source rank's ``message``, which must be picklable, on all ranks."""
         if self.size == 1:
             return message
         return objects.broadcast(message, self.src, self.group)
 
     def agree(self, failure: Exception | None, elsewhere: str) -> None:
-        """Raises on all ranks if one has failed: its failure there, ``elsewhere`` on the rest."""
+        """Raises on all ranks if one has failed.
+
+        A rank with a failure raises it. Other ranks raise a ``RuntimeError`` with ``elsewhere``.
+        """
         bad = torch.tensor([failure is not None], dtype=torch.int32, device="cpu")
         if self.size > 1:
             bad = bad.to(self.device_for(bad.device))
@@ -77,7 +82,7 @@ class Link:
 
 
 class Reader:
-    """The source's tensors under the model's names."""
+    """Reads the source's tensors under the model's names."""
 
     def __init__(self, source: Any, rename: Callable[[str], str | None] | None) -> None:
         if isinstance(source, (str, os.PathLike)):
@@ -127,9 +132,9 @@ def opened(
     link: Link,
     prepare: Callable[[], Any],
 ) -> tuple[Reader | None, Header]:
-    """The reader where this rank reads, and what is offered; a failure is everyone's.
+    """Opens the source. Returns the reader, if this rank reads, and the header.
 
-    ``prepare``: What else the source rank needs and may lack.
+    ``prepare`` runs on the source rank. A failure on one rank raises on all ranks.
     """
     reader: Reader | None = None
     header = Header({}, {})
@@ -149,13 +154,13 @@ def opened(
     if shared_file:
         link.agree(failure, "cannot read the source; nothing was loaded")
         return reader, header
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    told, packed = link.share((told, packed))
+    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+    reason, packed = link.share((reason, packed))
     if failure is not None:
         raise failure
-    if told is not None:
+    if reason is not None:
         raise RuntimeError(
-            f"load_full_state_dict cannot read the source: {told} (on rank {link.src})"
+            f"load_full_state_dict cannot read the source: {reason} (on rank {link.src})"
         )
     if not link.is_source:
         try:

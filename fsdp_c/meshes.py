@@ -1,7 +1,8 @@
-"""torch's mesh infos, which tell parameter groups what is set on them.
+"""torch's mesh infos, extended to notify parameter groups of assignments.
 
-torch's FSDP2 asks a mesh info for its process groups at each collective, and libraries put others
-in their place (fault tolerance). The core holds its process groups, so it has to be told.
+torch's FSDP2 reads the process groups from a mesh info at each collective. Fault-tolerance
+libraries assign other process groups to it. The C core keeps its own references to process groups,
+so an assignment must reach it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _default_group: weakref.ref[Any] | None = None
 
 
 def default_mesh() -> DeviceMesh:
-    """torch's default mesh, one for all calls of a thread in a process group's life."""
+    """Returns torch's default mesh, cached per thread until the default process group changes."""
     global _default_group
     if not dist.is_initialized() or torch._C._len_torch_dispatch_stack() > 0:
         return _init_default_mesh()
@@ -49,12 +50,15 @@ class Follower(Protocol):
     def _follow_mesh_infos(self) -> None: ...
 
 
-def _set_and_tell(self: Any, name: str, value: Any) -> None:
-    """All groups follow, or none does and the value stays as it was."""
+def _set_and_notify(self: Any, name: str, value: Any) -> None:
+    """Sets an attribute and notifies all groups.
+
+    If a group refuses the value, restores the previous one, notifies the groups again and raises.
+    """
     absent = object()
     before = self.__dict__.get(name, absent)
     object.__setattr__(self, name, value)
-    users = list(self.__dict__.get(_USERS, ()))  # a new one of such a class has none
+    users = list(self.__dict__.get(_USERS, ()))  # a new object of a notifying class has none
     try:
         for group in users:
             group._follow_mesh_infos()
@@ -69,10 +73,10 @@ def _set_and_tell(self: Any, name: str, value: Any) -> None:
 
 
 @functools.cache
-def _telling(cls: type) -> type:
-    """The class by another ``__setattr__``; its instances equal each other as the class's do."""
+def _notifying_class(cls: type) -> type:
+    """Returns a subclass of ``cls`` whose ``__setattr__`` notifies; equality is inherited."""
     namespace = {
-        "__setattr__": _set_and_tell,
+        "__setattr__": _set_and_notify,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
@@ -81,7 +85,7 @@ def _telling(cls: type) -> type:
 
 
 _watched: dict[int, weakref.ref[Any]] = {}
-"""The mesh infos whose class :func:`watch` has replaced, by ``id``."""
+"""Maps the ``id`` of a mesh info whose class :func:`watch` has replaced to a weak reference."""
 
 
 def watch(info: DataParallelMeshInfo, group: Follower) -> None:
@@ -89,11 +93,11 @@ def watch(info: DataParallelMeshInfo, group: Follower) -> None:
     info.__dict__.setdefault(_USERS, weakref.WeakSet())
     info.__dict__[_USERS].add(group)
     cls: Any = type(info)
-    if cls.__setattr__ is not _set_and_tell:
+    if cls.__setattr__ is not _set_and_notify:
         number = id(info)
         patches.apply(patches.Scope.MODELS, "mesh infos", lambda: _restore_all)
         _watched[number] = weakref.ref(info, lambda _: _watched.pop(number, None))
-        info.__class__ = _telling(cls)
+        info.__class__ = _notifying_class(cls)
 
 
 def unwatch(info: DataParallelMeshInfo, group: Follower) -> None:
@@ -109,7 +113,7 @@ def _is_used(info: DataParallelMeshInfo) -> bool:
 
 
 def _restore_all() -> bool:
-    """Restores the classes of the mesh infos that no group uses. Returns whether that was all."""
+    """Restores the classes of mesh infos that no group uses. Returns whether none is in use."""
     infos = [info for reference in list(_watched.values()) if (info := reference()) is not None]
     for info in infos:
         if not _is_used(info):
@@ -119,24 +123,28 @@ def _restore_all() -> bool:
 
 def _restore(info: DataParallelMeshInfo) -> None:
     cls: Any = type(info)
-    if cls.__dict__.get("__setattr__") is _set_and_tell:  # else a subclass of other code
+    if cls.__dict__.get("__setattr__") is _set_and_notify:  # else other code made a subclass
         info.__dict__.pop(_USERS, None)
         info.__class__ = cls.__base__
         _watched.pop(id(info), None)
 
 
 def has_own_size(group: Any) -> bool:
-    """Whether a process group answers for its size itself: it may be another one in each step."""
+    """Whether the class of ``group`` overrides ``size()``, so that it may change in each step."""
     return getattr(type(group), "size", None) is not dist.ProcessGroup.size
 
 
 def extent(group: Any, size: int, rank: int) -> tuple[int, int]:
-    """Size and rank of a process group; those of the mesh where asking might wait for a quorum."""
+    """Returns size and rank of a process group.
+
+    For a group with its own ``size()``, returns ``size`` and ``rank`` of the mesh: the call of a
+    fault-tolerant group may wait for a quorum.
+    """
     return (size, rank) if has_own_size(group) else (group.size(), group.rank())
 
 
 def name_of(group: Any) -> str:
-    """The name it is registered under, or one for messages."""
+    """Returns the registered name of a process group, or its class name."""
     try:
         return str(group.group_name)
     except (AttributeError, RuntimeError):
@@ -144,7 +152,10 @@ def name_of(group: Any) -> str:
 
 
 def unregistered(group: Any) -> dist.ProcessGroup | None:
-    """The group where its name does not lead to it; ``None``: it does, or it is none of torch's."""
+    """Returns ``group`` if it is a process group of torch that its name does not resolve to.
+
+    Returns ``None`` in all other cases.
+    """
     if not isinstance(group, dist.ProcessGroup):
         return None
     try:

@@ -19,8 +19,10 @@ _HAS_OVERRIDE = any(
 )
 
 REDUCES_AS_STORED = hasattr(FSDPParam, "unsharded_grad_dtype")
-"""Whether gradients are reduced in the dtype of their parameters (torch 2.15) and not in the one
-that is computed in, where the policy has no ``reduce_dtype``."""
+"""Whether gradients without ``reduce_dtype`` are reduced in the parameters' dtype (torch 2.15).
+
+Older releases reduce them in the compute dtype.
+"""
 
 
 if _HAS_OVERRIDE and not TYPE_CHECKING:
@@ -29,17 +31,16 @@ else:
 
     @dataclasses.dataclass(frozen=True, eq=False)
     class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
-        """FSDP2's policy (``param_dtype``, ``reduce_dtype``, ``output_dtype``,
-        ``cast_forward_inputs``), and compute dtypes for single parameters.
+        """torch's FSDP2 policy, extended by compute dtypes for single parameters.
 
         Attributes:
-            param_dtype_override_fn: Called once for each parameter, when ``fully_shard`` is
-                applied; must say the same on all ranks. Returns ``None`` (or ``param_dtype``)
-                where the parameter computes in ``param_dtype``, or the parameter's own dtype,
-                where it stays as it is: ``lambda param: torch.float32 if param.ndim == 1 else
-                None``. Forward inputs are cast to ``param_dtype`` in any case. One gather brings
-                all of a unit's parameters, and one reduction their gradients: in
-                ``reduce_dtype``, or without one in the widest dtype of the gradients.
+            param_dtype_override_fn: A function that ``fully_shard`` calls once for each parameter.
+                It returns ``None`` or ``param_dtype`` for parameters that compute in
+                ``param_dtype``. It returns the parameter's own dtype to leave it uncast, for
+                example ``lambda param: torch.float32 if param.ndim == 1 else None``. The results
+                must be equal on all ranks. Forward inputs are always cast to ``param_dtype``. A
+                unit still uses one gather, and one reduction in ``reduce_dtype`` or in the widest
+                dtype of the gradients.
         """
 
         param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = (
@@ -47,7 +48,7 @@ else:
         )
 
         def __eq__(self, other: object) -> bool:
-            """As torch's policy; one without the function equals torch's of the same fields."""
+            """Compares all fields. A policy without the function equals torch's policy."""
             if not isinstance(other, torch_fsdp.MixedPrecisionPolicy):
                 return NotImplemented
             return _values(self) == _values(other)
@@ -63,36 +64,35 @@ def _values(policy: torch_fsdp.MixedPrecisionPolicy) -> dict[str, object]:
 def compute_dtype(
     policy: torch_fsdp.MixedPrecisionPolicy, param: torch.Tensor
 ) -> torch.dtype | None:
-    """What ``policy`` wants ``param`` to compute in; ``None``: its own dtype.
+    """Returns the dtype in which ``param`` computes; ``None`` means its own dtype.
 
     Raises:
-        ValueError: its function returned something else than a dtype or ``None``, or a dtype that
-            is neither ``param_dtype`` nor the parameter's own.
-        NotImplementedError: as :func:`stored_dtype`.
+        ValueError: The policy's function returned an object that is not a dtype or ``None``, or a
+            dtype that is neither ``param_dtype`` nor the parameter's own.
+        NotImplementedError: As :func:`stored_dtype`.
     """
     stored_dtype(param)
     override = getattr(policy, "param_dtype_override_fn", None)
-    wanted = override(param) if override is not None else None
-    if wanted is None:
+    dtype = override(param) if override is not None else None
+    if dtype is None:
         return policy.param_dtype
-    if not isinstance(wanted, torch.dtype):
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(
-            f"param_dtype_override_fn must return a torch.dtype or None, not {type(wanted)}"
+            f"param_dtype_override_fn must return a torch.dtype or None, not {type(dtype)}"
         )
-    if wanted not in (policy.param_dtype, param.dtype):
+    if dtype not in (policy.param_dtype, param.dtype):
         raise ValueError(
-            f"param_dtype_override_fn returned {wanted} for a parameter of {param.dtype}; it can "
+            f"param_dtype_override_fn returned {dtype} for a parameter of {param.dtype}; it can "
             f"be None, that dtype, or the policy's param_dtype ({policy.param_dtype})"
         )
-    return wanted
+    return dtype
 
 
 def stored_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype of ``param``, and of its gradient once that is reduced.
+    """Returns the dtype of ``param``, which is also the dtype of its reduced gradient.
 
     Raises:
-        NotImplementedError: ``grad_dtype`` was set to another one, which torch's FSDP2 follows
-            from 2.15 on.
+        NotImplementedError: ``param.grad_dtype`` is another dtype. torch 2.15 supports that.
     """
     if getattr(param, "_has_grad_dtype_override", False) and param.grad_dtype != param.dtype:
         raise NotImplementedError(
@@ -104,17 +104,17 @@ def stored_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 def refuse_others(policy: torch_fsdp.MixedPrecisionPolicy) -> None:
-    """Raises what the installed torch does at once for what is no policy.
+    """Refuses an object that is not a policy, as the installed torch does.
 
     Raises:
-        TypeError: from torch 2.15 on; before, nothing is raised here.
+        TypeError: ``policy`` is not a policy, and torch is 2.15 or newer.
     """
     if _HAS_OVERRIDE:
         dataclasses.replace(policy, param_dtype_override_fn=None)  # type: ignore[call-arg]
 
 
 def no_dtype(value: str) -> Exception:
-    """What the installed torch raises for the name of a dtype, in the first step."""
+    """Returns the exception of the installed torch for a string in place of a dtype."""
     if REDUCES_AS_STORED:
         return AttributeError("'str' object has no attribute 'is_floating_point'")
     return RuntimeError(f"Invalid device string: '{value}'")
@@ -123,15 +123,15 @@ def no_dtype(value: str) -> Exception:
 def reduce_dtype(
     policy: torch_fsdp.MixedPrecisionPolicy, stored: torch.dtype, computed: torch.dtype | None
 ) -> torch.dtype | None:
-    """What gradients are reduced in, as the installed torch has it.
+    """Returns the dtype in which gradients are reduced, as in the installed torch.
 
     Args:
-        policy: The policy; its ``reduce_dtype`` comes first.
+        policy: The policy. Its ``reduce_dtype`` has priority.
         stored: The parameter's own dtype.
-        computed: What it computes in; ``None``: its own.
+        computed: The compute dtype; ``None`` means ``stored``.
 
     Returns:
-        ``None`` for the dtype that gradients have.
+        The dtype, or ``None`` for the dtype of the gradients.
     """
     if policy.reduce_dtype is not None or not REDUCES_AS_STORED:
         return policy.reduce_dtype
@@ -139,7 +139,10 @@ def reduce_dtype(
 
 
 def widest_stored(params: Iterable[Any]) -> torch.dtype | None:
-    """What units of several dtypes are reduced in where torch reduces in the parameters' own."""
+    """Returns the reduce dtype of a unit with several dtypes, or None.
+
+    Applies if torch reduces in the parameters' dtypes and all of them are floating-point.
+    """
     dtypes = [param.orig_dtype for param in params]
     if not REDUCES_AS_STORED or not all(dtype.is_floating_point for dtype in dtypes):
         return None
@@ -147,11 +150,14 @@ def widest_stored(params: Iterable[Any]) -> torch.dtype | None:
 
 
 class CastingParam:
-    """A parameter as torch's reduction is handed it where the row has no dtype of its own: its part
-    of the row is cast to its dtype when it becomes a gradient; all else is the parameter."""
+    """Proxy of a parameter that casts its reduced gradient to the parameter's dtype.
 
-    pin_memory = False  # what is copied to the CPU is to be there when it is cast
-    sharded_grad_dtype = None  # torch 2.15: leaves it to to_sharded_dtensor()
+    torch's ``foreach_reduce`` gets proxies for a group with several dtypes. All other attributes
+    are those of the parameter.
+    """
+
+    pin_memory = False  # the copy to the CPU must be complete before the cast
+    sharded_grad_dtype = None  # torch 2.15 then leaves the cast to to_sharded_dtensor()
 
     def __init__(self, param: Any) -> None:
         vars(self)["_param"] = param

@@ -1,8 +1,8 @@
-"""Names and states: what a parameter is called before any wrapper, and what a unit is doing.
+"""Clean parameter names without wrappers, and the training states of units in FSDP1's terms.
 
-Error messages, wrapping policies, checkpoints and optimizer state all speak of parameters by the
-name they have in the user's model. Wrappers (FSDP1, DDP, activation checkpointing, torch.compile)
-put a module of their own in between; this module takes those components out again.
+Error messages, wrapping policies, checkpoints and optimizer states use the names that parameters
+have in the user's model. Wrappers (FSDP1, DDP, activation checkpointing, torch.compile) insert
+modules, and this module removes their components from names.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def clean_tensor_name(name: str, *, ddp: bool = False) -> str:
-    """``name`` of a parameter or buffer without the components that wrappers added.
+    """Returns the name of a parameter or buffer without the components that wrappers added.
 
-    Removed are the wrapped modules of FSDP1, activation checkpointing and ``torch.compile``, each
-    only as a whole component and never as the last one (the tensor's own name).
+    Removes the components of FSDP1, activation checkpointing and ``torch.compile``. The last
+    component, which is the tensor's own name, is never removed.
 
     Args:
-        name: A fully qualified name, components separated by dots.
-        ddp: Whether the name comes from a model under ``DistributedDataParallel``: removes the
-            first ``module`` component too. Not the default, because a model may well have a child
-            of that name; :func:`param_to_fqns` knows by itself.
+        name: A fully qualified name, with components separated by dots.
+        ddp: Whether to remove a first component ``module``, too, for a model under
+            ``DistributedDataParallel``. The default is False, because a model may have a child
+            with that name. :func:`param_to_fqns` detects the wrapper.
     """
     *path, last = name.split(".")
     path = [component for component in path if component not in _WRAPPERS]
@@ -68,9 +68,9 @@ def clean_tensor_name(name: str, *, ddp: bool = False) -> str:
 
 
 def set_flattened(tensor: torch.Tensor) -> None:
-    """Marks ``tensor`` as made by FSDP out of user parameters: nested calls leave it alone.
+    """Marks ``tensor`` as made by FSDP from user parameters, so that nested calls skip it.
 
-    The mark is FSDP1's own attribute, so that either side sees what the other marked.
+    The mark is FSDP1's attribute, so both implementations respect each other's marks.
     """
     setattr(tensor, FSDP_FLATTENED, True)
 
@@ -89,9 +89,9 @@ def apply_to_modules(
 ) -> Result:
     """Calls ``module_fn(module, prefix, *args, **kwargs)`` on every module below ``root``.
 
-    The order is pre-order (a module before its children, children as registered); a module that is
-    registered at several places is visited at each of them. ``prefix`` is the module's name as in a
-    state dict, with a dot at its end; the root's is empty.
+    Modules are visited in pre-order, children in registration order. A module that is registered
+    several times is visited each time. ``prefix`` is the module's name as in a state dict, with a
+    dot at its end. The root's prefix is empty.
 
     Returns:
         ``return_fn(*args, **kwargs)``, called after the last module.
@@ -102,11 +102,11 @@ def apply_to_modules(
 
 
 def _walk(module: nn.Module, prefix: str, clean: str) -> Iterator[tuple[str, str, nn.Module]]:
-    """Pre-order: prefix as in the state dict, prefix without wrappers, module."""
+    """Yields (prefix in the state dict, prefix without wrappers, module) in pre-order."""
     yield prefix, clean, module
     unnamed = DDP_MODULE if isinstance(module, _MODULE_WRAPPERS) else None
     for name, child in module.named_children():
-        if child is not None:  # modules that override named_children() may give None
+        if child is not None:  # an override of named_children() may yield None
             inner = clean if name == unnamed or name in _WRAPPERS else f"{clean}{name}."
             yield from _walk(child, f"{prefix}{name}.", inner)
 
@@ -114,15 +114,14 @@ def _walk(module: nn.Module, prefix: str, clean: str) -> Iterator[tuple[str, str
 def param_to_fqns(
     model: nn.Module, dedup_shared_params: bool = True
 ) -> dict[nn.Parameter, list[str]]:
-    """The clean names of every parameter of ``model``, in the order in which they are found.
+    """Returns the clean names of every parameter of ``model``, in traversal order.
 
-    The names are those of the model's own state dict before any wrapper.
+    The names are those of the unwrapped model's state dict.
 
     Args:
         model: A module, wrapped or not.
-        dedup_shared_params: ``True``: a parameter that is registered at several places has its
-            first name only; ``False``: all of them. (FSDP1's flat parameters have the names of all
-            their parameters either way.)
+        dedup_shared_params: Whether a parameter that is registered several times gets only its
+            first name. A flat parameter of FSDP1 always gets the names of all its parameters.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for _, prefix, module in _walk(model, "", ""):
@@ -138,10 +137,10 @@ def param_to_fqns(
 
 
 def _parameters_with_duplicates(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The module's own parameters, each under all its names."""
+    """Returns the module's own parameters, each with all its names."""
     try:
         return list(module.named_parameters(recurse=False, remove_duplicate=False))
-    except (AssertionError, TypeError):  # an override that does not know remove_duplicate
+    except (AssertionError, TypeError):  # an override without remove_duplicate
         return list(module.named_parameters(recurse=False))
 
 
@@ -154,7 +153,7 @@ _HANDLE_STATES = {
 
 
 def handle_training_state(module: nn.Module) -> HandleTrainingState:
-    """What the unit of ``module`` is doing, in FSDP1's finer terms.
+    """Returns the training state of the unit of ``module`` as FSDP1's ``HandleTrainingState``.
 
     Raises:
         ValueError: ``fully_shard`` was not applied to ``module`` itself.
@@ -164,14 +163,14 @@ def handle_training_state(module: nn.Module) -> HandleTrainingState:
         raise ValueError(f"fully_shard was not applied to this {type(module).__name__}")
     if getattr(state, "_full_params", None) is not None:
         return HandleTrainingState.SUMMON_FULL_PARAMS
-    # Between pre-backward and post-backward only the groups know; a unit without parameters has
-    # none, and its state says enough.
+    # Between pre-backward and post-backward only groups have the exact state. A unit without
+    # parameters has no group, so the state of the unit is used.
     states = [group._training_state for group in state._fsdp_param_groups]
     return _HANDLE_STATES[states[0] if states else state._training_state]
 
 
 def training_state(module: nn.Module) -> TrainingState:
-    """What the unit of ``module`` is doing, in FSDP1's coarser terms.
+    """Returns the training state of the unit of ``module`` as FSDP1's ``TrainingState``.
 
     ``SUMMON_FULL_PARAMS`` means inside :func:`fsdp_c.full_params`.
 

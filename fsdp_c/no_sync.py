@@ -12,17 +12,17 @@ from .units import sharded_modules, units_of
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside accumulate gradients without reducing them.
+    """Context in which backward passes accumulate gradients without reducing them.
 
-    The first backward after it reduces the sum. As DDP's and FSDP1's ``no_sync``: for all micro
-    batches but the last. The gradients that wait are whole ones: their memory is that of the
-    unsharded parameters.
+    The first backward after the context reduces the sum. Use it for all microbatches but the last,
+    as ``no_sync`` of DDP and FSDP1. The accumulated gradients are unsharded and use as much memory
+    as the unsharded parameters.
 
-    Whatever each unit was set to before (``set_requires_gradient_sync``,
-    ``set_requires_all_reduce``) is set again at the end, after an exception too; so contexts nest.
+    The context restores the previous settings of each unit (``set_requires_gradient_sync``,
+    ``set_requires_all_reduce``), also after an exception. Contexts may be nested.
 
     Raises:
-        ValueError: ``fully_shard`` was applied to no part of ``model``.
+        ValueError: ``model`` has no sharded module.
     """
     before = [(g, g.reduce_grads, g.all_reduce_grads) for g in units_of(model, "no_sync")]
     try:

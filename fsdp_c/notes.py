@@ -1,7 +1,7 @@
-"""Notes on exceptions: which module or parameter they are about, and what to do instead.
+"""Notes on exceptions: the module or parameter concerned, and the remedy.
 
-What is raised and its first line are torch's, so that whoever catches it finds what he knows. The
-arguments of a call are looked at only once it has failed.
+The exception type and the first line of its message are torch's, so that code that catches torch's
+exceptions works unchanged. A call's arguments are analyzed only after the call has failed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 _POLICY = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-_OF_FSDP1 = {
+_FSDP1_ARGUMENTS = {
     "auto_wrap_policy": "fsdp_c.auto_shard(model, policy) takes the same policies",
     "backward_prefetch": "units are prefetched anyway; set_modules_to_backward_prefetch() chooses",
     "cpu_offload": "pass offload_policy=CPUOffloadPolicy()",
     "device_id": "parameters go to the mesh's device: call torch.cuda.set_device(local_rank) first",
-    "device_mesh": "it is called mesh here",
+    "device_mesh": "the argument is called mesh here",
     "forward_prefetch": "set_modules_to_forward_prefetch() does it",
     "ignored_modules": "pass ignored_params=set(module.parameters()), or use fsdp_c.auto_shard, "
     "which has ignored_modules",
@@ -43,7 +43,7 @@ _OF_FSDP1 = {
     "sync_module_states": "load weights with fsdp_c.load_full_state_dict(model, state)",
     "use_orig_params": "leave it out: parameters are always the original ones, as DTensors",
 }
-"""Arguments that people bring along from FSDP1 (and DDP), and what is in their place."""
+"""Maps arguments of FSDP1 (and DDP) to their FSDP2 equivalents."""
 
 
 def add(error: BaseException, note: str) -> None:
@@ -55,20 +55,20 @@ def add(error: BaseException, note: str) -> None:
 
 
 def noted(error: BaseException, note: str) -> BaseException:
-    """``error`` with a note, to be raised."""
+    """Adds a note to ``error`` and returns it."""
     add(error, note)
     return error
 
 
 def some(names: Iterable[str], shown: int = 3) -> str:
-    """Names in quotes; of a long list the first and how many there are more."""
+    """Returns the first ``shown`` names in quotes, and the number of further names."""
     listed = list(names)
     text = ", ".join(f"'{name}'" for name in listed[:shown])
     return text + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
 
 
 def class_name(module: Any) -> str:
-    """The name of the class that a module had before it was sharded."""
+    """Returns the name of the class that a module had before it was sharded."""
     kind = type(module)
     if isinstance(module, FSDPModule):
         kind = kind.__mro__[kind._orig_cls_mro_index]
@@ -77,7 +77,7 @@ def class_name(module: Any) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that has failed."""
+    """The arguments and the exception of a failed call."""
 
     name: str
     module: Any
@@ -89,8 +89,8 @@ class _Call:
         return [*self.module] if isinstance(self.module, (list, tuple)) else [self.module]
 
     @property
-    def what(self) -> str:
-        """The modules by their classes."""
+    def classes(self) -> str:
+        """The distinct class names of the modules."""
         return ", ".join(dict.fromkeys(map(class_name, self.modules)))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -99,7 +99,7 @@ class _Call:
 
 
 def on_mistakes(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Decorates ``fully_shard`` and ``replicate``: what they raise says what to do instead."""
+    """Decorator of ``fully_shard`` and ``replicate`` that adds remedies to their exceptions."""
     name = function.__name__
 
     @functools.wraps(function)
@@ -119,7 +119,7 @@ def on_mistakes(function: Callable[P, Result]) -> Callable[P, Result]:
 def _advice(call: _Call) -> str | None:
     try:
         return next((note for rule in _RULES if (note := rule(call)) is not None), None)
-    except Exception:  # objects of any kind: no advice is better than another exception
+    except Exception:  # arguments may be of any type; a rule must not raise another exception
         return None
 
 
@@ -136,24 +136,27 @@ def _keywords(call: _Call) -> str | None:
         return f"All but the module goes by keyword: {call.name}(model, mesh=mesh, mp_policy=...)."
     if "unexpected keyword" not in text:
         return None
-    found = [f"{key}: {_OF_FSDP1[key]}." for key in call.kwargs if key in _OF_FSDP1]
-    return "\n".join(found) or f"help({call.name}) lists the arguments."
+    remedies = [
+        f"{key}: {_FSDP1_ARGUMENTS[key]}." for key in call.kwargs if key in _FSDP1_ARGUMENTS
+    ]
+    return "\n".join(remedies) or f"help({call.name}) lists the arguments."
 
 
 def _module(call: _Call) -> str | None:
     if isinstance(call.module, (list, tuple)) and not call.module:
         return f"The list of modules is empty: {call.name} needs at least one module."
-    for one in call.modules:
-        if isinstance(one, type) and issubclass(one, nn.Module):
-            return f"{one.__name__} is a class: pass a module made of it, {one.__name__}(...)."
-        if isinstance(one, torch.jit.ScriptModule):
-            return f"{type(one).__name__} is scripted: shard the module that it was made from."
-        if not isinstance(one, nn.Module):
+    for item in call.modules:
+        kind = type(item).__name__
+        if isinstance(item, type) and issubclass(item, nn.Module):
+            return f"{item.__name__} is a class: pass a module made of it, {item.__name__}(...)."
+        if isinstance(item, torch.jit.ScriptModule):
+            return f"{kind} is scripted: shard the module that it was made from."
+        if not isinstance(item, nn.Module):
             return (
                 f"{call.name} takes a module or a list of modules, and got "
-                f"a {type(call.module).__name__} with a {type(one).__name__} in it."
-                if one is not call.module
-                else f"{call.name} takes a module or a list of modules, not a {type(one).__name__}."
+                f"a {type(call.module).__name__} with a {kind} in it."
+                if item is not call.module
+                else f"{call.name} takes a module or a list of modules, not a {kind}."
             )
     return None
 
@@ -162,7 +165,7 @@ def _container(call: _Call) -> str | None:
     if "do not implement forward" not in str(call.error):
         return None
     return (
-        f"A {call.what} is never called itself. Shard its elements, for block in blocks: "
+        f"A {call.classes} is never called itself. Shard its elements, for block in blocks: "
         f"{call.name}(block), or all of them as one unit, {call.name}([*blocks])."
     )
 
@@ -171,7 +174,7 @@ def _process_group(call: _Call) -> str | None:
     if not dist.is_available() or dist.is_initialized():
         return None
     return (
-        f"There is no process group for {call.what}: start the script with torchrun, and call "
+        f"There is no process group for {call.classes}: start the script with torchrun, and call "
         f"torch.distributed.init_process_group() before {call.name}."
     )
 
@@ -181,7 +184,7 @@ def _mesh(call: _Call) -> str | None:
     if mesh is None:
         return None
     if isinstance(mesh, dist.ProcessGroup):
-        return "mesh: of a process group one makes a mesh by DeviceMesh.from_group(group, 'cuda')."
+        return "mesh: make a mesh of the process group with DeviceMesh.from_group(group, 'cuda')."
     if not isinstance(mesh, DeviceMesh):
         return (
             f"mesh: a DeviceMesh, not the {type(mesh).__name__} {mesh!r}. For example "
@@ -260,10 +263,10 @@ def _placement(call: _Call) -> str | None:
         )
     world = dist.get_world_size()
     for name, param in call.parameters():
-        found = function(param)
-        dim = getattr(found, "dim", None)
-        if found is not None and dim is None and not hasattr(found, "placement"):
-            return f"shard_placement_fn gave {found!r} for '{name}': return Shard(dim) or None."
+        result = function(param)
+        dim = getattr(result, "dim", None)
+        if result is not None and dim is None and not hasattr(result, "placement"):
+            return f"shard_placement_fn gave {result!r} for '{name}': return Shard(dim) or None."
         if dim is None:
             continue
         if not -param.ndim <= dim < param.ndim:
@@ -283,12 +286,12 @@ def _applied(call: _Call) -> str | None:
     text = str(call.error)
     if "can only be applied to a module once" in text:
         return (
-            f"{call.what} is sharded already: look for a second call, or for auto_shard (or a "
+            f"{call.classes} is sharded already: look for a second call, or for auto_shard (or a "
             f"trainer that shards) besides {call.name}."
         )
     if "already managed by `fully_shard`" in text or "more than once" in text:
         return (
-            f"{call.what} is taken already: a module has either fully_shard or replicate; for "
+            f"{call.classes} is taken already: a module has either fully_shard or replicate; for "
             "replicas of shards give fully_shard a 2-D mesh."
         )
     return None
@@ -302,8 +305,8 @@ def _sharded_before(call: _Call) -> str | None:
     if not names or not managed:
         return None
     return (
-        f"{some(names)} of {call.what} were sharded by the {call.name} call of a module around it: "
-        "shard inner modules first, the whole model last."
+        f"{some(names)} of {call.classes} were sharded by the {call.name} call of a module around "
+        "it: shard inner modules first, the whole model last."
     )
 
 
@@ -312,7 +315,7 @@ def _scalar(call: _Call) -> str | None:
     if not names or "scalar" not in str(call.error):
         return None
     return (
-        f"{some(names)} of {call.what}: make it nn.Parameter(torch.ones(1)), which computes the "
+        f"{some(names)} of {call.classes}: make it nn.Parameter(torch.ones(1)), which computes the "
         "same, or name it in ignored_params."
     )
 
@@ -332,4 +335,4 @@ _RULES: tuple[Callable[[_Call], str | None], ...] = (
     _placement,
     _offload,
 )
-"""The first that has something to say says it."""
+"""The exception gets the note of the first rule that does not return None."""

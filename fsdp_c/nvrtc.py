@@ -1,5 +1,7 @@
-"""NVRTC, NVIDIA's compiler of device code in a library, which torch's CUDA wheels bring along: it
-compiles the device side of the CUDA kernels where there is no nvcc."""
+"""Interface to NVRTC, NVIDIA's compiler library, which torch's CUDA wheels contain.
+
+It compiles the device code of the CUDA kernels on systems without nvcc.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 _INSTALLED = _HERE / "kernel_sources"
 KERNELS = _INSTALLED if _INSTALLED.is_dir() else _HERE.parent / "csrc/kernels"
-"""The sources: installed beside this file, or those of the repository."""
+"""The folder of the sources: the installed one, or the repository's."""
 FIRST = 70
 STANDARD = ("stdint.h", "stddef.h", "string.h", "cuda_fp16.h", "cuda_bf16.h")
-"""In the place of these NVRTC is given rtc.cuh."""
+"""Headers that rtc.cuh replaces when NVRTC compiles."""
 OURS = ("kernels.h", "index.h", "cast.h", "batch.cuh", "lines.cuh")
 ENTRIES = ("fck_move_lines", "fck_cast_lines")
 
@@ -22,7 +24,7 @@ class Nvrtc:
     """One library: ``libnvrtc.so.12`` of some release."""
 
     def __init__(self, library: str | Path) -> None:
-        # It looks for its other half on the loader's path, where a folder of pip's is not.
+        # NVRTC loads its builtins library by name. The folder of pip is not on the loader's path.
         for half in Path(library).parent.glob("libnvrtc-builtins.so*"):
             ctypes.CDLL(str(half))
         self.lib = ctypes.CDLL(str(library))
@@ -36,15 +38,19 @@ class Nvrtc:
             raise RuntimeError(self.lib.nvrtcGetErrorString(code).decode())
 
     def archs(self) -> list[int]:
-        """All that it knows."""
+        """Returns the architectures that this NVRTC supports, such as 90."""
         count = ctypes.c_int()
         self._check(self.lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
-        found = (ctypes.c_int * count.value)()
-        self._check(self.lib.nvrtcGetSupportedArchs(found))
-        return sorted(found)
+        numbers = (ctypes.c_int * count.value)()
+        self._check(self.lib.nvrtcGetSupportedArchs(numbers))
+        return sorted(numbers)
 
     def compile(self, arch: int, header: str = "lines.cuh") -> bytes:
-        """Machine code of ``header`` for sm_``arch``; ``RuntimeError`` with the compiler's log."""
+        """Compiles ``header`` for sm_``arch`` to a cubin.
+
+        Raises:
+            RuntimeError: The compilation failed. The message is the compiler's log.
+        """
         names = [*STANDARD, *OURS]
         texts = [(KERNELS / ("rtc.cuh" if n in STANDARD else n)).read_bytes() for n in names]
         headers = (ctypes.c_char_p * len(names))(*texts)
@@ -57,7 +63,7 @@ class Nvrtc:
             )
         )
         try:
-            # The headers declare functions of the host, too; nobody calls them.
+            # The headers also declare host functions, which the kernels do not call.
             options = [b"--std=c++17", b"--device-as-default-execution-space"]
             options += [f"--gpu-architecture=sm_{arch}".encode()]
             chosen = (ctypes.c_char_p * len(options))(*options)
@@ -79,9 +85,9 @@ class Nvrtc:
 
 
 def installed() -> list[Path]:
-    """The libraries that pip has put beside torch."""
+    """Returns the NVRTC libraries that pip has installed with torch."""
     import torch
 
     packages = Path(torch.__file__).resolve().parents[1] / "nvidia"
-    found = [*packages.glob("*/lib/libnvrtc.so.*"), *packages.glob("*/*/lib/libnvrtc.so.*")]
-    return sorted(path for path in found if re.search(r"\.so\.\d+$", path.name))
+    paths = [*packages.glob("*/lib/libnvrtc.so.*"), *packages.glob("*/*/lib/libnvrtc.so.*")]
+    return sorted(path for path in paths if re.search(r"\.so\.\d+$", path.name))

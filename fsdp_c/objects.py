@@ -1,5 +1,4 @@
-"""Python objects that ranks send each other. torch's own functions for that need numpy, which an
-environment with torch need not have."""
+"""Collectives of Python objects. torch's own functions require numpy, which may be missing."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_object_coll_device
 
 
 def gather(item: Any) -> list[Any]:
-    """Every rank's item, on all ranks of the default group."""
+    """Returns the items of all ranks of the default group, in rank order, on all ranks."""
     device = torch.device(_get_object_coll_device())
     own = _packed(item).to(device)
     count = torch.tensor([own.numel()], device=device)
@@ -28,7 +27,7 @@ def gather(item: Any) -> list[Any]:
 
 
 def broadcast(item: Any, src: int, group: dist.ProcessGroup | None) -> Any:
-    """The item of the rank ``src``, on all ranks of the group."""
+    """Returns the item of rank ``src`` (in the default group) on all ranks of ``group``."""
     device = torch.device(_get_object_coll_device(group))
     is_source = dist.get_rank() == src
     data = _packed(item).to(device) if is_source else torch.empty(0, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Optimizer steps on shards: the same numbers without DTensor's cost.
+"""Optimizer steps on local tensors, without the overhead of DTensor dispatch.
 
-An element-wise optimizer does to a sharded parameter what it does to the shard. torch's optimizers
-hand their parameters, gradients and states on in lists; here these lists hold the local tensors.
-States stay DTensors, with the same checkpoints, and bits are torch's.
+An element-wise optimizer can update each shard separately. torch's optimizers pass parameters,
+gradients and states in lists, which ``_init_group`` fills. Here it fills them with local tensors.
+States stay DTensors, checkpoints are unchanged, and results equal torch's bits.
 """
 
 from __future__ import annotations
@@ -42,24 +42,27 @@ _ELEMENT_WISE = (
 def accelerate(optimizer: Accelerated) -> Accelerated:
     """Makes the steps of ``optimizer`` run on the local tensors of its sharded parameters.
 
-    For torch's element-wise optimizers, and for classes derived from one that leave ``step`` and
-    ``_init_group`` alone; in place, once is enough. Parameters, states and their checkpoints are
-    those of torch, bit for bit, in all of its implementations (``foreach``, ``fused``, neither);
-    what torch would choose by itself for DTensors, it chooses here. Plain parameters in the same
-    groups are as before. A group is left to torch in a step where something is not element-wise on
-    shards: gradients or states that are laid out otherwise than their parameter, ``Partial``
-    placements, ``differentiable=True``, a compiled step, a ``GradScaler``'s DTensor. With
-    ``FSDP_C=1`` and after :func:`fsdp_c.install` this happens by itself (``FSDP_C_OPTIM=0``
-    leaves it).
+    Supports torch's element-wise optimizers, and subclasses that do not override ``step`` or
+    ``_init_group``. Changes ``optimizer`` in place; a second call has no effect. Parameters, states
+    and checkpoints equal torch's bits in all implementations (``foreach``, ``fused``, neither). The
+    default implementation is the one that torch chooses for DTensors. Plain parameters in the same
+    groups are updated as before.
+
+    torch's code runs for a group whose step is not element-wise on shards. Examples are gradients
+    or states with other placements than their parameter, ``Partial`` placements,
+    ``differentiable=True``, a compiled step, and a ``GradScaler`` with DTensors.
+
+    With ``FSDP_C=1`` and after :func:`fsdp_c.install`, all optimizers are accelerated
+    automatically, unless ``FSDP_C_OPTIM=0`` is set.
 
     Args:
-        optimizer: over parameters that ``fully_shard`` has sharded, or other DTensors.
+        optimizer: An optimizer of parameters that ``fully_shard`` sharded, or of other DTensors.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        TypeError: its step is not known to be element-wise (Adafactor, Muon, LBFGS, and classes
+        TypeError: The step is not known to be element-wise (Adafactor, Muon, LBFGS, and classes
             that torch does not have).
     """
     kind = _element_wise_class(optimizer)
@@ -74,14 +77,14 @@ def accelerate(optimizer: Accelerated) -> Accelerated:
 
 
 def restore(optimizer: Optimizer) -> None:
-    """Undoes :func:`accelerate`; its states stay what they are."""
+    """Undoes :func:`accelerate`. The optimizer keeps its states."""
     acceleration = _accelerated.pop(optimizer, None)
     if acceleration is not None:
         acceleration.undo(optimizer)
 
 
 def _element_wise_class(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of torch's whose step the optimizer has."""
+    """Returns torch's element-wise class whose step the optimizer uses, or None."""
     for kind in _ELEMENT_WISE:
         if (
             isinstance(optimizer, kind)
@@ -93,7 +96,7 @@ def _element_wise_class(optimizer: Optimizer) -> type[Optimizer] | None:
 
 
 def _plain(function: Any) -> Any:
-    """A step without the profiler's wrapping, which each class gets at its first instance."""
+    """Unwraps a step: torch wraps it for the profiler when a class has its first instance."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
@@ -103,7 +106,7 @@ def _plain(function: Any) -> Any:
 
 
 class _Acceleration:
-    """What is put on an optimizer, and what one step of it has to put back."""
+    """The hooks and ``_init_group`` of one optimizer, and the changes to revert after a step."""
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         self._keeps_buffers = kind is torch.optim.SGD
@@ -116,7 +119,7 @@ class _Acceleration:
             optimizer.register_step_post_hook(self._settle),
             optimizer.register_state_dict_pre_hook(self._settle, prepend=True),
         ]
-        # Hooks that were there before see what torch would have left.
+        # Runs before the user's post hooks, so that they read the same states as with torch.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
         own = functools.partial(_init_group, weakref.ref(optimizer), weakref.ref(self))
         vars(optimizer)["_init_group"] = own
@@ -128,18 +131,19 @@ class _Acceleration:
         vars(optimizer).pop("_init_group", None)
 
     def fill(self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...]) -> Any:
-        """torch's ``_init_group``, and then local tensors in place of DTensors.
+        """Fills ``lists`` as torch's ``_init_group`` does, with local tensors for DTensors.
 
-        Once it is known which states torch puts into which list, both are done in one go.
+        The first call runs torch's code and records which state goes into which list. Later calls
+        fill the lists from this recipe in C. Returns the result of torch's ``_init_group``.
         """
-        is_torchs = _is_torchs(optimizer, group)
-        recipe = None if is_torchs or any(lists) else self._recipes.find(optimizer, group)
-        found = None if recipe is None else recipe.lists(optimizer, group)
-        if recipe is not None and found is not None:
-            result, params, local = recipe.result, found[0], found[1:]
+        needs_torch = _needs_torch(optimizer, group)
+        recipe = None if needs_torch or any(lists) else self._recipes.find(optimizer, group)
+        filled = None if recipe is None else recipe.lists(optimizer, group)
+        if recipe is not None and filled is not None:
+            result, params, local = recipe.result, filled[0], filled[1:]
         else:
             result = self._init_group(optimizer, group, *lists)
-            made = None if is_torchs else _local_lists(lists)
+            made = None if needs_torch else _local_lists(lists)
             if made is None:
                 return result
             params, local = lists[0], made
@@ -148,7 +152,7 @@ class _Acceleration:
             pairs = zip(local[0], params)
             self._taken += [(mine, p) for mine, p in pairs if mine is not p]
         if group.get("foreach") is None and not group.get("fused"):
-            # torch looks at the classes of the parameters: DTensors go one by one.
+            # torch's default for DTensors is the for-loop implementation.
             group["foreach"] = False
             self._undecided.append(group)
         for to, values in zip(lists, local, strict=True):
@@ -156,9 +160,10 @@ class _Acceleration:
         return result
 
     def _settle(self, optimizer: Optimizer, *_: Any) -> None:
-        """Restores the optimizer after a step, or before a checkpoint or step after a failed one.
+        """Restores the optimizer after a step, and before a step or checkpoint if a step failed.
 
-        A compiled step changes nothing that this restores, so that tracing ends at the test."""
+        A compiled step makes no such changes, so the trace contains only this test.
+        """
         if self._undecided or self._taken:
             self._restore_state(optimizer)
 
@@ -166,7 +171,7 @@ class _Acceleration:
         for group in self._undecided:
             group["foreach"] = None
         self._undecided.clear()
-        for local, param in self._taken:  # SGD stores momentum under what it had in its list
+        for local, param in self._taken:  # SGD stores momentum under the tensors in its list
             buffer = optimizer.state.pop(local, {}).get("momentum_buffer")
             state = optimizer.state[param]
             kept = state.get("momentum_buffer")
@@ -187,8 +192,8 @@ def _init_group(
     return mine.fill(optimizer, group, (*lists, *named.values()))
 
 
-def _is_torchs(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether this step is not one on shards alone."""
+def _needs_torch(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether torch's code must run: the step is differentiable, compiled or scaled by DTensors."""
     scaling = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     return (
         bool(group.get("differentiable"))
@@ -203,18 +208,18 @@ _accelerated: weakref.WeakKeyDictionary[Optimizer, _Acceleration] = weakref.Weak
 # ---- lists ---------------------------------------------------------------------------------------
 
 _same: dict[int, tuple[Any, Any]] = {}
-"""``id`` of a spec -> itself, and the spec of a parameter that it lays tensors out like."""
+"""Maps the ``id`` of a spec to that spec and a parameter's spec with the same layout."""
 _SAME_MAX = 100_000
 
 
 class _Recipe(NamedTuple):
-    """How torch's ``_init_group`` makes a group's lists, where it changes nothing.
+    """A record of how torch's ``_init_group`` fills a group's lists, once all states exist.
 
     Attributes:
         group: The group.
-        options: :func:`_options` of it: what torch's code may ask for.
-        keys: For each list after parameters and gradients its state's name; None: it stays empty.
-        result: What torch's code returned.
+        options: :func:`_options` of the group: the values that torch's code may depend on.
+        keys: The state's name for each list after parameters and gradients; None for empty lists.
+        result: The return value of torch's code.
     """
 
     group: dict[str, Any]
@@ -223,9 +228,13 @@ class _Recipe(NamedTuple):
     result: Any
 
     def lists(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[list[Any], ...] | None:
-        """The parameters with gradients, and then all lists, of local tensors. None: a state is
-        missing or laid out otherwise, or a tensor is sparse or complex."""
-        return _C.local_group(group["params"], optimizer.state, self.keys, _seen(), _alike)
+        """Returns the parameters with gradients, then all lists, as local tensors.
+
+        Returns None if a state is missing or has another layout, or a tensor is sparse or complex.
+        """
+        return _C.local_group(
+            group["params"], optimizer.state, self.keys, _bounded_cache(), _have_same_layout
+        )
 
 
 class _Recipes:
@@ -235,20 +244,23 @@ class _Recipes:
         self._of: dict[int, _Recipe] = {}
 
     def find(self, optimizer: Optimizer, group: dict[str, Any]) -> _Recipe | None:
-        """The group's, if it still is what was learned and nobody looks at what torch asks."""
-        known = self._of.get(id(group))
-        if known is None or known.group is not group or known.options != _options(group):
+        """Returns the group's recipe, or None if the group has changed or a mode intercepts torch.
+
+        A subclass of dict or list and a torch function mode could observe torch's accesses.
+        """
+        recipe = self._of.get(id(group))
+        if recipe is None or recipe.group is not group or recipe.options != _options(group):
             return None
         states, params = optimizer.state, group.get("params")
         is_usual = type(states) in (dict, defaultdict) and type(params) is list
-        return known if is_usual and torch._C._len_torch_function_stack() == 0 else None
+        return recipe if is_usual and torch._C._len_torch_function_stack() == 0 else None
 
     def learn(
         self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[Any, ...], result: Any
     ) -> None:
-        """From lists that torch has just made, states and all."""
+        """Records a recipe from lists that torch's ``_init_group`` has just filled."""
         if len(self._of) > len(optimizer.param_groups):
-            self._of.clear()  # groups that there are no more
+            self._of.clear()  # drop recipes of removed groups
         self._of.pop(id(group), None)
         if result not in (None, False, (False, False)):  # sparse or complex ones
             return
@@ -262,18 +274,18 @@ _UNKNOWN = ""
 
 
 def _key_of(values: list[Any], states: list[dict[str, Any]]) -> str | None:
-    """Under which name all ``values`` are in the states; None: there are none."""
+    """Returns the name under which ``values`` are in the states, ``_UNKNOWN``, or None if empty."""
     if not values:
         return None
     names = [name for name, state in states[0].items() if state is values[0]]
-    alike = len(names) == 1 and len(values) == len(states)
-    if not alike or any(s.get(names[0]) is not v for s, v in zip(states, values)):
+    is_unique = len(names) == 1 and len(values) == len(states)
+    if not is_unique or any(s.get(names[0]) is not v for s, v in zip(states, values)):
         return _UNKNOWN
     return names[0]
 
 
 def _options(group: dict[str, Any]) -> list[Any]:
-    """What an ``_init_group`` may decide by: names, flags, kinds of values, and which are zero."""
+    """Returns the options an ``_init_group`` may depend on: names, flags, types and signs."""
     return [
         (name, value if value is None or type(value) is bool else _kind(value))
         for name, value in group.items()
@@ -285,51 +297,52 @@ def _kind(value: Any) -> Any:
     return (type(value), value > 0, value < 0) if type(value) in (int, float) else type(value)
 
 
-def _seen() -> dict[int, tuple[Any, Any]]:
+def _bounded_cache() -> dict[int, tuple[Any, Any]]:
     if len(_same) > _SAME_MAX:
         _same.clear()
     return _same
 
 
 def _local_lists(lists: tuple[list[Any], ...]) -> tuple[list[Any], ...] | None:
-    """The lists with local tensors for DTensors; None: there are none, or it would not be the same.
+    """Returns the lists with local tensors for DTensors.
 
-    A list has an item for each parameter, or is empty.
+    Returns None if there are no DTensors, or if a step on local tensors would differ. A list has an
+    item for each parameter, or is empty.
     """
     if not any(isinstance(param, DTensor) for param in lists[0]):
         return None
-    return _C.local_lists(lists, _seen(), _alike)
+    return _C.local_lists(lists, _bounded_cache(), _have_same_layout)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether equal elements have equal places in tensors of the two specs, without ``Partial``."""
+def _have_same_layout(spec: Any, other: Any) -> bool:
+    """Whether two specs have equal mesh, placements and shape, without ``Partial``."""
     return (
-        one.mesh == other.mesh
-        and one.placements == other.placements
-        and one.shape == other.shape
-        and not any(isinstance(placement, Partial) for placement in one.placements)
+        spec.mesh == other.mesh
+        and spec.placements == other.placements
+        and spec.shape == other.shape
+        and not any(isinstance(placement, Partial) for placement in spec.placements)
     )
 
 
 def _like(param: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor laid out as ``param``."""
+    """Returns ``local`` as a DTensor with the spec of ``param``."""
     return DTensor(local, param._spec, requires_grad=False)
 
 
-# ---- by itself -----------------------------------------------------------------------------------
+# ---- automatic acceleration ----------------------------------------------------------------------
 
 _left: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that cannot be accelerated."""
 
 
 def accelerate_all() -> Callable[[], bool]:
-    """Makes each optimizer that holds DTensors accelerated from its first step on.
+    """Accelerates each optimizer that holds DTensors at its first step.
 
     Returns:
-        The undo, which also undoes every :func:`accelerate`.
+        A function that removes the hook and undoes every :func:`accelerate`.
     """
-    is_wanted = is_on(ENVIRONMENT_SWITCH, "1")
-    hooks = [register_optimizer_step_pre_hook(_before_step)] if is_wanted else []
+    is_enabled = is_on(ENVIRONMENT_SWITCH, "1")
+    hooks = [register_optimizer_step_pre_hook(_before_step)] if is_enabled else []
 
     def undo() -> bool:
         for hook in hooks:
@@ -348,7 +361,7 @@ def restore_all() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # torch.compile traces hooks into a compiled step, which stays torch's: see _is_torchs().
+    # torch.compile traces hooks into a compiled step, which uses torch's code: _needs_torch().
     if torch.compiler.is_compiling() or optimizer in _accelerated or optimizer in _left:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])

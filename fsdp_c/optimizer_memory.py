@@ -1,4 +1,4 @@
-"""What an optimizer keeps and what its step needs for a while: found by a step of small tensors."""
+"""Measures the memory of an optimizer's states and of its step, with small tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ Wanted: TypeAlias = "str | Optimizer | Callable[..., Optimizer] | None"
 
 
 class OptimizerBytes(NamedTuple):
-    """For each byte of trained parameters: bytes of states, and bytes of a step for a while.
+    """Bytes of an optimizer per byte of trained parameters.
 
-    ``whole``: whether the latter are of all parameters at a time, or of the largest.
+    Attributes:
+        name: The optimizer's class.
+        states: Bytes of states.
+        step: Bytes that a step allocates temporarily.
+        whole: Whether ``step`` counts for all parameters together; else for the largest one.
     """
 
     name: str
@@ -29,17 +33,17 @@ class OptimizerBytes(NamedTuple):
 
 
 def optimizer_bytes(wanted: Wanted, dtype: torch.dtype, on_cpu: bool) -> OptimizerBytes:
-    """What an optimizer takes, by its class and settings.
+    """Returns the memory of an optimizer, measured by steps of small parameters.
 
     Args:
-        wanted: An optimizer; a class of optimizers or a function that makes one of parameters;
-            the name of a class of ``torch.optim`` in any case; ``None``: AdamW.
-        dtype: Of the parameters.
-        on_cpu: Where its step runs: elsewhere torch's default is ``foreach``.
+        wanted: An optimizer, an optimizer class, a function that makes an optimizer from
+            parameters, or a class name of ``torch.optim`` in any case. ``None``: AdamW.
+        dtype: The dtype of the parameters.
+        on_cpu: Whether the step runs on the CPU. On other devices torch's default is ``foreach``.
 
     Raises:
-        ValueError: there is no such class, or its step asks for more than gradients.
-        TypeError: ``wanted`` is nothing of the kind.
+        ValueError: torch has no such class, or its step requires more than gradients.
+        TypeError: ``wanted`` has another type.
     """
     make = _maker(wanted, on_cpu)
     try:
@@ -61,7 +65,7 @@ def optimizer_bytes(wanted: Wanted, dtype: torch.dtype, on_cpu: bool) -> Optimiz
 
 
 def live_states(optimizer: Optimizer) -> int:
-    """Bytes of the states that an optimizer has already."""
+    """Returns the bytes of the states that an optimizer has now, on this rank."""
     total = 0
     for state in optimizer.state.values():
         for value in state.values():
@@ -99,14 +103,17 @@ def _maker(wanted: Wanted, on_cpu: bool) -> Callable[[list[torch.Tensor]], Optim
     return lambda parameters: called(parameters, **settings)
 
 
-def _is_optimizer(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+def _is_optimizer(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
 
 
 def _measure(
     make: Callable[[list[torch.Tensor]], Optimizer], count: int, dtype: torch.dtype
 ) -> tuple[int, Optimizer, list[torch.Tensor]]:
-    """The most bytes that a step (not the first) has beyond what is there before and after it."""
+    """Returns the most bytes that a step after the first allocates temporarily.
+
+    Also returns the optimizer and its parameters.
+    """
     parameters = [torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype)) for _ in range(count)]
     optimizer = make([*parameters])
     for parameter in parameters:

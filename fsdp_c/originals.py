@@ -1,4 +1,4 @@
-"""torch's own functions, also where a library replaced them before fsdp_c was imported.
+"""Finds torch's own functions, even if a library replaced them before fsdp_c was imported.
 
 With ``FSDP_C=1`` the first ``fully_shard`` call imports fsdp_c, so libraries patch torch first. An
 attribute of a torch module is then possibly a library's object. Two sources stay torch's: the code
@@ -30,16 +30,17 @@ def _codes_in(code: CodeType) -> dict[str, CodeType]:
 
 @functools.cache
 def codes_of(module: ModuleType) -> dict[str, CodeType]:
-    """The module's functions and class bodies by name, from its loader.
+    """Returns the module's functions and class bodies by name, from its loader.
 
-    Empty where the loader has no code, for example for a module made by hand."""
+    Returns an empty dict if the loader has no code, for example for a module made by hand.
+    """
     get_code = getattr(getattr(module, "__loader__", None), "get_code", None)
     code = get_code(module.__name__) if get_code is not None else None
     return {} if code is None else _codes_in(code)
 
 
 def takes_parameter(module: ModuleType, function: str, parameter: str) -> bool | None:
-    """Whether torch's function of that name has the parameter; ``None``: the code is not there."""
+    """Whether torch's function of that name has the parameter; ``None`` without its code."""
     code = codes_of(module).get(function)
     if code is None:
         return None
@@ -50,19 +51,19 @@ def takes_parameter(module: ModuleType, function: str, parameter: str) -> bool |
 
 
 def is_torchs(function: Any, module: str, qualname: str) -> bool:
-    """Whether it is torch's function of that name, with the decorators that torch applies."""
+    """Whether ``function`` is torch's function of that name, including torch's decorators."""
     if not isinstance(function, FunctionType):
         return False
     if (function.__module__, function.__qualname__) != (module, qualname):
         return False
-    # functools.wraps copies both names: only the code tells a library's wrapper from torch's.
+    # functools.wraps copies both names, so only the code distinguishes a library's wrapper.
     folder = os.path.dirname(sys.modules[module].__file__ or _TORCH) + os.sep
     file = function.__code__.co_filename
     return file.startswith(folder) or file == _NO_GRAD
 
 
 def original_of(found: Any, module: str, qualname: str) -> FunctionType | None:
-    """torch's own function: ``found`` itself, or the one that the wrapper ``found`` leads to."""
+    """Returns torch's own function, ``found`` or the function that the wrapper ``found`` holds."""
     for function in reachable(found):
         if is_torchs(function, module, qualname):
             return function
@@ -70,10 +71,10 @@ def original_of(found: Any, module: str, qualname: str) -> FunctionType | None:
 
 
 def undecorated(module: ModuleType, name: str) -> Any:
-    """torch's function of that name without decorators and without a library's wrappers.
+    """Returns torch's function of that name without decorators and without a library's wrappers.
 
     Raises:
-        AttributeError: the module's attribute does not lead to torch's function.
+        AttributeError: The module's attribute does not lead to torch's function.
     """
     for function in reachable(getattr(module, name)):
         code = getattr(function, "__code__", None)
@@ -87,7 +88,7 @@ def undecorated(module: ModuleType, name: str) -> Any:
 
 @functools.cache
 def _file_of(module: ModuleType) -> str | None:
-    """The file name that the module's functions have in their code."""
+    """Returns the file name in the code of the module's functions."""
     return next((code.co_filename for code in codes_of(module).values()), module.__file__)
 
 
@@ -95,7 +96,7 @@ def _file_of(module: ModuleType) -> str | None:
 
 
 def is_from_torch(found: Any) -> bool:
-    """Whether torch made the function, class or object."""
+    """Whether torch defines the function, the class, or the class of the object."""
     code = getattr(found, "__code__", None)
     if code is not None:
         return bool(code.co_filename.startswith(_TORCH))

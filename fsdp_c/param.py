@@ -1,4 +1,7 @@
-"""The cold side of a parameter: sharding, DTensor specs, adopting what users load or convert."""
+"""``Param``: the parts of a sharded parameter that do not run in each step.
+
+The module shards parameters, makes DTensor specs and applies replaced or converted parameters.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock_group
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
 import torch.nn as nn
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -38,7 +41,7 @@ from .specs import as_parameter, placements_on, shared_spec, strides_of
 
 
 class _Group(Protocol):
-    """What a parameter asks of the group that it is in."""
+    """The methods and attributes of its group that a parameter uses."""
 
     _sharded_state: Any
 
@@ -60,7 +63,7 @@ def _shard_dim(placement: Shard | None, param: torch.Tensor, local: torch.Tensor
 def _smaller_mesh(
     mesh_info: DataParallelMeshInfo, post_forward: FSDPMeshInfo | None
 ) -> tuple[int, int] | None:
-    """World size and rank of the smaller mesh to reshard to after forward, if there is one."""
+    """Returns world size and rank of the smaller mesh to reshard to after forward, or None."""
     if post_forward is None or post_forward == mesh_info:
         return None
     return post_forward.shard_mesh_size, post_forward.shard_mesh_rank
@@ -72,14 +75,14 @@ def _check_size(tensor: torch.Tensor, expected: torch.Size) -> None:
 
 
 def _wraps(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a wrapper of others, without memory of its own."""
+    """Whether ``tensor`` is a wrapper subclass without memory of its own."""
     return type(tensor) is not torch.Tensor and (
         is_traceable_wrapper_subclass(tensor) or not _C.has_memory(tensor)
     )
 
 
 def still_on_meta(params: list[Param]) -> RuntimeError:
-    """The exception about parameters without values."""
+    """Returns the exception for ``params`` that are on the meta device."""
     names = [param._param_fqn or param._module_info.param_name for param in params]
     return RuntimeError(
         "FSDP parameters should be materialized from meta device before training, "
@@ -88,8 +91,8 @@ def still_on_meta(params: list[Param]) -> RuntimeError:
     )
 
 
-def _noted_by_users(param: nn.Parameter) -> dict[str, Any]:
-    """The attributes of a parameter object; not the tensors that a subclass is made of."""
+def _user_attributes(param: nn.Parameter) -> dict[str, Any]:
+    """Returns the attributes of a parameter object, without the inner tensors of a subclass."""
     is_made_of_tensors = not isinstance(param, DTensor) and _wraps(param)
     return {
         name: value
@@ -101,8 +104,7 @@ def _noted_by_users(param: nn.Parameter) -> dict[str, Any]:
 def shown_as_of_torch(
     hook: Callable[..., Any], owner: type, method: str, name: str
 ) -> Callable[..., Any]:
-    """The hook with the names that torch's has, a function in ``owner.method``: code filters hooks
-    by them."""
+    """Returns ``hook`` with the names of torch's hook, by which libraries filter hooks."""
     hook.__module__ = owner.__module__
     hook.__name__ = name
     hook.__qualname__ = f"{owner.__qualname__}.{method}.<locals>.{name}"
@@ -115,22 +117,22 @@ def _resized(size: torch.Size, dim: int, rows: int) -> torch.Size:
 
 @shows(FSDPParam)
 class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
-    """One parameter of a group; torch's ``FSDPParam`` by type.
+    """One parameter of a group; a subclass of torch's ``FSDPParam``.
 
     Args:
-        param: The parameter as the user made it: contiguous, at least 1-D, on ``device`` or meta;
-            or a DTensor of a tensor-, expert- or SPMD-parallel mesh with such a local tensor.
-        module_info: Where it is registered (first module and name, then the shared ones).
-        mesh_info: The mesh that it is sharded and replicated over.
-        post_forward_mesh_info: Where it stays between forward and backward: ``mesh_info``, a mesh
-            with a smaller shard dimension, or ``None`` (unsharded).
-        device: Where unsharded parameters live, and shards that are not offloaded.
-        shard_placement_fn: Gives the dimension that is cut; ``None``: the first.
+        param: The original parameter: contiguous, at least 1-D, on ``device`` or meta. A DTensor of
+            a tensor-, expert- or SPMD-parallel mesh has a local tensor with these properties.
+        module_info: The modules and names under which ``param`` is registered.
+        mesh_info: The mesh to shard and replicate over.
+        post_forward_mesh_info: The mesh between forward and backward: ``mesh_info``, a mesh with a
+            smaller shard dimension, or ``None`` (unsharded).
+        device: The device of unsharded parameters, and of shards that are not offloaded.
+        shard_placement_fn: Returns the dimension to shard. ``None``: dimension 0.
         mp_policy: Dtypes for computation and reduction.
         offload_policy: Whether shards live on the CPU.
 
-    The constructor copies this rank's rows but registers nothing: see :meth:`register`. The
-    sharding specs of parallel DTensors and the all-gather extensions are torch's own code.
+    The constructor copies this rank's shard. :meth:`register` puts it on the modules. torch's own
+    code makes the sharding specs of parallel DTensors and runs the all-gather extensions.
     """
 
     mesh_info: Any  # one of torch's classes of mesh infos
@@ -168,7 +170,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._policy_dtype = compute_dtype(mp_policy, param)
         self._group: weakref.ref[_Group] | None = None
         self._orig_class: type = type(param)
-        self._orig_attributes = _noted_by_users(param)
+        self._orig_attributes = _user_attributes(param)
         if is_constructed_by_others(type(self), Param):
             FSDPParam.__init__(
                 self,
@@ -181,7 +183,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
                 mp_policy,
                 offload_policy,
             )
-            self._take_construction()
+            self._read_torch_construction()
             return
         self._module_info = module_info
         self.mesh_info = mesh_info
@@ -215,9 +217,11 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self.init_dtype_attrs(mp_policy)
         self._post_load_hook_handle: Any = None
 
-    def _take_construction(self) -> None:
-        """After torch's constructor, with the parts of it that somebody has replaced: the parameter
-        objects are what those make them, without the attributes of the original."""
+    def _read_torch_construction(self) -> None:
+        """Reads the attributes that torch's constructor, with patched parts, has set.
+
+        The parameter objects do not get the attributes of the original parameter.
+        """
         self._orig_class = nn.Parameter
         self._orig_attributes = {}
         self._adopted = self.sharded_param._local_tensor
@@ -233,7 +237,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self.padded_sharded_param_size = _resized(data.size(), dim, self.chunk_rows)
         self.sharded_size = _resized(data.size(), dim, self.local_rows)
         self.contiguous_sharded_stride = strides_of(self.sharded_size)
-        padded = self._pad(self._own_rows(data, dim))
+        padded = self._pad(self._local_shard(data, dim))
         if self.offload_to_cpu and not padded.is_meta:
             padded = padded.cpu()
             padded = padded.pin_memory() if self.pin_memory else padded
@@ -247,7 +251,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._note_shard()
 
     def _init_sharding_spec_plain(self, param: nn.Parameter, fsdp_placement: Shard) -> torch.Tensor:
-        """torch's, for parameters that are no DTensors; the spec is shared by those alike."""
+        """Sets the sharding spec of a plain tensor (equal ones share it); returns ``param``."""
         if is_patched("_init_sharding_spec_plain"):
             return super()._init_sharding_spec_plain(param, fsdp_placement)
         self._spmd_mesh = self.mesh_info.mesh
@@ -256,10 +260,10 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         return param
 
     def _copy_attributes(self, to: nn.Parameter, modules: bool = True) -> None:
-        """What the user has noted on the parameter object stays on its stand-ins.
+        """Copies the attributes of the original parameter object to ``to``.
 
-        ``modules``: references to modules, too. The core holds the unsharded parameter in a place
-        that the garbage collector does not see: it must not lead back to the model.
+        ``modules=False`` skips modules. The garbage collector does not traverse the core's
+        reference to the unsharded parameter, so that parameter must not refer to the model.
         """
         for name, value in self._orig_attributes.items():
             if modules or not isinstance(value, nn.Module):
@@ -270,18 +274,18 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         info = self.mesh_info
         return info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
 
-    def _own_rows(self, data: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's rows of ``data``; a view where it is a plain tensor."""
+    def _local_shard(self, data: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns this rank's shard of ``data`` without padding; a view of a plain tensor."""
         start = self._shard_rank * self.chunk_rows
         if type(data) is torch.Tensor or start >= self.rows:
             return data.narrow(dim, min(start, self.rows), self.local_rows)
-        # A subclass may know how to be chunked, as FSDP2 does it, and nothing else (NF4Tensor).
+        # Some subclasses (NF4Tensor) implement torch.chunk, which FSDP2 calls, but not narrow.
         info = self.mesh_info
         world = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         return torch.chunk(data, world, dim)[self._shard_rank]
 
     def _pad(self, shard: torch.Tensor) -> torch.Tensor:
-        """A new tensor of ``padded_sharded_param_size``: the shard, then rows of zeros."""
+        """Returns a new tensor of ``padded_sharded_param_size``: the shard, then zeros."""
         padded = shard.new_zeros(self.padded_sharded_param_size)
         if shard.numel() > 0:
             dim = self.fsdp_placement.dim
@@ -289,13 +293,13 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         return padded
 
     def _with_padding(self, padded: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """``local`` and the padding behind it, 1-D: a view, sharing the version counter."""
+        """Returns ``local`` and the padding behind it as a 1-D view with its version counter."""
         if _wraps(local):
             return padded.view(-1)
         return local.as_strided((self.padded_numel,), (1,), local.storage_offset())
 
     def register(self) -> None:
-        """Puts the sharded parameter in place of the original on every module that holds it."""
+        """Registers the sharded parameter on every module that holds the original."""
         info = self._module_info
         slots = [(info.module, info.param_name)]
         slots += zip(info.shared_modules, info.shared_param_names)
@@ -318,22 +322,22 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
 
     @property
     def sharded_state(self) -> ShardedState:
-        """The group's sharded state: parameters are never swapped one by one."""
+        """The group's sharded state. All parameters of a group change together."""
         group = self._live_group()
         return group._sharded_state if group is not None else ShardedState.SHARDED
 
     @sharded_state.setter
     def sharded_state(self, value: ShardedState) -> None:
-        """torch's functions note it with each parameter: here it is the group's."""
+        """Does nothing: torch's functions assign it per parameter, but the group owns the state."""
 
     def _live_group(self) -> _Group | None:
         return self._group() if self._group is not None else None
 
-    # The core calls the next three only where one of them is overridden, within its own transition:
-    # then they register this parameter alone. Freeing is the core's, after all are registered.
+    # The core calls the next three methods inside its own transition, if one of them is overridden.
+    # They then register this parameter only. The core frees memory after all are registered.
 
     def to_sharded(self) -> None:
-        """``_to_sharded()`` of the group: its parameters change together."""
+        """Calls ``_to_sharded()`` of the group: its parameters change together."""
         group = self._live_group()
         if self._swapping:
             self._setattr_on_modules(self.sharded_param)
@@ -341,7 +345,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             group._to_sharded()
 
     def to_sharded_post_forward(self) -> None:
-        """``_to_sharded_post_forward()`` of the group."""
+        """Calls ``_to_sharded_post_forward()`` of the group."""
         group = self._live_group()
         if self._swapping:
             assert self._sharded_post_forward_param is not None
@@ -350,11 +354,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             group._to_sharded_post_forward()
 
     def to_unsharded(self) -> None:
-        """``_to_unsharded()`` of the group.
-
-        Raises:
-            RuntimeError: a parameter of the group was not gathered.
-        """
+        """Calls ``_to_unsharded()`` of the group; raises ``RuntimeError`` if it is not gathered."""
         group = self._live_group()
         if self._swapping:
             self._setattr_on_modules(self._unsharded_param)
@@ -362,8 +362,10 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             group._to_unsharded()
 
     def _collect_grad(self) -> torch.Tensor | None:
-        """Takes the gradient that is to be reduced out of the parameter (called by the core where
-        somebody has overridden how)."""
+        """Removes the gradient to reduce from the parameter and returns it, or None.
+
+        The core calls this method if a gradient method of torch's ``FSDPParam`` is overridden.
+        """
         if self.unsharded_accumulated_grad is not None:
             grad = self.unsharded_accumulated_grad_data
             self.unsharded_accumulated_grad = None
@@ -380,14 +382,14 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         return self.sharded_param._local_tensor
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
-        """Resolves compute and reduce dtypes; ``None`` stands for "no cast needed"."""
+        """Sets ``param_dtype`` and ``reduce_dtype``. ``None`` means that no cast is needed."""
         if mp_policy is not self.mp_policy:
             self._policy_dtype = compute_dtype(mp_policy, self.sharded_param)
         param_dtype = self._policy_dtype
         before = self.param_dtype or self.orig_dtype
         self.orig_dtype = self.sharded_grad_dtype = stored_dtype(self.sharded_param)
         reduced = reduce_dtype(mp_policy, self.orig_dtype, param_dtype)
-        if self.orig_dtype.is_complex:  # it computes as it is; reductions may be wider
+        if self.orig_dtype.is_complex:  # no cast for computation; reductions may be wider
             reduced = reduced and torch.promote_types(reduced, torch.complex32)
         elif reduced == param_dtype:
             reduced = None
@@ -398,9 +400,9 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             self._forget_unsharded()
 
     def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
-        """The parameter seen while unsharded, over ``flat`` (called once by the core).
+        """Returns the unsharded parameter, a view of ``flat``. The core calls it once.
 
-        It outlives the forward that needs it first, which may be an evaluation's.
+        Inference mode is off, because later training forwards reuse the parameter.
         """
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.as_strided(flat, self._orig_size, self._contiguous_orig_stride, 0)
@@ -411,8 +413,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             )
 
     def _as_original(self, parameter: nn.Parameter) -> nn.Parameter:
-        """With the class (for plain subclasses of ``nn.Parameter``) and attributes (but for
-        modules) of the parameter that the user made."""
+        """Returns ``parameter`` with the original's class (if a plain subclass) and attributes."""
         original = self._orig_class
         if type(parameter) is nn.Parameter and issubclass(original, nn.Parameter):
             parameter.__class__ = original
@@ -420,7 +421,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         return parameter
 
     def _make_post_forward(self, data: torch.Tensor) -> nn.Parameter:
-        """The parameter seen between forward and backward on the smaller mesh, over ``data``."""
+        """Returns the parameter between forward and backward on the smaller mesh, over ``data``."""
         with torch.inference_mode(False), torch.no_grad():
             rows = torch.as_strided(
                 data,
@@ -433,7 +434,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
                 requires_grad=self.sharded_param.requires_grad,
             )
 
-    # Called by the core at each gather of a parameter whose shard has hooks of its own.
+    # The core calls these at each gather of a parameter whose shard has all-gather extensions.
 
     def _extend_inputs(self) -> list[torch.Tensor]:
         return extensions.inputs_of(self)
@@ -441,15 +442,15 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
     def _extend_unsharded(self) -> None:
         extensions.make_unsharded(self)
 
-    # An error is an exception; torch's functions would also print it, with a stack, on every rank.
+    # These raise on errors. torch's versions also print the error with a stack on every rank.
 
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """``tensor`` (``sharded_size``) as a DTensor; DTensor's __init__ would import dynamo."""
+        """Wraps ``tensor`` (``sharded_size``). ``DTensor.__init__`` would import dynamo."""
         _check_size(tensor, self.sharded_size)
         return dtensor_new(DTensor, tensor, self._sharding_spec, requires_grad=tensor.requires_grad)
 
     def to_sharded_post_forward_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """The same for the shard between forward and backward on the smaller mesh."""
+        """Returns ``tensor``, the shard on the smaller mesh after forward, as a DTensor."""
         _check_size(tensor, self.sharded_post_forward_size)
         return super().to_sharded_post_forward_dtensor(tensor)
 
@@ -458,7 +459,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             raise AssertionError(f"Expects to be in one of {states}, not {self.sharded_state}")
 
     def init_unsharded_param(self) -> None:
-        """torch's, for extensions and gathers of the host; plain parameters are as the core's."""
+        """Makes the unsharded parameter; with extensions by torch's method, else as the core."""
         extended = hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
         if not extended and not hasattr(self, "_unsharded_param"):
             self._unsharded_param = self._make_unsharded(self.all_gather_outputs[0])
@@ -469,13 +470,15 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
             extensions.release_outputs(self, smaller is not None)
 
     def reset_sharded_param(self) -> None:
-        """Adopts what is registered now: ``_apply``, ``load_state_dict(assign=True)`` and the like
-        replace the parameter or its local tensor, which may need its padding again.
+        """Uses the parameter that the module holds now as the sharded parameter.
+
+        ``Module._apply`` and ``load_state_dict(assign=True)`` replace the parameter or its local
+        tensor. The local tensor is padded again if necessary.
 
         Raises:
-            AttributeError: what is registered is no DTensor.
-            AssertionError: its local tensor has another size than this rank's shard.
-            RuntimeError: its local tensor has another dtype than itself.
+            AttributeError: The registered parameter is not a DTensor.
+            AssertionError: The local tensor's size differs from this rank's shard.
+            RuntimeError: The dtypes of the local tensor and its DTensor differ.
         """
         info = self._module_info
         new_param = getattr(info.module, info.param_name)
@@ -497,27 +500,26 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
                     "weights with fsdp_c.load_full_state_dict(model, state).",
                 )
             try:
-                self._refuse_unfit(new_param)
+                self._check_local_tensor(new_param)
             except BaseException:
-                self._register_sharded()  # what cannot be trained is not left there
+                self._register_sharded()  # restore the previous parameter on the module
                 raise
             self.sharded_param = new_param
         self._adopt_shard()
 
     def _follow_shard(self) -> None:
-        """Adopts the local tensor that was put into the sharded parameter since (called by the
-        core before a gather, where it finds another one).
+        """Uses a local tensor that was assigned to the sharded parameter; called before a gather.
 
         Raises:
-            AssertionError, RuntimeError: as :meth:`reset_sharded_param`.
-            RuntimeError: the local tensor is on the meta device.
+            AssertionError, RuntimeError: As :meth:`reset_sharded_param`.
+            RuntimeError: The local tensor is on the meta device.
         """
         if self.sharded_param._local_tensor.is_meta and not self._sharded_param_data.is_meta:
             raise still_on_meta([self])
         self._adopt_shard()
 
     def _adopt_shard(self) -> None:
-        self._refuse_unfit(self.sharded_param)
+        self._check_local_tensor(self.sharded_param)
         if not self.sharded_param._local_tensor.is_meta:
             self._adopt_local(self.sharded_param._local_tensor)
             self._note_shard()
@@ -527,11 +529,11 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         if group is not None:
             group._param_replaced()
 
-    def _refuse_unfit(self, param: DTensor) -> None:
-        """Raises where the local tensor of ``param`` cannot be this rank's shard."""
+    def _check_local_tensor(self, param: DTensor) -> None:
+        """Raises if the local tensor of ``param`` cannot be this rank's shard."""
         local, info = param._local_tensor, self._module_info
         if local.is_meta:
-            return  # to be materialised before it is used
+            return  # the user materializes it before the first gather
         where = (
             f"parameter '{self._param_fqn or info.param_name}' of {tuple(self._orig_size)}, rank "
             f"{self._shard_rank}: it is to be sharded as {self._sharding_spec.placements}, as "
@@ -540,7 +542,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         sizes = (self.sharded_size, self.padded_sharded_param_size)
         if local.size() not in sizes and (local.numel() > 0 or self.sharded_size.numel() > 0):
             raise AssertionError(f"Expects size {self.sharded_size} but got {local.shape}\n{where}")
-        if param.shape != param._spec.shape:  # by .data
+        if param.shape != param._spec.shape:  # an assignment to param.data causes this
             raise AssertionError(f"Expects size {param._spec.shape} but got {param.shape}\n{where}")
         if local.dtype != param.dtype:
             raise RuntimeError(
@@ -568,7 +570,7 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
         self._sharded_param_data = padded.view(-1)
 
     def _is_current(self, local: torch.Tensor) -> bool:
-        """Whether ``local`` still lies where the core reads, padding behind it."""
+        """Whether ``local`` starts the memory that the core reads, with the padding behind it."""
         data = self._sharded_param_data
         if data.is_meta or data.dtype != local.dtype or _wraps(data) or _wraps(local):
             return False
@@ -584,8 +586,8 @@ class Param(_C.Param, FSDPParam, ParamOfOlderTorch):
 
 
 def param_class() -> type[Param]:
-    """``Param``; below the subclass of ``FSDPParam`` that somebody has put in torch's place."""
-    found = getattr(stock_group, "FSDPParam", FSDPParam)
+    """Returns ``Param``, or a class derived from it and a subclass that replaced ``FSDPParam``."""
+    found = getattr(torch_group, "FSDPParam", FSDPParam)
     is_subclass = isinstance(found, type) and issubclass(found, FSDPParam)
     return _below(found) if is_subclass and found is not FSDPParam else Param
 

@@ -1,7 +1,8 @@
-"""The cold side of a parameter group: process groups, lazy init, dtypes, state-dict hooks.
+"""``ParamGroup``: the parts of a parameter group that do not run in each step.
 
-Also the host's side of data movement (``_host_*``): torch's own functions gather and reduce where a
-group has custom collectives or tensors without memory, with the same state machine around them.
+The module holds process groups, lazy init, dtypes and state-dict hooks. It also holds the callbacks
+of the core (``_host_*``). They run torch's own gather and reduce functions for groups with custom
+collectives or tensors without memory. The state machine in C is the same for both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as stock
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
 import torch.nn as nn
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -39,18 +40,17 @@ from .specs import has_no_values
 
 
 def _memory_of(comm: Any, cls: type) -> Any:
-    """The process group that torch's ``comm`` of this class takes memory from; None: not torch's,
-    or changed."""
+    """The process group from which an unmodified ``comm`` of torch's class allocates, else None."""
     group = getattr(comm, "_group", None)
     is_torchs = type(comm) is cls and vars(comm).keys() == {"_group"}
     return group if is_torchs and isinstance(group, dist.ProcessGroup) else None
 
 
-@shows(stock.FSDPParamGroup)
-class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
+@shows(torch_group.FSDPParamGroup)
+class ParamGroup(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTorch):
     """Parameters that are gathered in one collective and reduced in one collective.
 
-    torch's ``FSDPParamGroup`` by type; what runs in each step is C (``_C.ParamGroup``).
+    The class is a subclass of torch's ``FSDPParamGroup``. ``_C.ParamGroup`` implements each step.
 
     Args:
         params: The group's parameters, in the order of the modules' traversal.
@@ -64,7 +64,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         comm_ctx: Communication context of the state until lazy init shares the root's.
     """
 
-    # Of torch's groups; here the core has the events and buffers, and waits for them.
+    # Attributes of torch's groups. The core owns the events and buffers and waits for them.
     _post_reduce_event = None
     _all_reduce_state = None
     _reshard_after_forward_event = None
@@ -98,8 +98,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._module_to_pre_load_state_dict_hook_handle: dict[nn.Module, Any] = {}
         self._all_gather_output = torch.empty(0, device=device)
         self._comms: dict[str, Any] = {
-            "gather": stock.DefaultAllGather(),
-            "reduce": stock.DefaultReduceScatter(),
+            "gather": torch_group.DefaultAllGather(),
+            "reduce": torch_group.DefaultReduceScatter(),
         }
         self._reduce_hook: Callable[[torch.Tensor], None] | None = None
         self._all_reduce_hook_stream: Any = None
@@ -133,10 +133,11 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         watch(value, self)
 
     def _follow_mesh_infos(self) -> None:
-        """Takes the process groups from the mesh infos as they are now.
+        """Passes the process groups that the mesh infos hold now to the core.
 
         Raises:
-            ValueError: one has other ranks than the parameters are sharded for.
+            ValueError: The size or rank of a process group differs from the mesh that the
+                parameters are sharded for.
         """
         info, smaller = self._mesh_info, self._smaller_mesh_info
         found: list[tuple[str, Any, int, int]] = []
@@ -160,7 +161,10 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     def _link_to(
         self, kind: str, group: Any, size: int, rank: int
     ) -> tuple[str | None, int, int, dist.ProcessGroup | None]:
-        """What the core is told of a process group (``None``: there is none)."""
+        """Returns the arguments of ``_set_link`` for ``group``, which may be ``None``.
+
+        Raises ``ValueError`` if the size or rank of the group is not ``size`` or ``rank``.
+        """
         if group is None:
             return None, 1, 0, None
         actual = extent(group, size, rank)
@@ -182,7 +186,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, value: FSDPMeshInfo | None) -> None:
         if value is not None:
-            watch(value, self)  # before it is compared: which looks at the class
+            watch(value, self)  # before the comparison: watch() changes the class that == compares
         before = self._smaller_mesh_info
         self._smaller_mesh_info = None if value == self._mesh_info else value
         try:
@@ -202,10 +206,10 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         super()._set_separate_reduce_scatter_group(enable, new_groups)
         self._follow_mesh_infos()
 
-    # ---- what users plug in ----
+    # ---- custom collectives and hooks ----
 
     def set_symm_mem(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """torch's; refused at once where symmetric memory cannot be had."""
+        """As in torch; raises ``RuntimeError`` if the group's device is not CUDA."""
         if self.device.type != "cuda":
             raise RuntimeError(
                 "symmetric memory for collectives needs CUDA devices and NCCL; the parameters of "
@@ -242,11 +246,11 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._has_reduce_hook = hook is not None
 
     def _run_reduce_hook(self, row: torch.Tensor) -> None:
-        """The user's all-reduce of a reduced row (1-D, this rank's shards), in place."""
+        """Runs the user's all-reduce hook on ``row`` in place (1-D, this rank's reduced shards)."""
         assert self._reduce_hook is not None
         stream = self._all_reduce_hook_stream
         if self.device.type == "cpu" or stream is None:
-            self._reduce_hook(row)  # the core has made its all-reduce stream the current one
+            self._reduce_hook(row)  # the core's all-reduce stream is the current stream
             return
         current = self.device_handle.current_stream()
         stream.wait_stream(current)
@@ -255,10 +259,10 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         current.wait_stream(stream)
 
     def _update_hosted(self) -> None:
-        """Decides who moves the data: the core, or torch's functions called from here."""
+        """Chooses for gather and reduce between the core and torch's functions (fallback)."""
         for param in self.fsdp_params:
             param._extended = is_extended(param)
-        # Subclasses without memory of their own: only torch's code can read them.
+        # Only torch's code reads tensor subclasses that have no memory of their own.
         unreadable = any(
             not param._extended and not _C.has_memory(param._sharded_param_data)
             for param in self.fsdp_params
@@ -272,8 +276,8 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         elastic = replicas is not None and has_own_size(replicas)
         hosted = fake or foreign
         memory = [
-            _memory_of(self._all_gather_comm, stock.ProcessGroupAllocAllGather),
-            _memory_of(self._reduce_scatter_comm, stock.ProcessGroupAllocReduceScatter),
+            _memory_of(self._all_gather_comm, torch_group.ProcessGroupAllocAllGather),
+            _memory_of(self._reduce_scatter_comm, torch_group.ProcessGroupAllocReduceScatter),
         ]
         self._set_memory(*memory)
         self._param_calls = 0
@@ -283,16 +287,18 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             hosted
             or unreadable
             or self._param_calls & _C.CALL_GATHER != 0
-            or not (memory[0] or type(self._all_gather_comm) is stock.DefaultAllGather)
+            or not (memory[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather)
         )
         self._hosted_reduce = (
             hosted
             or elastic
             or self._param_calls & _C.CALL_REDUCE != 0
-            or not (memory[1] or type(self._reduce_scatter_comm) is stock.DefaultReduceScatter)
+            or not (
+                memory[1] or type(self._reduce_scatter_comm) is torch_group.DefaultReduceScatter
+            )
         )
 
-    # ---- data movement by torch's functions (called by the core, see csrc/core/host.h) ----
+    # ---- data movement by torch's functions; the core calls these (csrc/core/host.h) ----
 
     @as_normal_tensors
     def _host_gather(self, async_op: bool, overlaps: bool) -> None:
@@ -305,20 +311,23 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         comm = self._all_gather_comm
         group = info.shard_process_group
         with direct(group, self.device, comm):
-            self._host_gathered = stock.foreach_all_gather(
+            self._host_gathered = torch_group.foreach_all_gather(
                 self.fsdp_params, group, async_op, copy_in, gather, self.device, comm
             )
 
     @as_normal_tensors
     def _host_copy_out(self) -> torch.Tensor | None:
-        """The rows, which the core keeps until the gather streams may use their memory again."""
+        """Copies gathered data into the unsharded parameters; returns the all-gather output.
+
+        The core keeps the output until the gather streams may reuse its memory. None: no streams.
+        """
         if self._host_gathered == "local":
             for param in self.fsdp_params:
                 self._copy_local(param)
         elif self.is_sharded_post_forward:
             self._copy_out_forward(self._host_gathered)
         else:
-            stock.foreach_all_gather_copy_out(
+            torch_group.foreach_all_gather_copy_out(
                 self._host_gathered,
                 self.fsdp_params,
                 self.mesh_info.shard_process_group,
@@ -330,13 +339,15 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
 
     @property
     def _gather_mesh_info(self) -> Any:
-        """The mesh over which the parameters are sharded as they are now."""
+        """The mesh over which the parameters are currently sharded."""
         return self._smaller_mesh_info if self.is_sharded_post_forward else self.mesh_info
 
     @torch.no_grad()
     def _copy_out_forward(self, gathered: Any) -> None:
-        """The copy-out of a gather over the smaller mesh, whose rows may be of another size than
-        those of the whole mesh; they always fit into the memory for the latter."""
+        """Copies out an all-gather over the smaller mesh.
+
+        Its shards may differ in size from the whole mesh's, but they fit into the same outputs.
+        """
         if gathered.all_gather_event is not None:
             self.device_handle.current_stream().wait_event(gathered.all_gather_event)
         if isinstance(gathered.all_gather_work, dist.Work):
@@ -360,7 +371,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
 
     @torch.no_grad()
     def _copy_local(self, param: Param) -> None:
-        """The gather of one rank."""
+        """Copies the shard of ``param`` into its unsharded memory. The mesh has one rank."""
         inputs = param.all_gather_inputs
         param.init_all_gather_outputs(
             [tensor.numel() for tensor in inputs],
@@ -404,7 +415,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             direct(group, self.device, scatter),
             all_reduced_directly(reduced, self.device, scatter),
         ):
-            kept = stock.foreach_reduce(  # type: ignore[call-arg]
+            kept = torch_group.foreach_reduce(  # type: ignore[call-arg]
                 seen,
                 grads,
                 group,  # type: ignore[arg-type]
@@ -418,10 +429,11 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
                 stream,
                 self.all_reduce_grads,
                 self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
-                self._noting_hook(hooked),
+                self._recording_hook(hooked),
                 self.force_sum_reduction_for_comms,
             )
-        # (input, event, maybe a stream, event of all, all-reduced row, its event, partial row)
+        # foreach_reduce returns: input, its event, a stream (some releases), event of the whole
+        # reduction, all-reduced tensor, its event, partial reduce output.
         row, _, partial = kept[-3:]
         if partial is not None:
             self._keep_partials(params, partial)
@@ -431,13 +443,13 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         if self.device.type == "cpu":
             return
         comm.keep_input(kept[0], kept[1])
-        # The row must outlive its cast, on whichever stream.
+        # The reduced tensor must live until its cast has run on its stream.
         self._host_events.append((kept[-4], row, hooked))
         if order_compute or len(self._host_events) > 1:
             self._host_finalize()
 
     def _prepare_host_reduce(self, params: list[Param], grads: list[torch.Tensor]) -> torch.dtype:
-        """Makes of what the core collected what torch's function takes; the dtype to reduce in."""
+        """Converts both lists in place for torch's ``foreach_reduce``; returns the reduce dtype."""
         if isinstance(self.mesh_info, DDPMeshInfo) and self.all_reduce_grads:
             late = [p for p in self.fsdp_params if p._partial is not None and p not in params]
             params += late
@@ -449,13 +461,13 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         for index, (param, grad) in enumerate(zip(params, grads)):
             if len(dtypes) > 1:
                 grad = grad.to(reduce_dtype)
-            # Zeros of a parameter that was never unsharded come 1-D from the core.
+            # The core passes 1-D zeros for a parameter that was never unsharded.
             flat = grad.ndim != len(param._orig_size)
             grads[index] = grad.view(param._orig_size) if flat else grad
         return reduce_dtype
 
-    def _noting_hook(self, rows: list[torch.Tensor]) -> Callable[[torch.Tensor], None] | None:
-        """The user's all-reduce hook, which notes the row it was given."""
+    def _recording_hook(self, rows: list[torch.Tensor]) -> Callable[[torch.Tensor], None] | None:
+        """Returns the user's all-reduce hook, wrapped to append its argument to ``rows``."""
         hook = self._reduce_hook
         if hook is None:
             return None
@@ -473,7 +485,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         )
 
     def _take_partials(self, params: list[Param], dtype: torch.dtype) -> torch.Tensor | None:
-        """What earlier backwards left, in the order of ``params``; None: nothing."""
+        """Removes the partial reduce outputs of earlier backwards; returns them 1-D, or None."""
         if all(param._partial is None for param in params):
             return None
         parts = [(param, param._partial) for param in params]
@@ -490,7 +502,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             )
 
     def _keep_partials(self, params: list[Param], row: torch.Tensor) -> None:
-        """Leaves the reduce-scattered parts with the parameters until an all-reduce."""
+        """Adds reduce-scattered gradients to those that wait for a backward that all-reduces."""
         with torch.no_grad(), self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
             for param, part in zip(params, row.split([p.padded_numel for p in params])):
                 param._partial = part if param._partial is None else param._partial + part
@@ -502,7 +514,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
         self._host_events.clear()
         self.comm_ctx.release_inputs()
         if self._offloaded is not None:
-            # The copies were queued on one stream: the last one is behind all others.
+            # All copies run on one stream, so the event of the last copy covers all of them.
             self._offloaded.synchronize()
             self._offloaded = None
             for param in self.fsdp_params:
@@ -511,7 +523,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     # ---- lazy init ----
 
     def lazy_init(self) -> None:
-        """Adopts what changed since ``fully_shard`` and validates; idempotent."""
+        """Applies changes of parameters since ``fully_shard`` and validates them. Idempotent."""
         params = self.fsdp_params
         if self.is_sharded and not self._reset_sharded_params:
             for param in params:
@@ -529,23 +541,23 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
     def _init_mp_dtypes(self) -> None:
         for param in self.fsdp_params:
             param.init_dtype_attrs(self.mp_policy)
-        # Of all parameters: those that are frozen now may be trained later.
+        # Frozen parameters count: they may be trained later.
         self._reduce_dtype = self.fsdp_params[0].reduce_dtype if self.fsdp_params else None
         several = len({param._policy_dtype for param in self.fsdp_params}) > 1
         if several or any(param.orig_dtype.is_complex for param in self.fsdp_params):
             self._reduce_dtype = self.mp_policy.reduce_dtype or widest_stored(self.fsdp_params)
-        self._note_orig_dtype()
+        self._update_orig_dtype()
 
-    def _note_orig_dtype(self) -> None:
+    def _update_orig_dtype(self) -> None:
         dtypes = {p.orig_dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
         self._orig_dtype = dtypes.pop() if len(dtypes) == 1 else None
 
     def _param_replaced(self) -> None:
-        """A parameter's shard or dtype changed: plans and the group's dtypes follow."""
+        """Recomputes plans and the group's dtypes after a parameter's shard or dtype changed."""
         self._invalidate()
         self._update_hosted()
         if self._reset_sharded_params:
-            self._note_orig_dtype()
+            self._update_orig_dtype()
 
     def _validate_no_meta_params(self) -> None:
         on_meta = [
@@ -566,7 +578,7 @@ class ParamGroup(_C.ParamGroup, stock.FSDPParamGroup, GroupOfOlderTorch):
             if alive is not None:
                 alive._to_sharded()
 
-        cls = stock.FSDPParamGroup
+        cls = torch_group.FSDPParamGroup
         shown_as_of_torch(to_sharded, cls, "_register_state_dict_hooks", "to_sharded_hook")
         for param in self.fsdp_params:
             module = param._module_info.module

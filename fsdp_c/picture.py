@@ -1,4 +1,4 @@
-"""The memory of a step as a picture: what it is made of, over time, with the units as bands."""
+"""Draws the memory of a step by kind over time, with the units as bands."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .forecast import BEFORE, KINDS, Sample, Timeline
 
 _COLOURS = ("#4c6a92", "#9aa8bd", "#3f9c8f", "#d98e32", "#b8c46a")
 _BANDS = ("#ffffff", "#f0f0f0")
-_MOST = 4000  # moments in the picture
+_MOST = 4000  # samples in the picture
 
 
 def draw(title: str, timeline: Timeline, memory: int | None, path: str | os.PathLike[str]) -> None:
-    """Draws the timeline into a file, whose ending says which format.
+    """Draws the timeline to a file, whose extension gives the format.
 
     Args:
         memory: Bytes of the rank: a line, where it is not far above.
@@ -42,14 +42,14 @@ def draw(title: str, timeline: Timeline, memory: int | None, path: str | os.Path
 
 
 def _fewer(samples: list[Sample]) -> list[Sample]:
-    """Of each few moments the one of most memory."""
+    """Reduces the samples: keeps the one with the most memory of each run of neighbors."""
     every = -(-len(samples) // _MOST)
     parts = (samples[i : i + every] for i in range(0, len(samples), every))
     return [max(part, key=lambda sample: sample.total) for part in parts]
 
 
 def _bands(axes: Any, samples: list[Sample]) -> None:
-    """A band for each unit's forward and backward; the phases of the step below."""
+    """Draws a band for each unit's forward and backward, and the names of the phases."""
     marks: list[tuple[float, str]] = []
     start, shade = 0, False
     for unit, run in groupby(samples, key=lambda sample: sample.unit):

@@ -1,4 +1,4 @@
-"""``plan``: what a model that is not sharded yet, or not even in memory, will need when it is."""
+"""``plan``: forecasts the memory of a model before it is sharded, also on the meta device."""
 
 from __future__ import annotations
 
@@ -39,29 +39,32 @@ def plan(
     file: TextIO | None = None,
     **fully_shard_kwargs: Unpack[UnitKwargs],
 ) -> Explanation:
-    """Prints what ``auto_shard`` would make of a model, and the memory of a step, before there is
-    a process group, a device or memory for the model.
+    """Prints the units that ``auto_shard`` would make, and the memory of a step.
+
+    No process group, device or memory for the model is needed. The model is not changed.
 
     Args:
-        model: A model to no part of which FSDP was applied; on the meta device, best.
+        model: A model without sharded modules, preferably on the meta device.
         policy: As for ``auto_shard``.
-        world_size: Ranks to shard over; ``None``: as many as the mesh has, or the process group.
-        mesh: Its shape: ``(8,)``, or ``(2, 4)`` for 2 replicas of 4 shards; or a mesh.
-        optimizer: A class, a name of ``torch.optim`` in any case, or a function that makes one of
-            parameters, ``functools.partial(torch.optim.SGD, momentum=0.9)``; ``None``: AdamW.
+        world_size: The number of ranks to shard over. ``None``: that of the mesh or of the default
+            process group.
+        mesh: A mesh or its shape: ``(8,)``, or ``(2, 4)`` for 2 replicas of 4 shards.
+        optimizer: A class, a name of ``torch.optim`` in any case, or a function that makes an
+            optimizer from parameters, such as ``functools.partial(torch.optim.SGD, momentum=0.9)``.
+            ``None``: AdamW.
         batch, loss, memory, file: As for :func:`fsdp_c.explain`.
         max_transient, min_unit, ignored_modules, ignored_params: As for ``auto_shard``.
-        device: What trains it: gathers and reductions overlap with computation but on ``"cpu"``.
+        device: The device type of training. Gathers and reductions overlap with computation on all
+            devices but ``"cpu"``.
         **fully_shard_kwargs: As for ``auto_shard``.
 
     Returns:
-        What was printed, as data; ``.plot("memory.png")`` draws it.
+        The report as data. ``.plot("memory.png")`` draws it.
 
     Raises:
-        ValueError: neither ``world_size`` nor a mesh; a mesh of more than two dimensions; what
-            ``auto_shard`` raises before it shards; forward cannot be run on the batch, or asks for
-            values.
-        TypeError: an argument of another type, or one that ``fully_shard`` does not have.
+        ValueError: ``world_size`` and mesh are missing, the mesh has more than two dimensions,
+            planning of ``auto_shard`` fails, or forward fails on the batch or needs values.
+        TypeError: An argument has another type, or ``fully_shard`` does not have it.
     """
     require_module(model, "plan")
     shape = _shape(world_size, mesh)
@@ -110,7 +113,7 @@ def _type_of(device: str | torch.device) -> str:
 
 
 def _shape(world_size: int | None, mesh: DeviceMesh | tuple[int, ...] | None) -> tuple[int, int]:
-    """Replicas, and ranks to shard over."""
+    """Returns the number of replicas and the number of ranks to shard over."""
     if mesh is None and world_size is None:
         if not torch.distributed.is_initialized():
             raise ValueError("plan needs world_size= or mesh=, where there is no process group")

@@ -1,4 +1,4 @@
-"""``python -m fsdp_c plan``: the memory of a model, asked from a shell."""
+"""``python -m fsdp_c plan``: prints the memory forecast of a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     sys.path.insert(0, os.getcwd())  # as python -m does for modules
     try:
-        found = plan(
+        explanation = plan(
             _model(options.model),
             options.policy if not options.policy[:1].isdigit() else bytes_of(options.policy),
             mesh=_ranks(options.ranks),
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str]) -> int:
             **_settings(options),
         )
         if options.plot is not None:
-            found.plot(options.plot)
+            explanation.plot(options.plot)
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
-    return int(found.fits is False)
+    return int(explanation.fits is False)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,19 +54,19 @@ def _parser() -> argparse.ArgumentParser:
         description="What a model will need on each rank, before there are any.",
     )
     add = parser.add_argument
-    add("model", help="package.module:name, a function or class that makes the model (on meta)")
-    add("ranks", help="8: ranks to shard over; 2x4: replicas by ranks to shard over")
+    add("model", help="package.module:name of a class or function that makes the model")
+    add("ranks", help="ranks to shard over: 8, or replicas x ranks to shard over: 2x4")
     add("--batch", nargs="+", default=[], metavar="SHAPE[:DTYPE]", help="2x2048:int64, 8x3x224x224")
-    add("--memory", help="of a rank, for a verdict: 80GiB")
-    add("--policy", default="blocks", help='"blocks" (the default), or units of so much: 512MiB')
-    add("--max-transient", help="what a unit may need for a while: 2GiB")
-    add("--param-dtype", type=_dtype, help="compute in it: bfloat16")
-    add("--reduce-dtype", type=_dtype, help="reduce gradients in it: float32")
-    add("--optimizer", default="AdamW", help="of torch.optim")
+    add("--memory", help="memory of one rank, for a verdict: 80GiB")
+    add("--policy", default="blocks", help='"blocks" (the default), or bytes of a unit: 512MiB')
+    add("--max-transient", help="temporary memory of one unit at most: 2GiB")
+    add("--param-dtype", type=_dtype, help="dtype of computation: bfloat16")
+    add("--reduce-dtype", type=_dtype, help="dtype of gradient reductions: float32")
+    add("--optimizer", default="AdamW", help="a class of torch.optim")
     add("--no-reshard", action="store_true", help="reshard_after_forward=False")
     add("--offload", action="store_true", help="shards and states in CPU memory")
     add("--device", default="cuda")
-    add("--plot", help="a picture of the memory of a step: memory.png")
+    add("--plot", help="file for a picture of the step's memory: memory.png")
     return parser
 
 
@@ -113,11 +113,11 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     if options.param_dtype is not None or options.reduce_dtype is not None:
-        found["mp_policy"] = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
+        kwargs["mp_policy"] = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     if options.no_reshard:
-        found["reshard_after_forward"] = False
+        kwargs["reshard_after_forward"] = False
     if options.offload:
-        found["offload_policy"] = CPUOffloadPolicy()
-    return found
+        kwargs["offload_policy"] = CPUOffloadPolicy()
+    return kwargs

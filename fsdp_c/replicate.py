@@ -1,4 +1,4 @@
-"""``replicate``: data parallelism on the core of ``fully_shard``; every rank has all parameters."""
+"""``replicate``: data parallelism with unsharded parameters, on the core of ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-import torch.distributed._composable.replicate_with_fsdp as stock
+import torch.distributed._composable.replicate_with_fsdp as torch_replicate
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -30,15 +30,15 @@ _DEFAULT_MP_POLICY = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD_POLICY = OffloadPolicy()
 
 
-class ReplicateContext(IterationContext, stock._ReplicateStateContext):
-    """What the states under one root share; torch's ``_ReplicateStateContext`` by type."""
+class ReplicateContext(IterationContext, torch_replicate._ReplicateStateContext):
+    """Data that the states under one root share; subclass of ``_ReplicateStateContext``."""
 
 
-class ReplicateState(State, stock._ReplicateState):  # type: ignore[misc]
-    """The state of one ``replicate`` call; torch's ``_ReplicateState`` by type.
+class ReplicateState(State, torch_replicate._ReplicateState):  # type: ignore[misc]
+    """The state of one ``replicate`` call; subclass of torch's ``_ReplicateState``.
 
-    Its root is the root of states like it: what ``fully_shard`` has taken below runs under a root
-    of its own, as with torch's.
+    Its root only covers other ``replicate`` states. ``fully_shard`` units below it have their own
+    root, as in torch.
     """
 
     _context_class = ReplicateContext
@@ -49,13 +49,13 @@ class ReplicateState(State, stock._ReplicateState):  # type: ignore[misc]
 
 _API = Api(
     name="replicate",
-    contract_key=undecorated(stock, "replicate"),
+    contract_key=undecorated(torch_replicate, "replicate"),
     state_class=ReplicateState,
-    mixin=lambda: stock.ReplicateModule,
+    mixin=lambda: torch_replicate.ReplicateModule,
     class_prefix="Replicate",
-    classes=stock.cls_to_replicate_cls,
-    is_composable=stock.is_composable_with_replicate,
-    state_of=stock._get_module_replicate_state,
+    classes=torch_replicate.cls_to_replicate_cls,
+    is_composable=torch_replicate.is_composable_with_replicate,
+    state_of=torch_replicate._get_module_replicate_state,
     marks_modules=False,
 )
 
@@ -73,7 +73,7 @@ def replicate(
     device_id: int | torch.device | None = ...,
     ignored_modules: set[nn.Module] | None = ...,
     bucket_cap_mb: float = ...,
-) -> stock.ReplicateModule: ...
+) -> torch_replicate.ReplicateModule: ...
 
 
 @overload
@@ -89,7 +89,7 @@ def replicate(
     device_id: int | torch.device | None = ...,
     ignored_modules: set[nn.Module] | None = ...,
     bucket_cap_mb: float = ...,
-) -> list[stock.ReplicateModule]: ...
+) -> list[torch_replicate.ReplicateModule]: ...
 
 
 @notes.on_mistakes
@@ -106,43 +106,43 @@ def replicate(
     ignored_modules: set[nn.Module] | None = None,
     bucket_cap_mb: float = 25,
 ) -> Any:
-    """Data parallelism in place: whole parameters on every rank, mean gradients after backward.
+    """Replicates the parameters of ``module`` in place, and averages gradients in backward.
 
-    Every parameter below ``module`` that no earlier call took becomes a ``DTensor`` parameter
-    with placement ``Replicate()``, whose local tensor has the whole parameter. Without a dtype
-    cast the working parameters are the stored ones: no copy, no second buffer. Gradients of more
-    than a bucket are all-reduced bucket by bucket, the last parameters first. Where this is the
-    model's only ``replicate``, that happens while backward goes on; else at the end of each
-    module's backward.
+    Every parameter below ``module`` that no earlier call converted becomes a ``DTensor`` parameter
+    with placement ``Replicate()``, whose local tensor is the whole parameter. Without a dtype cast,
+    computation uses this memory directly. Gradients are all-reduced in buckets, the last parameters
+    first. If the model has one ``replicate`` call, the reductions overlap with backward. Otherwise
+    they run at the end of each module's backward. Numbers and exceptions are those of torch's
+    ``replicate``.
 
     Args:
         module: A module, or a list of modules that form one group.
-        mesh: 1-D device mesh, or 2-D of shape (N, 1); ``None``: all ranks.
-        mp_policy: dtypes of computation, reduction, inputs and outputs.
+        mesh: A 1-D device mesh, or a 2-D mesh of shape (N, 1). ``None``: all ranks.
+        mp_policy: Dtypes of computation, reduction, inputs and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters and gradients in CPU memory.
-        ignored_params: parameters that stay as they are.
-        dp_mesh_dims: names the replicate dims of ``mesh``, a full SPMD mesh on which every
-            parameter is a DTensor already; from torch 2.12 on.
-        device_mesh: the older name of ``mesh``.
-        device_id: index of the device, or the device itself; must be the mesh's.
-        ignored_modules: modules whose parameters are ignored.
-        bucket_cap_mb: MiB of gradients at which a bucket is full, as for DDP; ``inf``: one
-            all-reduce for the whole module, as torch's.
+        ignored_params: Parameters that are neither replicated nor moved.
+        dp_mesh_dims: The names of the replicate dims of ``mesh``, a full SPMD mesh on which every
+            parameter already is a DTensor. Requires torch 2.12.
+        device_mesh: The older name of ``mesh``.
+        device_id: The device of the mesh, or its index.
+        ignored_modules: Modules whose parameters are ignored.
+        bucket_cap_mb: MiB of gradients at which a bucket is full, as for DDP. ``inf``: one
+            all-reduce for the whole module, as in torch.
 
     Returns:
         ``module``, whose class is now ``Replicate<Class>`` with ``ReplicateModule``'s methods.
 
     Raises:
-        RuntimeError: ``fully_shard`` manages the module; ``device_id`` is no device.
-        ValueError: containers without forward, meshes of other shapes, contradicting arguments, a
-            bucket size that is not positive.
-        AssertionError: ``replicate`` was applied to a module before.
+        RuntimeError: ``fully_shard`` manages the module, or ``device_id`` is not a device.
+        ValueError: A container has no forward, the mesh has another shape, arguments contradict
+            each other, or the bucket size is not positive.
+        AssertionError: ``replicate`` was already applied to a module.
 
-    A call that raises leaves the module as it was.
+    A call that raises restores the module.
     """
     torch._C._log_api_usage_once("fsdp_c.replicate")
-    for one in (module,) if isinstance(module, nn.Module) else module:
-        stock._validate_module(one)
+    for root in (module,) if isinstance(module, nn.Module) else module:
+        torch_replicate._validate_module(root)
     if mesh is not None and device_mesh is not None and mesh is not device_mesh:
         raise ValueError("replicate got both mesh and device_mesh: give one of them")
     limit = bucket_bytes(bucket_cap_mb)
@@ -159,14 +159,14 @@ def replicate(
         state = apply(_API, module, units, device, policies, ignored or None, False, undo)
         for group in state._fsdp_param_groups:
             group._bucket_bytes = limit
-        return module  # in here: a signal may come after the last call
+        return module  # inside the try: a signal handler may raise before the return
     except BaseException:
         undo.run()
         raise
 
 
 def bucket_bytes(bucket_cap_mb: float) -> int:
-    """Bytes of gradients at which a bucket is full; 0: there is one.
+    """Returns the bytes of gradients at which a bucket is full; 0 for a single bucket.
 
     Raises:
         ValueError: ``bucket_cap_mb`` is not positive.
@@ -188,7 +188,7 @@ def _replicate_mesh_info(mesh: DeviceMesh, dp_mesh_dims: Any) -> DataParallelMes
         return info
     if mesh.ndim == 2 and mesh.size(1) == 1 and mesh.mesh_dim_names is not None:
         mesh = mesh[mesh.mesh_dim_names[0]]
-    stock._validate_mesh(mesh)
+    torch_replicate._validate_mesh(mesh)
     return DDPMeshInfo(mesh, replicate_mesh_dim=0)
 
 
@@ -199,12 +199,12 @@ def _check_device_id(device_id: int | torch.device | None, device: torch.device)
         raise RuntimeError(
             f"Expected device_id to be int or torch.device, but got {type(device_id)}"
         )
-    wanted = device_id if isinstance(device_id, torch.device) else None
+    expected = device_id if isinstance(device_id, torch.device) else None
     index = device_id.index if isinstance(device_id, torch.device) else device_id
-    if (wanted is not None and wanted.type != device.type) or (
+    if (expected is not None and expected.type != device.type) or (
         index is not None and device.index is not None and index != device.index
     ):
         raise ValueError(f"device_id {device_id} is not the mesh's device {device}")
 
 
-replicate.state = stock.replicate.state  # type: ignore[attr-defined]
+replicate.state = torch_replicate.replicate.state  # type: ignore[attr-defined]

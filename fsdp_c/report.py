@@ -1,4 +1,4 @@
-"""What ``explain`` and ``plan`` print: units, the memory of a step, a verdict, what would help."""
+"""``Explanation``, the result of ``explain`` and ``plan``: units, memory, verdict and advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .suspicions import original_class
 
 _SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _SIZES |= {f"{key}i": 1024**power for power, key in enumerate("kmgt", 1)}
-_ABOUT = {
+_DESCRIPTIONS = {
     "shards": "parameters on this rank, and buffers",
     "states": "of the optimizer, and what its step needs",
     "gathered": "whole parameters and the buffers of all-gathers",
@@ -33,10 +33,9 @@ class UnitReport:
     """One group of parameters that is gathered and reduced together.
 
     Sizes are bytes on this rank. ``gathers``, ``reduce_scatters`` and ``all_reduces`` count the
-    collectives of one forward and one backward that reaches the unit; ``transient`` is what the
-    unit needs beyond its shards while it is gathered (unsharded parameters and gather buffer) or
-    while its gradients are reduced (gradients, input and output of the reduction), whichever is
-    more.
+    collectives of one forward and one backward that reaches the unit. ``transient`` is the memory
+    that the unit uses temporarily beyond its shards. It is the larger of two values: unsharded
+    parameters and gather buffer, or gradients with input and output of the reduction.
     """
 
     name: str
@@ -54,20 +53,22 @@ class UnitReport:
 
 @dataclass
 class Explanation:
-    """What :func:`fsdp_c.explain` and :func:`fsdp_c.plan` found; ``str()`` gives what they print.
+    """The result of :func:`fsdp_c.explain` and :func:`fsdp_c.plan`; ``str()`` formats it.
 
     Attributes:
+        title: The title of the picture.
         units: One report for each unit.
-        warnings: What looks wrong.
+        warnings: Likely configuration mistakes.
         timeline: Bytes by kind on this rank, over one step.
-        received: Bytes that this rank receives in a step, by the link: ``shard`` (all-gathers and
-            reduce-scatters) and ``replicate`` (all-reduces).
-        changes: What would lower the peak most, with the bytes that it saves.
-        memory: Bytes that the rank has, where that was told.
-        knows_activations: Whether a batch was given.
-        kernels: What packs and unpacks, by type of device; empty for a plan.
-        buffers: Bytes of this process's pool of buffers on the CPU: in use, and waiting to be used
-            again (:func:`fsdp_c.release_memory`); ``None`` for a plan, and on other devices.
+        received: Bytes that this rank receives in a step, by process group: ``shard`` (all-gathers
+            and reduce-scatters) and ``replicate`` (all-reduces).
+        changes: The changes that lower the peak most, with the bytes that they save.
+        optimizer: The optimizer's name, or empty.
+        memory: Bytes that the rank has; ``None`` if the caller did not pass them.
+        knows_activations: Whether the caller passed a batch.
+        kernels: The implementation that packs and unpacks, by device type; empty for a plan.
+        buffers: Bytes of this process's CPU buffer cache: in use, and free for reuse
+            (:func:`fsdp_c.release_memory`). ``None`` for a plan, and on other devices.
     """
 
     title: str = ""
@@ -84,16 +85,16 @@ class Explanation:
 
     @property
     def peak(self) -> Sample:
-        """The moment of the most memory: ``peak.total`` bytes, and what is going on."""
+        """The sample with the most memory: ``peak.total`` bytes, and the phase of the step."""
         return self.timeline.peak
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is below the memory that was told."""
+        """Whether the peak is at most ``memory``; ``None`` if that is unknown."""
         return None if self.memory is None else self.peak.total <= self.memory
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the memory of the step by kind, with the units as bands, into a picture.
+        """Draws the memory of the step by kind, with the units as bands, to the file ``path``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -105,10 +106,10 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [*_table(self.units), *_memory(self), *_network(self), *_verdict(self)]
-        lines += [f"packed on {device} by {what}" for device, what in self.kernels.items()]
+        lines += [f"packed on {device} by {kernels}" for device, kernels in self.kernels.items()]
         if self.buffers is not None:
-            used, waiting = map(show, self.buffers)
-            lines.append(f"buffers on the CPU: {used} in use, {waiting} kept for the next ones")
+            used, free = map(show, self.buffers)
+            lines.append(f"buffers on the CPU: {used} in use, {free} kept for the next ones")
         lines += [f"warning: {text}" for text in self.warnings]
         return "\n".join(lines)
 
@@ -122,7 +123,10 @@ def make_explanation(
     optimizer: str,
     memory: int | str | None,
 ) -> Explanation:
-    """Puts together what was found."""
+    """Makes an ``Explanation`` from a layout and a trace.
+
+    Without a trace, the step is synthetic and has no activations.
+    """
     events = trace if trace is not None else synthetic(sharding)
     return Explanation(
         title=title,
@@ -138,21 +142,21 @@ def make_explanation(
 
 
 def bytes_of(size: int | str) -> int:
-    """A number of bytes: ``80 * 2**30``, ``"80GiB"``, ``"80 GB"``.
+    """Returns ``size`` in bytes, for example of ``80 * 2**30``, ``"80GiB"`` or ``"80 GB"``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``size`` is not a number of bytes.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    found = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", str(size).lower())
-    if found is None or found[2] not in _SIZES:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", str(size).lower())
+    if match is None or match[2] not in _SIZES:
         raise ValueError(f"expected a number of bytes such as '80GiB', not {size!r}")
-    return int(float(found[1]) * _SIZES[found[2]])
+    return int(float(match[1]) * _SIZES[match[2]])
 
 
 def show(count: float) -> str:
-    """Bytes for people."""
+    """Formats a number of bytes with a binary unit, for example ``1.5 MiB``."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
@@ -167,8 +171,8 @@ def show(count: float) -> str:
 def _reports(layout: Layout) -> Iterator[UnitReport]:
     for unit, params, modules in zip(layout.units, layout.params, layout.modules):
         yield UnitReport(
-            name=_clean(unit.name),
-            modules=", ".join(_looked_through(module) for module in modules),
+            name=_without_wrapper_names(unit.name),
+            modules=", ".join(_inner_class_name(module) for module in modules),
             parameters=len(params),
             elements=sum(param.numel for param in params),
             dtypes="; ".join(sorted({_dtypes(param) for param in params})),
@@ -181,13 +185,13 @@ def _reports(layout: Layout) -> Iterator[UnitReport]:
         )
 
 
-def _clean(name: str) -> str:
+def _without_wrapper_names(name: str) -> str:
     parts = name.split(".")
     return ".".join(p for p in parts if p not in ("_checkpoint_wrapped_module", "_orig_mod"))
 
 
-def _looked_through(module: Any) -> str:
-    """The class of a module, or of what a checkpoint wrapper has in it."""
+def _inner_class_name(module: Any) -> str:
+    """Returns the class name of a module, or of the module inside a checkpoint wrapper."""
     inner = getattr(module, "_checkpoint_wrapped_module", None)
     return original_class(module if inner is None else inner).__name__
 
@@ -198,14 +202,14 @@ def _dtypes(param: ParamSize) -> str:
 
 
 def folded(units: list[UnitReport]) -> list[UnitReport]:
-    """Neighbours that differ in one number of their names only become one row."""
+    """Combines neighboring units that differ only in one number of their names."""
     runs: list[list[UnitReport]] = []
     for unit in units:
         if runs and _continues(runs[-1], unit):
             runs[-1].append(unit)
         else:
             runs.append([unit])
-    return [run[0] if len(run) == 1 else _as_one(run) for run in runs]
+    return [run[0] if len(run) == 1 else _combine(run) for run in runs]
 
 
 def _pattern(name: str) -> tuple[str, list[int]]:
@@ -220,11 +224,11 @@ def _continues(run: list[UnitReport], unit: UnitReport) -> bool:
     steps = [b - a for a, b in zip(first, second)]
     if before != after or sorted(steps) != [0] * (len(steps) - 1) + [1]:
         return False
-    begun = _pattern(run[0].name)[1]  # in the same place as before
+    begun = _pattern(run[0].name)[1]  # the same number must differ in all names of the run
     return len(run) == 1 or begun[steps.index(1)] != first[steps.index(1)]
 
 
-def _as_one(run: list[UnitReport]) -> UnitReport:
+def _combine(run: list[UnitReport]) -> UnitReport:
     first, last = _pattern(run[0].name), _pattern(run[-1].name)
     numbers = iter(f"{a}-{b}" if a != b else str(a) for a, b in zip(first[1], last[1]))
     name = re.sub("#", lambda _: next(numbers), first[0])
@@ -274,7 +278,7 @@ def _memory(found: Explanation) -> Iterator[str]:
             yield f"  {kind:<31}{'unknown':>13}   pass the optimizer"
         else:
             most = show(found.timeline.highest(kind))
-            yield f"  {kind:<31}{show(size):>13}{most:>10}   {_ABOUT[kind]}"
+            yield f"  {kind:<31}{show(size):>13}{most:>10}   {_DESCRIPTIONS[kind]}"
     yield f"the peak: {show(peak.total)}, in {peak}"
 
 
@@ -308,12 +312,12 @@ def _verdict(found: Explanation) -> Iterator[str]:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """A dtype by its name, as in ``bfloat16``.
+    """Returns the dtype with a name such as ``bfloat16`` or ``torch.bfloat16``.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: torch has no dtype with that name.
     """
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype '{name}'")
-    return found
+    return dtype

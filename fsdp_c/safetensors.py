@@ -22,8 +22,11 @@ _LENGTH_BYTES = 8
 
 
 def _check_library() -> None:
-    """Many never read such a file: the library is asked for when one is opened."""
-    if not hasattr(safe_open, "offset_keys"):  # it came with 0.6
+    """Raises ``ImportError`` if the safetensors library is missing or too old.
+
+    Called when a file is opened, so that ``import fsdp_c`` works without the library.
+    """
+    if not hasattr(safe_open, "offset_keys"):  # added in safetensors 0.6
         raise ImportError(
             "reading safetensors files needs the library of that name: "
             "pip install 'safetensors>=0.6'"
@@ -31,7 +34,7 @@ def _check_library() -> None:
 
 
 class SafetensorsFile(Mapping[str, torch.Tensor]):
-    """The tensors of a file by name, in the order in which they lie in it; read-only by intent.
+    """Maps names to the tensors of a file, in file order. Callers must not write to them.
 
     Args:
         path: A ``.safetensors`` file.
@@ -60,7 +63,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         return ValueError(f"{self.path} is not a safetensors file: {why}")
 
     def _check_names(self) -> None:
-        """The format has each name once; the library takes the last one."""
+        """Refuses a header with duplicate names, of which the library would use the last one."""
         with open(self.path, "rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             text = file.read(length)
@@ -86,13 +89,13 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         return len(self._names)
 
     def facts(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """dtype and shape of a tensor; of its contents nothing is read."""
+        """Returns dtype and shape of a tensor, without reading its values."""
         tensor = self[name]
         return tensor.dtype, tensor.shape
 
 
 class SafetensorsIndex(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint in several files, by its ``.safetensors.index.json``.
+    """Maps names to the tensors of a checkpoint in several files (``.safetensors.index.json``).
 
     The files lie in the folder of the index or below, by the names that it gives. (Links are
     followed: Hugging Face's cache is made of them.)
@@ -124,12 +127,12 @@ class SafetensorsIndex(Mapping[str, torch.Tensor]):
         return len(self._files)
 
     def facts(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """dtype and shape of a tensor."""
+        """Returns dtype and shape of a tensor."""
         return self._files[name].facts(name)
 
 
 def _places(path: Path) -> dict[str, str]:
-    """From the names of tensors to those of files, as the index at ``path`` has it."""
+    """Returns the map from tensor names to file names in the index at ``path``."""
     try:
         places = dict(json.loads(path.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -143,7 +146,7 @@ def _places(path: Path) -> dict[str, str]:
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | SafetensorsIndex:
-    """A file, the files of an index, or the one or the other in a folder.
+    """Opens a file, the files of an index, or a folder with either.
 
     Raises:
         FileNotFoundError: nothing of the kind is there.

@@ -1,8 +1,8 @@
-"""What each rank of ``python -m fsdp_c --check`` does: trains on torch's FSDP2 and on ours.
+"""The program of each rank of ``python -m fsdp_c --check``: trains with torch and with fsdp_c.
 
     python -m fsdp_c.self_test RANK FILE
 
-FILE is where the two ranks meet. The last line is ``same`` or what is not.
+FILE is the rendezvous file of the two ranks. The last line is ``same`` or the difference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard as torchs
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_c_redirect
 from fsdp_c import MixedPrecisionPolicy, fully_shard, is_active
@@ -22,7 +22,7 @@ WORLD = 2
 
 
 def train(shard: Any) -> tuple[bool, list[torch.Tensor]]:
-    """Two steps of a small model; whether fsdp_c ran it, losses and parameters."""
+    """Trains a small model for two steps. Returns whether fsdp_c ran it, losses and parameters."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -44,13 +44,16 @@ def train(shard: Any) -> tuple[bool, list[torch.Tensor]]:
 def main() -> None:
     rank, file = sys.argv[1:]
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=WORLD)
-    found = {}
-    for name, shard in (("torch", fsdp_c_redirect.original(torchs)), ("fsdp_c", fully_shard)):
-        active, found[name] = train(shard)
+    results = {}
+    for name, shard in (
+        ("torch", fsdp_c_redirect.original(torch_fully_shard)),
+        ("fsdp_c", fully_shard),
+    ):
+        active, results[name] = train(shard)
         if active != (name == "fsdp_c"):
             print(f"{name}'s fully_shard was run by another implementation")
             return
-    same = all(map(torch.equal, found["torch"], found["fsdp_c"]))
+    same = all(map(torch.equal, results["torch"], results["fsdp_c"]))
     print("same" if same else "losses or parameters differ from torch's")
     dist.barrier()
     dist.destroy_process_group()

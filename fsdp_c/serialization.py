@@ -1,7 +1,7 @@
-"""What a sharded module says where it is copied, pickled or loaded as a whole.
+"""Remedies for failing copies, pickles and loads of sharded modules.
 
-``attach.py`` puts these methods on the class ``FSDP<Name>`` that a module gets, where torch's mixin
-and the module's own class have none; they add a note to torch's exceptions and do nothing else.
+``attach.py`` adds these methods to the class ``FSDP<Name>`` of a module. They call the next method
+in the class hierarchy, and add a note to torch's exceptions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed.fsdp._fully_shard._fully_shard as torchs
+import torch.distributed.fsdp._fully_shard._fully_shard as torch_fully_shard
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
@@ -22,15 +22,15 @@ from ._compat import patches
 from .notes import add, class_name, noted, some
 
 
-def _next(module: nn.Module, name: str, own: Any) -> Any:
-    """The method behind ``own`` in the module's classes."""
+def _overridden_method(module: nn.Module, name: str, own: Any) -> Any:
+    """Returns the method that ``own`` overrides in the module's class hierarchy."""
     mro = type(module).__mro__
     place = next(i for i, cls in enumerate(mro) if vars(cls).get(name) is own)
     return next(vars(cls)[name] for cls in mro[place + 1 :] if name in vars(cls))
 
 
 def refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
-    """``__deepcopy__`` of sharded modules: an AssertionError, as torch's."""
+    """``__deepcopy__`` of sharded modules. Raises torch's AssertionError with a remedy."""
     name = class_name(args[0]) if args and isinstance(args[0], nn.Module) else "the module"
     error = AssertionError(
         "FSDP does not support deepcopy. Please use state dict for serialization."
@@ -43,9 +43,9 @@ def refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    """``torch.save`` of a sharded module fails as it does in torch, and says what to save.
+    """``__reduce_ex__`` of sharded modules. Adds a remedy to the failure of ``torch.save``.
 
-    Other picklers may know how to pickle its class, and are left alone.
+    Other picklers may support the class, so they are not refused.
     """
     kind = type(self)
     caller = sys._getframe(1).f_globals.get("__name__")
@@ -59,22 +59,22 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
             "torch.distributed.checkpoint.save({'model': model.state_dict()}, "
             "checkpoint_id=folder) on all ranks.",
         )
-    return _next(self, "__reduce_ex__", _reduce_ex)(self, protocol)
+    return _overridden_method(self, "__reduce_ex__", _reduce_ex)(self, protocol)
 
 
 @functools.wraps(nn.Module.load_state_dict)
 def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        return _next(self, "load_state_dict", _load_state_dict)(self, *args, **kwargs)
+        return _overridden_method(self, "load_state_dict", _load_state_dict)(self, *args, **kwargs)
     except RuntimeError as error:
         state = args[0] if args else kwargs.get("state_dict")
-        note = _about_loading(self, state) if isinstance(state, Mapping) else None
+        note = _loading_remedy(self, state) if isinstance(state, Mapping) else None
         if note is not None:
             add(error, note)
         raise
 
 
-def _about_loading(module: nn.Module, state: Mapping[str, Any]) -> str | None:
+def _loading_remedy(module: nn.Module, state: Mapping[str, Any]) -> str | None:
     own = module.state_dict(keep_vars=True)
     name = class_name(module)
     if not own.keys() & state.keys():
@@ -112,20 +112,20 @@ def _about_loading(module: nn.Module, state: Mapping[str, Any]) -> str | None:
 
 
 _made: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes ``FSDP<Name>`` that were made with :func:`refuse_deepcopy`."""
+"""The classes ``FSDP<Name>`` that were made with :func:`refuse_deepcopy`."""
 
 METHODS = {"__reduce_ex__": _reduce_ex, "load_state_dict": _load_state_dict}
-"""For the classes of sharded modules."""
+"""The methods that :func:`complete` adds to the classes of sharded modules."""
 
 
 def complete(cls: type) -> None:
-    """Gives a class ``FSDP<Name>`` the methods above."""
+    """Adds :data:`METHODS` to a class ``FSDP<Name>``."""
     for name, method in METHODS.items():
         if name not in vars(cls):
             patches.set_class_attribute(cls, name, method)
     if vars(cls).get("__deepcopy__") is refuse_deepcopy:
         _made.add(cls)
-    if cls in _made:  # torch's cache keeps the class, so that torch may use it later
+    if cls in _made:  # torch's cache keeps the class, so torch may use it after uninstall
         patches.set_class_attribute(
-            cls, "__deepcopy__", refuse_deepcopy, before=torchs._unimplemented_deepcopy
+            cls, "__deepcopy__", refuse_deepcopy, before=torch_fully_shard._unimplemented_deepcopy
         )

@@ -1,4 +1,4 @@
-"""How large the units of a model are: of a sharded one, or of one as it would be sharded."""
+"""Computes the unit sizes of a sharded model, or of a model that would be sharded by a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUCKET_LIMIT = 2**30
 
 
 class ParamSize(NamedTuple):
-    """One parameter: elements in all and, with padding, on this rank; its dtypes."""
+    """One parameter: its elements, its padded elements on this rank, its dtypes."""
 
     numel: int
     padded: int
@@ -35,9 +35,14 @@ class ParamSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a forecast is made of: pieces of the model and the units that they are.
+    """The input of a forecast: the pieces of a model and their units.
 
-    ``dtypes``: by the id of a parameter as it is registered now. ``params``: of each unit.
+    Attributes:
+        pieces: The modules of each state.
+        units: The sizes of each unit.
+        params: The parameters of each unit.
+        modules: The modules of each unit.
+        dtypes: The compute dtypes by ``id`` of a registered parameter.
     """
 
     pieces: list[Piece]
@@ -57,8 +62,11 @@ def unit_sizes(
     regathers: bool = True,
     spans: Iterable[tuple[int, int]] | None = None,
 ) -> UnitSizes:
-    """A unit of these parameters on a mesh of (replicas, ranks to shard over), reduced in these
-    spans (``None``: as the core would)."""
+    """Returns the sizes of a unit of ``params``.
+
+    ``mesh`` is (replicas, ranks to shard over). ``spans`` are the buckets, as index ranges of
+    ``params``; ``None`` computes the core's buckets.
+    """
     replicas, world = mesh
     params = list(params)
     trained = [param for param in params if param.trained]
@@ -82,21 +90,21 @@ def unit_sizes(
     )
 
 
-def _sent(param: ParamSize) -> int:
+def _reduced_bytes(param: ParamSize) -> int:
     return param.numel * param.reduce.itemsize if param.trained else 0
 
 
 def _buckets(params: list[ParamSize], spans: Iterable[tuple[int, int]] | None) -> tuple[int, ...]:
-    """What each reduction of the unit takes."""
-    sums = (sum(map(_sent, params[slice(*span)])) for span in spans or _spans(params))
+    """Returns the bytes of each reduction of the unit."""
+    sums = (sum(map(_reduced_bytes, params[slice(*span)])) for span in spans or _spans(params))
     return tuple(size for size in sums if size > 0)
 
 
 def _spans(params: list[ParamSize]) -> Iterator[tuple[int, int]]:
-    """``deal`` of csrc/core/bucket.c: the last parameters first, a full bucket is closed."""
+    """Yields the buckets as ``deal`` of csrc/core/bucket.c makes them, last parameters first."""
     end, size = len(params), 0
     for index in range(len(params) - 1, -1, -1):
-        size += _sent(params[index])
+        size += _reduced_bytes(params[index])
         if size >= BUCKET_LIMIT or index == 0:
             yield index, end
             end, size = index, 0
@@ -106,14 +114,14 @@ def _spans(params: list[ParamSize]) -> Iterator[tuple[int, int]]:
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """The units of a sharded model."""
-    found = Layout([], [], [], [], {})
+    """Returns the layout of a sharded model."""
+    layout = Layout([], [], [], [], {})
     pieces: dict[Any, int] = {}
     state: Any
     for name, state, group in suspicions.groups_of(model):
         if state not in pieces:
-            pieces[state] = len(found.pieces)
-            found.pieces.append(
+            pieces[state] = len(layout.pieces)
+            layout.pieces.append(
                 Piece(tuple(state._modules), state._input_dtype, state._output_dtype)
             )
         info = group.mesh_info
@@ -121,7 +129,7 @@ def layout_of(model: nn.Module) -> Layout:
         replicas = info.replicate_mesh_size if isinstance(info, DDPMeshInfo) else 1
         params = [_live_size(param) for param in group.fsdp_params]
         offloads = isinstance(group.offload_policy, CPUOffloadPolicy) and group.device.type != "cpu"
-        found.units.append(
+        layout.units.append(
             unit_sizes(
                 name,
                 pieces[state],
@@ -133,12 +141,12 @@ def layout_of(model: nn.Module) -> Layout:
                 getattr(group, "_buckets", [(0, len(params))]),
             )
         )
-        found.params.append(params)
-        found.modules.append(tuple(group.modules))
+        layout.params.append(params)
+        layout.modules.append(tuple(group.modules))
         for param in group.fsdp_params:
             for face in suspicions.faces_of(param):
-                found.dtypes[id(face)] = suspicions.compute_dtype(param)
-    return found
+                layout.dtypes[id(face)] = suspicions.compute_dtype(param)
+    return layout
 
 
 def _live_size(param: Any) -> ParamSize:
@@ -154,7 +162,10 @@ def _live_size(param: Any) -> ParamSize:
 
 
 def _reshards(state: Any, group: Any, model: nn.Module) -> bool | int:
-    """What becomes of a group after forward; of the root it is decided in the first one."""
+    """Whether a group reshards after forward, or to how many ranks.
+
+    A root whose first forward has not run yet stays unsharded, like an initialized root.
+    """
     undecided_root = (
         state._is_root is None and state._auto_reshard_after_forward and model in state._modules
     )
@@ -169,8 +180,8 @@ def _reshards(state: Any, group: Any, model: nn.Module) -> bool | int:
 
 
 def layout_for(model: nn.Module, units: list[Unit], mesh: tuple[int, int]) -> Layout:
-    """The units that ``wrap.plan`` has found, on a mesh of (replicas, ranks to shard over)."""
-    found = Layout([], [], [], [], {})
+    """Returns the layout of planned units on a mesh of (replicas, ranks to shard over)."""
+    layout = Layout([], [], [], [], {})
     owner = {module: unit for unit in units for module in unit.modules}
     params: dict[Unit, dict[nn.Parameter, None]] = {unit: {} for unit in units}
 
@@ -189,43 +200,43 @@ def layout_for(model: nn.Module, units: list[Unit], mesh: tuple[int, int]) -> La
 
     taken: set[int] = set()
     visit(model, units[-1], set())
-    for unit in [units[-1], *units[:-1]]:  # the root first, as its forward is
+    for unit in [units[-1], *units[:-1]]:  # the root first, in forward order
         policy = unit.kwargs.get("mp_policy")
         casts = getattr(policy, "cast_forward_inputs", True)
         dtype = getattr(policy, "param_dtype", None) if casts else None
         sizes = [_planned_size(param, policy, mesh[1]) for param in params[unit]]
-        found.dtypes.update((id(p), size.compute) for p, size in zip(params[unit], sizes))
+        layout.dtypes.update((id(p), size.compute) for p, size in zip(params[unit], sizes))
         reshard = unit.kwargs.get("reshard_after_forward")
         if reshard is None:
             reshard = unit is not units[-1]
         if reshard is not True and reshard in (1, mesh[1]):
             reshard = reshard != 1
         offloads = isinstance(unit.kwargs.get("offload_policy"), CPUOffloadPolicy)
-        found.pieces.append(Piece(unit.modules, dtype, getattr(policy, "output_dtype", None)))
+        layout.pieces.append(Piece(unit.modules, dtype, getattr(policy, "output_dtype", None)))
         if not sizes:
             continue
-        name = ", ".join(one or "(root)" for one in unit.names)
-        place = len(found.pieces) - 1
-        found.units.append(unit_sizes(name, place, mesh, sizes, reshard, offloads, unit.regathers))
-        found.params.append(sizes)
-        found.modules.append(unit.modules)
-    return found
+        name = ", ".join(fqn or "(root)" for fqn in unit.names)
+        place = len(layout.pieces) - 1
+        layout.units.append(unit_sizes(name, place, mesh, sizes, reshard, offloads, unit.regathers))
+        layout.params.append(sizes)
+        layout.modules.append(unit.modules)
+    return layout
 
 
 def _planned_size(param: nn.Parameter, policy: Any, world: int) -> ParamSize:
-    wanted = compute_dtype(policy, param) if policy is not None else None
-    compute = wanted if wanted is not None and param.is_floating_point() else param.dtype
+    dtype = compute_dtype(policy, param) if policy is not None else None
+    compute = dtype if dtype is not None and param.is_floating_point() else param.dtype
     reduce = (reduce_dtype(policy, param.dtype, compute) if policy is not None else None) or compute
     rows = param.size(0) if param.ndim else 1
     chunk = -(-rows // world) * (param.numel() // max(rows, 1))
     return ParamSize(param.numel(), chunk, param.dtype, compute, reduce, param.requires_grad)
 
 
-# ---- what is in no unit --------------------------------------------------------------------------
+# ---- tensors outside of units --------------------------------------------------------------------
 
 
 def other_bytes(model: nn.Module, dtypes: dict[int, torch.dtype]) -> int:
-    """Bytes of buffers and of parameters that no unit has."""
+    """Returns the bytes of buffers and of parameters that belong to no unit."""
     tensors: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}
     tensors |= {id(p): p for p in model.parameters() if id(p) not in dtypes}
     total = 0

@@ -1,7 +1,7 @@
-"""What a step spent its time on: the ranges that a profiler records, read as spans of units.
+"""Converts the ranges that a profiler records to spans of a step's time, by unit.
 
-The core emits torch's own ranges ("FSDP::all_gather (blocks.0)") while a profiler is active, the
-process group one for each collective that is in flight, and torch one for each optimizer step.
+While a profiler is active, the core emits torch's ranges ("FSDP::all_gather (blocks.0)"). The
+process group emits a range for each running collective, and torch one for each optimizer step.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ GATHER, REDUCE = "gather", "reduction"
 
 COMPUTE, HOST = "compute", "host"
 LANES = (HOST, COMPUTE, GATHER, REDUCE)
-"""Where a span is drawn. ``host`` is apart from ``compute`` where a device computes."""
+"""The rows in which spans are drawn. ``host`` and ``compute`` differ if a device computes."""
 
 WAITS = {GATHER: GATHER_WAIT, REDUCE: REDUCE_WAIT}
 ROOT = "(root)"
 BLOCK = "fsdp_c.trace"
-"""The range around everything that is traced."""
+"""The name of the range enclosing the traced steps."""
 
 
 class Event(NamedTuple):
     """A range of the profiler, in nanoseconds.
 
     Attributes:
-        flying: It ends on another thread: a collective in flight.
-        on_device: A kernel.
-        id: Of the operator that launched the kernel, and of that operator.
+        flying: Whether the range is a running collective, which ends on another thread.
+        on_device: Whether the range is a kernel.
+        id: The number that an operator and the kernels launched by it share.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
     Attributes:
         lane: One of ``LANES``.
-        kind: What goes on; in the lanes of gathers and reductions the lane itself.
+        kind: The activity; in the lanes of gathers and reductions the lane itself.
         unit: The name of a module, ``(root)``, or empty.
     """
 
@@ -67,22 +67,22 @@ class Span(NamedTuple):
 
 
 def spans_of(events: Iterable[Event]) -> list[Span]:
-    """What one rank did between begin and end of the range ``BLOCK``; empty without one."""
+    """Returns the spans of one rank inside the range ``BLOCK``; empty if there is none."""
     events = sorted(events, key=lambda event: (event.begin, -event.end))
     block = next((event for event in events if event.name == BLOCK), None)
     if block is None:
         return []
     ranges = [r for r in map(_range, events) if r is not None]
-    flights = _flights(events, ranges)
-    host = _joined(_with_waits(_segments(ranges, block), flights))
-    kernels = [event for event in events if event.on_device and not _NOTE.match(event.name)]
+    collectives = _collectives(events, ranges)
+    host = _joined(_with_waits(_segments(ranges, block), collectives))
+    kernels = [event for event in events if event.on_device and not _HOST_RANGE.match(event.name)]
     computing = [kernel for kernel in kernels if _family(kernel) is None]
     if not computing:
-        return [*host, *flights]
+        return [*host, *collectives]
     compute = _joined(_device_spans(computing, events, host), gap=10_000)
-    waits = _device_waits(compute, flights)
+    waits = _device_waits(compute, collectives)
     lane = sorted([*compute, *waits], key=lambda span: span.begin)
-    return [*(span._replace(lane=HOST) for span in host), *lane, *flights]
+    return [*(span._replace(lane=HOST) for span in host), *lane, *collectives]
 
 
 # ---- ranges --------------------------------------------------------------------------------------
@@ -95,15 +95,15 @@ _WAITING = {
     "post_backward_reduce": REDUCE,
     "root_post_backward_callback": REDUCE,
 }
-"""Ranges in which something is waited for."""
+"""Ranges in which the host waits for a collective."""
 _OWN = ("all_gather", "all_gather_copy_out", "post_backward_reduce")
-"""In these, for the unit's own last collective."""
+"""Ranges in which the host waits for the unit's own last collective."""
 _ISSUING = ("all_gather", "post_backward_reduce")
-"""These issue it, and wait where it ends in them: torch's FSDP2 on the CPU, and hooks."""
+"""Ranges that issue the collective and may wait for it: torch's FSDP2 on the CPU, and hooks."""
 
 
 class _Range(NamedTuple):
-    """One of the ranges that say what the host does."""
+    """A range of FSDP or of an optimizer step on the host."""
 
     label: str
     unit: str
@@ -116,14 +116,14 @@ def _range(event: Event) -> _Range | None:
         return None
     if event.name.startswith("Optimizer.step"):
         return _Range(OPTIMIZER, "", event.begin, event.end)
-    found = _FSDP.match(event.name)
-    if found is None:  # "backward_prefetch for" holds an all_gather of its own
+    match = _FSDP.match(event.name)
+    if match is None:  # "backward_prefetch for" contains a separate all_gather range
         return None
-    return _Range(found[1], found[2] or ROOT, event.begin, event.end)
+    return _Range(match[1], match[2] or ROOT, event.begin, event.end)
 
 
 def _segments(ranges: list[_Range], block: Event) -> Iterator[tuple[_Range | None, Span]]:
-    """The host's time without overlap: the innermost range, or none where the model computes."""
+    """Splits the host's time by the innermost range; None if the model computes."""
     inside: list[_Range] = []
     units = _Units()
     now = block.begin
@@ -154,7 +154,7 @@ def _segments(ranges: list[_Range], block: Event) -> Iterator[tuple[_Range | Non
 
 
 class _Units:
-    """The units that are computing, the innermost last."""
+    """Stack of the units that are computing, the innermost last."""
 
     def __init__(self) -> None:
         self._stack: list[tuple[str, str]] = []
@@ -185,58 +185,61 @@ class _Units:
 # ---- collectives ---------------------------------------------------------------------------------
 
 
-_NOTE = re.compile(r"FSDP::|Optimizer\.|ProfilerStep|##|c10d::|\w+:(?!:)|" + re.escape(BLOCK))
-"""What lies on a device and is no kernel: a range of the host, shown there as well."""
+_HOST_RANGE = re.compile(r"FSDP::|Optimizer\.|ProfilerStep|##|c10d::|\w+:(?!:)|" + re.escape(BLOCK))
+"""Matches the names of host ranges that the profiler repeats among a device's events."""
 
 
 def _family(event: Event) -> str | None:
-    """Whether this is a gather or a reduction: an operator, a flight, or a kernel of NCCL."""
-    is_any = event.name.startswith("nccl") if event.on_device else event.flying
-    if is_any or event.name.startswith("c10d::"):
+    """Returns ``GATHER`` or ``REDUCE`` for an operator, range or NCCL kernel of a collective.
+
+    Returns None for other events.
+    """
+    is_running = event.name.startswith("nccl") if event.on_device else event.flying
+    if is_running or event.name.startswith("c10d::"):
         name = event.name.lower()
         return GATHER if "gather" in name else REDUCE if "reduce" in name else None
     return None
 
 
-def _flights(events: list[Event], ranges: list[_Range]) -> list[Span]:
-    """The units' collectives from the end of their issue to their own.
+def _collectives(events: list[Event], ranges: list[_Range]) -> list[Span]:
+    """Returns the spans of the units' collectives, from the end of the issue to completion.
 
-    A backend runs the collectives of a kind in the order of their issue: the n-th operator belongs
-    to the n-th flight or kernel. Of one without nothing is known: its length is 0.
+    A backend runs the collectives of a kind in issue order. The n-th operator therefore belongs to
+    the n-th range or kernel. A collective without either gets length 0.
     """
-    landings = _landings(events)
+    completions = _completions(events)
     begins = [r.begin for r in ranges]
-    flights = []
+    collectives = []
     last = ROOT
     for event in events:
         family = _family(event) if event.name.startswith("c10d::") else None
         if family is None or event.on_device:
             continue
-        queue = landings[family]
+        queue = completions[family]
         while queue and queue[0].end < event.begin:
             queue.popleft()  # issued before the trace
-        landing = queue.popleft() if queue else event
-        around = _around(ranges, begins, event)
-        if around is None:
-            continue  # somebody else's
-        if family == GATHER or around.label == "post_backward_reduce":
-            last = around.unit
-        begin = landing.begin if landing.on_device else event.end
-        flights.append(Span(family, family, last, begin, max(begin, landing.end)))
-    return flights
+        completion = queue.popleft() if queue else event
+        enclosing = _enclosing_range(ranges, begins, event)
+        if enclosing is None:
+            continue  # not a collective of FSDP
+        if family == GATHER or enclosing.label == "post_backward_reduce":
+            last = enclosing.unit
+        begin = completion.begin if completion.on_device else event.end
+        collectives.append(Span(family, family, last, begin, max(begin, completion.end)))
+    return collectives
 
 
-def _landings(events: list[Event]) -> dict[str, deque[Event]]:
-    """What tells of a collective's end, by family: kernels where there are any."""
-    found = [e for e in events if not (e.on_device and _NOTE.match(e.name))]
-    found = [e for e in found if (e.flying or e.on_device) and _family(e)]
-    if any(event.on_device for event in found):
-        found = [event for event in found if event.on_device]
-    return {f: deque(e for e in found if _family(e) == f) for f in (GATHER, REDUCE)}
+def _completions(events: list[Event]) -> dict[str, deque[Event]]:
+    """Returns the events that end collectives, by family: kernels if there are any."""
+    running = [e for e in events if not (e.on_device and _HOST_RANGE.match(e.name))]
+    running = [e for e in running if (e.flying or e.on_device) and _family(e)]
+    if any(event.on_device for event in running):
+        running = [event for event in running if event.on_device]
+    return {f: deque(e for e in running if _family(e) == f) for f in (GATHER, REDUCE)}
 
 
-def _around(ranges: list[_Range], begins: list[int], event: Event) -> _Range | None:
-    """The innermost of FSDP's ranges around an event."""
+def _enclosing_range(ranges: list[_Range], begins: list[int], event: Event) -> _Range | None:
+    """Returns FSDP's innermost range enclosing an event, or None."""
     for i in range(bisect_right(begins, event.begin) - 1, -1, -1):
         if ranges[i].end >= event.end:
             return ranges[i] if ranges[i].label != OPTIMIZER else None
@@ -247,15 +250,15 @@ def _around(ranges: list[_Range], begins: list[int], event: Event) -> _Range | N
 
 
 def _with_waits(
-    segments: Iterable[tuple[_Range | None, Span]], flights: list[Span]
+    segments: Iterable[tuple[_Range | None, Span]], collectives: list[Span]
 ) -> Iterator[Span]:
-    """The segments, those of ranges that wait cut where what they wait for ends."""
+    """Yields the segments, and splits waiting ones at the completion of their collectives."""
     for r, span in segments:
         lane = _WAITING.get(r.label) if r is not None else None
         if lane is None:
             yield span
             continue
-        awaited = [f for f in flights if f.lane == lane and f.begin < span.end]
+        awaited = [f for f in collectives if f.lane == lane and f.begin < span.end]
         if r is not None and r.label in _OWN:
             awaited = [f for f in awaited if f.unit == r.unit][-1:]
         if r is not None and r.label in _ISSUING:
@@ -263,22 +266,22 @@ def _with_waits(
         yield from _cut(span, awaited, WAITS[lane])
 
 
-def _cut(span: Span, flights: list[Span], kind: str) -> Iterator[Span]:
-    """A span, and as waits of ``kind`` what the flights cover of it."""
+def _cut(span: Span, collectives: list[Span], kind: str) -> Iterator[Span]:
+    """A span, and as waits of ``kind`` what the collectives cover of it."""
     now = span.begin
-    for flight in flights:
-        begin, end = max(now, flight.begin), min(span.end, flight.end)
+    for collective in collectives:
+        begin, end = max(now, collective.begin), min(span.end, collective.end)
         if begin < end:
             if now < begin:
                 yield span._replace(begin=now, end=begin)
-            yield span._replace(kind=kind, unit=flight.unit, begin=begin, end=end)
+            yield span._replace(kind=kind, unit=collective.unit, begin=begin, end=end)
             now = end
     if now < span.end:
         yield span._replace(begin=now)
 
 
 def _joined(spans: Iterable[Span], gap: int = 0) -> list[Span]:
-    """Neighbours of one kind and unit, and less than ``gap`` apart, as one."""
+    """Joins neighbors with equal lane, kind and unit that are at most ``gap`` ns apart."""
     joined: list[Span] = []
     for span in spans:
         if joined and joined[-1][:3] == span[:3] and span.begin - joined[-1].end <= gap:
@@ -309,12 +312,12 @@ def _device_spans(kernels: list[Event], events: list[Event], host: list[Span]) -
             yield Span(COMPUTE, kind, unit, begin, kernel.end)
 
 
-def _device_waits(compute: list[Span], flights: list[Span]) -> Iterator[Span]:
+def _device_waits(compute: list[Span], collectives: list[Span]) -> Iterator[Span]:
     """The pauses of a device's kernels in which a collective is under way."""
-    flights = sorted(flights, key=lambda flight: flight.begin)
+    collectives = sorted(collectives, key=lambda collective: collective.begin)
     for before, after in pairwise(compute):
         pause = before._replace(kind="", begin=before.end, end=after.begin)
-        pieces = (_cut(pause, [flight], WAITS[flight.lane]) for flight in flights)
+        pieces = (_cut(pause, [collective], WAITS[collective.lane]) for collective in collectives)
         taken = pause.begin
         for piece in chain.from_iterable(pieces):
             if piece.kind and piece.end > taken:

@@ -1,4 +1,4 @@
-"""What sharded parameters are made of, quickly: strides, specs, wrappers."""
+"""Fast construction of sharded parameters: cached strides and specs, and DTensor parameters."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 _specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDictionary()
-"""Specs in use. They keep their mesh, so that its address is not another one's meanwhile."""
+"""Cache of living DTensor specs. A spec keeps its mesh alive, whose ``id`` is part of the key."""
 
 
 @functools.lru_cache(4096)
 def strides_of(size: torch.Size) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor of ``size``."""
     return tuple(make_contiguous_strides_for(size))
 
 
 def placements_on(info: DataParallelMeshInfo, shard: Shard) -> tuple[Placement, ...]:
-    """Where a plain parameter lies: replicated, sharded, or both, in the order of the mesh."""
+    """Returns the placements of a plain parameter, in the order of the mesh dimensions."""
     if isinstance(info, HSDPMeshInfo):
         return (Replicate(), shard)
     return (shard,) if isinstance(info, FSDPMeshInfo) else (Replicate(),)
@@ -39,7 +39,7 @@ def placements_on(info: DataParallelMeshInfo, shard: Shard) -> tuple[Placement, 
 def shared_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], param: torch.Tensor
 ) -> DTensorSpec:
-    """One spec for all parameters that are alike."""
+    """Returns one spec for all parameters with equal mesh, placements, shape, stride and dtype."""
     meta = TensorMeta(param.size(), param.stride(), param.dtype)
     key = (id(mesh), placements, *meta)
     spec = _specs.get(key)
@@ -49,7 +49,7 @@ def shared_spec(
 
 
 def as_parameter(made: DTensor, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """``nn.Parameter(made)``; without another wrapper where it is a new one around ``local``."""
+    """Returns ``nn.Parameter(made)``. A new DTensor around ``local`` is converted in place."""
     is_new = type(made) is DTensor and made._local_tensor is local and not made.requires_grad
     if not is_new or type(local) is not torch.Tensor:
         return nn.Parameter(made, requires_grad=requires_grad)
@@ -59,7 +59,7 @@ def as_parameter(made: DTensor, local: torch.Tensor, requires_grad: bool) -> nn.
 
 
 def has_no_values(param: torch.Tensor) -> bool:
-    """torch's ``is_fake``, which is slow to find out what is usual: a DTensor of a plain tensor."""
+    """Whether ``param`` is fake. A fast path for DTensors of plain tensors avoids ``is_fake``."""
     local = param._local_tensor if type(param) is DTensor else None
     is_usual = (
         type(local) is torch.Tensor

@@ -1,4 +1,7 @@
-"""The cold side of a state: hook registration and lazy init of everything under the root."""
+"""``State``: the parts of an FSDP state that do not run in each step.
+
+The module registers forward hooks and runs lazy init for all states below a root.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed.fsdp._fully_shard._fsdp_state as stock
+import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 import torch.nn as nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import is_fake
@@ -33,38 +36,38 @@ from .notes import add, class_name, noted, some
 from .serialization import refuse_deepcopy
 from .suspicions import look_over
 
-_FULLY_SHARD = os.path.dirname(stock.__file__) + os.sep
+_FULLY_SHARD = os.path.dirname(torch_state.__file__) + os.sep
 _TRACERS = tuple(getattr(_TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 
 def _moves_inputs_to(device: torch.device) -> bool:
-    """Whether the root's arguments are put there, as DDP does it."""
+    """Whether the root moves its arguments to ``device``, as DistributedDataParallel does."""
     own = torch._C._get_privateuse1_backend_name()
     return device.type in ("cuda", "hpu", "xpu", "mtia", own)
 
 
 def _plain_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Keeps functorch's transforms from wrapping what is allocated."""
+    """Keeps functorch's transforms from wrapping the tensors that are allocated inside."""
     if torch._C._are_functorch_transforms_active():
         return torch._C._DisableFuncTorch()
     return contextlib.nullcontext()
 
 
-def _is_hook(found: Any, method: Any) -> bool:
-    """Whether ``found`` is the method, or the function that torch makes of it for module lists."""
-    if isinstance(found, MethodType):
-        return found == method
+def _is_hook(hook: Any, method: Any) -> bool:
+    """Whether ``hook`` is ``method``, or torch's wrapper of it for lists of modules."""
+    if isinstance(hook, MethodType):
+        return hook == method
     return (
-        isinstance(found, FunctionType)
-        and found.__code__.co_filename.startswith(_FULLY_SHARD)
-        and inspect.unwrap(found) is inspect.unwrap(method)
+        isinstance(hook, FunctionType)
+        and hook.__code__.co_filename.startswith(_FULLY_SHARD)
+        and inspect.unwrap(hook) is inspect.unwrap(method)
     )
 
 
 class IterationContext(_C.IterationContext, FSDPStateContext):
-    """What the states under one root share (``_C.IterationContext``).
+    """Data that the states under one root share (``_C.IterationContext``).
 
-    torch's ``FSDPStateContext`` by type.
+    The class is a subclass of torch's ``FSDPStateContext``.
     """
 
     def __init__(self) -> None:
@@ -73,24 +76,24 @@ class IterationContext(_C.IterationContext, FSDPStateContext):
 
 @shows(FSDPState)
 class State(_C.State, FSDPState, StateOfOlderTorch):
-    """What one ``fully_shard`` call keeps for its modules; torch's ``FSDPState`` by type.
+    """The state of the modules of one ``fully_shard`` call; a subclass of torch's ``FSDPState``.
 
-    The forward hooks, pre-backward and the end of backward are C (``_C.State``). Before lazy init
-    each state has contexts of its own; the first state whose forward runs becomes the root and
-    shares its contexts with all states below.
+    ``_C.State`` implements the forward hooks, pre-backward and the end of backward. Before lazy
+    init each state has its own contexts. The first state whose forward runs becomes the root, and
+    shares its contexts with all states below it.
     """
 
     _context_class: type[IterationContext] = IterationContext
 
     def __init__(self) -> None:
         self._patch_lease = patches.lease()
-        # FSDPState.__init__ would make stock's contexts: the C type has its own fields.
+        # FSDPState.__init__ is not called: it would make torch's contexts.
         self._state_ctx = self._context_class()
         self._auto_reshard_after_forward: bool | None = True
         self._modules: tuple[nn.Module, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Raises what torch raises for the modules of a state."""
+        """Raises the exception that torch raises for the modules of a state."""
         refuse_deepcopy(*self._modules)
 
     def init(
@@ -100,7 +103,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         mp_policy: MixedPrecisionPolicy,
         auto_reshard_after_forward: bool,
     ) -> None:
-        """Attaches to ``modules``: state mapping and forward hooks."""
+        """Adds ``modules`` to torch's state mapping and registers forward hooks on them."""
         self._modules = modules
         self._device = device
         self._device_handle = _get_device_handle(device.type)
@@ -117,7 +120,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
-        """Of forward's inputs and outputs; another one counts from the next forward on."""
+        """The dtypes of forward's inputs and outputs. A new value applies to the next forward."""
         return self._policy
 
     @_mp_policy.setter
@@ -130,9 +133,9 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         self._output_dtype = value.output_dtype
 
     def _register_hooks(self) -> None:
-        """Registers the same forward hooks as torch: a module's own, or those of a list."""
+        """Registers torch's forward hooks: those of one module, or of a list of modules."""
         if len(self._modules) > 1:
-            handle = register_group_hooks(stock, self)
+            handle = register_group_hooks(torch_state, self)
             self._pre_forward_hook_handle = self._post_forward_hook_handle = handle
             return
         module = self._modules[0]
@@ -144,9 +147,9 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         )
 
     def _replace_hooks(self) -> None:
-        """Puts C hooks in the places of the registered ones, whose attributes they show.
+        """Replaces the registered hooks by C hooks that have the same attributes.
 
-        A hook stays in Python where a module has registered something else in its place.
+        A hook stays in Python if a module has registered another function in its place.
         """
         group = set(self._modules) if len(self._modules) > 1 else None
         handles = (self._pre_forward_hook_handle, self._post_forward_hook_handle)
@@ -166,7 +169,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
     def _inputs_to_device(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All tensors in the arguments of the iteration's first forward on the state's device."""
+        """Moves all tensors in the arguments of an iteration's first forward to the device."""
         if not args and not kwargs:
             return args, kwargs
         with torch.profiler.record_function("FSDP::inputs_to_device"):
@@ -174,13 +177,14 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         return moved_args[0], moved_kwargs[0]
 
     def _check_modes(self) -> None:
-        """Called before an iteration under a dispatch mode, or that jit traces.
+        """Refuses an iteration under a dispatch mode or a jit trace that cannot be correct.
 
-        What is gathered outlives the forward, so that fake tensors would stay for good.
+        Unsharded parameters are reused by later forwards, so fake ones would never be replaced.
 
         Raises:
-            RuntimeError: the parameters are real, and would be used by a graph or be gathered for
-                the first time, or saved tensors would be cloned that have been freed.
+            RuntimeError: The parameters are real and the forward is exported or traced, or their
+                first gather would be on fake tensors. Also raised if
+                ``allow_mutation_on_saved_tensors`` would clone freed parameters.
         """
         if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
             self._check_mutations()
@@ -209,8 +213,11 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             )
 
     def _check_mutations(self) -> None:
-        """torch's context goes by the addresses of what was saved, and clones it when something
-        else is written there: freed memory, which ends the process."""
+        """Refuses ``allow_mutation_on_saved_tensors`` for parameters that are freed after forward.
+
+        That context identifies saved tensors by address and clones them when a write to the address
+        occurs. A clone of freed memory crashes the process.
+        """
         for state in self._all_states():
             stays = state is self and state._auto_reshard_after_forward
             if not stays and any(g._reshard_after_forward for g in state._fsdp_param_groups):
@@ -221,13 +228,17 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 )
 
     def _all_states(self) -> list[State]:
-        """Those in the tree, whoever's root they are."""
+        """Returns all states in the module tree, including other roots and their states."""
         modules = self._modules[0].modules()
-        found = dict.fromkeys(self._get_state_for_module(module) for module in modules)
-        return [state for state in found if isinstance(state, State)]
+        states = dict.fromkeys(self._get_state_for_module(module) for module in modules)
+        return [state for state in states if isinstance(state, State)]
 
     def _states_below(self) -> list[State]:
-        """All states in the root's tree, in ``named_modules()`` order; refuses other roots."""
+        """Returns all states in the root's tree, in ``named_modules()`` order.
+
+        Raises:
+            RuntimeError: A module was sharded by torch's ``fully_shard``, or is a root itself.
+        """
         root = self._modules[0]
         states: list[State] = []
         for name, module in root.named_modules():
@@ -253,8 +264,10 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         return states
 
     def _reset_roots_below(self) -> None:
-        """Resets units that have run by themselves, before this root: they are roots of their own,
-        as is what ``fully_shard`` took below ``replicate``."""
+        """Resets the other roots below this one.
+
+        These are units that ran before this root, and ``fully_shard`` units below ``replicate``.
+        """
         for root in self._modules:
             for module in root.modules():
                 state = _get_module_state(module)
@@ -266,7 +279,10 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                     state._reset_iter_state()
 
     def _lazy_init(self) -> None:
-        """Makes this state the root: names, shared contexts, validation. All or nothing."""
+        """Makes this state the root: sets names, shares contexts, validates parameters.
+
+        An exception leaves all states without a root.
+        """
         if self._is_root is not None:
             return
         if len(self._modules) > 1:
@@ -287,7 +303,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         try:
             self._state_ctx.all_states = states
             self._init_fqns()
-            self._refuse_duplicates(groups)
+            self._check_no_duplicates(groups)
             with _plain_tensors():
                 for group in groups:
                     group.lazy_init()
@@ -299,7 +315,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
                 group._module_fqn = None
             raise
         if self._auto_reshard_after_forward:
-            # The root's parameters are needed again right away in backward.
+            # Backward needs the root's parameters first, so they stay unsharded after forward.
             for group in self._fsdp_param_groups:
                 group.post_forward_mesh_info = None
         self._init_shared_state()
@@ -308,7 +324,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
         look_over(self._modules[0])
         say(self._device)
 
-    def _refuse_duplicates(self, groups: list[Any]) -> None:
+    def _check_no_duplicates(self, groups: list[Any]) -> None:
         try:
             self._validate_no_duplicate_params()
         except ValueError as error:
@@ -316,7 +332,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             for group in groups:
                 for param in group.fsdp_params:
                     names.setdefault(param._orig_param_uid, []).append(param._param_fqn)
-            tied = next((some(found) for found in names.values() if len(found) > 1), "They")
+            tied = next((some(fqns) for fqns in names.values() if len(fqns) > 1), "They")
             add(
                 error,
                 f"{tied} are one parameter in two units: shard their modules in one call, or leave "
@@ -325,7 +341,7 @@ class State(_C.State, FSDPState, StateOfOlderTorch):
             raise
 
     def _register_root_post_backward_final_callback(self) -> None:
-        """Queues the end of backward, for a patch of this method that calls what it replaced."""
+        """Queues the end of backward. Only patches of torch's method call it; the core does not."""
         if not self._state_ctx.post_backward_final_callback_queued:
             self._state_ctx.post_backward_final_callback_queued = True
             Variable._execution_engine.queue_callback(self._root_post_backward_final_callback)

@@ -1,9 +1,9 @@
-"""What trains nothing, or too much at once, and raises no exception: found, and said once by name.
+"""Warnings about configurations that train silently wrong or waste memory.
 
-Most of it is looked for when a root is initialized, in its first forward. Optimizers are looked at
-in their first step, and parameters that are put into a sharded module when they are registered. It
-is said on rank 0 with torch's logger of FSDP2, never as a Python warning: a job that runs with
-``-W error`` runs as it does on torch.
+Most checks run at the first forward of a root. An optimizer is checked at its first step, and the
+parameters of a sharded module when they are registered. Rank 0 logs each warning once, with names
+and a remedy, with torch's FSDP2 logger. No Python warning is issued, so that ``-W error`` has the
+same effect as with torch. A failing check is logged at debug level and never stops training.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .notes import some
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 _TIMES_THE_MEDIAN = 4
-_LARGE = 16 * 2**20  # bytes below which a unit is nobody's concern
+_LARGE = 16 * 2**20  # bytes; smaller units are never reported
 
 
-# ---- saying it -----------------------------------------------------------------------------------
+# ---- logging -------------------------------------------------------------------------------------
 
-_said: set[str] = set()
+_said: set[str] = set()  # texts that were logged
 
 
 def say(text: str) -> None:
-    """Logs a warning on rank 0, each text once in a process."""
+    """Logs ``text`` as a warning on rank 0, once per process."""
     if text in _said or (dist.is_initialized() and dist.get_rank() != 0):
         return
     _said.add(text)
@@ -49,29 +49,30 @@ def say(text: str) -> None:
 
 
 def look_over(root: nn.Module) -> None:
-    """Says what is suspicious about a model that is about to run for the first time.
+    """Logs one warning per likely mistake in a sharded model, before its first forward.
 
-    Models may be of any kind: whatever goes wrong in here is none of their concern.
+    The mistakes: repeated layers in the root unit, mixed-precision policies on blocks only, units
+    much larger than the median, ``DistributedDataParallel`` inside. Never raises.
     """
     try:
-        for text in (*unknown_switches(), *_suspicions(root)):
+        for text in (*unknown_switches(), *_check_units(root)):
             say(text)
     except Exception:
-        logger.debug("fsdp_c: not looked over", exc_info=True)
+        logger.debug("fsdp_c: a check of the model failed", exc_info=True)
 
 
 def unknown_switches() -> list[str]:
-    """What ``FSDP_C_TRANSPORT`` says where ``negotiation.cpp``, which reads it, does not know it."""
+    """Returns a warning if ``FSDP_C_TRANSPORT`` has a value that ``negotiation.cpp`` ignores."""
     choice = os.environ.get("FSDP_C_TRANSPORT", "")
     if choice in ("", "direct", "gloo"):
         return []
-    return [f'FSDP_C_TRANSPORT={choice} changes nothing: it knows "direct" and "gloo"']
+    return [f'FSDP_C_TRANSPORT={choice} has no effect: the values are "direct" and "gloo"']
 
 
-def _suspicions(root: nn.Module) -> list[str]:
+def _check_units(root: nn.Module) -> list[str]:
     groups = [(name, group) for name, _, group in groups_of(root)]
     if not all(isinstance(group.mesh_info, FSDPMeshInfo) for _, group in groups):
-        return []  # replicas have one unit
+        return []  # replicate() makes one unit
     return [
         *blocks_in_root(root, groups),
         *policies_apart(root, groups),
@@ -81,13 +82,13 @@ def _suspicions(root: nn.Module) -> list[str]:
 
 
 def look_at_arguments(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
-    """Says which arguments of ``fully_shard`` are of a kind that it takes and does nothing with."""
+    """Warns about arguments of ``fully_shard`` that torch accepts but that have no effect."""
     if isinstance(mp_policy, type):
         say(f"mp_policy is the class {mp_policy.__name__}: pass an object, with the dtypes")
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
         say(f"offload_policy={offload_policy!r} offloads nothing: pass CPUOffloadPolicy()")
     if isinstance(ignored_params, (set, frozenset)):
-        others = {type(one).__name__ for one in ignored_params if not torch.is_tensor(one)}
+        others = {type(item).__name__ for item in ignored_params if not torch.is_tensor(item)}
         if others:
             say(
                 f"ignored_params has a {', a '.join(sorted(others))} in it, which ignores nothing: "
@@ -95,44 +96,45 @@ def look_at_arguments(mp_policy: Any, offload_policy: Any, ignored_params: Any) 
             )
 
 
-# ---- what was replaced: watched while it happens -------------------------------------------------
+# ---- replaced parameters: recorded at registration -----------------------------------------------
 
-# No weak references to parameters anywhere: torch.utils.swap_tensors refuses tensors that have one.
+# No weak references to parameters: torch.utils.swap_tensors refuses tensors that have one.
 _originals: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""What torch numbers a parameter by that is sharded -> the unit's record of it."""
+"""Maps torch's uid of an original parameter to the ``FSDPParam`` that replaced it."""
 _slots: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Maps a module to its sharded parameters: name to weak reference to the ``FSDPParam``."""
 _registered: dict[tuple[int, str], tuple[Any, int]] = {}
-"""Place -> the unit's record, and the ``id`` of the parameter that was put there since."""
-_looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Maps (id of module, name) to the ``FSDPParam`` and the ``id`` of a parameter registered since."""
+_checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def watch(stand_ins: Iterable[Any]) -> None:
-    """Remembers what was sharded: the records of units in the place of parameters."""
-    for stand_in in stand_ins:
-        reference = weakref.ref(stand_in)
-        _originals[stand_in._orig_param_uid] = stand_in
-        for module, name in slots_of(stand_in):
+def watch(fsdp_params: Iterable[Any]) -> None:
+    """Records the ``FSDPParam`` objects that replaced parameters, for the later checks."""
+    for fsdp_param in fsdp_params:
+        reference = weakref.ref(fsdp_param)
+        _originals[fsdp_param._orig_param_uid] = fsdp_param
+        for module, name in slots_of(fsdp_param):
             _slots.setdefault(module, {})[name] = reference
 
 
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     slots = _slots.get(module)
-    stand_in = slots[name]() if slots is not None and name in slots else None
-    if stand_in is not None and all(face is not parameter for face in faces_of(stand_in)):
-        _registered[id(module), name] = (weakref.ref(stand_in), id(parameter))
+    fsdp_param = slots[name]() if slots is not None and name in slots else None
+    if fsdp_param is not None and all(own is not parameter for own in faces_of(fsdp_param)):
+        _registered[id(module), name] = (weakref.ref(fsdp_param), id(parameter))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
-        return  # a compiled step inlines its hooks: anything else here would break its graph
+        return  # a compiled step inlines its hooks, and this code would break the graph
     if _registered:
-        _look_at_registered()
-    if optimizer not in _looked_at:
-        _looked_at.add(optimizer)
-        _look_at_optimizer(optimizer)
+        _check_registered()
+    if optimizer not in _checked_optimizers:
+        _checked_optimizers.add(optimizer)
+        _check_optimizer(optimizer)
 
 
-# Compiled code calls it as it is.
+# Compiled code calls the hook without tracing it.
 _on_registration._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 patches.apply_with_first_model(
@@ -145,13 +147,13 @@ patches.apply_with_first_model(
 )
 
 
-def _look_at_registered() -> None:
+def _check_registered() -> None:
     lost = []
     for reference, number in _registered.values():
-        stand_in = reference()
-        # load_state_dict(assign=True) and the like: the unit has taken it over.
-        if stand_in is not None and id(stand_in.sharded_param) != number:
-            lost.append(stand_in._param_fqn or stand_in._module_info.param_name)
+        fsdp_param = reference()
+        # load_state_dict(assign=True) registers parameters that the unit then uses.
+        if fsdp_param is not None and id(fsdp_param.sharded_param) != number:
+            lost.append(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
     _registered.clear()
     if lost:
         say(_replaced(lost))
@@ -160,18 +162,18 @@ def _look_at_registered() -> None:
 def _replaced(names: list[str]) -> str:
     return (
         f"{some(names)} were replaced after sharding: the module holds another object than its "
-        "unit, so that training and gathering part ways. Change values in place, or load them with "
-        "load_state_dict"
+        "unit, and the optimizer may update one while forward gathers the other. Change values in "
+        "place, or load them with load_state_dict"
     )
 
 
-def _look_at_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     stale = []
     for parameter in held:
-        stand_in = _originals.get(getattr(parameter, "_fsdp_orig_uid", -1))
-        if stand_in is not None and stand_in.sharded_param is not parameter:
-            stale.append(stand_in._param_fqn or stand_in._module_info.param_name)
+        fsdp_param = _originals.get(getattr(parameter, "_fsdp_orig_uid", -1))
+        if fsdp_param is not None and fsdp_param.sharded_param is not parameter:
+            stale.append(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
     if stale:
         say(
             f"{type(optimizer).__name__} holds {len(stale)} of {len(held)} parameters as they were "
@@ -184,7 +186,7 @@ def _look_at_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[str, FSDPState, Any]]:
-    """(name, state, group) of every group below ``model``, in the order of the modules."""
+    """Yields (name, state, group) for every group below ``model``, in module order."""
     names: dict[FSDPState, list[str]] = {}
     for name, module in model.named_modules():
         state = _get_module_fsdp_state(module)
@@ -198,41 +200,44 @@ def groups_of(model: nn.Module) -> Iterator[tuple[str, FSDPState, Any]]:
 
 
 def names_of(model: nn.Module, groups: list[tuple[str, Any]]) -> dict[int, str]:
-    """Name from the root of every parameter of a unit, by ``id`` of the unit's record of it."""
+    """Maps the ``id`` of each ``FSDPParam`` to the parameter's name, from the root."""
     prefixes = {id(module): name for name, module in model.named_modules()}
-    found = {}
+    names = {}
     for _, param in managed(groups):
         info = param._module_info
         prefix = prefixes.get(id(info.module))
-        found[id(param)] = f"{prefix}.{info.param_name}" if prefix else info.param_name
-    return found
+        names[id(param)] = f"{prefix}.{info.param_name}" if prefix else info.param_name
+    return names
 
 
 def managed(groups: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yields (name of the unit, ``FSDPParam``) for all parameters of ``groups``."""
     for name, group in groups:
         for param in group.fsdp_params:
             yield name, param
 
 
 def faces_of(param: Any) -> list[Any]:
-    """Every object that the unit registers for a parameter."""
+    """Returns the parameter objects that a unit registers for one ``FSDPParam``."""
     names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-    return [face for face in (getattr(param, name, None) for name in names) if face is not None]
+    values = (getattr(param, name, None) for name in names)
+    return [value for value in values if value is not None]
 
 
 def foreign_optimizer(
     model: nn.Module, groups: list[tuple[str, Any]], optimizer: torch.optim.Optimizer | None
 ) -> list[str]:
+    """Reports parameters of ``optimizer`` that ``model`` does not have, or that it lacks."""
     if optimizer is None:
         return []
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     sharded = {id(param.sharded_param) for _, param in managed(groups)}
-    temporary = {id(f) for _, param in managed(groups) for f in faces_of(param)} - sharded
+    temporary = {id(p) for _, param in managed(groups) for p in faces_of(param)} - sharded
     own = sharded | ({id(parameter) for parameter in model.parameters()} - temporary)
-    found = []
+    reports = []
     foreign = len(held - own)
     if foreign:
-        found.append(
+        reports.append(
             f"the optimizer holds {foreign} of {len(held)} parameters that are not the model's: "
             "it was built before sharding, which replaces parameters, and will not train them. "
             "Build it after the last fully_shard"
@@ -244,17 +249,19 @@ def foreign_optimizer(
         if param.sharded_param.requires_grad and id(param.sharded_param) not in held
     ]
     if missing and not foreign:
-        found.append(f"the optimizer does not hold {some(missing)}, which require gradients")
-    return found
+        reports.append(f"the optimizer does not hold {some(missing)}, which require gradients")
+    return reports
 
 
 def slots_of(param: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Yields the (module, name) pairs under which a parameter is registered."""
     info = param._module_info
     yield info.module, info.param_name
     yield from zip(info.shared_modules, info.shared_param_names)
 
 
 def replaced_parameters(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
+    """Reports modules that hold another object than their unit registered."""
     names = names_of(model, groups)
     replaced = [
         names[id(param)]
@@ -270,6 +277,7 @@ def replaced_parameters(model: nn.Module, groups: list[tuple[str, Any]]) -> list
 
 
 def unmanaged_parameters(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
+    """Reports parameters that require gradients and belong to no unit."""
     slots = {(id(m), slot) for _, param in managed(groups) for m, slot in slots_of(param)}
     names = [
         f"{prefix}.{name}" if prefix else name
@@ -286,6 +294,7 @@ def unmanaged_parameters(model: nn.Module, groups: list[tuple[str, Any]]) -> lis
 
 
 def tied_weights(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
+    """Reports parameters that were tied before sharding and are in different units."""
     names = names_of(model, groups)
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, param in managed(groups):
@@ -300,7 +309,7 @@ def tied_weights(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
 
 
 def original_class(module: nn.Module) -> type:
-    """The class that the module had before it was sharded."""
+    """Returns the class that the module had before it was sharded."""
     kind = type(module)
     if isinstance(module, FSDPModule):
         return kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
@@ -308,7 +317,7 @@ def original_class(module: nn.Module) -> type:
 
 
 def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers with layers of their own that stand in a list with others of their class."""
+    """Yields layers with submodules that share a container with others of their class."""
     for prefix, container in model.named_modules():
         if not issubclass(original_class(container), (nn.ModuleList, nn.Sequential)):
             continue
@@ -322,6 +331,7 @@ def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
+    """Reports repeated layers whose parameters are in the root's unit."""
     state = _get_module_fsdp_state(model)
     if state is None:
         return []
@@ -347,20 +357,20 @@ def blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
 
 
 def compute_dtype(param: Any) -> torch.dtype:
-    """What a parameter is gathered in."""
+    """Returns the dtype in which a parameter is gathered."""
     dtype: torch.dtype = param.param_dtype or param.orig_dtype
     return dtype
 
 
 def gathered_bytes(group: Any) -> int:
-    """Bytes of a unit's whole parameters, padding included, as they are gathered."""
+    """Returns the bytes of a unit's all-gather output, including padding."""
     world = group.mesh_info.shard_mesh_size if isinstance(group.mesh_info, FSDPMeshInfo) else 1
     sizes = (p.padded_numel * compute_dtype(p).itemsize for p in group.fsdp_params)
     return int(sum(sizes)) * int(world)
 
 
 def policies_apart(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
-    """Blocks that compute in another dtype than what the root has itself."""
+    """Reports blocks that compute in another dtype than the root's own parameters."""
     state = _get_module_fsdp_state(model)
     if state is None:
         return []
@@ -378,32 +388,32 @@ def policies_apart(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]
 
 
 def large_units(model: nn.Module, groups: list[tuple[str, Any]]) -> list[str]:
-    """Units that gather several times what the others do."""
+    """Reports units that gather over four times as many bytes as the median unit."""
     sizes = {name: gathered_bytes(group) for name, group in groups}
     if len(sizes) < 3:
         return []
-    import statistics  # here: `import fsdp_c` need not have it
+    import statistics  # imported here to keep `import fsdp_c` fast
 
     median = statistics.median(sizes.values())
-    found = []
+    reports = []
     for name, group in groups:
         size = sizes[name]
         if size < _LARGE or size <= _TIMES_THE_MEDIAN * median or len(group.fsdp_params) < 2:
             continue
         names = names_of(model, groups)
         largest = sorted(group.fsdp_params, key=lambda param: -param.padded_numel)[:2]
-        found.append(
+        reports.append(
             f"the unit '{name}' gathers {size / 2**20:.0f} MiB, {size / median:.1f} times what the "
             f"median unit does, mostly {some([names[id(param)] for param in largest])}: units of "
             "their own for these modules (as fsdp_c.auto_shard makes them) lower the peak"
         )
-    return found
+    return reports
 
 
 def data_parallel_inside(model: nn.Module) -> list[str]:
-    """DDP around parameters that were sharded since."""
-    found = [name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)]
+    """Reports ``DistributedDataParallel`` modules around sharded parameters."""
+    wrapped = [name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)]
     return [
-        f"{some([name or type(model).__name__ for name in found])} are DistributedDataParallel, "
+        f"{some([name or type(model).__name__ for name in wrapped])} are DistributedDataParallel, "
         "whose gradients are reduced twice or not at all: shard model.module instead"
-    ] * bool(found)
+    ] * bool(wrapped)

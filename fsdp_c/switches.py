@@ -1,13 +1,13 @@
-"""Switches in the environment."""
+"""Environment variables that are switches."""
 
 from __future__ import annotations
 
 import os
 
 OFF = ("", "0", "no", "off", "false")
-"""In capitals, too. ``fsdp_c_autoload.py`` imports nothing of fsdp_c, and has them again."""
+"""Values that mean off, in any case. ``fsdp_c_autoload.py`` has a copy, as it imports no fsdp_c."""
 
 
 def is_on(name: str, unset: str = "") -> bool:
-    """Whether a switch is on; ``unset``: what it is where the environment has none."""
+    """Whether the switch ``name`` is on. ``unset`` is the value of a variable that is not set."""
     return os.environ.get(name, unset).lower() not in OFF

@@ -1,4 +1,4 @@
-"""``trace``: where the time of a training step goes, by unit and rank."""
+"""``trace``: measures the time of a training step by unit and rank."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _MS = 1e6  # nanoseconds
 
 
 class StepTrace:
-    """What the ranks did while a :func:`trace` was open.
+    """The spans of all ranks inside a :func:`trace` block.
 
     Attributes:
-        ranks: For each rank its spans: lane, kind, unit, begin and end in nanoseconds since the
-            first rank began. The same on every rank. Empty inside of the ``with`` block.
+        ranks: The spans of each rank: lane, kind, unit, begin and end in nanoseconds since the
+            start of the first rank. Equal on every rank. Empty inside the ``with`` block.
     """
 
     def __init__(self) -> None:
         self.ranks: list[list[Span]] = []
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws a timeline, three rows for each rank; the file's ending says which format.
+        """Draws a timeline with three rows per rank. The extension of ``path`` gives the format.
 
-        Rank 0 writes it; elsewhere nothing happens.
+        Rank 0 writes the file. Other ranks only check the arguments.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
-            ImportError: matplotlib is not installed; on every rank, whoever writes.
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
+            ImportError: matplotlib is not installed. Raised on every rank.
         """
         self._check()
         require_matplotlib()
@@ -50,21 +50,21 @@ class StepTrace:
             timeline_picture.draw(self.summary(), self.ranks, path)
 
     def draw(self, axes: Any, legend: bool = True) -> None:
-        """Draws the timeline into axes of matplotlib, on whichever rank asks.
+        """Draws the timeline into axes of matplotlib, on the calling rank.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
         """
         self._check()
         timeline_picture.draw_into(axes, self.summary(), self.ranks, legend)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes Chrome's trace format (chrome://tracing, Perfetto): ranks are processes.
+        """Writes Chrome's trace format (chrome://tracing, Perfetto), with ranks as processes.
 
-        Rank 0 writes it; elsewhere nothing happens.
+        Rank 0 writes the file. Other ranks only check the arguments.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
         """
         self._check()
         if _writes():
@@ -72,16 +72,16 @@ class StepTrace:
                 json.dump(_chrome(self.ranks, self.summary()), file)
 
     def summary(self) -> str:
-        """One or two sentences that say where the time went.
+        """Returns one or two sentences with the largest shares of the time.
 
         Raises:
-            RuntimeError: the ``with`` block is still open, or nothing was traced in it.
+            RuntimeError: The ``with`` block is still open, or nothing was traced in it.
         """
         self._check()
         return f"{_shares(self.ranks)}. {_communication(self.ranks)}."
 
     def seconds(self) -> dict[str, dict[str, float]]:
-        """Seconds by kind and by unit within it, the mean over the ranks."""
+        """Returns seconds by kind, and by unit within each kind, averaged over the ranks."""
         total: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for rank in self.ranks:
             for span in rank:
@@ -90,7 +90,7 @@ class StepTrace:
         return {kind: dict(units) for kind, units in total.items()}
 
     def __str__(self) -> str:
-        """The summary, and a table of milliseconds by unit, the mean over the ranks."""
+        """Returns the summary, and a table of milliseconds by unit, averaged over the ranks."""
         if not self._closed:
             return f"a trace that {'an exception has ended' if self._left else 'is still open'}"
         if not self._has_units():
@@ -119,7 +119,7 @@ class StepTrace:
 
 @contextlib.contextmanager
 def trace(model: nn.Module) -> Iterator[StepTrace]:
-    """Notes what every rank does inside of the block: one training step, or some.
+    """Records the activity of every rank inside the block, which runs one or more steps.
 
     ::
 
@@ -130,61 +130,61 @@ def trace(model: nn.Module) -> Iterator[StepTrace]:
         t.plot("step.png")
         t.save("step.json")
 
-    torch's profiler runs inside of the block, and nothing is changed in the model. On the CPU the
-    times are the host's, and what a collective takes is from its issue to its end in the backend's
-    threads. On other devices whose kernels the profiler sees the times are those of kernels.
-    The first steps of a job are not like the others: trace a later one.
+    torch's profiler runs inside the block. The model is not changed. On the CPU, times are host
+    times, and a collective lasts from its issue to its end in the backend's threads. On devices
+    whose kernels the profiler records, times are those of kernels. Trace a later step of a job,
+    because the first steps include initialization.
 
-    All ranks of the default process group enter the block and leave it together; then each of them
-    has the traces of all.
+    All ranks of the default process group must enter and leave the block together. Afterwards each
+    rank has the traces of all ranks.
 
     Args:
-        model: A module that ``fully_shard`` or ``replicate``, ours or torch's, was applied to, or
-            one that contains such modules.
+        model: A module that ``fully_shard`` or ``replicate`` of fsdp_c or torch was applied to, or
+            a module that contains such modules.
 
     Raises:
-        ValueError: ``fully_shard`` was applied to no part of ``model``.
-        TypeError: ``model`` is no module.
-        RuntimeError: a profiler is active already.
+        ValueError: ``model`` has no sharded module.
+        TypeError: ``model`` is not a module.
+        RuntimeError: Another profiler is active.
     """
     require_module(model, "trace")
     devices = {group.device.type for group in units_of(model, "trace")}
     if torch.autograd.profiler._is_profiler_enabled:
         raise RuntimeError("trace cannot run while another profiler is active")
-    found = StepTrace()
+    result = StepTrace()
     together = dist.is_initialized() and dist.get_backend() != "fake"
     with profile(activities=_activities(devices)) as profiler:
         if together:
             dist.barrier()
         with record_function(spans.BLOCK):
             try:
-                yield found
+                yield result
             except BaseException:
-                found._left = True
+                result._left = True
                 raise
             if devices - {"cpu", "meta"}:
                 torch.accelerator.synchronize()
     own = spans.spans_of(_events(profiler))
-    found.ranks = _gathered(own) if together else [_since(own, _start(own))]
-    found._closed = True
+    result.ranks = _gathered(own) if together else [_since(own, _start(own))]
+    result._closed = True
 
 
 def _activities(devices: set[str]) -> list[ProfilerActivity]:
-    wanted = {"cuda": "CUDA", "xpu": "XPU"}
-    names = ["CPU", *(wanted[device] for device in sorted(devices) if device in wanted)]
+    known = {"cuda": "CUDA", "xpu": "XPU"}
+    names = ["CPU", *(known[device] for device in sorted(devices) if device in known)]
     supported = torch.profiler.supported_activities()
     return [a for a in (getattr(ProfilerActivity, name) for name in names) if a in supported]
 
 
 def _events(profiler: profile) -> list[Event]:
-    """The ranges of a profile, in nanoseconds since 1970."""
+    """Returns the ranges of a profile, in nanoseconds since 1970."""
     inner: Any = profiler.profiler
-    found = []
+    events = []
     for event in inner.kineto_results.events():
         on_device = event.device_type() != DeviceType.CPU
         begin = event.start_ns()
         number = event.linked_correlation_id() if on_device else event.correlation_id()
-        found.append(
+        events.append(
             Event(
                 event.name(),
                 begin,
@@ -194,7 +194,7 @@ def _events(profiler: profile) -> list[Event]:
                 id=number,
             )
         )
-    return found
+    return events
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
@@ -213,10 +213,10 @@ def _since(rank: list[Span], zero: int) -> list[Span]:
 
 
 def _gathered(own: list[Span]) -> list[list[Span]]:
-    """All ranks' spans since the first rank's begin.
+    """Returns all ranks' spans, in nanoseconds since the start of the first rank.
 
-    Machines do not agree on the time: what another one than rank 0's says is moved, so that its
-    ranks leave the barrier at the beginning when those of rank 0's do.
+    Clocks of hosts differ. Each host's times are shifted, so that the first rank of each host
+    leaves the barrier at time 0.
     """
     machine = socket.gethostname()
     parts = objects.gather((machine, _start(own), own))
@@ -226,7 +226,7 @@ def _gathered(own: list[Span]) -> list[list[Span]]:
     return [_since(spans_, starts[where]) for where, _, spans_ in parts]
 
 
-# ---- words ---------------------------------------------------------------------------------------
+# ---- text output ---------------------------------------------------------------------------------
 
 _ORDER = (
     spans.FORWARD, spans.BACKWARD, spans.OPTIMIZER, spans.GATHER_WAIT, spans.REDUCE_WAIT,
@@ -235,7 +235,7 @@ _ORDER = (
 
 
 def _shares(ranks: list[list[Span]]) -> str:
-    """Of the mean rank's time: "265 ms on 2 ranks: 40 % forward, ..."."""
+    """Formats the shares of the mean time: "265 ms on 2 ranks: 40 % forward, ..."."""
     total: dict[str, int] = defaultdict(int)
     for rank in ranks:
         for span in rank:
@@ -243,34 +243,34 @@ def _shares(ranks: list[list[Span]]) -> str:
                 total[span.kind] += span.length
     whole = max(span.end for rank in ranks for span in rank)
     parts = [(total[kind] / len(ranks) / whole, kind) for kind in _ORDER]
-    said = ", ".join(
+    text = ", ".join(
         f"{share:.0%} {kind}".replace("%", " %") for share, kind in parts if share >= 0.005
     )
     count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    return f"{_ms(whole)} on {count}: {said}"
+    return f"{_ms(whole)} on {count}: {text}"
 
 
 def _communication(ranks: list[list[Span]]) -> str:
-    """How much of it is hidden, and the longest wait."""
-    flying = sum(_covered([s for s in r if s.lane in WAITS]) for r in ranks)
+    """Formats the share of communication that overlaps with computation, and the longest wait."""
+    running = sum(_covered([s for s in r if s.lane in WAITS]) for r in ranks)
     waits = [(s, i) for i, rank in enumerate(ranks) for s in rank if s.kind in WAITS.values()]
-    if not flying:
+    if not running:
         return "Nothing was communicated"
-    hidden = 1 - sum(span.length for span, _ in waits) / flying
-    said = f"{max(hidden, 0):.0%} of communication is hidden".replace("%", " %")
+    hidden = 1 - sum(span.length for span, _ in waits) / running
+    text = f"{max(hidden, 0):.0%} of communication is hidden".replace("%", " %")
     if not waits:
-        return f"{said}; nothing is waited for"
+        return f"{text}; nothing is waited for"
     longest, rank = max(waits, key=lambda wait: wait[0].length)
-    what = "gather" if longest.kind == spans.GATHER_WAIT else "reduction"
-    who = "the root" if longest.unit == spans.ROOT else f"'{longest.unit}'"
+    kind = "gather" if longest.kind == spans.GATHER_WAIT else "reduction"
+    unit = "the root" if longest.unit == spans.ROOT else f"'{longest.unit}'"
     on = f" on rank {rank}" if len(ranks) > 1 else ""
-    return f"{said}; {who} waits {_ms(longest.length)} for its {what}{on}"
+    return f"{text}; {unit} waits {_ms(longest.length)} for its {kind}{on}"
 
 
-def _covered(flights: list[Span]) -> int:
-    """Nanoseconds in which at least one of them is under way."""
+def _covered(collectives: list[Span]) -> int:
+    """Returns the nanoseconds in which at least one of the collectives is running."""
     total, now = 0, 0
-    for span in sorted(flights, key=lambda span: span.begin):
+    for span in sorted(collectives, key=lambda span: span.begin):
         total += max(0, span.end - max(now, span.begin))
         now = max(now, span.end)
     return total
@@ -282,7 +282,7 @@ def _ms(nanoseconds: float) -> str:
 
 
 def _table(seconds: dict[str, dict[str, float]]) -> str:
-    """Milliseconds by unit, one column for each kind that there is."""
+    """Formats milliseconds by unit, with one column for each kind that occurs."""
     kinds = [kind for kind in (*_ORDER, GATHER, REDUCE) if kind in seconds]
     units = {unit: None for kind in kinds for unit in sorted(seconds[kind])}
     rows = [["ms", *kinds]]
@@ -299,7 +299,7 @@ def _table(seconds: dict[str, dict[str, float]]) -> str:
 
 
 def _natural(unit: str) -> list[tuple[bool, int, str]]:
-    """Orders blocks.2 before blocks.10, and what is of no unit last."""
+    """Sort key that orders blocks.2 before blocks.10, and time outside of units last."""
     if not unit:
         return [(True, 1, "")]
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in unit.split(".")]
@@ -309,16 +309,16 @@ def _natural(unit: str) -> list[tuple[bool, int, str]]:
 
 
 def _chrome(ranks: list[list[Span]], summary: str) -> dict[str, Any]:
-    """Complete events in microseconds; a process for each rank, a thread for each lane."""
+    """Returns complete events in microseconds, with a process per rank and a thread per lane."""
     events: list[dict[str, Any]] = []
-    for rank, found in enumerate(ranks):
+    for rank, rank_spans in enumerate(ranks):
         named = {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
         events.append(named)
         for lane, name in enumerate(spans.LANES):
-            if any(span.lane == name for span in found):
+            if any(span.lane == name for span in rank_spans):
                 row = {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane}
                 events.append({**row, "args": {"name": name}})
-        for span in found:
+        for span in rank_spans:
             events.append(
                 {
                     "name": f"{span.kind} {span.unit}".strip(),

@@ -1,4 +1,4 @@
-"""The timeline of a step as a picture: for each rank what it computes and what is in flight."""
+"""Draws the timeline of a step: the computation and the collectives of each rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_RANKS = 8
 
 
 def draw(title: str, ranks: list[list[Span]], path: str | os.PathLike[str]) -> None:
-    """Draws the spans of the first ranks into a file, whose ending says which format."""
+    """Draws the spans of the first ranks to a file, whose extension gives the format."""
     from matplotlib.figure import Figure
 
     rows = len(_lanes(ranks)) * min(len(ranks), _MOST_RANKS)
@@ -54,7 +54,7 @@ def _lanes(ranks: list[list[Span]]) -> list[str]:
 
 
 def _draw_rows(axes: Any, ranks: list[list[Span]], lanes: list[str], width: float) -> None:
-    """A row for each rank and lane, the first rank at the top; milliseconds to the right."""
+    """Draws one row per rank and lane, the first rank at the top, over milliseconds."""
     last = max(span.end for rank in ranks for span in rank) / 1e6
     ticks, names = [], []
     for number, rank in enumerate(ranks):
@@ -82,8 +82,8 @@ def _draw_lane(axes: Any, y: float, found: list[Span], last: float, width: float
             [(begin, length)], (place, tall), facecolor=_COLOURS[span.kind], edgecolor="white",
             linewidth=0.4,
         )  # fmt: skip
-        room = length / last * width * 13  # characters, about
-        label = _label(span.unit, room)
+        capacity = length / last * width * 13  # approximate number of characters that fit
+        label = _label(span.unit, capacity)
         if label:
             axes.text(
                 begin + length / 2, place + tall / 2, label, ha="center", va="center", fontsize=7,
@@ -94,14 +94,14 @@ def _draw_lane(axes: Any, y: float, found: list[Span], last: float, width: float
 _LIGHT = (spans.OUTSIDE, spans.REDUCE_WAIT)
 
 
-def _label(unit: str, room: float) -> str:
-    """The unit's name, or its number alone, where there is room for it."""
+def _label(unit: str, capacity: float) -> str:
+    """Returns the unit's name, its number, or nothing, depending on the space."""
     short = unit.rpartition(".")[2].strip("()")
-    return next((text for text in (unit, short) if text and len(text) + 1 <= room), "")
+    return next((text for text in (unit, short) if text and len(text) + 1 <= capacity), "")
 
 
 def _stacked(found: list[Span]) -> list[tuple[int | None, Span]]:
-    """Spans that overlap others beside them in two half rows; None: a row of its own."""
+    """Assigns overlapping spans to two half rows; None for a span that uses the full row."""
     placed: list[tuple[int | None, Span]] = []
     for i, span in enumerate(found):
         near = found[max(0, i - 3) : i] + found[i + 1 : i + 4]
@@ -111,7 +111,7 @@ def _stacked(found: list[Span]) -> list[tuple[int | None, Span]]:
 
 
 def _legend(axes: Any, found: list[Span]) -> None:
-    """Below the picture: the kinds that are in it."""
+    """Draws the legend below the picture, with the kinds that occur."""
     from matplotlib.patches import Patch
 
     kinds = [kind for kind in _COLOURS if any(span.kind == kind for span in found)]
@@ -123,7 +123,7 @@ def _legend(axes: Any, found: list[Span]) -> None:
 
 
 def _below(axes: Any) -> Any:
-    """Where a legend leaves room for the numbers and the word under an axis: 0.45 inches."""
+    """Where a legend leaves capacity for the numbers and the word under an axis: 0.45 inches."""
     from matplotlib.transforms import ScaledTranslation
 
     return axes.transAxes + ScaledTranslation(0, -0.45, axes.figure.dpi_scale_trans)

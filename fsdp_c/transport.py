@@ -1,4 +1,4 @@
-"""How rows get from rank to rank, and the memory that waits for them on the CPU."""
+"""Settings of data movement: transport, bucket size, overlap, and cached CPU memory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ Transport = Literal["direct", "gloo"]
 
 
 def set_transport(model: nn.Module, transport: Transport) -> None:
-    """Chooses how the all-gathers and reduce-scatters of ``model`` move rows on the CPU.
+    """Chooses the transport of ``model``'s all-gathers and reduce-scatters on the CPU.
 
-    ``"direct"``, the default: through shared memory where all ranks of a process group are
-    processes of one host, else by gloo's collectives. ``"gloo"``: by gloo's collectives. The bits
-    are the same. Shared memory takes 4 MiB for each rank and group. All ranks have to call the
-    function at the same point of their programs. It holds for the process groups of ``model``, and
-    so for other models over the same groups. A group stays with gloo if one of its ranks has
-    ``FSDP_C_TRANSPORT=gloo``, a flight recorder (``TORCH_FR_BUFFER_SIZE``) or
-    ``TORCH_DISTRIBUTED_DEBUG`` in its environment.
+    All ranks must call the function at the same point of their programs. The setting belongs to the
+    process groups of ``model``, so it also applies to other models over the same groups. The
+    results are bit-equal. Shared memory takes 4 MiB per rank and group.
+
+    A group uses gloo if one of its ranks has ``FSDP_C_TRANSPORT=gloo``, a flight recorder
+    (``TORCH_FR_BUFFER_SIZE``) or ``TORCH_DISTRIBUTED_DEBUG`` in its environment.
+
+    Args:
+        model: The module that ``fully_shard`` was applied to, or a module that contains it.
+        transport: ``"direct"``, the default, uses shared memory if all ranks of a process group
+            are on one host, else gloo. ``"gloo"`` uses gloo's collectives.
 
     Raises:
-        ValueError: ``transport`` is neither, or ``fully_shard`` was applied to no part of
-            ``model``.
+        ValueError: ``transport`` is another value, or ``model`` has no sharded module.
     """
     if transport not in ("direct", "gloo"):
         raise ValueError(f'transport should be "direct" or "gloo", not {transport!r}')
@@ -40,7 +43,7 @@ def set_transport(model: nn.Module, transport: Transport) -> None:
 
 
 def _groups(unit: Any) -> Iterator[dist.ProcessGroup]:
-    """The process groups that a unit's rows are moved over."""
+    """Yields the process groups that a unit's collectives use."""
     for info in (unit.mesh_info, unit.post_forward_mesh_info):
         for name in ("shard_process_group", "reduce_scatter_process_group"):
             group = getattr(info, name, None)
@@ -49,25 +52,28 @@ def _groups(unit: Any) -> Iterator[dist.ProcessGroup]:
 
 
 def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
-    """Chooses how much of a unit's gradients one reduction takes.
+    """Sets the size of the buckets in which a unit's gradients are reduced.
 
-    A unit with more than ``bucket_cap_mb`` MiB of gradients (in the dtype that is reduced in) is
-    reduced bucket by bucket, its last parameters first, each with collectives of its own: memory is
-    taken for a bucket or two and not for the whole row, which decides the peak where embeddings and
-    heads are one unit. A parameter is never divided. ``fully_shard``'s default is 1024, below which
-    there is torch's single collective; ``replicate`` has its own and reduces early. The bits are
-    torch's on two ranks; on more a backend may add up in another order. Units with a reduce hook,
-    and those whose data torch's functions move, stay whole. All ranks have to call it alike,
-    between steps.
+    A unit with more than ``bucket_cap_mb`` MiB of gradients, in the reduce dtype, is reduced in
+    buckets. Each bucket has its own collective, and the last parameters come first. A reduction
+    then needs memory for one or two buckets instead of the whole unit. This lowers the peak of
+    units that hold embeddings and heads. A parameter is never split.
+
+    The default of ``fully_shard`` is 1024 MiB. Smaller units use a single collective, as in torch.
+    ``replicate`` has a default of its own and reduces each bucket as soon as it is full. Results
+    equal torch's bits on two ranks. On more ranks a backend may add in another order. Units with a
+    reduce hook and units that torch's functions reduce are not split.
+
+    All ranks must call the function between steps, with the same arguments.
 
     Args:
-        model: what ``fully_shard`` or ``replicate`` was applied to, or a module around it.
-        bucket_cap_mb: MiB of gradients at which a bucket is full; ``inf``: one for each unit.
+        model: The module that ``fully_shard`` or ``replicate`` was applied to, or a module that
+            contains it.
+        bucket_cap_mb: MiB of gradients at which a bucket is full. ``inf``: one bucket per unit.
 
     Raises:
-        ValueError: ``bucket_cap_mb`` is not positive, or ``fully_shard`` was applied to no part of
-            ``model``.
-        TypeError: a part of ``model`` was sharded by torch's ``fully_shard``.
+        ValueError: ``bucket_cap_mb`` is not positive, or ``model`` has no sharded module.
+        TypeError: A module in ``model`` was sharded by torch's ``fully_shard``.
     """
     limit = bucket_bytes(bucket_cap_mb)
     for unit in _own_units(model, "set_bucket_cap"):
@@ -75,29 +81,30 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
 
 
 def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
-    """Chooses whether backward goes on while a unit's gradients are reduced.
+    """Chooses whether backward continues while a unit's gradients are reduced.
 
-    With overlap, as torch does it, a unit's gradients are reduced while the next unit's are
-    computed, so that two units' gradients are there at once. Without it a reduction ends before
-    backward goes on: one unit's gradients less at the peak of a backward, for the time that the
-    reductions take. The bits are the same. Ranks may differ.
+    With overlap, as in torch, a unit's gradients are reduced while the next unit's are computed, so
+    the gradients of two units are alive at once. Without overlap, backward waits for each
+    reduction. Its peak has one unit's gradients less, and it takes longer by the reductions. The
+    results are bit-equal. Ranks may have different settings.
 
     Args:
-        model: what ``fully_shard`` or ``replicate`` was applied to, or a module around it.
-        overlap: ``None``, as it is at first: overlap, but not where the processors that compute
-            would copy the rows meanwhile. These are rows over 4 MiB, for all ranks together, that
-            go through the shared memory of one host with fewer than two processors for each rank.
+        model: The module that ``fully_shard`` or ``replicate`` was applied to, or a module that
+            contains it.
+        overlap: ``True`` or ``False``. ``None``, the default, overlaps unless the processors that
+            compute would also copy the data. That holds for reductions of more than 4 MiB, over all
+            ranks, through the shared memory of a host with fewer than two processors per rank.
 
     Raises:
-        ValueError: ``fully_shard`` was applied to no part of ``model``.
-        TypeError: a part of ``model`` was sharded by torch's ``fully_shard``.
+        ValueError: ``model`` has no sharded module.
+        TypeError: A module in ``model`` was sharded by torch's ``fully_shard``.
     """
     for unit in _own_units(model, "set_reduction_overlap"):
         unit._reduction_overlap = overlap
 
 
 def _own_units(model: nn.Module, function: str) -> list[ParamGroup]:
-    """Units of ``model``, all of which are fsdp_c's."""
+    """Returns the units of ``model``; raises ``TypeError`` if one is a unit of torch's."""
     units = list(units_of(model, function))
     for unit in units:
         if not isinstance(unit, ParamGroup):
@@ -109,10 +116,10 @@ def _own_units(model: nn.Module, function: str) -> list[ParamGroup]:
 
 
 def release_memory() -> None:
-    """Gives buffers on the CPU that wait to be used again back to the system.
+    """Returns cached CPU buffers to the system.
 
-    fsdp_c keeps the memory of gathers, reductions and unsharded parameters from one unit for the
-    next, and from one step for the next: at most an eighth, or 16 MiB, more than was in use at
-    once in the last eight iterations. Resetting a model, and deleting one, release it, too.
+    fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
+    steps. The cache exceeds the peak use of the last eight iterations by at most an eighth, or
+    16 MiB. Resetting a model and deleting a model release it, too.
     """
     _C.trim_memory()

@@ -1,8 +1,8 @@
-"""All or nothing for calls that change many modules one after the other.
+"""Rollback for calls that change several modules.
 
-A Ctrl-C can come at any line, or right after any call. So a snapshot is taken before anything is
-changed, ``restore`` knows nothing of how far the change got, and the outermost function returns
-from within its ``try``: an exception that it lets out means that nothing has happened.
+KeyboardInterrupt can be raised at any line. Therefore a call takes a snapshot before its first
+change, and ``restore`` does not depend on the progress of the call. The outermost function returns
+inside its ``try``. If it raises, no module has changed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class Snapshot:
-    """Modules as they are now: class, attributes, parameters, buffers, hooks.
+    """A copy of modules' class, attributes, parameters, buffers and hooks.
 
-    The contents of tensors are kept by reference: what is sharded in place of a parameter leaves
-    the parameter's own memory alone. So the snapshot keeps all full parameters alive.
+    Tensors are kept by reference, because sharding does not write to the original parameters. The
+    snapshot therefore keeps all full parameters alive.
 
     Args:
-        modules: Themselves, without what is below them.
-        tensors: Parameters and buffers that may be moved to another device.
+        modules: The modules to save, without their submodules.
+        tensors: Parameters and buffers that the call may move to another device.
     """
 
     def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> None:
@@ -35,13 +35,13 @@ class Snapshot:
         }
 
     def release(self, params: Iterable[nn.Parameter]) -> None:
-        """Frees copies of ``params`` on other devices: they are sharded, nobody uses them now."""
+        """Frees copies of sharded ``params`` on other devices, which have no further use."""
         for param in params:
             if param in self._data and param.device != self._data[param].device:
                 param.data = self._data[param]
 
     def restore(self) -> None:
-        """Puts everything back, as far as possible even where one step fails."""
+        """Restores all modules and tensors. If one step raises, the others still run."""
         with contextlib.ExitStack() as steps:
             for tensor, data in self._data.items():
                 steps.callback(setattr, tensor, "data", data)
@@ -50,17 +50,17 @@ class Snapshot:
 
 
 class Undo:
-    """The snapshot of a call that may be given up; restores it at most once."""
+    """Holds the snapshot of a running call, and restores it if the call fails."""
 
     def __init__(self) -> None:
         self._snapshot: Snapshot | None = None
 
     def to(self, snapshot: Snapshot) -> None:
-        """From now on there is something to undo."""
+        """Sets the snapshot that :meth:`run` restores."""
         self._snapshot = snapshot
 
     def run(self) -> None:
-        """Puts everything back as it was when the snapshot was taken; nothing before that."""
+        """Restores the snapshot, if one was taken."""
         if self._snapshot is not None:
             self._snapshot.restore()
 
@@ -69,13 +69,13 @@ _EMPTY: dict[Any, Any] = {}
 
 
 class _Attributes:
-    """The attributes of one module; its dicts (parameters, hooks, states) with their contents."""
+    """A copy of one module's attributes and of the contents of its dicts (parameters, hooks)."""
 
     def __init__(self, module: nn.Module) -> None:
         self.cls = module.__class__
         self.values: dict[str, Any] = dict(module.__dict__)
         self.contents = {
-            name: dict(value) if value else _EMPTY  # most are: the collector counts new dicts
+            name: dict(value) if value else _EMPTY  # most are empty; new dicts trigger the gc
             for name, value in self.values.items()
             if isinstance(value, dict)
         }
@@ -84,7 +84,7 @@ class _Attributes:
     def restore(self, module: nn.Module) -> None:
         module.__class__ = self.cls
         for name, content in self.contents.items():
-            # The dict itself stays: hook handles and C code refer to it.
+            # Keep the dict object: hook handles and C code refer to it.
             self.values[name].clear()
             self.values[name].update(content)
         module.__dict__.clear()

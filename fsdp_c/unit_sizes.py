@@ -1,4 +1,4 @@
-"""Units: those that need too much memory are divided, small neighbours joined."""
+"""Splits units that use too much memory, and combines small neighbors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .wrap_policy import Kwargs, bounded, padded
 class Unit:
     """Modules that ``fully_shard`` is called on together, and its arguments.
 
-    ``names`` are the modules' names below the root; the root's is empty. ``regathers``: whether
-    backward needs the parameters (of an embedding it does not).
+    ``names`` are the modules' names from the root; the root's name is empty. ``regathers`` tells
+    whether backward needs the parameters. Backward of an embedding does not.
     """
 
     modules: tuple[nn.Module, ...]
@@ -38,32 +38,34 @@ def within(
     ignored_params: set[nn.Parameter],
     names: dict[nn.Module, str],
 ) -> list[Unit]:
-    """``units``, those divided that would need more than ``max_transient`` bytes for a while, as
-    far as that can be done."""
-    found: list[Unit] = []
+    """Returns ``units``, and splits units that would temporarily use over ``max_transient`` bytes.
+
+    A unit that cannot be split stays as large as it is.
+    """
+    result: list[Unit] = []
     taken = {module for unit in units for module in unit.modules}
     for unit in units:
-        inside = {m for one in unit.modules for m in one.modules()}
+        inside = {m for module in unit.modules for m in module.modules()}
         policy = unit.kwargs.get("mp_policy")
         params = {p for module in unit.modules for p in module.parameters()}
-        budget = max(1, int(max_transient / _transient_of_a_byte(params, policy, ranks)))
+        budget = max(1, int(max_transient / _transient_per_byte(params, policy, ranks)))
         others = ((taken - set(unit.modules)) & inside) | ignored_modules
         parts = bounded(unit.modules, budget, others, ignored_params, policy, ranks)
-        found += [
+        result += [
             replace(unit, modules=part, names=tuple(names[m] for m in part), regathers=True)
             for part in parts
         ]
-        found.append(unit)
-    return found
+        result.append(unit)
+    return result
 
 
 def refuse_larger(
     owned: Mapping[Unit, Collection[nn.Parameter]], max_transient: int, ranks: int
 ) -> None:
-    """Refuses units that need more than ``max_transient`` bytes for a while.
+    """Refuses units that temporarily use more than ``max_transient`` bytes.
 
     Raises:
-        ValueError: names the first such unit and its largest parameter.
+        ValueError: A unit exceeds the bound. The message names it and its largest parameter.
     """
     for unit, params in owned.items():
         needed = transient(params, unit.kwargs.get("mp_policy"), ranks)
@@ -78,21 +80,21 @@ def refuse_larger(
 
 
 def transient(params: Iterable[nn.Parameter], mp_policy: Any, ranks: int) -> int:
-    """Bytes that a unit of these parameters needs for a while at most, beyond its shard."""
+    """Returns the most bytes that a unit of ``params`` temporarily uses beyond its shard."""
     gathered, rows, whole = 0, 0, 0
     for param in params:
         computed = compute_dtype(param, mp_policy)
         elements = padded(param, ranks)
         gathered += elements * computed.itemsize
         if param.requires_grad:
-            rows += elements * _reduced_in(param, computed, mp_policy).itemsize
+            rows += elements * _reduce_dtype(param, computed, mp_policy).itemsize
             whole += param.numel() * computed.itemsize
     return max(2 * gathered, whole + rows + rows // ranks)
 
 
-def _reduced_in(param: nn.Parameter, computed: torch.dtype, mp_policy: Any) -> torch.dtype:
-    wanted = reduce_dtype(mp_policy, param.dtype, computed) if mp_policy is not None else None
-    return wanted or computed
+def _reduce_dtype(param: nn.Parameter, computed: torch.dtype, mp_policy: Any) -> torch.dtype:
+    dtype = reduce_dtype(mp_policy, param.dtype, computed) if mp_policy is not None else None
+    return dtype or computed
 
 
 def compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
@@ -100,13 +102,15 @@ def compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
     return dtype if dtype is not None and param.is_floating_point() else param.dtype
 
 
-def _transient_of_a_byte(params: Collection[nn.Parameter], mp_policy: Any, ranks: int) -> float:
-    """Bytes that a unit needs for a while, for each byte that it gathers: parameters and buffer, or
-    gradients, all rows to reduce and this rank's."""
+def _transient_per_byte(params: Collection[nn.Parameter], mp_policy: Any, ranks: int) -> float:
+    """Returns the temporary bytes of a unit per byte that it gathers.
+
+    They are the larger of parameters with gather buffer, and gradients with reduction buffers.
+    """
     reduced = 0.0
     for param in params:
         computed = compute_dtype(param, mp_policy)
-        row = _reduced_in(param, computed, mp_policy).itemsize
+        row = _reduce_dtype(param, computed, mp_policy).itemsize
         if param.requires_grad:
             reduced = max(reduced, 1 + row * (1 + 1 / ranks) / computed.itemsize)
     return max(2.0, reduced)
@@ -119,16 +123,16 @@ def joined(
     max_transient: int | None,
     ranks: int,
 ) -> list[Unit]:
-    """``units`` in their order, with neighbours joined until they gather ``smallest`` bytes, or
-    would need more than ``max_transient`` bytes for a while.
+    """Returns ``units`` in order, with small neighbors combined to units of ``smallest`` bytes.
 
-    A collective costs tens of microseconds whatever it moves, and a model of many small layers
-    pays that for each of them three times a step; ``fully_shard([a, b])`` makes one unit of both.
+    A combined unit gathers at least ``smallest`` bytes, unless it would use more than
+    ``max_transient`` bytes temporarily. The reason is the fixed cost of a collective, tens of
+    microseconds, which each small layer pays three times a step.
 
-    Neighbours are modules of one parent (layers of a list), one after the other, whose arguments
-    are the same. Units of several modules stay as they are, and so does the root.
+    Neighbors are consecutive children of one parent with equal arguments. The root and units of
+    several modules are not combined.
     """
-    found: list[Unit] = []
+    result: list[Unit] = []
     waiting: dict[str, list[Unit]] = {}
 
     def gathered(unit: Unit) -> int:
@@ -136,34 +140,36 @@ def joined(
         return sum(p.numel() * compute_dtype(p, policy).itemsize for p in owned[unit])
 
     def fit(parent: str, unit: Unit) -> bool:
-        params = [param for one in (*waiting[parent], unit) for param in owned[one]]
+        params = [param for member in (*waiting[parent], unit) for param in owned[member]]
         needed = transient(params, unit.kwargs.get("mp_policy"), ranks)
         return max_transient is None or needed <= max_transient
 
     def close(parent: str) -> None:
         group = waiting.pop(parent, [])
         if group:
-            found.append(_joined(group))
+            result.append(_joined(group))
 
     for unit in units:
         parent = unit.names[0].rpartition(".")[0]
         size = gathered(unit)
         if len(unit.modules) > 1 or unit.names == ("",) or size >= smallest:
             close(parent)
-            found.append(unit)
+            result.append(unit)
             continue
-        if parent in waiting and not (_alike(waiting[parent][0], unit) and fit(parent, unit)):
+        if parent in waiting and not (
+            _have_equal_arguments(waiting[parent][0], unit) and fit(parent, unit)
+        ):
             close(parent)
         waiting.setdefault(parent, []).append(unit)
         if sum(map(gathered, waiting[parent])) >= smallest:
             close(parent)
     for parent in list(waiting):
         close(parent)
-    return found
+    return result
 
 
-def _alike(a: Unit, b: Unit) -> bool:
-    """Whether both are sharded in the same way."""
+def _have_equal_arguments(a: Unit, b: Unit) -> bool:
+    """Whether both units have equal arguments."""
     if a.regathers != b.regathers or a.kwargs.keys() != b.kwargs.keys():
         return False
     return all(a.kwargs[key] is b.kwargs[key] or a.kwargs[key] == b.kwargs[key] for key in a.kwargs)

@@ -1,4 +1,4 @@
-"""The units of a model: what ``fully_shard`` made, ours or torch's, as the conveniences need it."""
+"""Access to a model's units, of fsdp_c's or torch's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def require_module(model: Any, caller: str) -> None:
-    """Refuses what is no module; names ``caller``.
+    """Refuses an argument that is not a module.
 
     Raises:
-        TypeError: ``model`` is none.
+        TypeError: ``model`` is not a module. The message names ``caller``.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         name = model.__name__
@@ -22,15 +22,15 @@ def require_module(model: Any, caller: str) -> None:
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """The modules below ``model`` (and itself) that ``fully_shard`` was applied to."""
+    """Returns the modules of ``model``, including itself, that ``fully_shard`` was applied to."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def units_of(model: nn.Module, caller: str) -> list[Any]:
-    """The parameter groups of ``model``, outer ones first, each once.
+    """Returns the parameter groups of ``model``, outer ones first, each once.
 
     Raises:
-        ValueError: ``fully_shard`` was applied to no part of it; names ``caller``.
+        ValueError: ``model`` has no sharded module. The message names ``caller``.
     """
     modules = sharded_modules(model)
     if not modules:
@@ -45,7 +45,7 @@ def units_of(model: nn.Module, caller: str) -> list[Any]:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The parameter groups of a state of torch's or ours; torch 2.11's have one at most."""
+    """Returns the parameter groups of a state of torch or fsdp_c. torch 2.11 has at most one."""
     found = getattr(state, "_fsdp_param_groups", None)
     if found is None:
         found = [state._fsdp_param_group]

@@ -1,8 +1,8 @@
-"""``auto_shard``: a whole model sharded by one call, following a policy; all or nothing.
+"""``auto_shard``: shards a whole model by one call, following a policy.
 
-The work is done in two phases. Planning asks the policy, orders the units, settles tied weights and
-validates; it changes nothing. Then ``fully_shard`` is called on each unit and on the root; where
-one of these calls fails, everything that the earlier ones did is taken back.
+The call has two phases. Planning runs the policy, orders the units, merges units with tied weights
+and validates the arguments. Planning does not change the model. Then ``fully_shard`` is called on
+each unit and on the root. If one of these calls fails, the changes of all calls are rolled back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class UnitKwargs(TypedDict, total=False):
-    """What ``fully_shard`` takes for a unit by keyword."""
+    """Keyword arguments of ``fully_shard`` for one unit."""
 
     reshard_after_forward: bool | int | None
     shard_placement_fn: Callable[[nn.Parameter], ShardPlacementFnResult] | None
@@ -52,7 +52,7 @@ class UnitKwargs(TypedDict, total=False):
 
 
 class ShardKwargs(UnitKwargs, total=False):
-    """The same and the mesh, and what ``replicate`` takes besides (with ``shard_fn``)."""
+    """Keyword arguments for all units. ``bucket_cap_mb`` requires ``shard_fn=replicate``."""
 
     mesh: DeviceMesh | None
     bucket_cap_mb: float
@@ -76,56 +76,55 @@ def auto_shard(
     """Applies ``fully_shard`` bottom-up to the modules that ``policy`` selects, then to ``model``.
 
     Args:
-        model: A model to no part of which FSDP was applied.
-        policy: What becomes a unit of its own:
+        model: A model without modules that FSDP was applied to.
+        policy: Selects the modules that become units:
 
-            - ``"blocks"``: the repeated layers of the model, found by their structure; embeddings
-              and heads (``nn.Embedding``, ``nn.Linear``) of at least a block's size, too, unless
-              they are tied or ``separate_ends=False``: of the one, backward does not gather the
-              weight again, the other stays gathered from forward to backward;
-            - an ``int``: units that gather at most so many bytes (in the dtype of computation);
-            - a class of modules, or several: their instances;
-            - torch's ``ModuleWrapPolicy`` and ``CustomPolicy`` (whose function may return arguments
-              of ``fully_shard`` for the module, for the root too);
-            - a callable of torch's kind, ``policy(module=, recurse=, nonwrapped_numel=)``: for
-              example ``functools.partial(size_based_auto_wrap_policy, min_num_params=10**6)``,
+            - ``"blocks"``: the repeated layers of the model, found by their structure. Embeddings
+              and heads (``nn.Embedding``, ``nn.Linear``) of at least a block's size become units,
+              too, unless they are tied or ``separate_ends=False``. Backward does not gather an
+              embedding's weight again. A head stays gathered from forward to backward.
+            - an ``int``: units that gather at most so many bytes, in the compute dtype.
+            - a module class, or several: their instances.
+            - torch's ``ModuleWrapPolicy`` and ``CustomPolicy``. The function of a ``CustomPolicy``
+              may return arguments of ``fully_shard`` for the module, and for the root.
+            - a callable with torch's signature, ``policy(module=, recurse=, nonwrapped_numel=)``.
+              Examples: ``functools.partial(size_based_auto_wrap_policy, min_num_params=10**6)``,
               ``transformer_auto_wrap_policy``, ``lambda_auto_wrap_policy``.
-        ignored_modules: Modules that stay as they are, with everything below them.
-        ignored_params: Parameters that stay as they are.
-        full_precision_classes: With ``mp_policy.param_dtype``: modules of these classes become
-            units of their own that compute in full precision; they return the dtype that the rest
-            computes in. A warning names the classes that were found.
-        frozen: What to do about a unit with trainable and frozen parameters: warn, raise, nothing.
-        separate_ends: See ``"blocks"``. ``False`` where forward uses an embedding's or a head's
-            weight without calling the module.
-        max_transient: Bytes that one unit may need for a while at most, beyond its shard: while it
-            is gathered, or while its gradients are reduced. Larger units are divided.
-        min_unit: Bytes that a unit should gather at least. Smaller ones that are neighbours in one
-            container share a gather and a reduction, as with ``fully_shard([a, b])``: fewer
-            collectives, which is what many small layers wait for. They should all be called.
-            ``max_transient`` comes first.
-        keep_originals: Keep the full parameters until the last unit is sharded, so that a failure
-            can be undone. ``False`` frees those of each unit at once, as separate ``fully_shard``
-            calls do; what can be checked beforehand is still all or nothing.
-        shard_fn: Called as ``fully_shard`` is.
-        **fully_shard_kwargs: Passed on for every unit: ``mesh``, ``mp_policy`` and so on.
+        ignored_modules: Modules that are not sharded, including their submodules.
+        ignored_params: Parameters that are not sharded.
+        full_precision_classes: With ``mp_policy.param_dtype``, modules of these classes become
+            separate units that compute in full precision. Their outputs have the dtype that the
+            unit around them computes in. A warning names the classes that were found.
+        frozen: The reaction to a unit with trainable and frozen parameters: ``"warn"``,
+            ``"error"`` or ``"ignore"``.
+        separate_ends: See ``"blocks"``. Pass ``False`` if forward uses the weight of an embedding
+            or a head without calling the module.
+        max_transient: The bytes that one unit may use temporarily beyond its shard, while it is
+            gathered or while its gradients are reduced. Larger units are split.
+        min_unit: The bytes that a unit should at least gather. Smaller neighbors in one container
+            are combined, as with ``fully_shard([a, b])``, to issue fewer collectives. Forward
+            should call all of them. ``max_transient`` has priority.
+        keep_originals: Keeps the full parameters until the last unit is sharded, so that a failure
+            can be rolled back. ``False`` frees the parameters of each unit at once, as separate
+            ``fully_shard`` calls do. Errors that planning finds still leave the model unchanged.
+        shard_fn: A function with the arguments of ``fully_shard``.
+        **fully_shard_kwargs: Arguments for every unit: ``mesh``, ``mp_policy`` and so on.
 
     Returns:
         ``model``, whose class and whose units' classes are now ``FSDP<Class>``.
 
-    Weights that are tied across units come into one unit: separate units with the same arguments
-    are sharded as one list; a unit inside the other one is not made.
+    Weights that are tied across units come into one unit. Separate units with equal arguments are
+    sharded as one list. A unit inside the other one is not made.
 
     Raises:
-        ValueError: FSDP was applied to a part of the model already; the policy finds nothing or
-            selects a container without forward; tied weights whose units have different arguments
-            (the message names both); ``frozen="error"`` and a unit has parameters of both kinds;
-            a unit that ``max_transient`` is too small for and that cannot be divided; a bound
-            that is not positive.
-        TypeError: ``model`` is no module, ``policy`` no policy, a bound no number.
+        ValueError: FSDP was already applied to a part of the model; the policy selects nothing or
+            a container without forward; tied weights are in units with different arguments (the
+            message names both); ``frozen="error"`` and a unit has trainable and frozen parameters;
+            a unit exceeds ``max_transient`` and cannot be split; a bound is not positive.
+        TypeError: ``model`` is not a module, ``policy`` not a policy, or a bound not a number.
 
-    Whatever is raised, by the policy or by ``fully_shard``: the model is as it was. What was made
-    is one INFO line of torch's logger of FSDP2, on rank 0.
+    An exception, of the policy or of ``fully_shard``, leaves the model unchanged. Rank 0 logs the
+    units in one INFO line of torch's FSDP2 logger.
     """
     if frozen not in ("warn", "error", "ignore"):
         raise ValueError(f"frozen should be 'warn', 'error' or 'ignore', not {frozen!r}")
@@ -142,7 +141,7 @@ def auto_shard(
     )
     signature = inspect.signature(shard_fn)
     for unit in units:
-        signature.bind(model, **unit.kwargs)  # TypeError for an argument that it does not have
+        signature.bind(model, **unit.kwargs)  # raises TypeError for unknown arguments
     if frozen != "ignore":
         for message in mixed_requires_grad(model, units, ignored):
             if frozen == "error":
@@ -159,7 +158,7 @@ def auto_shard(
             if snapshot is not None:
                 snapshot.release(owned[unit])
         logger.info("fsdp_c: auto_shard made of %s", text)
-        return model  # in here: a signal may come after the last call
+        return model  # inside the try: a signal handler may raise before the return
     except BaseException:
         if snapshot is not None:
             snapshot.restore()
@@ -189,13 +188,14 @@ def plan(
     ranks: int | None = None,
     **fully_shard_kwargs: Unpack[ShardKwargs],
 ) -> list[Unit]:
-    """What :func:`auto_shard` would do with these arguments: its units in order, the root last.
+    """Returns the units that :func:`auto_shard` would make, in order, the root last.
 
-    Changes nothing, and needs no process group: ``ranks`` are those to shard over.
+    Does not change the model, and needs no process group. ``ranks`` is the number of ranks to shard
+    over. Arguments and exceptions are those of :func:`auto_shard`.
     """
     classes, kwargs = tuple(full_precision_classes), dict(fully_shard_kwargs)
     modules, params = set(ignored_modules), set(ignored_params)
-    found = _plan(
+    planned = _plan(
         model,
         policy,
         modules,
@@ -207,7 +207,7 @@ def plan(
         ranks,
         min_unit,
     )
-    return found[0]
+    return planned[0]
 
 
 def _plan(
@@ -222,7 +222,7 @@ def _plan(
     ranks: int | None = None,
     min_unit: int | None = None,
 ) -> tuple[list[Unit], set[nn.Parameter]]:
-    """The units, and all parameters that are ignored."""
+    """Returns the units and all ignored parameters."""
     _check_arguments(model, kwargs.get("mp_policy"), max_transient, min_unit)
     check_nested_wrapping(model)
     ignored_modules = {inner for module in ignored_modules for inner in module.modules()}
@@ -234,14 +234,18 @@ def _plan(
     mixed = getattr(kwargs.get("mp_policy"), "param_dtype", None) is not None
     overridden = _instances(model, full_precision_classes, ignored_modules) if mixed else {}
     always = full_precision_classes if overridden else ()
-    wanted = run_policy(policy, model, ignored_modules, ignored_params, kwargs, always)
+    selected = run_policy(policy, model, ignored_modules, ignored_params, kwargs, always)
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    units = [Unit(modules, tuple(names[m] for m in modules), kw) for modules, kw in wanted]
+    units = [Unit(modules, tuple(names[m] for m in modules), kw) for modules, kw in selected]
     if policy == "blocks":
-        units = [_end(unit) for unit in units if separate_ends or not _is_end(unit)]
+        units = [
+            _tune_embedding_or_head(unit)
+            for unit in units
+            if separate_ends or not _is_embedding_or_head(unit)
+        ]
     root = Unit((model,), ("",), dict(kwargs))
     for unit in units:
-        if unit.modules == (model,):  # a CustomPolicy may have arguments for the root
+        if unit.modules == (model,):  # a CustomPolicy may return arguments for the root
             root = unit
     units = [unit for unit in units if unit is not root] + [root]
     if ranks is None:
@@ -251,7 +255,7 @@ def _plan(
     if overridden:
         warn_on_overridden_mixed_precision(set(map(type, overridden)))
         units = _with_full_precision(model, units, overridden)
-    units = _ordered(model, _untie(model, units, ignored_params))
+    units = _ordered(model, _merge_tied(model, units, ignored_params))
     if min_unit is not None:
         owned = _owned_params(model, units, ignored_params)
         units = _ordered(model, joined(units, owned, min_unit, max_transient, ranks))
@@ -278,7 +282,7 @@ def _check_arguments(
 
 
 def _ranks(mesh: DeviceMesh | None) -> int:
-    """Those that a parameter is sharded over."""
+    """Returns the number of ranks that a parameter is sharded over."""
     if isinstance(mesh, DeviceMesh) and mesh.ndim <= 2:
         return mesh.size(mesh.ndim - 1)
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -287,36 +291,36 @@ def _ranks(mesh: DeviceMesh | None) -> int:
 # ---- embeddings and heads
 
 
-def _is_end(unit: Unit) -> bool:
-    """Of the policy "blocks": no list of layers has it."""
+def _is_embedding_or_head(unit: Unit) -> bool:
+    """Whether a unit of the policy "blocks" is an embedding or a head outside lists of layers."""
     parent = unit.names[0].rpartition(".")[2]
     return isinstance(unit.modules[0], (nn.Embedding, nn.Linear)) and not parent.isdigit()
 
 
-def _end(unit: Unit) -> Unit:
-    """The unit of an embedding or a head with what is best for it."""
-    if not _is_end(unit):
+def _tune_embedding_or_head(unit: Unit) -> Unit:
+    """Returns the unit; for an embedding or a head with its settings for backward and reshard."""
+    if not _is_embedding_or_head(unit):
         return unit
     module, kwargs = unit.modules[0], unit.kwargs
     if isinstance(module, nn.Embedding):
         return replace(unit, regathers=module.max_norm is not None or module.sparse)
-    if kwargs.get("reshard_after_forward") is None:  # backward begins with it
+    if kwargs.get("reshard_after_forward") is None:  # backward starts with the head
         kwargs = kwargs | {"reshard_after_forward": False}
     return replace(unit, kwargs=kwargs)
 
 
 def _summary(units: list[Unit], owned: dict[Unit, list[nn.Parameter]]) -> str:
-    """The units by kind: how many, and the elements of the largest."""
+    """Describes the units by module class: their number, and the elements of the largest."""
     kinds: dict[str, list[int]] = {}
     for unit in units:
         size = sum(param.numel() for param in owned[unit])
         kind = ", ".join(dict.fromkeys(type(module).__name__ for module in unit.modules))
         kinds.setdefault("the root" if unit is units[-1] else kind, []).append(size)
     parts = [
-        f"{len(found)} x {kind} ({max(found):,} elements{' at most' * (len(found) > 1)})"
+        f"{len(sizes)} x {kind} ({max(sizes):,} elements{' at most' * (len(sizes) > 1)})"
         if kind != "the root"
-        else f"the root ({found[0]:,} elements)"
-        for kind, found in kinds.items()
+        else f"the root ({sizes[0]:,} elements)"
+        for kind, sizes in kinds.items()
     ]
     return ", ".join(parts)
 
@@ -324,18 +328,18 @@ def _summary(units: list[Unit], owned: dict[Unit, list[nn.Parameter]]) -> str:
 def _instances(
     model: nn.Module, classes: tuple[type[nn.Module], ...], ignored: set[nn.Module]
 ) -> dict[nn.Module, None]:
-    found = (m for m in model.modules() if isinstance(m, classes))
-    return dict.fromkeys(m for m in found if m is not model and m not in ignored)
+    instances = (m for m in model.modules() if isinstance(m, classes))
+    return dict.fromkeys(m for m in instances if m is not model and m not in ignored)
 
 
 # ---- checks
 
 
 def check_nested_wrapping(root: nn.Module) -> None:
-    """Refuses a model to a part of which FSDP (1 or 2) was applied.
+    """Refuses a model with a module that FSDP (1 or 2) was applied to.
 
     Raises:
-        ValueError: names the part.
+        ValueError: FSDP was applied to a module; the message has its name.
     """
     for name, module in root.named_modules():
         applied = _get_module_fsdp_state(module) is not None
@@ -347,7 +351,7 @@ def check_nested_wrapping(root: nn.Module) -> None:
 
 
 def warn_on_overridden_mixed_precision(classes: Collection[type[nn.Module]]) -> None:
-    """Says which classes are sharded separately and compute in full precision; nothing if none."""
+    """Warns that modules of ``classes`` become separate units with full precision, if any."""
     if classes:
         warnings.warn(
             "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the model "
@@ -360,7 +364,7 @@ def warn_on_overridden_mixed_precision(classes: Collection[type[nn.Module]]) -> 
 def mixed_requires_grad(
     model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter]
 ) -> Iterator[str]:
-    """One message for each unit with trainable and frozen parameters, in the order of the units."""
+    """Yields a message for each unit with trainable and frozen parameters, in unit order."""
     visited: set[nn.Module] = set()
     for unit in units:
         params: dict[nn.Parameter, str] = {}
@@ -381,9 +385,9 @@ def mixed_requires_grad(
 
 
 def post_order_named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module once with its name, each after all modules below it, the root last.
+    """Returns every module once with its name, in post-order, the root last.
 
-    Modules side by side come in the order in which they are registered.
+    Siblings are in registration order.
     """
     names: dict[nn.Module, str] = {root: ""}
     for name, module in root.named_modules():
@@ -397,15 +401,17 @@ def managed_param_to_fqn(
     visited: set[nn.Module],
     prefix: str,
 ) -> dict[nn.Parameter, str]:
-    """The parameters that a unit made of ``module`` would manage, with their names from the root.
+    """Returns the parameters that a unit of ``module`` would manage, with their names.
+
+    Call it for inner units before outer ones.
 
     Args:
-        module: The module of the unit. To be called for inner units before outer ones.
-        ignored_params: Left out.
-        visited: Modules that earlier units have; the ones found now are added.
-        prefix: The name of ``module`` below the root.
+        module: The module of the unit.
+        ignored_params: Parameters to leave out.
+        visited: The modules of earlier units. The unit's modules are added.
+        prefix: The name of ``module`` from the root.
     """
-    found: dict[nn.Parameter, str] = {}
+    fqns: dict[nn.Parameter, str] = {}
     visited.add(module)
     queue = collections.deque([(module, prefix)])
     while queue:
@@ -413,12 +419,12 @@ def managed_param_to_fqn(
         dotted = f"{name}." if name else ""
         for local, param in current.named_parameters(recurse=False):
             if param not in ignored_params:
-                found[param] = dotted + local
+                fqns[param] = dotted + local
         for local, child in current.named_children():
             if child is not None and child not in visited:
                 visited.add(child)
                 queue.append((child, dotted + local))
-    return found
+    return fqns
 
 
 # ---- full precision
@@ -427,10 +433,10 @@ def managed_param_to_fqn(
 def _with_full_precision(
     model: nn.Module, units: list[Unit], overridden: Collection[nn.Module]
 ) -> list[Unit]:
-    """``units`` with the policies of units made of ``overridden`` modules replaced.
+    """Returns ``units`` with full-precision policies for units of ``overridden`` modules.
 
-    They compute in the dtype of their own parameters and return what the unit around them computes
-    in.
+    These units compute in the dtype of their parameters. Their outputs have the compute dtype of
+    the unit around them.
     """
     around = {unit.modules[0]: unit for unit in units if unit.modules[0] not in overridden}
     dtypes: dict[nn.Module, torch.dtype | None] = {}
@@ -438,20 +444,23 @@ def _with_full_precision(
         if module in overridden:
             outer = around[parents[-1]].kwargs.get("mp_policy") if parents else None
             dtypes[module] = getattr(outer, "param_dtype", None)
-    found = []
+    result = []
     for unit in units:
         if unit.modules[0] in overridden:
             own = next((p.dtype for p in unit.modules[0].parameters()), torch.float32)
             policy = MixedPrecisionPolicy(param_dtype=own, output_dtype=dtypes[unit.modules[0]])
             unit = replace(unit, kwargs=unit.kwargs | {"mp_policy": policy})
-        found.append(unit)
-    return found
+        result.append(unit)
+    return result
 
 
 def _enclosing(
     root: nn.Module, units: Collection[nn.Module]
 ) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
-    """Every module once for each place, with those of ``units`` around it, outermost first."""
+    """Yields every module, per registration, with the modules of ``units`` that contain it.
+
+    The containing modules are ordered from the outermost to the innermost.
+    """
 
     def visit(
         module: nn.Module, around: tuple[nn.Module, ...]
@@ -471,7 +480,7 @@ def _enclosing(
 def _owners(
     model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter] = ()
 ) -> dict[nn.Parameter, dict[Unit, str]]:
-    """For each parameter the units that have it, each with the first name that it has there."""
+    """Maps each parameter to the units that have it, each with its first name there."""
     unit_of = {module: unit for unit in units for module in unit.modules}
     owners: dict[nn.Parameter, dict[Unit, str]] = {}
 
@@ -488,38 +497,42 @@ def _owners(
     return owners
 
 
-def _untie(
+def _merge_tied(
     model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter]
 ) -> list[Unit]:
-    """``units`` changed until every parameter is in one of them only."""
+    """Merges or removes units until every parameter is in one unit only; returns the units.
+
+    Raises:
+        ValueError: Tied weights are in units with different arguments.
+    """
     while True:
         owners = _owners(model, units, ignored_params)
-        shared = next((param for param, found in owners.items() if len(found) > 1), None)
+        shared = next((param for param, holders in owners.items() if len(holders) > 1), None)
         if shared is None:
             return units
         (first, name), (second, other) = list(owners[shared].items())[:2]
-        what = f"'{name}' of the unit {first} and '{other}' of the unit {second} are one parameter"
-        if not _equal(first.kwargs, second.kwargs):
+        tied = f"'{name}' of the unit {first} and '{other}' of the unit {second} are one parameter"
+        if not _are_equal(first.kwargs, second.kwargs):
             raise ValueError(
-                f"{what}, and the two units have different arguments: let the policy select "
+                f"{tied}, and the two units have different arguments: let the policy select "
                 "neither of them, or give them the same arguments"
             )
         inner = first if _is_below(first, second) else second
         if _is_below(first, second) or _is_below(second, first):
             units = [unit for unit in units if unit is not inner]
-            done = f"{inner} does not become a unit"
+            outcome = f"{inner} does not become a unit"
             changed = {inner}
         else:
             both = Unit(first.modules + second.modules, first.names + second.names, first.kwargs)
             units = [both if unit is first else unit for unit in units if unit is not second]
-            done = "the two become one unit"
+            outcome = "the two become one unit"
             changed = {first, second}
-        rest = sum(p.numel() for p, found in owners.items() if len(changed & found.keys()) == 1)
+        rest = sum(p.numel() for p, holders in owners.items() if len(changed & holders.keys()) == 1)
         if rest > shared.numel():
-            warnings.warn(f"{what}: {done}", stacklevel=4)
+            warnings.warn(f"{tied}: {outcome}", stacklevel=4)
 
 
-def _equal(a: Kwargs, b: Kwargs) -> bool:
+def _are_equal(a: Kwargs, b: Kwargs) -> bool:
     return a.keys() == b.keys() and all(a[key] is b[key] or a[key] == b[key] for key in a)
 
 
@@ -529,7 +542,11 @@ def _is_below(inner: Unit, outer: Unit) -> bool:
 
 
 def _ordered(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """The units, inner ones first, otherwise in the order in which they are."""
+    """Returns the units sorted stably, so that inner units precede the units around them.
+
+    Raises:
+        ValueError: Merged units contain one another.
+    """
     unit_of = {module: unit for unit in units for module in unit.modules}
     inside: dict[Unit, set[Unit]] = {unit: set() for unit in units}
     for module, around in _enclosing(model, unit_of):
@@ -553,6 +570,6 @@ def _owned_params(
     model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter] = ()
 ) -> dict[Unit, list[nn.Parameter]]:
     owned: dict[Unit, list[nn.Parameter]] = {unit: [] for unit in units}
-    for param, found in _owners(model, units, ignored_params).items():
-        owned[next(iter(found))].append(param)
+    for param, holders in _owners(model, units, ignored_params).items():
+        owned[next(iter(holders))].append(param)
     return owned

@@ -1,7 +1,7 @@
-"""Policies: which modules of a model become units of their own, and with which arguments.
+"""Policies of ``auto_shard``: they select the modules that become units, and their arguments.
 
-Nothing here changes the model. Every policy ends as a list of ``(modules, kwargs)``, one entry for
-each unit below the root, inner units before outer ones.
+Policies do not change the model. Every policy returns a list of ``(modules, kwargs)``, one entry
+for each unit below the root, inner units before outer ones.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def run_policy(
     kwargs: Kwargs,
     always: tuple[type[nn.Module], ...] = (),
 ) -> Wanted:
-    """The units that ``policy`` wants below ``root``.
+    """Returns the units that ``policy`` selects below ``root``.
 
     Args:
         policy: See :func:`fsdp_c.auto_shard`.
         ignored_modules: Modules that never become units.
-        ignored_params: Parameters that count for nothing.
-        kwargs: What units get where the policy says nothing else; copied for each unit.
-        always: Classes whose instances become units whatever the policy says.
+        ignored_params: Parameters that do not count for sizes.
+        kwargs: The default arguments of units, copied for each unit.
+        always: Classes whose instances always become units.
 
     Raises:
-        ValueError: the policy names a container that cannot be a unit, or finds nothing.
-        TypeError: ``policy`` is none of the kinds of policies.
+        ValueError: The policy selects a container that cannot be a unit, or nothing.
+        TypeError: ``policy`` is not a policy.
     """
     if isinstance(policy, _Policy):
         named = _run_class_policy(policy, root, ignored_modules, kwargs, always)
@@ -56,13 +56,14 @@ def run_policy(
         raise TypeError(f"auto_shard does not know the policy {policy!r}")
     if isinstance(policy, (int, str)):
         separate = {m for m in root.modules() if isinstance(m, always)} - ignored_modules - {root}
-        left = ignored_modules | separate
+        excluded = ignored_modules | separate
         if isinstance(policy, int):
             size_of = _SizeOf(ignored_params, kwargs.get("mp_policy"))
-            units = budget_units(root, policy, left, size_of)
+            units = budget_units(root, policy, excluded, size_of)
         elif policy == "blocks":
-            blocks = repeated_blocks(root, left)
-            ends = large_ends(root, blocks, left, _SizeOf(ignored_params, kwargs.get("mp_policy")))
+            blocks = repeated_blocks(root, excluded)
+            size_of = _SizeOf(ignored_params, kwargs.get("mp_policy"))
+            ends = large_ends(root, blocks, excluded, size_of)
             return _by_last_module(root, [(m,) for m in (*blocks, *ends, *separate)], kwargs)
         else:
             raise ValueError(f'auto_shard knows one policy by name, "blocks", and not {policy!r}')
@@ -74,19 +75,23 @@ def run_policy(
         )
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(f"auto_shard does not know the policy {policy!r}")
-    found = _run_callable(policy, root, ignored_modules, ignored_params, always)
-    return [(modules, dict(kwargs)) for modules in found]
+    selected = _run_callable(policy, root, ignored_modules, ignored_params, always)
+    return [(modules, dict(kwargs)) for modules in selected]
 
 
 def _as_classes(policy: Any) -> list[type[nn.Module]] | None:
-    """The classes of a policy that is a module class or some of them; None for anything else."""
+    """Returns the classes of a policy that is one or several module classes; else None.
+
+    Raises:
+        TypeError: An element is not a module class.
+    """
     if isinstance(policy, type):
         policy = (policy,)
     if not isinstance(policy, (list, tuple, set, frozenset)):
         return None
-    for one in policy:
-        if not (isinstance(one, type) and issubclass(one, nn.Module)):
-            raise TypeError(f"auto_shard expects classes of modules, not {one!r}")
+    for item in policy:
+        if not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise TypeError(f"auto_shard expects classes of modules, not {item!r}")
     return list(policy)
 
 
@@ -121,7 +126,7 @@ def _in_post_order(root: nn.Module, targets: dict[nn.Module, Kwargs]) -> Wanted:
 
 
 def children_first(root: nn.Module) -> Iterator[nn.Module]:
-    """Every module once, children as registered before their parent, ``root`` last."""
+    """Yields every module once in post-order, children in registration order, ``root`` last."""
     seen = {root}
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
@@ -135,7 +140,7 @@ def children_first(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _by_last_module(root: nn.Module, units: list[tuple[nn.Module, ...]], kwargs: Kwargs) -> Wanted:
-    """``units`` in post-order of their last modules, so that inner ones come first."""
+    """Sorts ``units`` in post-order of their last modules, so that inner units come first."""
     position = {module: i for i, module in enumerate(children_first(root))}
     ordered = sorted(units, key=lambda unit: max(position[module] for module in unit))
     return [(unit, dict(kwargs)) for unit in ordered]
@@ -151,39 +156,40 @@ def _run_callable(
     ignored_params: set[nn.Parameter],
     always: tuple[type[nn.Module], ...],
 ) -> list[tuple[nn.Module, ...]]:
-    """Asks ``policy(module=, recurse=, nonwrapped_numel=)`` in the order in which FSDP1 asks.
+    """Calls ``policy(module=, recurse=, nonwrapped_numel=)`` in the order of FSDP1.
 
-    Going down it is asked with ``recurse=True`` and all elements below the module; coming back up
-    with ``recurse=False`` and those that no inner unit took.
+    Before the children, the policy gets ``recurse=True`` and the elements of the whole module.
+    After the children, it gets ``recurse=False`` and the elements outside of inner units.
     """
-    found: dict[nn.Module, int] = {}
+    units: dict[nn.Module, int] = {}
 
-    def visit(module: nn.Module, asked: bool) -> int:
-        """Asks about the module and all below; the number of elements that units took."""
-        if module in found:
-            return found[module]  # registered at a second place
+    def visit(module: nn.Module, recurse: bool) -> int:
+        """Returns the number of elements in units at or below the module."""
+        if module in units:
+            return units[module]  # registered a second time
         numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
-        # Below a module that the policy does not go into only `always` is looked for.
-        asked = asked and policy(module=module, recurse=True, nonwrapped_numel=numel)
-        taken = 0
-        if asked or always:
+        # If the policy returns False, only instances of `always` become units below the module.
+        recurse = recurse and policy(module=module, recurse=True, nonwrapped_numel=numel)
+        wrapped = 0
+        if recurse or always:
             children = [child for _, child in module.named_children()]
-            taken = sum(visit(child, asked) for child in children if child not in ignored_modules)
+            inner = (child for child in children if child not in ignored_modules)
+            wrapped = sum(visit(child, recurse) for child in inner)
         if module is root or is_bare_container(module):
-            return taken
-        rest = numel - taken
-        wanted = asked and policy(module=module, recurse=False, nonwrapped_numel=rest)
-        if wanted or isinstance(module, always):
-            found[module] = numel
+            return wrapped
+        rest = numel - wrapped
+        selected = recurse and policy(module=module, recurse=False, nonwrapped_numel=rest)
+        if selected or isinstance(module, always):
+            units[module] = numel
             return numel
-        return taken
+        return wrapped
 
     visit(root, True)
-    return [(module,) for module in found]
+    return [(module,) for module in units]
 
 
 def is_bare_container(module: nn.Module) -> bool:
-    """A module that is never called and so cannot gather its parameters before it is."""
+    """Whether the module has no forward, so that no hook could gather its parameters."""
     return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
 
@@ -191,20 +197,20 @@ def is_bare_container(module: nn.Module) -> bool:
 
 
 def repeated_blocks(root: nn.Module, ignored_modules: set[nn.Module]) -> list[nn.Module]:
-    """The repeated layers of ``root``, in post-order.
+    """Returns the repeated layers of ``root``, in post-order.
 
-    Looked for in lists (``ModuleList``, ``Sequential``): at least two elements of one class. The
-    outermost such elements win, so that experts inside a layer do not become units. Three searches,
-    the first that finds any decides: modules with children and the very same parameters (names and
-    shapes) twice; modules with children; single layers.
+    These are two or more elements of one class in a ``ModuleList`` or ``Sequential``. The outermost
+    ones are selected, so experts inside a layer do not become units. The first of three searches
+    with a result decides: modules with children and equal parameter names and shapes, modules with
+    children, modules without children.
 
     Raises:
-        ValueError: there is nothing repeated.
+        ValueError: The model has no repeated layers.
     """
     for search in (_same_structure, _same_class, _same_leaf):
-        found = _repeated(root, ignored_modules, search)
-        if found:
-            return [module for module in children_first(root) if module in found]
+        blocks = _repeated(root, ignored_modules, search)
+        if blocks:
+            return [module for module in children_first(root) if module in blocks]
     raise ValueError(
         f'the policy "blocks" finds no repeated layers in {type(root).__name__}: no ModuleList or '
         "Sequential with two elements of one class. Pass the classes of the layers, or a number "
@@ -218,9 +224,9 @@ def large_ends(
     ignored_modules: set[nn.Module],
     size_of: Callable[[Iterable[nn.Parameter]], int],
 ) -> list[nn.Module]:
-    """Embeddings and heads beside the blocks that are as large as the largest block.
+    """Returns untied embeddings and heads outside the blocks, of at least the largest block's size.
 
-    Untied ones: a weight that two modules have stays with what is around both.
+    A tied weight stays in the unit that contains both modules.
     """
     inside = {inner for block in blocks for inner in block.modules()} | ignored_modules
     holders = Counter(id(p) for m in root.modules() for p in m._parameters.values())
@@ -248,9 +254,9 @@ def bounded(
     mp_policy: Any,
     ranks: int,
 ) -> list[tuple[nn.Module, ...]]:
-    """Units of at most ``budget`` bytes out of one unit, besides those of ``others`` inside of it.
+    """Splits a unit into units of at most ``budget`` bytes, without the ``others`` inside it.
 
-    Empty where it is small enough already.
+    Returns an empty list if the unit is small enough.
     """
     taken = {p for module in others for p in module.parameters()}
     size_of = _SizeOf(ignored_params | taken, mp_policy, ranks)
@@ -270,11 +276,11 @@ def _repeated(
         if child not in ignored_modules and any(True for _ in child.parameters())
     ]
     blocks = search(children) if isinstance(module, (nn.ModuleList, nn.Sequential)) else set()
-    found = set(blocks)
+    repeated = set(blocks)
     for child in children:
         if child not in blocks and not _is_sealed(child):
-            found |= _repeated(child, ignored_modules, search)
-    return found
+            repeated |= _repeated(child, ignored_modules, search)
+    return repeated
 
 
 def _composite(modules: list[nn.Module]) -> list[nn.Module]:
@@ -303,7 +309,7 @@ def _same_leaf(modules: list[nn.Module]) -> set[nn.Module]:
 
 
 def _is_sealed(module: nn.Module) -> bool:
-    """Whether the module uses its children's parameters itself, without calling the children."""
+    """Whether the module's forward uses its children's parameters without calling the children."""
     return isinstance(module, nn.MultiheadAttention) or is_parametrized(module)
 
 
@@ -312,8 +318,7 @@ def _is_sealed(module: nn.Module) -> bool:
 
 @dataclasses.dataclass
 class _SizeOf:
-    """Bytes that parameters take while they are gathered: in the dtype of computation, with rows
-    for all ranks."""
+    """Computes the gathered bytes of parameters: in the compute dtype, padded for all ranks."""
 
     ignored_params: set[nn.Parameter]
     mp_policy: Any = None
@@ -330,14 +335,14 @@ class _SizeOf:
 
 
 def padded(param: nn.Parameter, ranks: int) -> int:
-    """Elements of a parameter with as many rows on each rank."""
+    """Returns the elements of a parameter with padding, so that all ranks have equal rows."""
     rows = param.size(0) if param.ndim else 1
     return -(-rows // ranks) * ranks * (param.numel() // max(rows, 1))
 
 
 @dataclasses.dataclass
 class _Part:
-    """Neighbouring modules that may become one unit, and the bytes that this unit would gather."""
+    """Neighboring modules that may become one unit, and the bytes that this unit would gather."""
 
     size: int
     modules: tuple[nn.Module, ...]
@@ -349,11 +354,11 @@ def budget_units(
     ignored_modules: set[nn.Module],
     size_of: Callable[[Iterable[nn.Parameter]], int],
 ) -> list[tuple[nn.Module, ...]]:
-    """Units of at most ``budget`` bytes, as few and as large as the tree allows.
+    """Returns units of at most ``budget`` bytes, as few and as large as the module tree allows.
 
-    A module that fits stays whole. Of one that does not, the largest children become units until
-    the rest fits; neighbours in a list (``ModuleList``, ``Sequential``) are put together as long as
-    they fit. A unit is larger only where one module's own parameters are.
+    A module that fits is not split. For a larger module, the largest children become units until
+    the rest fits. Neighbors in a ``ModuleList`` or ``Sequential`` are combined while they fit. A
+    unit exceeds ``budget`` only if one module's own parameters do.
 
     Raises:
         ValueError: ``budget`` is not positive.
@@ -363,7 +368,7 @@ def budget_units(
     units: list[tuple[nn.Module, ...]] = []
 
     def shrink(module: nn.Module) -> int:
-        """Takes units out of the module until the rest fits, if it can; bytes of the rest."""
+        """Makes units from parts of the module until the rest fits; returns the rest's bytes."""
         total = size_of(module.parameters())
         if total <= budget or _is_sealed(module):
             return total
@@ -377,7 +382,7 @@ def budget_units(
         return rest
 
     def parts_of(module: nn.Module) -> tuple[int, list[_Part]]:
-        """Bytes that stay with the module in any case, and what may be taken out of it."""
+        """Returns the bytes of the module's own parameters, and the parts that may become units."""
         own = size_of(module.parameters(recurse=False))
         parts: list[_Part] = []
         for child in module.children():
@@ -400,7 +405,7 @@ def budget_units(
 
 
 def _joined(parts: list[_Part], budget: int) -> list[_Part]:
-    """Neighbours put together as long as they fit."""
+    """Combines neighbors while they fit into ``budget``."""
     runs: list[_Part] = []
     for part in parts:
         if runs and runs[-1].size + part.size <= budget:

@@ -48,7 +48,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
     state = fully_shard.state(model)
-    code = torch.nn.utils.clip_grad_norm_.__code__.co_filename
+    code = " ".join(torch.nn.utils.clip_grad_norm_.__code__.co_names)
     report = {"state": type(state).__module__, "losses": losses, "argv": sys.argv[2:], "clip": code}
     with open(os.path.join(sys.argv[1], f"rank{rank}.json"), "w") as file:
         json.dump(report, file)
