@@ -123,11 +123,11 @@ static fc_status issue_reduce_scatter(fc_reducer *d, fc_reduction *r, const fc_d
     if ((m->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel && !stays) {
         r->output = r->input; /* one rank: the row is the result */
         fct_tensor_retain(r->output);
-        return FC_OK;
+        goto done;
     }
     FC_TRY(fc_members_buffer(m, m->reduce_memory, total, plan->dtype, &r->output));
     if (plan->row_numel == 0) {
-        return FC_OK;
+        goto done;
     }
     if (total == plan->row_numel) {
         part = r->output;
@@ -419,6 +419,9 @@ static fc_status issue_collectives(fc_reducer *d, fc_reduction *r, bool order_co
         }
     }
 done:
+    if (status != FC_OK) {
+        fc_chunks_drop(&d->chunks);
+    }
     return status;
 }
 
@@ -546,6 +549,10 @@ fc_status fc_reduce_check(const fc_reducer *d) {
     if (d->plan.count > 0) {
         return fc_error_set(&c->error, FC_ESTATE, "%zu gradients were collected and not reduced",
                             d->plan.count);
+    }
+    if (d->chunks.count > 0) {
+        return fc_error_set(&c->error, FC_ESTATE, "a reducer holds %zu chunks after its reduction",
+                            d->chunks.count);
     }
     if (d->reduced != NULL && !c->has_streams) {
         return fc_error_set(&c->error, FC_ESTATE,

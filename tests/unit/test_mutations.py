@@ -206,6 +206,13 @@ MUTATIONS = {
         "test_extension",
         "output_shared_with_inner_tensor_is_not_replaced",
     ),
+    "chunk of a single rank is held after its reduction": Mutation(
+        "reduce",
+        "        fct_tensor_retain(r->output);\n        goto done;",
+        "        fct_tensor_retain(r->output);\n        return FC_OK;",
+        "test_train",
+        "chunks after its reduction",
+    ),
 }
 
 RING_MUTATIONS = {

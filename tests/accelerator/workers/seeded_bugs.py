@@ -47,7 +47,7 @@ BUGS = {
         "asynchronous_gathers", "drop", "work wait", ("fc_link_wait", "fc_gather_await"), "unpack"
     ),
     "the end of an all-gather is recorded on another stream": Bug(
-        "plain", "wrong stream", "record", ("fc_comm_record", "issue_gather"), "unpack"
+        "plain", "wrong stream", "record", ("fc_comm_record", "fc_gather_start"), "unpack"
     ),
     "a kept gather buffer is released before its copy-out": Bug(
         "plain", "drop", "wait", ("fc_comm_release_kept", "fc_group_wait_unshard")
