@@ -321,7 +321,10 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
             return NULL;
         }
     }
-    return fcpy_group_check_context(as_group(obj), "all_gather_copy_in_stream")
+    /* In torch a group of one rank reads its parameters before the streams. */
+    const bool one_rank = as_group(obj)->core.members.shard.world == 1;
+    return fcpy_group_check_context(as_group(obj), one_rank ? "FSDPParam" : "FSDPCommContext",
+                                    one_rank ? "param_dtype" : "all_gather_copy_in_stream")
                ? run_transition(obj,
                                 default_prefetch ? pre_backward : pre_backward_without_prefetch)
                : NULL;
@@ -343,14 +346,15 @@ static fc_status finalize_backward(fc_group *g) {
 
 static PyObject *group_post_backward(PyObject *obj, PyObject *args) {
     (void)args;
-    return fcpy_group_check_context(as_group(obj), "reduce_scatter_max_input_buffers")
+    return fcpy_group_check_context(as_group(obj), "FSDPCommContext",
+                                    "reduce_scatter_max_input_buffers")
                ? run_transition(obj, post_backward)
                : NULL;
 }
 
 static PyObject *group_finalize(PyObject *obj, PyObject *unused) {
     (void)unused;
-    return fcpy_group_check_context(as_group(obj), "_last_post_reduce_events")
+    return fcpy_group_check_context(as_group(obj), "FSDPCommContext", "_last_post_reduce_events")
                ? run_transition(obj, finalize_backward)
                : NULL;
 }

@@ -12,15 +12,17 @@ bool fcpy_group_ready(const fcpy_group *self) {
     return self->core.members.host != NULL;
 }
 
-static void raise_no_attribute(const char *attribute) {
+static const char CONTEXT[] = "FSDPCommContext";
+
+static void raise_no_attribute(const char *type, const char *attribute) {
     PyErr_Format(PyExc_AttributeError,
-                 "'FSDPCommContext' object has no attribute '%s'\n"
+                 "'%s' object has no attribute '%s'\n"
                  "The root module has not run since fully_shard: call its forward, or unshard(), "
                  "first",
-                 attribute);
+                 type, attribute);
 }
 
-bool fcpy_group_check_context(const fcpy_group *self, const char *attribute) {
+bool fcpy_group_check_context(const fcpy_group *self, const char *type, const char *attribute) {
     if (!fcpy_group_ready(self)) {
         return false;
     }
@@ -29,7 +31,7 @@ bool fcpy_group_check_context(const fcpy_group *self, const char *attribute) {
         (unit != NULL && unit->is_root != Py_None)) {
         return true;
     }
-    raise_no_attribute(attribute);
+    raise_no_attribute(type, attribute);
     return false;
 }
 
@@ -38,7 +40,7 @@ bool fcpy_state_check_context(const fcpy_state *self, const char *attribute) {
         return false;
     }
     if (self->is_root == Py_None) {
-        raise_no_attribute(attribute);
+        raise_no_attribute(CONTEXT, attribute);
     }
     return self->is_root != Py_None;
 }

@@ -7,9 +7,9 @@
 /* Whether the group is initialized; false with RuntimeError. */
 bool fcpy_group_ready(const fcpy_group *self);
 /* Whether lazy init of the group's communication context is done: by the first forward of the root,
- * or by `CommContext.lazy_init`. Before it, torch's methods fail on the first attribute of the
- * context that they read. Returns false with that AttributeError. */
-bool fcpy_group_check_context(const fcpy_group *self, const char *attribute);
+ * or by `CommContext.lazy_init`. Before it, torch's methods fail on the first attribute that they
+ * read of the context or of a parameter. Returns false with that AttributeError. */
+bool fcpy_group_check_context(const fcpy_group *self, const char *type, const char *attribute);
 /* Sets the exception of `status`, with the message of the group's context. Returns -1. */
 int fcpy_group_raise(const fcpy_group *self, fc_status status);
 /* Whether the context is for the group's type of device; -1 with ValueError. */

@@ -36,3 +36,8 @@ def test_direct_calls_on_four_ranks_match_torch() -> None:
 @pytest.mark.torch("2.13")  # the attribute that is missing first differs between releases
 def test_direct_calls_before_the_first_forward_raise_as_torch() -> None:
     assert_same("direct_calls_before_the_first_forward")
+
+
+@pytest.mark.torch("2.13")
+def test_direct_calls_before_the_first_forward_on_one_rank_raise_as_torch() -> None:
+    assert_same("direct_calls_before_the_first_forward_on_one_rank", 1)

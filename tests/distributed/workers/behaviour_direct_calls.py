@@ -262,6 +262,12 @@ def direct_calls_before_the_first_forward(api: Api) -> list[Any]:
     return [*seen, reduce_by_groups(model, api.rank)]
 
 
+@scenario(1)
+def direct_calls_before_the_first_forward_on_one_rank(api: Api) -> list[Any]:
+    """torch's pre_backward fails on another attribute than with several ranks."""
+    return direct_calls_before_the_first_forward(api)
+
+
 @scenario()
 def direct_calls_after_lazy_init(api: Api) -> list[Any]:
     """Nothing has been gathered: each call does nothing."""
