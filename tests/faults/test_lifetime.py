@@ -1,4 +1,4 @@
-"""Nothing stays behind: not over many steps, not of a deleted model; and a dead peer is no hang."""
+"""Leaks over many steps and after deletion of a model, and errors when a peer dies."""
 
 from __future__ import annotations
 
@@ -10,47 +10,55 @@ import lifetime
 import pytest
 from launch import RanksFailed, run_ranks
 
-pytestmark = pytest.mark.xdist_group("lifetime")  # they share launches
+pytestmark = pytest.mark.xdist_group("lifetime")  # tests share launches
 
 
 @functools.cache
 def deletions() -> list[dict[str, Any]]:
-    return run_ranks(lifetime.deletions, 2)
+    return run_ranks(lifetime.delete_after_each_usage, 2)
 
 
-def test_fifty_steps_leave_nothing_behind() -> None:
-    # torch's flight recorder remembers the last 2000 collectives.
-    unrecorded = {"TORCH_FR_BUFFER_SIZE": "0"}
-    for early, late in run_ranks(lifetime.steps, 2, env=unrecorded):
+def test_fifty_steps_leak_no_objects_or_memory() -> None:
+    # torch's flight recorder keeps the last 2000 collectives, which would count as a leak.
+    no_flight_recorder = {"TORCH_FR_BUFFER_SIZE": "0"}
+    for early, late in run_ranks(
+        lifetime.census_before_and_after_50_steps, 2, env=no_flight_recorder
+    ):
         buffer = 4 * lifetime.WIDTH**2
         assert late.pop("bytes") - early.pop("bytes") < 2 * buffer
         assert late == early
 
 
-@pytest.mark.parametrize("life", lifetime.LIVES)
-def test_a_deleted_model_is_gone(life: str) -> None:
-    for found in deletions():
-        assert found[f"{life}, parts"] > 20
-        assert found[life] == []
+@pytest.mark.parametrize("usage", lifetime.USAGES)
+def test_deleted_model_frees_all_parts(usage: str) -> None:
+    for result in deletions():
+        assert result[f"{usage}, parts"] > 20
+        assert result[usage] == []
 
 
-def test_deleted_models_leave_no_threads() -> None:
-    for found in deletions():
-        assert found["more threads"] <= 0
+def test_deleted_models_leak_no_threads() -> None:
+    for result in deletions():
+        assert result["more threads"] <= 0
 
 
 @functools.cache
-def witnesses(folder: Path) -> dict[str, list[str]]:
+def reports_after_peer_death(report_folder: Path) -> dict[str, list[str]]:
     with pytest.raises(RanksFailed) as raised:
-        # A rank that noticed its dead peer only by the time limit of collectives would miss 90 s.
-        run_ranks(lifetime.lose_a_peer, 4, (str(folder),), timeout=90, collective_timeout=600)
+        # The collectives' limit of 600 s exceeds the launch's: a rank must detect the death itself.
+        run_ranks(
+            lifetime.run_with_peer_death,
+            4,
+            (str(report_folder),),
+            timeout=90,
+            collective_timeout=600,
+        )
     assert raised.value.reports[3].status == "killed by SIGKILL"
-    return {path.name: path.read_text().splitlines() for path in folder.iterdir()}
+    return {path.name: path.read_text().splitlines() for path in report_folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("witnesses")
+def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reports_after_peer_death")
 
 
 @pytest.mark.parametrize(
@@ -61,18 +69,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("reduction", "reduce-scatter", "the root's parameter group"),
     ],
 )
-def test_a_killed_peer_is_an_error_that_names_rank_group_and_operation(
-    place: str, operation: str, group: str, folder: Path
+def test_killed_peer_raises_error_with_operation_group_and_rank(
+    place: str, operation: str, group: str, report_folder: Path
 ) -> None:
-    kind, _, message, *_, cause = witnesses(folder)[place]
+    kind, _, message, *_, cause = reports_after_peer_death(report_folder)[place]
     assert kind == "RuntimeError"
     assert message.startswith(f"{operation} of {group} failed on rank 0 of 2 of process group '")
-    assert len(message.partition("': ")[2]) > 10  # what the backend said
+    assert len(message.partition("': ")[2]) > 10  # the backend's message
     assert cause == "cause: RuntimeError"
 
 
-def test_a_peer_that_does_not_come_is_an_error_at_the_groups_time_limit(folder: Path) -> None:
-    kind, seconds, message, *_ = witnesses(folder)["nobody comes"]
+def test_missing_peer_raises_error_at_group_timeout(report_folder: Path) -> None:
+    kind, seconds, message, *_ = reports_after_peer_death(report_folder)["missing peer"]
     assert kind == "RuntimeError"
     assert float(seconds) > 1  # the group's limit is 1.5 s, that of other groups 600 s
     assert message.startswith("all-gather of the root's parameter group failed on rank 0 of 2")
