@@ -286,7 +286,7 @@ static fc_status issue_gather(fc_gather *a, bool async_op, const fct_stream *gat
         FC_TRY(fc_comm_order_streams(m->comm, *gather_stream, fct_stream_current(m->device)));
         (void)fct_stream_set_current(*gather_stream);
     }
-    FC_TRY(all_gather(a, flight, async_op || flight->split));
+    FC_TRY(all_gather(a, flight, async_op));
     if (gather_stream != NULL) {
         FC_TRY(fc_link_wait(flight->link, m->name, FC_ALL_GATHER, &flight->work));
     }
