@@ -8,7 +8,7 @@ static struct {
     size_t stashed;
     fct_tensor *gradient; /* gradient to collect; borrowed */
     bool fails;
-} seen;
+} host;
 
 static bool moves(void *group, fc_move move) {
     (void)group;
@@ -17,25 +17,25 @@ static bool moves(void *group, fc_move move) {
 
 static int fold(void *owner) {
     (void)owner;
-    seen.folded++;
+    host.folded++;
     return 0;
 }
 
 static int stash(void *owner) {
     (void)owner;
-    seen.stashed++;
+    host.stashed++;
     return 0;
 }
 
 static int collect(void *owner, fct_tensor **local) {
     (void)owner;
-    if (seen.fails) {
+    if (host.fails) {
         return -1;
     }
-    if (seen.gradient != NULL) {
-        fct_tensor_retain(seen.gradient);
+    if (host.gradient != NULL) {
+        fct_tensor_retain(host.gradient);
     }
-    *local = seen.gradient;
+    *local = host.gradient;
     return 0;
 }
 
@@ -58,21 +58,21 @@ static void host_moves_grads_replaces_collection(void **state) {
     m->host = &host;
     assert_int_equal(fc_gradient_fold(m, fc_members_all(m)), FC_OK);
     assert_int_equal(fc_gradient_stash(m), FC_OK);
-    assert_int_equal(seen.folded, 1);
-    assert_int_equal(seen.stashed, 1);
+    assert_int_equal(host.folded, 1);
+    assert_int_equal(host.stashed, 1);
     assert_int_equal(fc_gradient_collect(m, fc_members_all(m), false, &plan), FC_OK);
     assert_int_equal(plan.count, 0);
     assert_int_equal(fc_gradient_collect(m, fc_members_all(m), true, &plan), FC_OK);
     assert_int_equal(plan.count, 1); /* zeros for an unused parameter */
-    seen.gradient = sim_tensor_new(FCK_FLOAT32, 1, size, values);
+    host.gradient = sim_tensor_new(FCK_FLOAT32, 1, size, values);
     assert_int_equal(fc_gradient_collect(m, fc_members_all(m), true, &plan), FC_OK);
     assert_int_equal(plan.count, 1);
-    assert_ptr_equal(plan.grads[0], seen.gradient);
-    seen.fails = true;
+    assert_ptr_equal(plan.grads[0], host.gradient);
+    host.fails = true;
     assert_int_equal(fc_gradient_collect(m, fc_members_all(m), true, &plan), FC_ERAISED);
     fc_reduce_plan_fini(&plan);
-    assert_int_equal(sim_tensor_refs(seen.gradient), 1);
-    fct_tensor_release(seen.gradient);
+    assert_int_equal(sim_tensor_refs(host.gradient), 1);
+    fct_tensor_release(host.gradient);
     m->host = own;
     sim_model_free(model);
     sim_end();
