@@ -89,7 +89,7 @@ def incompatible_env(tmp_path: Path) -> dict[str, str]:
     package = tmp_path / "fsdp_c"
     package.mkdir()
     for path in (ROOT / "fsdp_c").iterdir():
-        if path.suffix in (".py", ".so"):
+        if path.suffix in (".py", ".so") or (path.is_dir() and path.name != "__pycache__"):
             (package / path.name).symlink_to(path)
     for path in ROOT.glob("fsdp_c_*.py"):
         (tmp_path / path.name).symlink_to(path)
