@@ -36,45 +36,45 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
     _smaller_mesh_info: Any
     _reduce_hook: Callable[[torch.Tensor], None] | None
     _all_reduce_hook_stream: Any
-    _host_gathered: Any
-    _host_events: list[Any]
+    _fallback_gathered: Any
+    _fallback_events: list[Any]
     _offloaded: Any
 
     @leave_inference_mode
-    def _host_gather(self, async_op: bool, overlaps: bool) -> None:
+    def _fallback_gather(self, async_op: bool, overlaps: bool) -> None:
         info = self._gather_mesh_info
         if not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1:
-            self._host_gathered = "local"
+            self._fallback_gathered = "local"
             return
         state = TrainingState.FORWARD if overlaps else TrainingState.IDLE
         copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, state)
         comm = self._all_gather_comm
         group = info.shard_process_group
         with use_transport(group, self.device, comm):
-            self._host_gathered = torch_group.foreach_all_gather(
+            self._fallback_gathered = torch_group.foreach_all_gather(
                 self.fsdp_params, group, async_op, copy_in, gather, self.device, comm
             )
 
     @leave_inference_mode
-    def _host_copy_out(self) -> torch.Tensor | None:
+    def _fallback_copy_out(self) -> torch.Tensor | None:
         """Copies gathered data into the unsharded parameters; returns the all-gather output.
 
         The core keeps the output until the gather streams may reuse its memory. None: no streams.
         """
-        if self._host_gathered == "local":
+        if self._fallback_gathered == "local":
             for param in self.fsdp_params:
                 self._copy_local(param)
         elif self.is_sharded_post_forward:
-            self._copy_out_forward(self._host_gathered)
+            self._copy_out_forward(self._fallback_gathered)
         else:
             torch_group.foreach_all_gather_copy_out(
-                self._host_gathered,
+                self._fallback_gathered,
                 self.fsdp_params,
                 self.mesh_info.shard_process_group,
             )
         for param in self.fsdp_params:
             param.init_unsharded_param()
-        gathered, self._host_gathered = self._host_gathered, None
+        gathered, self._fallback_gathered = self._fallback_gathered, None
         return None if self.device.type == "cpu" or gathered == "local" else gathered[0]
 
     @property
@@ -127,15 +127,15 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             with torch.autograd._unsafe_preserve_version_counter(output):
                 output.copy_(source)
 
-    def _host_drop_gather(self) -> None:
-        self._host_gathered = None
+    def _fallback_drop_gather(self) -> None:
+        self._fallback_gathered = None
 
-    def _host_drop_reduce(self) -> None:
+    def _fallback_drop_reduce(self) -> None:
         self._offloaded = None
-        self._host_events.clear()
+        self._fallback_events.clear()
         self.comm_ctx.release_inputs()
 
-    def _host_reduce(
+    def _fallback_reduce(
         self, params: list[Param], grads: list[torch.Tensor], order_compute: bool
     ) -> None:
         info, comm = self.mesh_info, self.comm_ctx
@@ -143,7 +143,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
         stream = comm.all_reduce_stream
         if replicas is None and self._all_reduce_hook_stream is not None:
             stream = self._all_reduce_hook_stream
-        reduce_dtype = self._prepare_host_reduce(params, grads)
+        reduce_dtype = self._prepare_fallback_reduce(params, grads)
         comm.release_inputs(keep=comm.reduce_scatter_max_input_buffers - 1)
         hooked: list[torch.Tensor] = []
         several = len({param.orig_dtype for param in params}) > 1
@@ -184,11 +184,11 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             return
         comm.keep_input(kept[0], kept[1])
         # The reduced tensor must live until its cast has run on its stream.
-        self._host_events.append((kept[-4], row, hooked))
-        if order_compute or len(self._host_events) > 1:
-            self._host_finalize()
+        self._fallback_events.append((kept[-4], row, hooked))
+        if order_compute or len(self._fallback_events) > 1:
+            self._fallback_finalize()
 
-    def _prepare_host_reduce(self, params: list[Param], grads: list[torch.Tensor]) -> torch.dtype:
+    def _prepare_fallback_reduce(self, params: list[Param], grads: list[torch.Tensor]) -> torch.dtype:
         """Converts both lists in place for torch's ``foreach_reduce``; returns the reduce dtype."""
         if isinstance(self.mesh_info, DDPMeshInfo) and self.all_reduce_grads:
             late = [p for p in self.fsdp_params if p._partial is not None and p not in params]
@@ -247,11 +247,11 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, GroupOfOlderTo
             for param, part in zip(params, row.split([p.padded_numel for p in params])):
                 param._partial = part if param._partial is None else param._partial + part
 
-    def _host_finalize(self) -> None:
+    def _fallback_finalize(self) -> None:
         current = self.device_handle.current_stream()
-        for event, *_ in self._host_events:
+        for event, *_ in self._fallback_events:
             current.wait_event(event)
-        self._host_events.clear()
+        self._fallback_events.clear()
         self.comm_ctx.release_inputs()
         if self._offloaded is not None:
             # All copies run on one stream, so the event of the last copy covers all of them.

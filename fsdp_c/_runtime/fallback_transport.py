@@ -59,8 +59,8 @@ def use_all_reduce_transport(
 @contextlib.contextmanager
 def exclude_user_collectives() -> Iterator[None]:
     """Context for user hooks, whose all-reduces are not those of the unit's gradients."""
-    before = _C.all_reduces_rows(False)
+    before = _C.set_gradient_all_reduce(False)
     try:
         yield
     finally:
-        _C.all_reduces_rows(before)
+        _C.set_gradient_all_reduce(before)

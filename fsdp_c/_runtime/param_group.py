@@ -91,8 +91,8 @@ class ParamGroup(GroupCommunication):
         }
         self._reduce_hook: Callable[[torch.Tensor], None] | None = None
         self._all_reduce_hook_stream: Any = None
-        self._host_gathered: Any = None
-        self._host_events: list[Any] = []
+        self._fallback_gathered: Any = None
+        self._fallback_events: list[Any] = []
         self._offloaded: Any = None
         self._patch_lease = patches.lease()
         zero_grad.register_group(self)

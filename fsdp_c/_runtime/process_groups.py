@@ -89,13 +89,13 @@ class GroupCommunication(GroupCollectives):
         links = {kind: self._make_process_group_arguments(kind, *rest) for kind, *rest in found}
         for kind in ("shard", "scatter", "post_forward", "replicate"):
             if kind in links or kind != "shard":
-                self._set_link(kind, *links.get(kind, (None, 1, 0, None)))
+                self._set_process_group(kind, *links.get(kind, (None, 1, 0, None)))
         self._update_fallback()
 
     def _make_process_group_arguments(
         self, kind: str, group: Any, size: int, rank: int
     ) -> tuple[str | None, int, int, dist.ProcessGroup | None]:
-        """Returns the arguments of ``_set_link`` for ``group``, which may be ``None``.
+        """Returns the arguments of ``_set_process_group`` for ``group``, which may be ``None``.
 
         Raises ``ValueError`` if the size or rank of the group is not ``size`` or ``rank``.
         """
@@ -221,13 +221,13 @@ class GroupCommunication(GroupCollectives):
         self._param_calls = 0
         for param in self.fsdp_params:
             self._param_calls |= find_overridden_methods(param, Param)
-        self._hosted_gather = (
+        self._uses_fallback_gather = (
             hosted
             or unreadable
             or self._param_calls & _C.CALL_GATHER != 0
             or not (memory[0] or type(self._all_gather_comm) is torch_group.DefaultAllGather)
         )
-        self._hosted_reduce = (
+        self._uses_fallback_reduce = (
             hosted
             or elastic
             or self._param_calls & _C.CALL_REDUCE != 0

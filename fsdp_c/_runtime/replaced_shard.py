@@ -86,7 +86,7 @@ class ReplaceableShard(ParamShard):
             self.sharded_param = new_param
         self._adopt_shard()
 
-    def _follow_shard(self) -> None:
+    def _refresh_shard(self) -> None:
         """Uses a local tensor that was assigned to the sharded parameter; called before a gather.
 
         Raises:
