@@ -30,7 +30,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import fsdp_c._C as _C
-from fsdp_c_redirect import Redirection, copy_of
+from fsdp_c_autoload.redirect import Redirection, copy_of
 
 from ._compat import patches
 from .compat import ALL_GATHER, REDUCE_SCATTER

@@ -2,7 +2,7 @@
 
 A program that imports ``torch.distributed.fsdp`` runs unchanged. Three ways enable fsdp_c:
 ``FSDP_C=1`` in the environment (if fsdp_c is installed with pip), ``python -m fsdp_c script.py``,
-and a call of :func:`install`. They are equivalent; see ``fsdp_c_redirect``.
+and a call of :func:`install`. They are equivalent; see ``fsdp_c_autoload.redirect``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn as nn
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-import fsdp_c_redirect
+from fsdp_c_autoload import redirect
 
 from . import clip_for_torch, optim
 from ._compat import patches
@@ -76,8 +76,8 @@ def uninstall() -> None:
 
 
 def _redirect_torch() -> Callable[[], bool]:
-    fsdp_c_redirect.redirect_all(announced)  # has no effect after FSDP_C=1
-    return _restoring(fsdp_c_redirect.restore_all)
+    redirect.redirect_all(announced)  # has no effect after FSDP_C=1
+    return _restoring(redirect.restore_all)
 
 
 def _redirect_clipping() -> Callable[[], bool]:
@@ -147,9 +147,9 @@ def _announce() -> None:
     global _has_announced
     if not _has_announced:
         _has_announced = True
-        names = fsdp_c_redirect.redirected()
+        names = redirect.redirected()
         logger.info("fsdp_c %s replaces %s", __version__, ", ".join(names) or "nothing yet")
 
 
-if fsdp_c_redirect.is_redirecting():  # by fsdp_c_autoload, before fsdp_c was imported
+if redirect.is_redirecting():  # by fsdp_c_autoload, before fsdp_c was imported
     patches.install(_CHANGES)

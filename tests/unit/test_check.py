@@ -90,8 +90,7 @@ def incompatible_env(tmp_path: Path) -> dict[str, str]:
     for path in (ROOT / "fsdp_c").iterdir():
         if path.suffix in (".py", ".so"):
             (package / path.name).symlink_to(path)
-    for path in ROOT.glob("fsdp_c_*.py"):
-        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "fsdp_c_autoload").symlink_to(ROOT / "fsdp_c_autoload")
     record = json.loads(built_for.NOTE.read_text())
     (package / "_C.json").write_text(json.dumps(record | {"torch": "1.0"}))
     env = installed_environment(tmp_path)

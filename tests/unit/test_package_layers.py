@@ -13,8 +13,8 @@ import build_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fsdp_c"
-TOP_LEVEL = {path.stem for path in ROOT.glob("fsdp_c_*.py")}
-"""Top-level modules outside the package, which work without it."""
+AUTOLOAD = ROOT / "fsdp_c_autoload"
+"""The package of the entry point, which torch imports without fsdp_c."""
 
 
 def listed_files() -> list[str]:
@@ -23,13 +23,12 @@ def listed_files() -> list[str]:
 
 
 def source_files() -> list[Path]:
-    return [*PACKAGE.rglob("*.py"), *(ROOT / f"{name}.py" for name in TOP_LEVEL)]
+    return [*PACKAGE.rglob("*.py"), *AUTOLOAD.rglob("*.py")]
 
 
 def listed_name(path: Path) -> str:
-    """Returns the name of a file in the list: its path in the package, or its own name."""
-    inside = path.is_relative_to(PACKAGE)
-    return str(path.relative_to(PACKAGE)) if inside else path.name
+    """Returns the name of a file in the list: its path in fsdp_c, or else in the repository."""
+    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
 
 
 def imported_modules(node: ast.AST, package: str) -> Iterator[str]:
@@ -47,22 +46,20 @@ def imported_files(text: str) -> set[str]:
     for node in ast.walk(ast.parse(text)):
         for name in imported_modules(node, PACKAGE.name):
             top, _, inner = name.partition(".")
-            if top in TOP_LEVEL:
-                found.add(f"{top}.py")
-            elif top == PACKAGE.name and not inner.startswith("_C"):
-                found.add(file_of(inner))
+            if top in (AUTOLOAD.name, PACKAGE.name) and not inner.startswith("_C"):
+                found.add(listed_name(file_of(name)))
     return found
 
 
-def file_of(module: str) -> str:
-    """Returns the file of the package that defines a dotted name below ``fsdp_c``."""
-    parts = module.split(".") if module else []
-    for end in range(len(parts), -1, -1):
-        path = "/".join(parts[:end])
-        for name in (f"{path}.py", f"{path}/__init__.py".lstrip("/")):
-            if (PACKAGE / name).is_file():
-                return name
-    raise AssertionError(module)
+def file_of(name: str) -> Path:
+    """Returns the file that defines a dotted name below ``fsdp_c`` or ``fsdp_c_autoload``."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:end])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    raise AssertionError(name)
 
 
 def test_readme_lists_each_file_once() -> None:
@@ -85,13 +82,15 @@ def test_imported_files_finds_every_kind_of_import() -> None:
 from . import _C, guard
 from .param import Param
 from ._compat import patches
-import fsdp_c._C as _C, fsdp_c_redirect
+import fsdp_c._C as _C, fsdp_c_autoload.redirect
+from fsdp_c_autoload import ENVIRONMENT_SWITCH, redirect
 def f():
     from fsdp_c.install import install
     from fsdp_c import fully_shard, __version__
 """
-    files_named = {"guard.py", "param.py", "fsdp_c_redirect.py", "install.py", "fully_shard.py"}
-    assert imported_files(text) == {*files_named, "_compat/patches.py", "__init__.py"}
+    files_named = {"guard.py", "param.py", "install.py", "fully_shard.py", "_compat/patches.py"}
+    autoload = {"fsdp_c_autoload/__init__.py", "fsdp_c_autoload/redirect.py"}
+    assert imported_files(text) == {*files_named, *autoload, "__init__.py"}
 
 
 def test_package_and_metadata_have_one_version() -> None:
