@@ -171,7 +171,7 @@ cuda-check:
 	@if [ -z "$(NVCCS)" ]; then echo "cuda-check: skipped, nvcc is not found"; fi
 	@mkdir -p build/cuda-check
 	@for nvcc in $(NVCCS); do \
-		$$nvcc -std=c++17 -O2 $$($(PYTHON) cuda_build.py $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
+		$$nvcc -std=c++17 -O2 $$($(PYTHON) -m build_support.find_cuda $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
 			--Werror all-warnings -c csrc/kernels/kernels_cuda.cu -o build/cuda-check/kernels_cuda.o && \
 		echo "cuda-check: kernels_cuda.cu compiles with $$nvcc" || exit 1; done
 	@$(PYTHON) tests/harness/nvrtc_check.py $(NVRTCS)

@@ -7,9 +7,9 @@ The compilers of the sources:
   compiles the changed ones itself, in parallel, and links the objects.
 - BuildExtension and ninja compile csrc/torch/*.cpp, with the C++ standard of the installed torch.
 - nvcc compiles csrc/kernels/kernels_cuda.cu, if nvcc is found and torch is a CUDA build.
-  cuda_build.py selects nvcc and the architectures. Otherwise kernels_none.c replaces the file: a
-  CPU-only torch has no CUDA runtime to link with. `make cuda-check` still compiles the file.
-  If nvcc fails, setup.py prints a warning and uses kernels_none.c too.
+  build_support/find_cuda.py selects nvcc and the architectures. Otherwise kernels_none.c replaces
+  the file: a CPU-only torch has no CUDA runtime to link with. `make cuda-check` still compiles the
+  file. If nvcc fails, setup.py prints a warning and uses kernels_none.c too.
 
 Environment:
     FSDP_C_DEBUG=1        -O0 -g and assertions
@@ -47,13 +47,12 @@ from setuptools import setup
 # A PEP 517 build does not have the folder of this file on sys.path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import build_torch  # must come first: it adds torch's folder to sys.path
+from build_support import find_cuda, find_torch
 
-# isort: split
-import torch
-from torch.utils import cpp_extension
+find_torch.add_to_path()
 
-import cuda_build
+import torch  # noqa: E402
+from torch.utils import cpp_extension  # noqa: E402
 
 # ninja is a script of the Python environment, which may not be activated.
 os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
@@ -89,10 +88,10 @@ ASSERT = switch("FSDP_C_ASSERT")
 SANITIZE = switch("FSDP_C_SANITIZE")
 
 
-NVCC = cuda_build.find_nvcc(torch.version.cuda, cpp_extension.CUDA_HOME)
+NVCC = find_cuda.find_nvcc(torch.version.cuda, cpp_extension.CUDA_HOME)
 CUDART = None
 if NVCC and torch.version.cuda:
-    CUDART = cuda_build.find_cudart(
+    CUDART = find_cuda.find_cudart(
         NVCC, torch.version.cuda, torch.__file__, cpp_extension.CUDA_HOME
     )
 CUDA_SOURCE = "csrc/kernels/kernels_cuda.cu"
@@ -142,7 +141,7 @@ def compile_command(source: str) -> list[str]:
     """Returns the command that compiles one of c_sources(), without the output options."""
     if source.endswith(".cu"):
         assert NVCC is not None
-        arch = cuda_build.arch_options(NVCC, torch._C._cuda_getArchFlags() or "")
+        arch = find_cuda.arch_options(NVCC, torch._C._cuda_getArchFlags() or "")
         level = ["-O0", "-g"] if DEBUG else ["-O3", "-DNDEBUG"]
         host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
         return [NVCC, "-std=c++17", *level, *arch, f"-I{CSRC}", *host]
@@ -203,7 +202,7 @@ def compile_cuda(directory: Path) -> str | None:
         print(f"fsdp_c: {error}")
         made = None
     if made is None:
-        cuda_build.shout(
+        find_cuda.shout(
             f"{NVCC} does not compile the CUDA kernels (its messages are above). fsdp_c is built "
             "without them: on a GPU it uses torch's foreach operations, which is slower. Rebuild "
             "with an nvcc that works, or name architectures in TORCH_CUDA_ARCH_LIST."
@@ -253,14 +252,14 @@ class BuildC(cpp_extension.BuildExtension):
 
     def run(self) -> None:
         begin = time.monotonic()
-        print(build_torch.plan(self.extensions[0].sources, kernels(), jobs()), flush=True)
+        print(find_torch.describe_build(self.extensions[0].sources, kernels(), jobs()), flush=True)
         with lock_build(build_directory(cxx=True)):
             super().run()
         print(f"fsdp_c: built in {time.monotonic() - begin:.0f} s", flush=True)
 
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()
-        build_torch.note(ROOT / "fsdp_c", kernels(), ROOT)
+        find_torch.write_record(ROOT / "fsdp_c", kernels(), ROOT)
 
     def build_extension(self, ext: cpp_extension.CppExtension) -> None:
         directory = build_directory()
@@ -289,7 +288,7 @@ class BuildC(cpp_extension.BuildExtension):
             raise SystemExit(f"fsdp_c: {error}") from None
         library = self.get_ext_fullpath(ext.name)
         check_resolved(library)
-        build_torch.note(Path(library).parent, kernels(), ROOT)
+        find_torch.write_record(Path(library).parent, kernels(), ROOT)
 
 
 def extension() -> cpp_extension.CppExtension:
@@ -317,7 +316,7 @@ def extension() -> cpp_extension.CppExtension:
 
 
 setup(
-    version=build_torch.version(ROOT / "fsdp_c/version.py"),
+    version=find_torch.version(ROOT / "fsdp_c/version.py"),
     ext_modules=[extension()],
     cmdclass={"build_ext": BuildC},
 )

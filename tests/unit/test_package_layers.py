@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import build_torch
+from build_support import find_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fsdp_c"
@@ -98,7 +98,7 @@ def test_package_and_metadata_have_one_version() -> None:
 
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project and not re.findall(r"^version = ", project, re.M)
-    assert build_torch.version(PACKAGE / "version.py").startswith(f"{fsdp_c.__version__}+torch")
+    assert find_torch.version(PACKAGE / "version.py").startswith(f"{fsdp_c.__version__}+torch")
 
 
 # ---- modules that are imported on first use ------------------------------------------------------

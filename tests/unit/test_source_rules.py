@@ -195,7 +195,8 @@ def test_extension_has_no_rpath_and_does_not_link_libpython() -> None:
 
 def all_sources() -> list[Path]:
     """Returns all files written by hand: sources, tests, tools."""
-    folders = ("csrc", "fsdp_c", "tests", "benchmarks", "examples")
+    folders = ("csrc", "fsdp_c", "fsdp_c_autoload", "build_support")
+    folders += ("tests", "benchmarks", "examples")
     suffixes = C_SUFFIXES | {".py", ".pyi"}
     found = [p for f in folders for p in sorted((ROOT / f).rglob("*")) if p.suffix in suffixes]
     return [*found, ROOT / "setup.py"]

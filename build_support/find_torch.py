@@ -1,7 +1,7 @@
 """Finds the torch to build against, adds its release to the version, and records the build.
 
-``setup.py`` imports this module. The extension is built against the torch of the environment that
-pip installs into. pip's isolated build environment does not contain that torch.
+The extension is built against the torch of the environment that pip installs into. pip's isolated
+build environment does not contain that torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MINUTES_CXX = 0.6  # per C++ file, which includes torch's headers, with one job
 MINUTES_C = 0.01  # per C file
 
 
-def find(paths: list[str] | None = None) -> None:
+def add_to_path(paths: list[str] | None = None) -> None:
     """Makes ``import torch`` work in an isolated build.
 
     Args:
@@ -55,7 +55,7 @@ def version(file: Path) -> str:
     return f"{base}+torch{re.sub(r'[^a-z0-9]+', '.', torch.__version__.lower())}"
 
 
-def plan(sources: list[str], kernels: str, jobs: int) -> str:
+def describe_build(sources: list[str], kernels: str, jobs: int) -> str:
     """Returns a line that describes the build and estimates its duration."""
     import torch
 
@@ -70,7 +70,7 @@ def plan(sources: list[str], kernels: str, jobs: int) -> str:
     )
 
 
-def note(folder: Path, kernels: str, source: Path) -> None:
+def write_record(folder: Path, kernels: str, source: Path) -> None:
     """Writes ``_C.json`` beside the extension. ``fsdp_c/built_for.py`` reads it."""
     import torch
 
@@ -79,6 +79,3 @@ def note(folder: Path, kernels: str, source: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**record, "source": str(source)}, indent=2)
     (folder / "_C.json").write_text(text + "\n")
-
-
-find()

@@ -4,7 +4,7 @@ A missing compiler is no error. ``find_nvcc`` prints the reason, and ``setup.py`
 CUDA kernels. It does the same if the compiler fails. On a GPU, fsdp_c then uses torch's foreach
 operations (``csrc/core/foreach.c``).
 
-``python cuda_build.py [NVCC]`` prints the options for this NVCC.
+``python -m build_support.find_cuda [NVCC]`` prints the options for this NVCC.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""cuda_build.py chooses the GPU architectures of the kernels; setup.py handles failures of nvcc.
+"""``find_cuda`` selects the GPU architectures of the kernels; setup.py handles failures of nvcc.
 
 Shell scripts stand in for nvcc, so these tests need no CUDA toolkit.
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 
-import cuda_build  # noqa: E402
+from build_support import find_cuda  # noqa: E402
 
 CUDA_12_4 = """sm_50
 sm_52
@@ -78,31 +78,31 @@ def write_nvcc_with_archs(folder: Path, codes: str) -> str:
     ],
 )
 def test_archs_of_list_parses_torch_cuda_arch_list(text: str, archs: list[int]) -> None:
-    assert cuda_build.archs_of_list(text) == archs
+    assert find_cuda.archs_of_list(text) == archs
 
 
 def test_archs_of_torch_and_codes_of_nvcc_are_parsed() -> None:
-    assert cuda_build.archs_of_torch(TORCH_CU130) == [75, 80, 86, 90, 100, 120]
-    assert cuda_build.archs_of_torch("") == []
-    assert cuda_build.codes_of(CUDA_13_0) == [75, 80, 86, 87, 88, 89, 90, 100, 110, 120]
+    assert find_cuda.archs_of_torch(TORCH_CU130) == [75, 80, 86, 90, 100, 120]
+    assert find_cuda.archs_of_torch("") == []
+    assert find_cuda.codes_of(CUDA_13_0) == [75, 80, 86, 87, 88, 89, 90, 100, 110, 120]
 
 
 def test_choose_keeps_archs_of_torch_that_nvcc_and_kernels_support() -> None:
-    choose, known = cuda_build.choose, cuda_build.codes_of
-    cu124 = cuda_build.archs_of_torch(TORCH_CU124)
+    choose, known = find_cuda.choose, find_cuda.codes_of
+    cu124 = find_cuda.archs_of_torch(TORCH_CU124)
     assert choose(cu124, known(CUDA_12_4)) == [70, 75, 80, 86, 90]  # the kernels need 70
-    assert choose(cuda_build.archs_of_torch(TORCH_CU130), known(CUDA_12_4)) == [75, 80, 86, 90]
+    assert choose(find_cuda.archs_of_torch(TORCH_CU130), known(CUDA_12_4)) == [75, 80, 86, 90]
     assert choose(cu124, known(CUDA_13_0)) == [75, 80, 86, 90]  # CUDA 13 dropped 70
 
 
 def test_choose_without_supported_arch_returns_one_per_generation() -> None:
-    assert cuda_build.choose([], cuda_build.codes_of(CUDA_12_4)) == [70, 80, 90]
-    assert cuda_build.choose([50], cuda_build.codes_of(CUDA_13_0)) == [75, 80, 90, 100, 110, 120]
-    assert cuda_build.choose([80], [50, 60]) == []
+    assert find_cuda.choose([], find_cuda.codes_of(CUDA_12_4)) == [70, 80, 90]
+    assert find_cuda.choose([50], find_cuda.codes_of(CUDA_13_0)) == [75, 80, 90, 100, 110, 120]
+    assert find_cuda.choose([80], [50, 60]) == []
 
 
 def test_options_add_ptx_of_newest_arch() -> None:
-    assert cuda_build.options([70, 90]) == [
+    assert find_cuda.options([70, 90]) == [
         "-gencode=arch=compute_70,code=sm_70",
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_90,code=compute_90",
@@ -116,17 +116,17 @@ def test_arch_variables_take_precedence_over_archs_of_torch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     nvcc = write_nvcc_with_archs(tmp_path, CUDA_12_4)
-    assert cuda_build.arch_options(nvcc, TORCH_CU130) == cuda_build.options([75, 80, 86, 90])
+    assert find_cuda.arch_options(nvcc, TORCH_CU130) == find_cuda.options([75, 80, 86, 90])
     assert "no CUDA kernels for sm_100, sm_120" in capsys.readouterr().out
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
-    assert cuda_build.arch_options(nvcc, TORCH_CU130) == cuda_build.options([80, 90])
+    assert find_cuda.arch_options(nvcc, TORCH_CU130) == find_cuda.options([80, 90])
     monkeypatch.setenv("FSDP_C_CUDA_ARCH", "native")
-    assert cuda_build.arch_options(nvcc, TORCH_CU130) == ["-arch=native"]
+    assert find_cuda.arch_options(nvcc, TORCH_CU130) == ["-arch=native"]
 
 
 def test_nvcc_without_supported_arch_raises(tmp_path: Path, no_arch_variables: None) -> None:
     with pytest.raises(RuntimeError, match="knows no architecture from sm_70 on"):
-        cuda_build.arch_options(write_nvcc_with_archs(tmp_path, "sm_50 sm_60"), TORCH_CU124)
+        find_cuda.arch_options(write_nvcc_with_archs(tmp_path, "sm_50 sm_60"), TORCH_CU124)
 
 
 def test_find_nvcc_accepts_only_major_release_of_torch(
@@ -135,15 +135,15 @@ def test_find_nvcc_accepts_only_major_release_of_torch(
     monkeypatch.delenv("FSDP_C_NO_CUDA", raising=False)
     nvcc = write_nvcc(tmp_path, "echo 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin:/bin")
-    assert cuda_build.find_nvcc("12.8", None) == nvcc
-    assert cuda_build.find_nvcc(None, None) is None  # torch is built without CUDA
+    assert find_cuda.find_nvcc("12.8", None) == nvcc
+    assert find_cuda.find_nvcc(None, None) is None  # torch is built without CUDA
     assert capsys.readouterr().err == ""
-    assert cuda_build.find_nvcc("13.0", None) is None
+    assert find_cuda.find_nvcc("13.0", None) is None
     assert "is not for CUDA 13.0" in capsys.readouterr().err
     write_nvcc(tmp_path, "exit 1\n")
-    assert cuda_build.find_nvcc("12.8", None) is None
+    assert find_cuda.find_nvcc("12.8", None) is None
     monkeypatch.setenv("FSDP_C_NO_CUDA", "1")
-    assert cuda_build.find_nvcc("12.8", None) is None
+    assert find_cuda.find_nvcc("12.8", None) is None
 
 
 SETUP = """
@@ -245,4 +245,4 @@ def test_nvrtc_sources_contain_all_included_headers() -> None:
         text = (ROOT / "csrc/kernels" / name).read_text()
         included |= set(re.findall(r'^ *#include [<"](.+)[>"]', text, re.M))
     assert included <= {*OURS, *STANDARD}
-    assert FIRST == cuda_build.FIRST
+    assert FIRST == find_cuda.FIRST
