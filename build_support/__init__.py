@@ -1,1 +1,1 @@
-"""Finds torch and the CUDA compiler for setup.py. It is not installed."""
+"""Finds torch and the CUDA compiler for setup.py, and runs CMake. It is not installed."""

@@ -199,11 +199,10 @@ def test_version_of_wheel_contains_torch_release(monkeypatch: pytest.MonkeyPatch
 
 
 def test_build_plan_states_files_compilers_and_duration() -> None:
-    sources = ["a.c"] * 50 + ["b.cpp"] * 7
-    text = find_torch.describe_build(sources, "CPU", 2)
+    text = find_torch.describe_build(50, 7, "CPU", 2)
     assert f"torch {torch.__version__}, kernels for CPU: 57 files with 2 compilers" in text
     assert "takes about 2 min" in text
-    assert "takes about 5 min" in find_torch.describe_build(sources, "CPU and CUDA 13.0", 2)
+    assert "takes about 5 min" in find_torch.describe_build(50, 7, "CPU and CUDA 13.0", 2)
 
 
 def test_isolated_build_finds_torch_of_its_environment(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``find_cuda`` selects the GPU architectures of the kernels; setup.py handles failures of nvcc.
+"""``build_support.find_cuda`` selects the CUDA compiler and the GPU architectures of the kernels.
 
 Shell scripts stand in for nvcc, so these tests need no CUDA toolkit.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -144,79 +142,6 @@ def test_find_nvcc_accepts_only_major_release_of_torch(
     assert find_cuda.find_nvcc("12.8", None) is None
     monkeypatch.setenv("FSDP_C_NO_CUDA", "1")
     assert find_cuda.find_nvcc("12.8", None) is None
-
-
-SETUP = """
-import sys, torch
-torch.version.cuda = "12.4"
-torch._C._cuda_getArchFlags = lambda: "sm_50 sm_60 sm_70 sm_80"
-import setuptools
-setuptools.setup = lambda **options: None
-namespace = {"__name__": "setup", "__file__": sys.argv[1] + "/setup.py"}
-exec(compile(open(sys.argv[1] + "/setup.py").read(), "setup.py", "exec"), namespace)
-from pathlib import Path
-class Parent:
-    def build_extension(self, ext):
-        print("LINKED", *sorted(Path(path).name for path in ext.extra_objects), ext.extra_link_args)
-namespace["BuildC"].__bases__ = (Parent,)
-namespace["BuildC"].get_ext_fullpath = lambda self, name: sys.argv[2] + "/_C.so"
-namespace["check_resolved"] = lambda library: None
-namespace["build_directory"] = lambda: Path(sys.argv[2])
-ext = namespace["extension"]()
-ext.sources = [s for s in ext.sources if "kernels" in s]
-namespace["BuildC"].build_extension(object.__new__(namespace["BuildC"]), ext)
-"""
-
-
-def build_output(tmp_path: Path, compile_script: str) -> str:
-    """Runs setup.py's build with an nvcc that runs ``compile_script``. Returns its output.
-
-    A line that starts with LINKED lists the object files and libraries of the link step.
-    """
-    toolkit = tmp_path / "toolkit"
-    (toolkit / "lib64").mkdir(parents=True)
-    (toolkit / "lib64/libcudart.so.12").touch()
-    (tmp_path / "build").mkdir()
-    codes = CUDA_12_4.replace("\n", " ")
-    write_nvcc(
-        toolkit / "bin",
-        f"case $1 in --version) echo 'release 12.4, V12.4.131';; --list-gpu-code) echo {codes};; "
-        f'*) echo "ran: $*" >> {tmp_path}/runs; {compile_script};; esac\n',
-    )
-    removed = ("TORCH_CUDA_ARCH_LIST", "FSDP_C_CUDA_ARCH", "FSDP_C_NO_CUDA", "LD_PRELOAD")
-    env = {name: value for name, value in os.environ.items() if name not in removed}
-    path = os.pathsep.join([str(toolkit / "bin"), env["PATH"]])
-    done = subprocess.run(
-        [sys.executable, "-c", SETUP, str(ROOT), str(tmp_path / "build")],
-        env={**env, "PATH": path},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_build_with_failing_nvcc_omits_kernels_and_prints_warning(tmp_path: Path) -> None:
-    output = build_output(tmp_path, "echo 'error: unknown architecture' >&2; exit 1")
-    linked = next(line for line in output.splitlines() if line.startswith("LINKED"))
-    assert "kernels_none.o" in linked and "kernels_cuda.o" not in linked
-    assert "libcudart" not in linked
-    assert "error: unknown architecture" in output
-    assert "does not compile the CUDA kernels" in output
-    runs = (tmp_path / "runs").read_text()
-    assert "code=sm_70" in runs and "code=sm_80" in runs
-    assert "sm_50" not in runs and "sm_60" not in runs
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_build_with_working_nvcc_links_kernels_and_runtime(tmp_path: Path) -> None:
-    output = build_output(tmp_path, 'touch "$(echo "$*" | sed "s/.* -o //")"')
-    linked = next(line for line in output.splitlines() if line.startswith("LINKED"))
-    assert "kernels_cuda.o" in linked and "kernels_none.o" not in linked
-    assert "libcudart.so.12" in linked
-    assert "!!" not in output
 
 
 # ---- NVRTC ---------------------------------------------------------------------------------------

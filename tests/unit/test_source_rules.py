@@ -225,9 +225,9 @@ def test_make_targets_named_in_readme_exist() -> None:
     assert named <= targets
 
 
-def test_setup_and_c_tests_use_the_same_warning_flags() -> None:
+def test_build_and_c_tests_use_the_same_warning_flags() -> None:
     wanted = {flag for flag in C_FLAGS if flag.startswith("-W")}
-    for path in (ROOT / "setup.py", ROOT / "tests/c/Makefile"):
+    for path in (ROOT / "CMakeLists.txt", ROOT / "tests/c/Makefile"):
         assert wanted <= set(re.findall(r"-W[\w+-]+", path.read_text())), relative(path)
 
 
