@@ -95,7 +95,7 @@ def describe_build(c_files: int, cxx_files: int, kernels: str, jobs: int) -> str
 
 
 def write_record(folder: Path, kernels: str, source: Path) -> None:
-    """Writes ``_C.json`` beside the extension. ``fsdp_c/built_for.py`` reads it."""
+    """Writes ``_C.json`` beside the extension. ``fsdp_c/_compat/build_info.py`` reads it."""
     import torch
 
     python = ".".join(map(str, sys.version_info[:2]))

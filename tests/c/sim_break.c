@@ -44,7 +44,7 @@ static void check_reset_state(sim_model *m) {
         for (size_t k = 0; k < m->layers[i].group_count; k++) {
             const fc_group *g = &m->layers[i].groups[k].core;
             if (g->sharded_state != FC_SHARDED || g->training_state != FC_IDLE ||
-                g->gather.flight.active || g->torn) {
+                g->gather.pending.active || g->registration_dirty) {
                 sim_fail("after the reset group %s is not at rest", m->layers[i].groups[k].name);
             }
         }
@@ -66,7 +66,7 @@ static void recover(sim_model *m, const sim_breakage *b) {
     if (fc_state_reset(&m->layers[0].core) != FC_OK) {
         sim_fail("the reset failed: %s", m->comm.error.message);
     }
-    sim_model_forget_step(m);
+    sim_model_discard_step(m);
     sim_model_zero_grad(m);
     check_reset_state(m);
 }
@@ -78,7 +78,7 @@ static void repeat_step(sim_model *m, const sim_breakage *b, fc_status status) {
     fct_error_put_back(NULL);
     if (b->carry_on) {
         sim_fault_arm(0, SIM_ONCE);
-        sim_model_forget_step(m);
+        sim_model_discard_step(m);
         (void)!sim_model_step(m);
         sim_model_check(m, "after carrying on");
     }
