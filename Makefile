@@ -46,7 +46,7 @@ ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/
 	tests/distributed/test_behavior_training.py tests/distributed/test_behavior_backwards.py \
 	tests/distributed/test_behavior_groups.py tests/distributed/test_behavior_replicate.py
 # Files of tests/unit that test-fast excludes: they start interpreters, or compute forecasts.
-NOT_FAST := bench check install mutations plan typing
+NOT_FAST := bench build check install mutations plan typing
 # The `pythonpath` of pyproject.toml without the repository root.
 TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers
 
@@ -78,7 +78,7 @@ help:
 # torch is pinned and installed first, so that the requirements of other packages do not select another release.
 $(ENV_STAMP): Makefile pyproject.toml
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel ninja
+	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel 'cmake>=3.24' ninja
 	@touch $@
 
 $(INSTALL_STAMP): $(ENV_STAMP)
@@ -87,7 +87,7 @@ $(INSTALL_STAMP): $(ENV_STAMP)
 
 env: $(INSTALL_STAMP)
 
-# setup.py compiles changed files only; without changes this takes a second. A failure prints the log.
+# setup.py compiles changed files only; without changes this takes seconds. A failure prints the log.
 build: env
 	@mkdir -p build
 	@$(PY) setup.py build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }
@@ -171,7 +171,7 @@ cuda-check:
 	@if [ -z "$(NVCCS)" ]; then echo "cuda-check: skipped, nvcc is not found"; fi
 	@mkdir -p build/cuda-check
 	@for nvcc in $(NVCCS); do \
-		$$nvcc -std=c++17 -O2 $$($(PYTHON) cuda_build.py $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
+		$$nvcc -std=c++17 -O2 $$($(PYTHON) -m build_support.find_cuda $$nvcc) -Icsrc -Xcompiler -Wall,-Wextra \
 			--Werror all-warnings -c csrc/kernels/kernels_cuda.cu -o build/cuda-check/kernels_cuda.o && \
 		echo "cuda-check: kernels_cuda.cu compiles with $$nvcc" || exit 1; done
 	@$(PYTHON) tests/harness/nvrtc_check.py $(NVRTCS)
