@@ -8,7 +8,7 @@
 
 struct fc_state;
 
-/* Shared by all states under one root. Borrows the states, which the host keeps alive. */
+/* Shared by all states under one root. Borrows the states, which their owners keep alive. */
 typedef struct fc_iteration {
     struct fc_state **states; /* in named_modules() pre-order */
     size_t count;
@@ -16,7 +16,7 @@ typedef struct fc_iteration {
     size_t order_mark;             /* length of the post-forward order when it began */
     bool callback_queued;          /* the end-of-backward callback is registered */
     bool callback_counted;         /* that callback is included in `callbacks` */
-    size_t callbacks;              /* callbacks that autograd still holds; counted by the host */
+    size_t callbacks;              /* callbacks that autograd still holds; counted by csrc/python */
     bool records;                  /* this backward records a graph (create_graph) */
     bool is_last_backward;
     bool manual;  /* the end of backward completes nothing; the caller uses fc_iteration_finalize */
@@ -26,7 +26,7 @@ typedef struct fc_iteration {
 typedef struct fc_state {
     void *owner;
     fc_iteration *iteration; /* borrowed */
-    fc_comm *comm;           /* borrowed */
+    fc_comm_ctx *comm;       /* borrowed */
     fct_device device;
     fc_training_state training_state;
     fc_group **groups; /* owned array of borrowed groups */
@@ -43,7 +43,7 @@ void fc_iteration_fini(fc_iteration *it);
 void fc_iteration_set_states(fc_iteration *it, fc_state **states, size_t count);
 /* Ends a backward: runs the post-backward of groups that autograd did not reach, completes
  * reductions and sets all states to idle. */
-FC_CHECK fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm *c);
+FC_CHECK fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm_ctx *c);
 /* Returns true if a backward has begun but autograd has discarded its callback after an exception.
  * The caller must then reset the state before any other transition. */
 bool fc_iteration_is_lost(const fc_iteration *it);
@@ -52,9 +52,9 @@ bool fc_iteration_is_lost(const fc_iteration *it);
 FC_CHECK fc_status fc_iteration_finalize(fc_iteration *it);
 /* Makes the current stream (on the CPU: the caller) wait for all reductions. The next iteration may
  * start afterwards. */
-FC_CHECK fc_status fc_iteration_complete(fc_iteration *it, fc_comm *c);
+FC_CHECK fc_status fc_iteration_complete(fc_iteration *it, fc_comm_ctx *c);
 
-void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm *comm,
+void fc_state_init(fc_state *s, void *owner, fc_iteration *iteration, fc_comm_ctx *comm,
                    fct_device device);
 void fc_state_fini(fc_state *s);
 

@@ -144,7 +144,7 @@ def recover(api: Api, case: Case, found: dict[str, Any], exchange: Exchange) -> 
         dist.barrier()
         return
     context = model._get_fsdp_state()._comm_ctx
-    found["pending"] = context.collectives_parked
+    found["pending"] = context.deferred_collectives
     filled = fill_memory(model)
     dist.barrier()  # the late rank has been through the collective
     found["overwritten"] = sum(not bool((tensor == -77.0).all()) for tensor in filled)
@@ -222,7 +222,7 @@ def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[s
         differences(expected, train(case.model, api.rank, 2)) == []
     )
     if api.is_fsdp_c:
-        found["pending at the end"] = case.model._get_fsdp_state()._comm_ctx.collectives_parked
+        found["pending at the end"] = case.model._get_fsdp_state()._comm_ctx.deferred_collectives
     return found
 
 

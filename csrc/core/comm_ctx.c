@@ -1,0 +1,280 @@
+/* Communication context; see comm_ctx.h for the lifetime rule of buffers. Owns the event pool, the
+ * kept buffers and the deferred collectives. It also holds the list of reductions in flight, whose
+ * contents belong to reduction.c.
+ *
+ * Streams: gathers copy in on copy_in_stream and communicate on gather_stream. Reductions run on
+ * reduce_stream, all-reduces and later work on all_reduce_stream. The caller's current stream
+ * computes. */
+#include "comm_ctx.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+void fc_comm_init(fc_comm_ctx *c, fct_device device) {
+    memset(c, 0, sizeof *c);
+    c->device = device;
+    c->has_streams = fct_device_has_streams(device);
+    c->max_reductions = 1;
+}
+
+fc_status fc_comm_init_streams(fc_comm_ctx *c) {
+    fc_status status = FC_OK;
+    if (c->streams_ready || !c->has_streams) {
+        return FC_OK;
+    }
+    FC_TRY_RAISED(fct_stream_new(c->device, true, &c->copy_in_stream));
+    FC_TRY_RAISED(fct_stream_new(c->device, true, &c->gather_stream));
+    FC_TRY_RAISED(fct_stream_new(c->device, true, &c->reduce_stream));
+    FC_TRY_RAISED(fct_stream_new(c->device, false, &c->all_reduce_stream));
+    c->streams_ready = true;
+done:
+    return status;
+}
+
+/* Releases the buffer and returns its event to the pool. */
+static void release_kept(fc_comm_ctx *c, fc_kept_gather *kept) {
+    fct_tensor_release(kept->buffer);
+    fc_comm_put_event(c, kept->copied);
+    *kept = (fc_kept_gather){NULL, NULL};
+}
+
+void fc_comm_fini(fc_comm_ctx *c) {
+    assert(c->oldest == NULL); /* the owner has called fc_reduction_discard */
+    release_kept(c, &c->kept);
+    fc_comm_put_event(c, c->last_reduced);
+    fc_comm_put_event(c, c->last_all_reduced);
+    for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
+        release_kept(c, &c->kept_rows[i]);
+    }
+    assert(c->events_out == 0); /* every group has returned its events */
+    while (c->deferred != NULL) {
+        fc_deferred_release *next = c->deferred->next;
+        fct_work_release(c->deferred->work);
+        fct_tensor_release(c->deferred->buffers[0]);
+        fct_tensor_release(c->deferred->buffers[1]);
+        free(c->deferred);
+        c->deferred = next;
+    }
+    for (size_t i = 0; i < c->free_event_count; i++) {
+        fct_event_free(c->free_events[i]);
+    }
+    free(c->free_events);
+    fc_order_fini(&c->order);
+    memset(c, 0, sizeof *c);
+}
+
+fc_status fc_comm_get_event(fc_comm_ctx *c, fct_event **out) {
+    if (c->free_event_count > 0) {
+        *out = c->free_events[--c->free_event_count];
+    } else if (fct_event_new(c->device, out) != 0) {
+        return FC_ERAISED;
+    }
+    c->events_out++;
+    return FC_OK;
+}
+
+void fc_comm_put_event(fc_comm_ctx *c, fct_event *e) {
+    if (e == NULL) {
+        return;
+    }
+    c->events_out--;
+    if (fct_event_unshare(e)) {
+        return;
+    }
+    if (c->free_event_count == c->free_event_capacity) {
+        size_t capacity = c->free_event_capacity == 0 ? 16 : 2 * c->free_event_capacity;
+        fct_event **grown = (fct_event **)realloc(c->free_events, capacity * sizeof *grown);
+        if (grown == NULL) {
+            fct_event_free(e);
+            return;
+        }
+        c->free_events = grown;
+        c->free_event_capacity = capacity;
+    }
+    c->free_events[c->free_event_count++] = e;
+}
+
+void fc_comm_transfer_event(fc_comm_ctx *from, fc_comm_ctx *to) {
+    from->events_out--;
+    to->events_out++;
+}
+
+fc_status fc_comm_record(fc_comm_ctx *c, fct_stream s, fct_event **out) {
+    fc_status status = FC_OK;
+    fct_event *e = NULL;
+    FC_TRY(fc_comm_get_event(c, &e));
+    FC_TRY_RAISED(fct_event_record(e, s));
+    *out = e;
+    e = NULL;
+done:
+    fc_comm_put_event(c, e);
+    return status;
+}
+
+fc_status fc_comm_record_into(fc_comm_ctx *c, fct_stream s, fct_event **slot) {
+    fct_event *event = NULL;
+    fc_status status = fc_comm_record(c, s, &event);
+    if (status == FC_OK) {
+        fc_comm_put_event(c, *slot);
+        *slot = event;
+    }
+    return status;
+}
+
+void fc_comm_share_event(fc_comm_ctx *c, fct_event *e, fct_event **slot) {
+    fct_event *before = *slot;
+    fct_event_share(e);
+    c->events_out++;
+    *slot = e;
+    fc_comm_put_event(c, before);
+}
+
+fc_status fc_comm_wait_and_put(fc_comm_ctx *c, fct_event **slot) {
+    if (*slot == NULL) {
+        return FC_OK;
+    }
+    if (fct_event_wait(*slot, fct_stream_current(c->device)) != 0) {
+        return FC_ERAISED;
+    }
+    fc_comm_put_event(c, *slot);
+    *slot = NULL;
+    return FC_OK;
+}
+
+fc_status fc_comm_order_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other) {
+    fc_status status = FC_OK;
+    fct_event *e = NULL;
+    FC_TRY(fc_comm_record(c, other, &e));
+    FC_TRY_RAISED(fct_event_wait(e, waiter));
+done:
+    fc_comm_put_event(c, e);
+    return status;
+}
+
+void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other) {
+    void *error = fct_error_set_aside();
+    (void)!fc_comm_order_streams(c, waiter, other);
+    fct_error_put_back(error);
+}
+
+fc_status fc_comm_quiesce(fc_comm_ctx *c) {
+    fc_status status = FC_OK;
+    if (!c->streams_ready) {
+        return FC_OK;
+    }
+    const fct_stream all[] = {c->copy_in_stream, c->gather_stream, c->reduce_stream,
+                              c->all_reduce_stream};
+    fct_stream current = fct_stream_current(c->device);
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        FC_TRY(fc_comm_order_streams(c, current, all[i]));
+    }
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        FC_TRY(fc_comm_order_streams(c, all[i], current));
+    }
+done:
+    return status;
+}
+
+fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e) {
+    if (!c->streams_ready || e == NULL) {
+        return FC_OK;
+    }
+    return fct_event_wait(e, c->copy_in_stream) == 0 ? FC_OK : FC_ERAISED;
+}
+
+/* Another thread may have kept a buffer since the last release. That buffer is released here. */
+void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied) {
+    void *error = fct_error_set_aside();
+    if (fc_comm_release_kept(c) != FC_OK) {
+        release_kept(c, &c->kept);
+    }
+    fct_error_put_back(error);
+    c->kept.buffer = buffer;
+    c->kept.copied = copied;
+}
+
+fc_status fc_comm_release_kept(fc_comm_ctx *c) {
+    fc_status status = FC_OK;
+    if (c->kept.buffer == NULL) {
+        return FC_OK;
+    }
+    FC_TRY(fc_comm_gather_streams_wait(c, c->kept.copied));
+    release_kept(c, &c->kept);
+done:
+    return status;
+}
+
+fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done) {
+    fc_kept_gather oldest = c->kept_rows[0];
+    if (oldest.copied != NULL && fct_event_wait(oldest.copied, c->reduce_stream) != 0) {
+        fc_comm_put_event(c, done);
+        return FC_ERAISED;
+    }
+    c->kept_rows[0] = c->kept_rows[1];
+    c->kept_rows[1] = (fc_kept_gather){.buffer = row, .copied = done};
+    release_kept(c, &oldest);
+    return FC_OK;
+}
+
+fc_status fc_comm_release_rows(fc_comm_ctx *c) {
+    for (size_t i = 0; i < sizeof c->kept_rows / sizeof c->kept_rows[0]; i++) {
+        fc_kept_gather *kept = &c->kept_rows[i];
+        if (kept->copied != NULL && fct_event_wait(kept->copied, c->reduce_stream) != 0) {
+            return FC_ERAISED;
+        }
+        release_kept(c, kept);
+    }
+    return FC_OK;
+}
+
+fc_status fc_comm_check(fc_comm_ctx *c) {
+    if ((c->kept.buffer == NULL) != (c->kept.copied == NULL)) {
+        return fc_error_set(
+            &c->error, FC_ESTATE,
+            "a gather buffer is kept without its event, or an event without its buffer");
+    }
+    if (c->events_out > 0 && !c->has_streams) {
+        return fc_error_set(&c->error, FC_ESTATE,
+                            "%zu events are in use on a device without streams", c->events_out);
+    }
+    if ((c->oldest == NULL) != (c->newest == NULL) || (c->oldest == NULL) != (c->reductions == 0)) {
+        return fc_error_set(&c->error, FC_ESTATE, "%zu reductions were counted in a list that %s",
+                            c->reductions, c->oldest == NULL ? "is empty" : "is not");
+    }
+    return FC_OK;
+}
+
+void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fct_tensor *second) {
+    fc_deferred_release *record = NULL;
+    if (work != NULL && !fct_work_done(work)) {
+        record = (fc_deferred_release *)malloc(sizeof *record);
+    }
+    if (record == NULL) {
+        fct_work_release(work);
+        fct_tensor_release(first);
+        fct_tensor_release(second);
+        return;
+    }
+    record->work = work;
+    record->buffers[0] = first;
+    record->buffers[1] = second;
+    record->next = c->deferred;
+    c->deferred = record;
+}
+
+void fc_comm_collect(fc_comm_ctx *c) {
+    fc_deferred_release **slot = &c->deferred;
+    while (*slot != NULL) {
+        fc_deferred_release *record = *slot;
+        if (!fct_work_done(record->work)) {
+            slot = &record->next;
+            continue;
+        }
+        *slot = record->next;
+        fct_work_release(record->work);
+        fct_tensor_release(record->buffers[0]);
+        fct_tensor_release(record->buffers[1]);
+        free(record);
+    }
+}

@@ -1,0 +1,72 @@
+/* Checks whether an object is initialized, and sets the exceptions of objects that are not. An
+ * object that was made and never initialized, or that was collected, has no core struct. Owns
+ * nothing. */
+#include "check_initialized.h"
+
+#include "errors.h"
+
+bool fcpy_group_check_initialized(const fcpy_group *self) {
+    if (self->core.base.callbacks == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the parameter group is not initialised");
+    }
+    return self->core.base.callbacks != NULL;
+}
+
+static const char CONTEXT[] = "FSDPCommContext";
+
+static void raise_no_attribute(const char *type, const char *attribute) {
+    PyErr_Format(PyExc_AttributeError,
+                 "'%s' object has no attribute '%s'\n"
+                 "The root module has not run since fully_shard: call its forward, or unshard(), "
+                 "first",
+                 type, attribute);
+}
+
+bool fcpy_group_check_context(const fcpy_group *self, const char *type, const char *attribute) {
+    if (!fcpy_group_check_initialized(self)) {
+        return false;
+    }
+    const fcpy_state *unit = (const fcpy_state *)self->unit;
+    if (((const fcpy_comm *)self->comm)->initialized ||
+        (unit != NULL && unit->is_root != Py_None)) {
+        return true;
+    }
+    raise_no_attribute(type, attribute);
+    return false;
+}
+
+bool fcpy_state_check_context(const fcpy_state *self, const char *attribute) {
+    if (!fcpy_state_check_initialized(self)) {
+        return false;
+    }
+    if (self->is_root == Py_None) {
+        raise_no_attribute(CONTEXT, attribute);
+    }
+    return self->is_root != Py_None;
+}
+
+int fcpy_group_raise(const fcpy_group *self, fc_status status) {
+    const fc_comm_ctx *comm = self->core.base.comm;
+    return fcpy_raise(status, comm != NULL ? comm->error.message : NULL);
+}
+
+int fcpy_group_check_device(const fc_comm_ctx *comm, fct_device device) {
+    if (comm->device.type != device.type) {
+        PyErr_SetString(PyExc_ValueError,
+                        "the communication context is for another kind of device than the group");
+        return -1;
+    }
+    return 0;
+}
+
+bool fcpy_state_check_initialized(const fcpy_state *self) {
+    if (self->core.iteration != NULL && self->core.comm != NULL) {
+        return true;
+    }
+    PyErr_SetString(PyExc_RuntimeError, "the FSDP state is not initialised");
+    return false;
+}
+
+int fcpy_state_raise(const fcpy_state *self, fc_status status) {
+    return fcpy_raise(status, self->core.comm != NULL ? self->core.comm->error.message : NULL);
+}

@@ -1,0 +1,74 @@
+/* Deferred release. The core borrows pointers to groups, states, parameters and tensors, and calls
+ * foreign code (modules' own __setattr__, users' hooks) while it uses them. That code may replace
+ * attributes. While any call is in progress, mod->retired keeps the former values. */
+#include "deferred_decref.h"
+
+void fcpy_calls_enter(fcpy_module *mod) {
+    mod->calls++;
+}
+
+void fcpy_calls_leave(fcpy_module *mod) {
+    if (--mod->calls > 0 || mod->retired == NULL) {
+        return;
+    }
+    PyObject *retired = mod->retired;
+    mod->retired = NULL;
+    void *error = fct_error_set_aside();
+    Py_DECREF(retired);
+    fct_error_put_back(error);
+}
+
+void fcpy_defer_decref(fcpy_module *mod, PyObject *obj) {
+    if (obj == NULL) {
+        return;
+    }
+    if (mod->calls > 0) {
+        void *error = fct_error_set_aside();
+        if (mod->retired == NULL) {
+            mod->retired = PyList_New(0);
+        }
+        if (mod->retired == NULL || PyList_Append(mod->retired, obj) != 0) {
+            Py_INCREF(obj); /* out of memory: the object leaks, because the core may use it */
+        }
+        fct_error_put_back(error);
+    }
+    Py_DECREF(obj);
+}
+
+void fcpy_replace(fcpy_module *mod, PyObject **slot, PyObject *value) {
+    PyObject *old = *slot;
+    Py_XINCREF(value);
+    *slot = value;
+    fcpy_defer_decref(mod, old);
+}
+
+/* Without memory for the capsule, the target of the pointer leaks. */
+static void defer_pointer(fcpy_module *mod, void *pointer, const char *name,
+                          PyCapsule_Destructor destructor) {
+    void *error = fct_error_set_aside();
+    fcpy_defer_decref(mod, PyCapsule_New(pointer, name, destructor));
+    fct_error_put_back(error);
+}
+
+static void release_tensor(PyObject *capsule) {
+    fct_tensor_release((fct_tensor *)PyCapsule_GetPointer(capsule, "tensor"));
+}
+
+void fcpy_defer_tensor_release(fcpy_module *mod, fct_tensor *tensor) {
+    if (tensor != NULL && mod->calls > 0) {
+        fct_tensor_retain(tensor);
+        defer_pointer(mod, tensor, "tensor", release_tensor);
+    }
+}
+
+static void free_block(PyObject *capsule) {
+    free(PyCapsule_GetPointer(capsule, "block"));
+}
+
+void fcpy_defer_free(fcpy_module *mod, void *block) {
+    if (block == NULL || mod->calls == 0) {
+        free(block);
+    } else {
+        defer_pointer(mod, block, "block", free_block);
+    }
+}

@@ -1,0 +1,40 @@
+/* Cached results of the guard, embedded in the objects and in the module state. guard.c fills
+ * them. */
+#ifndef FSDP_C_PYTHON_VERSION_CACHE_H
+#define FSDP_C_PYTHON_VERSION_CACHE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+
+/* The overrides of one object, and the version tags of the type and dict they were read from. */
+typedef struct fcpy_version_cache {
+    uint64_t type_tag;
+    uint64_t dict_tag;
+    uint32_t bits;
+} fcpy_version_cache;
+
+enum { FCPY_MAX_PLACES = 8 };
+
+/* Watched dicts or types, and their tags at the latest read. */
+typedef struct fcpy_places {
+    PyObject *objects[FCPY_MAX_PLACES]; /* borrowed from fcpy_guard.entries */
+    uint64_t tags[FCPY_MAX_PLACES];
+    size_t count;
+} fcpy_places;
+
+/* The guard's part of the module state. */
+typedef struct fcpy_guard {
+    PyObject *group_methods; /* tuple of the expected methods, see guard.c */
+    PyObject *state_methods;
+    PyObject *entries; /* tuple of (place, name, expected, also, bits), see guard.c */
+    fcpy_places dicts;
+    fcpy_places types;
+    uint32_t bits;       /* bits of the patched entries */
+    PyObject *log_cache; /* the logger's dict of enabled levels */
+    PyObject *log_enabled;
+    uint64_t log_tag;
+    bool log;
+} fcpy_guard;
+
+#endif
