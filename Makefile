@@ -5,6 +5,7 @@
 #   make bench   time and memory compared with torch's FSDP2              make sanitize  tests under ASan and UBSan
 #   make parity  all parity settings compared with torch's FSDP2          make wheels    build wheels in dist/
 #   make test-fast      tests for use after a change: core, single process, behavior scenarios, some parity settings
+#   make test-for FILE=csrc/core/gather.c    the tests of one module
 #   make gpu            correctness and speed on a GPU, in ten minutes
 #   make accelerator    all tests on the simulated accelerator, then its measurements
 #   make test-clients   accelerate, transformers, Lightning, ... unchanged, on torch's FSDP2 and on fsdp_c
@@ -67,11 +68,11 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MAX_JOBS ?= 2
 
-.PHONY: help env build demo test test-fast test-c test-assert test-clients accelerator parity lint lint-ruff lint-mypy \
+.PHONY: help env build demo test test-fast test-for test-c test-assert test-clients accelerator parity lint lint-ruff lint-mypy \
 	lint-c format wheels sanitize bench cuda-check gpu clean
 
 help:
-	@sed -n '3,10s/^# *//p' Makefile
+	@sed -n '3,11s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -137,6 +138,10 @@ accelerator: build
 
 test-c:
 	@$(MAKE) -C tests/c
+
+# Runs the tests of the modules or test files FILE: make test-for FILE="csrc/core/gather.c fsdp_c/plan.py"
+test-for: build
+	$(PY) tests/find_tests.py --run $(FILE)
 
 # Runs each case of real libraries on torch's FSDP2 and with FSDP_C=1. The libraries have their own environment, with
 # the torch that the extension is built against. fsdp_c is not installed there; the tests create its entry point.
