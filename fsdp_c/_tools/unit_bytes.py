@@ -12,9 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
-from .._runtime import lint
+from .._auto_shard.unit import Unit
+from .._runtime import fsdp_units
 from .._runtime.mixed_precision import get_compute_dtype, get_reduce_dtype
-from ..wrap import Unit
 from .fake_step import Piece
 from .forecast import UnitSizes
 
@@ -118,7 +118,7 @@ def layout_of(model: nn.Module) -> Layout:
     layout = Layout([], [], [], [], {})
     pieces: dict[Any, int] = {}
     state: Any
-    for name, state, group in lint.iterate_groups(model):
+    for name, state, group in fsdp_units.iterate_groups(model):
         if state not in pieces:
             pieces[state] = len(layout.pieces)
             layout.pieces.append(
@@ -144,13 +144,13 @@ def layout_of(model: nn.Module) -> Layout:
         layout.params.append(params)
         layout.modules.append(tuple(group.modules))
         for param in group.fsdp_params:
-            for face in lint.list_registered_params(param):
-                layout.dtypes[id(face)] = lint.get_compute_dtype(param)
+            for face in fsdp_units.list_registered_params(param):
+                layout.dtypes[id(face)] = fsdp_units.get_compute_dtype(param)
     return layout
 
 
 def _live_size(param: Any) -> ParamSize:
-    compute = lint.get_compute_dtype(param)
+    compute = fsdp_units.get_compute_dtype(param)
     return ParamSize(
         numel=param._orig_size.numel(),
         padded=param.padded_numel,
