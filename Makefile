@@ -82,7 +82,7 @@ help:
 # torch is pinned and installed first, so that the requirements of other packages do not select another release.
 $(ENV_STAMP): Makefile pyproject.toml
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel 'cmake>=3.24' ninja
+	$(PY) -m pip install -q '$(TORCH)' numpy 'setuptools>=77' wheel 'cmake>=3.21' ninja
 	@touch $@
 
 $(INSTALL_STAMP): $(ENV_STAMP)
@@ -250,5 +250,5 @@ bench: build
 
 # Keeps the environment, because it is slow to make. `rm -rf .venv` removes it.
 clean:
-	rm -rf build dist $(DEMO_OUT) fsdp_c/_C.*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist $(DEMO_OUT) fsdp_c/_*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
