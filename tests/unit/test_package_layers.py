@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-import build_torch
+from build_support import find_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fsdp_c"
-TOP_LEVEL = {path.stem for path in ROOT.glob("fsdp_c_*.py")}
-"""Top-level modules outside the package, which work without it."""
+AUTOLOAD = ROOT / "fsdp_c_autoload"
+"""The package of the entry point, which torch imports without fsdp_c."""
 
 
 def listed_files() -> list[str]:
@@ -26,13 +26,12 @@ def listed_files() -> list[str]:
 
 
 def source_files() -> list[Path]:
-    return [*PACKAGE.rglob("*.py"), *(ROOT / f"{name}.py" for name in TOP_LEVEL)]
+    return [*PACKAGE.rglob("*.py"), *AUTOLOAD.rglob("*.py")]
 
 
 def listed_name(path: Path) -> str:
-    """Returns the name of a file in the list: its path in the package, or its own name."""
-    inside = path.is_relative_to(PACKAGE)
-    return str(path.relative_to(PACKAGE)) if inside else path.name
+    """Returns the name of a file in the list: its path in fsdp_c, or else in the repository."""
+    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
 
 
 def imported_modules(node: ast.AST, folder: Path) -> Iterator[str]:
@@ -52,22 +51,20 @@ def imported_files(text: str, folder: Path) -> set[str]:
     for node in ast.walk(ast.parse(text)):
         for name in imported_modules(node, folder):
             top, _, inner = name.partition(".")
-            if top in TOP_LEVEL:
-                found.add(f"{top}.py")
-            elif top == PACKAGE.name and not inner.startswith("_C"):
-                found.add(file_of(inner))
+            if top in (AUTOLOAD.name, PACKAGE.name) and not inner.startswith("_C"):
+                found.add(listed_name(file_of(name)))
     return found
 
 
-def file_of(module: str) -> str:
-    """Returns the file of the package that defines a dotted name below ``fsdp_c``."""
-    parts = module.split(".") if module else []
-    for end in range(len(parts), -1, -1):
-        path = "/".join(parts[:end])
-        for name in (f"{path}.py", f"{path}/__init__.py".lstrip("/")):
-            if (PACKAGE / name).is_file():
-                return name
-    raise AssertionError(module)
+def file_of(name: str) -> Path:
+    """Returns the file that defines a dotted name below ``fsdp_c`` or ``fsdp_c_autoload``."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:end])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    raise AssertionError(name)
 
 
 def test_readme_lists_each_file_once() -> None:
@@ -80,8 +77,6 @@ TOOL_FEATURES = {"__init__.py", "__main__.py", "plan.py", "explain.py", "trace.p
 LEAVES = {"names.py", "version.py"}
 """Public files that import nothing of the package, so that every folder may import them."""
 
-REDIRECT = {f"{name}.py" for name in TOP_LEVEL}
-
 ALLOWED = {
     "public": {"public", "_auto_shard", "_checkpoint", "_runtime", "_compat"},
     "tool features": {"public", "tool features", "_tools", "_runtime"},
@@ -91,9 +86,9 @@ ALLOWED = {
     "_runtime": {"_runtime", "_compat"},
     "_compat": {"_compat"},
     "leaves": set(),
-    "beside the package": {"beside the package", "public"},
+    "fsdp_c_autoload": {"fsdp_c_autoload", "public"},
 }
-"""Maps a layer to the layers that it may import. All may import leaves and fsdp_c_redirect."""
+"""Maps a layer to the layers that it may import. All may import leaves and fsdp_c_autoload."""
 
 
 def layer_of(name: str) -> str:
@@ -102,7 +97,6 @@ def layer_of(name: str) -> str:
     if folder:
         return folder
     for layer, files in (
-        ("beside the package", REDIRECT),
         ("leaves", LEAVES),
         ("tool features", TOOL_FEATURES),
     ):
@@ -121,7 +115,7 @@ def find_forbidden(imports: dict[str, set[str]]) -> list[str]:
     """Returns the imports that :data:`ALLOWED` does not contain, as ``importer -> imported``."""
     found = []
     for importer, names in imports.items():
-        allowed = ALLOWED[layer_of(importer)] | {"leaves", "beside the package"}
+        allowed = ALLOWED[layer_of(importer)] | {"leaves", AUTOLOAD.name}
         if importer == "__init__.py":
             allowed = set(ALLOWED)
         found += [
@@ -144,7 +138,8 @@ def test_import_of_higher_layer_is_found() -> None:
 def test_no_files_import_each_other() -> None:
     """Imports of the package itself are excluded: its names are imported by then, or at a call."""
     graph = {name: found - {"__init__.py", name} for name, found in imports_by_file().items()}
-    graph = {name: found - REDIRECT for name, found in graph.items() if name not in REDIRECT}
+    beside = {name for name in graph if layer_of(name) == AUTOLOAD.name}
+    graph = {name: found - beside for name, found in graph.items() if name not in beside}
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph)
 
 
@@ -186,14 +181,16 @@ from . import _C, param
 from .state import State
 from .._compat import patches
 from ..clip import clip_grad_norm_
-import fsdp_c._C as _C, fsdp_c_redirect
+import fsdp_c._C as _C, fsdp_c_autoload.redirect
+from fsdp_c_autoload import ENVIRONMENT_SWITCH, redirect
 def f():
     from fsdp_c.install import install
     from fsdp_c import fully_shard, __version__
 """
     assert imported_files(text, PACKAGE / "_runtime") == {
         *("_runtime/__init__.py", "_runtime/param.py", "_runtime/state.py", "_compat/patches.py"),
-        *("clip.py", "fsdp_c_redirect.py", "install.py", "fully_shard.py", "__init__.py"),
+        *("fsdp_c_autoload/__init__.py", "fsdp_c_autoload/redirect.py"),
+        *("clip.py", "install.py", "fully_shard.py", "__init__.py"),
     }
 
 
@@ -202,7 +199,7 @@ def test_package_and_metadata_have_one_version() -> None:
 
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project and not re.findall(r"^version = ", project, re.M)
-    assert build_torch.version(PACKAGE / "version.py").startswith(f"{fsdp_c.__version__}+torch")
+    assert find_torch.version(PACKAGE / "version.py").startswith(f"{fsdp_c.__version__}+torch")
 
 
 # ---- modules that are imported on first use ------------------------------------------------------
