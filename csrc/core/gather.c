@@ -323,7 +323,7 @@ static fc_status start_gather(fc_gather *a, bool post_forward, bool async_op, fc
     fc_flight flight = {.active = true, .async_op = async_op};
     void *range = NULL;
     const bool overlaps = m->comm->streams_ready && !async_op && lane != FC_LANE_DIRECT;
-    if (fc_members_host_moves(m, FC_MOVE_GATHER)) {
+    if (fc_group_base_uses_fallback(m, FC_FALLBACK_GATHER)) {
         range = fc_members_enter_range(m, "all_gather");
         FC_TRY(host_gather(a, post_forward, async_op, lane));
         flight.hosted = true;

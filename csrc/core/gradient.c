@@ -5,7 +5,7 @@
 fc_status fc_gradient_fold(const fc_members *m, fc_span span) {
     fc_status status = FC_OK;
     void *range = fc_members_enter_range(m, "post_backward_accumulate");
-    bool hosted = fc_members_host_moves(m, FC_MOVE_GRADS);
+    bool hosted = fc_group_base_uses_fallback(m, FC_FALLBACK_GRADS);
     for (size_t i = span.first; i < span.end; i++) {
         if (hosted) {
             FC_TRY_RAISED(m->host->fold_grad(m->params[i]->owner));
@@ -20,7 +20,7 @@ done:
 
 fc_status fc_gradient_stash(const fc_members *m) {
     fc_status status = FC_OK;
-    bool hosted = fc_members_host_moves(m, FC_MOVE_GRADS);
+    bool hosted = fc_group_base_uses_fallback(m, FC_FALLBACK_GRADS);
     for (size_t i = 0; i < m->count; i++) {
         if (hosted) {
             FC_TRY_RAISED(m->host->stash_grad(m->params[i]->owner));
@@ -92,7 +92,7 @@ fc_status fc_gradient_collect(const fc_members *m, fc_span span, bool unused,
     fc_status status = FC_OK;
     FC_TRY(fc_reduce_plan_reserve(plan, m->count));
     fc_reduce_plan_drop_grads(plan);
-    bool hosted = fc_members_host_moves(m, FC_MOVE_GRADS);
+    bool hosted = fc_group_base_uses_fallback(m, FC_FALLBACK_GRADS);
     for (size_t i = span.first; i < span.end; i++) {
         fct_tensor *grad = NULL;
         FC_TRY(collect_grad(m, m->params[i], hosted, unused, &grad));

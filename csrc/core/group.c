@@ -154,7 +154,7 @@ static int swap_one(fc_group *g, size_t i, fc_sharded_state face,
 static fc_status swap_all(fc_group *g, fc_sharded_state face) {
     fc_sharded_state own = g->sharded_state;
     const fc_host *host = g->members.host;
-    bool by_method = fc_members_host_moves(&g->members, FC_MOVE_SWAP);
+    bool by_method = fc_group_base_uses_fallback(&g->members, FC_FALLBACK_SWAP);
     for (size_t i = 0; i < g->members.count; i++) {
         if (swap_one(g, i, face, by_method ? host->swap_by_method : host->swap) == 0) {
             continue;
@@ -266,19 +266,15 @@ fc_status fc_group_reshard(fc_group *g) {
 
 /* Only in forward does the copy-in of the next group overlap with the copy-out of this one. */
 static fc_lane lane_for_pass(fc_training_state pass) {
-    switch (pass) {
-    case FC_FORWARD:
+    if (pass == FC_FORWARD) {
         return FC_LANE_DEFERRED;
-    case FC_PRE_BACKWARD:
-        return FC_LANE_OVERLAP;
-    default:
-        return FC_LANE_DIRECT;
     }
+    return pass == FC_PRE_BACKWARD ? FC_LANE_OVERLAP : FC_LANE_DIRECT;
 }
 
 /* Sets the training state to the pass meanwhile, because hooks of extended parameters read it as in
  * torch. */
-static fc_status start_gather(fc_group *g, fc_training_state pass, bool async_op) {
+static fc_status gather_in_pass(fc_group *g, fc_training_state pass, bool async_op) {
     const fc_training_state before = g->training_state;
     g->training_state = pass;
     fc_status status = fc_gather_start(&g->gather, g->sharded_state == FC_SHARDED_POST_FORWARD,
@@ -314,7 +310,7 @@ fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op) {
     if (!g->settings.unshard_in_backward && pass == FC_PRE_BACKWARD) {
         return FC_OK;
     }
-    FC_TRY(start_gather(g, pass, async_op));
+    FC_TRY(gather_in_pass(g, pass, async_op));
     g->gathered_version = version;
 done:
     return verify_transition(g, check_registration_and_memory, status);
@@ -402,46 +398,55 @@ static fc_status prefetch_by_order(fc_group *g) {
 
 /* For a fully_shard call with several groups: the second-to-last group in backward order prefetches
  * all groups of the preceding unit. They overlap with the reduction of the unit's first group. */
-static fc_status prefetch_unit(const fc_group *g, size_t position) {
+static fc_status visit_preceding_unit(const fc_group *g, size_t position, fc_visit visit) {
     fc_status status = FC_OK;
     const fc_order *order = &g->members.comm->order;
-    const void *target = NULL;
+    const void *unit = NULL;
     while (position-- > 0) {
         fc_group *other = order->items[position];
         if (other == NULL || other->place.unit == g->place.unit) {
             continue;
         }
-        if (target != NULL && other->place.unit != target) {
+        if (unit != NULL && other->place.unit != unit) {
             break;
         }
-        target = other->place.unit;
-        FC_TRY(prefetch_by_order(other));
+        unit = other->place.unit;
+        FC_TRY(visit(other));
     }
 done:
     return status;
+}
+
+/* Calls `visit` for the groups that `g` prefetches. Its forward ended at `position`. */
+static fc_status visit_targets(const fc_group *g, size_t position, fc_visit visit) {
+    const fc_order *order = &g->members.comm->order;
+    if (position == 0 || position > order->count) {
+        return FC_OK;
+    }
+    if (g->place.siblings > 1) {
+        return g->place.index == 1 ? visit_preceding_unit(g, position, visit) : FC_OK;
+    }
+    fc_group *previous = order->items[position - 1];
+    return previous != NULL ? visit(previous) : FC_OK;
+}
+
+fc_status fc_group_visit_targets(const fc_group *g, fc_visit visit) {
+    const fc_positions *p = &g->positions;
+    return p->count > 0 ? visit_targets(g, p->items[p->count - 1], visit) : FC_OK;
 }
 
 fc_status fc_group_backward_prefetch(fc_group *g) {
     if (g->training_state != FC_PRE_BACKWARD || g->positions.count == 0) {
         return FC_OK; /* several backwards: the first one has cleared the positions */
     }
-    size_t position = g->positions.items[--g->positions.count];
-    const fc_order *order = &g->members.comm->order;
-    if (position == 0 || position > order->count) {
-        return FC_OK;
-    }
-    if (g->place.siblings > 1) {
-        return g->place.index == 1 ? prefetch_unit(g, position) : FC_OK;
-    }
-    fc_group *previous = order->items[position - 1];
-    return previous != NULL ? prefetch_by_order(previous) : FC_OK;
+    return visit_targets(g, g->positions.items[--g->positions.count], prefetch_by_order);
 }
 
 /* Returns true if no other collective of this backward could be ordered differently on other
  * ranks. */
 static bool can_be_eager(const fc_group *g) {
     return g->course == FC_COURSE_ALONE && g->settings.reduce_grads && !g->reducer.reduce_unused &&
-           !g->reducer.has_hook && !fc_members_host_moves(&g->members, FC_MOVE_EARLY);
+           !g->reducer.has_hook && !fc_group_base_uses_fallback(&g->members, FC_FALLBACK_EARLY);
 }
 
 fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
@@ -518,7 +523,7 @@ static fc_status reduce_remaining(fc_group *g, bool partial) {
     fc_status status = FC_OK;
     const fc_buckets *b = &g->buckets;
     if (!fc_bucket_several(b) || g->reducer.has_hook ||
-        fc_members_host_moves(&g->members, FC_MOVE_REDUCE)) {
+        fc_group_base_uses_fallback(&g->members, FC_FALLBACK_REDUCE)) {
         return reduce_span(g, fc_members_all(&g->members), true, partial);
     }
     for (size_t i = 0; i < b->count; i++) {

@@ -9,16 +9,16 @@
 #include "../torch/torch_abi.h"
 #include "param.h"
 
-/* Data movements that the host may perform in place of the core. FC_MOVE_EARLY includes
- * FC_MOVE_REDUCE, and hosts that must run user code at the end of backward. */
-typedef enum fc_move {
-    FC_MOVE_GATHER, /* gather() and copy_out() replace pack, all-gather, copy-out */
-    FC_MOVE_REDUCE, /* reduce() replaces pack, reduce-scatter, all-reduce, views */
-    FC_MOVE_EARLY,  /* no bucket is reduced before the end of backward */
-    FC_MOVE_FREE,   /* free_unsharded() replaces the core's free, for every parameter */
-    FC_MOVE_SWAP,   /* swap_by_method() replaces swap() */
-    FC_MOVE_GRADS   /* fold_grad(), stash_grad() and collect_grad() replace the core's functions */
-} fc_move;
+/* Bits of fc_group_base.fallbacks: data movements that callbacks perform in place of the core. */
+typedef enum fc_fallback {
+    FC_FALLBACK_GATHER = 1 << 0, /* gather() and copy_out() replace pack, all-gather, copy-out */
+    FC_FALLBACK_REDUCE = 1 << 1, /* reduce() replaces pack, reduce-scatter, all-reduce, views */
+    FC_FALLBACK_EARLY = 1 << 2,  /* no bucket is reduced before the end of backward */
+    FC_FALLBACK_FREE = 1 << 3,   /* free_unsharded() replaces the core's free, per parameter */
+    FC_FALLBACK_SWAP = 1 << 4,   /* swap_by_method() replaces swap() */
+    FC_FALLBACK_GRADS = 1 << 5   /* fold_grad(), stash_grad() and collect_grad() replace the
+                                  * functions of the same name in param.h and gradient.c */
+} fc_fallback;
 
 typedef struct fc_host {
     /* Creates the unsharded parameter over `flat` (1-D, world * padded_numel elements, allocated
@@ -44,7 +44,7 @@ typedef struct fc_host {
      * if a module's own __setattr__ raises. A swap to the registered state never fails. */
     int (*swap)(void *param, fc_sharded_state face);
     /* The same through a method that the user has overridden. Called only if
-     * moves(FC_MOVE_SWAP). */
+     * FC_FALLBACK_SWAP is set. */
     int (*swap_by_method)(void *param, fc_sharded_state face);
     /* Returns requires_grad of the sharded parameter. The core keeps no handle of that object,
      * because users may swap its tensor. */
@@ -73,8 +73,8 @@ typedef struct fc_host {
     int (*grad_arrived)(void *param);
     /* Writes the plain local tensor of a DTensor gradient to *local, as a new reference. */
     int (*unwrap_grad)(void *param, fct_tensor *grad, fct_tensor **local);
-    /* Replace the functions of the same name in param.h and gradient.c. Called only if
-     * moves(FC_MOVE_GRADS). *local is a new reference, or NULL if there is no gradient. */
+    /* Called only if FC_FALLBACK_GRADS is set. *local is a new reference, or NULL if there is no
+     * gradient. */
     int (*fold_grad)(void *param);
     int (*stash_grad)(void *param);
     int (*collect_grad)(void *param, fct_tensor **local);
@@ -82,11 +82,7 @@ typedef struct fc_host {
      * and handed out. Called only for groups with has_hook. */
     int (*reduce_hook)(void *group, fct_tensor *row);
 
-    /* Returns true if the host performs this movement (custom collectives, patched functions,
-     * tensors without memory). Called once per movement, so it must be cheap. May be NULL: the core
-     * performs all of them. Never fails. */
-    bool (*moves)(void *group, fc_move move);
-    /* Starts a gather. `overlaps`: on the context's gather streams, if there are any. */
+    /* Starts a gather. Called only if FC_FALLBACK_GATHER is set. `overlaps`: on the context's gather streams, if there are any. */
     int (*gather)(void *group, bool async_op, bool overlaps);
     /* Waits for the gather, allocates, copies out and passes each fc_param its unsharded tensor.
      * *rows is a new reference to the gathered buffer, which the core keeps as long as its own. It
@@ -96,19 +92,19 @@ typedef struct fc_host {
     void (*drop_gather)(void *group);
     /* Discards the partial results of reduce(). May be NULL: there are none. Never fails. */
     void (*drop_reduce)(void *group);
-    /* Frees the memory of an unsharded parameter. Called only if moves(FC_MOVE_FREE). Never
+    /* Frees the memory of an unsharded parameter. Called only if FC_FALLBACK_FREE is set. Never
      * fails. */
     void (*free_unsharded)(void *param);
-    /* Reduces `count` gradients and passes them to their parameters. Takes each gradient as early
-     * as possible and writes NULL in its place. On failure the remaining gradients belong to the
-     * caller. */
+    /* Reduces `count` gradients and passes them to their parameters. Called only
+     * if FC_FALLBACK_REDUCE is set or no plan fits the gradients. Takes each gradient as early as possible and writes NULL in its
+     * place. On failure the remaining gradients belong to the caller. */
     int (*reduce)(void *group, fc_param *const *params, fct_tensor **grads, size_t count,
                   bool order_compute);
     /* Makes the current stream wait for the work of reduce(). May be NULL: reduce() queues
      * nothing. */
     int (*finalize)(void *group);
 
-    /* Logs the debug line "FSDP::label (modules)" if that log level is enabled. May be NULL. Never
+    /* Logs the debug line "FSDP::label (modules)". Called only if fc_group_base.logs is set. Never
      * fails. */
     void (*log)(void *group, const char *label);
 } fc_host;

@@ -77,8 +77,8 @@ bool fc_members_replicated(const fc_members *m) {
     return m->replicate.name != NULL;
 }
 
-bool fc_members_host_moves(const fc_members *m, fc_move move) {
-    return m->host->moves != NULL && m->host->moves(m->owner, move);
+bool fc_group_base_uses_fallback(const fc_members *m, fc_fallback movement) {
+    return (m->fallbacks & (uint32_t)movement) != 0;
 }
 
 void *fc_members_enter_range(const fc_members *m, const char *label) {
@@ -107,7 +107,7 @@ void *fc_members_enter_prefetch(const fc_members *m, const char *pass) {
 }
 
 void fc_members_log(const fc_members *m, const char *label) {
-    if (m->host->log != NULL) {
+    if (m->logs) {
         m->host->log(m->owner, label);
     }
 }

@@ -1,6 +1,6 @@
 /* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
- * They do not change within a step. The modules above (gather, reducer, buckets, group) own the
- * state that changes per transition and borrow this struct. */
+ * They do not change within a step, except for `fallbacks` and `logs`. The modules above (gather,
+ * reducer, buckets, group) own the state that changes per transition and borrow this struct. */
 #ifndef FSDP_C_CORE_MEMBERS_H
 #define FSDP_C_CORE_MEMBERS_H
 
@@ -31,6 +31,9 @@ typedef struct fc_members {
      * references. NULL: torch's default allocator. */
     fct_pg *gather_memory;
     fct_pg *reduce_memory;
+    /* The caller of a transition sets both fields before the call. The core only reads them. */
+    uint32_t fallbacks; /* FC_FALLBACK_*: movements that callbacks perform; 0: none */
+    bool logs;          /* the debug log level is enabled */
 } fc_members;
 
 /* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */
@@ -57,15 +60,15 @@ FC_CHECK fc_status fc_members_buffer(const fc_members *m, fct_pg *memory, int64_
                                      fct_dtype dtype, fct_tensor **out);
 /* Returns true if gradients are all-reduced over replicas. */
 bool fc_members_replicated(const fc_members *m);
-/* Returns true if the host performs the movement; see fc_host.moves. */
-bool fc_members_host_moves(const fc_members *m, fc_move move);
+/* Returns true if callbacks perform the movement. */
+bool fc_group_base_uses_fallback(const fc_members *m, fc_fallback movement);
 
 /* Opens a profiler range with torch's name, "FSDP::label (modules)". Returns NULL if no profiler is
  * active. */
 void *fc_members_enter_range(const fc_members *m, const char *label);
 /* The same for a prefetch, with torch's name. `pass` is "forward" or "backward". */
 void *fc_members_enter_prefetch(const fc_members *m, const char *pass);
-/* Logs a debug line with the same text, if the log level is enabled. */
+/* Logs a debug line with the same text, if `logs` is set. */
 void fc_members_log(const fc_members *m, const char *label);
 
 /* Returns a number that changes whenever a shard is written, replaced or moved. Combines the

@@ -476,7 +476,7 @@ fc_status fc_reduce_run(fc_reducer *d, fc_span span, bool order_compute) {
         return FC_OK;
     }
     range = fc_members_enter_range(m, "post_backward_reduce");
-    bool hosted = fc_members_host_moves(m, FC_MOVE_REDUCE);
+    bool hosted = fc_group_base_uses_fallback(m, FC_FALLBACK_REDUCE);
     if (!hosted) {
         FC_TRY(fc_reduce_plan_lay_out(plan, d->reduce_dtype, &hosted, &m->comm->error));
     }

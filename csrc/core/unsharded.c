@@ -71,7 +71,7 @@ fc_status fc_unsharded_can_free(const fc_members *m) {
 }
 
 void fc_unsharded_free(fc_members *m) {
-    bool watched = fc_members_host_moves(m, FC_MOVE_FREE);
+    bool watched = fc_group_base_uses_fallback(m, FC_FALLBACK_FREE);
     for (size_t i = 0; i < m->count; i++) {
         fc_param *p = m->params[i];
         if (watched && !p->aliased) {

@@ -1,10 +1,10 @@
 /* The compatibility guard: detects patched or overridden methods and functions.
  *
  * Libraries and torch's own tests replace methods of FSDP2's classes, attributes of single groups
- * and functions of its modules. Every transition checks for replacements, so the result is cached
- * with the version tags of the types and dicts that it was read from. CPython changes the tag of a
- * type or dict whenever the type or dict changes. With equal tags the cached result is valid;
- * otherwise all watched names are looked up again.
+ * and functions of its modules. Every hook checks for replacements, so the result is cached with
+ * the version tags of the types and dicts that it was read from. CPython changes the tag of a type
+ * or dict whenever the type or dict changes. With equal tags the cached result is valid; otherwise
+ * all watched names are looked up again.
  *
  * Owns the watched objects and their expected values, in the module state (fcpy_guard). Tags of
  * dicts exist up to Python 3.13; without them every check looks the names up. */
@@ -110,22 +110,14 @@ static uint32_t overrides_of(PyObject *obj, PyObject *dict, fcpy_seen *cache,
     return cache->bits;
 }
 
-static uint32_t group_bits(fcpy_group *self) {
+uint32_t fcpy_group_overrides(fcpy_group *self) {
     return overrides_of((PyObject *)self, self->dict, &self->seen, group_table,
                         self->mod->guard.group_methods);
 }
 
-static uint32_t state_bits(fcpy_state *self) {
+uint32_t fcpy_state_overrides(fcpy_state *self) {
     return overrides_of((PyObject *)self, self->dict, &self->seen, state_table,
                         self->mod->guard.state_methods);
-}
-
-bool fcpy_group_overrides(fcpy_group *self, uint32_t bits) {
-    return (group_bits(self) & bits) != 0;
-}
-
-bool fcpy_state_overrides(fcpy_state *self, uint32_t bits) {
-    return (state_bits(self) & bits) != 0;
 }
 
 /* ---- functions of torch's modules ---- */
@@ -155,7 +147,7 @@ static uint32_t find_patches(fcpy_guard *guard) {
     return guard->bits;
 }
 
-static uint32_t patch_bits(fcpy_guard *guard) {
+uint32_t fcpy_guard_patches(fcpy_guard *guard) {
     for (size_t i = 0; i < guard->dicts.count; i++) {
         uint64_t tag = dict_tag(guard->dicts.objects[i]);
         if (tag != guard->dicts.tags[i] || tag == 0) {
@@ -169,10 +161,6 @@ static uint32_t patch_bits(fcpy_guard *guard) {
         }
     }
     return guard->bits;
-}
-
-bool fcpy_guard_patched(fcpy_guard *guard, uint32_t bits) {
-    return (patch_bits(guard) & bits) != 0;
 }
 
 /* ---- debug lines ---- */
@@ -333,10 +321,11 @@ int fcpy_guard_add_names(PyObject *module) {
 PyObject *fcpy_guard_overrides(PyObject *module, PyObject *obj) {
     fcpy_module *mod = (fcpy_module *)PyModule_GetState(module);
     if (PyObject_TypeCheck(obj, mod->group_type)) {
-        return PyLong_FromUnsignedLong(group_bits((fcpy_group *)obj) | patch_bits(&mod->guard));
+        return PyLong_FromUnsignedLong(fcpy_group_overrides((fcpy_group *)obj) |
+                                       fcpy_guard_patches(&mod->guard));
     }
     if (PyObject_TypeCheck(obj, mod->state_type)) {
-        return PyLong_FromUnsignedLong(state_bits((fcpy_state *)obj));
+        return PyLong_FromUnsignedLong(fcpy_state_overrides((fcpy_state *)obj));
     }
     PyErr_SetString(PyExc_TypeError, "overrides expects a ParamGroup or a State");
     return NULL;

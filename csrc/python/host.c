@@ -414,7 +414,6 @@ const fc_host fcpy_host = {
     .stash_grad = host_stash_grad,
     .collect_grad = host_collect_grad,
     .reduce_hook = host_reduce_hook,
-    .moves = fcpy_host_moves,
     .gather = host_gather,
     .copy_out = host_copy_out,
     .drop_gather = host_drop_gather,

@@ -166,11 +166,14 @@ typedef struct fcpy_group {
     PyObject *link_names[FCPY_LINKS]; /* str or NULL; the core borrows their text */
     PyObject *fqn;                    /* str or NULL */
     PyObject *unit;                   /* State of the fully_shard call, or NULL */
-    fct_dtype orig_dtype;     /* of the trainable parameters; FCT_NO_DTYPE: none or several */
-    unsigned int param_calls; /* FCPY_CALL_*: methods overridden on single Params */
-    bool hosted_gather;       /* Python gathers (fc_host.moves) */
-    bool hosted_reduce;       /* Python reduces */
-    bool has_reduced;         /* Python has reduced and may hold buffers */
+    fct_dtype orig_dtype; /* of the trainable parameters; FCT_NO_DTYPE: none or several */
+    uint32_t param_calls; /* FCPY_CALL_*: methods overridden on single Params */
+    bool hosted_gather;   /* Python gathers */
+    bool hosted_reduce;   /* Python reduces */
+    bool has_reduced;     /* Python has reduced and may hold buffers */
+    /* FCPY_CALL_*: what Python code replaces, as of the latest fcpy_group_refresh(). */
+    uint32_t replaced;
+    fc_transitions ops; /* the core uses it while a method is overridden */
     fcpy_seen seen;
     PyObject *dict;
     PyObject *weakrefs;
@@ -193,6 +196,7 @@ typedef struct fcpy_state {
     bool moves_inputs;           /* as the root, the state moves its inputs to the device */
     bool entering;               /* a pre-forward is running */
     unsigned long thread;        /* thread that entered the latest forward */
+    uint32_t replaced;           /* FCPY_STATE_*: overridden methods, as of the latest hook */
     fcpy_seen seen;
     PyObject *dict;
     PyObject *weakrefs;

@@ -1,36 +1,11 @@
-/* A group's transitions. Each checks whether the corresponding method of torch is overridden, and
- * calls it if so, else the core. Likewise fcpy_host_moves decides whether Python or the core moves
- * the data. Owns nothing. */
+/* Selects which transitions and data movements of a group Python code performs; see transitions.h.
+ *
+ * A group without replaced methods runs fc_group_transitions. Otherwise fcpy_group.ops has a
+ * dispatch function for each overridden method and the core's function for each other one. Owns
+ * nothing. */
 #include "transitions.h"
 
 #include "guard.h"
-
-/* ---- callbacks of the core ---- */
-
-/* Whether these parameter methods are patched, or overridden on a parameter of the group. */
-static bool are_param_methods_replaced(fcpy_group *self, uint32_t bits) {
-    return (self->param_calls & bits) != 0 || fcpy_guard_patched(&self->mod->guard, bits);
-}
-
-bool fcpy_host_moves(void *group, fc_move move) {
-    fcpy_group *self = (fcpy_group *)group;
-    switch (move) {
-    case FC_MOVE_GATHER:
-        return self->hosted_gather || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_GATHER);
-    case FC_MOVE_REDUCE:
-        return self->hosted_reduce || fcpy_guard_patched(&self->mod->guard, FCPY_CALL_REDUCE);
-    case FC_MOVE_EARLY:
-        return fcpy_host_moves(group, FC_MOVE_REDUCE) ||
-               fcpy_group_overrides(self, FCPY_CALL_POST_BACKWARD);
-    case FC_MOVE_FREE:
-        return are_param_methods_replaced(self, FCPY_CALL_MEMORY);
-    case FC_MOVE_SWAP:
-        return are_param_methods_replaced(self, FCPY_CALL_SWAP);
-    case FC_MOVE_GRADS:
-        return are_param_methods_replaced(self, FCPY_CALL_GRADS);
-    }
-    return false;
-}
 
 /* ---- transitions ---- */
 
@@ -44,15 +19,8 @@ static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
     return result != NULL ? FC_OK : FC_ERAISED;
 }
 
-static bool is_overridden(const fc_group *g, uint32_t bit) {
-    return fcpy_group_overrides((fcpy_group *)g->members.owner, bit);
-}
-
 /* An override reads the pass from the group's training state, as in torch. */
 static fc_status dispatch_unshard(fc_group *g, fc_training_state pass, bool async_op) {
-    if (!is_overridden(g, FCPY_CALL_UNSHARD)) {
-        return fc_group_unshard(g, pass, async_op);
-    }
     fc_training_state before = g->training_state;
     g->training_state = pass;
     fc_status status = call_override(g, FCPY_CALL_UNSHARD, async_op ? Py_True : Py_False);
@@ -61,33 +29,146 @@ static fc_status dispatch_unshard(fc_group *g, fc_training_state pass, bool asyn
 }
 
 static fc_status dispatch_pre_backward(fc_group *g, bool default_prefetch) {
-    return is_overridden(g, FCPY_CALL_PRE_BACKWARD)
-               ? call_override(g, FCPY_CALL_PRE_BACKWARD, default_prefetch ? Py_True : Py_False)
-               : fc_group_pre_backward(g, default_prefetch);
+    return call_override(g, FCPY_CALL_PRE_BACKWARD, default_prefetch ? Py_True : Py_False);
 }
 
-#define DISPATCH(name, bit, transition)                                                            \
+#define DISPATCH(name, bit)                                                                        \
     static fc_status name(fc_group *g) {                                                           \
-        return is_overridden(g, bit) ? call_override(g, bit, NULL) : transition(g);                \
+        return call_override(g, bit, NULL);                                                        \
     }
-DISPATCH(dispatch_wait, FCPY_CALL_WAIT, fc_group_wait_unshard)
-DISPATCH(dispatch_reshard, FCPY_CALL_RESHARD, fc_group_reshard)
-DISPATCH(dispatch_to_sharded, FCPY_CALL_TO_SHARDED, fc_group_to_sharded)
-DISPATCH(dispatch_post_backward, FCPY_CALL_POST_BACKWARD, fc_group_post_backward)
-DISPATCH(dispatch_finalize, FCPY_CALL_FINALIZE, fc_group_finalize_backward)
-DISPATCH(dispatch_prefetch, FCPY_CALL_PREFETCH, fc_group_backward_prefetch)
+DISPATCH(dispatch_wait, FCPY_CALL_WAIT)
+DISPATCH(dispatch_reshard, FCPY_CALL_RESHARD)
+DISPATCH(dispatch_to_sharded, FCPY_CALL_TO_SHARDED)
+DISPATCH(dispatch_post_backward, FCPY_CALL_POST_BACKWARD)
+DISPATCH(dispatch_finalize, FCPY_CALL_FINALIZE)
+DISPATCH(dispatch_prefetch, FCPY_CALL_PREFETCH)
 #undef DISPATCH
 
-const fc_transitions fcpy_transitions = {
-    .unshard = dispatch_unshard,
-    .wait_unshard = dispatch_wait,
-    .reshard = dispatch_reshard,
-    .to_sharded = dispatch_to_sharded,
-    .pre_backward = dispatch_pre_backward,
-    .post_backward = dispatch_post_backward,
-    .finalize_backward = dispatch_finalize,
-    .backward_prefetch = dispatch_prefetch,
-};
+static fc_transitions transitions_for(uint32_t replaced) {
+    fc_transitions ops = fc_group_transitions;
+    const bool unshard = (replaced & FCPY_CALL_UNSHARD) != 0;
+    const bool pre_backward = (replaced & FCPY_CALL_PRE_BACKWARD) != 0;
+    ops.unshard = unshard ? dispatch_unshard : ops.unshard;
+    ops.pre_backward = pre_backward ? dispatch_pre_backward : ops.pre_backward;
+    const struct {
+        uint32_t bit;
+        fc_status (**entry)(fc_group *g);
+        fc_status (*dispatch)(fc_group *g);
+    } others[] = {
+        {FCPY_CALL_WAIT, &ops.wait_unshard, dispatch_wait},
+        {FCPY_CALL_RESHARD, &ops.reshard, dispatch_reshard},
+        {FCPY_CALL_TO_SHARDED, &ops.to_sharded, dispatch_to_sharded},
+        {FCPY_CALL_POST_BACKWARD, &ops.post_backward, dispatch_post_backward},
+        {FCPY_CALL_FINALIZE, &ops.finalize_backward, dispatch_finalize},
+        {FCPY_CALL_PREFETCH, &ops.backward_prefetch, dispatch_prefetch},
+    };
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+        if ((replaced & others[i].bit) != 0) {
+            *others[i].entry = others[i].dispatch;
+        }
+    }
+    return ops;
+}
+
+/* ---- data movements ---- */
+
+static uint32_t fallbacks_for(uint32_t replaced) {
+    static const struct {
+        uint32_t calls;
+        uint32_t fallback;
+    } table[] = {
+        {FCPY_CALL_GATHER, FC_FALLBACK_GATHER},
+        {FCPY_CALL_REDUCE, FC_FALLBACK_REDUCE},
+        {FCPY_CALL_REDUCE | FCPY_CALL_POST_BACKWARD, FC_FALLBACK_EARLY},
+        {FCPY_CALL_MEMORY, FC_FALLBACK_FREE},
+        {FCPY_CALL_SWAP, FC_FALLBACK_SWAP},
+        {FCPY_CALL_GRADS, FC_FALLBACK_GRADS},
+    };
+    uint32_t fallbacks = 0;
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+        fallbacks |= (replaced & table[i].calls) != 0 ? table[i].fallback : 0;
+    }
+    return fallbacks;
+}
+
+/* ---- refresh ---- */
+
+/* What one read of the guard returns for all groups. */
+typedef struct fcpy_patches {
+    uint32_t bits; /* FCPY_CALL_* of patched functions */
+    bool logs;
+} fcpy_patches;
+
+static fcpy_patches read_patches(fcpy_module *mod) {
+    return (fcpy_patches){fcpy_guard_patches(&mod->guard), fcpy_guard_logs(&mod->guard)};
+}
+
+static void refresh_group(fcpy_group *self, fcpy_patches patches) {
+    if (self->core.members.host == NULL) {
+        return;
+    }
+    const uint32_t replaced = fcpy_group_overrides(self) | patches.bits | self->param_calls |
+                              (self->hosted_gather ? FCPY_CALL_GATHER : 0) |
+                              (self->hosted_reduce ? FCPY_CALL_REDUCE : 0);
+    self->core.members.logs = patches.logs;
+    if (replaced == self->replaced) {
+        return;
+    }
+    self->replaced = replaced;
+    self->core.members.fallbacks = fallbacks_for(replaced);
+    self->ops = transitions_for(replaced);
+    self->core.via = (replaced & FCPY_CALL_TRANSITIONS) != 0 ? &self->ops : &fc_group_transitions;
+}
+
+void fcpy_group_refresh(fcpy_group *self) {
+    refresh_group(self, read_patches(self->mod));
+}
+
+static fc_status refresh_target(fc_group *g) {
+    fcpy_group_refresh((fcpy_group *)g->members.owner);
+    return FC_OK;
+}
+
+void fcpy_group_refresh_targets(const fcpy_group *self) {
+    (void)!fc_group_visit_targets(&self->core, refresh_target);
+}
+
+void fcpy_state_refresh(fcpy_state *self) {
+    self->replaced = fcpy_state_overrides(self);
+}
+
+void fcpy_states_refresh_groups(fcpy_module *mod, fc_state *const *states, size_t count) {
+    const fcpy_patches patches = read_patches(mod);
+    for (size_t i = 0; i < count; i++) {
+        for (size_t j = 0; j < states[i]->group_count; j++) {
+            refresh_group((fcpy_group *)states[i]->groups[j]->members.owner, patches);
+        }
+    }
+}
+
+void fcpy_state_refresh_groups(fcpy_state *self) {
+    fc_state *const own[1] = {&self->core};
+    fcpy_states_refresh_groups(self->mod, own, 1);
+}
+
+void fcpy_iteration_refresh_groups(const fcpy_state *self) {
+    const fc_iteration *it = self->core.iteration;
+    fcpy_states_refresh_groups(self->mod, it->states, it->count);
+}
+
+void fcpy_state_refresh_backward(fcpy_state *self) {
+    const fc_state *s = &self->core;
+    fcpy_state_refresh_groups(self);
+    if (s->backward_prefetch_count > 0) {
+        fcpy_states_refresh_groups(self->mod, s->backward_prefetch, s->backward_prefetch_count);
+        return;
+    }
+    for (size_t i = 0; i < s->group_count; i++) {
+        fcpy_group_refresh_targets((fcpy_group *)s->groups[i]->members.owner);
+    }
+}
+
+/* ---- log ---- */
 
 void fcpy_host_log(void *group, const char *label) {
     fcpy_log(((fcpy_group *)group)->mod, (PyObject *)group, label);

@@ -10,11 +10,6 @@ static struct {
     bool fails;
 } seen;
 
-static bool moves(void *group, fc_move move) {
-    (void)group;
-    return move == FC_MOVE_GRADS;
-}
-
 static int fold(void *owner) {
     (void)owner;
     seen.folded++;
@@ -39,7 +34,7 @@ static int collect(void *owner, fct_tensor **local) {
     return 0;
 }
 
-static void host_moves_grads_replaces_collection(void **state) {
+static void fallback_of_grads_replaces_collection(void **state) {
     (void)state;
     const int64_t size[1] = {4};
     const double values[4] = {1.0, 2.0, 3.0, 4.0};
@@ -51,7 +46,7 @@ static void host_moves_grads_replaces_collection(void **state) {
     const fc_host *own = m->host;
     fc_host host = *own;
     fc_reduce_plan plan = {.count = 0};
-    host.moves = moves;
+    m->fallbacks = FC_FALLBACK_GRADS;
     host.fold_grad = fold;
     host.stash_grad = stash;
     host.collect_grad = collect;
@@ -74,13 +69,14 @@ static void host_moves_grads_replaces_collection(void **state) {
     assert_int_equal(sim_tensor_refs(seen.gradient), 1);
     fct_tensor_release(seen.gradient);
     m->host = own;
+    m->fallbacks = 0;
     sim_model_free(model);
     sim_end();
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(host_moves_grads_replaces_collection),
+        cmocka_unit_test(fallback_of_grads_replaces_collection),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

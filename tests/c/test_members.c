@@ -1,21 +1,14 @@
-/* Fixed parts of a group: links, allocators, host queries, and names of profiler ranges. */
+/* Fixed parts of a group: links, allocators, fallbacks, and names of profiler ranges. */
 #include "core/members.h"
 
 #include <stdlib.h>
 
 #include "sim.h"
 
-static fc_move asked;
-static void *asked_of;
-
-static bool moves_gathers(void *group, fc_move move) {
-    asked = move;
-    asked_of = group;
-    return move == FC_MOVE_GATHER;
-}
+static int owner;
 
 static void log_label(void *group, const char *label) {
-    asked_of = group;
+    assert_ptr_equal(group, &owner);
     sim_log("%s", label);
 }
 
@@ -24,7 +17,7 @@ static fc_members begin(const fc_host *host, bool profile) {
     fc_param **params = (fc_param **)calloc(3, sizeof *params);
     assert_non_null(params);
     sim_begin((sim_config){.seed = 1, .profile = profile});
-    fc_members_init(&m, &asked, host, NULL, params, 3, sim_device(), 4, 2);
+    fc_members_init(&m, &owner, host, NULL, params, 3, sim_device(), 4, 2);
     return m;
 }
 
@@ -123,16 +116,20 @@ static void failing_process_group_allocator_fails_buffer(void **state) {
     end(&m);
 }
 
-static void host_moves_is_queried_for_each_movement(void **state) {
+static void group_uses_exactly_the_fallbacks_of_its_mask(void **state) {
     (void)state;
-    const fc_host host = {.moves = moves_gathers};
-    fc_members m = begin(&host, false);
-    assert_true(fc_members_host_moves(&m, FC_MOVE_GATHER));
-    assert_ptr_equal(asked_of, &asked);
-    assert_false(fc_members_host_moves(&m, FC_MOVE_FREE));
-    assert_int_equal(asked, FC_MOVE_FREE);
-    m.host = &(const fc_host){.moves = NULL};
-    assert_false(fc_members_host_moves(&m, FC_MOVE_GATHER));
+    static const fc_fallback all[] = {FC_FALLBACK_GATHER, FC_FALLBACK_REDUCE, FC_FALLBACK_EARLY,
+                                      FC_FALLBACK_FREE,   FC_FALLBACK_SWAP,   FC_FALLBACK_GRADS};
+    fc_members m = begin(&(const fc_host){.log = NULL}, false);
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        assert_false(fc_group_base_uses_fallback(&m, all[i]));
+    }
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        m.fallbacks = (uint32_t)all[i];
+        for (size_t j = 0; j < sizeof all / sizeof all[0]; j++) {
+            assert_int_equal(fc_group_base_uses_fallback(&m, all[j]), i == j);
+        }
+    }
     end(&m);
 }
 
@@ -153,9 +150,10 @@ static void no_range_or_log_without_profiler_and_logging(void **state) {
     (void)state;
     fc_members m = begin(&(const fc_host){.log = log_label}, false);
     assert_null(fc_members_enter_range(&m, "all_gather"));
+    m.logs = true;
     fc_members_log(&m, "unshard");
     assert_string_equal(sim_log_text(), "unshard");
-    m.host = &(const fc_host){.log = NULL};
+    m.logs = false;
     fc_members_log(&m, "reshard");
     assert_string_equal(sim_log_text(), "unshard");
     end(&m);
@@ -168,7 +166,7 @@ int main(void) {
         cmocka_unit_test(members_fini_releases_every_link),
         cmocka_unit_test(buffer_comes_from_process_group_allocator_if_available),
         cmocka_unit_test(failing_process_group_allocator_fails_buffer),
-        cmocka_unit_test(host_moves_is_queried_for_each_movement),
+        cmocka_unit_test(group_uses_exactly_the_fallbacks_of_its_mask),
         cmocka_unit_test(profiler_ranges_contain_module_names),
         cmocka_unit_test(no_range_or_log_without_profiler_and_logging),
     };
