@@ -100,6 +100,7 @@ typedef struct fc_group {
     fc_reducer reducer;
 } fc_group;
 
+/* Argument of the functions that visit groups. */
 typedef fc_status (*fc_visit)(fc_group *g);
 
 /* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */

@@ -147,7 +147,7 @@ static uint32_t find_patches(fcpy_guard *guard) {
     return guard->bits;
 }
 
-uint32_t fcpy_guard_patches(fcpy_guard *guard) {
+static uint32_t patch_bits(fcpy_guard *guard) {
     for (size_t i = 0; i < guard->dicts.count; i++) {
         uint64_t tag = dict_tag(guard->dicts.objects[i]);
         if (tag != guard->dicts.tags[i] || tag == 0) {
@@ -167,7 +167,7 @@ uint32_t fcpy_guard_patches(fcpy_guard *guard) {
 
 /* A logger caches enabled levels in a dict, and logging clears the dict whenever any level changes.
  * So the cached answer is valid while the tag of the dict is unchanged. */
-bool fcpy_guard_logs(fcpy_guard *guard) {
+static bool is_logging(fcpy_guard *guard) {
     uint64_t tag = guard->log_cache != NULL ? dict_tag(guard->log_cache) : guard->log_tag;
     if (tag == guard->log_tag && tag != 0) {
         return guard->log;
@@ -185,13 +185,18 @@ bool fcpy_guard_logs(fcpy_guard *guard) {
 }
 
 void fcpy_log(fcpy_module *mod, PyObject *group, const char *label) {
-    if (!fcpy_guard_logs(&mod->guard)) {
+    if (!is_logging(&mod->guard)) {
         return;
     }
     void *error = fct_error_set_aside();
     PyObject *line = PyObject_CallFunction(mod->bound.log_debug, "Os", group, label);
     Py_XDECREF(line);
     fct_error_put_back(error); /* a failed debug line is not an error */
+}
+
+void fcpy_guard_read(fcpy_guard *guard) {
+    (void)patch_bits(guard);
+    (void)is_logging(guard);
 }
 
 /* ---- binding ---- */
@@ -322,7 +327,7 @@ PyObject *fcpy_guard_overrides(PyObject *module, PyObject *obj) {
     fcpy_module *mod = (fcpy_module *)PyModule_GetState(module);
     if (PyObject_TypeCheck(obj, mod->group_type)) {
         return PyLong_FromUnsignedLong(fcpy_group_overrides((fcpy_group *)obj) |
-                                       fcpy_guard_patches(&mod->guard));
+                                       patch_bits(&mod->guard));
     }
     if (PyObject_TypeCheck(obj, mod->state_type)) {
         return PyLong_FromUnsignedLong(fcpy_state_overrides((fcpy_state *)obj));

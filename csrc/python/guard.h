@@ -68,11 +68,8 @@ uint32_t fcpy_state_overrides(fcpy_state *self);
 /* Returns the name of the group method with this bit; NULL if there is none. */
 const char *fcpy_group_method(uint32_t bit);
 
-/* Returns the bits of the functions of torch's modules, and of the methods of its other classes,
- * that are patched now. */
-uint32_t fcpy_guard_patches(fcpy_guard *guard);
-/* Whether debug logging of torch's logger is enabled. */
-bool fcpy_guard_logs(fcpy_guard *guard);
+/* Updates guard->bits and guard->log. */
+void fcpy_guard_read(fcpy_guard *guard);
 
 /* Logs "FSDP::label (modules of the group)" at debug level, if enabled. `group` may be None. Keeps
  * a pending exception. */

@@ -352,7 +352,7 @@ static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
 }
 
 static int run_finalize(fcpy_state *self) {
-    fcpy_iteration_refresh_groups(self);
+    fcpy_state_refresh_iteration(self);
     return raise_status(self, fc_iteration_finalize(self->core.iteration));
 }
 
@@ -362,7 +362,7 @@ static PyObject *state_finalize(PyObject *obj, PyObject *unused) {
 }
 
 static int run_complete(fcpy_state *self) {
-    fcpy_iteration_refresh_groups(self);
+    fcpy_state_refresh_iteration(self);
     return raise_status(self, fc_iteration_complete(self->core.iteration, self->core.comm));
 }
 

@@ -53,7 +53,7 @@ int fcpy_state_reset(fcpy_state *self) {
     if (reset_modules_to_run(self) != 0) {
         return -1;
     }
-    fcpy_iteration_refresh_groups(self);
+    fcpy_state_refresh_iteration(self);
     fc_status status = fc_state_reset(&self->core);
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
@@ -64,7 +64,7 @@ int fcpy_state_end_backward(fcpy_state *self) {
         0) { /* of modules that were called on their own after the forward */
         return -1;
     }
-    fcpy_iteration_refresh_groups(self);
+    fcpy_state_refresh_iteration(self);
     void *range = fct_profile_enter("FSDP::root_post_backward_callback");
     fc_status status = fc_iteration_end_backward(self->core.iteration, self->core.comm);
     fct_profile_exit(range);
@@ -115,7 +115,7 @@ int fcpy_state_pre_backward(fcpy_state *self) {
             return -1;
         }
     }
-    fcpy_state_refresh_backward(self);
+    fcpy_state_refresh_pre_backward(self);
     fc_status status = fc_state_pre_backward(&self->core, &at_end);
     return status == FC_OK ? 0 : fcpy_state_raise(self, status);
 }
@@ -433,8 +433,7 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
         return -1;
     }
     if (first && self->core.forward_prefetch_count > 0) {
-        fcpy_states_refresh_groups(self->mod, self->core.forward_prefetch,
-                                   self->core.forward_prefetch_count);
+        fcpy_state_refresh_forward_prefetch(self);
         fc_status status = fc_state_forward_prefetch(&self->core);
         return status == FC_OK ? 0 : fcpy_state_raise(self, status);
     }

@@ -9,13 +9,15 @@
 
 /* ---- transitions ---- */
 
-/* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. */
+/* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. It is user code,
+ * which may patch further methods. As in torch, they are then called in the same transition. */
 static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
     PyObject *self = (PyObject *)g->members.owner;
     const char *name = fcpy_group_method(bit);
     PyObject *result = argument != NULL ? PyObject_CallMethod(self, name, "O", argument)
                                         : PyObject_CallMethod(self, name, NULL);
     Py_XDECREF(result);
+    fcpy_group_refresh((fcpy_group *)self);
     return result != NULL ? FC_OK : FC_ERAISED;
 }
 
@@ -93,79 +95,57 @@ static uint32_t fallbacks_for(uint32_t replaced) {
 
 /* ---- refresh ---- */
 
-/* What one read of the guard returns for all groups. */
-typedef struct fcpy_patches {
-    uint32_t bits; /* FCPY_CALL_* of patched functions */
-    bool logs;
-} fcpy_patches;
-
-static fcpy_patches read_patches(fcpy_module *mod) {
-    return (fcpy_patches){fcpy_guard_patches(&mod->guard), fcpy_guard_logs(&mod->guard)};
-}
-
-static void refresh_group(fcpy_group *self, fcpy_patches patches) {
-    if (self->core.members.host == NULL) {
-        return;
-    }
-    const uint32_t replaced = fcpy_group_overrides(self) | patches.bits | self->param_calls |
+/* Sets the fields of one group from the latest fcpy_guard_read(). */
+static fc_status refresh(fc_group *g) {
+    fcpy_group *self = (fcpy_group *)g->members.owner;
+    const fcpy_guard *guard = &self->mod->guard;
+    const uint32_t replaced = fcpy_group_overrides(self) | guard->bits | self->param_calls |
                               (self->hosted_gather ? FCPY_CALL_GATHER : 0) |
                               (self->hosted_reduce ? FCPY_CALL_REDUCE : 0);
-    self->core.members.logs = patches.logs;
+    g->members.logs = guard->log;
     if (replaced == self->replaced) {
-        return;
+        return FC_OK;
     }
     self->replaced = replaced;
-    self->core.members.fallbacks = fallbacks_for(replaced);
+    g->members.fallbacks = fallbacks_for(replaced);
     self->ops = transitions_for(replaced);
-    self->core.via = (replaced & FCPY_CALL_TRANSITIONS) != 0 ? &self->ops : &fc_group_transitions;
-}
-
-void fcpy_group_refresh(fcpy_group *self) {
-    refresh_group(self, read_patches(self->mod));
-}
-
-static fc_status refresh_target(fc_group *g) {
-    fcpy_group_refresh((fcpy_group *)g->members.owner);
+    g->via = (replaced & FCPY_CALL_TRANSITIONS) != 0 ? &self->ops : &fc_group_transitions;
     return FC_OK;
 }
 
+void fcpy_group_refresh(fcpy_group *self) {
+    if (self->core.members.host != NULL) {
+        fcpy_guard_read(&self->mod->guard);
+        (void)!refresh(&self->core);
+    }
+}
+
 void fcpy_group_refresh_targets(const fcpy_group *self) {
-    (void)!fc_group_visit_targets(&self->core, refresh_target);
+    (void)!fc_group_visit_targets(&self->core, refresh);
 }
 
 void fcpy_state_refresh(fcpy_state *self) {
     self->replaced = fcpy_state_overrides(self);
 }
 
-void fcpy_states_refresh_groups(fcpy_module *mod, fc_state *const *states, size_t count) {
-    const fcpy_patches patches = read_patches(mod);
-    for (size_t i = 0; i < count; i++) {
-        for (size_t j = 0; j < states[i]->group_count; j++) {
-            refresh_group((fcpy_group *)states[i]->groups[j]->members.owner, patches);
-        }
-    }
-}
-
 void fcpy_state_refresh_groups(fcpy_state *self) {
-    fc_state *const own[1] = {&self->core};
-    fcpy_states_refresh_groups(self->mod, own, 1);
+    fcpy_guard_read(&self->mod->guard);
+    (void)!fc_state_visit_groups(&self->core, refresh);
 }
 
-void fcpy_iteration_refresh_groups(const fcpy_state *self) {
-    const fc_iteration *it = self->core.iteration;
-    fcpy_states_refresh_groups(self->mod, it->states, it->count);
+void fcpy_state_refresh_forward_prefetch(fcpy_state *self) {
+    fcpy_guard_read(&self->mod->guard);
+    (void)!fc_state_visit_forward_prefetch(&self->core, refresh);
 }
 
-void fcpy_state_refresh_backward(fcpy_state *self) {
-    const fc_state *s = &self->core;
-    fcpy_state_refresh_groups(self);
-    if (s->backward_prefetch_count > 0) {
-        fcpy_states_refresh_groups(self->mod, s->backward_prefetch, s->backward_prefetch_count);
-        return;
-    }
-    for (size_t i = 0; i < s->group_count; i++) {
-        fcpy_group_refresh_targets((fcpy_group *)s->groups[i]->members.owner);
-    }
+void fcpy_state_refresh_pre_backward(fcpy_state *self) {
+    fcpy_guard_read(&self->mod->guard);
+    (void)!fc_state_visit_pre_backward(&self->core, refresh);
+}
+
+void fcpy_state_refresh_iteration(fcpy_state *self) {
+    fcpy_guard_read(&self->mod->guard);
+    (void)!fc_iteration_visit_groups(self->core.iteration, refresh);
 }
 
 /* ---- log ---- */

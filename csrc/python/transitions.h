@@ -9,19 +9,21 @@
 #include "objects.h"
 
 /* Reads the guard and the group's settings. Sets fcpy_group.replaced, and the core's table of
- * transitions, its fallbacks and its `logs`. Never fails. Does nothing before initialization. */
+ * transitions, its fallbacks and its `logs`. Does nothing before initialization. None of these
+ * functions fails, and all keep a pending exception. */
 void fcpy_group_refresh(fcpy_group *self);
-/* The same for the groups that the group's backward prefetches by the post-forward order. */
+/* The same for the groups that the group's backward prefetches. Call fcpy_group_refresh() first,
+ * which reads the guard. */
 void fcpy_group_refresh_targets(const fcpy_group *self);
 
 /* Reads the guard and sets fcpy_state.replaced. */
 void fcpy_state_refresh(fcpy_state *self);
-/* Refresh all groups of one state, of `count` states, or of all states under the same root. */
+/* Refresh the groups of the state, those that it prefetches in forward, those that its pre-backward
+ * reaches, or all groups under its root. */
 void fcpy_state_refresh_groups(fcpy_state *self);
-void fcpy_states_refresh_groups(fcpy_module *mod, fc_state *const *states, size_t count);
-void fcpy_iteration_refresh_groups(const fcpy_state *self);
-/* Refreshes the groups that fc_state_pre_backward() reaches. */
-void fcpy_state_refresh_backward(fcpy_state *self);
+void fcpy_state_refresh_forward_prefetch(fcpy_state *self);
+void fcpy_state_refresh_pre_backward(fcpy_state *self);
+void fcpy_state_refresh_iteration(fcpy_state *self);
 
 /* Member of fc_host. */
 void fcpy_host_log(void *group, const char *label);
