@@ -12,7 +12,7 @@
 /* Calls the method with this bit, with `argument` (borrowed) if it is not NULL. It is user code,
  * which may patch further methods. As in torch, they are then called in the same transition. */
 static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
-    PyObject *self = (PyObject *)g->members.owner;
+    PyObject *self = (PyObject *)g->base.owner;
     const char *name = fcpy_group_method(bit);
     PyObject *result = argument != NULL ? PyObject_CallMethod(self, name, "O", argument)
                                         : PyObject_CallMethod(self, name, NULL);
@@ -97,24 +97,24 @@ static uint32_t fallbacks_for(uint32_t replaced) {
 
 /* Sets the fields of one group from the latest fcpy_guard_read(). */
 static fc_status refresh(fc_group *g) {
-    fcpy_group *self = (fcpy_group *)g->members.owner;
+    fcpy_group *self = (fcpy_group *)g->base.owner;
     const fcpy_guard *guard = &self->mod->guard;
     const uint32_t replaced = fcpy_group_overrides(self) | guard->bits | self->param_calls |
-                              (self->hosted_gather ? FCPY_CALL_GATHER : 0) |
-                              (self->hosted_reduce ? FCPY_CALL_REDUCE : 0);
-    g->members.logs = guard->log;
+                              (self->fallback_gather ? FCPY_CALL_GATHER : 0) |
+                              (self->fallback_reduce ? FCPY_CALL_REDUCE : 0);
+    g->base.logs = guard->log;
     if (replaced == self->replaced) {
         return FC_OK;
     }
     self->replaced = replaced;
-    g->members.fallbacks = fallbacks_for(replaced);
+    g->base.fallbacks = fallbacks_for(replaced);
     self->ops = transitions_for(replaced);
-    g->via = (replaced & FCPY_CALL_TRANSITIONS) != 0 ? &self->ops : &fc_group_transitions;
+    g->ops = (replaced & FCPY_CALL_TRANSITIONS) != 0 ? &self->ops : &fc_group_transitions;
     return FC_OK;
 }
 
 void fcpy_group_refresh(fcpy_group *self) {
-    if (self->core.members.host != NULL) {
+    if (self->core.base.callbacks != NULL) {
         fcpy_guard_read(&self->mod->guard);
         (void)!refresh(&self->core);
     }
@@ -150,6 +150,6 @@ void fcpy_state_refresh_iteration(fcpy_state *self) {
 
 /* ---- log ---- */
 
-void fcpy_host_log(void *group, const char *label) {
+void fcpy_callback_log(void *group, const char *label) {
     fcpy_log(((fcpy_group *)group)->mod, (PyObject *)group, label);
 }

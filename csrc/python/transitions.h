@@ -25,7 +25,7 @@ void fcpy_state_refresh_forward_prefetch(fcpy_state *self);
 void fcpy_state_refresh_pre_backward(fcpy_state *self);
 void fcpy_state_refresh_iteration(fcpy_state *self);
 
-/* Member of fc_host. */
-void fcpy_host_log(void *group, const char *label);
+/* Member of fc_callbacks. */
+void fcpy_callback_log(void *group, const char *label);
 
 #endif

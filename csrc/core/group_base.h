@@ -1,13 +1,13 @@
 /* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
  * They do not change within a step, except for `fallbacks` and `logs`. The modules above (gather,
  * reducer, buckets, group) own the state that changes per transition and borrow this struct. */
-#ifndef FSDP_C_CORE_MEMBERS_H
-#define FSDP_C_CORE_MEMBERS_H
+#ifndef FSDP_C_CORE_GROUP_BASE_H
+#define FSDP_C_CORE_GROUP_BASE_H
 
-#include "comm.h"
-#include "host.h"
-#include "link.h"
+#include "callbacks.h"
+#include "comm_ctx.h"
 #include "param.h"
+#include "process_group.h"
 
 /* A range of adjacent parameters of a group: [first, end). */
 typedef struct fc_span {
@@ -15,18 +15,19 @@ typedef struct fc_span {
     size_t end;
 } fc_span;
 
-typedef struct fc_members {
-    void *owner;         /* the host's object for the group; borrowed */
-    const fc_host *host; /* borrowed */
-    const char *name;    /* FQNs of the modules, for messages; borrowed, may be NULL */
-    fc_comm *comm;       /* borrowed; kept alive by the host; NULL before initialization */
-    fc_param **params;   /* [count] owned array of borrowed parameters */
+typedef struct fc_group_base {
+    void *owner;                   /* the host's object for the group; borrowed */
+    const fc_callbacks *callbacks; /* borrowed */
+    const char *name;              /* FQNs of the modules, for messages; borrowed, may be NULL */
+    fc_comm_ctx *comm; /* borrowed; kept alive by the host; NULL before initialization */
+    fc_param **params; /* [count] owned array of borrowed parameters */
     size_t count;
     fct_device device;
-    fc_link shard;        /* all-gather and reduce-scatter; world 1: neither is issued */
-    fc_link scatter;      /* reduce-scatter, if it has a process group of its own */
-    fc_link replicate;    /* all-reduce after the reduce-scatter (HSDP, replicate) */
-    fc_link post_forward; /* all-gather in backward, if forward reshards to a smaller group */
+    fc_process_group shard;     /* all-gather and reduce-scatter; world 1: neither is issued */
+    fc_process_group scatter;   /* reduce-scatter, if it has a process group of its own */
+    fc_process_group replicate; /* all-reduce after the reduce-scatter (HSDP, replicate) */
+    fc_process_group
+        post_forward; /* all-gather in backward, if forward reshards to a smaller group */
     /* Process groups whose allocators provide the buffers of gathers and reduce-scatters. Counted
      * references. NULL: torch's default allocator. */
     fct_pg *gather_memory;
@@ -34,46 +35,46 @@ typedef struct fc_members {
     /* The caller of a transition sets both fields before the call. The core only reads them. */
     uint32_t fallbacks; /* FC_FALLBACK_*: movements that callbacks perform; 0: none */
     bool logs;          /* the debug log level is enabled */
-} fc_members;
+} fc_group_base;
 
 /* Takes the array of `count` borrowed parameters, which fini frees. Borrows everything else. */
-void fc_members_init(fc_members *m, void *owner, const fc_host *host, fc_comm *comm,
-                     fc_param **params, size_t count, fct_device device, int64_t world,
-                     int64_t rank);
-void fc_members_fini(fc_members *m);
+void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *callbacks,
+                        fc_comm_ctx *comm, fc_param **params, size_t count, fct_device device,
+                        int64_t world, int64_t rank);
+void fc_group_base_fini(fc_group_base *base);
 
 /* Returns the span of all parameters. */
-fc_span fc_members_all(const fc_members *m);
+fc_span fc_group_base_all(const fc_group_base *base);
 /* Returns the link that issues reduce-scatters. Borrowed. */
-fc_link *fc_members_scatter_link(fc_members *m);
+fc_process_group *fc_group_base_scatter_group(fc_group_base *base);
 /* Opens the links that only a reduction uses. Backward may run in another thread than forward.
  * Ranks that are threads of one process cannot resolve their process groups in that thread. */
-FC_CHECK fc_status fc_members_open_reduction(fc_members *m);
+FC_CHECK fc_status fc_group_base_open_reduction(fc_group_base *base);
 /* Takes both references, which may be NULL. */
-void fc_members_set_memory(fc_members *m, fct_pg *gather, fct_pg *reduce);
+void fc_group_base_set_memory(fc_group_base *base, fct_pg *gather, fct_pg *reduce);
 /* Writes to *has whether `memory` (one of the two fields above) provides an allocator. The answer
  * is read from the process group each time, as in torch. */
-FC_CHECK fc_status fc_members_has_memory(const fc_members *m, fct_pg *memory, bool *has);
+FC_CHECK fc_status fc_group_base_has_memory(const fc_group_base *base, fct_pg *memory, bool *has);
 /* Allocates a 1-D tensor of uninitialized elements on the current stream, from the process group's
  * allocator if it has one, else from torch's. *out is a new reference. */
-FC_CHECK fc_status fc_members_buffer(const fc_members *m, fct_pg *memory, int64_t numel,
-                                     fct_dtype dtype, fct_tensor **out);
+FC_CHECK fc_status fc_group_base_buffer(const fc_group_base *base, fct_pg *memory, int64_t numel,
+                                        fct_dtype dtype, fct_tensor **out);
 /* Returns true if gradients are all-reduced over replicas. */
-bool fc_members_replicated(const fc_members *m);
+bool fc_group_base_is_replicated(const fc_group_base *base);
 /* Returns true if callbacks perform the movement. */
-bool fc_group_base_uses_fallback(const fc_members *m, fc_fallback movement);
+bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback movement);
 
 /* Opens a profiler range with torch's name, "FSDP::label (modules)". Returns NULL if no profiler is
  * active. */
-void *fc_members_enter_range(const fc_members *m, const char *label);
+void *fc_group_base_enter_range(const fc_group_base *base, const char *label);
 /* The same for a prefetch, with torch's name. `pass` is "forward" or "backward". */
-void *fc_members_enter_prefetch(const fc_members *m, const char *pass);
+void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass);
 /* Logs a debug line with the same text, if `logs` is set. */
-void fc_members_log(const fc_members *m, const char *label);
+void fc_group_base_log(const fc_group_base *base, const char *label);
 
 /* Returns a number that changes whenever a shard is written, replaced or moved. Combines the
  * version of sharded_data (local tensor, optimizers) with the host's count of writes to the
  * parameter object. */
-uint64_t fc_members_shard_version(const fc_members *m);
+uint64_t fc_group_base_shard_version(const fc_group_base *base);
 
 #endif

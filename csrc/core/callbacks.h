@@ -1,8 +1,8 @@
 /* Callbacks of the core into the layer above it (csrc/python; a fake in tests/c), for operations
  * that need Python objects. `param` is fc_param.owner and `group` is fc_group.owner. A callback
  * that returns int returns 0, or -1 with a Python exception set. The caller holds the GIL. */
-#ifndef FSDP_C_CORE_HOST_H
-#define FSDP_C_CORE_HOST_H
+#ifndef FSDP_C_CORE_CALLBACKS_H
+#define FSDP_C_CORE_CALLBACKS_H
 
 #include <stdbool.h>
 
@@ -16,11 +16,12 @@ typedef enum fc_fallback {
     FC_FALLBACK_EARLY = 1 << 2,  /* no bucket is reduced before the end of backward */
     FC_FALLBACK_FREE = 1 << 3,   /* free_unsharded() replaces the core's free, per parameter */
     FC_FALLBACK_SWAP = 1 << 4,   /* swap_by_method() replaces swap() */
-    FC_FALLBACK_GRADS = 1 << 5   /* fold_grad(), stash_grad() and collect_grad() replace the
+    FC_FALLBACK_GRADS =
+        1 << 5 /* accumulate_grad(), to_accumulated_grad() and collect_grad() replace the
                                   * functions of the same name in param.h and gradient.c */
 } fc_fallback;
 
-typedef struct fc_host {
+typedef struct fc_callbacks {
     /* Creates the unsharded parameter over `flat` (1-D, world * padded_numel elements, allocated
      * storage). Called once per parameter, and again if `flat` was replaced. *unsharded is
      * borrowed. The host keeps it alive until the next call or the end of the parameter. */
@@ -40,12 +41,12 @@ typedef struct fc_host {
      * (1-D, this rank's padded rows of the post-forward layout). The host keeps it until the next
      * call. `data` NULL releases it and never fails. */
     int (*make_post_forward)(void *param, fct_tensor *data);
-    /* Registers the parameter object of `face` on every module that holds the parameter. Fails only
+    /* Registers the parameter object of `registered_state` on every module that holds the parameter. Fails only
      * if a module's own __setattr__ raises. A swap to the registered state never fails. */
-    int (*swap)(void *param, fc_sharded_state face);
+    int (*swap)(void *param, fc_sharded_state state);
     /* The same through a method that the user has overridden. Called only if
      * FC_FALLBACK_SWAP is set. */
-    int (*swap_by_method)(void *param, fc_sharded_state face);
+    int (*swap_by_method)(void *param, fc_sharded_state state);
     /* Returns requires_grad of the sharded parameter. The core keeps no handle of that object,
      * because users may swap its tensor. */
     bool (*requires_grad)(void *param);
@@ -58,16 +59,16 @@ typedef struct fc_host {
     /* Runs before a gather. If the user has replaced the shard of the parameter, it passes the new
      * one to fc_param. Fails if the replacement does not fit the parameter. May be NULL: shards are
      * never replaced. */
-    int (*follow_shard)(void *param);
+    int (*refresh_shard)(void *param);
     /* Sets .grad of the sharded parameter or adds to it, then runs the post-accumulate-grad hooks.
      * Borrows `local`, this rank's shard of the reduced gradient. */
-    int (*take_grad)(void *param, fct_tensor *local);
-    /* Returns true if the sharded parameter has a gradient, which take_grad() will add to. Called
+    int (*set_sharded_grad)(void *param, fct_tensor *local);
+    /* Returns true if the sharded parameter has a gradient, which set_sharded_grad() will add to. Called
      * for offloaded parameters. */
     bool (*has_grad)(void *param);
     /* Returns true if user code must run as soon as the gradient is reduced (post-accumulate-grad
      * hooks). */
-    bool (*wants_grad_now)(void *param);
+    bool (*needs_grad_now)(void *param);
     /* Called when autograd has accumulated into the unsharded parameter. It calls
      * fc_bucket_arrived, and fc_group_reduce_buckets if that returns true. */
     int (*grad_arrived)(void *param);
@@ -75,8 +76,8 @@ typedef struct fc_host {
     int (*unwrap_grad)(void *param, fct_tensor *grad, fct_tensor **local);
     /* Called only if FC_FALLBACK_GRADS is set. *local is a new reference, or NULL if there is no
      * gradient. */
-    int (*fold_grad)(void *param);
-    int (*stash_grad)(void *param);
+    int (*accumulate_grad)(void *param);
+    int (*to_accumulated_grad)(void *param);
     int (*collect_grad)(void *param, fct_tensor **local);
     /* Runs the user's all-reduce hook, which changes the reduced row in place before it is divided
      * and handed out. Called only for groups with has_hook. */
@@ -107,6 +108,6 @@ typedef struct fc_host {
     /* Logs the debug line "FSDP::label (modules)". Called only if fc_group_base.logs is set. Never
      * fails. */
     void (*log)(void *group, const char *label);
-} fc_host;
+} fc_callbacks;
 
 #endif
