@@ -77,8 +77,8 @@ bool fc_group_base_is_replicated(const fc_group_base *base) {
     return base->replicate.name != NULL;
 }
 
-bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback movement) {
-    return (base->fallbacks & (uint32_t)movement) != 0;
+bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback operation) {
+    return (base->fallbacks & (uint32_t)operation) != 0;
 }
 
 void *fc_group_base_enter_range(const fc_group_base *base, const char *label) {

@@ -1,4 +1,4 @@
-/* Selects which transitions and data movements of a group Python code performs; see transitions.h.
+/* Selects which transitions and operations of a group Python code performs; see transitions.h.
  *
  * A group without replaced methods runs fc_group_transitions. Otherwise fcpy_group.ops has a
  * dispatch function for each overridden method and the core's function for each other one. Owns
@@ -72,7 +72,7 @@ static fc_transitions transitions_for(uint32_t replaced) {
     return ops;
 }
 
-/* ---- data movements ---- */
+/* ---- operations ---- */
 
 static uint32_t fallbacks_for(uint32_t replaced) {
     static const struct {
