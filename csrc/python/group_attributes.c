@@ -182,7 +182,7 @@ static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
 
 /* ---- settings that select what Python code performs ---- */
 
-static int set_hosted(PyObject *obj, PyObject *value, void *closure) {
+static int set_uses_fallback(PyObject *obj, PyObject *value, void *closure) {
     if (fcpy_set_flag(obj, value, closure) != 0) {
         return -1;
     }
@@ -317,9 +317,9 @@ PyGetSetDef fcpy_group_getset[] = {
      "Whether resharding keeps the unsharded memory.", GROUP_OFFSET(gather.keep_storage)},
     {"_deferred", fcpy_get_flag, NULL,
      "Whether a backward has left gradients for a later reduction.", GROUP_OFFSET(deferred)},
-    {"_uses_fallback_gather", fcpy_get_flag, set_hosted, "Whether gathers call _fallback_gather().",
-     (void *)offsetof(fcpy_group, fallback_gather)},
-    {"_uses_fallback_reduce", fcpy_get_flag, set_hosted,
+    {"_uses_fallback_gather", fcpy_get_flag, set_uses_fallback,
+     "Whether gathers call _fallback_gather().", (void *)offsetof(fcpy_group, fallback_gather)},
+    {"_uses_fallback_reduce", fcpy_get_flag, set_uses_fallback,
      "Whether reductions call _fallback_reduce().", (void *)offsetof(fcpy_group, fallback_reduce)},
     {"_param_calls", get_param_calls, set_param_calls,
      "Bits CALL_*: methods of FSDPParam that single parameters override.", NULL},

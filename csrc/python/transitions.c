@@ -16,9 +16,12 @@ static fc_status call_override(fc_group *g, uint32_t bit, PyObject *argument) {
     const char *name = fcpy_group_method(bit);
     PyObject *result = argument != NULL ? PyObject_CallMethod(self, name, "O", argument)
                                         : PyObject_CallMethod(self, name, NULL);
-    Py_XDECREF(result);
+    if (result == NULL) {
+        return FC_ERAISED;
+    }
+    Py_DECREF(result);
     fcpy_group_refresh((fcpy_group *)self);
-    return result != NULL ? FC_OK : FC_ERAISED;
+    return FC_OK;
 }
 
 /* An override reads the pass from the group's training state, as in torch. */

@@ -2,7 +2,7 @@
  *
  * Rule: before csrc/python calls a transition of the core, it refreshes each group that the
  * transition can reach. The transition itself checks nothing. A patch that is made during a
- * transition takes effect at the next refresh. */
+ * transition takes effect at the next refresh, usually in the next hook. */
 #ifndef FSDP_C_PYTHON_TRANSITIONS_H
 #define FSDP_C_PYTHON_TRANSITIONS_H
 
@@ -10,7 +10,7 @@
 
 /* Reads the guard and the group's settings. Sets fcpy_group.replaced, and the core's table of
  * transitions, its fallbacks and its `logs`. Does nothing before initialization. None of these
- * functions fails, and all keep a pending exception. */
+ * functions fails. No exception may be pending. */
 void fcpy_group_refresh(fcpy_group *self);
 /* The same for the groups that the group's backward prefetches. Call fcpy_group_refresh() first,
  * which reads the guard. */
