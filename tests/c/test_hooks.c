@@ -1,5 +1,5 @@
-/* What the core calls within the hooks of a step: only groups that the hook has refreshed, and a
- * fixed number of callbacks. */
+/* A step calls a fixed number of callbacks, and the visits of state.h name the groups that a hook
+ * reaches. */
 #include "sim_model.h"
 
 enum { LAYERS = 3, PARAMS = 4 };
