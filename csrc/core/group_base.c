@@ -83,9 +83,8 @@ bool fc_group_base_is_replicated(const fc_group_base *base) {
     return base->replicate.name != NULL;
 }
 
-bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback move) {
-    return base->callbacks->uses_fallback != NULL &&
-           base->callbacks->uses_fallback(base->owner, move);
+bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback operation) {
+    return (base->fallbacks & (uint32_t)operation) != 0;
 }
 
 void *fc_group_base_enter_range(const fc_group_base *base, const char *label) {
@@ -114,7 +113,7 @@ void *fc_group_base_enter_prefetch(const fc_group_base *base, const char *pass) 
 }
 
 void fc_group_base_log(const fc_group_base *base, const char *label) {
-    if (base->callbacks->log != NULL) {
+    if (base->logs) {
         base->callbacks->log(base->owner, label);
     }
 }
