@@ -42,7 +42,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 # A PEP 517 build does not have the folder of this file on sys.path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -133,6 +133,12 @@ def c_sources() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in files)
 
 
+def dry_run_sources() -> list[str]:
+    """Returns the files of fsdp_c._dry_run, relative to the repository. It links no torch."""
+    files = [*CSRC.glob("core/*.c"), *CSRC.glob("dry_run/*.c")]
+    return sorted(str(path.relative_to(ROOT)) for path in files)
+
+
 def cxx_sources() -> list[str]:
     """Returns the files of the C++ bridge, relative to the repository."""
     return sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("torch/*.cpp"))
@@ -218,7 +224,7 @@ def check_resolved(library: str) -> None:
     first call.
     """
     nm = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
-    missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcpy|shm_ring)_\w+)", nm.stdout)))
+    missing = sorted(set(re.findall(r"\bU ((?:fc|fcd|fct|fck|fcpy|shm_ring)_\w+)", nm.stdout)))
     if missing:
         os.unlink(library)
         raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")
@@ -281,8 +287,11 @@ class BuildC(cpp_extension.BuildExtension):
         # Exports only the entry point. -fvisibility=hidden does not apply to the weak symbols of
         # templates of the standard library and torch; the version script does.
         script = directory / "exports.map"
-        script.write_text("{ global: PyInit__C; local: *; };\n")
+        script.write_text(f"{{ global: PyInit_{ext.name.rpartition('.')[2]}; local: *; }};\n")
         ext.extra_link_args = [*ext.extra_link_args, f"-Wl,--version-script={script}"]
+        if ext.name == "fsdp_c._dry_run":
+            self.link_c(ext)
+            return
         try:
             super().build_extension(ext)
         except RuntimeError as error:  # ninja has printed the error; a traceback would hide it
@@ -291,9 +300,29 @@ class BuildC(cpp_extension.BuildExtension):
         check_resolved(library)
         build_torch.note(Path(library).parent, kernels(), ROOT)
 
+    def link_c(self, ext: Extension) -> None:
+        """Links an extension of C objects, without torch and ninja."""
+        library = self.get_ext_fullpath(ext.name)
+        os.makedirs(os.path.dirname(library), exist_ok=True)
+        compiler = shlex.split(os.environ.get("CC") or "gcc")
+        command = [*compiler, "-shared", *ext.extra_objects, *ext.extra_link_args, "-o", library]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise SystemExit(f"fsdp_c: {ext.name} does not link")
+        check_resolved(library)
+
+
+def dry_run_extension() -> Extension:
+    """Returns the extension module of the dry run: C only, without torch."""
+    return Extension(
+        "fsdp_c._dry_run",
+        dry_run_sources(),
+        depends=headers(),
+        extra_link_args=SANITIZERS if SANITIZE else [],
+    )
+
 
 def extension() -> cpp_extension.CppExtension:
-    """Returns the extension module."""
+    """Returns the extension module of the core."""
     compile_args = [
         "-fvisibility=hidden",
         "-fvisibility-inlines-hidden",
@@ -318,6 +347,6 @@ def extension() -> cpp_extension.CppExtension:
 
 setup(
     version=build_torch.version(ROOT / "fsdp_c/version.py"),
-    ext_modules=[extension()],
+    ext_modules=[extension(), dry_run_extension()],
     cmdclass={"build_ext": BuildC},
 )
