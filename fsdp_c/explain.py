@@ -13,7 +13,6 @@ import fsdp_c._C as _C
 
 from . import kernels, sizes, suspicions
 from .fake_step import Trace, record
-from .forecast import Sharding
 from .optimizer_memory import live_states, optimizer_bytes
 from .report import Explanation, make_explanation
 from .units import require_module
@@ -71,12 +70,11 @@ def explain(
     ]
     layout = sizes.layout_of(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
-    overlap = not on_cpu and any(group._reduction_overlap is not False for _, group in groups)
     explanation = make_explanation(
         title=suspicions.original_class(model).__name__,
         warnings=warnings,
         layout=layout,
-        sharding=_sharding(layout, model, optimizer, on_cpu, overlap),
+        sharding=_sharding(layout, model, optimizer, on_cpu),
         trace=traced(model, layout, batch, loss),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         memory=memory,
@@ -107,7 +105,13 @@ def traced(
         args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     dtypes = layout.dtypes
     return record(
-        model, layout.pieces, lambda param: dtypes.get(id(param), param.dtype), args, kwargs, loss
+        model,
+        layout.modules_of_states,
+        lambda param: dtypes.get(id(param), param.dtype),
+        layout.places,
+        args,
+        kwargs,
+        loss,
     )
 
 
@@ -116,28 +120,27 @@ def _sharding(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     on_cpu: bool,
-    overlap: bool,
-) -> Sharding:
+) -> sizes.Sharding:
     states, step = 0, 0
     if optimizer is not None:
         states, step = optimizer_cost(optimizer, layout, on_cpu)
         states = live_states(optimizer) or states
-    return Sharding(
+    return sizes.Sharding(
         units=tuple(layout.units),
+        states=tuple(layout.states),
         buffers=sizes.other_bytes(model, layout.dtypes),
-        states=states,
+        optimizer=states,
         step=step,
-        overlap=overlap,
         streams=not on_cpu,
     )
 
 
 def optimizer_cost(optimizer: Any, layout: sizes.Layout, on_cpu: bool) -> tuple[int, int]:
     """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily."""
-    trained = [p for params in layout.params for p in params if p.trained]
+    trained = [(unit.world, param) for unit in layout.units for param in unit.trained]
     if not trained:
         return 0, 0
-    shards = [param.padded * param.own.itemsize for param in trained]
-    cost = optimizer_bytes(optimizer, trained[0].own, on_cpu)
+    shards = [param.padded(world) * param.own.itemsize for world, param in trained]
+    cost = optimizer_bytes(optimizer, trained[0][1].own, on_cpu)
     step = cost.step * (sum(shards) if cost.whole else max(shards))
     return int(cost.states * sum(shards)), int(step)

@@ -1,8 +1,8 @@
 """Records the allocations of one model step on fake tensors, and when it enters its units.
 
 The step needs no process group, computes nothing and uses no memory. The model runs with unsharded
-fake parameters in the units' compute dtypes. Hooks record where a sharded run would gather and
-reduce. ``forecast.py`` computes the memory from these events.
+fake parameters in the units' compute dtypes. Hooks record when the hooks of a sharded model would
+run. ``dry_run.py`` passes these events to the core.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_c._C as _C
 
 Event = tuple[str, int, Any]
-"""(event name, number of the piece or storage, value). The events and their arguments:
+"""(event name, number of the state or storage, value). The events and their arguments:
 
-``alloc`` (storage, bytes), ``free`` (storage), ``grad`` (storage, piece: the storage is now a
-parameter's gradient), ``pre_forward`` (piece), ``post_forward`` (piece, storages of the output),
-``pre_backward`` (piece), ``post_backward`` (piece), ``backward`` (starts), ``end`` (of the step).
+``alloc`` (storage, bytes), ``free`` (storage), ``grad`` (storage, (unit, parameter of the unit,
+bytes of the gradient)), ``pre_forward`` (state, whether backward runs), ``post_forward`` (state,
+storages of the output), ``pre_backward`` (state), ``post_backward`` (state), ``backward`` (starts),
+``end`` (of the step).
 """
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """Modules that are, or might become, one unit.
+class StateModules:
+    """Modules that ``fully_shard`` was, or would be, called on together.
 
-    The unit casts floating-point inputs to ``input_dtype`` and outputs to ``output_dtype``.
+    Their hooks cast floating-point inputs to ``input_dtype`` and outputs to ``output_dtype``.
     ``None`` means no cast.
     """
 
@@ -99,24 +100,25 @@ class Storages(TorchDispatchMode):
         self._trace.note("alloc", number, storage.nbytes())
 
 
-class _PieceInputs(torch.autograd.Function):
-    """Identity on the inputs of a piece. Its backward records the end of the piece's backward."""
+class _StateInputs(torch.autograd.Function):
+    """Identity on the inputs of a state. Its backward records the end of the state's backward."""
 
     @staticmethod
-    def forward(ctx: Any, trace: Trace, piece: int, *tensors: torch.Tensor) -> Any:
-        ctx.trace, ctx.piece = trace, piece
+    def forward(ctx: Any, trace: Trace, state: int, *tensors: torch.Tensor) -> Any:
+        ctx.trace, ctx.state = trace, state
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.trace.note("post_backward", ctx.piece)
+        ctx.trace.note("post_backward", ctx.state)
         return (None, None, *grads)
 
 
 def record(
     model: nn.Module,
-    pieces: Sequence[Piece],
+    states: Sequence[StateModules],
     dtype_of: Callable[[nn.Parameter], torch.dtype],
+    places: Mapping[int, tuple[int, int]],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -125,8 +127,9 @@ def record(
 
     Args:
         model: The model, on any device, sharded or not. It is restored afterwards.
-        pieces: The modules whose forward and backward are recorded.
+        states: The modules whose forward and backward are recorded.
         dtype_of: Returns the compute dtype of a parameter.
+        places: The unit and the index in it, by ``id`` of a parameter.
         args, kwargs: The arguments of forward. Only sizes and dtypes of tensors matter.
         loss: Returns the loss of the output. ``None`` uses the output's ``loss``, or else the sum
             of its tensors.
@@ -145,8 +148,8 @@ def record(
         storages.forget(tensors)
         args, kwargs = pytree.tree_map_only(torch.Tensor, _make_fake, (args, dict(kwargs)))
         storages.forget([t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)])
-        _register_piece_hooks(pieces, trace, storages, undo)
-        _register_gradient_hooks(pieces, params, trace, storages, undo)
+        _register_state_hooks(states, trace, storages, undo)
+        _register_gradient_hooks(params, places, trace, storages, undo)
         undo.enter_context(storages)
         undo.enter_context(_quiet())
         try:
@@ -239,32 +242,38 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
             hooks.update(before)
 
 
-def _register_piece_hooks(
-    pieces: Sequence[Piece], trace: Trace, storages: Storages, undo: contextlib.ExitStack
+def _register_state_hooks(
+    states: Sequence[StateModules], trace: Trace, storages: Storages, undo: contextlib.ExitStack
 ) -> None:
-    for number, piece in enumerate(pieces):
-        first, last = piece.modules[0], piece.modules[-1]
-        for module in piece.modules:
-            entering = _entering(trace, number, piece, notes=module is first)
-            leaving = _leaving(trace, number, piece, storages, notes=module is last)
-            undo.callback(
-                module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True).remove
+    entered: set[int] = set()  # states whose backward has begun
+    for number, state in enumerate(states):
+        first, last = state.modules[0], state.modules[-1]
+        for module in state.modules:
+            pre_forward = _pre_forward(trace, number, state, entered, notes=module is first)
+            post_forward = _post_forward(
+                trace, number, state, entered, storages, notes=module is last
             )
-            undo.callback(module.register_forward_hook(leaving).remove)
+            undo.callback(
+                module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove
+            )
+            undo.callback(module.register_forward_hook(post_forward).remove)
 
 
-def _entering(trace: Trace, number: int, piece: Piece, notes: bool) -> Callable[..., Any]:
+def _pre_forward(
+    trace: Trace, number: int, state: StateModules, entered: set[int], notes: bool
+) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if notes:
             trace.note("pre_forward", number, torch._C._current_graph_task_id() != -1)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        dtype = piece.input_dtype
+        dtype = state.input_dtype
         for i, leaf in enumerate(leaves):
             if dtype is not None and torch.is_tensor(leaf) and leaf.is_floating_point():
                 leaves[i] = leaf.to(dtype)
         tracked = [i for i, t in enumerate(leaves) if torch.is_tensor(t) and t.requires_grad]
-        if tracked and torch.is_grad_enabled():
-            through: Any = _PieceInputs.apply(trace, number, *(leaves[i] for i in tracked))
+        # A recomputation in the backward of the state gets no node, as in fsdp_c and torch.
+        if tracked and torch.is_grad_enabled() and number not in entered:
+            through: Any = _StateInputs.apply(trace, number, *(leaves[i] for i in tracked))
             for i, tensor in zip(tracked, through):
                 leaves[i] = tensor
         return pytree.tree_unflatten(leaves, spec)
@@ -272,15 +281,21 @@ def _entering(trace: Trace, number: int, piece: Piece, notes: bool) -> Callable[
     return hook
 
 
-def _leaving(
-    trace: Trace, number: int, piece: Piece, storages: Storages, notes: bool
+def _post_forward(
+    trace: Trace,
+    number: int,
+    state: StateModules,
+    entered: set[int],
+    storages: Storages,
+    notes: bool,
 ) -> Callable[..., Any]:
-    def announce(grad: torch.Tensor) -> None:
+    def note_pre_backward(grad: torch.Tensor) -> None:
+        entered.add(number)
         trace.note("pre_backward", number)
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = pytree.tree_flatten(output)
-        dtype = piece.output_dtype
+        dtype = state.output_dtype
         for i, leaf in enumerate(leaves):
             if dtype is not None and torch.is_tensor(leaf) and leaf.is_floating_point():
                 leaves[i] = leaf.to(dtype)
@@ -288,32 +303,30 @@ def _leaving(
         if notes:
             trace.note("post_forward", number, tuple(map(storages.number, tensors)))
         for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(announce)
+            if tensor.requires_grad and number not in entered:
+                tensor.register_hook(note_pre_backward)
         return pytree.tree_unflatten(leaves, spec)
 
     return hook
 
 
 def _register_gradient_hooks(
-    pieces: Sequence[Piece],
     params: dict[int, nn.Parameter],
+    places: Mapping[int, tuple[int, int]],
     trace: Trace,
     storages: Storages,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Records which storages become gradients of parameters, and of which piece."""
-    owner: dict[int, int] = {}
-    sizes = [sum(1 for m in piece.modules for _ in m.modules()) for piece in pieces]
-    for number in sorted(range(len(pieces)), key=lambda n: -sizes[n]):  # inner pieces last
-        for module in pieces[number].modules:
-            owner.update((id(param), number) for param in module.parameters())
-    for fake in {id(p): p for p in params.values()}.values():
-        if fake.requires_grad and id(fake) in owner:
-            number = owner[id(fake)]
+    """Records which storages become gradients of parameters."""
+    for original, fake in params.items():
+        place = places.get(original)
+        if place is None or not fake.requires_grad:
+            continue
 
-            def noted(param: torch.Tensor, number: int = number) -> None:
-                if param.grad is not None:
-                    trace.note("grad", storages.number(param.grad), number)
+        def note(param: torch.Tensor, place: tuple[int, int] = place) -> None:
+            grad = param.grad
+            if grad is not None:
+                value = (*place, grad.numel() * grad.itemsize)
+                trace.note("grad", storages.number(grad), value)
 
-            undo.callback(fake.register_post_accumulate_grad_hook(noted).remove)
+        undo.callback(fake.register_post_accumulate_grad_hook(note).remove)

@@ -1,4 +1,4 @@
-"""``plan``: forecasts the memory of a model before it is sharded, also on the meta device."""
+"""``plan``: estimates the memory of a model before it is sharded, also on the meta device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing_extensions import Unpack
 
 from . import sizes, wrap
 from .explain import optimizer_cost, traced
-from .forecast import Sharding
 from .fully_shard import fully_shard
 from .optimizer_memory import Wanted, optimizer_bytes
 from .report import Explanation, bytes_of, make_explanation
@@ -84,12 +83,12 @@ def plan(
     layout = sizes.layout_for(model, units, shape)
     on_cpu = _type_of(device) == "cpu"
     states, step = optimizer_cost(optimizer, layout, on_cpu)
-    sharding = Sharding(
+    sharding = sizes.Sharding(
         units=tuple(layout.units),
+        states=tuple(layout.states),
         buffers=sizes.other_bytes(model, layout.dtypes),
-        states=states,
+        optimizer=states,
         step=step,
-        overlap=not on_cpu,
         streams=not on_cpu,
     )
     explanation = make_explanation(

@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from wrap_models import Transformer, bytes_of, units_of
 
 import fsdp_c
-from fsdp_c import Explanation, auto_shard, forecast, plan_command, report, wrap
+from fsdp_c import Explanation, auto_shard, plan_command, report, step_memory, wrap
 from fsdp_c.optimizer_memory import optimizer_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -314,7 +314,7 @@ def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
     explanation.plot(tmp_path / "memory.svg")
     text = (tmp_path / "memory.svg").read_text()
-    assert text.count("<path") > len(forecast.KINDS)
+    assert text.count("<path") > len(step_memory.KINDS)
 
 
 # ---- python -m fsdp_c plan -----------------------------------------------------------------------
