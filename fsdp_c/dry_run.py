@@ -7,7 +7,7 @@ record events in place of torch's. The order of events is therefore that of a tr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from . import _dry_run
@@ -32,8 +32,10 @@ class Call(NamedTuple):
     in_backward: bool = False
 
 
-def run(sharding: Sharding, calls: Iterable[Call]) -> list[Event]:
-    """Runs the calls on the core.
+def run(
+    sharding: Sharding, calls: Iterable[Call], *, run: Callable[..., Any] = _dry_run.run
+) -> list[Event]:
+    """Runs the calls on the core and returns its events. ``run`` is for tests.
 
     Raises:
         ValueError: The sharding or a call is invalid. The message names the item.
@@ -49,8 +51,9 @@ def run(sharding: Sharding, calls: Iterable[Call]) -> list[Event]:
         for state in sharding.states
     ]
     arguments = [(call.name, *call.arguments) for call in calls]
-    events, _ = _dry_run.run(units, states, arguments, streams=sharding.streams)
-    return events
+    events, _ = run(units, states, arguments, streams=sharding.streams)
+    found: list[Event] = events
+    return found
 
 
 def _describe_unit(unit: UnitSizes) -> dict[str, Any]:

@@ -245,69 +245,68 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 def _register_state_hooks(
     states: Sequence[StateModules], trace: Trace, storages: Storages, undo: contextlib.ExitStack
 ) -> None:
-    entered: set[int] = set()  # states whose backward has begun
     for number, state in enumerate(states):
-        first, last = state.modules[0], state.modules[-1]
+        hooks = _StateHooks(number, state, trace, storages)
         for module in state.modules:
-            pre_forward = _pre_forward(trace, number, state, entered, notes=module is first)
-            post_forward = _post_forward(
-                trace, number, state, entered, storages, notes=module is last
+            handle = module.register_forward_pre_hook(
+                hooks.pre_forward, prepend=True, with_kwargs=True
             )
-            undo.callback(
-                module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove
-            )
-            undo.callback(module.register_forward_hook(post_forward).remove)
+            undo.callback(handle.remove)
+            undo.callback(module.register_forward_hook(hooks.post_forward).remove)
 
 
-def _pre_forward(
-    trace: Trace, number: int, state: StateModules, entered: set[int], notes: bool
-) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if notes:
-            trace.note("pre_forward", number, torch._C._current_graph_task_id() != -1)
+class _StateHooks:
+    """The forward hooks of one state's modules."""
+
+    def __init__(self, number: int, state: StateModules, trace: Trace, storages: Storages) -> None:
+        self._number = number
+        self._state = state
+        self._trace = trace
+        self._storages = storages
+        self._modules_to_run: set[nn.Module] = set()  # in this forward; empty outside of it
+        self._in_backward = False  # a recomputation has no hooks, as in fsdp_c and torch
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._trace.note("pre_forward", self._number, torch._C._current_graph_task_id() != -1)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        dtype = state.input_dtype
-        for i, leaf in enumerate(leaves):
-            if dtype is not None and torch.is_tensor(leaf) and leaf.is_floating_point():
-                leaves[i] = leaf.to(dtype)
+        _cast(leaves, self._state.input_dtype)
+        if not self._modules_to_run:
+            self._modules_to_run.update(self._state.modules)
+            if torch.is_grad_enabled() and not self._in_backward:
+                self._insert_node(leaves)
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _insert_node(self, leaves: list[Any]) -> None:
         tracked = [i for i, t in enumerate(leaves) if torch.is_tensor(t) and t.requires_grad]
-        # A recomputation in the backward of the state gets no node, as in fsdp_c and torch.
-        if tracked and torch.is_grad_enabled() and number not in entered:
-            through: Any = _StateInputs.apply(trace, number, *(leaves[i] for i in tracked))
+        if tracked:
+            tensors = [leaves[i] for i in tracked]
+            through: Any = _StateInputs.apply(self._trace, self._number, *tensors)
             for i, tensor in zip(tracked, through):
                 leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, spec)
 
-    return hook
-
-
-def _post_forward(
-    trace: Trace,
-    number: int,
-    state: StateModules,
-    entered: set[int],
-    storages: Storages,
-    notes: bool,
-) -> Callable[..., Any]:
-    def note_pre_backward(grad: torch.Tensor) -> None:
-        entered.add(number)
-        trace.note("pre_backward", number)
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = pytree.tree_flatten(output)
-        dtype = state.output_dtype
-        for i, leaf in enumerate(leaves):
-            if dtype is not None and torch.is_tensor(leaf) and leaf.is_floating_point():
-                leaves[i] = leaf.to(dtype)
+        _cast(leaves, self._state.output_dtype)
         tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-        if notes:
-            trace.note("post_forward", number, tuple(map(storages.number, tensors)))
-        for tensor in tensors:
-            if tensor.requires_grad and number not in entered:
-                tensor.register_hook(note_pre_backward)
+        self._modules_to_run.discard(module)
+        if not self._modules_to_run:
+            outputs = tuple(map(self._storages.number, tensors))
+            self._trace.note("post_forward", self._number, outputs)
+            for tensor in tensors:
+                if tensor.requires_grad and not self._in_backward:
+                    tensor.register_hook(self._pre_backward)
         return pytree.tree_unflatten(leaves, spec)
 
-    return hook
+    def _pre_backward(self, grad: torch.Tensor) -> None:
+        self._in_backward = True
+        self._trace.note("pre_backward", self._number)
+
+
+def _cast(leaves: list[Any], dtype: torch.dtype | None) -> None:
+    """Casts floating-point tensors of the list in place. ``None``: no cast."""
+    for i, leaf in enumerate(leaves):
+        if dtype is not None and torch.is_tensor(leaf) and leaf.is_floating_point():
+            leaves[i] = leaf.to(dtype)
 
 
 def _register_gradient_hooks(

@@ -203,10 +203,10 @@ def layout_of(model: nn.Module) -> Layout:
             _live_unit(name, index_of[state], group, _reshards(state, group, model))
         )
         layout.modules.append(tuple(group.modules))
-        for index, param in enumerate(group.fsdp_params):
-            for face in suspicions.faces_of(param):
-                layout.dtypes[id(face)] = suspicions.compute_dtype(param)
-                layout.places[id(face)] = place, index
+        for number, param in enumerate(group.fsdp_params):
+            for registered in suspicions.faces_of(param):
+                layout.dtypes[id(registered)] = suspicions.compute_dtype(param)
+                layout.places[id(registered)] = place, number
     return layout
 
 
@@ -275,15 +275,13 @@ def _live_size(param: Any) -> ParamSize:
     )
 
 
-def _reshards(state: Any, group: Any, model: nn.Module) -> bool | int:
+def _reshards(state: Any, group: Any, is_root: bool) -> bool | int:
     """Whether a group reshards after forward, or to how many ranks.
 
     A root whose first forward has not run yet stays unsharded, like an initialized root.
     """
-    undecided_root = (
-        state._is_root is None and state._auto_reshard_after_forward and model in state._modules
-    )
-    if undecided_root or not group._reshard_after_forward:
+    undecided = state._is_root is None and state._auto_reshard_after_forward
+    if (undecided and is_root) or not group._reshard_after_forward:
         return False
     if group._use_post_forward_mesh:
         return int(group._smaller_mesh_info.shard_mesh_size)

@@ -348,6 +348,32 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
     return 0;
 }
 
+/* ---- deferred release ---- */
+
+void fcd_defer_release(fct_tensor *t) {
+    fcd_record *r = fcd_now;
+    if (t == NULL) {
+        return;
+    }
+    fct_tensor **grown = (fct_tensor **)realloc((void *)r->deferred,
+                                                (r->deferred_count + 1) * sizeof *grown);
+    if (grown == NULL) {
+        r->failed = true;
+        fct_tensor_release(t);
+        return;
+    }
+    r->deferred = grown;
+    r->deferred[r->deferred_count++] = t;
+}
+
+void fcd_release_deferred(void) {
+    fcd_record *r = fcd_now;
+    for (size_t i = 0; i < r->deferred_count; i++) {
+        fct_tensor_release(r->deferred[i]);
+    }
+    r->deferred_count = 0;
+}
+
 /* ---- gradients ---- */
 
 bool fct_grad_has(const fct_tensor *t) {

@@ -7,6 +7,7 @@
 
 #include <assert.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "../core/dtype.h"
 #include "../kernels/cast.h"
@@ -17,9 +18,10 @@
 struct fct_pg {
     size_t refs;
     int32_t unit;
+    const char *role; /* borrowed from the unit, which outlives the events */
 };
 
-/* The name begins with the number of the unit. */
+/* A name is "3 shard": the number of the unit, and the role of the group. */
 int fct_pg_resolve(const char *name, fct_pg **out) {
     fct_pg *pg = (fct_pg *)calloc(1, sizeof *pg);
     if (pg == NULL) {
@@ -27,6 +29,8 @@ int fct_pg_resolve(const char *name, fct_pg **out) {
     }
     pg->refs = 1;
     pg->unit = (int32_t)strtol(name, NULL, 10);
+    pg->role = strchr(name, ' ');
+    pg->role = pg->role != NULL ? pg->role + 1 : "";
     fcd_now->groups++;
     *out = pg;
     return 0;
@@ -89,7 +93,7 @@ static int issue(fcd_kind kind, const fct_pg *pg, const fct_tensor *larger, fct_
     }
     made->number = fcd_now->works_made++;
     fcd_now->works++;
-    fcd_note(kind, pg->unit, made->number, bytes_of(larger), NULL);
+    fcd_note(kind, pg->unit, made->number, bytes_of(larger), pg->role);
     *work = made;
     return 0;
 }

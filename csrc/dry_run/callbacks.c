@@ -35,7 +35,8 @@ static int make_post_forward(void *owner, fct_tensor *data) {
     if (data != NULL) {
         fct_tensor_retain(data);
     }
-    replace(&p->post_forward, data);
+    fcd_defer_release(p->post_forward);
+    p->post_forward = data;
     return 0;
 }
 

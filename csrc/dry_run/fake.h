@@ -36,6 +36,10 @@ fct_tensor *fcd_tensor_over(fcd_storage *storage, fct_dtype dtype, int32_t ndim,
                             const int64_t *sizes);
 /* Sets .grad of a leaf as autograd does, or adds to it. Takes `grad`. */
 void fcd_accumulate_grad(fct_tensor *leaf, fct_tensor *grad);
+/* Takes a reference and releases it at the end of the call, like csrc/python, whose objects live
+ * until the hook returns. NULL is allowed. */
+void fcd_defer_release(fct_tensor *t);
+void fcd_release_deferred(void);
 /* Calls the notifications of the leaf, as autograd does after it has accumulated into it. Returns
  * 0, or the first result that is not 0. */
 int fcd_run_watches(const fct_tensor *leaf);

@@ -323,6 +323,7 @@ static void fini_param(fcd_param *p) {
 void fcd_model_fini(fcd_model *m) {
     const size_t state_count = m->prepared ? m->description->state_count : 0;
     fcd_drop_ends();
+    fcd_release_deferred();
     for (size_t i = 0; i < m->unit_count; i++) {
         fc_group_fini(&m->units[i].core);
     }
@@ -341,6 +342,7 @@ void fcd_model_fini(fcd_model *m) {
         }
         free(m->units[i].params);
     }
+    fcd_release_deferred();
     for (size_t i = 0; m->storages != NULL && i < m->storage_count; i++) {
         fcd_storage_release(m->storages[i]);
     }

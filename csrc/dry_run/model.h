@@ -64,7 +64,8 @@ typedef struct fcd_description {
  *   free          storage of the model; no effect if it became a gradient
  *   gradient      unit, parameter of the unit, storage of the model (-1: none), bytes: autograd
  *                 accumulates a gradient in that storage, which then has `bytes` bytes and is not
- *                 the model's own any more */
+ *                 the model's own any more
+ *   zero_grad     the sharded parameters lose their gradients */
 #define FCD_CALLS(X)                                                                               \
     X(FCD_CALL_PRE_FORWARD, "pre_forward", 1)                                                      \
     X(FCD_CALL_POST_FORWARD, "post_forward", 1)                                                    \
@@ -74,7 +75,8 @@ typedef struct fcd_description {
     X(FCD_CALL_END, "end", 0)                                                                      \
     X(FCD_CALL_ALLOC, "alloc", 2)                                                                  \
     X(FCD_CALL_FREE, "free", 1)                                                                    \
-    X(FCD_CALL_GRADIENT, "gradient", 4)
+    X(FCD_CALL_GRADIENT, "gradient", 4)                                                            \
+    X(FCD_CALL_ZERO_GRAD, "zero_grad", 0)
 
 typedef enum fcd_call_kind {
 #define FCD_CALL_ENUM(name, text, arguments) name,

@@ -32,7 +32,8 @@ void fcd_record_init(fcd_record *r, bool has_streams) {
 }
 
 void fcd_record_fini(fcd_record *r) {
-    assert(fcd_now == r && r->ends == NULL);
+    assert(fcd_now == r && r->ends == NULL && r->deferred_count == 0);
+    free((void *)r->deferred);
     free(r->events);
     for (size_t i = 0; i < r->label_count; i++) {
         free(r->labels[i]);

@@ -16,7 +16,8 @@
  *   copy, cast, add, divide, fill     bytes that the operation writes
  *   upload, download                  bytes copied from, and to, host memory
  *   all_gather, reduce_scatter, all_reduce
- *                                     object: work; bytes of the larger buffer
+ *                                     object: work; bytes of the larger buffer;
+ *                                     label: shard, replicate or smaller (the process group)
  *   wait_work                         object: work
  *   record_event, wait_event, synchronize_event
  *                                     object: event
@@ -112,7 +113,9 @@ typedef struct fcd_record {
     char **labels; /* [label_count] owned names of ranges */
     size_t label_count;
     struct fcd_end *ends; /* callbacks for the end of backward, in order; owned */
-    char error[512];      /* message of a failure of the boundary; empty: none */
+    struct fct_tensor **deferred; /* [deferred_count] references that end with the call */
+    size_t deferred_count;
+    char error[512]; /* message of a failure of the boundary; empty: none */
 } fcd_record;
 
 extern _Thread_local fcd_record *fcd_now;

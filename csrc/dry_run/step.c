@@ -144,6 +144,10 @@ static fc_status accumulate(fcd_model *m, fcd_param *p, int64_t number, int64_t 
         return fc_error_set(&m->error, FC_EVALUE, "%lld bytes; the gradient of '%s' needs %lld",
                             (long long)bytes, d->name, (long long)needed);
     }
+    if (number < 0 && fct_grad_has(leaf)) { /* autograd adds in place */
+        fcd_note(FCD_ADD, -1, 0, needed, d->name);
+        return (fc_status)fcd_run_watches(leaf);
+    }
     fcd_storage *storage = take_gradient_storage(m, number, bytes);
     fct_tensor *grad =
         storage != NULL ? fcd_tensor_over(storage, d->compute, d->ndim, d->sizes) : NULL;
@@ -151,8 +155,20 @@ static fc_status accumulate(fcd_model *m, fcd_param *p, int64_t number, int64_t 
     if (grad == NULL) {
         return FC_ENOMEM;
     }
+    fct_tensor_retain(grad); /* autograd has a reference until its hooks return */
     fcd_accumulate_grad(leaf, grad);
-    return (fc_status)fcd_run_watches(leaf);
+    const fc_status status = (fc_status)fcd_run_watches(leaf);
+    fct_tensor_release(grad);
+    return status;
+}
+
+static void zero_grad(fcd_model *m) {
+    for (size_t i = 0; i < m->unit_count; i++) {
+        for (size_t j = 0; j < m->units[i].count; j++) {
+            fct_tensor_release(m->units[i].params[j].grad);
+            m->units[i].params[j].grad = NULL;
+        }
+    }
 }
 
 /* ---- calls ---- */
@@ -227,6 +243,9 @@ static fc_status run_call(fcd_model *m, const fcd_call *call) {
     case FCD_CALL_GRADIENT:
         FC_TRY(run_gradient(m, call));
         break;
+    case FCD_CALL_ZERO_GRAD:
+        zero_grad(m);
+        break;
     default:
         FC_TRY(run_state_call(m, call));
     }
@@ -249,6 +268,7 @@ static void find_message(fcd_model *m, fc_status status) {
 fc_status fcd_model_call(fcd_model *m, const fcd_call *call) {
     prepare(call->kind);
     const fc_status status = run_call(m, call);
+    fcd_release_deferred();
     if (status != FC_OK) {
         find_message(m, status);
     }
