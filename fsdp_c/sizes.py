@@ -198,10 +198,9 @@ def layout_of(model: nn.Module) -> Layout:
         )
         layout.states.append(_state_sizes(state, layout.states, found, index_of))
     for name, state, group in suspicions.groups_of(model):
-        place = len(layout.units)
-        layout.units.append(
-            _live_unit(name, index_of[state], group, _reshards(state, group, model))
-        )
+        place, index = len(layout.units), index_of[state]
+        reshard = _reshards(state, group, is_root=layout.states[index].root == index)
+        layout.units.append(_live_unit(name, index, group, reshard))
         layout.modules.append(tuple(group.modules))
         for number, param in enumerate(group.fsdp_params):
             for registered in suspicions.faces_of(param):
