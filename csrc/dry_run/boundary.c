@@ -17,9 +17,9 @@ struct fct_tensor {
     fct_dtype dtype;
     bool requires_grad;
     uint32_t version;
-    fct_tensor *grad;   /* owned, or NULL */
-    fct_watch *watches; /* of this leaf; each is owned by its caller */
-    int64_t offset;     /* in elements, from the start of the storage */
+    fct_tensor *grad;               /* owned, or NULL */
+    fct_grad_subscription *watches; /* of this leaf; each is owned by its caller */
+    int64_t offset;                 /* in elements, from the start of the storage */
     int32_t ndim;
     int64_t dims[]; /* [2 * ndim] sizes, then strides */
 };
@@ -355,8 +355,8 @@ void fcd_defer_release(fct_tensor *t) {
     if (t == NULL) {
         return;
     }
-    fct_tensor **grown = (fct_tensor **)realloc((void *)r->deferred,
-                                                (r->deferred_count + 1) * sizeof *grown);
+    fct_tensor **grown =
+        (fct_tensor **)realloc((void *)r->deferred, (r->deferred_count + 1) * sizeof *grown);
     if (grown == NULL) {
         r->failed = true;
         fct_tensor_release(t);
@@ -398,14 +398,14 @@ void fcd_accumulate_grad(fct_tensor *leaf, fct_tensor *grad) {
     fct_tensor_release(grad);
 }
 
-void fcd_add_watch(fct_tensor *leaf, fct_watch *watch) {
+void fcd_add_watch(fct_tensor *leaf, fct_grad_subscription *watch) {
     watch->leaf = leaf;
     watch->next = leaf->watches;
     leaf->watches = watch;
 }
 
-void fcd_remove_watch(fct_tensor *leaf, fct_watch *watch) {
-    fct_watch **link = &leaf->watches;
+void fcd_remove_watch(fct_tensor *leaf, fct_grad_subscription *watch) {
+    fct_grad_subscription **link = &leaf->watches;
     while (*link != watch) {
         assert(*link != NULL);
         link = &(*link)->next;
@@ -416,7 +416,7 @@ void fcd_remove_watch(fct_tensor *leaf, fct_watch *watch) {
 
 int fcd_run_watches(const fct_tensor *leaf) {
     int result = 0;
-    for (fct_watch *watch = leaf->watches, *next = NULL; result == 0 && watch != NULL;
+    for (fct_grad_subscription *watch = leaf->watches, *next = NULL; result == 0 && watch != NULL;
          watch = next) {
         next = watch->next;
         result = watch->hook.call(watch->hook.owner);

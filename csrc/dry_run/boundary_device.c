@@ -43,7 +43,7 @@ void fct_pg_release(fct_pg *pg) {
     }
 }
 
-int fct_pg_announce_user(const char *name) {
+int fct_pg_register_user(const char *name) {
     (void)name;
     return 0;
 }
@@ -155,12 +155,12 @@ bool fct_work_done(fct_work *work) {
     return true;
 }
 
-bool fct_work_is_copied(const fct_work *work) {
+bool fct_work_is_cpu_bound(const fct_work *work) {
     (void)work;
     return false;
 }
 
-bool fct_gather_is_copied(const fct_pg *pg, int64_t row_bytes) {
+bool fct_gather_is_cpu_bound(const fct_pg *pg, int64_t row_bytes) {
     (void)pg;
     (void)row_bytes;
     return false;
@@ -282,8 +282,8 @@ bool fct_in_backward(void) {
     return fcd_now->in_backward;
 }
 
-int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out) {
-    fct_watch *watch = (fct_watch *)calloc(1, sizeof *watch);
+int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subscription **out) {
+    fct_grad_subscription *watch = (fct_grad_subscription *)calloc(1, sizeof *watch);
     if (watch == NULL) {
         return fcd_fail("out of memory for a gradient hook");
     }
@@ -294,7 +294,7 @@ int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out) 
     return 0;
 }
 
-void fct_watch_free(fct_watch *watch) {
+void fct_grad_subscription_free(fct_grad_subscription *watch) {
     if (watch == NULL) {
         return;
     }

@@ -1,4 +1,4 @@
-/* The callbacks of the core (core/host.h) for the parameters of a dry run. They keep the tensors
+/* The callbacks of the core (core/callbacks.h) for the parameters of a dry run. They keep the tensors
  * that csrc/python keeps, and record registrations and gradients. */
 #include "model.h"
 
@@ -55,7 +55,7 @@ static int require_grad(void *owner, bool value) {
     return 0;
 }
 
-static int take_grad(void *owner, fct_tensor *local) {
+static int set_sharded_grad(void *owner, fct_tensor *local) {
     fcd_param *p = (fcd_param *)owner;
     fct_facts facts;
     fct_tensor_facts(local, &facts);
@@ -72,7 +72,7 @@ static bool has_grad(void *owner) {
     return ((const fcd_param *)owner)->grad != NULL;
 }
 
-static bool wants_grad_now(void *owner) {
+static bool needs_grad_now(void *owner) {
     (void)owner;
     return false;
 }
@@ -83,18 +83,18 @@ static int grad_arrived(void *owner) {
     if (!fc_bucket_arrived(&p->core)) {
         return 0;
     }
-    fcd_unit *unit = (fcd_unit *)p->core.buckets->members->owner;
+    fcd_unit *unit = (fcd_unit *)p->core.buckets->base->owner;
     return (int)fc_group_reduce_buckets(&unit->core);
 }
 
-const fc_host fcd_callbacks = {
+const fc_callbacks fcd_callbacks = {
     .make_unsharded = make_unsharded,
     .make_post_forward = make_post_forward,
     .swap = swap,
     .requires_grad = requires_grad,
     .require_grad = require_grad,
-    .take_grad = take_grad,
+    .set_sharded_grad = set_sharded_grad,
     .has_grad = has_grad,
-    .wants_grad_now = wants_grad_now,
+    .needs_grad_now = needs_grad_now,
     .grad_arrived = grad_arrived,
 };

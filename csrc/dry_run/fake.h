@@ -43,18 +43,18 @@ void fcd_release_deferred(void);
 /* Calls the notifications of the leaf, as autograd does after it has accumulated into it. Returns
  * 0, or the first result that is not 0. */
 int fcd_run_watches(const fct_tensor *leaf);
-/* Adds and removes notifications; called by fct_autograd_watch() and fct_watch_free(). */
-void fcd_add_watch(fct_tensor *leaf, fct_watch *watch);
-void fcd_remove_watch(fct_tensor *leaf, fct_watch *watch);
+/* Adds and removes notifications; called by fct_autograd_subscribe() and fct_grad_subscription_free(). */
+void fcd_add_watch(fct_tensor *leaf, fct_grad_subscription *watch);
+void fcd_remove_watch(fct_tensor *leaf, fct_grad_subscription *watch);
 /* Runs and removes the callbacks for the end of backward. Returns 0, or the first result that is
  * not 0. drop: removes them without a call. */
 int fcd_run_ends(void);
 void fcd_drop_ends(void);
 
-struct fct_watch {
+struct fct_grad_subscription {
     fct_tensor *leaf; /* NULL after the leaf was released */
     fct_hook hook;
-    struct fct_watch *next;
+    struct fct_grad_subscription *next;
 };
 
 #endif

@@ -146,18 +146,18 @@ done:
 }
 
 static void init_links(fcd_unit *unit, const fcd_unit_description *u, size_t index) {
-    fc_members *m = &unit->core.members;
+    fc_group_base *m = &unit->core.base;
     (void)snprintf(unit->name, sizeof unit->name, "#%zu", index);
     (void)snprintf(unit->shard_name, sizeof unit->shard_name, "%zu shard", index);
     (void)snprintf(unit->replicate_name, sizeof unit->replicate_name, "%zu replicate", index);
     (void)snprintf(unit->post_forward_name, sizeof unit->post_forward_name, "%zu smaller", index);
     m->name = unit->name;
-    fc_link_set(&m->shard, unit->shard_name, u->world, 0);
+    fc_process_group_set(&m->shard, unit->shard_name, u->world, 0);
     if (u->replicas > 1) {
-        fc_link_set(&m->replicate, unit->replicate_name, u->replicas, 0);
+        fc_process_group_set(&m->replicate, unit->replicate_name, u->replicas, 0);
     }
     if (u->post_forward_world > 0) {
-        fc_link_set(&m->post_forward, unit->post_forward_name, u->post_forward_world, 0);
+        fc_process_group_set(&m->post_forward, unit->post_forward_name, u->post_forward_world, 0);
     }
 }
 
@@ -170,7 +170,7 @@ static void init_settings(fc_group *g, const fcd_unit_description *u,
     g->settings.reduce_grads = u->reduce_grads;
     g->reducer.all_reduce_grads = u->all_reduce_grads;
     g->reducer.reduce_dtype = u->reduce;
-    g->reducer.overlap = u->overlap ? FC_OVERLAP_UNLESS_COPIED : FC_OVERLAP_NEVER;
+    g->reducer.overlap = u->overlap ? FC_OVERLAP_UNLESS_CPU_BOUND : FC_OVERLAP_NEVER;
     g->buckets.limit = u->bucket_bytes;
 }
 

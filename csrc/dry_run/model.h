@@ -116,7 +116,7 @@ typedef struct fcd_unit {
 
 typedef struct fcd_root {
     fc_iteration iteration;
-    fc_comm comm;
+    fc_comm_ctx comm;
     size_t end_references; /* references of autograd to the callback for the end of backward */
 } fcd_root;
 
@@ -150,6 +150,6 @@ FC_CHECK fc_status fcd_description_check(const fcd_description *description, fc_
  * After a failure m->error has a message, and only fcd_model_fini() may follow. */
 FC_CHECK fc_status fcd_model_call(fcd_model *m, const fcd_call *call);
 
-extern const fc_host fcd_callbacks;
+extern const fc_callbacks fcd_callbacks;
 
 #endif

@@ -112,7 +112,7 @@ typedef struct fcd_record {
     size_t range_count;
     char **labels; /* [label_count] owned names of ranges */
     size_t label_count;
-    struct fcd_end *ends; /* callbacks for the end of backward, in order; owned */
+    struct fcd_end *ends;         /* callbacks for the end of backward, in order; owned */
     struct fct_tensor **deferred; /* [deferred_count] references that end with the call */
     size_t deferred_count;
     char error[512]; /* message of a failure of the boundary; empty: none */

@@ -1,7 +1,7 @@
 /* Conversions, getters and setters that several types share. Owns nothing. */
 #include "attributes.h"
 
-#include "retired.h"
+#include "deferred_decref.h"
 
 PyObject *fcpy_or_none(PyObject *obj) {
     PyObject *result = obj != NULL ? obj : Py_None;

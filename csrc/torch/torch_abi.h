@@ -33,8 +33,9 @@ typedef struct fct_tensor fct_tensor; /* c10::TensorImpl, counted */
 typedef struct fct_pg fct_pg;         /* c10d::ProcessGroup, counted */
 typedef struct fct_work fct_work;     /* c10d::Work, counted */
 typedef struct fct_event fct_event;   /* a device event; counted */
-typedef struct fct_watch fct_watch;   /* a post-accumulation hook of a leaf; one owner */
-struct _object;                       /* CPython's PyObject */
+typedef struct fct_grad_subscription
+    fct_grad_subscription; /* a post-accumulation hook of a leaf; one owner */
+struct _object;            /* CPython's PyObject */
 
 typedef int32_t fct_dtype; /* torch's ScalarType number; -1: none */
 #define FCT_NO_DTYPE (-1)
@@ -185,7 +186,7 @@ void fct_pg_release(fct_pg *pg); /* NULL is allowed */
 /* Registers a parameter group that gathers over the process group `name`, or a bucket that is
  * all-reduced over it. The negotiation needs their number: as many collectives may be in flight
  * before a rank waits. */
-FCT_CHECK int fct_pg_announce_user(const char *name);
+FCT_CHECK int fct_pg_register_user(const char *name);
 /* Whether ReduceOp.PREMUL_SUM may be passed to the backend of `device`. False only for gloo. */
 bool fct_pg_has_premul(fct_pg *pg, fct_device device);
 
@@ -249,10 +250,10 @@ FCT_CHECK int fct_work_wait(fct_work *work);
 bool fct_work_done(fct_work *work);
 /* Whether the work takes CPU time from computation: it copies through shared memory, is larger than
  * the ring, and the ranks have fewer than two CPUs each. */
-bool fct_work_is_copied(const fct_work *work);
+bool fct_work_is_cpu_bound(const fct_work *work);
 /* Whether a gather of rank shards of `row_bytes` bytes, issued now, would be such a work. Returns
  * the same on all ranks at the same point of their collectives. */
-bool fct_gather_is_copied(const fct_pg *pg, int64_t row_bytes);
+bool fct_gather_is_cpu_bound(const fct_pg *pg, int64_t row_bytes);
 void fct_work_release(fct_work *work); /* NULL is allowed */
 
 /* ---- streams and events ---------------------------------------------------------------------- */
@@ -313,8 +314,9 @@ void fct_autograd_node_set_grad(size_t index, fct_tensor *grad);
 FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);
 /* Calls hook each time autograd has accumulated into .grad of this leaf, on the thread that runs
  * backward, until the watch is freed. Does not count the owner: retain and release are not used. */
-FCT_CHECK int fct_autograd_watch(fct_tensor *leaf, const fct_hook *hook, fct_watch **out);
-void fct_watch_free(fct_watch *watch); /* NULL is allowed */
+FCT_CHECK int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook,
+                                     fct_grad_subscription **out);
+void fct_grad_subscription_free(fct_grad_subscription *watch); /* NULL is allowed */
 /* Calls hook at the end of the current backward pass. */
 FCT_CHECK int fct_autograd_at_end(const fct_hook *hook);
 
@@ -360,7 +362,7 @@ bool fct_dtype_is_floating(fct_dtype dtype);
 fct_dtype fct_py_dtype(struct _object *obj);
 FCT_CHECK int fct_py_from_dtype(fct_dtype dtype, struct _object **out);
 /* Whether a dispatch mode or a jit trace is active on this thread. */
-bool fct_watched(void);
+bool fct_has_observer(void);
 /* Whether the interpreter finalizes. Then modules are cleared, and code runs only in __del__. */
 bool fct_py_ending(void);
 /* A handle of a ProcessGroup object. Handles of one group are shared. */
@@ -376,7 +378,7 @@ FCT_CHECK int fct_py_pg_enter_direct(struct _object *group, fct_use use, void **
 void fct_py_pg_leave_direct(void *entered);
 /* Sets whether all-reduces of this thread reduce buffers of gradients, as between enter and leave
  * of FCT_USE_ALL_REDUCE. Returns the previous value. */
-bool fct_all_reduces_rows(bool rows);
+bool fct_set_gradient_all_reduce(bool rows);
 /* Pauses or resumes the direct backend of a group. All ranks must call it at the same point of
  * their programs. */
 FCT_CHECK int fct_py_pg_pause_direct(struct _object *group, bool paused);
