@@ -5,7 +5,7 @@ data. The implementations take turns; the best round counts, because other proce
 lengthen a call.
 
 - Transport: ``all_gather`` and ``reduce_scatter`` of torch's process group, and a unit of one
-  parameter under torch's FSDP2 ("stock") and fsdp_c ("ours"). The unit is unsharded and resharded,
+  parameter under torch's FSDP2 ("torch") and fsdp_c. The unit is unsharded and resharded,
   or its gradient is reduced; both include packing and unpacking.
 - CPU kernels, called through ctypes on rank 0 while the other rank waits: pack, unpack and pack
   gradients of eight parameters. ``memcpy`` copies as many bytes in one call. Each byte counts once,

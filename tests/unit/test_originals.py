@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
-import torch.distributed.fsdp._fully_shard._fully_shard as stock
+import torch.distributed.fsdp._fully_shard._fully_shard as torch_module
 import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPParamGroup,
@@ -81,17 +81,17 @@ def test_original_of_method_under_torch_decorator_of_library_is_the_method() -> 
 def test_undecorated_of_wrapped_fully_shard_is_the_contract_key(
     monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
-    key: Any = stock.fully_shard.__wrapped__  # type: ignore[attr-defined]
-    monkeypatch.setattr(stock, "fully_shard", wrap(stock.fully_shard))
-    assert originals.undecorated(stock, "fully_shard") is key
+    key: Any = torch_module.fully_shard.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch_module, "fully_shard", wrap(torch_module.fully_shard))
+    assert originals.undecorated(torch_module, "fully_shard") is key
 
 
 def test_undecorated_of_opaque_replacement_raises_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stock, "fully_shard", opaque)
+    monkeypatch.setattr(torch_module, "fully_shard", opaque)
     with pytest.raises(AttributeError, match="import fsdp_c before the library"):
-        originals.undecorated(stock, "fully_shard")
+        originals.undecorated(torch_module, "fully_shard")
 
 
 def test_guard_of_static_method_replaced_by_plain_function_expects_nothing(
@@ -115,17 +115,17 @@ def test_guard_of_replaced_resize_expects_torchs_method(monkeypatch: pytest.Monk
 def test_install_after_fully_shard_was_wrapped_runs_wrapper_and_fsdp_c(
     fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, calls = stock.fully_shard, []
+    own, calls = torch_module.fully_shard, []
 
     def wrapper(module: nn.Module, **kwargs: Any) -> Any:
         calls.append(module)
         return own(module, **kwargs)
 
-    monkeypatch.setattr(stock, "fully_shard", functools.wraps(own)(wrapper))
+    monkeypatch.setattr(torch_module, "fully_shard", functools.wraps(own)(wrapper))
     fsdp_c.install()
     try:
         layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
-        stock.fully_shard(layer)  # the wrapper
+        torch_module.fully_shard(layer)  # the wrapper
         own(other)  # by who imported the function before
         assert calls == [layer]
         assert fsdp_c.is_active(layer) and fsdp_c.is_active(other)
