@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/gpu/workers"
 from kernel_library import Backend, Column, Gradient, Segment, array
 
 import fsdp_c._C as _C
-from fsdp_c.compat import ALL_GATHER, REDUCE_SCATTER
-from fsdp_c.ending import wait_for_threads
+from fsdp_c._compat.shutdown import wait_for_threads
+from fsdp_c._compat.torch_releases import ALL_GATHER, REDUCE_SCATTER
 
 RANKS = 2
 KIB = 1024

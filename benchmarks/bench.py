@@ -165,7 +165,11 @@ def host_section(result: Result, folder: Path) -> Iterator[str]:
     jobs = {name: job for name, job in result.data.items() if isinstance(job, dict)}
     for name, job in jobs.items():
         rows = [
-            [count, *(row.get(column) for column in ("bare", "torch", "fsdp_c")), job["ratio"][count]]
+            [
+                count,
+                *(row.get(column) for column in ("bare", "torch", "fsdp_c")),
+                job["ratio"][count],
+            ]
             for count, row in job["us_per_group_step"].items()
         ]
         yield ""

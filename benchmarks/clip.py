@@ -19,7 +19,8 @@ import torch.distributed as dist
 from ranks import Times, model_of, side_by_side, start_ranks, two_clocks
 from report import write_json
 
-from fsdp_c import clip_for_torch, clip_grad_norm_, fully_shard
+from fsdp_c import clip_grad_norm_, fully_shard
+from fsdp_c._runtime import torch_clipping
 
 
 def main() -> None:
@@ -66,9 +67,13 @@ def measure(options: argparse.Namespace, width: int) -> dict[str, Times]:
         totals["fsdp_c"] = clip_grad_norm_(params, 1e-2)
 
     def clip_with_installed_function() -> None:
-        totals["installed"] = clip_for_torch.clip_grad_norm_(params, 1e-2)
+        totals["installed"] = torch_clipping.clip_grad_norm_(params, 1e-2)
 
-    calls = {"torch": clip_with_torch, "fsdp_c": clip_with_fsdp_c, "installed": clip_with_installed_function}
+    calls = {
+        "torch": clip_with_torch,
+        "fsdp_c": clip_with_fsdp_c,
+        "installed": clip_with_installed_function,
+    }
     times = side_by_side(calls, options.rounds, restore)
     expected = totals["torch"].full_tensor()
     assert torch.equal(expected, totals["installed"].full_tensor())

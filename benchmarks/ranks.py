@@ -83,7 +83,9 @@ def two_clocks(title: str, results: dict[Any, dict[str, Times]]) -> str:
     for label, times in results.items():
         torch_value, fsdp_c_value = times["torch"], times["fsdp_c"]
         wall = [torch_value.wall, fsdp_c_value.wall, torch_value.wall / fsdp_c_value.wall]
-        rows.append([label, *wall, torch_value.cpu, fsdp_c_value.cpu, torch_value.cpu / fsdp_c_value.cpu])
+        rows.append(
+            [label, *wall, torch_value.cpu, fsdp_c_value.cpu, torch_value.cpu / fsdp_c_value.cpu]
+        )
     clocks = [
         f"{clock} {column}" for clock in ("wall", "cpu") for column in ("torch", "fsdp_c", "ratio")
     ]

@@ -50,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig, next_byte_loss
 
 import fsdp_c
-from fsdp_c.ending import wait_for_threads
+from fsdp_c._compat.shutdown import wait_for_threads
 
 NAMES = ("bare", "ddp", "torch", "fsdp_c")
 MIN_UNIT = 2**14

@@ -107,7 +107,16 @@ def main() -> None:
         results[precision] = peaks
         for phase in ("forward", "backward"):
             torch_value, fsdp_c_value = peaks["torch"][phase], peaks["fsdp_c"][phase]
-            lines.append([precision, phase, torch_value, fsdp_c_value, torch_value / fsdp_c_value, peaks[OVERLAP][phase]])
+            lines.append(
+                [
+                    precision,
+                    phase,
+                    torch_value,
+                    fsdp_c_value,
+                    torch_value / fsdp_c_value,
+                    peaks[OVERLAP][phase],
+                ]
+            )
     if dist.get_rank() == 0:
         print("peak resident memory of a step, in units of one group's full parameters")
         titles = ["precision", "phase", "torch", "fsdp_c", "torch/fsdp_c", OVERLAP]

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from . import built_for as built_for  # checks the torch release before the extension is loaded
+from ._compat import (
+    build_info as build_info,  # checks the torch release before the extension is loaded
+)
 
 # isort: split
 import importlib
@@ -21,29 +23,29 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from . import bind as bind  # passes Python functions to the extension
 from . import names, optim
-from .additions import GradientReductionHandle
+from ._runtime import bindings as bindings  # passes Python functions to the extension
+from ._runtime.mixed_precision import MixedPrecisionPolicy
+from ._runtime.param_group import ParamGroup as ParamGroup
+from ._runtime.state import State as State
+from ._runtime.torch215_methods import GradientReductionHandle
 from .clip import clip_grad_norm_
 from .full_params import full_params
 from .fully_shard import fully_shard
 from .generate import generate_with
 from .install import install, is_active, uninstall
-from .mixed_precision import MixedPrecisionPolicy
 from .no_sync import no_sync
-from .param_group import ParamGroup as ParamGroup
 from .replicate import replicate
-from .state import State as State
 from .transport import release_memory, set_bucket_cap, set_reduction_overlap, set_transport
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from ._tools.report import Explanation, UnitReport
+    from ._tools.timeline import StepTrace, trace
+    from .checkpoint import load_full_state_dict
     from .ema import ShardedEMA
     from .explain import explain
-    from .load import load_full_state_dict
     from .plan import plan
-    from .report import Explanation, UnitReport
-    from .timeline import StepTrace, trace
     from .wrap import auto_shard
 
 __all__ = [
@@ -81,15 +83,15 @@ __all__ = [
 ]
 
 _LATER = {
-    "Explanation": "report",
+    "Explanation": "_tools.report",
     "ShardedEMA": "ema",
-    "StepTrace": "timeline",
-    "UnitReport": "report",
+    "StepTrace": "_tools.timeline",
+    "UnitReport": "_tools.report",
     "auto_shard": "wrap",
     "explain": "explain",
-    "load_full_state_dict": "load",
+    "load_full_state_dict": "checkpoint",
     "plan": "plan",
-    "trace": "timeline",
+    "trace": "_tools.timeline",
 }
 """Maps names that are imported at their first use to their modules.
 

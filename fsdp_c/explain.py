@@ -11,11 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 
 import fsdp_c._C as _C
 
-from . import kernels, sizes, suspicions
-from .fake_step import Trace, record
-from .optimizer_memory import live_states, optimizer_bytes
-from .report import Explanation, make_explanation
-from .units import require_module
+from ._runtime import kernels, lint
+from ._runtime.fsdp_units import require_module
+from ._tools import unit_bytes
+from ._tools.fake_step import Trace, record
+from ._tools.optimizer_memory import count_state_bytes, measure_optimizer
+from ._tools.report import Explanation, make_explanation
 
 
 def explain(
@@ -57,30 +58,30 @@ def explain(
         raise TypeError(f"explain expects the model's optimizer, not {optimizer!r}")
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"nothing in {type(model).__name__} is sharded: call fully_shard first")
-    groups = [(name, group) for name, _, group in suspicions.groups_of(model)]
+    groups = [(name, group) for name, _, group in lint.iterate_groups(model)]
     warnings = [
-        *suspicions.foreign_optimizer(model, groups, optimizer),
-        *suspicions.replaced_parameters(model, groups),
-        *suspicions.unmanaged_parameters(model, groups),
-        *suspicions.tied_weights(model, groups),
-        *suspicions.blocks_in_root(model, groups),
-        *suspicions.policies_apart(model, groups),
-        *suspicions.large_units(model, groups),
-        *suspicions.data_parallel_inside(model),
+        *lint.check_optimizer_params(model, groups, optimizer),
+        *lint.check_replaced_params(model, groups),
+        *lint.check_unmanaged_params(model, groups),
+        *lint.check_tied_weights(model, groups),
+        *lint.check_blocks_in_root(model, groups),
+        *lint.check_policies(model, groups),
+        *lint.check_large_units(model, groups),
+        *lint.check_data_parallel(model),
     ]
-    layout = sizes.layout_of(model)
+    layout = unit_bytes.layout_of(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
     explanation = make_explanation(
-        title=suspicions.original_class(model).__name__,
+        title=lint.get_original_class(model).__name__,
         warnings=warnings,
         layout=layout,
-        sharding=_sharding(layout, model, optimizer, on_cpu),
-        trace=traced(model, layout, batch, loss),
+        sharding=_make_sharding(layout, model, optimizer, on_cpu),
+        trace=record_step(model, layout, batch, loss),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         memory=memory,
     )
     for _, group in groups:
-        explanation.kernels[group.device.type] = kernels.describe(group.device)
+        explanation.kernels[group.device.type] = kernels.describe_kernels(group.device)
     if on_cpu:
         pool = _C.memory()
         explanation.buffers = pool["out"], pool["waiting"]
@@ -88,9 +89,9 @@ def explain(
     return explanation
 
 
-def traced(
+def record_step(
     model: nn.Module,
-    layout: sizes.Layout,
+    layout: unit_bytes.Layout,
     batch: Any,
     loss: Callable[[Any], torch.Tensor] | None,
 ) -> Trace | None:
@@ -115,32 +116,34 @@ def traced(
     )
 
 
-def _sharding(
-    layout: sizes.Layout,
+def _make_sharding(
+    layout: unit_bytes.Layout,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     on_cpu: bool,
-) -> sizes.Sharding:
+) -> unit_bytes.Sharding:
     states, step = 0, 0
     if optimizer is not None:
-        states, step = optimizer_cost(optimizer, layout, on_cpu)
-        states = live_states(optimizer) or states
-    return sizes.Sharding(
+        states, step = compute_optimizer_cost(optimizer, layout, on_cpu)
+        states = count_state_bytes(optimizer) or states
+    return unit_bytes.Sharding(
         units=tuple(layout.units),
         states=tuple(layout.states),
-        buffers=sizes.other_bytes(model, layout.dtypes),
+        buffers=unit_bytes.other_bytes(model, layout.dtypes),
         optimizer=states,
         step=step,
         streams=not on_cpu,
     )
 
 
-def optimizer_cost(optimizer: Any, layout: sizes.Layout, on_cpu: bool) -> tuple[int, int]:
+def compute_optimizer_cost(
+    optimizer: Any, layout: unit_bytes.Layout, on_cpu: bool
+) -> tuple[int, int]:
     """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily."""
     trained = [(unit.world, param) for unit in layout.units for param in unit.trained]
     if not trained:
         return 0, 0
     shards = [param.padded(world) * param.own.itemsize for world, param in trained]
-    cost = optimizer_bytes(optimizer, trained[0][1].own, on_cpu)
+    cost = measure_optimizer(optimizer, trained[0][1].own, on_cpu)
     step = cost.step * (sum(shards) if cost.whole else max(shards))
     return int(cost.states * sum(shards)), int(step)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from . import dry_run
 from ._dry_run import Event
+from ._tools.unit_bytes import Sharding
 from .dry_run import Call
-from .sizes import Sharding
 
 KINDS = ("shards", "states", "gathered", "gradients", "activations")
 """The kinds of memory, in this order:

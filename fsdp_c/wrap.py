@@ -24,14 +24,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Unpack
 
-from .compat import ShardPlacementFnResult
+from ._auto_shard.unit_sizes import Unit, check_unit_sizes, join_small_units, split_large_units
+from ._compat.torch_releases import ShardPlacementFnResult
+from ._runtime.fsdp_units import require_module
+from ._runtime.hints import add_hint, with_hint
+from ._runtime.mixed_precision import make_dtype_error
+from ._runtime.transaction import Snapshot
 from .fully_shard import fully_shard
-from .mixed_precision import no_dtype
-from .notes import add, noted
-from .undo import Snapshot
-from .unit_sizes import Unit, joined, refuse_larger, within
-from .units import require_module
-from .wrap_policy import Kwargs, Policy, children_first, run_policy
+from .policies import Kwargs, Policy, iterate_children_first, run_policy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -128,7 +128,7 @@ def auto_shard(
     """
     if frozen not in ("warn", "error", "ignore"):
         raise ValueError(f"frozen should be 'warn', 'error' or 'ignore', not {frozen!r}")
-    units, ignored = _plan(
+    units, ignored = _plan_units(
         model,
         policy,
         set(ignored_modules),
@@ -143,18 +143,18 @@ def auto_shard(
     for unit in units:
         signature.bind(model, **unit.kwargs)  # raises TypeError for unknown arguments
     if frozen != "ignore":
-        for message in mixed_requires_grad(model, units, ignored):
+        for message in find_mixed_requires_grad(model, units, ignored):
             if frozen == "error":
                 raise ValueError(message)
             warnings.warn(message, stacklevel=2)
     tensors = (*model.parameters(), *model.buffers())
     snapshot = Snapshot(model.modules(), tensors) if keep_originals else None
-    owned = _owned_params(model, units)
-    text = f"{type(model).__name__}: {_summary(units, owned)}"
+    owned = _list_owned_params(model, units)
+    text = f"{type(model).__name__}: {_format_summary(units, owned)}"
     try:
         for unit in units:
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-            _shard(shard_fn, modules, unit)
+            _shard_unit(shard_fn, modules, unit)
             if snapshot is not None:
                 snapshot.release(owned[unit])
         logger.info("fsdp_c: auto_shard made of %s", text)
@@ -165,13 +165,13 @@ def auto_shard(
         raise
 
 
-def _shard(shard_fn: Callable[..., Any], modules: Any, unit: Unit) -> None:
+def _shard_unit(shard_fn: Callable[..., Any], modules: Any, unit: Unit) -> None:
     try:
         shard_fn(modules, **unit.kwargs)
         if not unit.regathers and isinstance(modules, FSDPModule):
             modules.set_unshard_in_backward(False)
     except Exception as error:
-        add(error, f"This was the unit {unit}.")
+        add_hint(error, f"This was the unit {unit}.")
         raise
 
 
@@ -195,7 +195,7 @@ def plan(
     """
     classes, kwargs = tuple(full_precision_classes), dict(fully_shard_kwargs)
     modules, params = set(ignored_modules), set(ignored_params)
-    planned = _plan(
+    planned = _plan_units(
         model,
         policy,
         modules,
@@ -210,7 +210,7 @@ def plan(
     return planned[0]
 
 
-def _plan(
+def _plan_units(
     model: nn.Module,
     policy: Policy,
     ignored_modules: set[nn.Module],
@@ -232,7 +232,7 @@ def _plan(
     if ignored_params:
         kwargs = kwargs | {"ignored_params": ignored_params}
     mixed = getattr(kwargs.get("mp_policy"), "param_dtype", None) is not None
-    overridden = _instances(model, full_precision_classes, ignored_modules) if mixed else {}
+    overridden = _find_instances(model, full_precision_classes, ignored_modules) if mixed else {}
     always = full_precision_classes if overridden else ()
     selected = run_policy(policy, model, ignored_modules, ignored_params, kwargs, always)
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
@@ -249,18 +249,20 @@ def _plan(
             root = unit
     units = [unit for unit in units if unit is not root] + [root]
     if ranks is None:
-        ranks = _ranks(kwargs.get("mesh"))
+        ranks = _count_ranks(kwargs.get("mesh"))
     if max_transient is not None:
-        units = within(units, max_transient, ranks, ignored_modules, ignored_params, names)
+        units = split_large_units(
+            units, max_transient, ranks, ignored_modules, ignored_params, names
+        )
     if overridden:
         warn_on_overridden_mixed_precision(set(map(type, overridden)))
-        units = _with_full_precision(model, units, overridden)
-    units = _ordered(model, _merge_tied(model, units, ignored_params))
+        units = _apply_full_precision(model, units, overridden)
+    units = _sort_units(model, _merge_tied(model, units, ignored_params))
     if min_unit is not None:
-        owned = _owned_params(model, units, ignored_params)
-        units = _ordered(model, joined(units, owned, min_unit, max_transient, ranks))
+        owned = _list_owned_params(model, units, ignored_params)
+        units = _sort_units(model, join_small_units(units, owned, min_unit, max_transient, ranks))
     if max_transient is not None:
-        refuse_larger(_owned_params(model, units, ignored_params), max_transient, ranks)
+        check_unit_sizes(_list_owned_params(model, units, ignored_params), max_transient, ranks)
     return units, ignored_params
 
 
@@ -271,7 +273,7 @@ def _check_arguments(
     dtype = getattr(mp_policy, "param_dtype", None)
     if isinstance(dtype, str):
         note = f"mp_policy.param_dtype: a torch.dtype, not {dtype!r}: torch.bfloat16, for example."
-        raise noted(no_dtype(dtype), note)
+        raise with_hint(make_dtype_error(dtype), note)
     for name, size in (("max_transient", max_transient), ("min_unit", min_unit)):
         if size is None:
             continue
@@ -281,7 +283,7 @@ def _check_arguments(
             raise ValueError(f"{name} is a positive number of bytes, not {size}")
 
 
-def _ranks(mesh: DeviceMesh | None) -> int:
+def _count_ranks(mesh: DeviceMesh | None) -> int:
     """Returns the number of ranks that a parameter is sharded over."""
     if isinstance(mesh, DeviceMesh) and mesh.ndim <= 2:
         return mesh.size(mesh.ndim - 1)
@@ -309,7 +311,7 @@ def _tune_embedding_or_head(unit: Unit) -> Unit:
     return replace(unit, kwargs=kwargs)
 
 
-def _summary(units: list[Unit], owned: dict[Unit, list[nn.Parameter]]) -> str:
+def _format_summary(units: list[Unit], owned: dict[Unit, list[nn.Parameter]]) -> str:
     """Describes the units by module class: their number, and the elements of the largest."""
     kinds: dict[str, list[int]] = {}
     for unit in units:
@@ -325,7 +327,7 @@ def _summary(units: list[Unit], owned: dict[Unit, list[nn.Parameter]]) -> str:
     return ", ".join(parts)
 
 
-def _instances(
+def _find_instances(
     model: nn.Module, classes: tuple[type[nn.Module], ...], ignored: set[nn.Module]
 ) -> dict[nn.Module, None]:
     instances = (m for m in model.modules() if isinstance(m, classes))
@@ -361,7 +363,7 @@ def warn_on_overridden_mixed_precision(classes: Collection[type[nn.Module]]) -> 
         )
 
 
-def mixed_requires_grad(
+def find_mixed_requires_grad(
     model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter]
 ) -> Iterator[str]:
     """Yields a message for each unit with trainable and frozen parameters, in unit order."""
@@ -392,7 +394,7 @@ def post_order_named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     names: dict[nn.Module, str] = {root: ""}
     for name, module in root.named_modules():
         names.setdefault(module, name)
-    return [(names[module], module) for module in children_first(root)]
+    return [(names[module], module) for module in iterate_children_first(root)]
 
 
 def managed_param_to_fqn(
@@ -430,7 +432,7 @@ def managed_param_to_fqn(
 # ---- full precision
 
 
-def _with_full_precision(
+def _apply_full_precision(
     model: nn.Module, units: list[Unit], overridden: Collection[nn.Module]
 ) -> list[Unit]:
     """Returns ``units`` with full-precision policies for units of ``overridden`` modules.
@@ -440,7 +442,7 @@ def _with_full_precision(
     """
     around = {unit.modules[0]: unit for unit in units if unit.modules[0] not in overridden}
     dtypes: dict[nn.Module, torch.dtype | None] = {}
-    for module, parents in _enclosing(model, around):
+    for module, parents in _iterate_enclosing_units(model, around):
         if module in overridden:
             outer = around[parents[-1]].kwargs.get("mp_policy") if parents else None
             dtypes[module] = getattr(outer, "param_dtype", None)
@@ -454,7 +456,7 @@ def _with_full_precision(
     return result
 
 
-def _enclosing(
+def _iterate_enclosing_units(
     root: nn.Module, units: Collection[nn.Module]
 ) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
     """Yields every module, per registration, with the modules of ``units`` that contain it.
@@ -477,7 +479,7 @@ def _enclosing(
 # ---- tied weights and order
 
 
-def _owners(
+def _find_owners(
     model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter] = ()
 ) -> dict[nn.Parameter, dict[Unit, str]]:
     """Maps each parameter to the units that have it, each with its first name there."""
@@ -506,7 +508,7 @@ def _merge_tied(
         ValueError: Tied weights are in units with different arguments.
     """
     while True:
-        owners = _owners(model, units, ignored_params)
+        owners = _find_owners(model, units, ignored_params)
         shared = next((param for param, holders in owners.items() if len(holders) > 1), None)
         if shared is None:
             return units
@@ -541,7 +543,7 @@ def _is_below(inner: Unit, outer: Unit) -> bool:
     return any(module in below for module in inner.modules)
 
 
-def _ordered(model: nn.Module, units: list[Unit]) -> list[Unit]:
+def _sort_units(model: nn.Module, units: list[Unit]) -> list[Unit]:
     """Returns the units sorted stably, so that inner units precede the units around them.
 
     Raises:
@@ -549,7 +551,7 @@ def _ordered(model: nn.Module, units: list[Unit]) -> list[Unit]:
     """
     unit_of = {module: unit for unit in units for module in unit.modules}
     inside: dict[Unit, set[Unit]] = {unit: set() for unit in units}
-    for module, around in _enclosing(model, unit_of):
+    for module, around in _iterate_enclosing_units(model, unit_of):
         if module in unit_of and around:
             for outer in around:
                 if unit_of[outer] is not unit_of[module]:
@@ -566,10 +568,10 @@ def _ordered(model: nn.Module, units: list[Unit]) -> list[Unit]:
     return list(ordered)
 
 
-def _owned_params(
+def _list_owned_params(
     model: nn.Module, units: list[Unit], ignored_params: Collection[nn.Parameter] = ()
 ) -> dict[Unit, list[nn.Parameter]]:
     owned: dict[Unit, list[nn.Parameter]] = {unit: [] for unit in units}
-    for param, holders in _owners(model, units, ignored_params).items():
+    for param, holders in _find_owners(model, units, ignored_params).items():
         owned[next(iter(holders))].append(param)
     return owned

@@ -1,6 +1,6 @@
 /* The ParamGroup type: wraps the core's parameter group. Owns the tuple of Params and the
  * CommContext. The cold paths (lazy init, dtypes, state-dict hooks) are in the Python subclass in
- * fsdp_c/param_group.py. */
+ * fsdp_c/_runtime/param_group.py. */
 #include "param_group.h"
 
 #include "attributes.h"

@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable
 
 import pytest
+from feature_support import SUPPORTED, enabled_features, features_of
 from grid import at_world_size, generate
 from record import Entry, differences
 from setting import Launch, Setting
-from feature_support import SUPPORTED, enabled_features, features_of
 from wide import generate_wide
 from worker import RankRecords, run_grid
 

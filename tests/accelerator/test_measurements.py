@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import measurements
 import pytest
-from measurements import Measurements
 from launch import run_ranks
+from measurements import Measurements
 
 pytestmark = pytest.mark.xdist_group("accelerator_measurements")
 

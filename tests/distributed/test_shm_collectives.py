@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shm_collectives
 import pytest
+import shm_collectives
 import torch
 from launch import run_ranks
 
@@ -45,7 +45,9 @@ def test_patched_collectives_on_one_rank_keep_the_bits() -> None:
 
 
 def test_observers_on_one_rank_count_the_collectives_of_torch() -> None:
-    (observed_equal, counts), (peer_equal, _) = run_ranks(shm_collectives.train_with_observed_rank, 2)
+    (observed_equal, counts), (peer_equal, _) = run_ranks(
+        shm_collectives.train_with_observed_rank, 2
+    )
     assert observed_equal and peer_equal
     assert counts == {
         "c10d._allgather_base_": 6,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from behavior import Api, batch, differences, grads, blocks_and_head, shard, train, weights
+from behavior import Api, batch, blocks_and_head, differences, grads, shard, train, weights
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 

@@ -37,7 +37,10 @@ def test_signal_during_a_collective_of_torch_is_handled_after_the_peer_joins(cas
 def test_model_is_reset_before_the_peer_joins_and_trains_as_without_the_signal(case: str) -> None:
     waiting, late = outcomes("fsdp_c")
     assert late[case]["reset"]
-    assert waiting[case]["equal to a run without signal"] and late[case]["equal to a run without signal"]
+    assert (
+        waiting[case]["equal to a run without signal"]
+        and late[case]["equal to a run without signal"]
+    )
 
 
 @pytest.mark.parametrize("case", interrupt.CASES)

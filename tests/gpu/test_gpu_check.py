@@ -111,7 +111,9 @@ def test_gpu_check_failing_step_is_reported_and_next_step_runs(
 
 
 def test_gpu_check_hanging_step_ends_within_time_limit(tmp_path: Path) -> None:
-    result = run_gpu_check(tmp_path, "kernels memcheck", GPU_CHECK_BREAK="kernels=hang", GPU_CHECK_SECONDS="5")
+    result = run_gpu_check(
+        tmp_path, "kernels memcheck", GPU_CHECK_BREAK="kernels=hang", GPU_CHECK_SECONDS="5"
+    )
     assert result.lines["kernels"][0] == "FAIL"
     assert result.lines["memcheck"] == ("FAIL", "no time left")
 

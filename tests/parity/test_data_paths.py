@@ -11,10 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from feature_support import SUPPORTED, features_of
 from grid import at_world_size, generate
 from record import differences, trained
 from setting import Launch, Setting
-from feature_support import SUPPORTED, features_of
 from worker import RankRecords, run_grid
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("parity_data_paths")]
@@ -27,7 +27,9 @@ SETTINGS += [Setting(placement="last"), Setting(placement="mixed", param="bf16",
 
 @pytest.fixture(scope="module")
 def torch_records(tmp_path_factory: pytest.TempPathFactory) -> list[RankRecords]:
-    return run_grid("torch", SETTINGS, LAUNCH, tmp_path_factory.mktemp("torch"), is_under_test=False)
+    return run_grid(
+        "torch", SETTINGS, LAUNCH, tmp_path_factory.mktemp("torch"), is_under_test=False
+    )
 
 
 @pytest.mark.parametrize("implementation", ["without_kernels", "in_chunks"])
@@ -47,7 +49,9 @@ def test_other_data_path_matches_torch(
 def test_reduction_in_buckets_matches_torch(
     torch_records: list[RankRecords], tmp_path: Path
 ) -> None:
-    fsdp_c_records = run_grid("in_buckets:fully_shard", SETTINGS, LAUNCH, tmp_path, is_under_test=True)
+    fsdp_c_records = run_grid(
+        "in_buckets:fully_shard", SETTINGS, LAUNCH, tmp_path, is_under_test=True
+    )
     longer_records = 0
     for index, setting in enumerate(SETTINGS):
         for rank in range(2):

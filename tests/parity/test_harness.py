@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from feature_support import FEATURES, features_of
 from grid import CHOICES, MIXED, MIXED_FIELDS, generate
 from meshes import KINDS
 from models_wide import WIDE_FAMILIES
 from record import Bits, Recorder, differences
 from setting import WIDE_SCHEDULES, Launch, Setting
-from feature_support import FEATURES, features_of
 from thread_ranks import METHODS
 from wide import EXTRAS, PLACES, generate_wide
 from worker import run_grid
@@ -126,7 +126,9 @@ def test_run_grid_on_threads_detects_differences_and_errors(tmp_path: Path) -> N
 def test_run_grid_with_error_on_one_rank_keeps_other_records(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
     raising = "test_harness:fully_shard_raising_on_rank_1"
-    lost = run_grid(raising, settings, Launch(2), tmp_path, is_under_test=True, collective_seconds=5)
+    lost = run_grid(
+        raising, settings, Launch(2), tmp_path, is_under_test=True, collective_seconds=5
+    )
     torch_records = run_grid("torch", settings, Launch(2), tmp_path, is_under_test=False)
     assert lost[1][1][-1] == ("error", "ValueError: lost")
     assert lost[1][0][-1][0] == "error"  # its peer's collective timed out
@@ -149,7 +151,11 @@ def test_run_grid_differs_from_perturbed_run_only(tmp_path: Path) -> None:
 def test_run_grid_with_crashing_setting_keeps_other_records(tmp_path: Path) -> None:
     settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
     fsdp_c_records = run_grid(
-        "test_harness:fully_shard_exiting_on_reshard", settings, Launch(2), tmp_path, is_under_test=True
+        "test_harness:fully_shard_exiting_on_reshard",
+        settings,
+        Launch(2),
+        tmp_path,
+        is_under_test=True,
     )
     torch_records = run_grid("torch", settings, Launch(2), tmp_path, is_under_test=False)
     assert differences(torch_records[0][1], fsdp_c_records[0][1]) == []

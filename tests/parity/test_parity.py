@@ -26,10 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from feature_support import SUPPORTED, enabled_features, features_of
 from grid import at_world_size, generate
 from record import differences, trained
 from setting import Launch, Setting
-from feature_support import SUPPORTED, enabled_features, features_of
 from wide import generate_wide
 from worker import RankRecords, run_grid
 

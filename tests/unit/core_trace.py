@@ -15,9 +15,11 @@ import torch
 from torch._C._profiler import _EventType, _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_c import _dry_run, dry_run, sizes, suspicions
+from fsdp_c import _dry_run, dry_run
 from fsdp_c._dry_run import Event
-from fsdp_c.explain import traced
+from fsdp_c._runtime import lint
+from fsdp_c._tools import unit_bytes
+from fsdp_c.explain import record_step
 
 Item = tuple[Any, ...]
 _COLLECTIVES = {
@@ -94,9 +96,11 @@ def run_dry(model: Any, batch: Any, run: Callable[..., Any] = _dry_run.run) -> l
 
     ``run`` replaces ``fsdp_c._dry_run.run``.
     """
-    layout = sizes.layout_of(model)
-    sharding = sizes.Sharding(units=tuple(layout.units), states=tuple(layout.states))
-    step = dry_run.step_calls(sharding, traced(model, layout, batch, lambda output: output.sum()))
+    layout = unit_bytes.layout_of(model)
+    sharding = unit_bytes.Sharding(units=tuple(layout.units), states=tuple(layout.states))
+    step = dry_run.step_calls(
+        sharding, record_step(model, layout, batch, lambda output: output.sum())
+    )
     calls = [*step, dry_run.Call("zero_grad"), *step]
     events = dry_run.run(sharding, calls, run=run)
     return [event for event in events if event.call > len(step)]
@@ -104,7 +108,7 @@ def run_dry(model: Any, batch: Any, run: Callable[..., Any] = _dry_run.run) -> l
 
 def trace_events(events: list[Event], model: Any) -> list[Item]:
     """Returns the items of a dry run of ``model``, which is initialized."""
-    names = [group._module_fqn or "" for _, _, group in suspicions.groups_of(model)]
+    names = [group._module_fqn or "" for _, _, group in lint.iterate_groups(model)]
     return [*_dry_items(events, names)]
 
 

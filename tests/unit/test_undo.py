@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 import fsdp_c_redirect
-from fsdp_c import meshes
 from fsdp_c._compat import patches
+from fsdp_c._runtime import meshes
 
 pytestmark = pytest.mark.xdist_group("undo")  # one snapshot for all
 ROOT = Path(__file__).resolve().parents[2]
@@ -358,7 +358,7 @@ class Second(nn.Linear):
 for _ in range(2):
     model = fsdp_c.fully_shard(First(2, 2))
     method = vars(type(model))["__deepcopy__"]
-    assert method.__module__ == "fsdp_c.serialization", method
+    assert method.__module__ == "fsdp_c._runtime.serialization", method
     del model
     gc.collect()
 fsdp_c.uninstall()
@@ -566,7 +566,7 @@ def test_mesh_info_class_is_restored_when_no_group_uses_it(fake_group: int) -> N
     class Follower:
         calls = 0
 
-        def _follow_mesh_infos(self) -> None:
+        def _refresh_process_groups(self) -> None:
             self.calls += 1
 
     info = FSDPMeshInfo(init_device_mesh("cpu", (fake_group,)), shard_mesh_dim=0)
@@ -574,16 +574,16 @@ def test_mesh_info_class_is_restored_when_no_group_uses_it(fake_group: int) -> N
     first, second = Follower(), Follower()
     lease = patches.lease()
     for follower in (first, second, first):
-        meshes.watch(info, follower)
+        meshes.subscribe(info, follower)
     info.shard_mesh_size = 7
     assert (first.calls, second.calls) == (1, 1)
     assert type(info) is not FSDPMeshInfo and isinstance(info, FSDPMeshInfo)
-    meshes.unwatch(info, first)
+    meshes.unsubscribe(info, first)
     assert type(info) is not FSDPMeshInfo
-    meshes.unwatch(info, second)
+    meshes.unsubscribe(info, second)
     assert type(info) is FSDPMeshInfo
     assert vars(info) == {**before, "shard_mesh_size": 7}
-    meshes.watch(info, first)
+    meshes.subscribe(info, first)
     del first, follower
     meshes._restore_all()
     assert type(info) is FSDPMeshInfo

@@ -26,7 +26,7 @@ import simulated
 from features import Record
 
 import fsdp_c._C as _C
-from fsdp_c import alike
+from fsdp_c._runtime import param_template
 
 LOGGED_LIBRARY = "fsdp_c/_C."
 FAULTS = ("drop", "wrong stream", "other stream", "early free")
@@ -88,7 +88,7 @@ def run(
     """
     device = simulated.start()
     # Calls are identified by index, so a run must not depend on caches that earlier runs filled.
-    alike._kinds.clear()
+    param_template._templates.clear()
     device.reset()
     tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, implementation)
     device.log_calls(LOGGED_LIBRARY, fault, at)
@@ -115,7 +115,10 @@ def replay_early_writes(name: str, fault: str = "", at: int = -1) -> tuple[int, 
         gc.collect()
         counts: list[int] = []
         replay = run(
-            name, fault=fault, at=at, on_start=lambda: counts.append(device.replay_recorded_writes())
+            name,
+            fault=fault,
+            at=at,
+            on_start=lambda: counts.append(device.replay_recorded_writes()),
         )
     finally:
         device.stop_early_writes()

@@ -18,7 +18,7 @@ import sim_tools
 import simulated
 import torch
 import torch.nn as nn
-from sweep import DIM, Block, UserFault, Trainer, batch, local, same
+from sweep import DIM, Block, Trainer, UserFault, batch, local, same
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_c import _C, fully_shard, replicate
@@ -90,7 +90,9 @@ class DeviceTrainer(Trainer):
         self.rank = 0
         self.parts = parts
         self.user_fault = UserFault()
-        self.model = shard(nn.Sequential(*(Block(self.user_fault) for _ in range(3)), nn.Linear(DIM, 3)))
+        self.model = shard(
+            nn.Sequential(*(Block(self.user_fault) for _ in range(3)), nn.Linear(DIM, 3))
+        )
         self.train_step(0)  # lazy init and first-use allocations
         self.model.zero_grad()
         self.start = [local(p) for p in self.model.parameters()]

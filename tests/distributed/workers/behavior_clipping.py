@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import Api, scenario, full_value
+from behavior import Api, full_value, scenario
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.utils import (
@@ -38,10 +38,10 @@ def installed(api: Api) -> Iterator[list[int]]:
         yield taken
         return
     import fsdp_c
-    from fsdp_c import clip_for_torch
+    from fsdp_c._runtime import torch_clipping
 
-    total = clip_for_torch._as_dtensor
-    scale = clip_for_torch.scale_fast
+    total = torch_clipping._wrap_total
+    scale = torch_clipping.scale_fast
 
     def counting(function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -51,14 +51,14 @@ def installed(api: Api) -> Iterator[list[int]]:
 
         return call
 
-    clip_for_torch._as_dtensor = counting(total)
-    clip_for_torch.scale_fast = counting(scale)
+    torch_clipping._wrap_total = counting(total)
+    torch_clipping.scale_fast = counting(scale)
     fsdp_c.install()
     try:
         yield taken
     finally:
         fsdp_c.uninstall()
-        clip_for_torch._as_dtensor, clip_for_torch.scale_fast = total, scale
+        torch_clipping._wrap_total, torch_clipping.scale_fast = total, scale
 
 
 def make_params(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from behavior import Api, batch, grads, blocks_and_head, scenario, shard, weights
+from behavior import Api, batch, blocks_and_head, grads, scenario, shard, weights
 from releases import groups_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import Api, scenario, full_value
+from behavior import Api, full_value, scenario
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

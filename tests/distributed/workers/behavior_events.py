@@ -18,14 +18,14 @@ from behavior import (
     Api,
     Block,
     batch,
-    collectives,
-    grads,
     blocks_and_head,
+    collectives,
+    full_value,
+    grads,
     scenario,
     shard,
     train,
     weights,
-    full_value,
 )
 from releases import groups_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -119,10 +119,17 @@ def order_of_events(api: Api) -> dict[str, list[str]]:
         record(case, lambda: step(model, api.rank, input_grad))
 
     for reshard in (None, True, False):
-        record_step(f"reshard {reshard}", shard(api, blocks_and_head(), reshard_after_forward=reshard))
+        record_step(
+            f"reshard {reshard}", shard(api, blocks_and_head(), reshard_after_forward=reshard)
+        )
     for depth in (1, 2):
-        record_step(f"forward prefetch {depth}", with_prefetch(shard(api, blocks_and_head(4)), depth, True))
-        record_step(f"backward prefetch {depth}", with_prefetch(shard(api, blocks_and_head(4)), depth, False))
+        record_step(
+            f"forward prefetch {depth}", with_prefetch(shard(api, blocks_and_head(4)), depth, True)
+        )
+        record_step(
+            f"backward prefetch {depth}",
+            with_prefetch(shard(api, blocks_and_head(4)), depth, False),
+        )
     # The input requires no grad, so the first block's post-backward runs at the end of backward.
     record_step("input without gradient", shard(api, blocks_and_head()), input_grad=False)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import DIM, Api, Block, batch, grads, blocks_and_head, scenario, shard
+from behavior import DIM, Api, Block, batch, blocks_and_head, grads, scenario, shard
 from behavior_events import group_of, profiled
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed._composable import replicate as composable_ddp

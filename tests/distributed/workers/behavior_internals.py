@@ -8,7 +8,18 @@ from typing import Any
 import releases
 import torch
 import torch.nn as nn
-from behavior import DIM, Api, Block, batch, grads, blocks_and_head, scenario, shard, train, full_value
+from behavior import (
+    DIM,
+    Api,
+    Block,
+    batch,
+    blocks_and_head,
+    full_value,
+    grads,
+    scenario,
+    shard,
+    train,
+)
 from behavior_events import group_of, kinds
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, share_comm_ctx

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import Api, batch, grads, blocks_and_head, scenario, weights
+from behavior import Api, batch, blocks_and_head, grads, scenario, weights
 from releases import groups_of
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,7 +9,18 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import DIM, Api, batch, collectives, grads, blocks_and_head, scenario, shard, train, weights
+from behavior import (
+    DIM,
+    Api,
+    batch,
+    blocks_and_head,
+    collectives,
+    grads,
+    scenario,
+    shard,
+    train,
+    weights,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -93,7 +104,10 @@ def mixed_precision_alone(api: Api) -> dict[str, Any]:
 def accumulation_alone(api: Api) -> dict[str, Any]:
     """Returns gradients of two microbatches, and of one with divide factor 3."""
     results: dict[str, Any] = {}
-    for name, model in (("sharded", shard(api, blocks_and_head())), ("not sharded", blocks_and_head())):
+    for name, model in (
+        ("sharded", shard(api, blocks_and_head())),
+        ("not sharded", blocks_and_head()),
+    ):
         for last in (False, True):
             if name == "sharded":
                 model.set_requires_gradient_sync(last)

@@ -11,7 +11,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from behavior import DIM, Api, batch, grads, blocks_and_head, scenario, shard, train, weights, full_value
+from behavior import (
+    DIM,
+    Api,
+    batch,
+    blocks_and_head,
+    full_value,
+    grads,
+    scenario,
+    shard,
+    train,
+    weights,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

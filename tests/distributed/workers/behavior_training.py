@@ -14,14 +14,14 @@ from behavior import (
     Api,
     Block,
     batch,
-    collectives,
-    grads,
     blocks_and_head,
+    collectives,
+    full_value,
+    grads,
     scenario,
     shard,
     train,
     weights,
-    full_value,
 )
 from releases import groups_of
 from torch._dynamo.testing import CompileCounter

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import Api, batch, grads, blocks_and_head, scenario, shard
+from behavior import Api, batch, blocks_and_head, grads, scenario, shard
 from torch.distributed.device_mesh import init_device_mesh
 
 ZERO: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from behavior import DIM, Api, Block, batch, grads, blocks_and_head, scenario, shard, train
+from behavior import DIM, Api, Block, batch, blocks_and_head, grads, scenario, shard, train
 from extensions import Extended
 from private_hooks import kind_of_error
 from torch.distributed._composable_state import _module_state_mapping
@@ -125,7 +125,9 @@ def group_meshes(api: Api) -> list[Any]:
     for mesh in (None, hybrid):
         info = group_of(shard(api, blocks_and_head(1), mesh=mesh)[0]).mesh_info
         observed.append([isinstance(info, FSDPMeshInfo), isinstance(info, HSDPMeshInfo)])
-        observed.append([info.shard_mesh_size, info.shard_mesh_rank, info.shard_process_group.size()])
+        observed.append(
+            [info.shard_mesh_size, info.shard_mesh_rank, info.shard_process_group.size()]
+        )
         observed.append([info.mesh.size(), info.mesh.mesh_dim_names])
     return observed
 

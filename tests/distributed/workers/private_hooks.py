@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import Api, Block, batch, grads, blocks_and_head, scenario, shard, train, weights
+from behavior import Api, Block, batch, blocks_and_head, grads, scenario, shard, train, weights
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import DIM, Api, Block, batch, grads, blocks_and_head, scenario, shard, train
+from behavior import DIM, Api, Block, batch, blocks_and_head, grads, scenario, shard, train
 from private_groups import MIXED, accumulate, group_of, groups_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
@@ -80,7 +80,9 @@ def param_unsharded(api: Api) -> list[Any]:
 
     def read_state(*unused: Any) -> None:
         for param in group.fsdp_params:
-            observed.append([param.unsharded_param is param._unsharded_param, param.sharded_state.name])
+            observed.append(
+                [param.unsharded_param is param._unsharded_param, param.sharded_state.name]
+            )
             observed.append(param.unsharded_param.detach().clone())
             observed.append([tuple(output.shape) for output in param.all_gather_outputs])
             observed.append([o.untyped_storage().nbytes() for o in param.all_gather_outputs])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_state as torch_state
 import torch.nn as nn
-from behavior import Api, Block, batch, grads, blocks_and_head, scenario, shard, train
+from behavior import Api, Block, batch, blocks_and_head, grads, scenario, shard, train
 from private_hooks import kind_of_error, modules_of_each_kind, sharded_list, state_of
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable_state import _get_module_state, _State
@@ -91,7 +91,9 @@ def state_lookups(api: Api) -> list[Any]:
     observed: list[Any] = []
     for module in modules_of_each_kind(api):
         state = state_of(module)
-        observed.append([fully_shard.state(module) is state, _get_module_fsdp_state(module) is state])
+        observed.append(
+            [fully_shard.state(module) is state, _get_module_fsdp_state(module) is state]
+        )
         observed.append([_get_module_state(module) is state, list(_get_registry(module) or {})])
     observed.append([_get_module_fsdp_state(nn.Linear(2, 2)), fully_shard.state(nn.Linear(2, 2))])
     return observed
@@ -154,7 +156,9 @@ def state_training_states(api: Api) -> list[Any]:
     def read_state(*unused: Any) -> None:
         for module in (model, model[0]):
             state = state_of(module)
-            observed.append([state._training_state.name, state._fsdp_param_group._training_state.name])
+            observed.append(
+                [state._training_state.name, state._fsdp_param_group._training_state.name]
+            )
 
     read_state()
     model[0].linear.register_forward_hook(read_state)

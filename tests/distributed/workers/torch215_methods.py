@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import DIM, Api, batch, grads, blocks_and_head, scenario, shard
+from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard
 from double_backward import Collectives, unsharded_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch_bugs import average, loss_of

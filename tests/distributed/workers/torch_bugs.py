@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from behavior import DIM, Api, Block, batch, grads, blocks_and_head, scenario, shard, weights
+from behavior import DIM, Api, Block, batch, blocks_and_head, grads, scenario, shard, weights
 from releases import SCATTER, groups_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import Api, batch, grads, blocks_and_head, scenario, shard
+from behavior import Api, batch, blocks_and_head, grads, scenario, shard
 from torch.utils.checkpoint import checkpoint
 from torch_bugs import MIXED, average, in_bf16, loss_of, take_gradients
 
@@ -77,12 +77,16 @@ def batch_skipped(api: Api) -> dict[str, Any]:
 
 @scenario()
 def batch_skipped_in_mixed_precision(api: Api) -> dict[str, Any]:
-    return after_a_failure(api, shard(api, blocks_and_head(), mp_policy=MIXED), in_bf16(blocks_and_head()))
+    return after_a_failure(
+        api, shard(api, blocks_and_head(), mp_policy=MIXED), in_bf16(blocks_and_head())
+    )
 
 
 @scenario()
 def batch_skipped_without_reshard(api: Api) -> dict[str, Any]:
-    return after_a_failure(api, shard(api, blocks_and_head(), reshard_after_forward=False), blocks_and_head())
+    return after_a_failure(
+        api, shard(api, blocks_and_head(), reshard_after_forward=False), blocks_and_head()
+    )
 
 
 @scenario()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from behavior import DIM, Api, batch, grads, blocks_and_head, scenario, shard, weights, full_value
+from behavior import DIM, Api, batch, blocks_and_head, full_value, grads, scenario, shard, weights
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard

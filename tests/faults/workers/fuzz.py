@@ -32,8 +32,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
-from fsdp_c import _C, comm_context, param, param_group, state
-from fsdp_c.bind import BOUND
+from fsdp_c import _C
+from fsdp_c._runtime import comm_context, param, param_group, state
+from fsdp_c._runtime.bindings import BOUND_OBJECTS
 
 TIMEOUT_SECONDS = 10
 """Time limit of a program. A longer run counts as a hang."""
@@ -311,8 +312,8 @@ def function(world: World, index: int, *numbers: int) -> None:
 
 
 def bind(world: World, index: int, value: int, *unused: int) -> None:
-    names = sorted(BOUND)
-    _C.bind(**{**BOUND, names[index % len(names)]: world.value(value)})
+    names = sorted(BOUND_OBJECTS)
+    _C.bind(**{**BOUND_OBJECTS, names[index % len(names)]: world.value(value)})
 
 
 def new(world: World, index: int, *unused: int) -> None:
@@ -378,7 +379,7 @@ def run_in_fork(steps: list[tuple[int, ...]], log: Any) -> int:
         signal.alarm(TIMEOUT_SECONDS)
         world = World(steps, MODELS)
         world.run()
-        _C.bind(**BOUND)
+        _C.bind(**BOUND_OBJECTS)
         MODELS.clear()
         del world
         gc.collect()

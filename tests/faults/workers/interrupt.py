@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from behavior import Api, differences, shard, train
-from behavior import blocks_and_head
+from behavior import Api, blocks_and_head, differences, shard, train
 
 LIMIT = 30.0
 """Seconds after which rank 1 joins although rank 0 has not reset: only a failure takes as long."""
@@ -219,7 +218,9 @@ def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[s
         seconds = LIMIT if api.is_fsdp_c else TORCH_LIMIT
         found |= signal_and_join(case, peers[0], signal.SIGINT, exchange, seconds)
     recover(api, case, found, exchange)
-    found["equal to a run without signal"] = differences(expected, train(case.model, api.rank, 2)) == []
+    found["equal to a run without signal"] = (
+        differences(expected, train(case.model, api.rank, 2)) == []
+    )
     if api.is_fsdp_c:
         found["pending at the end"] = case.model._get_fsdp_state()._comm_ctx.deferred_collectives
     return found
@@ -250,7 +251,9 @@ def reset_by_handler(api: Api, make: Callable[..., Case], peers: list[int]) -> d
     else:
         found |= signal_and_join(case, peers[0], signal.SIGUSR1, exchange, LIMIT)
     recover(api, case, found, exchange)
-    found["equal to a run without signal"] = differences(expected, train(case.model, api.rank, 2)) == []
+    found["equal to a run without signal"] = (
+        differences(expected, train(case.model, api.rank, 2)) == []
+    )
     return found
 
 

@@ -26,7 +26,7 @@ faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
 
 def _wait_for_gloo_threads() -> None:
     """Waits for gloo's threads: a thread that requests the GIL during shutdown aborts Python."""
-    runpy.run_path(str(ROOT / "fsdp_c/ending.py"))["wait_for_threads"]()
+    runpy.run_path(str(ROOT / "fsdp_c/_compat/shutdown.py"))["wait_for_threads"]()
 
 
 def _write(line: str, figures: dict[str, Any]) -> None:

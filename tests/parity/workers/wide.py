@@ -15,11 +15,11 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from feature_support import features_of
 from grid import MIXED, MIXED_FIELDS, random_setting, repaired
 from meshes import has_tensor_dim, is_hsdp, is_spmd
 from models_wide import WIDE_FAMILIES
 from setting import WIDE_SCHEDULES, Launch, Setting
-from feature_support import features_of
 
 Placed = tuple[Launch, Setting]
 

@@ -168,7 +168,9 @@ def run_on_threads(
     with thread_ranks.recorded_methods() as collective_recorder:
 
         def run(rank: int) -> None:
-            runner = _Rank(fully_shard, is_under_test, collective_recorder, compare_endings, threads=True)
+            runner = _Rank(
+                fully_shard, is_under_test, collective_recorder, compare_endings, threads=True
+            )
             runner.run(settings, Path(folder) / f"{rank}.records")
 
         thread_ranks.run_threads(world_size, run)

@@ -1,0 +1,1 @@
+"""What runs under ``fully_shard``: sharding, states, parameter groups, collectives."""
