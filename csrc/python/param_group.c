@@ -80,12 +80,12 @@ static int mark_params(PyObject *params) {
 }
 
 static fc_process_group *process_group_at(fc_group_base *m, int index) {
-    fc_process_group *const links[FCPY_PROCESS_GROUPS] = {&m->shard, &m->scatter, &m->replicate,
-                                                          &m->post_forward};
-    return links[index];
+    fc_process_group *const groups[FCPY_PROCESS_GROUPS] = {&m->shard, &m->scatter, &m->replicate,
+                                                           &m->post_forward};
+    return groups[index];
 }
 
-/* Checks the world and rank of a link. The group lays out buffers for the link's world, the
+/* Checks the world and rank of a process group. Buffers are laid out for its world, the
  * parameters for theirs, so the two must be equal. */
 static int check_process_group(PyObject *params, int index, PyObject *name, long long world,
                                long long rank) {
@@ -107,8 +107,8 @@ static int check_process_group(PyObject *params, int index, PyObject *name, long
     return is_valid ? 0 : -1;
 }
 
-/* Marks the Params as members of the group, after check_process_group. Returns -1 with an exception and none
- * marked on failure. */
+/* Marks the Params as members of the group, after check_process_group. Returns -1 with an exception
+ * and none marked on failure. */
 static int claim_params(PyObject *params, PyObject *pg_name, long long world, long long rank) {
     if (mark_params(params) != 0) {
         return -1;

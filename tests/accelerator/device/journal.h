@@ -22,7 +22,7 @@ struct Journal {
     std::vector<std::string> findings;
     std::map<std::string, uint64_t> counts; /* by name of operation or kind of call */
     std::vector<Call> calls;                /* calls from the logged library */
-    uintptr_t library_begin = 0;             /* address range of the library; 0: none */
+    uintptr_t library_begin = 0;            /* address range of the library; 0: none */
     uintptr_t library_end = 0;
     std::string fault;     /* "drop", "wrong stream", "other stream", "early free", or empty */
     int64_t fault_at = -1; /* index of the logged call that fails */
