@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..dry_run import step_calls
-from ..step_memory import estimate
+from .dry_run import step_calls
 from .fake_step import Trace
+from .step_memory import estimate
 from .unit_bytes import Sharding, UnitSizes
 
 _SHOWN = 3

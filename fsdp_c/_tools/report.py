@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from .._runtime.lint import get_original_class
-from ..dry_run import Collectives, collectives_of, step_calls
-from ..step_memory import KINDS, Sample, Timeline, estimate
 from .advice import Change, changes
+from .dry_run import Collectives, collectives_of, step_calls
 from .fake_step import Trace
 from .plotting import require_matplotlib
+from .step_memory import KINDS, Sample, Timeline, estimate
 from .unit_bytes import Layout, ParamSize, Sharding, UnitSizes
 
 _SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}

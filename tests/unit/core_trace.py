@@ -15,10 +15,10 @@ import torch
 from torch._C._profiler import _EventType, _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_c import _dry_run, dry_run
+from fsdp_c import _dry_run
 from fsdp_c._dry_run import Event
 from fsdp_c._runtime import lint
-from fsdp_c._tools import unit_bytes
+from fsdp_c._tools import dry_run, unit_bytes
 from fsdp_c.explain import record_step
 
 Item = tuple[Any, ...]

@@ -23,8 +23,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from wrap_models import Transformer, bytes_of, units_of
 
 import fsdp_c
-from fsdp_c import Explanation, auto_shard, step_memory, wrap
-from fsdp_c._tools import plan_command, report
+from fsdp_c import Explanation, auto_shard, wrap
+from fsdp_c._tools import plan_command, report, step_memory
 from fsdp_c._tools.optimizer_memory import measure_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]

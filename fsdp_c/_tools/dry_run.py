@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from . import _dry_run
-from ._dry_run import Event
-from ._tools.fake_step import Trace
-from ._tools.unit_bytes import Sharding, UnitSizes
+from .. import _dry_run
+from .._dry_run import Event
+from .fake_step import Trace
+from .unit_bytes import Sharding, UnitSizes
 
 _HOOKS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .._dry_run import Event
 from . import dry_run
-from ._dry_run import Event
-from ._tools.unit_bytes import Sharding
 from .dry_run import Call
+from .unit_bytes import Sharding
 
 KINDS = ("shards", "states", "gathered", "gradients", "activations")
 """The kinds of memory, in this order:
