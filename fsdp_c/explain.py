@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 import fsdp_c._C as _C
 
-from ._runtime import kernels, lint
+from ._runtime import fsdp_units, kernels, lint
 from ._runtime.fsdp_units import require_module
-from ._tools import unit_bytes
+from ._tools import model_checks, unit_bytes
 from ._tools.fake_step import Trace, record
 from ._tools.optimizer_memory import count_state_bytes, measure_optimizer
 from ._tools.report import Explanation, make_explanation
@@ -58,12 +58,12 @@ def explain(
         raise TypeError(f"explain expects the model's optimizer, not {optimizer!r}")
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"nothing in {type(model).__name__} is sharded: call fully_shard first")
-    groups = [(name, group) for name, _, group in lint.iterate_groups(model)]
+    groups = [(name, group) for name, _, group in fsdp_units.iterate_groups(model)]
     warnings = [
-        *lint.check_optimizer_params(model, groups, optimizer),
-        *lint.check_replaced_params(model, groups),
-        *lint.check_unmanaged_params(model, groups),
-        *lint.check_tied_weights(model, groups),
+        *model_checks.check_optimizer_params(model, groups, optimizer),
+        *model_checks.check_replaced_params(model, groups),
+        *model_checks.check_unmanaged_params(model, groups),
+        *model_checks.check_tied_weights(model, groups),
         *lint.check_blocks_in_root(model, groups),
         *lint.check_policies(model, groups),
         *lint.check_large_units(model, groups),
@@ -72,7 +72,7 @@ def explain(
     layout = unit_bytes.layout_of(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
     explanation = make_explanation(
-        title=lint.get_original_class(model).__name__,
+        title=fsdp_units.get_original_class(model).__name__,
         warnings=warnings,
         layout=layout,
         sharding=_make_sharding(layout, model, optimizer, on_cpu),

@@ -18,7 +18,8 @@ from ._tools.optimizer_memory import OptimizerArgument, measure_optimizer
 from ._tools.report import Explanation, make_explanation, parse_bytes
 from .explain import compute_optimizer_cost, record_step
 from .fully_shard import fully_shard
-from .wrap import Policy, UnitKwargs
+from .policies import Policy
+from .wrap import UnitKwargs
 
 
 def plan(

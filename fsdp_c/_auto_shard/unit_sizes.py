@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from .._runtime.mixed_precision import get_reduce_dtype
-from ..policies import Kwargs, count_padded_elements, split_unit
-
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """Modules that ``fully_shard`` is called on together, and its arguments.
-
-    ``names`` are the modules' names from the root; the root's name is empty. ``regathers`` tells
-    whether backward needs the parameters. Backward of an embedding does not.
-    """
-
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    kwargs: Kwargs
-    regathers: bool = True
-
-    def __str__(self) -> str:
-        return ", ".join(f"'{name}'" if name else "the root" for name in self.names)
+from .budget import count_padded_elements, split_unit
+from .unit import Unit
 
 
 def split_large_units(

@@ -1,7 +1,7 @@
 """Shards parameters and registers states on modules, for ``fully_shard`` and ``replicate``.
 
-:func:`shard_modules` takes a snapshot before its first change. Its caller restores the snapshot when
-:func:`shard_modules` raises.
+:func:`shard_modules` takes a snapshot before its first change. Its caller restores the snapshot
+when it raises.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 
 from .._compat import zero_grad
-from .._compat.torch_releases import ShardPlacementFnResult, add_missing_methods, resolve_placement
+from .._compat.torch_releases import ShardPlacementFnResult, resolve_placement
 from .hints import with_hint
-from .lint import record_sharded_params
+from .lint_params import record_sharded_params
+from .module_methods import add_missing_methods
 from .param_group import ParamGroup
 from .param_template import ParamFactory
 from .serialization import add_methods, refuse_deepcopy
 from .state import State
-from .torch215_methods import METHODS
 from .transaction import Snapshot, Transaction
 
 
@@ -240,6 +240,6 @@ def _swap_classes(api: WrapperApi, modules: tuple[nn.Module, ...]) -> None:
         refuse_deepcopy,
     )
     for module in modules:
-        add_missing_methods(type(module), METHODS)
+        add_missing_methods(type(module))
         add_methods(type(module))
         zero_grad.add_zero_grad(type(module))

@@ -89,7 +89,7 @@ _subscribed: dict[int, weakref.ref[Any]] = {}
 
 
 def subscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
-    """Makes ``info`` call ``group._refresh_process_groups`` after each assignment to an attribute."""
+    """Makes ``info`` call ``group._refresh_process_groups`` after assignments to attributes."""
     info.__dict__.setdefault(_SUBSCRIBERS, weakref.WeakSet())
     info.__dict__[_SUBSCRIBERS].add(group)
     cls: Any = type(info)

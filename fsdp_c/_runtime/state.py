@@ -27,8 +27,8 @@ import fsdp_c._C as _C
 
 from .._compat import patches
 from .._compat.guard import follow_patches, is_overridden, warn_of_patches_without_effect
+from .._compat.older_torch import StateOfOlderTorch, register_group_hooks
 from .._compat.shutdown import register_at_exit
-from .._compat.torch_releases import StateOfOlderTorch, register_group_hooks
 from .comm_context import CommContext
 from .hints import add_hint, format_names, get_class_name, with_hint
 from .kernels import log_kernels

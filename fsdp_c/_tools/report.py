@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._runtime.lint import get_original_class
+from .._runtime.fsdp_units import get_original_class
 from .advice import Change, changes
 from .dry_run import Collectives, collectives_of, step_calls
 from .fake_step import Trace
@@ -310,7 +310,8 @@ def _verdict(found: Explanation) -> Iterator[str]:
         if left >= 0:
             yield f"it fits into {format_bytes(found.memory)}: {format_bytes(left)} are left{known}"
         else:
-            yield f"it does not fit into {format_bytes(found.memory)}: {format_bytes(-left)} too much{known}"
+            memory, excess = format_bytes(found.memory), format_bytes(-left)
+            yield f"it does not fit into {memory}: {excess} too much{known}"
     if found.changes:
         yield "what would lower the peak most:"
     for change in found.changes:

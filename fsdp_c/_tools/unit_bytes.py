@@ -15,9 +15,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
-from .._runtime import lint
+from .._auto_shard.unit import Unit
+from .._runtime import fsdp_units
 from .._runtime.mixed_precision import get_compute_dtype, get_reduce_dtype
-from ..wrap import Unit
 from .fake_step import StateModules
 
 BUCKET_LIMIT = 2**30
@@ -197,14 +197,14 @@ def layout_of(model: nn.Module) -> Layout:
             StateModules(tuple(state._modules), state._input_dtype, state._output_dtype)
         )
         layout.states.append(_state_sizes(state, layout.states, found, index_of))
-    for name, state, group in lint.iterate_groups(model):
+    for name, state, group in fsdp_units.iterate_groups(model):
         place, index = len(layout.units), index_of[state]
         reshard = _reshards(state, group, is_root=layout.states[index].root == index)
         layout.units.append(_live_unit(name, index, group, reshard))
         layout.modules.append(tuple(group.modules))
         for number, param in enumerate(group.fsdp_params):
-            for registered in lint.list_registered_params(param):
-                layout.dtypes[id(registered)] = lint.get_compute_dtype(param)
+            for registered in fsdp_units.list_registered_params(param):
+                layout.dtypes[id(registered)] = fsdp_units.get_compute_dtype(param)
                 layout.places[id(registered)] = place, number
     return layout
 
@@ -262,7 +262,7 @@ def _live_unit(name: str, state: int, group: Any, reshard: bool | int) -> UnitSi
 
 
 def _live_size(param: Any) -> ParamSize:
-    compute = lint.get_compute_dtype(param)
+    compute = fsdp_units.get_compute_dtype(param)
     return ParamSize(
         name=getattr(param, "_param_fqn", None) or param._module_info.param_name,
         sizes=tuple(param._orig_size) or (1,),

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_c import _dry_run
 from fsdp_c._dry_run import Event
-from fsdp_c._runtime import lint
+from fsdp_c._runtime import fsdp_units
 from fsdp_c._tools import dry_run, unit_bytes
 from fsdp_c.explain import record_step
 
@@ -108,7 +108,7 @@ def run_dry(model: Any, batch: Any, run: Callable[..., Any] = _dry_run.run) -> l
 
 def trace_events(events: list[Event], model: Any) -> list[Item]:
     """Returns the items of a dry run of ``model``, which is initialized."""
-    names = [group._module_fqn or "" for _, _, group in lint.iterate_groups(model)]
+    names = [group._module_fqn or "" for _, _, group in fsdp_units.iterate_groups(model)]
     return [*_dry_items(events, names)]
 
 
