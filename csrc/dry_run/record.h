@@ -20,7 +20,7 @@
  *                                     label: shard, replicate or smaller (the process group)
  *   wait_work                         object: work
  *   record_event, wait_event, synchronize_event
- *                                     object: event
+ *                                     object: event. A wait is for its last recording before.
  *   register                          object: fc_sharded_state; label: name of the parameter
  *   gradient                          bytes; label: name of the parameter */
 #define FCD_KINDS(X)                                                                               \

@@ -89,6 +89,7 @@ static const fcd_call step[] = {
 enum { STEP = sizeof step / sizeof step[0] };
 
 static void begin(const fcd_description *d) {
+    fcd_now = NULL; /* a test before may have failed */
     fcd_record_init(&record, d->streams);
     assert_int_equal(fcd_model_init(&model, d, STEP), FC_OK);
 }
@@ -109,21 +110,26 @@ static void run(size_t first, size_t last) {
     }
 }
 
-/* Lists the events of memory and the collectives of one call, for example "alloc gathered 32". */
+/* Lists the events of one call: memory ("alloc gathered 32"), kernels, collectives, and the ends of
+ * ranges ("leave all_gather"). */
 static const char *events_of(int32_t call) {
     static char text[2048];
-    size_t end_of_text = 0;
+    size_t length = 0;
     text[0] = '\0';
     for (size_t i = 0; i < record.count; i++) {
         const fcd_event *e = &record.events[i];
         const bool memory = e->kind == FCD_ALLOC || e->kind == FCD_FREE;
-        const bool listed = memory || (e->kind >= FCD_PACK && e->kind <= FCD_PACK_GRADIENTS) ||
+        const bool labelled = memory || e->kind == FCD_LEAVE;
+        const bool listed = labelled || (e->kind >= FCD_PACK && e->kind <= FCD_PACK_GRADIENTS) ||
                             (e->kind >= FCD_ALL_GATHER && e->kind <= FCD_WAIT_WORK);
         if (e->call == call && listed) {
-            end_of_text += (size_t)snprintf(text + end_of_text, sizeof text - end_of_text,
-                                            memory ? "%s%s %s %lld" : "%s%s",
-                                            end_of_text > 0 ? "; " : "", fcd_kind_names[e->kind],
-                                            memory ? e->label : "", (long long)e->bytes);
+            length += (size_t)snprintf(text + length, sizeof text - length, "%s%s%s%s",
+                                       length > 0 ? "; " : "", fcd_kind_names[e->kind],
+                                       labelled ? " " : "", labelled ? e->label : "");
+        }
+        if (e->call == call && memory) {
+            length +=
+                (size_t)snprintf(text + length, sizeof text - length, " %lld", (long long)e->bytes);
         }
     }
     return text;
@@ -136,10 +142,12 @@ static void gather_buffer_is_freed_at_the_end_of_its_copy_out(void **state) {
     (void)state;
     begin(describe(&f, false));
     run(0, STEP);
-    assert_string_equal(events_of(1), "alloc gathered 32; pack; all_gather; wait_work; "
-                                      "alloc gathered 32; unpack; free gathered 32");
-    assert_string_equal(events_of(3), "free gathered 32");
-    assert_string_equal(events_of(4), ""); /* the root stays unsharded */
+    assert_string_equal(events_of(1),
+                        "alloc gathered 32; pack; all_gather; leave all_gather; wait_work; "
+                        "alloc gathered 32; unpack; free gathered 32; leave all_gather_copy_out; "
+                        "leave pre_forward");
+    assert_string_equal(events_of(3), "free gathered 32; leave post_forward");
+    assert_string_equal(events_of(4), "leave post_forward"); /* the root stays unsharded */
     end();
 }
 
@@ -148,9 +156,11 @@ static void reduction_frees_gradient_before_its_output_exists(void **state) {
     (void)state;
     begin(describe(&f, false));
     run(0, STEP);
-    assert_string_equal(events_of(12), "free gathered 32; alloc gradients 32; pack_gradients; "
-                                       "free gradients 32; alloc gradients 16; reduce_scatter; "
-                                       "wait_work; free gradients 32");
+    assert_string_equal(events_of(12),
+                        "leave post_backward_accumulate; free gathered 32; "
+                        "leave post_backward_reshard; alloc gradients 32; pack_gradients; "
+                        "free gradients 32; alloc gradients 16; reduce_scatter; wait_work; "
+                        "free gradients 32; leave post_backward_reduce");
     assert_string_equal(events_of(14), "free gradients 16; free gradients 16");
     end();
 }
@@ -161,9 +171,10 @@ static void gather_buffer_is_kept_until_the_next_gather_on_devices_with_streams(
     begin(describe(&f, true));
     run(0, STEP);
     assert_string_equal(events_of(1),
-                        "alloc gathered 32; pack; all_gather; wait_work; free gathered 32; "
-                        "alloc gathered 32; unpack");
-    assert_string_equal(events_of(4), "free gathered 32");
+                        "alloc gathered 32; pack; all_gather; wait_work; leave all_gather; "
+                        "free gathered 32; alloc gathered 32; unpack; leave all_gather_copy_out; "
+                        "leave pre_forward");
+    assert_string_equal(events_of(4), "leave post_forward; free gathered 32");
     end();
 }
 
@@ -173,7 +184,7 @@ static void reduction_without_overlap_ends_in_its_call(void **state) {
     f.units[1].overlap = false;
     begin(describe(&f, true));
     run(0, STEP);
-    assert_non_null(strstr(events_of(12), "wait_work; free gradients 32"));
+    assert_non_null(strstr(events_of(12), "free gradients 32; leave post_backward_reduce"));
     end();
 }
 
