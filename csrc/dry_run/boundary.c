@@ -3,7 +3,7 @@
  *
  * Invariant: the sum of fcd_storage.bytes over all storages of a purpose equals fcd_record.live of
  * that purpose. */
-#include "fake.h"
+#include "boundary.h"
 
 #include <assert.h>
 #include <stdlib.h>
@@ -17,9 +17,9 @@ struct fct_tensor {
     fct_dtype dtype;
     bool requires_grad;
     uint32_t version;
-    fct_tensor *grad;               /* owned, or NULL */
-    fct_grad_subscription *watches; /* of this leaf; each is owned by its caller */
-    int64_t offset;                 /* in elements, from the start of the storage */
+    fct_tensor *grad;                     /* owned, or NULL */
+    fct_grad_subscription *subscriptions; /* of this leaf; each is owned by its caller */
+    int64_t offset;                       /* in elements, from the start of the storage */
     int32_t ndim;
     int64_t dims[]; /* [2 * ndim] sizes, then strides */
 };
@@ -185,8 +185,8 @@ void fct_tensor_release(fct_tensor *t) {
     if (t == NULL || --t->refs > 0) {
         return;
     }
-    while (t->watches != NULL) {
-        fcd_remove_watch(t, t->watches);
+    while (t->subscriptions != NULL) {
+        fcd_remove_subscription(t, t->subscriptions);
     }
     fct_tensor_release(t->grad);
     fcd_storage_release(t->storage);
@@ -398,28 +398,28 @@ void fcd_accumulate_grad(fct_tensor *leaf, fct_tensor *grad) {
     fct_tensor_release(grad);
 }
 
-void fcd_add_watch(fct_tensor *leaf, fct_grad_subscription *watch) {
-    watch->leaf = leaf;
-    watch->next = leaf->watches;
-    leaf->watches = watch;
+void fcd_add_subscription(fct_tensor *leaf, fct_grad_subscription *subscription) {
+    subscription->leaf = leaf;
+    subscription->next = leaf->subscriptions;
+    leaf->subscriptions = subscription;
 }
 
-void fcd_remove_watch(fct_tensor *leaf, fct_grad_subscription *watch) {
-    fct_grad_subscription **link = &leaf->watches;
-    while (*link != watch) {
+void fcd_remove_subscription(fct_tensor *leaf, fct_grad_subscription *subscription) {
+    fct_grad_subscription **link = &leaf->subscriptions;
+    while (*link != subscription) {
         assert(*link != NULL);
         link = &(*link)->next;
     }
-    *link = watch->next;
-    watch->leaf = NULL;
+    *link = subscription->next;
+    subscription->leaf = NULL;
 }
 
-int fcd_run_watches(const fct_tensor *leaf) {
+int fcd_run_subscriptions(const fct_tensor *leaf) {
     int result = 0;
-    for (fct_grad_subscription *watch = leaf->watches, *next = NULL; result == 0 && watch != NULL;
-         watch = next) {
-        next = watch->next;
-        result = watch->hook.call(watch->hook.owner);
+    for (fct_grad_subscription *subscription = leaf->subscriptions, *next = NULL;
+         result == 0 && subscription != NULL; subscription = next) {
+        next = subscription->next;
+        result = subscription->hook.call(subscription->hook.owner);
     }
     return result;
 }

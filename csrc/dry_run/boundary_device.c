@@ -3,7 +3,7 @@
  * and move nothing. The rank is 0; the sizes of all ranks are equal.
  *
  * The dry run's device keeps buffers packed: fct_pg_takes_chunks() returns false. */
-#include "fake.h"
+#include "boundary_device.h"
 
 #include <assert.h>
 #include <stdlib.h>
@@ -12,6 +12,13 @@
 #include "../core/dtype.h"
 #include "../kernels/cast.h"
 #include "../kernels/kernels.h"
+#include "boundary.h"
+
+/* A callback for the end of backward. */
+typedef struct fcd_end {
+    fct_hook hook;
+    struct fcd_end *next;
+} fcd_end;
 
 /* ---- process groups ---- */
 
@@ -283,26 +290,26 @@ bool fct_in_backward(void) {
 }
 
 int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook, fct_grad_subscription **out) {
-    fct_grad_subscription *watch = (fct_grad_subscription *)calloc(1, sizeof *watch);
-    if (watch == NULL) {
+    fct_grad_subscription *subscription = (fct_grad_subscription *)calloc(1, sizeof *subscription);
+    if (subscription == NULL) {
         return fcd_fail("out of memory for a gradient hook");
     }
-    watch->hook = *hook;
-    fcd_add_watch(leaf, watch);
-    fcd_now->watches++;
-    *out = watch;
+    subscription->hook = *hook;
+    fcd_add_subscription(leaf, subscription);
+    fcd_now->subscriptions++;
+    *out = subscription;
     return 0;
 }
 
-void fct_grad_subscription_free(fct_grad_subscription *watch) {
-    if (watch == NULL) {
+void fct_grad_subscription_free(fct_grad_subscription *subscription) {
+    if (subscription == NULL) {
         return;
     }
-    if (watch->leaf != NULL) {
-        fcd_remove_watch(watch->leaf, watch);
+    if (subscription->leaf != NULL) {
+        fcd_remove_subscription(subscription->leaf, subscription);
     }
-    fcd_now->watches--;
-    free(watch);
+    fcd_now->subscriptions--;
+    free(subscription);
 }
 
 int fct_autograd_at_end(const fct_hook *hook) {

@@ -1,6 +1,9 @@
-/* The callbacks of the core (core/callbacks.h) for the parameters of a dry run. They keep the tensors
- * that csrc/python keeps, and record registrations and gradients. */
-#include "model.h"
+/* The callbacks of the core (core/callbacks.h) for the parameters of a dry run. They keep the
+ * tensors that csrc/python keeps, and record registrations and gradients. */
+#include "callbacks.h"
+
+#include "boundary.h"
+#include "unit.h"
 
 static void replace(fct_tensor **slot, fct_tensor *value) {
     fct_tensor *before = *slot;

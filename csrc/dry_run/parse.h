@@ -5,10 +5,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "model.h"
+#include "step.h"
 
-/* Memory of a parsed description. Texts are borrowed from the Python objects, which the caller keeps
- * unchanged. */
+/* Memory of a parsed description. Texts are borrowed from the Python objects, which the caller
+ * keeps unchanged. */
 typedef struct fcd_parsed {
     fcd_description description;
     fcd_call *calls; /* [call_count] owned */

@@ -44,7 +44,7 @@ void fcd_record_fini(fcd_record *r) {
 }
 
 size_t fcd_record_objects(const fcd_record *r) {
-    return r->tensors + r->storages + r->works + r->stream_events + r->groups + r->watches;
+    return r->tensors + r->storages + r->works + r->stream_events + r->groups + r->subscriptions;
 }
 
 static fcd_event *append(fcd_record *r) {

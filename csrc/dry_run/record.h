@@ -99,7 +99,7 @@ typedef struct fcd_record {
     int64_t device_live; /* sum of all purposes but FCD_HOST */
     int64_t device_peak; /* maximum of device_live so far */
     /* Objects of the boundary that exist now. A run releases all of them. */
-    size_t tensors, storages, works, stream_events, groups, watches;
+    size_t tensors, storages, works, stream_events, groups, subscriptions;
     /* State of the simulated device and of autograd. */
     bool has_streams;
     bool in_backward;

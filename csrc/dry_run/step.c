@@ -1,13 +1,14 @@
-/* The calls of a dry run: those that the hooks of csrc/python/step.c and autograd make to the core,
- * in the same order. Owns nothing.
+/* The calls of a dry run: those that the hooks of csrc/python/step.c and autograd make to the
+ * core, in the same order. Owns nothing.
  *
- * Purposes of memory that the core allocates meanwhile: gathers belong to FCD_GATHERED, the end of a
- * unit's backward and of the whole backward to FCD_GRADIENTS. */
-#include "model.h"
+ * * Purposes of memory that the core allocates meanwhile: gathers belong to FCD_GATHERED, the end
+ * of a unit's backward and of the whole backward to FCD_GRADIENTS. */
+#include "step.h"
 
 #include <string.h>
 
 #include "../core/dtype.h"
+#include "boundary_device.h"
 
 const char *const fcd_call_names[FCD_CALL_COUNT] = {
 #define FCD_CALL_NAME(name, text, arguments) text,
@@ -120,8 +121,8 @@ static void free_storage(fcd_model *m, size_t number) {
     m->storages[number] = NULL;
 }
 
-/* Takes the model's reference to a storage, which becomes that of a gradient. Without such a storage
- * it creates one. */
+/* Takes the model's reference to a storage, which becomes that of a gradient. Without such a
+ * storage it creates one. */
 static fcd_storage *take_gradient_storage(fcd_model *m, int64_t number, int64_t bytes) {
     fcd_storage *storage = number >= 0 ? m->storages[number] : NULL;
     if (storage == NULL) {
@@ -146,7 +147,7 @@ static fc_status accumulate(fcd_model *m, fcd_param *p, int64_t number, int64_t 
     }
     if (number < 0 && fct_grad_has(leaf)) { /* autograd adds in place */
         fcd_note(FCD_ADD, -1, 0, needed, d->name);
-        return (fc_status)fcd_run_watches(leaf);
+        return (fc_status)fcd_run_subscriptions(leaf);
     }
     fcd_storage *storage = take_gradient_storage(m, number, bytes);
     fct_tensor *grad =
@@ -157,7 +158,7 @@ static fc_status accumulate(fcd_model *m, fcd_param *p, int64_t number, int64_t 
     }
     fct_tensor_retain(grad); /* autograd has a reference until its hooks return */
     fcd_accumulate_grad(leaf, grad);
-    const fc_status status = (fc_status)fcd_run_watches(leaf);
+    const fc_status status = (fc_status)fcd_run_subscriptions(leaf);
     fct_tensor_release(grad);
     return status;
 }

@@ -1,6 +1,6 @@
 /* The boundary of the dry run: bytes by purpose, the peak, and the life of tensors, storages and
  * events. */
-#include "dry_run/fake.h"
+#include "dry_run/boundary.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

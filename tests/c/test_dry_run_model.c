@@ -1,6 +1,6 @@
 /* The model of the dry run: the order of memory events of one step, the release of every object
  * after any call, and the messages about invalid descriptions and calls. */
-#include "dry_run/model.h"
+#include "dry_run/step.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

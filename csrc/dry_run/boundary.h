@@ -1,10 +1,10 @@
-/* Objects of the dry run's boundary (torch/torch_abi.h): tensors that have sizes and a dtype but no
- * memory, process groups, works, streams and events. All functions need the record of this thread
- * (record.h), which counts the objects.
+/* Tensors and storages of the dry run's boundary (torch/torch_abi.h), which have sizes and a dtype
+ * but no memory. All functions need the record of this thread (record.h), which counts the
+ * objects.
  *
- * A storage has a size and no memory. Its addresses are numbers that are never dereferenced. */
-#ifndef FSDP_C_DRY_RUN_FAKE_H
-#define FSDP_C_DRY_RUN_FAKE_H
+ * * A storage has a size and no memory. Its addresses are numbers that are never dereferenced. */
+#ifndef FSDP_C_DRY_RUN_BOUNDARY_H
+#define FSDP_C_DRY_RUN_BOUNDARY_H
 
 #include "../core/param.h"
 #include "record.h"
@@ -17,12 +17,6 @@ typedef struct fcd_storage {
     bool on_host;  /* host memory of a device with streams */
     fcd_purpose purpose;
 } fcd_storage;
-
-/* A callback for the end of backward. */
-typedef struct fcd_end {
-    fct_hook hook;
-    struct fcd_end *next;
-} fcd_end;
 
 /* Returns NULL with the record's error set if there is no memory. Release with
  * fcd_storage_release(). `on_host`: host memory of a device with streams. */
@@ -42,14 +36,11 @@ void fcd_defer_release(fct_tensor *t);
 void fcd_release_deferred(void);
 /* Calls the notifications of the leaf, as autograd does after it has accumulated into it. Returns
  * 0, or the first result that is not 0. */
-int fcd_run_watches(const fct_tensor *leaf);
-/* Adds and removes notifications; called by fct_autograd_subscribe() and fct_grad_subscription_free(). */
-void fcd_add_watch(fct_tensor *leaf, fct_grad_subscription *watch);
-void fcd_remove_watch(fct_tensor *leaf, fct_grad_subscription *watch);
-/* Runs and removes the callbacks for the end of backward. Returns 0, or the first result that is
- * not 0. drop: removes them without a call. */
-int fcd_run_ends(void);
-void fcd_drop_ends(void);
+int fcd_run_subscriptions(const fct_tensor *leaf);
+/* Adds and removes notifications; called by fct_autograd_subscribe() and
+ * fct_grad_subscription_free(). */
+void fcd_add_subscription(fct_tensor *leaf, fct_grad_subscription *subscription);
+void fcd_remove_subscription(fct_tensor *leaf, fct_grad_subscription *subscription);
 
 struct fct_grad_subscription {
     fct_tensor *leaf; /* NULL after the leaf was released */
