@@ -2,7 +2,7 @@
  * but no memory. All functions need the record of this thread (record.h), which counts the
  * objects.
  *
- * * A storage has a size and no memory. Its addresses are numbers that are never dereferenced. */
+ * A storage has a size and no memory. Its addresses are numbers that are never dereferenced. */
 #ifndef FSDP_C_DRY_RUN_BOUNDARY_H
 #define FSDP_C_DRY_RUN_BOUNDARY_H
 

@@ -1,7 +1,7 @@
 /* The calls of a dry run: those that the hooks of csrc/python/step.c and autograd make to the
  * core, in the same order. Owns nothing.
  *
- * * Purposes of memory that the core allocates meanwhile: gathers belong to FCD_GATHERED, the end
+ * Purposes of memory that the core allocates meanwhile: gathers belong to FCD_GATHERED, the end
  * of a unit's backward and of the whole backward to FCD_GRADIENTS. */
 #include "step.h"
 
