@@ -89,7 +89,7 @@ def shard(model: Any, **kwargs: Any) -> Any:
 def nested() -> Any:
     model = Chain()
     for block in model.blocks:
-        fully_shard(block.down)  # type: ignore[union-attr]
+        fully_shard(block.down)  # type: ignore[arg-type]
     return shard(model)
 
 
