@@ -41,14 +41,14 @@ GPU_ARGS ?=
 SANITIZE_TESTS ?= tests/unit
 # Tests that measure are excluded. Benchmarks start processes without the sanitizers, and the memory pool caches
 # nothing.
-NOT_SANITIZED := test_bench forecast_is_within_one_percent cached_buffers_until_release_memory
+NOT_SANITIZED := test_bench predicted_peak_is_within_one_percent cached_buffers_until_release_memory
 empty :=
 space := $(empty) $(empty)
 ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/unit/test_reentry.py \
 	tests/unit/test_uninitialized_objects.py tests/unit/test_replaced_shards.py tests/unit/test_process_groups.py \
 	tests/distributed/test_behavior_training.py tests/distributed/test_behavior_backwards.py \
 	tests/distributed/test_behavior_groups.py tests/distributed/test_behavior_replicate.py
-# Files of tests/unit that test-fast excludes: they start interpreters, or compute forecasts.
+# Files of tests/unit that test-fast excludes: they start interpreters, or compute estimates.
 NOT_FAST := bench build check install mutations plan typing
 # The `pythonpath` of pyproject.toml without the repository root.
 TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers

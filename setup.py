@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))  # a PEP 517 build does not have this folder on sy
 from build_support import find_cuda, find_torch, run_cmake  # noqa: E402
 
 BUILD = ROOT / "build"
-MODULES = ["fsdp_c._C"]
+MODULES = ["fsdp_c._C", "fsdp_c._dry_run"]
 
 
 def is_on(name: str) -> bool:

@@ -162,7 +162,7 @@ def check_resolved(library: Path) -> None:
     first call.
     """
     nm = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
-    missing = sorted(set(re.findall(r"\bU ((?:fc|fct|fck|fcpy|shm_ring)_\w+)", nm.stdout)))
+    missing = sorted(set(re.findall(r"\bU ((?:fc|fcd|fct|fck|fcpy|shm_ring)_\w+)", nm.stdout)))
     if missing:
         library.unlink()
         raise SystemExit(f"fsdp_c: used but not defined: {', '.join(missing)}")

@@ -23,7 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 CLIP = ("test_clip", "test_behavior_clipping")
-EXPLAIN = ("test_plan", "test_explain")
+EXPLAIN = ("test_plan", "test_explain", "test_dry_run")
+DRY_RUN = ("test_dry_run", "test_dry_run_boundary", "test_dry_run_model")
 KERNELS = ("test_kernels", "test_casts", "test_cuda_build")
 SHARED_MEMORY = ("test_shared_memory", "test_shm_collectives")
 STEPS = ("test_behavior_training", "test_behavior_events", "test_behavior_groups")
@@ -32,7 +33,7 @@ GUARD = ("test_guard", "test_patch_sweep")
 TESTS_OF = {
     # csrc/core and csrc/python
     "attributes": ("test_private_api", "test_private_surface"),
-    "callbacks": ("test_gradient_callbacks", "test_private_api"),
+    "callbacks": ("test_gradient_callbacks", "test_private_api", *DRY_RUN),
     "check_initialized": ("test_uninitialized_objects",),
     "check_thread": ("test_two_threads", "test_reentry"),
     "comm_context": ("test_private_api", "test_behavior_groups"),
@@ -44,17 +45,25 @@ TESTS_OF = {
     "hook": ("test_private_surface", "test_guard"),
     "iteration_context": ("test_private_api", "test_behavior_groups"),
     "local_lists": ("test_launches", "test_optim"),
-    "module": ("test_bind", "test_fuzz"),
+    "module": ("test_bind", "test_fuzz", *DRY_RUN),
     "objects": ("test_uninitialized_objects", "test_fuzz"),
     "param": ("test_param", "test_patched_params", "test_private_surface"),
     "param_group": ("test_private_api", "test_private_surface", "test_behavior_groups"),
     "shard": ("test_replaced_shards", "test_behavior_state"),
     "slots": ("test_replaced_shards", "test_behavior_state"),
     "state": ("test_train", "test_reset", "test_reentry", "test_private_surface", *STEPS),
-    "step": ("test_version_counters",),
+    "step": ("test_version_counters", *DRY_RUN),
     "transitions": (*GUARD, *STEPS),
     "tree": ("test_behavior_training",),
     "version_cache": GUARD,
+    # csrc/dry_run
+    "boundary": DRY_RUN,
+    "boundary_device": DRY_RUN,
+    "description": DRY_RUN,
+    "model": DRY_RUN,
+    "parse": DRY_RUN,
+    "record": DRY_RUN,
+    "unit": DRY_RUN,
     # csrc/torch or csrc/bridge, csrc/transport
     "all_reduce": (*SHARED_MEMORY, "test_replicate"),
     "autograd": ("test_behavior_backwards", "test_freed_models", "test_double_backward"),
@@ -100,7 +109,6 @@ TESTS_OF = {
     "extensions": ("test_behavior_extensions", "test_subclass_parameters"),
     "fake_step": EXPLAIN,
     "fallback_transport": SHARED_MEMORY,
-    "forecast": EXPLAIN,
     "fsdp_c_autoload": ("test_install",),
     "fsdp_c_redirect": ("test_undo",),
     "fsdp_units": ("test_names", "test_contexts_and_ema"),
@@ -132,6 +140,7 @@ TESTS_OF = {
     "trace_spans": ("test_timeline", "test_trace"),
     "transaction": ("test_undo", "test_keyboard_interrupt"),
     "transport": (*SHARED_MEMORY, "test_buckets"),
+    "step_memory": EXPLAIN,
     "unit_bytes": EXPLAIN,
     "unit_sizes": ("test_wrap_policy", "test_wrap"),
     "version": ("test_check", "test_package_layers"),
@@ -141,7 +150,8 @@ TESTS_OF = {
 
 SUBJECTS = (
     *("csrc/core/*.[ch]", "csrc/python/*.[ch]", "csrc/transport/*.[ch]", "csrc/kernels/*.*"),
-    *("csrc/torch/*.*", "csrc/bridge/*.*", "fsdp_c/**/*.py", "fsdp_c_autoload/*.py", "*_*.py"),
+    *("csrc/dry_run/*.[ch]", "csrc/torch/*.*", "csrc/bridge/*.*"),
+    *("fsdp_c/**/*.py", "fsdp_c_autoload/*.py", "*_*.py"),
 )
 """Files that are modules. A module is named by its stem, whatever its folder."""
 NOT_MODULES = {"build_torch", "cuda_build"}

@@ -91,13 +91,16 @@ def test_header_compiles_alone_as_c11(header: Path, tmp_path: Path) -> None:
 
 
 def test_only_the_bridge_includes_torch() -> None:
-    assert find_includes(sources("core", "kernels", "python"), TORCH_INCLUDE) == []
+    assert find_includes(sources("core", "kernels", "python", "dry_run"), TORCH_INCLUDE) == []
     # Only the .cpp files of the bridge include torch. torch_abi.h is C, so every layer can use it.
     assert find_includes([CSRC / "torch/torch_abi.h"], TORCH_INCLUDE) == []
 
 
 def test_only_csrc_python_and_the_bridge_include_python() -> None:
     assert find_includes(sources("core", "kernels"), PYTHON_INCLUDE) == []
+    converters = ("parse.c", "parse.h", "module.c")
+    others = [path for path in sources("dry_run") if path.name not in converters]
+    assert find_includes(others, PYTHON_INCLUDE) == []
     assert find_includes([CSRC / "torch/torch_abi.h"], PYTHON_INCLUDE) == []
 
 
@@ -118,7 +121,10 @@ def test_core_includes_only_c_headers_of_other_layers() -> None:
 
 def test_lower_layers_do_not_include_csrc_python() -> None:
     assert (
-        find_includes(sources("core", "kernels", "torch"), re.compile(r"^(?:\.\./)?python/")) == []
+        find_includes(
+            sources("core", "kernels", "torch", "dry_run"), re.compile(r"^(?:\.\./)?python/")
+        )
+        == []
     )
 
 
@@ -156,37 +162,45 @@ def test_include_patterns_match_headers_of_their_libraries() -> None:
 # ---- the built module ----------------------------------------------------------------------------
 
 
-def extension() -> Path:
-    """The extension module that tests run on, normal or sanitized."""
+MODULES = ("_C", "_dry_run")
+
+
+def extension(module: str) -> Path:
+    """An extension module that tests run on, normal or sanitized."""
     import fsdp_c
 
-    found = list(Path(fsdp_c.__file__).parent.glob("_C*" + sysconfig.get_config_var("EXT_SUFFIX")))
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    found = list(Path(fsdp_c.__file__).parent.glob(f"{module}*{suffix}"))
     assert len(found) == 1, "run `make build`"
     return found[0]
 
 
-def dynamic_symbols(*options: str) -> list[list[str]]:
-    """Lines of `nm -D` on the extension: [address,] kind, name."""
-    nm = run_tool("nm", "-D", *options, str(extension()))
+def dynamic_symbols(module: str, *options: str) -> list[list[str]]:
+    """Lines of `nm -D` on an extension: [address,] kind, name."""
+    nm = run_tool("nm", "-D", *options, str(extension(module)))
     assert nm.returncode == 0, nm.stderr
     return [line.split() for line in nm.stdout.splitlines()]
 
 
-def test_extension_exports_only_its_init_function() -> None:
-    assert [(kind, name) for _, kind, name in dynamic_symbols("--defined-only")] == [
-        ("T", "PyInit__C")
-    ]
+@pytest.mark.parametrize("module", MODULES)
+def test_extension_exports_only_its_init_function(module: str) -> None:
+    defined = [(kind, name) for _, kind, name in dynamic_symbols(module, "--defined-only")]
+    assert defined == [("T", f"PyInit_{module}")]
 
 
-def test_extension_defines_all_fsdp_c_symbols() -> None:
-    undefined = [line[-1] for line in dynamic_symbols("--undefined-only")]
+@pytest.mark.parametrize("module", MODULES)
+def test_extension_defines_all_fsdp_c_symbols(module: str) -> None:
+    undefined = [line[-1] for line in dynamic_symbols(module, "--undefined-only")]
     assert "PyModuleDef_Init" in undefined, "nm lists no symbols: the test would check nothing"
-    assert [name for name in undefined if re.match(r"(?:fct?|fck|fcpy|shm_ring)_", name)] == []
+    own = re.compile(r"(?:fct?|fcd|fck|fcpy|shm_ring)_")
+    assert [name for name in undefined if own.match(name)] == []
 
 
-def test_extension_has_no_rpath_and_does_not_link_libpython() -> None:
-    dynamic = run_tool("readelf", "-d", str(extension())).stdout
-    assert "libtorch_python.so" in dynamic  # the bridge needs it; import torch has loaded it
+@pytest.mark.parametrize("module", MODULES)
+def test_extension_has_no_rpath_and_does_not_link_libpython(module: str) -> None:
+    dynamic = run_tool("readelf", "-d", str(extension(module))).stdout
+    # The bridge needs torch, which import torch has loaded. The dry run has no bridge.
+    assert ("libtorch" in dynamic) is (module == "_C")
     assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
     assert "libpython" not in dynamic
 
@@ -230,7 +244,7 @@ def test_source_files_have_at_most_max_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sources("core", "kernels", "python", "torch", "transport"), ids=relative
+    "path", sources("core", "dry_run", "kernels", "python", "torch", "transport"), ids=relative
 )
 def test_c_file_begins_with_a_comment(path: Path) -> None:
     assert re.match(r"/[*/]", path.read_text()), (
