@@ -5,7 +5,7 @@ The compilers of the sources:
 - csrc/core, csrc/python and the CPU kernels are C11. torch's BuildExtension passes `.c` files to
   the C++ compiler when it uses ninja. Therefore `BuildC` removes them from the extension's sources,
   compiles the changed ones itself, in parallel, and links the objects.
-- BuildExtension and ninja compile csrc/torch/*.cpp, with the C++ standard of the installed torch.
+- BuildExtension and ninja compile csrc/bridge/*.cpp, with the C++ standard of the installed torch.
 - nvcc compiles csrc/kernels/kernels_cuda.cu, if nvcc is found and torch is a CUDA build.
   cuda_build.py selects nvcc and the architectures. Otherwise kernels_none.c replaces the file: a
   CPU-only torch has no CUDA runtime to link with. `make cuda-check` still compiles the file.
@@ -13,7 +13,7 @@ The compilers of the sources:
 
 Environment:
     FSDP_C_DEBUG=1        -O0 -g and assertions
-    FSDP_C_ASSERT=1       assertions in the C files only; csrc/torch as in a release, so that the
+    FSDP_C_ASSERT=1       assertions in the C files only; csrc/bridge as in a release, so that the
                           build takes seconds after a release build (`make test-assert`)
     FSDP_C_SANITIZE=1     AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize`)
     FSDP_C_NO_CUDA=1      no CUDA kernels
@@ -121,7 +121,7 @@ def build_directory(cxx: bool = False) -> Path:
 
 def headers() -> list[str]:
     """Returns all headers under csrc."""
-    return sorted(str(path) for path in CSRC.rglob("*.h"))
+    return sorted(str(path) for path in CSRC.rglob("*.h*"))
 
 
 def c_sources() -> list[str]:
@@ -135,7 +135,7 @@ def c_sources() -> list[str]:
 
 def cxx_sources() -> list[str]:
     """Returns the files of the C++ bridge, relative to the repository."""
-    return sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("torch/*.cpp"))
+    return sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("bridge/*.cpp"))
 
 
 def compile_command(source: str) -> list[str]:

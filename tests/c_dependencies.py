@@ -44,6 +44,34 @@ LAYERS = {
 csrc/README.md describes each module.
 """
 
+BOUNDARY = (
+    "bridge/types.h",
+    "bridge/error.h",
+    "bridge/tensor.h",
+    "bridge/stream.h",
+    "bridge/group.h",
+    "bridge/collective.h",
+    "bridge/autograd.h",
+)
+"""Headers of the bridge that are free of Python objects; bridge/pyobject.h is not."""
+
+INCLUDES = {
+    "core": (*BOUNDARY, "kernels/kernels.h"),
+    "kernels": (),
+    "transport": (),
+    "bridge": ("kernels/pool.h", "kernels/ring.h", "transport/shm_ring.h"),
+    "python": (
+        *BOUNDARY,
+        "bridge/pyobject.h",
+        "core/*.h",
+        "kernels/kernels.h",
+        "kernels/kernels_jit.h",
+        "kernels/norm.h",
+        "kernels/pool.h",
+    ),
+}
+"""Headers of other folders that the files of each folder of csrc include directly."""
+
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
@@ -64,6 +92,16 @@ def list_modules(folder: str) -> dict[str, list[Path]]:
     for path in sorted((CSRC / folder).glob("*.[ch]")):
         modules.setdefault(path.stem, []).append(path)
     return modules
+
+
+def find_other_folders(folder: str) -> dict[str, set[str]]:
+    """Maps each header of another folder that ``csrc/folder`` includes to the including files."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((CSRC / folder).iterdir()):
+        for header in _INCLUDE.findall(strip_comments(path)):
+            if "/" in header:
+                found.setdefault(header.removeprefix("../"), set()).add(path.name)
+    return found
 
 
 def find_dependencies(modules: dict[str, list[Path]]) -> dict[str, dict[str, set[str]]]:

@@ -11,6 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/error.h"
+#include "../bridge/tensor.h"
+
 void fc_comm_init(fc_comm *c, fct_device device) {
     memset(c, 0, sizeof *c);
     c->device = device;

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/error.h"
 #include "reduction.h"
 
 const fc_transitions fc_group_transitions = {

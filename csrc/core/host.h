@@ -6,7 +6,7 @@
 
 #include <stdbool.h>
 
-#include "../torch/torch_abi.h"
+#include "../bridge/types.h"
 #include "param.h"
 
 /* Data movements that the host may perform in place of the core. FC_MOVE_EARLY includes

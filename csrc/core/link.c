@@ -4,6 +4,8 @@
 
 #include <stdio.h>
 
+#include "../bridge/error.h"
+
 void fc_link_set(fc_link *link, const char *name, int64_t world, int64_t rank) {
     fct_pg_release(link->pg);
     *link = (fc_link){.name = name, .world = world, .rank = rank};

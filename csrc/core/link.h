@@ -4,7 +4,7 @@
 #ifndef FSDP_C_CORE_LINK_H
 #define FSDP_C_CORE_LINK_H
 
-#include "../torch/torch_abi.h"
+#include "../bridge/collective.h"
 #include "status.h"
 
 typedef struct fc_link {
@@ -26,7 +26,7 @@ FC_CHECK fc_status fc_link_open(fc_link *link);
 FC_CHECK fc_status fc_link_announce(const fc_link *link, size_t more);
 
 /* Each issues one collective and opens the link if necessary. Tensors and *work are as in
- * torch_abi.h. `whose`: FQNs of the modules, "" or NULL for the root. */
+ * bridge/group.h. `whose`: FQNs of the modules, "" or NULL for the root. */
 FC_CHECK fc_status fc_link_all_gather(fc_link *link, const char *whose, fct_tensor *output,
                                       fct_tensor *input, bool async_op, fct_work **work);
 FC_CHECK fc_status fc_link_reduce_scatter(fc_link *link, const char *whose, fct_tensor *output,
@@ -35,10 +35,10 @@ FC_CHECK fc_status fc_link_reduce_scatter(fc_link *link, const char *whose, fct_
 FC_CHECK fc_status fc_link_all_reduce(fc_link *link, const char *whose, fct_tensor *tensor,
                                       fct_reduce_op op, bool async_op, fct_work **work);
 /* Returns true if such a gather is CPU-bound: the processors that compute also copy the rows. See
- * torch_abi.h. Opens the link; returns false if that fails. */
+ * bridge/collective.h. Opens the link; returns false if that fails. */
 bool fc_link_is_copied(fc_link *link, int64_t row_bytes);
-/* All-gather and reduce-scatter over separate chunks; see torch_abi.h. takes_chunks opens the link
- * and writes to *takes whether the transport supports them. */
+/* All-gather and reduce-scatter over separate chunks; see bridge/collective.h. takes_chunks opens
+ * the link and writes to *takes whether the transport supports them. */
 FC_CHECK fc_status fc_link_takes_chunks(fc_link *link, fct_device device, fc_operation operation,
                                         bool *takes);
 FC_CHECK fc_status fc_link_gather_chunks(fc_link *link, const char *whose,

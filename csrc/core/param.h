@@ -2,7 +2,8 @@
 #ifndef FSDP_C_CORE_PARAM_H
 #define FSDP_C_CORE_PARAM_H
 
-#include "../torch/torch_abi.h"
+#include "../bridge/autograd.h"
+#include "../bridge/tensor.h"
 #include "extension.h"
 #include "layout.h"
 #include "status.h"

@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/stream.h"
+
 /* In bytes. Below this size a copy is cheaper than another message. */
 static int64_t owned_chunks_from = 1 << 18;
 

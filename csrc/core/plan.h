@@ -22,8 +22,9 @@
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
+#include "../bridge/collective.h"
+#include "../bridge/tensor.h"
 #include "../kernels/kernels.h"
-#include "../torch/torch_abi.h"
 #include "dtype.h"
 #include "param.h"
 #include "status.h"

@@ -8,6 +8,7 @@
 
 #include <string.h>
 
+#include "../bridge/error.h"
 #include "divide.h"
 #include "reduction.h"
 

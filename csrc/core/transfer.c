@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bridge/stream.h"
 #include "offload.h"
 
 void fc_transfer_fini(fc_transfer *t) {

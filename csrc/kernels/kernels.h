@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-/* Element types, with torch's ScalarType numbers (asserted in csrc/torch). Any other type can be
+/* Element types, with torch's ScalarType numbers (asserted in csrc/bridge). Any other type can be
  * moved (same type on both sides) but not cast. */
 typedef int32_t fck_dtype;
 enum {

@@ -2,6 +2,8 @@
  * layer moves. Owns nothing. Every callback runs with the GIL held. */
 #include "host.h"
 
+#include "../bridge/error.h"
+#include "../bridge/pyobject.h"
 #include "dtensor.h"
 #include "extension.h"
 #include "retired.h"

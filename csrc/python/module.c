@@ -1,5 +1,7 @@
 /* The extension module: its functions and its state (types, interned names, bound Python
  * functions). It has no global state. */
+#include "../bridge/error.h"
+#include "../bridge/pyobject.h"
 #include "../core/plan.h"
 #include "../kernels/kernels.h"
 #include "../kernels/kernels_jit.h"

@@ -5,6 +5,7 @@
  * subclass in fsdp_c/param.py. */
 #include "param.h"
 
+#include "../bridge/pyobject.h"
 #include "attributes.h"
 #include "errors.h"
 #include "extension.h"

@@ -3,6 +3,7 @@
  * fsdp_c/param_group.py. */
 #include "param_group.h"
 
+#include "../bridge/pyobject.h"
 #include "attributes.h"
 #include "group_attributes.h"
 #include "host.h"

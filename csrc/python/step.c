@@ -6,6 +6,7 @@
 
 #include <time.h>
 
+#include "../bridge/pyobject.h"
 #include "admit.h"
 #include "attributes.h"
 #include "dynamo.h"

@@ -1,4 +1,4 @@
-/* Simulated device and process groups: the part of csrc/torch/torch_abi.h that the core calls,
+/* Simulated device and process groups: the part of csrc/bridge that the core calls,
  * without torch and without Python. (Autograd nodes and Python objects belong to csrc/python.)
  *
  * Time. Every access to memory (kernel, copy, collective, allocation) is an operation on a stream.
@@ -29,8 +29,12 @@
 
 #include <cmocka.h>
 
+#include "bridge/autograd.h"
+#include "bridge/collective.h"
+#include "bridge/error.h"
+#include "bridge/stream.h"
+#include "bridge/tensor.h"
 #include "kernels/kernels.h"
-#include "torch/torch_abi.h"
 
 /* ---- one simulation ---- */
 

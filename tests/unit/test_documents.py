@@ -190,7 +190,7 @@ FSDP_C_DEBUG=1 make build missing
 """
 
 DOCUMENT_WITH_KNOWN_NAMES = """
-Read `core/group.h`, `group.c`, `tests/c`, `csrc/torch/*.cpp`; call `fc_group_unshard`,
+Read `core/group.h`, `group.c`, `tests/c`, `csrc/bridge/*.cpp`; call `fc_group_unshard`,
 `fct_fault_arm(n)`, `fsdp_c.auto_shard(model)`, `fc_param.partial`, `zero_grad()`, `make
 test`, the prefixes `fc_` and `fct_`, `model`, run
 `test_unknown_names_are_listed_in_order`. Not a name: `a = b`.

@@ -1,8 +1,8 @@
-/* Collectives over shared memory; see shm_collective.h.
+/* Collectives over shared memory; see shm_collective.hpp.
  *
  * A message holds a part of each rank shard that it carries. Parts are multiples of a cache line,
  * so no element is split between messages. */
-#include "shm_collective.h"
+#include "shm_collective.hpp"
 
 #include "../kernels/ring.h"
 

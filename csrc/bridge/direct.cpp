@@ -2,25 +2,25 @@
  *
  * torch's gloo backend gathers into a temporary buffer and copies that to the output. Its
  * reduce-scatter copies the input, all-reduces all of it and takes a slice. DirectBackend writes
- * each rank's data to shared memory once (shm_transport.h), and the peers read it from there. A
+ * each rank's data to shared memory once (shm_transport.hpp), and the peers read it from there. A
  * reduction adds in the order of gloo's ring (kernels/ring.h), so the bits are equal to gloo's.
  *
  * DirectBackend belongs to a process group of its own, which only this extension holds. Collectives
  * are the same ops of namespace c10d, so dispatch modes, patches and profilers see the same calls.
  *
  * A rank must receive what its peers send. All ranks of a group negotiate once whether, and from
- * which collective on, they use DirectBackend (negotiation.h). After that the choice depends only
+ * which collective on, they use DirectBackend (negotiation.hpp). After that the choice depends only
  * on sizes and dtypes, which are equal on all ranks. A group uses gloo's collectives if its ranks
  * span hosts or if one of them has no shared memory.
  *
  * A collective that is larger than the ring makes progress only inside wait(). The progress thread
- * of the group waits for it (progress.h). Its operation type is UNKNOWN, as that of gloo's
+ * of the group waits for it (progress.hpp). Its operation type is UNKNOWN, as that of gloo's
  * reduce-scatter. */
-#include "direct.h"
+#include "direct.hpp"
 
 #include "../kernels/ring.h"
-#include "all_reduce.h"
-#include "shm_collective.h"
+#include "all_reduce.hpp"
+#include "shm_collective.hpp"
 
 #include <ATen/record_function.h>
 

@@ -1,6 +1,6 @@
 /* Collectives and their works.
  *
- * A group (group.h) written in C++ is called through the methods of ProcessGroup, and so through
+ * A group (group.hpp) written in C++ is called through the methods of ProcessGroup, and so through
  * the c10d ops. A group that is a Python class is called through its Python methods, as by
  * torch.distributed. The GIL is released while a collective is issued and while a work is waited
  * for.
@@ -12,9 +12,13 @@
  * background, and can be polled. The thread shares ownership of what it uses and calls no Python.
  * It exits after its last work when the group is released. Works of all other backends are waited
  * for in one call: they return at once (streams) or cannot be polled. */
-#include "direct.h"
-#include "group.h"
-#include "shm_collective.h"
+#include "collective.h"
+
+#include "direct.hpp"
+#include "error.h"
+#include "group.hpp"
+#include "pyobject.h"
+#include "shm_collective.hpp"
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/LegacyTypeDispatch.h>

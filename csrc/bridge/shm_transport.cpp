@@ -3,13 +3,13 @@
  * submit() copies this rank's data into its ring. progress() and waits read the peers' rings. A
  * collective that fits into the ring needs no background thread: submit() writes all of it. The
  * rest of a larger one is written while peers read, by any thread that waits for the transport.
- * The progress thread waits for such a collective (progress.h). Messages are written and read in
+ * The progress thread waits for such a collective (progress.hpp). Messages are written and read in
  * order of issue. Without a waiting thread no system call is made.
  *
  * A reader compares the tag and the size of each message with its own, and reports a mismatch.
  * After a mismatch, a timeout or the end of a rank, messages cannot be matched any more. All later
  * collectives fail on every rank, as over gloo's connections. */
-#include "shm_transport.h"
+#include "shm_transport.hpp"
 
 #include <c10/util/Exception.h>
 

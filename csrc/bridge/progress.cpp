@@ -7,9 +7,9 @@
  * The thread calls no Python and never takes the GIL, not even to destroy what it holds: a thread
  * that takes the GIL while the interpreter finalizes would terminate the process. The outcome of a
  * task is published once, under its mutex. */
-#include "progress.h"
+#include "progress.hpp"
 
-#include "bridge.h"
+#include "bridge.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>

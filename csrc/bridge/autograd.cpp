@@ -1,10 +1,12 @@
-/* Autograd: the post-backward node, gradient hooks, the end-of-backward callback, and profiler
- * ranges.
+/* Autograd: the post-backward node, gradient hooks, the end-of-backward callback, functorch, and
+ * profiler ranges.
  *
  * Hooks run with the GIL, on the engine's thread. A failed hook throws python_error, so the caller
  * of backward() receives the exception with its type. The thread that destroys a graph releases the
- * owners (see HookRef). */
-#include "bridge.h"
+ * owners (see HookRef), with the GIL and only while the interpreter is alive. */
+#include "autograd.h"
+
+#include "bridge.hpp"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SequenceNumber.h>
@@ -280,6 +282,38 @@ struct fct_watch {
     std::shared_ptr<Watched> watched;
 };
 
+namespace fct {
+
+void HookRef::call() const {
+    pybind11::gil_scoped_acquire gil;
+    if (hook_.owner != nullptr && hook_.call(hook_.owner) != 0) {
+        throw_python_error();
+    }
+}
+
+void HookRef::reset() noexcept {
+    void *owner = std::exchange(hook_.owner, nullptr);
+    if (owner == nullptr || !python_alive()) {
+        return;
+    }
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    /* The graph may be destroyed while an exception is pending. Finalizers of the owner must not
+     * clear it. */
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    hook_.release(owner);
+    PyErr_Restore(type, value, traceback);
+    PyGILState_Release(gil);
+}
+
+} // namespace fct
+
+/* Excludes functorch's dispatch keys, as torch._C._DisableFuncTorch. */
+struct FuncTorchPause {
+    c10::impl::ExcludeDispatchKeyGuard front{c10::DispatchKey::FuncTorchDynamicLayerFrontMode};
+    c10::impl::ExcludeDispatchKeyGuard back{c10::DispatchKey::FuncTorchDynamicLayerBackMode};
+};
+
 extern "C" {
 
 bool fct_grad_enabled(void) {
@@ -379,6 +413,27 @@ int fct_autograd_at_end(const fct_hook *hook) {
         auto ref = std::make_shared<HookRef>(*hook);
         autograd::Engine::get_default_engine().queue_callback([ref] { ref->call(); });
     });
+}
+
+int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
+    return guarded("fct_cast_differentiable",
+                   [&] { *out = give(Borrowed(t)->to(fct::scalar_type(dtype))); });
+}
+
+bool fct_functorch_hooked(void) {
+#if FCT_TORCH_AT_LEAST(2, 13)
+    return fct::functorch_active();
+#else
+    return false;
+#endif
+}
+
+void *fct_functorch_pause(void) {
+    return fct::functorch_active() ? new FuncTorchPause : nullptr;
+}
+
+void fct_functorch_resume(void *pause) {
+    delete static_cast<FuncTorchPause *>(pause);
 }
 
 bool fct_profile_active(void) {

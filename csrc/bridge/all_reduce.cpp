@@ -9,7 +9,7 @@
  *
  * Sums overwrite the tensor. A part is summed only after this rank has written it to the ring
  * (ShmOp::read). Elements are added in the order of gloo's ring over the whole tensor. */
-#include "all_reduce.h"
+#include "all_reduce.hpp"
 
 #include "../kernels/ring.h"
 

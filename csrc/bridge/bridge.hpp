@@ -3,8 +3,8 @@
  *
  * Invariant: no C++ exception leaves an extern "C" function. Each fallible function passes its body
  * to guarded(). */
-#ifndef FSDP_C_TORCH_BRIDGE_H
-#define FSDP_C_TORCH_BRIDGE_H
+#ifndef FSDP_C_BRIDGE_BRIDGE_HPP
+#define FSDP_C_BRIDGE_BRIDGE_HPP
 
 #include <torch/csrc/python_headers.h>
 
@@ -15,7 +15,8 @@
 
 #include <utility>
 
-#include "torch_abi.h"
+#include "autograd.h"
+#include "types.h"
 
 /* Whether the torch release is at least major.minor. */
 #define FCT_TORCH_AT_LEAST(major, minor)                                                           \

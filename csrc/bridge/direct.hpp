@@ -1,9 +1,9 @@
 /* Process groups that use shared memory: see direct.cpp. */
-#ifndef FSDP_C_TORCH_DIRECT_H
-#define FSDP_C_TORCH_DIRECT_H
+#ifndef FSDP_C_BRIDGE_DIRECT_HPP
+#define FSDP_C_BRIDGE_DIRECT_HPP
 
-#include "negotiation.h"
-#include "torch_abi.h"
+#include "collective.h"
+#include "negotiation.hpp"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 

@@ -1,8 +1,8 @@
 /* The negotiation between the ranks of a process group about the shared-memory transport. */
-#ifndef FSDP_C_TORCH_NEGOTIATION_H
-#define FSDP_C_TORCH_NEGOTIATION_H
+#ifndef FSDP_C_BRIDGE_NEGOTIATION_HPP
+#define FSDP_C_BRIDGE_NEGOTIATION_HPP
 
-#include "shm_transport.h"
+#include "shm_transport.hpp"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 

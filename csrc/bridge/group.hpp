@@ -1,10 +1,11 @@
 /* Handles of process groups: see group.cpp. */
-#ifndef FSDP_C_TORCH_GROUP_H
-#define FSDP_C_TORCH_GROUP_H
+#ifndef FSDP_C_BRIDGE_GROUP_HPP
+#define FSDP_C_BRIDGE_GROUP_HPP
 
-#include "bridge.h"
-#include "direct.h"
-#include "progress.h"
+#include "bridge.hpp"
+#include "direct.hpp"
+#include "group.h"
+#include "progress.hpp"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>

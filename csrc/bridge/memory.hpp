@@ -1,6 +1,6 @@
 /* CPU tensors with memory of the pool: see memory.cpp. */
-#ifndef FSDP_C_TORCH_MEMORY_H
-#define FSDP_C_TORCH_MEMORY_H
+#ifndef FSDP_C_BRIDGE_MEMORY_HPP
+#define FSDP_C_BRIDGE_MEMORY_HPP
 
 #include <ATen/ATen.h>
 

@@ -4,10 +4,10 @@
  * pool is trimmed and the default allocator tries again. Under dispatch modes, which may observe
  * allocations, torch.empty makes the tensor. Blocks are reported to a memory profiler as the
  * default allocator does it. */
-#include "memory.h"
+#include "memory.hpp"
 
 #include "../kernels/pool.h"
-#include "bridge.h"
+#include "bridge.hpp"
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/Allocator.h>

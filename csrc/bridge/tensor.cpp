@@ -3,9 +3,11 @@
  * Facts, aliases and storage memory use TensorImpl and StorageImpl directly. They run in every step
  * for every parameter, and the dispatcher would cost more than the work. Computations go through
  * at:: below autograd and ADInplaceOrView: they record no history and bump no version counters. */
+#include "tensor.h"
+
 #include "../kernels/pool.h"
-#include "bridge.h"
-#include "memory.h"
+#include "bridge.hpp"
+#include "memory.hpp"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
@@ -108,11 +110,16 @@ c10::TensorImpl *alias(c10::TensorImpl *base, caffe2::TypeMeta dtype, int32_t nd
 
 } // namespace
 
-/* Excludes functorch's dispatch keys, as torch._C._DisableFuncTorch. */
-struct FuncTorchPause {
-    c10::impl::ExcludeDispatchKeyGuard front{c10::DispatchKey::FuncTorchDynamicLayerFrontMode};
-    c10::impl::ExcludeDispatchKeyGuard back{c10::DispatchKey::FuncTorchDynamicLayerBackMode};
-};
+namespace fct {
+
+c10::ScalarType scalar_type(fct_dtype dtype) {
+    TORCH_CHECK(dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
+                    dtype != static_cast<fct_dtype>(c10::ScalarType::Undefined),
+                "no such dtype number: ", dtype);
+    return static_cast<c10::ScalarType>(dtype);
+}
+
+} // namespace fct
 
 extern "C" {
 
@@ -173,6 +180,19 @@ bool fct_tensor_is_view(const fct_tensor *t) {
     } catch (...) {
         return false;
     }
+}
+
+bool fct_tensor_is_like(const fct_tensor *t, const fct_tensor *other) {
+    const c10::TensorImpl &one = *fct::impl(t), &two = *fct::impl(other);
+    return one.sizes() == two.sizes() && one.strides() == two.strides() &&
+           one.storage_offset() == two.storage_offset() && one.dtype() == two.dtype() &&
+           one.device() == two.device() && one.key_set() == two.key_set() &&
+           one.unsafe_storage().nbytes() == two.unsafe_storage().nbytes();
+}
+
+bool fct_dtype_is_floating(fct_dtype dtype) {
+    return dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
+           c10::isFloatingType(static_cast<c10::ScalarType>(dtype));
 }
 
 int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tensor **out) {
@@ -306,11 +326,6 @@ int fct_tensor_set_requires_grad(fct_tensor *t, bool value) {
     return guarded("fct_tensor_set_requires_grad", [&] { Borrowed(t)->requires_grad_(value); });
 }
 
-int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
-    return guarded("fct_cast_differentiable",
-                   [&] { *out = give(Borrowed(t)->to(fct::scalar_type(dtype))); });
-}
-
 int fct_storage_alloc(fct_tensor *t, int64_t nbytes) {
     return guarded("fct_storage_alloc", [&] {
         TORCH_CHECK(impl(t)->has_storage(), "a tensor without a storage cannot be given memory");
@@ -376,22 +391,6 @@ void fct_grad_take(fct_tensor *t, fct_tensor **out) {
     Borrowed tensor(t);
     *out = tensor->grad().defined() ? give(std::exchange(tensor->mutable_grad(), at::Tensor()))
                                     : nullptr;
-}
-
-bool fct_functorch_hooked(void) {
-#if FCT_TORCH_AT_LEAST(2, 13)
-    return fct::functorch_active();
-#else
-    return false;
-#endif
-}
-
-void *fct_functorch_pause(void) {
-    return fct::functorch_active() ? new FuncTorchPause : nullptr;
-}
-
-void fct_functorch_resume(void *pause) {
-    delete static_cast<FuncTorchPause *>(pause);
 }
 
 } // extern "C"

@@ -1,7 +1,8 @@
 /* torch's foreach operations, for devices without kernels in csrc/kernels. Each is one launch if
  * torch has a kernel for the list, as on CUDA, else one for each tensor. torch's FSDP2 uses the
  * same operations. */
-#include "bridge.h"
+#include "bridge.hpp"
+#include "tensor.h"
 
 #include <vector>
 

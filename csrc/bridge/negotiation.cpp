@@ -1,11 +1,11 @@
-/* The negotiation of the shared-memory transport; see negotiation.h.
+/* The negotiation of the shared-memory transport; see negotiation.hpp.
  *
  * Owns the table of negotiations and the counts of parameter groups by group name. The GIL guards
  * both. */
-#include "negotiation.h"
+#include "negotiation.hpp"
 
-#include "bridge.h"
-#include "progress.h"
+#include "bridge.hpp"
+#include "progress.hpp"
 
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/debug.h>
@@ -136,7 +136,7 @@ static void read_capabilities(Negotiation &negotiation) {
     }
     for (int64_t rank = 0; rank < results.size(0); rank++) {
         const int64_t *row = results.const_data_ptr<int64_t>() + rank * kCapabilities;
-        negotiation.handles.push_back({row[1], row[2], row[3]});
+        negotiation.hppandles.push_back({row[1], row[2], row[3]});
     }
     negotiation.state = Negotiation::State::connecting;
 }
@@ -165,7 +165,7 @@ enum class Connected : int64_t { no, yes, yes_oversubscribed };
 /* Maps the peers' rings and issues round 2. */
 static void connect_ranks(Negotiation &negotiation, c10d::Backend &fallback) {
     const pybind11::gil_scoped_release released;
-    const auto handles = std::exchange(negotiation.handles, {});
+    const auto handles = std::exchange(negotiation.hppandles, {});
     const auto transport = std::exchange(negotiation.transport, nullptr);
     /* Remains if the round cannot be issued. */
     negotiation.state = Negotiation::State::declined;

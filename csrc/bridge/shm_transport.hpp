@@ -1,6 +1,6 @@
 /* The shared-memory transport of one process group: see shm_transport.cpp. */
-#ifndef FSDP_C_TORCH_SHM_TRANSPORT_H
-#define FSDP_C_TORCH_SHM_TRANSPORT_H
+#ifndef FSDP_C_BRIDGE_SHM_TRANSPORT_HPP
+#define FSDP_C_BRIDGE_SHM_TRANSPORT_HPP
 
 #include "../transport/shm_ring.h"
 

@@ -2,7 +2,9 @@
  *
  * A group is resolved once, by name, and its handle caches the behavior of its backends. A group
  * that is a Python class is called through its Python methods: C++ does not see its overrides. */
-#include "group.h"
+#include "group.hpp"
+
+#include "pyobject.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>

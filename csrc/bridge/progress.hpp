@@ -1,6 +1,6 @@
 /* Works that isCompleted() cannot poll, and the thread that waits for them: see progress.cpp. */
-#ifndef FSDP_C_TORCH_PROGRESS_H
-#define FSDP_C_TORCH_PROGRESS_H
+#ifndef FSDP_C_BRIDGE_PROGRESS_HPP
+#define FSDP_C_BRIDGE_PROGRESS_HPP
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 

@@ -1,21 +1,15 @@
-/* The functions of the boundary that need Python: torch's Python objects (tensors, dtypes,
- * devices), the translation of C++ exceptions to Python errors, the fault counter, and the owner of
- * callbacks.
- *
- * Invariants: the fault counter is thread-local. A hook's owner is accessed only with the GIL, and
- * only while the interpreter is alive. */
-#include "bridge.h"
+/* torch's Python objects: tensors, wrappers, gradients, dtypes and devices. */
+#include "pyobject.h"
+
+#include "bridge.hpp"
 
 #include <ATen/EmptyTensor.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace {
-
-thread_local int64_t faults_left = 0;
 
 /* THPVariable_Wrap(tensor, type) if this torch release exports it, else NULL without an exception.
  */
@@ -58,36 +52,6 @@ at::Tensor without_memory(const at::Tensor &local, c10::IntArrayRef sizes,
 
 namespace fct {
 
-void fault_point(const char *function) {
-    if (C10_LIKELY(faults_left == 0)) {
-        return;
-    }
-    if (--faults_left == 0) {
-        throw std::runtime_error(std::string("injected fault in ") + function);
-    }
-}
-
-int set_error() noexcept {
-    try {
-        torch::translate_exception_to_python(std::current_exception());
-    } catch (...) { /* the exception is not a std::exception */
-        PyErr_SetString(PyExc_RuntimeError, "unknown C++ exception");
-    }
-    if (!PyErr_Occurred()) {
-        PyErr_SetString(PyExc_SystemError, "a C++ exception left no Python error");
-    }
-    return -1;
-}
-
-void throw_python_error() {
-    if (!PyErr_Occurred()) {
-        PyErr_SetString(PyExc_SystemError, "a callback failed without setting an exception");
-    }
-    python_error error;
-    error.persist();
-    throw std::move(error);
-}
-
 bool python_alive() noexcept {
     if (!Py_IsInitialized()) {
         return false;
@@ -105,50 +69,9 @@ bool fct_py_ending(void) {
     return !fct::python_alive();
 }
 
-namespace fct {
-
-void HookRef::call() const {
-    pybind11::gil_scoped_acquire gil;
-    if (hook_.owner != nullptr && hook_.call(hook_.owner) != 0) {
-        throw_python_error();
-    }
-}
-
-void HookRef::reset() noexcept {
-    void *owner = std::exchange(hook_.owner, nullptr);
-    if (owner == nullptr || !python_alive()) {
-        return;
-    }
-    const PyGILState_STATE gil = PyGILState_Ensure();
-    /* The graph may be destroyed while an exception is pending. Finalizers of the owner must not
-     * clear it. */
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    hook_.release(owner);
-    PyErr_Restore(type, value, traceback);
-    PyGILState_Release(gil);
-}
-
-c10::ScalarType scalar_type(fct_dtype dtype) {
-    TORCH_CHECK(dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
-                    dtype != static_cast<fct_dtype>(c10::ScalarType::Undefined),
-                "no such dtype number: ", dtype);
-    return static_cast<c10::ScalarType>(dtype);
-}
-
-} // namespace fct
-
 using fct::guarded;
 
 extern "C" {
-
-void fct_fault_arm(int64_t n) {
-    faults_left = n > 0 ? n : 0;
-}
-
-int64_t fct_fault_left(void) {
-    return faults_left;
-}
 
 /* Checks the type, not __class__: an object with a fake __class__ has no TensorImpl. */
 bool fct_py_is_tensor(PyObject *obj) {
@@ -200,14 +123,6 @@ int fct_py_wrapper(const fct_tensor *local, PyObject *type, const int64_t *sizes
     });
 }
 
-bool fct_tensor_is_like(const fct_tensor *t, const fct_tensor *other) {
-    const c10::TensorImpl &one = *fct::impl(t), &two = *fct::impl(other);
-    return one.sizes() == two.sizes() && one.strides() == two.strides() &&
-           one.storage_offset() == two.storage_offset() && one.dtype() == two.dtype() &&
-           one.device() == two.device() && one.key_set() == two.key_set() &&
-           one.unsafe_storage().nbytes() == two.unsafe_storage().nbytes();
-}
-
 int fct_py_grad(PyObject *param, PyObject **out) {
     return guarded("fct_py_grad", [&] {
         TORCH_CHECK_TYPE(fct_py_is_tensor(param), "the parameter must be a torch.Tensor");
@@ -243,11 +158,6 @@ PyObject *fct_py_grad_hooks(PyObject *param) {
     }
     PyObject *hooks = reinterpret_cast<THPVariable *>(param)->post_accumulate_grad_hooks;
     return hooks == Py_None ? nullptr : hooks;
-}
-
-bool fct_dtype_is_floating(fct_dtype dtype) {
-    return dtype >= 0 && dtype < static_cast<fct_dtype>(c10::ScalarType::NumOptions) &&
-           c10::isFloatingType(static_cast<c10::ScalarType>(dtype));
 }
 
 fct_dtype fct_py_dtype(PyObject *obj) {

@@ -1,10 +1,10 @@
 /* Collectives over shared memory, as c10d works. The bytes of a rank shard travel in shard order.
  * RankShards describes where this rank reads or writes them. direct.cpp selects the collectives. */
-#ifndef FSDP_C_TORCH_SHM_COLLECTIVE_H
-#define FSDP_C_TORCH_SHM_COLLECTIVE_H
+#ifndef FSDP_C_BRIDGE_SHM_COLLECTIVE_HPP
+#define FSDP_C_BRIDGE_SHM_COLLECTIVE_HPP
 
-#include "shm_transport.h"
-#include "torch_abi.h"
+#include "collective.h"
+#include "shm_transport.hpp"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -28,8 +28,8 @@ struct RankShards {
 
     /* From one tensor [ranks, elements] whose last dimension is contiguous. */
     static RankShards of_tensor(const at::Tensor &tensor);
-    /* From chunks [ranks, elements], see fct_chunk_layout in torch_abi.h. Throws if the runs do not
-     * cover the chunks in order. */
+    /* From chunks [ranks, elements], see fct_chunk_layout in collective.h. Throws if the runs do
+     * not cover the chunks in order. */
     static RankShards of_chunks(const std::vector<at::Tensor> &chunks,
                                 const fct_chunk_layout &layout);
 

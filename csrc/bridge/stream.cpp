@@ -3,7 +3,9 @@
  *
  * A stream is a value (id and device). torch owns the streams and never frees them. An event counts
  * its owners. It may be recorded repeatedly. */
-#include "bridge.h"
+#include "stream.h"
+
+#include "bridge.hpp"
 
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>

@@ -1,9 +1,60 @@
-// Python's error indicator, for csrc/core, which does not include Python.h.
-#include <torch/csrc/python_headers.h>
+/* Python's error indicator, for csrc/core, which does not include Python.h. The translation of C++
+ * exceptions to Python errors, and the fault counter, which is thread-local. */
+#include "error.h"
 
-#include "torch_abi.h"
+#include "bridge.hpp"
+
+#include <torch/csrc/Exceptions.h>
+
+namespace {
+
+thread_local int64_t faults_left = 0;
+
+} // namespace
+
+namespace fct {
+
+void fault_point(const char *function) {
+    if (C10_LIKELY(faults_left == 0)) {
+        return;
+    }
+    if (--faults_left == 0) {
+        throw std::runtime_error(std::string("injected fault in ") + function);
+    }
+}
+
+int set_error() noexcept {
+    try {
+        torch::translate_exception_to_python(std::current_exception());
+    } catch (...) { /* the exception is not a std::exception */
+        PyErr_SetString(PyExc_RuntimeError, "unknown C++ exception");
+    }
+    if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_SystemError, "a C++ exception left no Python error");
+    }
+    return -1;
+}
+
+void throw_python_error() {
+    if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_SystemError, "a callback failed without setting an exception");
+    }
+    python_error error;
+    error.persist();
+    throw std::move(error);
+}
+
+} // namespace fct
 
 extern "C" {
+
+void fct_fault_arm(int64_t n) {
+    faults_left = n > 0 ? n : 0;
+}
+
+int64_t fct_fault_left(void) {
+    return faults_left;
+}
 
 void *fct_error_set_aside(void) {
 #if PY_VERSION_HEX >= 0x030c0000

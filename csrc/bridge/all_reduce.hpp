@@ -1,8 +1,8 @@
 /* All-reduces in shared memory: see all_reduce.cpp. */
-#ifndef FSDP_C_TORCH_ALL_REDUCE_H
-#define FSDP_C_TORCH_ALL_REDUCE_H
+#ifndef FSDP_C_BRIDGE_ALL_REDUCE_HPP
+#define FSDP_C_BRIDGE_ALL_REDUCE_HPP
 
-#include "shm_collective.h"
+#include "shm_collective.hpp"
 
 namespace fct {
 
